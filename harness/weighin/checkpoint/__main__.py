@@ -1,12 +1,11 @@
 """Generate, index (compare with a model) or convert a checkpoint: ``python -m weighin.checkpoint``.
 
-weighin runs this module as a subprocess (``subprocess_client``). The first line of standard input
+The module ``subprocess_client`` runs this module as a subprocess. The first line of standard input
 is the request in JSON; its field ``verb`` is make, index or convert. The subprocess answers with
-events, one JSON object on each line of standard output. The first event is ``size``, with
-``needed_bytes``; the subprocess then waits for a line on standard input before it writes any file.
-Events ``progress`` have ``done_bytes`` and ``total_bytes``. The last event is ``done``, with
-``seconds``, or ``error``, with ``type``, ``message`` and ``repair``. The kernel kills the
-subprocess when its parent ends.
+events, one JSON object on each line of standard output. Before it writes any tensor, it sends
+``size``, with ``needed_bytes``, and waits for a line on standard input. Events ``progress`` have
+``done_bytes`` and ``total_bytes``. The last event is ``done``, with ``seconds``, or ``error``, with
+``type``, ``message`` and ``repair``. The kernel kills the subprocess when its parent ends.
 """
 
 import json
@@ -81,8 +80,7 @@ def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, float]:
 
 
 class _Meter:
-    """Asks the parent process for permission to write, and reports the progress at most ten times a
-    second.
+    """Asks the parent for permission to write, and reports the progress at most ten times a second.
 
     ``rounds`` is 2 if every byte is written and then read back, and so counts twice; else 1.
     """

@@ -1,8 +1,7 @@
-"""Provide checkpoints to load. weighin keeps each checkpoint that it generated or converted in a
-cache.
+"""Provide checkpoints to load; a cache keeps those that weighin generated or converted.
 
 This module runs in weighin's own process, which does not import torch; a subprocess writes the
-checkpoints. ``weighin.checkpoint.entries`` describes the folder of the cache.
+checkpoints. ``weighin.checkpoint.entries`` lists the files of the cache.
 """
 
 import os
@@ -29,7 +28,7 @@ from weighin.units import format_bytes
 __all__ = ["CachedCheckpoint", "Prepared", "Report", "clear", "ensure", "folder", "list_entries"]
 
 Report = Callable[[str, float | None], None]
-"""A function that shows a line about the current step, and the step's progress: 0 to 1, or None."""
+"""A function that shows the current step's text, and its share done: 0 to 1, None if unknown."""
 
 _VALUES: Final = 1  # increase this version when the same seed gives other values
 
@@ -40,8 +39,8 @@ class Prepared:
 
     Attributes:
         path: the checkpoint's file, or its folder if the format has many files.
-        made: whether this call of ``ensure`` created the checkpoint.
-        in_place: whether the checkpoint is the user's own file, not a file in the cache.
+        made: whether this call of ``ensure`` wrote the checkpoint, or its manifest if ``in_place``.
+        in_place: whether ``path`` is the user's own checkpoint, not a checkpoint in the cache.
         warnings: messages for the user, such as that a damaged checkpoint was replaced.
     """
 
@@ -58,9 +57,9 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """The arguments of one call of ``ensure``, and the folder ``entry`` of the checkpoint in the cache.
+    """The arguments of one call of ``ensure``; ``entry`` is the checkpoint's folder in the cache.
 
-    With ``in_place``, measurements load the user's own file, and the cache has only its manifest.
+    With ``in_place``, measurements load the user's file; the cache has only this file's manifest.
     """
 
     model: ModelSpec
@@ -87,14 +86,15 @@ def ensure(
     """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache lacks it.
 
     ``checkpoint`` is the user's own file, if any. weighin compares this file with the model at the
-    first use, and again only when the file's size or modification time changes. weighin converts
-    the model's state dict into the cache if the file has another format than ``fmt`` or holds more
-    than tensors, or if ``selection`` leaves out or renames tensors. ``python_path`` lists the
-    folders from which a user's builder is imported.
+    first use, and again after a change of the file (size or modification time), the model or
+    ``selection``. weighin converts the model's state dict into the cache if the file has another
+    format than ``fmt``, if ``selection`` is not ``WHOLE``, or if the file holds more than tensors
+    (except for models of transformers, diffusers and timm). ``python_path`` lists the folders from
+    which a user's builder is imported.
 
     Raises:
         UnknownName: no format has this name.
-        ConfigError: the model's builder is invalid, or the disk is too full.
+        ConfigError: the model's builder is invalid, or the cache is not writable or too full.
         CheckpointError: the user's checkpoint is damaged or does not fit the model, or the subprocess
             was killed.
     """
@@ -187,7 +187,7 @@ def _request(task: _Task, out: Path) -> dict[str, Any]:
 
 
 def _publish(task: _Task, temporary: Path) -> None:
-    """Move the new files into the cache, so that a format with a marker is complete at any time."""
+    """Move the new files into the cache; write the marker last, to mark only complete formats."""
     new = read_manifest(temporary / "manifest.json")
     old = _cached_manifest(task.entry)
     if old is not None and old.tensors != new.tensors:

@@ -2,10 +2,10 @@
 
 weighin measures the time until every byte of a loaded model was read; the computation of the
 checksums reads every byte. A CRC reads only 2 GB/s, and would take longer than many loads. A plain
-sum does not detect swapped bytes. The checksum of weighin reads 13 GB/s. The algorithm adds up
-8-byte words in 65,521 lanes, multiplies each lane's sum by an odd constant, and chains the chunks.
-The number of lanes is a prime, so that the words of a shifted row are in other lanes. Any single
-changed word changes the result.
+sum does not detect swapped bytes. The checksum of weighin reads 13 GB/s. The algorithm deals
+the 8-byte words of a 4 MiB chunk in turn to 65,521 lanes, adds up each lane, multiplies each lane's
+sum by an odd constant, and chains the sums of the chunks. The number of lanes is a prime, so that
+the words of a shifted row are in other lanes. Any single changed word changes the result.
 """
 
 import threading
@@ -16,7 +16,7 @@ import torch
 
 _LANES: Final = 65_521
 CHUNK_BYTES: Final = _LANES * 8 * 8
-"""The size of a chunk, 4 MiB: a chunk and the sums of its lanes fit into the processor's cache."""
+"""The size of a chunk: 4 MiB, so that a chunk and its lanes' sums fit into a processor's cache."""
 
 _MULTIPLIER: Final = 6364136223846793005  # Knuth's MMIX; odd, so that multiplying loses no bits
 _MASK: Final = 2**64 - 1
@@ -29,8 +29,8 @@ def checksum(tensor: torch.Tensor) -> str:
     """Return the checksum of the tensor's elements in row-major order, as 16 hexadecimal digits.
 
     Tensors with equal bytes have equal checksums, whatever their strides and device. ``checksum``
-    needs up to 16 MiB of memory for a contiguous tensor. Of a tensor that is not contiguous, the
-    function copies 4 MiB or one row of the first dimension at a time.
+    needs up to 16 MiB of memory for a contiguous tensor. It copies a tensor that is not contiguous:
+    as many rows (of the first dimension) at a time as fit into 4 MiB, or one larger row.
     """
     running = RunningChecksum(tensor.numel() * tensor.element_size())
     for part in _contiguous_parts(tensor):
@@ -45,7 +45,7 @@ class RunningChecksum:
         self._value = total_bytes
 
     def update(self, piece: torch.Tensor) -> None:
-        """Add the next contiguous piece; all pieces but the last must be whole chunks."""
+        """Add the next contiguous piece; all pieces but the last must consist of whole chunks."""
         for words in _chunks(piece.reshape(-1).view(torch.uint8)):
             self._value = (self._value * _MULTIPLIER + _chunk_value(words)) & _MASK
 
@@ -74,7 +74,7 @@ def _contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _chunks(raw: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the bytes as 8-byte words, a chunk at a time, the last one padded with zeros."""
+    """Yield the bytes as 8-byte words, a chunk at a time; zeros fill up the last word."""
     for start in range(0, raw.numel(), CHUNK_BYTES):
         chunk = raw[start : start + CHUNK_BYTES]
         aligned = chunk.storage_offset() % 8 == 0 and chunk.data_ptr() % 8 == 0
@@ -86,7 +86,7 @@ def _chunks(raw: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _chunk_value(words: torch.Tensor) -> int:
-    """Return the weighted sum of a chunk's lanes, modulo 2**64, to which int64 arithmetic wraps."""
+    """Return the weighted sum of a chunk's lanes modulo 2**64, as int64 arithmetic wraps around."""
     weights = _lane_weights(words.device)
     rows = words.numel() // _LANES
     whole, rest = words[: rows * _LANES], words[rows * _LANES :]

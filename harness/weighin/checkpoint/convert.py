@@ -1,11 +1,13 @@
 """Write a checkpoint in another format or dtype, in bounded memory.
 
-A conversion reads and writes tensors in pieces of 16 MiB. It writes the new files to a hidden
-folder next to the target, and renames the complete files. If the process is killed, the source is
-unchanged and no target exists; the next conversion removes the hidden folder.
+A conversion reads and writes tensors in pieces of 16 MiB (of float32). It writes the new files to a
+hidden folder next to the target, and gives the complete files the target's name. If the process is
+killed before that, the source is unchanged and no target exists; the next conversion to the same
+target removes the hidden folder.
 
-If the source has checksums, the conversion compares the values with them, and writes checksums of the
-target. Each conversion therefore detects bytes that changed since the previous conversion.
+If checksums of the source are known, the conversion compares the values that it reads with these
+checksums, and writes checksums of the target. A later conversion of the target therefore detects
+bytes that changed in the meantime.
 """
 
 import os
@@ -48,7 +50,7 @@ class Conversion:
         verify: whether to read the target back from the disk and compare it with the source.
         checksums: the file with the source's checksums, as returned by ``sidecar.find``.
         selection: the tensors to write, and their new names.
-        model_keys: whether to write the tensors under the keys of the folder's model (``model_keys``).
+        model_keys: whether to write the tensors under the model's keys (module ``model_keys``).
         choice: the class of the folder's model, the adapter to merge, and whether the folder's code
             may run.
     """
@@ -74,13 +76,13 @@ def convert(
     """Write the checkpoint ``source`` to ``target``, which must not exist.
 
     ``convert`` returns the seconds that each stage took, by the stage's name. The target gets
-    checksums if the source has checksums or ``order`` demands a verification. ``convert`` calls
-    ``permit`` with the number of bytes to write, before it writes the first byte.
+    a checksum file if ``order`` names the source's checksums or demands a verification. ``convert``
+    calls ``permit`` with an upper bound of the bytes to write, before it writes the first byte.
 
     Raises:
-        ConfigError: the target exists, is inside the source, or another process is writing it.
-        CheckpointError: the source cannot be read or does not match its checksums, ``order`` names a new
-            dtype for quantised codes, or the target differs from the source when it is read back.
+        ConfigError: for the reasons of ``check_target``, or another process is writing the target.
+        CheckpointError: the source cannot be read, has no tensors or does not match its checksums,
+            ``order`` names a new dtype for quantised codes, or ``verify`` finds a difference.
     """
     map_large_tensors()
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
@@ -137,7 +139,9 @@ def convert(
 
 
 def check_target(source: Path, target: Path) -> None:
-    """Raise ConfigError if the target exists, has no parent folder, or is inside the source."""
+    """Raise ConfigError if the target or its checksum file exists, if the target is inside the
+    source, or if the target's parent folder is missing.
+    """
     for path in (target, sidecar.beside(target)):  # old checksums do not fit the new target
         if os.path.lexists(path):
             raise ConfigError(

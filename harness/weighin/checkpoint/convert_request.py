@@ -32,12 +32,12 @@ _SUFFIXES: Final = {
     ".safetensors": ("safetensors",),
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pth.tar"), ("pt", "pt_legacy")),
 }
-"""The formats that programs expect in a file with each suffix; ``auto`` writes the first format."""
+"""For each suffix, the formats that programs expect in such a file; ``auto`` writes the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The arguments of ``weighin convert``. Sizes are text; "5GB" is 5 * 1000**3, as in Hugging Face."""
+    """The arguments of ``weighin convert``; "5GB" means 5 * 1000**3 bytes, as in Hugging Face."""
 
     source: Path
     target: Path
@@ -56,9 +56,9 @@ class FinishedConversion:
 
     Attributes:
         checksums: the checksum file that the source matched, if any.
-        quantised: the quantisation of the tensors, if they are codes; None for weights.
-        left_out: the names of the state dict's values other than tensors, which only ``torch.save``
-            stores.
+        quantised: how the tensors are quantised, if they are codes with scales; None for weights.
+        left_out: the names of the values that are no tensors, in a source from ``torch.save``. The
+            target lacks these values.
     """
 
     source: Path
@@ -96,11 +96,11 @@ def convert(
 ) -> FinishedConversion:
     """Convert the checkpoint in a subprocess, and show the progress on ``console``.
 
-    ``convert`` calls ``complete`` when the target is complete, and ignores a Ctrl-C between the
-    two.
+    ``convert`` calls ``complete`` when the target is complete. ``convert`` ignores a Ctrl-C that
+    comes when the target already has its name.
 
     Raises:
-        HarnessError: the conversion failed; no files of the target are left.
+        HarnessError: the conversion failed; ``convert`` has removed its unfinished files.
     """
     source = formats.detect(wish.source).NAME
     # The source's checksums are those of all its tensors under their original names.
@@ -153,7 +153,7 @@ def _clean(target: Path, error: BaseException) -> None:
 def format_for(target: Path, fmt: str) -> str:
     """Return the format to write into ``target``; for ``AUTO``, the format for the target's suffix.
 
-    A target without the suffix of a checkpoint file is a folder of shards.
+    With ``AUTO``, a target without the suffix of a checkpoint file becomes a folder of shards.
 
     Raises:
         UnknownName: no format has the name ``fmt``.
@@ -196,7 +196,7 @@ def _request(wish: Wish, checksums: Path | None) -> dict[str, Any]:
 
 @contextmanager
 def _shown(console: Console, text: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress line: the share done, the speed, and the time left; yield a function to update it.
+    """Show a line with the share done, the speed and the remaining time; yield its update function.
 
     The yielded function takes the number of bytes done and the total.
     """

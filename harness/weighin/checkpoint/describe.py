@@ -24,11 +24,11 @@ from weighin.formats.pretrained_folder import own_dtype
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """A tensor of a model without weights: parameters are on the meta device, and some buffers have
-    values.
+    """A tensor of a model. ``describe`` leaves the values of parameters, and of some buffers,
+    uninitialised.
 
-    ``is_kept`` tells whether the tensor keeps its own floating-point dtype, whatever the model's
-    dtype.
+    ``is_kept`` tells whether the tensor keeps its own floating-point dtype, whatever dtype the
+    model is built in.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Described:
     is_kept: bool = False
 
     def entry(self, checksums: dict[str, str], dtype: torch.dtype | None = None) -> TensorEntry:
-        """Return the tensor's entry for a manifest; ``dtype`` is the tensor's dtype in the file, if
-        the file has another dtype than the model.
+        """Return the tensor's entry for a manifest. ``dtype`` is the tensor's dtype in the file;
+        None means the same dtype as in the model.
         """
         kind = dtype or self.tensor.dtype
         return TensorEntry(
@@ -56,13 +56,13 @@ class Described:
 def describe(
     spec: ModelSpec, *, real_buffers: RealBuffers, dtype: torch.dtype | None = None
 ) -> list[Described]:
-    """Return all tensors of a model that is built in ``dtype``: its state dict, then other buffers.
+    """Return a model's tensors, built in ``dtype``: its state dict, then non-persistent buffers.
 
-    Without ``dtype``, the model has the dtype in which its weights were published.
+    Without ``dtype``, the model has the dtype of its published files; without files, float32.
 
     Raises:
-        ConfigError: the builder is invalid, or the state dict contains more than parameters and
-            persistent buffers.
+        ConfigError: the builder is invalid, the model has no tensors or is lazy, or its state dict
+            contains more than parameters and persistent buffers.
     """
     builder, dtype = spec.builder, dtype or getattr(torch, own_dtype(spec))
     build = resolve_builder(builder)

@@ -1,5 +1,5 @@
-"""Manage the folder of the cache of checkpoints. An entry of the cache has one model, with the
-values of one seed or one file.
+"""Manage the cache's folder. An entry of the cache has the checkpoint of one model in one or more
+formats, with values that were generated from one seed or read from one checkpoint of the user.
 
 ::
 
@@ -12,9 +12,9 @@ values of one seed or one file.
         .making-XXXX/     the folder of a running or killed subprocess
     $WEIGHIN_CACHE/locks/gpt2-xl-1f2e3d4c.lock
 
-weighin replaces a format that has no marker, or whose files have other sizes or modification times
-than the marker lists. The files in the cache are read-only, so that a strategy of an ordinary user
-cannot change them.
+weighin writes a format again if its marker or the manifest is missing or damaged, or if a file's
+size or modification time differs from the marker. The checkpoint files are read-only, so that a
+strategy (code that loads a checkpoint) cannot change them, unless it runs as root.
 """
 
 import json
@@ -35,7 +35,7 @@ from weighin.errors import ConfigError, UnknownName
 
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 TEMPORARY: Final = ".making-"
-"""The prefix of the folders to which subprocesses write."""
+"""The prefix of the folders into which subprocesses write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ def use(chosen: Path) -> None:
 def entry_name(model: str, *origin: Any) -> str:
     """Return the name of an entry's folder: the model's name and a digest of ``origin``.
 
-    ``origin`` is what determines the values: the builder and its arguments, and the seed or the
-    user's files.
+    ``origin`` is all that determines the tensors' values: the builder and its arguments, and the
+    seed or the user's files.
     """
     text = json.dumps(origin, sort_keys=True, default=str)
     safe = _UNSAFE.sub("_", model).lstrip(".") or "model"
@@ -77,8 +77,7 @@ def entry_name(model: str, *origin: Any) -> str:
 
 
 def write_marker(entry: Path, fmt: str) -> None:
-    """Mark the files of format ``fmt`` in an entry of the cache as complete, and make these files
-    read-only.
+    """Mark an entry's files of format ``fmt`` as complete, and make these files read-only.
 
     The marker records the current sizes and modification times (in ns) of the files.
     """
@@ -90,9 +89,10 @@ def write_marker(entry: Path, fmt: str) -> None:
 
 
 def damage(entry: Path, fmt: str) -> str | None:
-    """Return a description of the damage to format ``fmt`` of an entry.
+    """Return a text that says what is damaged in format ``fmt`` of an entry of the cache.
 
-    ``damage`` returns None if all files are as recorded, and "" if the entry lacks this format.
+    The result is None if the manifest exists and each file has the size and modification time in
+    the marker, and "" if the entry has no marker of this format.
     """
     try:
         files: dict[str, list[int]] = json.loads((entry / f"{fmt}.json").read_text())["files"]
@@ -129,7 +129,7 @@ def discard(entry: Path, fmt: str) -> None:
 def locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Lock one entry within the context; the kernel releases the lock if the process is killed.
 
-    ``locked`` calls ``waiting`` if another process has the lock.
+    If another process has the lock, ``locked`` calls ``waiting`` once and then waits.
 
     Raises:
         ConfigError: the cache is not writable.
@@ -155,7 +155,7 @@ def locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def remove_leftovers(entry: Path) -> None:
-    """Remove the folders of killed subprocesses from an entry, whose lock the caller holds."""
+    """Remove the folders of killed subprocesses from an entry; the caller must hold its lock."""
     for leftover in entry.glob(f"{TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -167,14 +167,14 @@ def list_entries() -> list[CachedCheckpoint]:
 
 
 def clear(name: str | None = None) -> list[CachedCheckpoint]:
-    """Remove from the cache the entries of the model ``name``, or the entry ``name``; if ``name``
-    is None, all entries.
+    """Remove from the cache all entries of the model ``name``, or the one entry called ``name``. If
+    ``name`` is None, remove all entries.
 
     ``clear`` waits for subprocesses that are writing to these entries, removes nothing else in the
     cache's folder, and returns the removed checkpoints.
 
     Raises:
-        UnknownName: no entry has this name.
+        UnknownName: no entry and no model in the cache has this name.
     """
     chosen = [e for e in _entries() if name is None or name in {e.name, e.name.rpartition("-")[0]}]
     if name is not None and not chosen:

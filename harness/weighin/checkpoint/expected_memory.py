@@ -1,5 +1,4 @@
-"""Compute the expected memory of each of weighin's ways to load (strategies) from the sizes of
-tensors.
+"""Compute from the tensors' sizes how much memory each strategy (a way to load) should need.
 
 The expected memory does not include the memory of ``import torch``.
 """
@@ -26,8 +25,8 @@ class ExpectedMemory:
         tensors: the number of copies of all tensors in anonymous memory; the model is one copy.
         storages: the number of copies of all storages in anonymous memory. A state dict that
             ``torch.load`` returned is one copy.
-        piece: which part is in anonymous memory in addition: the largest tensor, layer or shard;
-            None for none.
+        piece: what is in anonymous memory in addition to these copies: the largest tensor, layer or
+            shard; None for nothing.
         mapped: whether the file is also mapped into memory.
     """
 
@@ -68,7 +67,7 @@ _NEEDS_WITH_FORMAT: Final = {
     ("accelerate", "sharded_pt"): ExpectedMemory(0, 1),
     ("transformers", "gguf"): ExpectedMemory(1, piece="tensor"),
 }
-"""The memory of strategies that need more for some formats than for the others."""
+"""The pairs of a strategy and a format that need other memory than ``_NEEDS`` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,8 @@ class Expected:
     Attributes:
         layouts: the formats that the strategy reads.
         anonymous_bytes: the expected peak without ``import torch``; None for a user's strategy.
-        mapped_bytes: the size of the mapped file pages, which the kernel can reclaim.
+        mapped_bytes: the size of the mapped file pages, which the kernel can reclaim; None for a
+            user's strategy.
     """
 
     strategy: str

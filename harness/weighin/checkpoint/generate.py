@@ -1,8 +1,8 @@
 """Generate a checkpoint for a model from a seed.
 
-Only the seed, a tensor's name and an element's position determine the value of the element. This
-module runs in a subprocess, which needs memory for the persistent buffers and for a few pieces of
-16 MiB.
+The seed, the parameter's name and the element's position determine each value of a parameter;
+buffers keep the constructor's values. This module runs in a subprocess, which needs memory for the
+buffers and a few pieces of 16 MiB, or for the whole model if it has non-persistent buffers.
 """
 
 import time
@@ -30,7 +30,7 @@ RECORD_BYTES: Final = 4096  # an upper bound of a tensor's header and name in a 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The manifest of a new checkpoint, and the seconds of each stage."""
+    """The manifest of a generated or indexed checkpoint, and the seconds of each stage."""
 
     manifest: Manifest
     seconds: dict[str, float]
@@ -47,11 +47,11 @@ def make(
 ) -> Made:
     """Write a checkpoint and its ``manifest.json`` into ``folder``, which must be empty.
 
-    The tensors have the dtype of the model's published files, or float32. ``make`` calls ``permit``
-    with an upper bound of the bytes to write, before it writes anything.
+    The tensors have the dtype of the model's published files, or float32 without such files.
+    ``make`` calls ``permit`` with an upper bound of the bytes to write, before it writes anything.
 
     Raises:
-        ConfigError: the builder does not name a function that returns a model.
+        ConfigError: for the same reasons as ``describe``.
     """
     formats.named(fmt)
     map_large_tensors()
@@ -101,8 +101,8 @@ def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[tor
     The mean is 1 for the scales of normalisation layers, and 0 for all other parameters. The values
     of a uint8 parameter are uniformly distributed. Parameters of other integer dtypes are 0.
 
-    Every piece has its own random generator. The next piece overwrites a piece, so use each piece
-    first.
+    Every piece has its own random generator. The next piece may overwrite the previous one, so
+    finish with each piece before you take the next.
     """
     numel, dtype = tensor.numel(), tensor.dtype
     are_bytes = dtype == torch.uint8  # such as the blocks of a quantised matrix
@@ -128,7 +128,7 @@ def _generator(seed: int, number: int, name: str) -> torch.Generator:
 def _summed_pieces(
     sums: dict[str, dict[str, str]], by_name: Mapping[str, Described], seed: int, name: str
 ) -> Iterator[torch.Tensor]:
-    """Yield a tensor's values for the file, and then put their checksums into ``sums``."""
+    """Yield the values to write for a tensor, and then put their checksums into ``sums``."""
     described, tensor = by_name[name], by_name[name].tensor
     running = Checksums(tensor.numel(), tensor.dtype, is_kept=described.is_kept)
     is_drawn = described.kind == "parameter"

@@ -1,4 +1,4 @@
-"""Compare a user's own checkpoint with a model, and write its manifest."""
+"""Compare a user's own checkpoint with a model, and write the checkpoint's manifest."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -38,9 +38,10 @@ def index(
 ) -> Made:
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
 
-    ``index`` reads tensors piece by piece. It converts a checkpoint that has another format than
-    ``fmt`` or holds more than tensors, or of which ``selection`` leaves out or renames tensors.
-    ``index`` calls ``permit`` with the number of bytes to write.
+    ``index`` reads tensors piece by piece, but leaves Hugging Face folders to ``index_pretrained``
+    or ``index_quantised``, which load the whole model. ``index`` converts the checkpoint if it has
+    another format than ``fmt`` or more than tensors, or if ``selection`` is not ``WHOLE``.
+    ``index`` calls ``permit`` with an upper bound of the bytes to write.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the model.
@@ -101,14 +102,14 @@ class _IndexedChecksums:
         self._places, self._kept = places, kept
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a tensor's values, and then keep the checksums of these values."""
+        """Yield a tensor's values in pieces, and then put their checksums into ``by_name``."""
         place = self._places[name]
         numel = torch.Size(place.shape).numel()
         running = Checksums(numel, place.dtype, is_kept=name in self._kept)
         return checksummed(read_pieces(place), running, self.by_name, name)
 
     def complete(self, progress: Progress | None) -> None:
-        """Read every tensor that has no checksums yet; read tied tensors only once."""
+        """Compute the checksums of each tensor that has none yet; read tied tensors only once."""
         names: dict[object, list[str]] = {}
         for name, where in self._places.items():
             names.setdefault(where.place, []).append(name)
@@ -128,7 +129,7 @@ class _IndexedChecksums:
 def check_fits(
     checkpoint: Path, model: str, places: Mapping[str, TensorSlice], described: list[Described]
 ) -> None:
-    """Raise CheckpointError if keys are missing or unexpected, or shapes differ."""
+    """Raise CheckpointError if the checkpoint's keys or shapes differ from those of the model."""
     wanted = {stored.name: tuple(stored.tensor.shape) for stored in in_checkpoint(described)}
     problems = {
         "missing": [plain(name) for name in wanted if name not in places],

@@ -43,13 +43,13 @@ def index_pretrained(
     progress: Progress | None,
 ) -> Made:
     """Write the manifest into ``folder``; also write the state dict there if ``fmt`` is not the
-    folder's format.
+    checkpoint's own format.
 
     ``index_pretrained`` loads the model with ``from_pretrained``, and so needs as much memory as
     that function.
 
     Raises:
-        CheckpointError: the folder lacks some weights, so that ``from_pretrained`` draws them at random.
+        CheckpointError: ``from_pretrained`` fails, or would initialise missing weights at random.
     """
     started = time.monotonic()
     own, slices = formats.read(checkpoint)
@@ -108,7 +108,7 @@ def index_pretrained(
 def _values_of_file(
     reference: Any, mapped: MappedKeys, sums: Mapping[str, dict[str, str]]
 ) -> dict[str, dict[str, str]]:
-    """Return checksums of those values in the file that ``from_pretrained`` changes after reading."""
+    """Return checksums of the values in the file, for tensors that ``from_pretrained`` changes."""
     written = written_after_load(reference)
     wanted = reference.state_dict(keep_vars=True)
     firsts: dict[int, str] = {}
@@ -130,7 +130,9 @@ def _values_of_file(
 
 
 def _kept_in_float32(library: Any, model: Any, sums: dict[str, dict[str, str]]) -> set[str]:
-    """Return the weights that the model's class keeps in float32, with only float32 checksums."""
+    """Return the names of the weights that the class keeps in float32 in a model of another dtype,
+    and remove the checksums of these weights in that dtype.
+    """
     kept = set()
     for wanted in CELL_DTYPES:
         for name, checksums in sums.items():

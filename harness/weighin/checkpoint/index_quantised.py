@@ -35,12 +35,13 @@ def index_quantised(
 ) -> Made:
     """Write the manifest into ``folder``.
 
-    ``index_quantised`` loads the model in each dtype in turn, and needs memory for the whole model.
+    ``index_quantised`` loads the whole model into memory, in each dtype of ``CELL_DTYPES`` in turn.
     The expected values come from ``from_pretrained``, or from ``load_streaming`` if only weighin
     can dequantise the codes.
 
     Raises:
-        CheckpointError: ``from_pretrained`` cannot load the folder, or ``fmt`` is not its format.
+        CheckpointError: ``from_pretrained`` cannot load the folder, ``fmt`` is not the checkpoint's
+            format, or an adapter would be merged into weights that only weighin dequantises.
     """
     started, kwargs = time.monotonic(), spec.kwargs
     own = formats.detect(checkpoint).NAME
@@ -74,7 +75,7 @@ def index_quantised(
 def _entries(
     kind: Any, source: Path, found: Quantised, arguments: Mapping[str, Any], adapter: str
 ) -> tuple[TensorEntry, ...]:
-    """Return the tensors of the model that from_pretrained loads, with their checksums in each dtype.
+    """Return the entries of the tensors that from_pretrained loads, with checksums in each dtype.
 
     ``_entries`` loads the model in each dtype, because weights that are dequantised to float32 and
     then rounded to bfloat16 may differ from weights that are dequantised to bfloat16. ``arguments``
@@ -114,7 +115,7 @@ def _entries(
 
 
 def _own_entries(kwargs: Mapping[str, Any], checkpoint: Path) -> tuple[TensorEntry, ...]:
-    """Return the tensors of the model that ``load_streaming`` loads, with their checksums in each dtype.
+    """Return the entries of the tensors that load_streaming loads, with checksums in each dtype.
 
     ``load_streaming`` dequantises in pieces. ``_own_entries`` dequantises each matrix a second
     time, from whole tensors, and takes the checksum of the result.

@@ -1,4 +1,4 @@
-"""List a checkpoint's tensors for ``weighin inspect``, without their data and without torch."""
+"""List a checkpoint's tensors for ``weighin inspect``; read no tensor data, and import no torch."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,16 +34,16 @@ _SHOWN_FILES: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor. ``offset`` is in bytes within ``file``, which is relative to the checkpoint.
+    """One tensor of a checkpoint.
 
     Attributes:
-        shared_with: the name of the first tensor in the same storage; None if this tensor is the
-            first.
-        tied_to: the name of the first tensor with the same elements; None if this tensor is the
-            first.
+        file: the path of the tensor's file, relative to the checkpoint's folder.
+        offset: the distance in bytes from the file's start to the tensor's first element.
+        shared_with: the name of the first tensor in the same storage; None for that tensor itself.
+        tied_to: the name of the first tensor with the same elements in the file; None for itself.
         contiguous: whether the elements are stored in row-major order without gaps.
-        encoding: the quantised type of the elements in the file, "Q4_K"; None without quantisation.
-        stored_bytes: the size of the elements in the file; equal to ``bytes`` without quantisation.
+        encoding: the type in which a GGUF file stores the elements, "Q4_K"; None for ``dtype``.
+        stored_bytes: the size of the elements in the file; equal to ``bytes`` without ``encoding``.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """A checkpoint: its ``tensors`` in the state dict's order, and its ``files`` as (name, bytes).
+    """A checkpoint's ``tensors`` in the state dict's order, and the (name, bytes) of its ``files``.
 
     Attributes:
-        values: the type of each value of the state dict that is no tensor, by the value's name.
-        quantised: the quantisation of the tensors; None if they are not quantised.
-        adapter: a note that there is an adapter beside the model; empty if there is none.
-        architecture: the name of the model's architecture; empty if the format has no such name.
+        values: maps the names of the state dict's values that are no tensors to their types' names.
+        quantised: how the tensors are quantised, if they are codes with scales; else None.
+        adapter: a sentence about the adapter that lies beside the model; empty if there is none.
+        architecture: the architecture that a GGUF file names; empty for other formats.
     """
 
     path: Path
@@ -83,7 +83,7 @@ class Inspected:
 
     @property
     def once(self) -> list[Tensor]:
-        """The tensors, except those that have the same elements as an earlier tensor."""
+        """The tensors, except those that are tied to an earlier tensor."""
         return [tensor for tensor in self.tensors if tensor.tied_to is None]
 
     @property
@@ -103,7 +103,7 @@ class Inspected:
 
     @property
     def stored_bytes(self) -> int:
-        """The size of all tensors as they are stored, in bytes, with shared tensors counted once."""
+        """The size of all tensors in the files, in bytes, with tied tensors counted once."""
         return sum(tensor.stored_bytes for tensor in self.once)
 
     @property
@@ -140,8 +140,8 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     """Describe a checkpoint of any format, without reading tensor data.
 
     Raises:
-        CheckpointError: ``path`` is not a checkpoint or is damaged; the message names the file and
-            the place of the damage.
+        CheckpointError: ``path`` is not a checkpoint, all its tensors are empty, or a file is
+            damaged; for damage, the message names the file and the damaged place.
     """
     layout, slices = formats.read(path, selection)
     formats.refuse_empty(path, slices)
@@ -210,7 +210,7 @@ def _relative(file: Path, root: Path) -> str:
 def in_order(
     items: Sequence[Item], sort: str, name: Callable[[Item], str], size: Callable[[Item], int]
 ) -> list[Item]:
-    """Return the items by name, by size (the largest first), or in the order of the file.
+    """Return the items sorted by name or by size (the largest first); "file" keeps their order.
 
     Raises:
         UnknownName: ``sort`` is not one of SORTS.
@@ -271,7 +271,7 @@ def _lines(inspected: Inspected) -> list[str]:
 
 
 def _notes(inspected: Inspected) -> list[str]:
-    """Return a line for each difference between the file and a plain state dict of tensors."""
+    """Return notes on everything that distinguishes the checkpoint from a plain dict of tensors."""
     sized, notes = inspected.footprint, []
     if sized.unused_bytes:
         notes.append(

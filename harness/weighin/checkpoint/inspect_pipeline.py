@@ -59,7 +59,7 @@ class InspectedPipeline:
     parts: tuple[InspectedPart, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields for ``--json``; ``totals`` has the sums of the parts that can be read."""
+        """Return the fields for ``--json``; ``totals`` are sums over the parts that can be read."""
         parts = [each.as_json() for each in self.parts]
         totals = [each["totals"] for each in parts if each["totals"]]
         return {
@@ -75,8 +75,7 @@ class InspectedPipeline:
 def inspect_pipeline(path: Path) -> InspectedPipeline:
     """Describe the pipeline in a folder, without reading tensor data.
 
-    Raises:
-        CheckpointError: the folder has no weights.
+    A part that cannot be read gets an ``error``. A folder without weights gives no parts.
     """
     found = pipeline.read(path)
     return InspectedPipeline(found, tuple(_inspected(part) for part in found.models))

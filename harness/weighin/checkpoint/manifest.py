@@ -21,18 +21,18 @@ Kind = Literal["parameter", "persistent_buffer", "non_persistent_buffer"]
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One parameter or buffer of a model, with values from the checkpoint or the constructor.
+    """One parameter or buffer of a model, and checksums of its values in a correctly loaded model.
 
     Attributes:
         dtype: the dtype in the checkpoint, without "torch.".
         bytes: the size of all elements in that dtype.
-        shared_with: the name of an earlier tensor in the same storage; None if there is none.
-        checksums: a checksum for each dtype. A floating-point tensor has checksums of its values in
-            float32, bfloat16, float16 and its own dtype. A tensor that keeps its dtype in every model,
-            and a tensor of any other dtype, has a checksum only in its own dtype.
+        shared_with: the first name of a tied tensor, in the entries of its other names; else None.
+        checksums: maps dtypes to checksums of the values. A floating-point tensor has a checksum in
+            float32, bfloat16, float16 and its own dtype. A tensor that is not floating-point, or
+            that keeps its dtype in every model, has a checksum only in its own dtype.
         file_checksums: the checksums of the values in the file, for a tensor that
-            ``from_pretrained`` changes after reading it; else None. A loaded tensor may match
-            ``file_checksums`` or ``checksums``.
+            ``from_pretrained`` changes after reading it; else None. A correctly loaded tensor
+            matches ``file_checksums`` or ``checksums``.
     """
 
     name: str
@@ -50,7 +50,7 @@ class TensorEntry:
 
     @property
     def floating(self) -> bool:
-        """Whether the tensor is floating-point. A load converts such tensors to the wanted dtype."""
+        """Whether the tensor is floating-point. A load converts its dtype, unless ``is_kept``."""
         return "float" in self.dtype
 
     @property
@@ -69,9 +69,9 @@ class Manifest:
     """All tensors of a model in the order of its state dict, with non-persistent buffers last.
 
     Attributes:
-        source: the origin of the values: "seed 0", or a user's file.
-        keys: a note on the differences between the file's keys and the model's keys, such as "48 keys
-            converted"; empty if the keys are equal.
+        source: the origin of the values: "seed 0", or the path of a user's checkpoint.
+        keys: a note on how the file differs from the model's state dict: "48 keys converted"
+            or "quantised with fp8"; empty without differences.
     """
 
     model: str

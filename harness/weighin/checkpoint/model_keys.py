@@ -1,4 +1,4 @@
-"""Give a Hugging Face folder's tensors the loaded model's keys: ``weighin convert --keys model``."""
+"""Read a Hugging Face folder as its model's state dict, for ``weighin convert --keys model``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,17 +35,17 @@ def read_with_model_keys(
     choice: FolderChoice = AS_SAVED,
     dtype: torch.dtype | None = None,
 ) -> Slices:
-    """Return the tensors of a folder or a GGUF file, with the names and in the order of the state dict.
+    """Return the tensors of a folder or GGUF file as the state dict that its model would have.
 
-    A tensor that the model stacks or joins from several tensors of the files has several blocks.
-    The files have a tied tensor under only one of its names; all its names get this tensor.
-    Quantised codes become weights in ``dtype``, or else in the dtype of the folder's model.
+    A tensor that the model stacks or joins from several tensors of the files has several ``parts``.
+    The files may have a tied tensor under only one of its names; the result has it under all names.
+    Quantised codes become weights in ``dtype``, or without ``dtype`` in the model's own dtype.
     ``selection`` chooses the weights in the folder's checkpoint. The adapter that ``choice`` names
-    is merged in ``dtype``, or else in the dtype of each tensor.
+    is merged in ``dtype``, or without ``dtype`` in the dtype of each tensor.
 
     Raises:
-        ConfigError: the source is not in a Hugging Face folder, transformers is missing, or the model
-            needs the folder's code and this code may not run.
+        ConfigError: the source is neither a GGUF file nor in a Hugging Face folder, transformers is
+            missing, or the model needs the folder's code and this code may not run.
         CheckpointError: the files lack a tensor of the model, or have codes that weighin does not
             dequantise.
     """
@@ -117,7 +117,7 @@ def _in_order(
 
 
 def _computed(model: Any, conversion: "Conversion", target: torch.Tensor) -> TensorSlice:
-    """Return a tensor whose values the model's quantiser computes from codes."""
+    """Return a slice whose ``fill`` computes the values from codes, with the model's quantiser."""
     return replace(
         conversion.sources[0][1],
         name=conversion.name,
@@ -173,7 +173,7 @@ def _merged(
 def _fill_merged(
     base: TensorSlice, one: "Addition", memory: torch.Tensor, *, is_turned: bool
 ) -> None:
-    """Write the values of ``base`` and the adapter's product into ``memory``."""
+    """Write the sum of ``base`` and the adapter's scaled product into ``memory``."""
     from weighin.loader import merge
 
     if base.fill:

@@ -12,8 +12,8 @@ CELL_DTYPES: Final = ("float32", "bfloat16", "float16")
 """The dtypes in which a measurement may load floating-point weights."""
 
 PIECE_ELEMENTS: Final = CHUNK_BYTES
-"""The number of elements in a piece: 16 MiB of float32, and a multiple of a checksum chunk in any
-dtype."""
+"""The number of elements in a piece of a tensor. A piece has 16 MiB in float32. In any dtype, it
+consists of whole chunks, as ``RunningChecksum`` needs."""
 
 
 class Checksums:
@@ -42,8 +42,7 @@ class Checksums:
 def tensor_checksums(tensor: torch.Tensor) -> dict[str, str]:
     """Return the checksums of a tensor by dtype.
 
-    The computation needs 64 MiB of memory; for a tensor that is not contiguous, it needs memory for
-    a copy.
+    The computation needs 64 MiB of memory, or memory for a copy if the tensor is not contiguous.
     """
     sums = Checksums(tensor.numel(), tensor.dtype)
     if tensor.numel() and not tensor.is_contiguous():
@@ -54,7 +53,7 @@ def tensor_checksums(tensor: torch.Tensor) -> dict[str, str]:
 
 
 def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a contiguous tensor's elements as flat views of at most ``PIECE_ELEMENTS``."""
+    """Yield a contiguous tensor's elements as flat views of at most ``PIECE_ELEMENTS`` elements."""
     flat = tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), PIECE_ELEMENTS):
         yield flat[start : start + PIECE_ELEMENTS]
@@ -63,7 +62,7 @@ def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def checksummed(
     pieces: Iterable[torch.Tensor], running: Checksums, sums: dict[str, dict[str, str]], name: str
 ) -> Iterator[torch.Tensor]:
-    """Yield the pieces of the tensor ``name``, and then put its checksums into ``sums``.
+    """Yield the pieces of the tensor ``name``, and then put the tensor's checksums into ``sums``.
 
     Several threads may call this function with the same ``sums`` and different names.
     """

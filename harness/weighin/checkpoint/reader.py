@@ -22,10 +22,10 @@ _COMPUTING: Final = threading.Lock()  # a computed tensor is in memory as a whol
 
 
 def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield the elements in row-major order, as flat tensors of at most ``PIECE_ELEMENTS``.
+    """Yield the elements in row-major order, in pieces (flat tensors) of ``PIECE_ELEMENTS``.
 
-    All pieces but the last have that length. The next piece overwrites a piece, so use each piece
-    first.
+    Only the last piece may be shorter. The next piece may overwrite the previous one, so finish
+    with each piece before you take the next.
 
     Raises:
         CheckpointError: the file is too short, or its disk fails.
@@ -50,7 +50,7 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 
 def read_into(where: TensorSlice, target: torch.Tensor) -> torch.Tensor:
-    """Read a tensor into ``target``, which is contiguous, and return ``target``.
+    """Read a tensor into ``target``, which must be contiguous, and return ``target``.
 
     Raises:
         CheckpointError: the file is too short, or its disk fails.
@@ -73,9 +73,7 @@ def checksum_of(where: TensorSlice, progress: Progress | None = None) -> str:
 
 
 def widest_dtype(slices: Sequence[TensorSlice]) -> torch.dtype:
-    """Return the widest floating-point dtype in a checkpoint; float32 for a checkpoint without
-    floating-point tensors.
-    """
+    """Return the widest floating-point dtype in a checkpoint; float32 if there is none."""
     kinds = [where.dtype for where in slices if where.dtype.is_floating_point]
     return max(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
 
@@ -106,7 +104,7 @@ def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 
 def _rows(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor that is stored in several blocks; copy some rows at a time."""
+    """Yield a tensor's elements from its ``parts``; copy ``_ROWS_ELEMENTS`` or a row at a time."""
     row_elements = prod(where.shape[1:])
     rows = max(1, _ROWS_ELEMENTS // max(1, row_elements))
     for first in range(0, where.shape[0], rows):
@@ -139,7 +137,7 @@ def _cut(stretches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _mapped(where: TensorSlice) -> torch.Tensor:
-    """Map a tensor's part of the file into memory, and return the tensor in this mapping."""
+    """Map a tensor's range of the file into memory, and return the tensor in this mapping."""
     start = where.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     length = where.offset - start + where.span * where.dtype.itemsize
     with where.file.open("rb") as file:
@@ -157,10 +155,10 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
 
 
 def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
-    """Return the ``TensorPlan`` of each tensor; tensors of the same elements in the file are tied.
+    """Return the ``TensorPlan`` of each tensor; tensors with the same elements in a file are tied.
 
-    ``dtype`` is the new dtype of floating-point tensors. Views of one storage with different
-    elements become separate tensors.
+    ``dtype`` is the new dtype of floating-point tensors; None keeps their own dtypes. Two views of
+    one storage become separate tensors if they have different elements.
     """
     tied, tensors = ties(slices), []
     for source in slices:

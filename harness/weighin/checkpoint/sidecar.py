@@ -33,13 +33,13 @@ _SUM: Final = re.compile(r"([a-z0-9_]+) ([0-9a-f]{16})")
 
 
 class KnownChecksums:
-    """The checksums in a checksum file, each of one tensor in the tensor's own dtype."""
+    """The known checksums of a checkpoint: one for each tensor, in its dtype in the file."""
 
     def __init__(self, checkpoint: Path, path: Path, slices: Iterable[TensorSlice]) -> None:
         """Read the checksums from ``path``, the file that ``find`` returned for ``checkpoint``.
 
         Raises:
-            CheckpointError: the file is unreadable, or lists other tensors than ``slices``.
+            CheckpointError: the file is unreadable, or has other tensors or dtypes than ``slices``.
         """
         self._checkpoint, self._path = checkpoint, path
         sums = _read(path)
@@ -52,7 +52,7 @@ class KnownChecksums:
             raise self._other("tensors or dtypes", odd)
 
     def check(self, names: Iterable[str], actual: str) -> None:
-        """Raise CheckpointError if a tensor in ``names`` has another checksum than ``actual``."""
+        """Raise CheckpointError if a known checksum of the tensors ``names`` is not ``actual``."""
         if wrong := [name for name in names if self._sums[name] != actual]:
             raise self._other("values", wrong)
 
@@ -70,7 +70,7 @@ def beside(checkpoint: Path) -> Path:
 
 
 def find(checkpoint: Path) -> Path | None:
-    """Return the file with a checkpoint's checksums; None if the checkpoint has no checksums."""
+    """Return a checkpoint's checksum file, or its manifest in the cache; None if it has neither."""
     from weighin.checkpoint import entries  # imports filelock, which only the parent needs
 
     place = checkpoint / NAME if checkpoint.is_dir() else beside(checkpoint)

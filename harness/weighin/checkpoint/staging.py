@@ -38,7 +38,7 @@ def growing_beside(target: Path) -> Iterator[Path]:
 def own_folder(root: Path, prefix: str = "") -> Iterator[Path]:
     """Yield a new folder in ``root``, and remove it at the end.
 
-    ``own_folder`` first removes the folders of killed processes with the same prefix.
+    ``own_folder`` first removes the folders with this prefix whose processes were killed.
     """
     root.mkdir(parents=True, exist_ok=True)
     remove_orphans(root, prefix)
@@ -48,7 +48,7 @@ def own_folder(root: Path, prefix: str = "") -> Iterator[Path]:
 
 
 def remove_orphans(root: Path, prefix: str = "") -> list[Path]:
-    """Remove the folders of ``own_folder`` whose processes were killed, and return their paths."""
+    """Remove the folders with this prefix whose processes were killed, and return their paths."""
     removed = []
     for leftover in sorted(root.glob(f"{prefix}*")):
         with suppress(
@@ -87,7 +87,7 @@ def _held(folder: Path, target: Path) -> Iterator[Path]:
 
 
 def _locked(folder: Path, target: Path) -> int:
-    """Create and lock a folder, or lock an unlocked one; return the folder's open descriptor."""
+    """Create a folder or empty an unlocked one; lock it, and return its open descriptor."""
     while True:
         with suppress(FileExistsError):  # in a race, exist_ok=True does not prevent this error
             folder.mkdir(mode=0o700)
@@ -122,7 +122,7 @@ def _remove(folder: Path, descriptor: int) -> None:
 
 
 def _is_at(folder: Path, descriptor: int) -> bool:
-    """Tell whether the open folder is still at its path; the folder's owner may have removed it."""
+    """Tell whether the open folder is still at its path; another process may have removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), folder.stat())
     except FileNotFoundError:

@@ -24,11 +24,11 @@ def run_maker(
     """Run ``python -m weighin.checkpoint`` with a request; return the seconds of each stage.
 
     ``run_maker`` calls ``permit`` with the number of bytes to write, before the subprocess writes
-    the first byte; to refuse, ``permit`` raises an exception. ``run_maker`` calls ``report`` with
-    the bytes done and the total. The subprocess ends before this function returns.
+    any tensor; to refuse, ``permit`` raises an exception. ``run_maker`` calls ``report`` with the
+    numbers of bytes done and in total. The subprocess ends before this function returns.
 
     Raises:
-        HarnessError: the subprocess raised an error, or the kernel or a user killed the subprocess.
+        HarnessError: the subprocess sent an error, or ended without an answer (for example killed).
     """
     command = child_process.module("weighin.checkpoint")
     with child_process.Child(command, child_process.environment(python_path)) as child:

@@ -1,14 +1,14 @@
-"""Defer a constructor's writes to tensors until their values are read, or skip them.
+"""Defer a constructor's writes until code reads the values; skip writes whose values no code reads.
 
 A constructor initialises weights that a checkpoint then replaces. A ``WriteLog`` records in-place
 writes to memory that was allocated during the recording, instead of executing the writes. Memory
 that no code reads is therefore never touched, and takes no RAM. If code reads such memory, the log
-first executes the writes on which the values depend. The deferred writes get the order and the
-random numbers that they would get without a log.
+first executes the writes on which the values depend. Writes that the log executes later have the
+same order and the same random numbers as without a log.
 
-The write log replaces no function of torch, and affects only the thread that records. The log also
+A ``WriteLog`` replaces no function of torch, and affects only the thread that records. The log also
 notices the methods in ``_DIRECT_READS``, which read a tensor's memory without a torch operation.
-The write log cannot notice code that reads a tensor's memory through ``data_ptr()``.
+The log cannot notice code that reads a tensor's memory through ``data_ptr()``.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ _DRAWS: Final = {
     torch.ops.aten.rand.default: torch.ops.aten.uniform_.default,
 }
 _LATER: Final = frozenset({_ONES, *_DRAWS, *_CLONES, *_TRIANGLES})
-"""Operations that are equivalent to an allocation and one write, which the log can defer."""
+"""Operations that are equivalent to an allocation and one write; the log can defer this write."""
 
 _DIRECT_READS: Final = frozenset({
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__,
@@ -51,13 +51,13 @@ _LARGE_BYTES: Final = 1024**2  # of a constant: a smaller constant is computed i
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """One deferred write: an operation, or a load.
+    """One deferred write: an operation of torch, or a load from a checkpoint.
 
     Attributes:
-        touched: the storages that the write reads or writes.
+        touched: the keys of the storages that the write reads or writes.
         held: all tensors among the arguments of the write, ``target`` included.
-        rng_state: the state of torch's random generator before the write; None stands for the state
-            after the previous random write.
+        rng_state: the state of torch's random generator before a random write; None if this is the
+            state that the previous random write leaves.
     """
 
     target: torch.Tensor
@@ -87,7 +87,7 @@ class WriteLog:
         self._rng_state = torch.empty(0)
         self._at_once = False
         self.initialised_bytes = 0
-        """The size in bytes of all tensors that were initialised because code read them."""
+        """The bytes of all tensors that deferred writes initialised because code read their values."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -103,10 +103,9 @@ class WriteLog:
         self._append_load(DeferredLoad(alias, alias, source))
 
     def load(self, copies: Sequence[tuple[torch.Tensor, Any]]) -> None:
-        """Record copies to dense tensors from sources of the same shapes, for a caller that makes
-        no ``copy_``.
+        """Record copies to dense tensors from sources of the same shapes, without calls of ``copy_``.
 
-        No recording may be active.
+        Do not call ``load`` inside ``recording``.
         """
         for tensor, source in copies:
             self._append_load(DeferredLoad(tensor.detach(), None, source))
@@ -120,12 +119,11 @@ class WriteLog:
     def finish(
         self, unwanted: Iterable[torch.Tensor] = (), wanted: Iterable[torch.Tensor] = ()
     ) -> list[DeferredLoad]:
-        """Execute the necessary writes, and return the remaining loads.
+        """Execute the necessary writes, and return the loads that the caller must execute.
 
-        The caller may execute the loads in any order. A write is unnecessary if loads replace all
+        The caller may execute these loads in any order. A write is unnecessary if loads replace all
         values that the write produces, or if these values are only in ``unwanted`` or freed
-        tensors. An unwanted tensor needs no values unless it shares memory with a ``wanted``
-        tensor.
+        tensors. An unwanted tensor that shares memory with a ``wanted`` tensor counts as wanted.
         """
         loads, live, touched, random = IndependentLoads(), [], set[int](), False
         ignored = set(map(storage_key, unwanted)) - set(map(storage_key, wanted))
@@ -155,7 +153,7 @@ class WriteLog:
         return loads.chosen[::-1]
 
     def _aliases(self) -> Counter[int]:
-        """Return, for each storage, how many of its tensors are arguments of recorded writes."""
+        """Return for each storage how many tensor objects recorded writes hold as arguments."""
         held = {id(tensor): tensor for write in self._writes.values() for tensor in write.held}
         return Counter(map(storage_key, held.values()))
 
@@ -193,8 +191,8 @@ class WriteLog:
         return tensor
 
     def initialise(self, func: Any, tensor: torch.Tensor, settings: dict[str, Any]) -> bool:
-        """Record a call of a function of ``torch.nn.init``; return False if it cannot be recorded,
-        so that the caller makes the call.
+        """Record a call of a function of ``torch.nn.init``; return False if the log cannot record
+        the call, and the caller must make it.
 
         A call for which torch would raise an exception is not recorded, so that the constructor gets
         the exception.
@@ -212,8 +210,7 @@ class WriteLog:
         return True
 
     def look(self, tensors: Iterable[torch.Tensor], *, random: bool = False) -> None:
-        """Before code reads the values of tensors, execute the recorded writes on which these
-        values depend.
+        """Before code reads ``tensors``, execute the recorded writes on which their values depend.
 
         With ``random``, also execute all writes that draw random numbers, because the caller will draw
         the next random numbers.
@@ -292,8 +289,7 @@ class WriteLog:
         random: bool,
         alone: bool,
     ) -> None:
-        """Record a write, with aliases of its tensors, because code may later give the original
-        tensors other memory.
+        """Record a write with aliases of its tensors; code may later give the tensors other memory.
 
         ``alone`` tells whether the target is the only tensor among the arguments.
         """
@@ -322,7 +318,7 @@ class WriteLog:
         self._append(write)
 
     def _as_load(self, func: Any, args: tuple[Any, ...]) -> DeferredLoad | None:
-        """Return the load for a ``copy_`` from a promised tensor; None for any other operation."""
+        """Return the load that replaces a plain ``copy_`` from a promised tensor; None for other calls."""
         if func is not _COPY or (key := storage_key(args[1])) not in self._promised:
             return None
         target, source = args[:2]
@@ -344,7 +340,7 @@ class WriteLog:
     def _made_later(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
-        """Return the write that has the same effect on new memory; None if it cannot be deferred."""
+        """Return a write to new memory that replaces ``func``; None if the log cannot defer ``func``."""
         given = {name for name, value in kwargs.items() if value is not None and value is not False}
         if given - {"dtype", "device", "memory_format", "non_blocking"}:
             return None
@@ -394,7 +390,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _DirectReads(TorchFunctionMode):
-    """Tells the log when Python reads a tensor's memory without a torch operation."""
+    """Tells the log of direct memory reads, and of calls of ``torch.empty`` and ``torch.nn.init``."""
 
     def __init__(self, log: WriteLog) -> None:
         super().__init__()

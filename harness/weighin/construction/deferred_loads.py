@@ -1,4 +1,4 @@
-"""Choose the loads that can be executed in any order, and drop those whose values are overwritten."""
+"""Choose the loads that can be executed in any order; drop loads whose values others overwrite."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,12 +9,11 @@ from weighin.construction.tensor_memory import extent, is_dense, is_whole_storag
 
 
 class DeferredLoad(NamedTuple):
-    """A deferred copy to ``target`` from a promised tensor: one that will get its values from a
-    source.
+    """A deferred copy to ``target`` from a promised tensor, whose values are still in a file.
 
     Attributes:
         source: a view of the promised tensor; None for the whole tensor.
-        promise: the argument ``source`` of ``WriteLog.promise`` for the promised tensor.
+        promise: the source of the values, as given to ``WriteLog.promise`` or ``WriteLog.load``.
     """
 
     target: torch.Tensor
@@ -28,8 +27,8 @@ class IndependentLoads:
 
     Attributes:
         whole: the storages that a load replaces completely.
-        reached: for each other storage, the byte ranges that the loads span.
-        filled: for each other storage, the byte ranges that the loads fill without gaps.
+        reached: the byte ranges that loads span, with or without gaps, in storages not in ``whole``.
+        filled: the byte ranges that loads fill without gaps, in storages not in ``whole``.
     """
 
     chosen: list[DeferredLoad] = field(default_factory=list)
@@ -50,10 +49,10 @@ class IndependentLoads:
         return any(first < end and start < last for first, last in self.reached.get(key, ()))
 
     def add(self, key: int, load: DeferredLoad) -> bool:
-        """Add a load that was recorded before the chosen loads; return False if it must also be
-        executed before them.
+        """Add a load that was recorded before the chosen loads; return False, without adding the
+        load, if it must also be executed before them.
 
-        ``add`` drops the load if the chosen loads overwrite its whole target.
+        If the chosen loads overwrite the load's whole target, ``add`` drops the load and returns True.
         """
         if key not in self.reached and is_whole_storage(load.target):
             self.chosen.append(load)

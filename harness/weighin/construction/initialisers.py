@@ -1,7 +1,6 @@
 """Recognise calls of ``torch.nn.init`` that only write random numbers.
 
-Recording one call of an initialiser is faster than recording the ten operations of which the call
-consists.
+The write log records such a call faster than the ten operations of which the call consists.
 """
 
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ _LARGEST_NUMBER: Final = 1e4  # representable in each of these dtypes
 
 
 def is_plain_call(func: Any, tensor: torch.Tensor, settings: Mapping[str, Any]) -> bool:
-    """Tell whether a call fills a plain tensor with random numbers and has valid arguments."""
+    """Tell whether a call is surely valid, and fills a contiguous CPU tensor with random numbers."""
     return (
         type(tensor) in _PLAIN_TYPES
         and tensor.dtype in _DTYPES
@@ -41,7 +40,7 @@ def _is_valid(
     nonlinearity: str = "leaky_relu",
     generator: object = None,
 ) -> bool:
-    """Tell whether a function of ``torch.nn.init`` accepts the given settings."""
+    """Tell whether ``func`` surely accepts the settings; False also for some rare, valid settings."""
     if generator is not None:
         return False
     if func is _KAIMING:

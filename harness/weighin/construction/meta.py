@@ -11,9 +11,9 @@ import torch
 def real_memory(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
     """Move parameters and persistent buffers from the meta device to uninitialised CPU memory.
 
-    Each tensor stays the same Python object, so that all references to the tensor stay valid. A
-    tensor with weak references is nevertheless replaced by a new object. If the body of the ``with``
-    statement raises, the tensors return to the meta device.
+    A tensor stays the same Python object, so that all references to the tensor stay valid. Only a
+    tensor with weak references is replaced by a new object. If the body of the ``with`` statement
+    raises, the tensors return to the meta device.
 
     Args:
         dtypes: maps tensor names to new dtypes; a tensor without an entry keeps its dtype.
@@ -42,7 +42,7 @@ def real_memory(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> It
 def _put(
     old: torch.Tensor, new: torch.Tensor, owners: list[tuple[torch.nn.Module, str]]
 ) -> Callable[[], None]:
-    """Replace a tensor by another tensor; return a function that undoes the replacement."""
+    """Replace the tensor ``old`` in its modules by ``new``; return a function that undoes this."""
 
     def put(tensor: torch.Tensor) -> None:
         for module, leaf in owners:

@@ -20,7 +20,8 @@ class OperationKind(NamedTuple):
 
     Attributes:
         given: the position and name of each argument that may be a tensor.
-        written: the position and name of the argument that the operation writes and returns.
+        written: the position and name of the argument that the operation writes and returns; None
+            if there is none, or the operation resizes tensors or writes to several arguments.
     """
 
     is_view: bool
@@ -42,8 +43,8 @@ class OperationKind(NamedTuple):
         return found
 
     def target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the tensor that an operation both writes to and returns; None for an operation
-        that writes to no tensor.
+        """Return the tensor that an operation both writes to and returns; None if there is no such
+        tensor, or the operation resizes it or writes to several tensors.
         """
         if self.written is None:
             return None
@@ -89,7 +90,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def with_aliases(value: Any) -> Any:
-    """Return a value in which each tensor is replaced by an alias of the tensor's memory."""
+    """Return ``value`` with each tensor replaced by a second tensor object for the same memory."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     return type(value)(map(with_aliases, value)) if isinstance(value, list | tuple) else value

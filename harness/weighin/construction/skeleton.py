@@ -3,7 +3,7 @@
 A *skeleton* is a model on the CPU whose buffers have the constructor's values. The parameters of a
 skeleton take no RAM, because nothing was written to their memory. A skeleton is not built on the meta
 device for two reasons. A model on the meta device has no values in its buffers. The first Python
-operation on the meta device imports 800 modules, which takes 0.75 s and 68 MiB.
+operation on the meta device imports 800 modules, and this import takes 0.75 s and 68 MiB.
 """
 
 import ctypes
@@ -70,7 +70,7 @@ def build_skeleton(
     real_buffers: RealBuffers = "all",
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Return the model without weights, built in ``dtype``; see ``without_weights``.
+    """Return the model with uninitialised weights, built in ``dtype``; see ``without_weights``.
 
     Raises:
         ConfigError: the builder does not accept ``kwargs`` or does not return a module.
@@ -86,9 +86,8 @@ def without_weights(
     """Build a model with uninitialised weights, for callers that load the weights or need only shapes.
 
     Parameters are uninitialised, except those that the constructor reads. Persistent buffers are
-    uninitialised too, unless ``real_buffers="all"``. All other tensors have the values that a
-    normal construction gives them. The construction of GPT-2 XL takes 0.1 s, and no memory for
-    weights.
+    uninitialised too, unless ``real_buffers="all"``. All other tensors have the values that a normal
+    construction gives them. The construction of GPT-2 XL takes 0.1 s, and no memory for weights.
     """
     log = WriteLog()
     with on_cpu(), log.recording():
@@ -171,7 +170,7 @@ def on_cpu() -> AbstractContextManager[object]:
 def give_back_heap() -> None:
     """Return free pages of the heap to the kernel, if the C library is glibc.
 
-    glibc keeps the memory of freed tensors of a few MiB, such as the masks of a constructor.
+    glibc keeps the memory of freed tensors of a few MiB, such as masks that a constructor makes.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -181,10 +180,10 @@ def give_back_heap() -> None:
 def map_large_tensors() -> None:
     """Make glibc return the memory of tensors of 1 MiB or more to the kernel when they are freed.
 
-    By default glibc raises this threshold to as much as 32 MiB, and keeps the memory of smaller
-    freed tensors. The measured processes do not call ``map_large_tensors``, because users' programs
-    do not call it, and the figures should be those of users' programs. ``map_large_tensors`` does
-    nothing without glibc.
+    By default, glibc keeps the memory of freed tensors up to a threshold, which glibc raises to as
+    much as 32 MiB. The measured processes do not call ``map_large_tensors``, because users' programs
+    do not call it, and the measured memory should be that of users' programs.
+    ``map_large_tensors`` does nothing without glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -221,12 +220,12 @@ def reset_buffers(
 ) -> None:
     """Set every non-persistent buffer of ``model`` to its constructor's value, on ``device``.
 
-    ``construct`` builds the model again in ``dtype``. Persistent buffers do not change, because the
-    checkpoint has their values. Buffers that share one tensor in the builder's model share one
-    tensor afterwards.
+    The values come from a new model, which ``construct`` builds in ``dtype``. Persistent buffers do
+    not change, because the checkpoint has their values. Buffers that share one tensor in the new
+    model also share one tensor in ``model`` afterwards.
 
     Raises:
-        ConfigError: the builder's model lacks one of these buffers.
+        ConfigError: the new model lacks one of these buffers, or the builder fails.
     """
     wanted = dict(non_persistent_buffers(model))
     if not wanted:
@@ -271,7 +270,7 @@ def constructed_buffers(
 
 
 def non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """Yield (full name, (module, name in the module)) of each non-persistent buffer."""
+    """Yield (full name, (module, the buffer's name in the module)) of each non-persistent buffer."""
     for prefix, module in model.named_modules():
         # Iterate in the order of registration: the order of a set differs between processes.
         for leaf, buffer in module._buffers.items():

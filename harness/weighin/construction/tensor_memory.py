@@ -4,7 +4,7 @@ import torch
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage; 0 if the tensor has no storage."""
+    """Return a number that identifies a tensor's storage; 0 if the tensor has no storage."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, ValueError):  # a sparse tensor, or a tensor of a lazy module
@@ -12,7 +12,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def use_count(tensor: torch.Tensor) -> int:
-    """Return the number of tensors that share a tensor's storage, the tensor itself included."""
+    """Return how many tensors use the storage of ``tensor``, ``tensor`` itself included."""
     storage = tensor.untyped_storage()  # this Python object adds one reference
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
@@ -37,7 +37,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_whole_storage(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is contiguous and has all elements of its storage."""
+    """Tell whether a tensor is contiguous and takes up its whole storage."""
     return (
         tensor.is_contiguous()
         and tensor.storage_offset() == 0

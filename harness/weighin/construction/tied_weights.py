@@ -4,7 +4,7 @@ import torch
 
 
 def tied_names(model: torch.nn.Module) -> list[list[str]]:
-    """Return each group of two or more names that share one parameter or persistent buffer."""
+    """Return, for each tied parameter or persistent buffer, the list of its two or more names."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -32,10 +32,10 @@ def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
 def assign(
     model: torch.nn.Module, state: dict[str, torch.Tensor], device: torch.device | str
 ) -> None:
-    """Make the tensors of a state dict the model's tensors, on ``device`` and in the model's dtypes.
+    """Make a state dict's tensors the model's tensors, on ``device`` and in the model's dtypes.
 
-    Tied weights stay tied. ``state`` gets the converted tensors in place of the original ones, so that
-    each original tensor is freed before the next one is converted.
+    Tied weights stay tied. ``assign`` replaces each tensor in ``state`` by the converted tensor, so that
+    the original tensor is freed before the next one is converted.
     """
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     for name, tensor in state.items():
@@ -48,7 +48,7 @@ def assign(
 
 
 def share_missing(state: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
-    """Add the missing names of tied weights to a state dict.
+    """Add the missing names of tied weights to a state dict; each group has the names of one tensor.
 
     Formats that cannot store shared tensors, such as safetensors, store only one name of each group.
     """

@@ -1,1 +1,1 @@
-"""Limit the rate, and add a latency, for reads of a cell's checkpoint, as on a slower disk."""
+"""Slow down a measurement's reads of its checkpoint to the rate and the latency of a slower disk."""

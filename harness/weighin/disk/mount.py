@@ -1,4 +1,4 @@
-"""Mount a folder a second time through FUSE for a cell, and unmount what killed runs left."""
+"""Mount a folder a second time through FUSE, as a slow disk; remove the mounts of killed runs."""
 
 import contextlib
 import os
@@ -39,10 +39,10 @@ class WaitingRead:
 
 
 class Mount:
-    """A FUSE mount of a folder, which answers reads with the rate and latency of a slower disk.
+    """A FUSE mount of a folder; reads from the mount have the rate and latency of a slower disk.
 
     Attributes:
-        folder: the mount point, in which all files have the names that they have in the folder.
+        folder: the mount point, in which all files have the names that they have in the source folder.
         pid: the pid of the process that serves the mount.
     """
 
@@ -92,7 +92,7 @@ class Mount:
         self._device = _minor(self.folder)
 
     def waiting(self) -> list[WaitingRead]:
-        """Return the reads without an answer, the oldest first; empty if the FUSE process is silent."""
+        """Return the unanswered reads, the oldest first; empty if the FUSE process is silent for 2 s."""
         self._child.send(b"waiting\n")
         try:
             line = self._child.receive(_ANSWER_S)
@@ -106,7 +106,7 @@ class Mount:
         ]
 
     def close(self) -> None:
-        """Fail the reads that wait, unmount, and end the process; a second call has no effect."""
+        """Make waiting reads fail, unmount, and end the FUSE process; a second call has no effect."""
         if not self.folder.parent.exists():
             return
         unmount(self.folder, self._device)
@@ -116,7 +116,7 @@ class Mount:
 
 
 def obstacle(*, in_container: bool) -> tuple[str, str] | None:
-    """Return why FUSE does not work here, and the repair; None if no obstacle was found.
+    """Return why FUSE does not work on this machine, and the repair; None if no obstacle was found.
 
     ``in_container`` tells whether a Docker container will read the mounted files.
     """
@@ -143,7 +143,10 @@ def obstacle(*, in_container: bool) -> tuple[str, str] | None:
 
 
 def remove_stale(root: Path, *, any_lock: bool = False) -> list[str]:
-    """Remove the mounts that killed runs left behind; return one line for each mount."""
+    """Remove the mounts, and their folders in ``root``, of killed runs; return a line for each mount.
+
+    Without ``any_lock``, the mounts and folders of runs that used another lock file stay.
+    """
     removed = []
     for name, folder in _mounted():
         if is_left_behind(name, any_lock=any_lock):
@@ -172,7 +175,7 @@ def _minor(folder: Path) -> int | None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a mount point and the folder above it, if nothing is mounted there."""
+    """Remove a folder and the mount points in it; stop at one where something is still mounted."""
     with contextlib.suppress(OSError):
         for each in folder.iterdir():
             each.rmdir()

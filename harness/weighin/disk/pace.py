@@ -11,10 +11,10 @@ _SECOND_NS: Final = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The speed of a disk: all requests share the rate, and each request waits for the latency.
+    """The speed of a disk. All requests share the rate, and each request also waits for the latency.
 
-    None leaves the rate or the latency of the real disk. A read that ends behind the offset
-    ``stall_from_bytes`` is never answered.
+    None leaves the rate or the latency of the real disk. A read that ends behind the file offset
+    ``stall_from_bytes`` is never answered; with None, every read is answered.
     """
 
     bytes_per_s: int | None = None
@@ -34,10 +34,10 @@ class Pace:
 
 
 class Schedule:
-    """Computes when the answer to each request is due; it is safe for threads.
+    """Computes when the answer to each request is due; several threads may use one schedule.
 
-    FUSE itself delays each request and answer by ``lead_ns``, so that each answer is due earlier by
-    this time.
+    FUSE itself delays a request and its answer by ``lead_ns`` in total. Each answer is therefore due
+    ``lead_ns`` earlier, if the disk is idle when the request arrives.
     """
 
     def __init__(self, pace: Pace, lead_ns: int = 0) -> None:

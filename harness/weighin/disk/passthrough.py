@@ -114,8 +114,8 @@ class PassThrough:
             del self._waiting[number]
 
     def _read(self, size: int, offset: int, fh: int) -> bytes:
-        """Read whole pages into a buffer of whole pages, because a direct read (O_DIRECT) requires
-        a buffer and a length of whole pages.
+        """Return the requested bytes, from a read of whole pages into a buffer of whole pages. A direct
+        read (O_DIRECT) requires whole pages.
         """
         before = offset % PAGESIZE
         length = -(-(before + size) // PAGESIZE) * PAGESIZE
@@ -144,7 +144,7 @@ class PassThrough:
 def serve(source: str, mountpoint: str, pace: Pace, name: str = "") -> None:
     """Mount a folder, and answer requests until the file system is unmounted.
 
-    ``name`` is given if weighin is the parent process, which gets messages (see the module).
+    With ``name``, weighin is the parent process, and gets the messages that the module describes.
     """
     import mfusepy  # installed by weighin[disk]
 
@@ -176,7 +176,7 @@ def serve(source: str, mountpoint: str, pace: Pace, name: str = "") -> None:
 
 
 def may_allow_others() -> bool:
-    """Return whether FUSE can let other users read, such as the user of a container."""
+    """Return whether FUSE can let other users, such as the user of a container, read a mount."""
     if os.geteuid() == 0:
         return True
     try:
@@ -190,8 +190,8 @@ def unmount(mountpoint: Path, device: int | None = None) -> None:
     """Unmount a FUSE file system at once. Reads that still wait fail, so that the processes that
     wait can end.
 
-    The same file system may stay mounted in other mount namespaces, where all reads then fail. A user
-    who is not root needs ``device``, the minor device number of the file system.
+    The same file system may stay mounted in other mount namespaces, where all reads then fail.
+    ``device`` is its minor device number, without which only root can make the waiting reads fail.
     """
     if device is not None:
         with contextlib.suppress(OSError):  # fusectl is not mounted, or the connection has ended
@@ -204,7 +204,7 @@ def unmount(mountpoint: Path, device: int | None = None) -> None:
 
 
 def _listen(parent: Parent, files: PassThrough, mountpoint: Path) -> None:
-    """Answer each line of the parent with the waiting reads; unmount when the parent has ended."""
+    """Answer each line of the parent with the waiting reads; unmount and exit after the parent's end."""
     while parent.receive() is not None:
         parent.send("waiting", reads=files.waiting)
     unmount(mountpoint)

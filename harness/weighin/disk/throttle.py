@@ -1,7 +1,7 @@
 """Limit the rate of a cgroup's reads from one disk, with the kernel's throttle.
 
-The throttle delays only requests to the disk. A read of a page in the page cache is not delayed, so
-that weighin drops the files from the page cache first.
+The throttle delays only requests to the disk. It does not delay reads from the page cache. weighin
+therefore drops the files from the page cache first.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _CONTROLLERS: Final = "cgroup.controllers"
 
 
 def hierarchy() -> tuple[int, Path] | None:
-    """Return (cgroup version, mount point) of the hierarchy that can limit reads; None without one."""
+    """Return (version, mount point) of the cgroup hierarchy that can limit reads; None if none can."""
     version2: Path | None = None
     for one in mounts.read():
         if one.kind == "cgroup" and "blkio" in one.options and (one.place / _V1_FILE).exists():
@@ -38,9 +38,9 @@ def device_of(path: Path) -> tuple[str, str]:
 
 
 def limit(groups: Sequence[Path], device: str, bytes_per_s: int) -> None:
-    """Limit the reads of a cell from the disk ``device``.
+    """Limit the rate at which the processes of one measurement read from the disk ``device``.
 
-    ``groups`` are the cell's cgroups in all hierarchies, of which one can limit reads.
+    ``groups`` has the measurement's cgroup in each cgroup hierarchy, one of which can limit reads.
 
     Raises:
         IsolationUnavailable: the kernel does not accept the limit.

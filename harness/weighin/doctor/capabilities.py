@@ -1,6 +1,6 @@
 """Test which figures this machine can measure, and how exactly.
 
-The figures of a cgroup are tested in a temporary cgroup, not inferred from the kernel's version.
+What a cgroup can measure is tested in a temporary cgroup, not inferred from the kernel's version.
 """
 
 import os
@@ -24,7 +24,7 @@ Verdict = Literal["good", "poor", "bad"]
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """A row of the table of ``weighin doctor``: "good" means yes, "poor" partly and "bad" no."""
+    """A row of the table that ``weighin doctor`` prints; "good" means yes, "poor" partly and "bad" no."""
 
     subject: str
     verdict: Verdict
@@ -32,7 +32,7 @@ class Capability:
 
 
 def figures() -> Iterator[Capability]:
-    """Yield a row for each figure of a record."""
+    """Yield a row for each kind of memory figure in records, and a row for the cold page cache."""
     clear = os.access("/proc/self/clear_refs", os.W_OK)
     yield Capability(
         "peak RSS of each phase",
@@ -60,7 +60,7 @@ def figures() -> Iterator[Capability]:
 
 
 def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
-    """Yield a row for each figure of a temporary cgroup: peak, OOM kills, refaults, soft limit."""
+    """Test a temporary cgroup; yield a row each for peak, OOM kills, refaults and soft limit."""
     subject, name = "cgroup peak", cgroup.peak_path.name
     with closing(PeakMark(cgroup)) as mark:
         if mark.read() is None:
@@ -132,7 +132,7 @@ def pressure() -> Capability:
 
 
 def cold_cache() -> Capability:
-    """Test whether a file in weighin's cache can be evicted from the page cache."""
+    """Test whether a file in weighin's folder of checkpoints can be evicted from the page cache."""
     folder = cache.folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as file:

@@ -1,4 +1,4 @@
-"""``weighin doctor``: test which limits this machine enforces and which figures it measures.
+"""``weighin doctor``: test which limits this machine can enforce and which figures it can measure.
 
 weighin tests each capability of the machine, and infers none from version numbers.
 """
@@ -66,8 +66,8 @@ class Examination:
 def examine(say: Callable[[str], None], *, clean: bool = False) -> Examination:
     """Test this machine; ``say`` is called with a line of text before each slow step.
 
-    ``examine`` removes the containers, cgroups, mounts and folders that killed runs left behind,
-    and reports each of them. ``clean`` also removes those of runs with another lock file.
+    ``examine`` removes, and reports, the containers, cgroups, processes, mounts and folders that
+    killed runs left behind. With ``clean``, this includes runs that used another lock file.
     """
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say, clean)]
@@ -108,7 +108,7 @@ def _isolation(
 
 
 def _disks(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Capability]:
-    """Test with a direct read whether the cells of an isolation can have a slow disk."""
+    """Test, by a direct read, whether the isolation can give a measurement a slow disk."""
     spec = model("gpt2-tiny")
     for name, pace in _DISKS:
         subject = f"isolation {isolation.name}: {name}"

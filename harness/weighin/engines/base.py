@@ -1,4 +1,4 @@
-"""The interface of engines, the engine of one machine, and the choice of an engine by its name."""
+"""Define the interface of engines, which run cells (measurements), and choose an engine by name."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +14,7 @@ NAMES: Final = ("local", "ray")
 
 
 class Engine(Protocol):
-    """A way to run the cells of a plan."""
+    """A way to run the cells (measurements) of a plan: on this machine, or on a cluster."""
 
     @property
     def machines(self) -> Machines:
@@ -29,7 +29,7 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """Runs the cells one by one on this machine."""
+    """Runs the cells (measurements) of a plan one by one on this machine."""
 
     machines: Machines = THIS_MACHINE
 
@@ -40,11 +40,11 @@ class LocalEngine:
 def settings(
     name: str, address: str | None, labels: Sequence[str], jobs: int = 1
 ) -> dict[str, Any]:
-    """Return an engine's settings for the plan; empty if this machine runs the cells one by one.
+    """Return an engine's settings for plan.json; empty if this machine runs the cells one by one.
 
     Raises:
         UnknownName: no engine has this name.
-        ConfigError: an option does not belong to this engine, or a label is not KEY=VALUE.
+        ConfigError: an option is not for this engine, ``jobs`` is below 1, or a label is not KEY=VALUE.
     """
     if name not in NAMES:
         raise UnknownName("engine", name, NAMES)
@@ -82,11 +82,12 @@ def settings(
 
 
 def opened(chosen: Mapping[str, Any]) -> AbstractContextManager[Engine]:
-    """Return the engine with the given settings, as a context manager; the engine is ready inside
-    the ``with`` block.
+    """Return a context manager that yields the engine with the settings ``chosen``.
+
+    ``chosen`` comes from ``settings``. For the engine ``ray``, entering the block connects to Ray.
 
     Raises:
-        ConfigError: the engine's package is not installed, or its cluster does not answer.
+        ConfigError: ray is not installed, the cluster does not answer, or its nodes cannot measure.
     """
     if not chosen:
         return nullcontext(LocalEngine())

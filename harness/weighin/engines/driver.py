@@ -1,4 +1,4 @@
-"""Run a plan on several nodes; only this process chooses nodes and writes records."""
+"""Run a plan on several nodes. Only the driver's process chooses nodes and writes records."""
 
 import base64
 import os
@@ -32,9 +32,9 @@ _CANCELLING_S: Final = 45.0
 
 @dataclass(slots=True)
 class _Work:
-    """An assignment that runs on a node: a cell of the plan, or with ``index`` None the node's preparation.
+    """An assignment that a node runs: to measure a cell, or (``index`` is None) to prepare the node.
 
-    ``files`` are the samples that arrived before the record; they are removed if no record follows.
+    ``files`` are the sample files that the node sent so far; they are removed if no record follows.
     """
 
     task: Task
@@ -54,10 +54,10 @@ class _Member:
 
 
 class Driver:
-    """One run of a plan. Each node of the fleet prepares itself once, and then runs one cell after
-    the other.
+    """Runs the cells (measurements) of one plan on several nodes.
 
-    ``placed`` is a function that adds the node to a result.
+    Each node prepares itself once, and then runs one cell after the other. ``placed`` is a function
+    that adds facts about the node to a result.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class Driver:
         Raises:
             NoNodeLeft: no node can run the remaining cells.
             MachineBusy: another process runs this plan.
-            RecordError: the run's folder cannot be written.
+            RecordError: the run's folder cannot be read or written, or a node sent a file that
+                no record names.
         """
         with _only_driver(self._task.folder), interrupts.stoppable(), interrupts.put_off():
             cells = self._todo()
@@ -98,7 +99,7 @@ class Driver:
                 self._cancel()
 
     def _todo(self) -> list[AnyPlanned]:
-        """Return the cells to run; record the cells that no node can run as skipped."""
+        """Return the planned cells without a record; record as skipped those that the plan skips."""
         results = run_folder.read(self._task.folder).results
         todo = {c.id for c in coverage.pending([p.cell for p in self._task.planned], results)}
         waiting = [each for each in self._task.planned if each.cell.id in todo]
@@ -125,7 +126,10 @@ class Driver:
                 self._take_event(by_task[task])
 
     def _look_again(self) -> None:
-        """Ask all nodes for their free RAM; raise NoNodeLeft if no node can run a waiting cell."""
+        """Ask all nodes for their free RAM, and leave out nodes that were lost.
+
+        Raise NoNodeLeft if no remaining node can run any waiting cell.
+        """
         nodes = [member.node for member in self._members.values()]
         answers = {node.id: node for node in self._transport.ask_again(nodes)}
         for member in list(self._members.values()):
@@ -304,7 +308,7 @@ class Driver:
         self._progress.nodes({m.node.name: m.step for m in self._members.values() if m.work})
 
     def _cancel(self) -> None:
-        """Stop the assignments that still run, and wait up to 45 s until they have ended."""
+        """Stop the assignments that still run, and wait at most 45 s for their ends."""
         busy = self._busy()
         for member in busy:
             assert member.work
@@ -322,9 +326,9 @@ class Driver:
 
 
 def _settings(task: Run) -> dict[str, Any]:
-    """Return the plan's settings for the nodes, without the paths of weighin's own strategies.
+    """Return the plan's settings to send to the nodes, without shard and engine.
 
-    A node finds weighin's own strategies in its own installation.
+    A strategy that is part of weighin gets an empty path: a node finds it in its own installation.
     """
     paths = task.settings.strategy_paths
     if paths:  # a command has no strategies
@@ -347,7 +351,7 @@ def _last_words(work: _Work) -> str:
 
 @contextmanager
 def _only_driver(folder: Path) -> Iterator[None]:
-    """Lock the run's plan, so that two drivers do not run the same cells.
+    """Lock the run's plan.json in the ``with`` block, so that two processes do not run the same cells.
 
     Raises:
         MachineBusy: another process holds the lock.

@@ -1,8 +1,8 @@
-"""Run several cells at once on this machine (``weighin bench --jobs``), for their memory alone.
+"""Measure only the memory of several cells at once on this machine (``weighin bench --jobs``).
 
-Two cells that read one file would share its pages in the page cache, and the kernel charges a page
-to the cell that read it first. Each job therefore has a checkpoint cache of its own, and weighin
-removes this cache at the end of the run.
+A job runs one cell (measurement) at a time. Two cells that read one file would share its pages in
+the page cache, and the kernel charges a page to the cell that read it first. Each job therefore has
+checkpoint files of its own, which weighin removes at the end of the run.
 """
 
 import shutil
@@ -30,7 +30,7 @@ from weighin.units import format_bytes
 
 
 class JobsEngine:
-    """Runs several cells at a time, whose RAM limits add up to less than this machine's free RAM."""
+    """Runs several cells at a time; their RAM limits together must fit in this machine's free RAM."""
 
     machines: Machines = THIS_MACHINE
 
@@ -53,7 +53,7 @@ class JobsEngine:
         return run_folder.read(task.folder).results
 
     def _marked(self, result: Result, _: Node) -> Result:
-        """Add a warning to the result: times are not comparable if several cells ran at once."""
+        """Add the number of jobs, and a warning that times are not comparable, to a result."""
         return replace(
             result,
             environment=result.environment | {CONCURRENT: self._jobs},
@@ -100,7 +100,7 @@ def check(task: Run, jobs: int) -> None:
 
 
 class LocalJobs:
-    """Jobs on this machine, to which a driver gives cells (a ``Transport``)."""
+    """A ``Transport`` whose nodes are jobs on this machine; a job runs one cell at a time."""
 
     def __init__(self, jobs: int, isolation: str) -> None:
         self._isolation = isolation
@@ -138,7 +138,7 @@ class LocalJobs:
 
 
 class LocalTask:
-    """A process of ``weighin.engines.node`` on this machine (a ``Task``)."""
+    """A ``Task`` that is a process of ``weighin.engines.node`` on this machine."""
 
     def __init__(self, assignment: bytes, variables: Mapping[str, str]) -> None:
         self._node = child_process.Child(child_process.module("weighin.engines.node"), variables)
@@ -146,11 +146,11 @@ class LocalTask:
         self._ended = False
 
     def filenos(self) -> list[int]:
-        """Return the descriptors that ``poll`` watches for the next event."""
+        """Return the descriptors to poll: one becomes readable when the process writes or ends."""
         return self._node.filenos()
 
     def has_event(self) -> bool:
-        """Read what the process has written; return whether there is an event, or the process has ended."""
+        """Read what the process wrote; return True if an event has arrived or the process has ended."""
         return self._ended or self._node.read()
 
     def next_event(self) -> bytes | None:

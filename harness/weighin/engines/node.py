@@ -1,24 +1,24 @@
-"""Run one assignment of a driver on this node: ``python -m weighin.engines.node``.
+"""Run one assignment on this node, such as to measure a cell: ``python -m weighin.engines.node``.
 
-The first line on standard input of ``weighin.engines.node`` is the assignment. The driver keeps
-this process's standard input open for as long as it wants the result of the cell. When standard
-input ends, this process stops, and removes what it started. Each line of standard output is an
-event (``weighin.protocol.encode_event``).
+The assignment is the first line of this process's standard input. The process that started this one
+keeps standard input open for as long as it wants the result. When standard input ends, this process
+stops the measurement and cleans up. Each line of standard output is an event
+(``weighin.protocol.encode_event``).
 
 ==========  ====================================================================================
 event       fields
 ==========  ====================================================================================
 preparing   text, share
 phase       name: the worker has entered this phase
-node        what the node is and can do; answers the assignment "probe"
-file        path in the run's folder, content (Base64), is_first: the file's next part
-record      record: the line of records.jsonl, after its files; free_ram_bytes after the cell
-examined    capabilities; answers the assignment "examine"
+node        version, RAM, GPUs and isolations of the node; answers the assignment "probe"
+file        path in the run's folder, content: next part of the file (Base64), is_first
+record      record: a line of records.jsonl; free_ram_bytes: free RAM after the cell
+examined    capabilities, weighin, code; answers the assignment "examine"
 error       message, repair, exit_code
 ==========  ====================================================================================
 
-A command that runs on a node has no terminal and no input, and its output is dropped: ``Parent``
-has replaced the standard output and standard error of this process.
+A command that this process measures has no input, because ``Parent`` has replaced standard input by
+/dev/null. The command has no terminal: its output goes to this process's standard error, a pipe.
 """
 
 import base64
@@ -50,7 +50,7 @@ _LOCK_PATIENCE_S: Final = 60.0  # after a driver is killed, its worker needs a m
 
 
 def main() -> int:
-    """Run the assignment on standard input, and return the exit code of this process."""
+    """Read an assignment from standard input, run it, and return the exit code of this process."""
     events = Parent()
     if (line := events.receive()) is None:  # the driver has ended
         return 1

@@ -1,4 +1,4 @@
-"""Choose the next cell for each free node; this module does not know how nodes are reached."""
+"""Choose the next cell (measurement) for each free node; this module does not talk to nodes."""
 
 import heapq
 from collections import Counter
@@ -15,11 +15,11 @@ MOST_LOSSES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine that runs cells.
+    """A machine that runs cells (measurements), or one of several jobs on this machine.
 
     Attributes:
-        isolations: for each isolation, the reason why it does not work on the node; empty if it
-            works.
+        isolations: for each isolation (such as docker), the reason why it does not work on the node;
+            empty if it works.
         gpu_bytes: the memory of each GPU.
         no_soft_limit: the reason why the node cannot set a soft RAM limit; empty if it can.
     """
@@ -47,7 +47,7 @@ class Demand:
         return cls(cell.ram_limit_bytes, device, cell.vram_limit_bytes)
 
     def obstacle(self, node: Node) -> str:
-        """Return why ``node`` can never run a cell with the demand; empty if the node can."""
+        """Return why ``node`` can never run a cell with this demand; empty if the node can."""
         limit = self.ram_limit_bytes
         if limit is not None and limit > node.ram_bytes:
             return (
@@ -81,7 +81,7 @@ class Demand:
 
 
 class Scheduler:
-    """The cells that wait for a node, by demand, in the plan's order."""
+    """The cells that wait for a node: a queue, in the plan's order, for each different ``Demand``."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
         self._cells = cells
@@ -94,7 +94,7 @@ class Scheduler:
         return sum(map(len, self._waiting.values()))
 
     def take(self, node: Node) -> int | None:
-        """Remove and return the first waiting cell that the node can run now; None without such a cell."""
+        """Remove the first waiting cell that the node can run now, and return its index or else None."""
         first = min(
             (
                 (indices[0], demand)
@@ -112,7 +112,7 @@ class Scheduler:
         )
 
     def wants(self, node: Node) -> list[int]:
-        """Return the waiting cells that the node can run, at once or when it has more free RAM."""
+        """Return the indices of the waiting cells that the node can run now or with more free RAM."""
         return [
             index
             for demand, indices in self._waiting.items()
@@ -125,7 +125,10 @@ class Scheduler:
         heapq.heappush(self._waiting[Demand.of(self._cells[index])], index)
 
     def lost(self, index: int) -> bool:
-        """Let a cell wait again after its node was lost; return False after the third lost node."""
+        """Let a cell wait again because its node was lost, and return True.
+
+        After the third lost node, the cell does not wait again, and ``lost`` returns False.
+        """
         self._losses[index] += 1
         if self._losses[index] >= MOST_LOSSES:
             return False
@@ -133,7 +136,7 @@ class Scheduler:
         return True
 
     def stuck(self, nodes: Iterable[Node]) -> str:
-        """Return the reason why none of the free nodes can run the first waiting cell."""
+        """Return, for each of ``nodes``, why it cannot run the first waiting cell."""
         index = min(indices[0] for indices in self._waiting.values() if indices)
         demand = Demand.of(self._cells[index])
         return "; ".join(demand.lacks_now(node) for node in nodes)

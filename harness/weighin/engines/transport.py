@@ -19,7 +19,9 @@ class Task(Protocol):
     """An assignment that runs on a node, in a process of ``weighin.engines.node``."""
 
     def next_event(self) -> bytes | None:
-        """Return the next event of a task that ``Transport.wait`` returned; None after its last event.
+        """Return the next event of the task; None after its last event.
+
+        The caller first waits until ``Transport.wait`` returns the task.
 
         Raises:
             LostTask: the task's process, or its node, was lost.
@@ -36,15 +38,16 @@ class Transport(Protocol):
         """Start an assignment on a node that runs no other assignment."""
 
     def wait(self, tasks: Sequence[Any], timeout_s: float) -> Sequence[Task]:
-        """Return the tasks that have a next event, or have ended; wait at most ``timeout_s`` for one."""
+        """Return the tasks with a next event or an end; wait at most ``timeout_s`` s for the first one."""
 
     def is_alive(self, node: Node) -> bool:
         """Tell whether a node still belongs to the cluster."""
 
     def ask_again(self, nodes: Sequence[Node]) -> Sequence[Node]:
-        """Return the given nodes, each with the RAM that is free on it now; nodes that were lost
-        are left out.
-        """
+        """Return ``nodes``, each with its present free RAM; leave out nodes that were lost."""
 
     def joined(self, known: Collection[str]) -> tuple[Sequence[Node], Sequence[str]]:
-        """Return the nodes beside ``known`` that can measure, and a line for each that cannot."""
+        """Return the nodes that joined the cluster and can measure, and lines of text.
+
+        Nodes with an id in ``known`` are left out. A line says why a new node cannot measure.
+        """

@@ -1,8 +1,8 @@
 """Read and write checkpoints of every supported format; ``base.Layout`` is their common interface.
 
 An import of weighin.formats imports neither torch nor the code of a format: ``catalog`` is imported
-at the first use of one of its functions. A measured process needs one table of this package before
-the measured time begins. It must not import the formats then, because a strategy's load time
+at the first use of one of its functions. A measured process imports ``pretrained_library`` before
+its measured time begins. That import must not import the formats, because a strategy's load time
 includes the import of the formats that the strategy uses.
 """
 

@@ -27,7 +27,7 @@ def adapter_of(spec: ModelSpec) -> Path | None:
 
 
 def note(folder: Path) -> str:
-    """Return a sentence on the adapter beside the model in a folder; empty if there is none."""
+    """Return a sentence on the adapter beside the model in a folder; empty without an adapter."""
     if not (folder / ADAPTER).is_file():
         return ""
     return (

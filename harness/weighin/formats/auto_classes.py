@@ -64,7 +64,7 @@ def choose(folder: Path, config: Mapping[str, Any], choice: FolderChoice) -> tup
 
 
 def _in_code(config: Mapping[str, Any], wanted: str) -> str:
-    """Return the class in the folder's code named ``wanted``, or of that auto class; else ""."""
+    """Return the class in the folder's code whose name or auto class is ``wanted``; else ""."""
     named = config.get(AUTO_MAP)
     for auto, reference in named.items() if isinstance(named, dict) else ():
         if isinstance(reference, str) and auto.startswith(BASE):
@@ -99,10 +99,10 @@ def _no_class(
 
 
 def classes_of(model_type: object) -> dict[str, tuple[str, ...]]:
-    """Return the classes of transformers for a model type, by the names of the auto classes.
+    """Return the classes of transformers for a model type, by their auto classes' names.
 
-    If there are several classes, an auto class takes the class that ``config.json`` names, or else
-    the first. The result is empty for an unknown model type, and if transformers is not installed.
+    If an auto class has several classes, it takes the one that ``config.json`` names, or else the
+    first. The result is empty for an unknown model type, and if transformers is not installed.
     """
     if not isinstance(model_type, str):
         return {}

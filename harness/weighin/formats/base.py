@@ -3,7 +3,7 @@
 A format is a module of this package with ``NAME``, ``SUFFIX``, ``matches``, ``files``, ``read`` and
 ``write``. ``read`` returns each tensor's file and offset and reads no tensor data, so that a loader
 can read any format straight into a model. Only ``write`` imports torch, because weighin's own
-process calls the other functions and must not import torch.
+process, which must not import torch, calls only the other functions.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,12 +26,12 @@ Pieces = Callable[[str], Iterable["torch.Tensor"]]
 tensors of any sizes."""
 
 Progress = Callable[[int], None]
-"""A function that is called, from any thread, with the number of bytes written since the last call."""
+"""A function that every writing thread calls with the number of bytes that it has just written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of several blocks of a tensor: its start within the tensor, and its place in a file."""
+    """One of several blocks of a tensor: the indexes of its first element, and its place."""
 
     start: tuple[int, ...]
     where: "TensorSlice"
@@ -56,21 +56,21 @@ class TensorSlice:
 
     Attributes:
         stride: the stride of each dimension, in elements.
-        dtype_name: torch's name of the dtype, "float32".
+        dtype_name: torch's name of the dtype, such as "float32".
         offset: the distance in bytes from the file's start to the tensor's first element.
         storage_offset: the distance in bytes from the file's start to the storage that the tensor
             views. Tensors of one file that share a storage (tied weights, views) have the same
-            value.
+            ``storage_offset``.
         storage_bytes: the length of that storage, in bytes.
-        encoding: the quantised type in which a GGUF file stores the elements, "Q4_K"; empty for elements
-            stored in ``dtype_name``.
+        encoding: the quantised type in which a GGUF file stores the elements ("Q4_K"); empty for
+            elements stored in ``dtype_name``.
         parts: the blocks of a tensor that is stored in several blocks. The blocks cover the tensor;
             ``file`` and the offsets are those of the first block. The tuple is empty for a tensor
             in one block.
         fill: a function that computes the tensor's values, for example from quantised codes and
-            scales. The function writes the values into a tensor of this shape and converts them to
-            that tensor's dtype. Several threads may call the functions of different tensors at the
-            same time. None for a tensor whose elements are in the file.
+            scales. The function writes the values into a tensor of the shape ``shape``, in that
+            tensor's dtype. Several threads may call the functions of different tensors at the same
+            time. None for a tensor whose elements are in the file.
     """
 
     name: str
@@ -87,7 +87,7 @@ class TensorSlice:
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor's elements in bytes, decoded and without gaps between them."""
+        """The size in bytes of all elements in ``dtype_name``, without the gaps between them."""
         return prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
     @property
@@ -100,13 +100,13 @@ class TensorSlice:
 
     @property
     def place(self) -> object:
-        """The files and offsets of the tensor's elements, which are equal only for tied tensors."""
+        """Where the tensor's elements are stored. Only tied tensors have equal places."""
         parts = tuple((part.start, part.where.file, part.where.offset) for part in self.parts)
         return self.file, self.offset, self.dtype_name, self.shape, self.stride, parts
 
     @property
     def read_order(self) -> tuple[str, int]:
-        """The file's path and the offset in the file; loaders read the tensors in this order."""
+        """The key by which loaders sort their reads: the file's path, and the tensor's offset."""
         return str(self.file), self.offset
 
     @property
@@ -166,10 +166,10 @@ class Slices(list[TensorSlice]):
     Attributes:
         metadata: maps each module's name to its version metadata, by which ``load_state_dict`` detects
             older checkpoints; None if the format does not store such metadata.
-        values: the state dict's other values, such as ``_extra_state``, as records of ``tensor_refs`` by
-            their names.
-        refused: the first class or function in the file that torch.load(weights_only=True) refuses;
-            empty if torch.load refuses none.
+        values: maps the names of the state dict's values other than tensors, such as an extra
+            state, to records of ``tensor_refs``.
+        refused: the name of the first class or function in the file that
+            torch.load(weights_only=True) refuses; empty if torch.load refuses none.
         notes: sentences on contradictions between the checkpoint's files, such as an index that
             names another shard. These contradictions do not change the result of a load.
     """
@@ -187,7 +187,7 @@ class Slices(list[TensorSlice]):
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One tensor to write; ``shared_with`` names an earlier tensor in the same storage, or is None."""
+    """A tensor to write; ``shared_with`` names an earlier tensor that it is tied to, or is None."""
 
     name: str
     shape: tuple[int, ...]
@@ -217,10 +217,10 @@ class ReadLayout(Protocol):
         """Return every file that a load may read, in a stable order; raise as ``read`` does."""
 
     def read(self, path: Path) -> Slices:
-        """Return the places (files and offsets) of all tensors, each within its file, in the state
-        dict's order.
+        """Return the files and offsets of all tensors, in the state dict's order. No offset lies
+        outside its file.
 
-        ``read`` executes no code in the files, and reads no file outside ``path``.
+        ``read`` executes no code in the files, and reads no file outside the checkpoint's folder.
 
         Raises:
             CheckpointError: a file is damaged; the message names the file and the place of the
@@ -237,6 +237,6 @@ class Layout(ReadLayout, Protocol):
         """Write a checkpoint to ``target``, a file or a folder that does not exist yet.
 
         ``write`` calls ``pieces`` for each tensor that is not tied to an earlier tensor, and needs
-        anonymous memory for a few pieces. Afterwards the files are synced, and dropped from the
-        page cache.
+        anonymous memory for a few pieces (the format tensorizer: for the largest tensor). At the
+        end, ``write`` syncs the files and drops them from the page cache.
         """

@@ -22,7 +22,8 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        CheckpointError: the file is unreadable, too long, or not a JSON object, or a key occurs twice.
+        CheckpointError: the file is unreadable, too long, nested too deeply, or no JSON object, or
+            a key occurs twice.
     """
     try:
         text = read_bytes(path, MOST_BYTES)

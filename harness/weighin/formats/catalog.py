@@ -11,13 +11,13 @@
 ``dcp``        a folder that ``torch.distributed.checkpoint`` wrote, with ``.metadata``
 =============  ====================================================================
 
-weighin reads these formats of training runs and of llama.cpp, but does not write them:
+weighin reads these formats, but does not write them:
 
 =======================  ==========================================================
-``deepspeed``            the folder of a step of DeepSpeed: ZeRO 1, 2 or 3
+``deepspeed``            DeepSpeed's folder of a step: ZeRO 1, 2, 3 or none
 ``deepspeed_universal``  DeepSpeed's universal checkpoint: a folder for each weight
 ``megatron``             the folder of a step of Megatron-LM, of one rank
-``gguf``                 a file of llama.cpp, its parts, or a folder of one model
+``gguf``                 llama.cpp: a file, a part of a model, or a model's folder
 ``sentence_transformers`` the folder of a model whose parts lie in folders of their own
 =======================  ==========================================================
 
@@ -87,7 +87,7 @@ READ_ONLY: Final = tuple(layout.NAME for layout in _READ_ONLY)
 
 
 def named(name: str) -> Layout:
-    """Return the format with the name ``name``, which weighin writes.
+    """Return the format that has the name ``name``; it must be one that weighin writes.
 
     Raises:
         UnknownName: no format has that name.
@@ -110,11 +110,11 @@ def known(name: str) -> str:
 
 
 def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
-    """Return the format in which strategies load the user's checkpoint itself.
+    """Return the name of the checkpoint's format if strategies load the user's own files.
 
-    ``loaded_as`` returns None if there is no such file. It also returns None if the strategies need
-    a converted file, because ``selection`` chooses a part or the file holds more than tensors, and
-    weighin does not write the checkpoint's format. The errors are those of ``read``.
+    The result is None if there is no checkpoint. It is also None for a format that weighin does not
+    write, if ``selection`` is set or the checkpoint holds more than tensors: the strategies then
+    load a converted copy. The errors are those of ``read``.
     """
     if checkpoint is None or not checkpoint.exists():
         return None
@@ -137,8 +137,8 @@ def detect(path: Path) -> ReadLayout:
 def _located(path: Path) -> tuple[ReadLayout, Path]:
     """Return the format of a checkpoint, and the path of the checkpoint itself.
 
-    The path of the checkpoint is below ``path`` if ``path`` is the folder of a Hugging Face model
-    or of a training run.
+    The second path lies below ``path`` if ``path`` is the folder of a training run, or a Hugging
+    Face folder whose weights are not in shards with the usual index.
     """
     if is_pretrained(path) and (file := find_weights(path)) and file != path:
         return _located(file)
@@ -158,18 +158,17 @@ def _located(path: Path) -> tuple[ReadLayout, Path]:
 
 
 def checkpoint_in(folder: Path, name: str) -> Path:
-    """Return the path of format ``name`` in a folder with one checkpoint for each format."""
+    """Return the path of the checkpoint in the format ``name``; ``folder`` has one per format."""
     suffix = named(name).SUFFIX
     return folder / name / f"model{suffix}" if suffix else folder / name
 
 
 @remembering()
 def read(path: Path, selection: Selection = WHOLE) -> tuple[str, Slices]:
-    """Return the name of the checkpoint's format, and the selected tensors with their places in the
-    files.
+    """Return the format's name, and the selected tensors with their files and offsets.
 
     Raises:
-        CheckpointError: for the same reasons as ``detect``, or the checkpoint is damaged.
+        CheckpointError: as for ``detect``, or the checkpoint is damaged or lacks selected names.
     """
     layout, path = _located(path)
     key = selection.key
@@ -190,7 +189,7 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, Slices]:
 
 
 def _below(path: Path, slices: Slices, key: str) -> Slices:
-    """Return the tensors whose names begin with ``key`` and a dot, without this beginning."""
+    """Return the tensors whose names begin with ``key`` and a dot; drop this from the names."""
     start = f"{key}."
     inside = Slices(one for one in slices if one.name.startswith(start))
     if not inside:
@@ -247,8 +246,7 @@ def _is_empty(slices: Sequence[TensorSlice]) -> bool:
 
 
 def has_only_tensors(path: Path) -> bool:
-    """Tell whether any strategy can load the file itself, because the file is a state dict that
-    holds only tensors.
+    """Tell whether a checkpoint has tensors alone, so that any strategy loads it unconverted.
 
     The errors are those of ``read``.
     """

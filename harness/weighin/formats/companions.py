@@ -2,7 +2,7 @@
 
 A library that quantises a model writes the codes of a weight under one name, and the scales under a
 name with another suffix. This module has a table of the pairs of suffixes, and computes the number
-of weights in a tensor of codes. The names alone show that tensors are codes, so that weighin also
+of weights in a tensor of codes. Names and dtypes suffice to find codes, so that weighin also
 recognises quantised weights in a single file without a configuration.
 """
 
@@ -21,10 +21,10 @@ _BYTES: Final = frozenset({"int8", "uint8"})
 _WORDS: Final = frozenset({"int32", "uint32", "int64"})
 
 Find = Callable[[str], TensorSlice | None]
-"""A function from a suffix to the tensor that has the codes' name with this suffix."""
+"""A function that returns the tensor whose name has another suffix in place of the codes' own."""
 
 Bits = int | None
-"""The bits of one weight in the configuration; None if the configuration has no such number."""
+"""The bits of one weight, as the configuration says; None if the configuration does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Codes:
     """A tensor of codes.
 
     Attributes:
-        method: the quantisation to which the names belong, "mxfp4".
+        method: the quantisation method by the suffixes of the names, such as "mxfp4".
         scales: the name of the tensor with the scales of the codes.
-        elements: the number of weights; None if the shapes do not determine the number.
+        elements: the number of weights in the codes; None if the shapes do not determine it.
     """
 
     where: TensorSlice
@@ -45,7 +45,7 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """The suffixes of codes and their scales, for codes of these dtypes."""
+    """The suffixes that a method gives to codes and their scales, and the dtypes of the codes."""
 
     method: str
     codes: str
@@ -67,14 +67,16 @@ def _of_bits(codes: TensorSlice, _: Find, bits: Bits) -> int | None:
 
 
 def _each_or_packed(codes: TensorSlice, find: Find, bits: Bits) -> int | None:
-    """Return the number of weights. Only uint8 may hold several codes of 4 or fewer bits."""
+    """Return the number of weights. Each element is one code, but a uint8 packs codes of ``bits``
+    bits, or of 4 bits if ``bits`` is None or 8 or more.
+    """
     if codes.dtype_name == "uint8":
         return _of_bits(codes, find, bits if bits and bits < 8 else 4)
     return _each(codes, find, bits)
 
 
 def _of_rows(codes: TensorSlice, find: Find, bits: Bits) -> int | None:
-    """Return the number of weights: GPTQ packs a matrix along the first dimension, AWQ the last."""
+    """Return the number of weights; GPTQ packs along the first dimension, AWQ along the last."""
     scales, places = find(".scales"), find(".g_idx")
     if scales is None or not scales.shape or len(codes.shape) != 2:
         return None
@@ -115,7 +117,7 @@ _PAIRS: Final = (
     _Pair("fp8 in blocks", "", "_scale_inv", _FLOAT8 | _BYTES, _each_or_packed),
     _Pair("codes of 8 or fewer bits", "", "_scale", _FLOAT8 | _BYTES, _each_or_packed),
 )  # fmt: skip
-"""The first pair whose suffixes and dtype fit decides. Several libraries write the last pair."""
+"""The first pair whose suffixes and dtype fit applies. Several libraries use the last pair."""
 
 _COMPANION: Final = re.compile(
     r"(\w*_)?(scales?|scale_inv|scale_2|scale_weight|scale_input|scale_and_zero|zero_point|zeros?"
@@ -130,8 +132,8 @@ _SCALES: Final = tuple(pair.scales for pair in _PAIRS)
 def find_codes(slices: Sequence[TensorSlice], bits: Bits = None) -> tuple[Codes, ...]:
     """Return the tensors of codes, in the order of ``slices``.
 
-    A tensor counts as codes only if its dtype is one in which the library of the suffixes stores
-    codes.
+    A tensor counts as codes only if the method that has these suffixes stores codes in the tensor's
+    dtype.
     """
     by_name = {one.name: one for one in slices}
     return tuple(_codes(by_name, bits))

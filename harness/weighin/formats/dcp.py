@@ -1,8 +1,8 @@
 """Read and write the folders of ``torch.distributed.checkpoint``: ``.metadata`` and ``*.distcp``.
 
-Each tensor is a separate ``torch.save`` archive inside ``__0_0.distcp``. The metadata contain the
-offset of each archive. Tied keys refer to the same archive. torch's own writer needs whole tensors
-in memory; this module writes the same files piece by piece.
+weighin writes each tensor as a separate ``torch.save`` archive into ``__0_0.distcp``. The metadata
+contain the offset of each archive. Tied keys refer to the same archive. torch's own writer needs
+whole tensors in memory; this module writes the same files piece by piece.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Read the tensors and their places from the ``.metadata`` of ``torch.distributed.checkpoint``.
+"""Read the tensors and their offsets from the ``.metadata`` of ``torch.distributed.checkpoint``.
 
 The file is a pickle, which this module interprets without executing any code. If the pickle names a
 class or function that ``.metadata`` never contains, reading fails with an error.
@@ -50,7 +50,7 @@ _MOST_BLOCKS: Final = 2_000  # of one tensor; every pair of blocks is compared
 
 @dataclass(frozen=True, slots=True)
 class DcpBlock:
-    """A block of a tensor: an archive inside a file, with its offset and length in bytes."""
+    """A block of a tensor: the offset and length in bytes of its archive in ``file``."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -72,12 +72,12 @@ class DcpTensor:
 def read(folder: Path, key: str = "") -> tuple[list[DcpTensor], list[str]]:
     """Return all tensors, and the names of all other values, such as extra states.
 
-    With a ``key``, both lists have only names that begin with the key and a dot. The tensors and
-    the other names are in the order of the metadata.
+    With a ``key``, both lists have only items whose names begin with the key and a dot. Both
+    lists are in the order of the metadata.
 
     Raises:
-        CheckpointError: the file is not dcp metadata or is damaged; or ``key`` is empty, and the
-            metadata are of a training checkpoint: nested dicts that hold more than tensors.
+        CheckpointError: the file is damaged or is no dcp metadata. With an empty ``key``, also for
+            a training checkpoint: nested dicts that hold more than tensors.
     """
     path = folder / FILE_NAME
     metadata = _load(path)
@@ -107,10 +107,10 @@ def read(folder: Path, key: str = "") -> tuple[list[DcpTensor], list[str]]:
 
 
 def _places(paths: Any, tensors: list[DcpTensor]) -> dict[str, int]:
-    """Return the size in bytes of each state dict in a checkpoint of nested dicts, by its key.
+    """Return the dotted keys of the three largest state dicts in nested dicts, with their bytes.
 
-    ``paths`` maps each tensor's name to its path in the dicts. A path of one part means that the
-    tensor is in no nested dict. State dicts of optimizers are left out.
+    ``paths`` maps each tensor's name to the tuple of its keys in the dicts. A tuple of one key
+    means that the tensor is in no nested dict. State dicts of optimizers are left out.
     """
     sizes: dict[str, int] = {}
     for one in tensors:
@@ -182,7 +182,7 @@ def _blocks(path: Path, key: str, chunks: Any, places: list[tuple[Any, Any]]) ->
 
 
 def _check_tiles(path: Path, key: str, shape: tuple[int, ...], blocks: list[DcpBlock]) -> None:
-    """Raise CheckpointError unless exactly one of the blocks covers each element of the tensor."""
+    """Raise CheckpointError unless at most 2,000 blocks contain each element, and exactly once."""
     for block in blocks:
         ends = [at + size for at, size in zip(block.start, block.shape, strict=False)]
         inside = len(block.start) == len(block.shape) == len(shape) and all(map(le, ends, shape))
@@ -237,6 +237,6 @@ def _state(value: Any) -> Any:
 
 
 def _field(value: Any, name: str) -> Any:
-    """Return an attribute of an object; None if the object lacks the attribute."""
+    """Return an attribute of a pickled object; None if the object lacks the attribute."""
     attributes = _state(value)
     return attributes.get(name) if isinstance(attributes, dict) else None

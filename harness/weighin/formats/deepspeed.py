@@ -1,4 +1,4 @@
-"""Read the folder of a step that DeepSpeed wrote: ZeRO stage 1, 2 or 3, or no ZeRO.
+"""Read the folder that DeepSpeed wrote at a training step: with ZeRO stage 1, 2 or 3, or no ZeRO.
 
 ::
 
@@ -12,7 +12,7 @@
         ...
 
 Each file of optimizer states has one flat tensor for each group of parameters. Under ZeRO 1 and 2,
-the flat tensors of all ranks, concatenated, are the concatenated parameters of the group. Under
+a group's flat tensors, joined over all ranks, are the group's parameters one after the other. Under
 ZeRO 3, each rank has a share of every parameter, and padding makes the shares equally long. weighin
 reads the same values as DeepSpeed's own ``zero_to_fp32.py``: trained weights in float32, buffers
 and frozen weights in the stored dtype. weighin does not read the moments of the optimizer.
@@ -60,12 +60,12 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the model's tensors with their files and offsets: trained weights in float32, others
-    as stored.
+    """Return the model's tensors with their files and offsets: under ZeRO, trained weights in
+    float32; all other tensors as stored.
 
     Raises:
-        CheckpointError: a rank's file is missing, a file is damaged or has too few elements, or the
-            training divided the tensors in another way than ZeRO.
+        CheckpointError: a rank's file is missing, a file is damaged or has another number of
+            elements than the shapes need, or the training used other parallelism than ZeRO.
     """
     _check_parallelism(path)
     by_rank = _by_rank(path, _MODEL)
@@ -86,7 +86,7 @@ def read(path: Path) -> Slices:
 class _Partition:
     """One rank's share of the float32 weights: a flat tensor for each group of parameters.
 
-    ``paddings`` has the number of padding elements after each parameter of each group.
+    ``paddings[GROUP]`` lists the number of padding elements after each parameter of the group.
     """
 
     file: Path
@@ -229,9 +229,9 @@ def _partition(file: Path) -> _Partition:
 
 
 def _check_parallelism(path: Path) -> None:
-    """Raise CheckpointError for pipeline, expert or tensor parallelism.
+    """Raise CheckpointError if the training used pipeline, expert or tensor parallelism.
 
-    The files do not describe how such training divides the tensors.
+    The files do not say how such a training divided the tensors among the ranks.
     """
     universal = (
         "make a universal checkpoint, which weighin reads: python -m deepspeed.checkpoint.ds_to_universal"

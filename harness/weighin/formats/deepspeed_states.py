@@ -31,14 +31,14 @@ class ModelStates:
     """The content of one file of model states.
 
     Attributes:
-        module: the tensors of the model's state dict, in its order. A parameter that ZeRO-3 divides
-            among ranks is empty here.
-        values: the other values of the model's state dict.
+        module: the tensors of the model's state dict, in the dict's order. A parameter that ZeRO-3
+            divides among ranks is empty here.
+        values: the values of the model's state dict other than tensors.
         metadata: the version metadata of the model's modules.
-        shapes: the shapes of the trained parameters by their names, a dict for each group of the
-            optimizer, in the order of the stored elements. None if no ZeRO optimizer wrote the
-            checkpoint.
-        frozen: the shapes of the parameters that the optimizer does not train.
+        shapes: for each parameter group of the optimizer, a dict from the names of the trained
+            parameters to their shapes, in the order of the stored elements. None if no ZeRO
+            optimizer wrote the checkpoint.
+        frozen: maps the names to the shapes of the parameters that the optimizer does not train.
         fragments: the values of the frozen parameters; under ZeRO-3, this rank's share of the values.
         ranks: the number of ranks among which ZeRO divided the parameters; 0 if the file has no number.
         buffers: the names of buffers.
@@ -57,10 +57,10 @@ class ModelStates:
     shared: dict[str, str]
 
     def state_dict(self, stored: Mapping[str, TensorSlice], *, fallback: bool = True) -> Slices:
-        """Return all tensors of the model in the order of its state dict.
+        """Return all tensors of the model in the order of the state dict.
 
-        ``stored`` has the tensors of other files. The file of model states has the values of all
-        other tensors; with ``fallback=False``, only those of buffers.
+        ``stored`` has the tensors whose values are in other files. All remaining tensors are
+        those of this file of model states; with ``fallback=False``, only buffers may come from it.
 
         Raises:
             CheckpointError: no file has the values of a parameter.
@@ -127,7 +127,7 @@ def read(file: Path) -> ModelStates:
 
 
 def frozen(states: ModelStates) -> dict[str, TensorSlice]:
-    """Return the frozen parameters, of which under ZeRO-3 the file of each rank has a share.
+    """Return the frozen parameters; under ZeRO-3, the files of all ranks have a share of each.
 
     Raises:
         CheckpointError: the file of a rank is missing, or lacks a share.
@@ -153,7 +153,7 @@ def frozen(states: ModelStates) -> dict[str, TensorSlice]:
 
 
 def of_rank(name: str, rank: int) -> str:
-    """Return the name that the file ``name`` has for the rank ``rank``."""
+    """Return the file name ``name`` with the rank ``rank`` in place of the file's own rank."""
     return _OF_RANK.sub(rf"\g<1>{rank}_", name)
 
 

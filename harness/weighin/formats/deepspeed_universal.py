@@ -6,7 +6,7 @@
         zero/layers.0.weight/fp32.pt         the whole weight; exp_avg.pt and others are not read
         mp_rank_00_model_states.pt           names, buffers and tied weights
 
-For a checkpoint that ZeRO 3 wrote, ``fp32.pt`` has a flat tensor, and the model states have the shape.
+For a checkpoint that ZeRO 3 wrote, ``fp32.pt`` is a flat tensor; the other file has its shape.
 """
 
 import re
@@ -39,7 +39,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the places of the model's tensors, in the order of the state dict if a file has this order.
+    """Return the model's tensors with their files and offsets, in the state dict's order if known.
 
     Raises:
         CheckpointError: a weight or the shape of a weight is missing, or a file is damaged.
@@ -76,7 +76,7 @@ def _read(path: Path, name: str, file: Path, shape: Shape | None) -> TensorSlice
 
 
 def _weights(path: Path) -> dict[str, Path]:
-    """Return the file of each weight by the weight's name; numbers in names are sorted as numbers."""
+    """Return the file of each weight by the weight's name, sorted with 2 before 10 in names."""
     names = [file.parent.name for file in path.glob(f"{_FOLDER}/*/{_WEIGHTS}")]
     return {name: path / _FOLDER / name / _WEIGHTS for name in sorted(names, key=_natural)}
 

@@ -1,4 +1,4 @@
-"""Describe a tensor whose elements lie, in row-major order, in several flat tensors of other files.
+"""Describe a tensor whose elements lie, in row-major order, in several flat tensors of some files.
 
 An optimizer of DeepSpeed that divides a model among processes (ranks) stores the share of each rank
 as one flat tensor. A share may begin and end within a row of a weight, and is then not one
@@ -22,13 +22,13 @@ COPY: Final = "copy the whole folder again, from every machine that took part in
 
 
 class Flat:
-    """Several flat tensors, one after the other, as one flat tensor."""
+    """Presents several flat tensors, one after the other, as one flat tensor."""
 
     def __init__(self, path: Path, tensors: Sequence[TensorSlice]) -> None:
-        """Check that each of the tensors is flat and has the same dtype; errors name the path ``path``.
+        """Check that all tensors are flat and have one dtype; errors name a file, or ``path``.
 
         Raises:
-            CheckpointError: there are no tensors, or one has two dimensions, gaps, or another dtype.
+            CheckpointError: there are no tensors, or one is not flat, has gaps or another dtype.
         """
         for one in tensors:
             if len(one.shape) != 1 or not one.contiguous or one.dtype_name != tensors[0].dtype_name:
@@ -62,12 +62,12 @@ class Flat:
 
 
 def incomplete(path: Path, what: str) -> CheckpointError:
-    """Return the error for a file or folder of DeepSpeed that lacks something."""
+    """Return the error for an incomplete file or folder of DeepSpeed; ``what`` names the fault."""
     return CheckpointError(f"{path}: {what}", COPY)
 
 
 def joined(name: str, shape: Shape, ranges: Sequence[TensorSlice]) -> TensorSlice:
-    """Return the tensor of the given shape that has the elements of all ``ranges``."""
+    """Return the tensor of the given shape that has the elements of ``ranges``, in order."""
     parts: list[Part] = []
     at = 0
     for where in ranges:
@@ -84,7 +84,7 @@ def joined(name: str, shape: Shape, ranges: Sequence[TensorSlice]) -> TensorSlic
 
 
 def boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield blocks, as (start, shape), that cover a tensor's elements from ``first`` to before ``last``.
+    """Yield blocks, as (start, shape), that cover a tensor's elements ``first`` to ``last - 1``.
 
     The blocks are in row-major order, and each is contiguous. The first blocks cover an incomplete first
     row, one block the whole rows, and the last blocks an incomplete last row.

@@ -39,7 +39,7 @@ def file_name(key: str) -> str:
 
 
 def says(folder: Path, layout: str) -> bool:
-    """Tell whether the first bytes of the folder's index name this format."""
+    """Tell whether the first bytes of the folder's index name the format ``layout``."""
     try:
         with (folder / INDEX_NAME).open("rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -77,7 +77,7 @@ def read(folder: Path, layout: str, fields: Mapping[str, type]) -> dict[str, Any
 
 
 def check_name(folder: Path, layout: str, name: object, owner: str) -> None:
-    """Raise CheckpointError if a file in an index is missing, or lies outside the folder."""
+    """Raise CheckpointError if a file named in an index is missing, or lies outside the folder."""
     if not isinstance(name, str) or Path(name).name != name or "\0" in name:
         raise damaged(
             folder, layout, f"the file that holds {owner} lies outside the folder: {shown(name)}"

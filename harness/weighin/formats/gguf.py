@@ -12,8 +12,8 @@ offset.
     data      aligned to general.alignment, 32 by default
 
 A quantised tensor is a sequence of blocks; each block has scales, and codes for 32 to 256 elements.
-``gguf_values`` computes the elements. A large model may be split into parts such as
-NAME-00001-of-00003.gguf; weighin reads all parts as one checkpoint.
+``gguf_values`` computes the elements from codes and scales. A large model may be split into
+parts such as NAME-00001-of-00003.gguf; weighin reads all parts as one checkpoint.
 """
 
 import os
@@ -46,7 +46,7 @@ TYPES: Final = {
     34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }  # fmt: skip
-"""The number of each type of ggml, mapped to its name, the elements of a block, and a block's bytes."""
+"""Maps each ggml type's number to its name, the elements in a block, and the bytes of a block."""
 
 UNDECODED: Final = frozenset({"Q8_1", "Q8_K", "Q1_0"})
 """The types that the package gguf does not dequantise. Q8_1 and Q8_K are for intermediate results."""
@@ -96,7 +96,7 @@ def is_file(path: Path) -> bool:
 
 
 def file_of(path: Path) -> Path:
-    """Return the GGUF file at a path; for a folder, the first part of the only model in the folder.
+    """Return ``path`` if it is no folder; else the only model's file, or the first of its parts.
 
     Raises:
         CheckpointError: the folder has several models.
@@ -117,13 +117,13 @@ def file_of(path: Path) -> Path:
 
 
 def files(path: Path) -> list[Path]:
-    """Return the file, or all parts of a model that is split; raise CheckpointError as ``read`` does."""
+    """Return the file, or all parts of a split model; raise CheckpointError as ``read`` does."""
     read(path)
     return _parts(file_of(path))
 
 
 def architecture(path: Path) -> str:
-    """Return llama.cpp's name of the model's architecture, "qwen3"; empty if the file names none."""
+    """Return llama.cpp's name of the architecture, such as "qwen3"; empty if the file has none."""
     return str(read_header(file_of(path)).metadata.get("general.architecture", ""))
 
 
@@ -152,7 +152,8 @@ def read_header(file: Path) -> Header:
     """Return the tables of one file.
 
     Raises:
-        CheckpointError: the file is damaged, or weighin does not know its version or a type in it.
+        CheckpointError: the file is no GGUF file or is damaged, or weighin does not know the file's
+            version or the type of a tensor.
     """
     head = check_present(file)
     if not head.startswith(_MAGIC):
@@ -200,7 +201,7 @@ class _Tables:
         return key, self._value(self._number("<I"), key, 1)
 
     def _value(self, kind: int, key: str, depth: int) -> int | float | str | None:
-        """Return a number or a text; skip an array or a long text and return None."""
+        """Return a number or text of the metadata; skip an array or a long text and return None."""
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind == _STRING:
@@ -316,7 +317,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def _parts(file: Path) -> list[Path]:
-    """Return all parts of a split model; raise CheckpointError if one is missing."""
+    """Return the file, or all parts of a split model; raise CheckpointError if one is missing."""
     match = _PART.fullmatch(file.name)
     if match is None:
         return [file]

@@ -18,7 +18,7 @@ _FEW_ELEMENTS: Final = 32 * 1024
 
 
 def rows(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield the rows of a tensor in order, as float32 tensors of about 32,768 elements.
+    """Yield a tensor's rows in order, as float32 tensors of whole rows, some 32,768 elements each.
 
     Raises:
         CheckpointError, ConfigError: as for ``decoded``.
@@ -31,7 +31,7 @@ def rows(where: TensorSlice) -> Iterator[torch.Tensor]:
 
 
 def _read(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor without quantisation, as flat tensors in float32."""
+    """Yield the elements of a tensor that is not quantised, as flat tensors in float32."""
     for content in _stored(where, where.nbytes, piece_elements * where.dtype.itemsize):
         yield torch.frombuffer(bytearray(content), dtype=where.dtype).float()
 
@@ -54,7 +54,7 @@ def decoded(where: TensorSlice, piece_elements: int) -> Iterator[torch.Tensor]:
     Each tensor has at most ``piece_elements`` elements.
 
     Raises:
-        CheckpointError: the package has no code for this type, or the file was cut off.
+        CheckpointError: the package cannot dequantise this type, or the file was cut off.
         ConfigError: the package gguf is not installed.
     """
     check_decoded([where])

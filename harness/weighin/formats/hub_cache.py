@@ -45,7 +45,7 @@ def cached_snapshot(name: str, revision: str = "") -> Path | None:
 
 
 def snapshot_of(entry: Path, revision: str = "") -> Path:
-    """Return the folder of one revision; ``entry`` is the folder of a model, "models--owner--name".
+    """Return the snapshot of a revision; ``entry`` is the model's folder "models--owner--name".
 
     Raises:
         CheckpointError: the cache does not have this revision.

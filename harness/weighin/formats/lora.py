@@ -1,4 +1,4 @@
-"""Read an adapter of LoRA that peft saved: the matrices and the factor for each changed module.
+"""Read a LoRA adapter that peft saved: two matrices and a factor for each module that it changes.
 
 A plain adapter adds a scaled product of two matrices to some weights. This module refuses any other
 adapter, because peft merges other adapters by other formulas.
@@ -37,8 +37,8 @@ _KEY: Final = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 class Addition:
     """The change of one module's weight by an adapter: add the product of b and a, times ``scaling``.
 
-    ``base`` is the weight before the change, if the adapter's file has this weight; else None. For
-    example, peft saves changed embeddings.
+    ``base`` is the weight before the change, if the adapter's file has this weight; else None. peft
+    saves this weight for embeddings that the training changed, for example.
     """
 
     module: str
@@ -50,7 +50,7 @@ class Addition:
 
 
 def read(adapter: Path) -> dict[str, Addition]:
-    """Return what the adapter in a folder adds to weights, by the names of the modules.
+    """Return what the adapter in a folder adds to the weights, by the names of the changed modules.
 
     Raises:
         CheckpointError: the folder is damaged, or has no adapter of plain LoRA.
@@ -89,11 +89,11 @@ def read(adapter: Path) -> dict[str, Addition]:
 
 
 def merged_into(spec: ModelSpec, adapter: Path) -> ModelSpec:
-    """Return the model of ``spec`` with the adapter in a folder merged into its weights.
+    """Return a copy of ``spec`` whose model has the adapter in a folder merged into its weights.
 
     Raises:
         CheckpointError: as for ``read``.
-        ConfigError: the model is no model of transformers, and peft merges no other models.
+        ConfigError: ``spec`` is no model of transformers; weighin merges into no other model.
     """
     if spec.builder != TRANSFORMERS.builder:
         raise ConfigError(
@@ -137,16 +137,14 @@ def _other(file: Path, what: str) -> CheckpointError:
 
 
 def _scaling(config: Mapping[str, Any], module: str) -> float:
-    """Return the factor by which an adapter's product is multiplied, computed by peft's own
-    floating-point operations.
-    """
+    """Return the factor of a module's matrix product, by peft's own floating-point operations."""
     rank = _pattern(config.get("rank_pattern") or {}, module, config["r"])
     alpha = _pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
     return float(alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
 def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches a module's name, as peft does."""
+    """Return the value of the first pattern that matches a module's name; else ``default``."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

@@ -1,4 +1,4 @@
-"""Read the folder of a step that Megatron-LM wrote in its format "torch": one file for each rank.
+"""Read Megatron-LM's folder of a training step in its format "torch": one file for each rank.
 
 ::
 
@@ -84,7 +84,7 @@ def read(path: Path) -> Slices:
 
 
 def _flat(model: dict[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested dicts, as older releases wrote them, under dotted names."""
+    """Yield the values of nested dicts, which old Megatron-LM releases wrote, by dotted names."""
     for name, value in model.items():
         if isinstance(value, dict) and depth:
             yield from _flat(value, f"{prefix}{name}.", depth - 1)

@@ -31,9 +31,9 @@ def misfit(
 ) -> CheckpointError:
     """Return the exception for a checkpoint that does not fit a model.
 
-    ``problems`` maps each fault, such as "missing", to the keys with this fault, shortened by
-    ``plain``. ``reason`` replaces the list of keys if no key has a fault. If ``repair`` is empty,
-    the error advises to choose another model.
+    ``problems`` maps each fault, such as "missing", to the keys with this fault, which the caller
+    shortens with ``plain``. ``reason`` replaces the list of keys if no key has a fault. If
+    ``repair`` is empty, the error advises to choose another model.
     """
     faults = [
         f"{len(names)} {what} ({first_names(names)})" for what, names in problems.items() if names
@@ -45,10 +45,9 @@ def misfit(
 
 
 def selecting(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
-    """Return the advice to select the model's tensors with options; empty if no options select
-    them.
+    """Return the advice to select the model's tensors by --key or --strip-prefix; else empty.
 
-    ``stored`` maps the checkpoint's names to shapes, and ``wanted`` the model's names.
+    ``stored`` maps the checkpoint's names to shapes; ``wanted`` maps the model's names to shapes.
     """
     first = next(iter(wanted), "")
     for name in stored:
@@ -70,7 +69,7 @@ def selecting(stored: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str:
 
 
 def select_key(ways: str, key: str) -> str:
-    """Return the advice to select the weights at ``key``; ``ways`` lists the command's options."""
+    """Return the advice to select the weights at ``key``; ``ways`` lists the options for it."""
     return (
         f"select the weights: {ways}; in load_streaming: key={shown(key)}; in a suite: key: {key}"
     )

@@ -1,6 +1,6 @@
 """Read a checkpoint's many headers at the same time from a disk that answers each read late.
 
-Storage behind a network answers each read after some milliseconds. On a slow disk, hundreds of
+Storage behind a network answers each read after some milliseconds. On such storage, hundreds of
 headers that are read one after the other take seconds. The kernel's read-ahead helps little,
 because FUSE sends at most 12 read-ahead requests at a time.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 LATE_S: Final = 0.002
-"""A disk is late if reading and interpreting a part of a file takes this time in seconds."""
+"""A disk counts as late if reading and parsing a part of a file takes this many seconds or more."""
 
 _THREADS: Final = 128
 _BLOCK_BYTES: Final = 64 * 1024  # one read takes all headers in a block of this size
@@ -50,7 +50,7 @@ def read_headers(path: Path, places: Iterable[int], size: int) -> dict[int, byte
     """Return ``size`` bytes at each offset in ``places``, or fewer at the file's end.
 
     An offset whose bytes cannot be read is left out. The reads bypass the page cache if the file system
-    allows that. ``size`` is at most the size of a page.
+    allows that. ``size`` must be at most the size of a page.
     """
     blocks: dict[int, list[int]] = {}
     for at in places:

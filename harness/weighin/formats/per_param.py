@@ -1,4 +1,4 @@
-"""Read and write checkpoints of one file for each tensor, with an index of the keys in their order.
+"""Read and write a folder with one file for each tensor, and an index that lists the keys in order.
 
 ``index.json``::
 

@@ -1,7 +1,7 @@
 """Interpret the instructions of a pickle, of protocols 2 to 5, without executing any code.
 
-The interpreter imports and calls nothing, compares every length with the file's length, and limits
-the number of objects. ``pickled_calls`` makes a record for each object.
+The interpreter imports and calls nothing, reads at most ``MOST_BYTES``, and limits the number of
+objects. ``pickled_calls`` makes the records that stand for the pickled objects.
 """
 
 import struct
@@ -20,7 +20,7 @@ _MOST_OBJECTS: Final = 1_000_000  # lists, dicts, tuples and strings, of some 10
 _LONGEST_NAME: Final = 1000
 _CHUNK_BYTES: Final = 64 * 1024
 MARK: Final = object()
-"""The value that the instruction MARK pushes; the values after it become a list, tuple or dict."""
+"""The value that MARK pushes; the values after the mark become a list, tuple or dict."""
 _STOP: Final = ord(".")
 
 
@@ -40,7 +40,7 @@ class Machine:
     """The state of the interpreter: a stack of values, marks on the stack, and a memo.
 
     Attributes:
-        at: the number of bytes of the pickle that were interpreted.
+        at: the number of bytes of the pickle that the interpreter has used so far.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -109,7 +109,7 @@ class Machine:
         raise TooLarge(f"more than {_MOST_PUSHED:,} instructions")
 
     def run_usual(self, left: int) -> int:
-        """Run some of the next instructions; return ``left`` minus the number that ran."""
+        """Run what a subclass runs faster (here nothing); return what remains of ``left`` steps."""
         return left
 
     def _read(self, size: int) -> bytes:

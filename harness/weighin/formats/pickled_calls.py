@@ -76,17 +76,17 @@ _OTHER_TENSORS: Final = {
         ),
     ),
 }
-"""The title and the repair for each kind of tensor without a plain storage.
+"""Maps each kind of tensor without a plain storage to its title and the repair, for an error.
 
-A key is the name of the function ``torch._utils._rebuild_KEY`` that makes such a tensor.
+The key KEY stands for the tensors that the function ``torch._utils._rebuild_KEY`` makes.
 """
 
 _MOST_USUAL: Final = 2**40  # elements; their bytes fit into 64 bits in every dtype
 
 
 class _Other(Exception):
-    """The pickle makes a tensor of a kind that weighin does not read; the arguments are the kind's
-    name for messages, and the repair.
+    """The pickle makes a tensor of a kind that weighin does not read; the exception's arguments are
+    the kind's title and the repair, for the error that the user sees.
     """
 
 
@@ -94,7 +94,8 @@ def persistent(identity: Any) -> StorageRef | Named:
     """Return the record for a persistent id of torch: a storage, or the class of a pickled module.
 
     Raises:
-        Malformed, NotTensors: the id is invalid, or describes anything else.
+        Malformed: the id is invalid, or describes neither a storage nor a class.
+        NotTensors: the class of the storage is unknown.
     """
     if isinstance(identity, tuple) and len(identity) > 1 and identity[0] == "module":
         if isinstance(identity[1], Named):
@@ -188,7 +189,7 @@ def create(kind: Any, arguments: Any) -> Opaque:
 
 
 def _mapping(pairs: Any = ()) -> dict[Any, Any]:
-    """Return an OrderedDict from pickled arguments, which are a list of pairs in Python 2."""
+    """Return the record of an OrderedDict or defaultdict; Python 2 put its items into ``pairs``."""
     mapping = StateDict()
     for key, value in pairs:
         put(mapping, key, value)
@@ -196,7 +197,7 @@ def _mapping(pairs: Any = ()) -> dict[Any, Any]:
 
 
 def put(mapping: dict[Any, Any], key: Any, value: Any) -> None:
-    """Set an item of a pickled dict. A key of an unusual type becomes an ``Opaque``.
+    """Set an item of a pickled dict. A key other than str, int, bytes or float becomes ``Opaque``.
 
     Raises:
         Malformed: the dict has the key already.
@@ -285,7 +286,7 @@ def usual_tensor(
 ) -> TensorRef | None:
     """Return the tensor that ``_rebuild_tensor_v2`` makes; None if ``call`` must check the arguments.
 
-    All numbers are integers of at most 32 bits.
+    All numbers in the arguments must be non-negative integers of at most 32 bits.
     """
     ends = _elements_spanned(shape, stride)
     size = STORED_BYTES[source.dtype]
@@ -298,7 +299,7 @@ def usual_tensor(
 def _elements_spanned(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Return the number of elements from a tensor's first to its last element, gaps included.
 
-    The result is 0 for an empty, very large or invalid tensor, which ``_tensor`` must check.
+    The result is 0 for a tensor that ``_tensor`` must check: empty, invalid or over 2**40 elements.
     """
     if len(shape) != len(stride) or not 0 < prod(shape) <= _MOST_USUAL:
         return 0

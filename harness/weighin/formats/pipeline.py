@@ -30,8 +30,8 @@ class Part:
         library, class_name: the names in ``model_index.json``; empty for a part that is not in this
             file.
         path: the part's folder, which may be missing.
-        file_bytes: the size of the part's weights, or of the larger set if the folder has the weights in
-            two formats, such as .bin and .safetensors; None for a part without weights.
+        file_bytes: the size of the part's files of weights; if these have several suffixes, such as
+            .bin and .safetensors, only of the largest set. None for a part without weights.
     """
 
     name: str
@@ -87,7 +87,7 @@ def is_pipeline(path: Path) -> bool:
 def read(path: Path) -> Pipeline:
     """Return the pipeline in a folder.
 
-    A folder with weights is a part even if ``model_index.json`` is damaged or does not name the part.
+    A subfolder with weights is a part even if ``model_index.json`` is damaged or does not name it.
     """
     index = object_in(path / INDEX, MIB)
     named = {name: value for name, value in index.items() if _is_part(name, value)}

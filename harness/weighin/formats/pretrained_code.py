@@ -18,7 +18,7 @@ CODE_IS_REFUSED: Final = (
     "read the code; if you trust it, add --trust-remote-code to run it (bench, floor, predict, recommend,"
     " convert; in Python: trust_remote_code=True)"
 )
-"""The repair for a model that needs the folder's code, without --trust-remote-code."""
+"""The repair for a model that needs the folder's code, if --trust-remote-code is not given."""
 CODE_KEYS: Final = ("folder", "sha256")
 """The keys of the argument ``code`` of a ``ModelSpec``: the folder of the code, and its digest."""
 
@@ -29,7 +29,7 @@ _OTHER_REPOSITORY: Final = "--"  # "owner/name--modeling_x.XForCausalLM"
 
 
 def describe_code(folder: Path) -> dict[str, str]:
-    """Return a folder's path and a digest of its Python files, as arguments of a ``ModelSpec``."""
+    """Return the argument ``code`` of a ``ModelSpec``: a path, and a digest of its Python files."""
     folder = folder.absolute()
     return {"folder": str(folder), "sha256": digest(folder)}
 
@@ -50,9 +50,7 @@ def digest(folder: Path) -> str:
 
 
 def check_unchanged(code: Mapping[str, str]) -> Path:
-    """Return the folder of the model's code; raise ConfigError if a file of the code changed after
-    the run was planned.
-    """
+    """Return the code's folder; raise ConfigError if the code changed after the run was planned."""
     folder = Path(code["folder"])
     if digest(folder) != code["sha256"]:
         raise ConfigError(
@@ -84,11 +82,11 @@ def auto_class(config: Mapping[str, Any], architecture: str) -> str:
 
 
 def reference_in(folder: Path, config: Mapping[str, Any], auto: str) -> str:
-    """Return the entry of ``auto_map`` for the auto class ``auto``, such as
-    "modeling_x.XForCausalLM".
+    """Return the entry of ``auto_map`` ("modeling_x.XForCausalLM") for the auto class ``auto``.
 
     Raises:
-        ConfigError: the folder lacks the class's file, which may be in another repository.
+        ConfigError: the entry is malformed, or the folder lacks the class's file, which may be in
+            another repository.
     """
     reference = str(config[AUTO_MAP][auto])
     repository, divided, inside = reference.rpartition(_OTHER_REPOSITORY)

@@ -44,7 +44,8 @@ class PretrainedFolder:
 
     Attributes:
         config: the content of ``config.json``.
-        checkpoint: the file with the weights, or the folder itself if the weights are in shards.
+        checkpoint: the file with the weights. For weights in shards, the folder itself, or the
+            index if the index has an unusual name.
     """
 
     path: Path
@@ -57,7 +58,7 @@ class PretrainedFolder:
         """The name of the model's class, such as "LlamaForCausalLM".
 
         Raises:
-            ConfigError: nothing names a class, or the folder's code defines the class and may not run.
+            ConfigError: ``auto_classes.choose`` finds no class, or one in code that may not run.
         """
         return self._class[0]
 
@@ -70,7 +71,7 @@ class PretrainedFolder:
 
     @property
     def names_model(self) -> bool:
-        """Whether ``config.json`` or the user names the model's class or its type."""
+        """Whether ``config.json`` names a class or a model type, or the user names a class."""
         if self.library is not TRANSFORMERS:
             return True
         named = any(self.config.get(key) for key in ("architectures", "model_type", AUTO_MAP))
@@ -82,11 +83,11 @@ class PretrainedFolder:
 
     @property
     def code(self) -> dict[str, str] | None:
-        """The argument ``code`` of the model's builder; None if the model needs no code of the
-        folder.
+        """The path and digest of the folder's Python code, for the argument ``code`` of the model's
+        builder; None if that code does not define the model's class.
 
         Raises:
-            ConfigError: the code may not run, or does not define the model's class.
+            ConfigError: as for ``architecture``, or ``auto_map`` names no code for the class.
         """
         name, in_code = self._class
         if not in_code:
@@ -99,12 +100,12 @@ def dtype_of(config: Mapping[str, Any]) -> str | None:
     """Return the dtype that the content of a ``config.json`` names; None if ``config.json`` names
     no dtype.
 
-    ``config.json`` may have a dict with a dtype for each part of the model. transformers then takes
-    the dtype under the key "", else float32. Dtypes in the configurations of the parts have no
-    effect.
+    The dtype in ``config.json`` may be a dict that maps parts of the model to dtypes. transformers
+    then takes the dtype under the key "", or float32 if the dict lacks this key. Dtypes in nested
+    configurations, such as ``text_config``, have no effect.
 
     Raises:
-        ConfigError: a model cannot have this dtype.
+        ConfigError: the named dtype is not in ``MODEL_DTYPES``.
     """
     names = [config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None]
     if not names:
@@ -114,7 +115,7 @@ def dtype_of(config: Mapping[str, Any]) -> str | None:
 
 
 def checked_dtype(name: object, file: Path) -> str:
-    """Return ``name`` if torch can build a model in this dtype; raise ConfigError for any other."""
+    """Return ``name`` if it is in ``MODEL_DTYPES``; raise ConfigError for any other name."""
     if isinstance(name, str) and name in MODEL_DTYPES:
         return name
     raise ConfigError(
@@ -129,21 +130,21 @@ def is_folder(model: ModelSpec) -> bool:
 
 
 def folder_library(model: ModelSpec) -> str:
-    """Return the library of the folder from which a model was read; "" for a model without a folder.
+    """Return the name of the library whose folder a model was read from; "" if from no folder.
 
-    The configuration of a folder always has the key with the model's class, which is null for no
-    class. The configuration of a model of transformers that is built into weighin lacks this key.
+    The configuration of a model from a folder always has the library's key for the class. Its value
+    may be null. The configuration of a transformers model that is built into weighin lacks the key.
     """
     library = library_of(model.builder)
     return library.name if library and library.class_key in model.kwargs["config"] else ""
 
 
 def own_dtype(model: ModelSpec) -> str:
-    """Return the dtype of a model's published files; float32 for a model without such files.
+    """Return the dtype in which a model was published; float32 if the ``ModelSpec`` names no dtype.
 
-    The configuration of a model of transformers names this dtype. For another model that is built
-    into weighin, the arguments name it. A model of diffusers or timm has float32, whatever the
-    dtype of its files.
+    A transformers model names this dtype in its configuration. Any other model that is built into
+    weighin names it in its arguments. For diffusers and timm, the result is always float32, the
+    dtype in which these libraries build a model.
     """
     if library := library_of(model.builder):
         if library.fixed_dtype:
@@ -157,14 +158,14 @@ def is_pretrained(path: Path) -> bool:
 
 
 def is_pretrained_checkpoint(checkpoint: Path) -> bool:
-    """Tell whether ``from_pretrained`` reads a checkpoint: in a Hugging Face folder, or a GGUF file."""
+    """Tell whether from_pretrained can read a checkpoint: GGUF, or any in a Hugging Face folder."""
     return is_pretrained(folder_of(checkpoint)) or gguf.is_file(checkpoint)
 
 
 def refuse_part(checkpoint: Path, selection: Selection) -> None:
-    """Raise CheckpointError if ``selection`` chooses a part of a Hugging Face folder's weights.
+    """Raise CheckpointError for any ``selection`` in a checkpoint that ``from_pretrained`` reads.
 
-    weighin compares a load with ``from_pretrained``, which always reads all weights of a folder.
+    weighin compares a load of it with ``from_pretrained``, which always loads the whole checkpoint.
     """
     if selection and is_pretrained_checkpoint(checkpoint):
         raise CheckpointError(
@@ -176,10 +177,10 @@ def refuse_part(checkpoint: Path, selection: Selection) -> None:
 
 
 def folder_of(checkpoint: Path) -> Path:
-    """Return the Hugging Face folder of a checkpoint: the path itself, or the folder of a file.
+    """Return the Hugging Face folder of a checkpoint: a folder itself, or else the file's folder.
 
-    ``folder_of`` returns a folder further up if that folder's ``config.json`` names the weights in
-    ``transformers_weights``.
+    If the file's folder has no ``config.json``, the result may be one of the three folders above:
+    the nearest with a ``config.json``, if that has the key ``transformers_weights``.
     """
     if checkpoint.is_dir():
         return checkpoint
@@ -189,11 +190,11 @@ def folder_of(checkpoint: Path) -> Path:
 
 
 def code_of(model: ModelSpec) -> dict[str, str] | None:
-    """Return the folder and the digest of the model's own Python code; None for a model of an
-    installed package.
+    """Return the folder and the digest of the model's own Python code; None if the code of the
+    model is in an installed package.
 
     Raises:
-        ConfigError: the argument ``code`` of the model is damaged, as in a plan that was edited.
+        ConfigError: the model's argument ``code`` is damaged, as after an edit of the run's plan.
     """
     code = model.kwargs.get("code") if model.builder == BUILDER else None
     if code is None:
@@ -211,7 +212,8 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
     """Return the content of a Hugging Face folder, with the weights that ``choice`` selects.
 
     Raises:
-        CheckpointError: the folder has no weights of this variant, or ``config.json`` is damaged.
+        CheckpointError: the folder has no weights of the chosen variant, or ``config.json`` is
+            damaged or unreadable.
     """
     repair = "save the folder again with model.save_pretrained(FOLDER)"
     try:
@@ -227,10 +229,10 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
 
 
 def weights_in(path: Path, variant: str = "") -> Path:
-    """Return the checkpoint in a Hugging Face folder, as ``find_weights`` does.
+    """Return the path that ``find_weights`` finds in a Hugging Face folder.
 
     Raises:
-        CheckpointError: the folder has no weights of this variant.
+        CheckpointError: the folder has no weights of this variant, or as for ``find_weights``.
     """
     if found := find_weights(path, variant):
         return found
@@ -248,14 +250,14 @@ def index_in(path: Path) -> Path:
 
 
 def find_weights(path: Path, variant: str = "") -> Path | None:
-    """Return the checkpoint in a Hugging Face folder; None if the folder has no weights.
+    """Return the path of a Hugging Face folder's weights; None without weights of this variant.
 
-    ``find_weights`` returns the file of weights, the folder itself for shards with the usual index,
-    or an index with another name. If ``config.json`` has the key ``transformers_weights``, the
-    weights are the file that this key names.
+    The result is the file of weights. For shards, the result is the folder itself, or the index if
+    the index has an unusual name. If ``config.json`` has the key ``transformers_weights``, the
+    weights are those that this key names, whatever the variant.
 
     Raises:
-        CheckpointError: ``config.json`` names weights that are not in the folder.
+        CheckpointError: ``transformers_weights`` names a missing file or an impossible one.
     """
     if (explicit := _explicit(path)) is not None:
         return path if explicit == path / f"model.safetensors.{_INDEX}" else explicit
@@ -264,9 +266,9 @@ def find_weights(path: Path, variant: str = "") -> Path | None:
 
 
 def _candidates(path: Path, variant: str = "") -> Iterator[Path]:
-    """Yield the folder's files of weights and indexes in a variant.
+    """Yield the folder's files of weights and indexes of shards that belong to a variant.
 
-    The names that the library in ``config.json`` uses come first.
+    Files with names that the folder's library (by ``config.json``) uses come before other files.
     """
     libraries = (library_in(foreign.object_in(path / CONFIG)), *LIBRARIES)
     names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
@@ -296,7 +298,7 @@ def _explicit(path: Path) -> Path | None:
 
 
 def variant_of(checkpoint: Path) -> str:
-    """Return the variant in the name of a file of weights or an index: "fp16"; empty for none."""
+    """Return the variant, such as "fp16", in the name of a file of weights or index; else empty."""
     match = _VARIANT.fullmatch(checkpoint.name)
     return (match[1] or match[2]) if match else ""
 
@@ -305,7 +307,7 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
     """Return the arguments with which ``from_pretrained`` reads this checkpoint of a folder.
 
     Raises:
-        CheckpointError: ``from_pretrained`` reads another file of the folder.
+        CheckpointError: ``from_pretrained`` would read another file of the folder, or no file.
     """
     folder, variant = folder_of(checkpoint), variant_of(checkpoint)
     arguments = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
@@ -323,10 +325,11 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
 
 
 def path_of(path: Path, revision: str = "") -> Path:
-    """Return the path of a checkpoint or a folder for a typed path or a model's id on the Hub.
+    """Return the path of the checkpoint that a user's path, or a model's id on the Hub, refers to.
 
-    ``path_of`` returns the snapshot for an id, the folder for the usual index of the folder's
-    shards, and any other path unchanged. The errors are those of ``hub_cache.path_of``.
+    An id gives the snapshot that ``hub_cache.path_of`` finds. The usual index of shards gives its
+    folder, unless a load of that folder reads other weights. Any other path stays as it is. The
+    errors are those of ``hub_cache.path_of`` and ``find_weights``.
     """
     path = hub_cache.path_of(path, revision)
     usual = path.name.endswith(_INDEX) and any(path.name in each.weights for each in LIBRARIES)

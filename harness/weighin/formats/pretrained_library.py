@@ -1,7 +1,7 @@
 """List the libraries whose folders weighin reads: transformers, diffusers and timm.
 
-``LIBRARIES`` has everything in which the folders of the libraries differ, with a row for each
-library. Code that differs is in the modules ``weighin.models.pretrained*``, one for each library.
+``LIBRARIES`` has one row for each library, with everything in which the libraries' folders
+differ. Code that differs is in the modules ``weighin.models.pretrained*``, one for each library.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ class Library:
     """A library whose folders have a ``config.json`` and weights.
 
     Attributes:
-        name: the package, and the strategy that loads a folder with the package's own function.
+        name: the name of the package. The strategy that loads by the package's own function has the
+            same name.
         extra: the extra of weighin that installs the package.
         builder: the function of weighin that builds a model of the library.
         class_key: the key of ``config.json`` that names the model's class.
@@ -35,7 +36,7 @@ class Library:
     fixed_dtype: str | None = None
 
     def class_in(self, config: Mapping[str, Any]) -> str | None:
-        """Return the class that a ``config.json`` names; None if it names no class of the library."""
+        """Return the class of this library that a ``config.json`` names; None if there is none."""
         named = config.get(self.class_key)
         if isinstance(named, list):
             named = named[0] if named else None
@@ -83,7 +84,7 @@ TIMM: Final = Library(
     "float32",
 )
 LIBRARIES: Final = (TRANSFORMERS, DIFFUSERS, TIMM)
-"""A folder belongs to the first of these libraries of which ``config.json`` names a class."""
+"""A folder belongs to the first of these libraries whose ``class_key`` its ``config.json`` has."""
 
 
 def library_in(config: Mapping[str, Any]) -> Library:

@@ -26,17 +26,16 @@ _TIES: Final = "tie_word_embeddings"
 def spec_of(
     folder: PretrainedFolder, selection: Selection = WHOLE, *, merges: bool = False
 ) -> ModelSpec:
-    """Return the ``ModelSpec`` of a folder's model, which has the class and the configuration as
-    arguments.
+    """Return the ``ModelSpec`` of a folder's model, with the class and configuration as arguments.
 
-    ``selection`` chooses the weights in the folder's checkpoint. With ``merges``, the caller merges
-    an adapter itself, and the folder may have an adapter, too.
+    ``selection`` chooses the weights in the folder's checkpoint. With ``merges``, the caller itself
+    merges an adapter, so that a folder with an adapter is allowed.
 
     Raises:
         CheckpointError: the weights cannot be read, or from_pretrained adds the folder's adapter to the
             weights.
-        ConfigError: a model cannot have the dtype that ``config.json`` names, or the model needs code of
-            the folder that may not run.
+        ConfigError: a model cannot have the dtype that ``config.json`` names, or the class is
+            unknown, or is in code of the folder that may not run.
     """
     if not merges:
         adapters.refuse(folder.path)
@@ -105,8 +104,8 @@ def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
     """Return the dtype of the model that ``from_pretrained(dtype="auto")`` builds.
 
     ``auto`` means the first of these dtypes that exists: the library's fixed dtype; the dtype in
-    ``config.json``; the dtype in the index of shards; the first floating-point dtype in the first
-    file of weights. For this last one, the tensors of a safetensors file are sorted by name.
+    ``config.json``; the dtype in the index of shards; that of the first floating-point tensor in
+    the first file of weights (of a safetensors file, the first by name); float32.
 
     Raises:
         CheckpointError: the weights cannot be read.

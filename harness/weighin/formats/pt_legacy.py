@@ -54,7 +54,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path, key: str = "") -> Slices:
-    """Return the places of all tensors, in the state dict's order; tied tensors share a storage.
+    """Return all tensors' offsets, in the state dict's order; tied tensors share a storage.
 
     ``key`` selects a state dict in nested dicts, as ``Selection.key`` does.
     """
@@ -96,7 +96,7 @@ def _read_pickles(path: Path, file: BinaryIO) -> tuple[Pickled, list[str]]:
 def _storage_starts(
     path: Path, file: BinaryIO, storages: dict[str, StorageRef], keys: list[str]
 ) -> dict[str, int]:
-    """Return the offset of each storage's bytes, all of which lie within the file."""
+    """Return the offset of each storage; raise CheckpointError if storages do not fit the file."""
     if len(set(keys)) != len(keys) or set(keys) != set(storages):
         raise _damaged(path, "its list of storages does not match its tensors")
     file_bytes = os.fstat(file.fileno()).st_size

@@ -52,15 +52,15 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "torchao": ("torchao",),
     "vptq": ("accelerate", "vptq>=0.0.4"),
 }
-"""The quantisation methods of transformers 5 (``quantizers/auto.py``), and the packages that
-``validate_environment`` of each method requires on a CPU. Some methods need a GPU, too; the error of
+"""Maps each quantisation method of transformers 5 (``quantizers/auto.py``) to the packages that its
+``validate_environment`` requires on a CPU. Some methods need a GPU, too; the error of
 from_pretrained then says so."""
 
 BITSANDBYTES: Final = "bitsandbytes"
 GPTQ: Final = "gptq"
 AWQ: Final = "awq"
 _OWN: Final = frozenset({f"{BITSANDBYTES}_4bit", f"{BITSANDBYTES}_8bit", GPTQ, AWQ})
-"""The methods whose codes ``load_streaming`` dequantises itself, because transformers does not."""
+"""The methods that ``load_streaming`` dequantises by its own code, as transformers does not."""
 
 _DEQUANTISED: Final[Mapping[str, tuple[str | None, ...]]] = {
     "fp8": (None,),
@@ -76,8 +76,8 @@ _DEQUANTISED: Final[Mapping[str, tuple[str | None, ...]]] = {
     GPTQ: ("gptq", "gptq_v2"),
     AWQ: ("gemm",),
 }
-"""The methods that ``load_streaming`` dequantises, and the formats of each; the format None stands for
-a configuration that names no format."""
+"""Maps each method that ``load_streaming`` dequantises to the formats of codes that it dequantises.
+The format None stands for a configuration that names no format."""
 
 _DEQUANTISED_BITS: Final[Mapping[str, tuple[int, ...]]] = {GPTQ: (2, 3, 4, 8), AWQ: (4,)}
 
@@ -87,9 +87,9 @@ class NamedMethod:
     """The quantisation that a configuration names.
 
     Attributes:
-        name: the method's name and variant, for texts; empty if the configuration names no method.
+        name: the method's name and variant, for messages; empty if no method is named.
         is_read: whether from_pretrained reads the configuration and knows the method.
-        bits: the bits of one weight; None if the weights have different numbers of bits.
+        bits: the bits of one weight; None if the configuration names no number or several.
         packages: the packages that from_pretrained needs in addition to transformers.
         obstacle: the reason why from_pretrained does not dequantise the codes; empty if it does.
         repair: what the user can do about the obstacle.
@@ -109,7 +109,7 @@ class NamedMethod:
 
 
 def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
-    """Return the quantisation of a folder; ``config`` is the content of its ``config.json``."""
+    """Return the quantisation that a folder names; ``config`` is the folder's ``config.json``."""
     described, place = _described(folder, config)
     method = _method(described)
     obstacle, repair = _obstacle(method, place)
@@ -135,7 +135,7 @@ def description_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def layout_of(method: str, described: Mapping[str, Any]) -> str | None:
-    """Return the layout of the codes that a ``quantization_config`` names for a method, such as "gemm"."""
+    """Return the codes' layout, such as "gemm", by the method and its ``quantization_config``."""
     if method not in (GPTQ, AWQ):
         return described.get("format")
     if described.get("backend") == "llm-awq":
@@ -154,10 +154,10 @@ def _is_dequantised(method: str, described: Mapping[str, Any]) -> bool:
 
 
 def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return the description of the quantisation, and the key or file that has it.
+    """Return the description of the quantisation, and the key or file that has the description.
 
-    The second value is "quantization_config" only if from_pretrained reads the description. The
-    description and its place are empty for a folder whose ``config.json`` has no description.
+    The second value is "quantization_config" only if from_pretrained reads the description. Without
+    a description, the first value is empty, and the second is "" or "no config.json".
     """
     if (found := description_in(config)) is not None:
         return found, _QUANTISATION
@@ -193,9 +193,7 @@ def _shown(method: str | None, named: Mapping[str, Any]) -> str:
 
 
 def _obstacle(method: str | None, place: str) -> tuple[str, str]:
-    """Return the reason why from_pretrained does not dequantise, and the repair; both are "" if
-    from_pretrained dequantises.
-    """
+    """Return why from_pretrained does not dequantise, and the repair; ("", "") if it does."""
     library = "load the model with the library that quantised it"
     alike = "from_pretrained takes the codes for weights, too"
     if place == _NO_CONFIG:
@@ -219,7 +217,7 @@ def _obstacle(method: str | None, place: str) -> tuple[str, str]:
 
 
 def _bits(named: Mapping[str, Any]) -> int | None:
-    """Return the bits of a weight; None if the description has different numbers, or none."""
+    """Return the bits of one weight; None if the description names no number or several."""
     groups = named.get("config_groups")
     parts: list[Any] = [named, named.get("weight_quant_params"), named.get("quant_config")]
     if isinstance(groups, Mapping):

@@ -1,8 +1,8 @@
-"""Tell how a checkpoint is quantised, which packages ``from_pretrained`` needs, and the sizes in
-bytes.
+"""Tell how a checkpoint is quantised, which packages ``from_pretrained`` needs, and how many bytes
+the weights take.
 
-The configuration names the quantisation method (``quantisation_config``), and the tensors' names
-reveal it (``companions``). A loader that takes the codes of a quantised weight for the weight
+``quantisation_config`` finds the method in the configuration, and ``companions`` recognises it by
+the tensors' names. A loader that takes the codes of a quantised weight for the weight
 itself gets wrong values without any error.
 """
 
@@ -30,7 +30,7 @@ class Quantised:
 
     Attributes:
         method: the method's name and variant: "fp8", "compressed-tensors (pack-quantized)".
-        weights: the number of tensors of codes; 0 if only ``config.json`` names the method.
+        weights: the number of tensors that hold codes; 0 if only ``config.json`` names the method.
         stored_bytes: the size of all tensors in the files.
         dequantised_bytes: the size of all weights in ``dtype``; None if the shapes do not determine it.
         dtype: the dtype of the dequantised model.
@@ -51,7 +51,7 @@ class Quantised:
 
     @property
     def summary(self) -> str:
-        """A part of a message: the method, the number of tensors of codes, and both sizes."""
+        """A part of a message: the method, the number of tensors of codes, and the sizes."""
         from weighin.units import format_bytes  # imports decimal, which few loads need
 
         if not self.weights:
@@ -101,7 +101,7 @@ class Quantised:
         return cls(**{**fields, "packages": tuple(fields["packages"])})
 
     def as_argument(self) -> dict[str, Any]:
-        """Return the description as an argument of a ``ModelSpec``; ``of_model`` reads it."""
+        """Return the attributes as a dict for a ``ModelSpec``; ``of_model`` reads this dict."""
         return asdict(self) | {"packages": list(self.packages)}
 
 
@@ -109,7 +109,7 @@ def of_model(model: ModelSpec) -> Quantised | None:
     """Return how a model's weights are quantised; None for a model whose folder has no codes.
 
     Raises:
-        ConfigError: the argument ``quantised`` of the model is damaged, as in a plan that was edited.
+        ConfigError: the argument ``quantised`` is damaged, as after an edit of the run's plan.
     """
     fields = model.kwargs.get("quantised") if model.builder == BUILDER else None
     if fields is None:
@@ -180,7 +180,7 @@ def refuse_codes(path: Path, slices: Sequence[TensorSlice], names: Iterable[str]
 
 
 def _dtype(config: Mapping[str, Any], slices: Sequence[TensorSlice], without: set[str]) -> str:
-    """Return the dtype of the dequantised model: in ``config.json``, else of most other weights."""
+    """Return the dtype in ``config.json``, else that of most bytes; skip names in ``without``."""
     with suppress(ConfigError):
         if (named := dtype_of(config)) in MODEL_DTYPES:
             return named

@@ -76,7 +76,7 @@ _SAVED_MODEL: Final = b"\x08\x01\x12"
 
 
 def by_content(path: Path, head: bytes) -> Recognised:
-    """Return a file's kind by its first 512 bytes; None for a checkpoint or an unknown file."""
+    """Return a file's kind by its first bytes (``head``); None for a checkpoint or if unknown."""
     if is_safetensors(head) or is_legacy(
         head
     ):  # the first bytes of safetensors can equal any magic number
@@ -101,7 +101,7 @@ def by_content(path: Path, head: bytes) -> Recognised:
 
 
 def is_safetensors(head: bytes) -> bool:
-    """Tell whether a file begins like a safetensors file: with the length of a JSON object."""
+    """Tell whether a file begins like a safetensors file: 8 bytes with a length, then "{"."""
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MOST_HEADER_BYTES
 
 
@@ -228,6 +228,6 @@ def resaving(path: Path, *, weights_only: bool = True) -> str:
 
 
 def _line(value: str, path: Path, modules: str = "") -> str:
-    """Return a command that saves a Python expression's value; in it, ``p`` is the file's path."""
+    """Return a command that saves the value of a Python expression, in which ``p`` is the path."""
     code = f"import sys, {modules}torch; p = sys.argv[1]; torch.save({value}, p + '.new')"
     return f'python -c "{code}" {quote(str(path))}'

@@ -3,8 +3,8 @@
 The format has no shared tensors. weighin writes a tied tensor only under the first of its names.
 The other names are in ``__metadata__`` as {name: first name}, like those of Hugging Face's
 ``save_model``. weighin reads these names too; other programs see only the first names. If tied
-names are not at the end of the state dict, the metadata's key ``weighin.order`` has the order of
-all names.
+names are not at the end of the state dict, the metadata's key ``weighin.order`` lists all names in
+order.
 """
 
 import json
@@ -45,7 +45,7 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Slices:
-    """Return the places of all tensors, in the order of ``weighin.order`` or else of the header."""
+    """Return all tensors' offsets, in the order of ``weighin.order`` or else of the header."""
     tensors, metadata = read_header(path)
     slices = dict(tensors)
     for name, first in metadata.items():
@@ -60,7 +60,7 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
     """Write a file that does not exist yet; see ``base.Layout.write``.
 
     Raises:
-        ConfigError: the format lacks one of the dtypes, or a tensor is called __metadata__.
+        ConfigError: the format does not allow a tensor's dtype or name, or a header so long.
     """
     from weighin.formats.parallel_write import write_raw  # not at the top: imports torch
 
@@ -102,7 +102,7 @@ def layout_of(tensors: Plans) -> "tuple[bytes, list[Place]]":
 
 
 def _stored_shape(plan: TensorPlan) -> list[int]:
-    """Return a tensor's shape, but with two numbers for each element of torch's float4_e2m1fn_x2."""
+    """Return a tensor's shape in the header, which counts both numbers in a float4_e2m1fn_x2."""
     numbers = PACKED.get(dtype_name(plan.dtype), 1)
     return [*plan.shape[:-1], *(numbers * size for size in plan.shape[-1:])]
 

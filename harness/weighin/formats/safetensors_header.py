@@ -1,4 +1,4 @@
-"""Read a safetensors file's header: the tensors and their places.
+"""Read a safetensors file's header: the tensors and their offsets.
 
 ::
 
@@ -45,14 +45,14 @@ DTYPES: Final = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu", "F4": "float4_e2m1fn_x2",
 }  # fmt: skip
-"""The name of each dtype in the format, mapped to torch's name."""
+"""Maps the format's name for each dtype to torch's name."""
 
 NOT_IN_TORCH: Final = ("F6_E2M3", "F6_E3M2")
 """The dtypes of the format that torch lacks: numbers of 6 bits."""
 
 PACKED: Final = {"float4_e2m1fn_x2": 2}
-"""The numbers in one element of a dtype of torch. The last size of a shape in the header counts
-numbers, not elements."""
+"""Maps a dtype of torch to the count of numbers that one element packs. In the header, the last
+size of such a tensor's shape counts numbers, not elements."""
 
 MOST_TENSORS: Final = 200_000  # in one file: some 100 MiB of Python objects
 MOST_METADATA_BYTES: Final = 8 * 1024**2
@@ -72,15 +72,15 @@ _USUAL: Final = re.compile(
     + _SIZE + rb"(?:," + _SIZE + rb')*+)?+)\],"data_offsets":\[('
     + _SIZE + rb"),(" + _SIZE + rb")\]\}([,}])"
 )  # fmt: skip
-"""Matches an entry as most programs write it. Such an entry needs no JSON decoder."""
+"""Matches a tensor's entry as most programs write it. Such an entry needs no JSON decoder."""
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorSlice], dict[str, str]]:
     """Return the tensors by their names, in the header's order, and the header's metadata.
 
     Raises:
-        CheckpointError: the file is damaged: for example, tensors overlap or end after the file's end.
-            The message names the place of the damage.
+        CheckpointError: the file is damaged (for example, tensors overlap), or a tensor has a dtype
+            that torch lacks. The message names the faulty tensor or byte offset.
     """
     head = check_present(path)
     try:
@@ -138,7 +138,7 @@ def _length(path: Path, head: bytes, file_bytes: int) -> int:
 
 
 def _items(path: Path, text: bytes, data_start: int) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each entry of the header, and its ``TensorSlice`` or its JSON text."""
+    """Yield each entry's name with a ``TensorSlice`` if ``_USUAL`` matches, else with its JSON."""
     at, last = 1, b","
     if text[1:].strip() == b"}":
         return
@@ -162,7 +162,7 @@ def _items(path: Path, text: bytes, data_start: int) -> Iterator[tuple[str, Any]
 
 
 def _usual_entry(path: Path, found: re.Match[bytes], data_start: int) -> TensorSlice | None:
-    """Return the tensor of an entry that matches ``_USUAL``; None if ``_entry`` must check it."""
+    """Return the tensor of a match of ``_USUAL``; None if ``_entry`` must check the entry."""
     name, dtype, sizes, first, last, _ = found.groups()
     kind = DTYPES.get(dtype.decode())
     shape = tuple(map(int, sizes.split(b","))) if sizes else ()
@@ -241,7 +241,7 @@ def _place(
 
 
 def _check_cover(path: Path, tensors: list[TensorSlice], data_start: int, file_bytes: int) -> None:
-    """Raise CheckpointError unless the tensors fill the rest of the file without gaps or overlaps."""
+    """Raise CheckpointError unless the tensors fill the file after the header without overlap."""
     at, last = data_start, None
     for one in sorted(tensors, key=lambda one: (one.offset, one.storage_bytes)):
         if one.offset != at:

@@ -37,7 +37,7 @@ class Part:
     """One module of a sentence-transformers model, in a folder with weights of its own.
 
     Attributes:
-        prefix: the prefix of the part's tensors in the names of the whole model: "2.".
+        prefix: the prefix that the part's tensors get in the whole model, such as "2.".
         weights: the part's file of weights, or its folder if the weights are in shards.
     """
 
@@ -51,7 +51,7 @@ def matches(path: Path) -> bool:
 
 
 def own_folders(folder: Path) -> list[str]:
-    """Return the names of the parts that lie in folders of their own, with weights.
+    """Return the names of the subfolders that hold one part of the model each, with weights.
 
     ``modules.json`` lists all parts; the transformer often lies in the folder itself.
     """
@@ -88,7 +88,7 @@ def parts(path: Path) -> list[Part]:
     """Return the parts with weights, in the order of ``modules.json``.
 
     Raises:
-        CheckpointError: a part has its weights under other names than sentence-transformers looks for.
+        CheckpointError: a part's weights have unusual names or lie deeper, or its path is invalid.
     """
     found = []
     for index, module in enumerate(json_in(path / MODULES, MIB)):

@@ -7,15 +7,15 @@
     model.safetensors.index.json              pytorch_model.bin.index.json
         {"metadata": {"total_size": 123}, "weight_map": {"key": "model-00001-of-00002.safetensors"}}
 
-All names of a tied tensor are in one shard. In safetensors shards, only the first name is in
-``weight_map``; the other names are in the shard's own metadata. If tied names would change the
-order of the state dict, ``weighin.order`` in the index's metadata keeps the order.
+weighin writes all names of a tied tensor into one shard. For safetensors shards, only the first
+name is in ``weight_map``; the other names are in the shard's own metadata. If ``weight_map`` then
+differs from the state dict's list of names, ``weighin.order`` in the index's metadata has the list.
 
 The index must name shards by plain file names in the folder. A shard may be a symbolic link to a
 file elsewhere, because Hugging Face's cache uses links, and only the folder's owner can create a
 link.
 
-The path of a checkpoint of shards is its folder, or its index if the index has another name, such
+The path of a checkpoint of shards is its folder, or its index if that has an unusual name, such
 as ``model.safetensors.index.fp16.json``. weighin reads the tensors in the shards, as
 ``from_pretrained`` does, even if the index lists other tensors; a note then names the difference.
 weighin refuses two shards with different values for one tensor; ``from_pretrained`` silently takes
@@ -69,7 +69,7 @@ class Sharded:
         return [index, *(index.parent / name for name in shards)]
 
     def read(self, path: Path) -> Slices:
-        """Return the places of all tensors, in the order of ``weighin.order`` or else of the index."""
+        """Return the tensors' offsets, in the order of ``weighin.order`` or else of the index."""
         index = self._index(path)
         weight_map, order = self._weight_map(index)
         places: dict[str, TensorSlice] = {}
@@ -134,7 +134,7 @@ class Sharded:
         return path / self.index_name if path.is_dir() else path
 
     def _weight_map(self, index: Path) -> tuple[dict[str, str], list[str] | None]:
-        """Return the shard of each key, and the order of all keys if the index has it.
+        """Return the shard of each key, and the list ``weighin.order``, or None without this list.
 
         Raises:
             CheckpointError: the index is damaged, or a shard is missing.

@@ -1,7 +1,7 @@
-"""Find the state dict among the records of a pickled checkpoint, or say why there is none.
+"""Find the state dict in a pickled checkpoint, or say why there is none.
 
-A training checkpoint also has settings, schedulers and random states, as objects of any class. The
-selected state dict may have an object that is no tensor only if this object holds no tensors.
+A training checkpoint also has settings, schedulers and random states, as objects of any class. In
+the selected state dict, an object other than a tensor is allowed only if it holds no tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _MOST_NAMED: Final = 1000  # items of a dict or list whose keys an error names
 _NOT_PLAIN: Final = (dict, list, tuple, Opaque, TensorRef)
 _ARRAY: Final = "NumPy array"
 _EXTRA_STATE: Final = "_extra_state"
-"""The part of a name in a state dict whose value ``Module.get_extra_state`` returned."""
+"""A name in a state dict has this part if ``Module.get_extra_state`` returned the value."""
 
 _OPTIM_STATES: Final = "_optim_states.pt"
 _WEIGHTS_ALONE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
@@ -45,7 +45,7 @@ class StateDictParts:
     metadata: Mapping[str, Mapping[str, object]] | None
 
     def located(self, place: Callable[[str, TensorRef], TensorSlice], refused: str) -> Slices:
-        """Return the tensors' places; ``refused`` is the class or function that torch.load refuses."""
+        """Return the tensors' files and offsets, with ``refused`` as the attribute ``refused``."""
         slices = Slices(place(name, tensor) for name, tensor in self.tensors.items())
         slices.metadata, slices.values, slices.refused = self.metadata, self.values, refused
         return slices
@@ -59,14 +59,13 @@ def is_extra_state(name: object) -> bool:
 def state_dict(path: Path, value: Any, key: str) -> StateDictParts:
     """Return the state dict at a dotted key in a pickled value; the key "" means the value itself.
 
-    With a key, the state dict may also have values without tensors. Without a key, only extra
-    states may be such values, because a file of tensors and settings is more likely a training
-    checkpoint.
+    With a key, the state dict may also have other values that hold no tensors. Without a key, the
+    only other values that it may have are the extra states of modules, because a file of tensors
+    and settings is more likely a training checkpoint.
 
     Raises:
-        CheckpointError: there is no state dict. The message names the first object that a state
-            dict cannot have, and its key. The repair (advice) lists the keys and sizes of the
-            file's state dicts.
+        CheckpointError: there is no state dict. The message names an object that a state dict
+            cannot have. The repair (advice) lists the keys and sizes of the largest state dicts.
     """
     inside = inner(path, value, key)
     if not isinstance(inside, dict):
@@ -92,11 +91,11 @@ def state_dict(path: Path, value: Any, key: str) -> StateDictParts:
 def inner(path: Path, value: Any, key: str) -> Any:
     """Return the value at a dotted key of nested dicts.
 
-    Without such a key, return a dict of the values whose names begin with the key and a dot.
+    If the dicts lack this key, return the values whose names begin with the key and a dot, as a
+    dict of their remaining names.
 
     Raises:
-        CheckpointError: no name is the key or begins with the key; the repair lists the existing
-            keys.
+        CheckpointError: no name is the key, or begins with the key and a dot.
     """
     if not key:
         return value
@@ -116,8 +115,8 @@ def inner(path: Path, value: Any, key: str) -> Any:
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:
-    """Yield all values at a dotted key. A part of the key may itself contain dots; the longest
-    first part is tried first.
+    """Yield every value that a dotted key can mean in nested dicts, because a name in a dict may
+    itself contain dots; try the longest first name first.
     """
     if not isinstance(value, dict):
         return
@@ -136,7 +135,7 @@ def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) 
 
 
 def _sizes(value: Any) -> dict[str, int]:
-    """Return the size in bytes of each state dict in nested dicts, by its key, without optimizers."""
+    """Map the dotted key of each nested state dict to its size in bytes; leave out optimizers."""
     seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
     places: dict[str, int] = {}
 
@@ -163,13 +162,13 @@ def _sizes(value: Any) -> dict[str, int]:
 
 
 def largest(places: Mapping[str, int]) -> dict[str, int]:
-    """Return the three largest sizes by their keys, the largest first; sizes of 0 are left out."""
+    """Return the three entries with the largest sizes, the largest first, without sizes of 0."""
     found = sorted(places, key=lambda place: -places[place])[:_MOST_PLACES]
     return {plain(place): places[place] for place in found if places[place]}
 
 
 def with_key(places: Mapping[str, int]) -> str:
-    """Return the advice to select one of the state dicts with --key; ``places`` maps keys to sizes."""
+    """Return the advice to select a state dict with --key; ``places`` maps their keys to bytes."""
     from weighin.units import format_bytes  # imports decimal, which few loads need
 
     ways = " or ".join(f"--key {place} ({format_bytes(size)})" for place, size in places.items())
@@ -177,7 +176,7 @@ def with_key(places: Mapping[str, int]) -> str:
 
 
 def is_beside_weights(path: Path) -> bool:
-    """Tell whether a folder, or a file's folder, has a file with weights of DeepSpeed's ZeRO-3."""
+    """Tell whether a folder, or a file's folder, has files in which ZeRO-3 keeps weights."""
     folder = path if path.is_dir() else path.parent
     return next(folder.glob(f"*{_OPTIM_STATES}"), None) is not None
 
@@ -232,8 +231,8 @@ def _no_state_dict(
 ) -> CheckpointError:
     """Return the exception for a dict whose item ``name`` cannot be in a state dict.
 
-    ``values`` are the dict's items other than tensors. The message also names the first object that
-    torch.load(weights_only=True) refuses, if there is one.
+    ``values`` are the dict's items other than tensors. If torch.load(weights_only=True) refuses an
+    object in them, the message names the first such object instead of ``name``.
     """
     item, sizes = values[name], _sizes(value)
     places = largest(sizes)
@@ -262,7 +261,7 @@ def _no_state_dict(
 
 
 def _objects(key: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Opaque]]:
-    """Yield the dotted key and the record of each object in a dict at ``key``, in order."""
+    """Yield the dotted key, beginning with ``key``, and the record of each object in ``values``."""
     seen: set[int] = set()
     for name, item in values.items():
         for place, one in _walk(item, _join(key, name), seen):
@@ -283,7 +282,7 @@ def _whole_module(path: Path, place: str, module: Opaque) -> CheckpointError:
 def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield the tensors, dicts, lists and objects in a value, in order, each with its dotted key.
 
-    Values in ``seen`` are left out, because a crafted pickle may refer to one value many times.
+    A value whose id is in ``seen`` is left out: a crafted pickle may refer to one value many times.
     """
     todo = [(place, value)]
     while todo:
@@ -308,7 +307,7 @@ def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _join(place: str, name: object) -> str:
-    """Return the dotted key of ``name`` in ``place``; do not extend a key of over 100 characters."""
+    """Append ``name`` to the dotted key ``place``, unless ``place`` has over 100 characters."""
     if not isinstance(name, str | int) or len(place) > _LONGEST_PLACE:
         return place
     return f"{place}.{plain(str(name))}" if place else plain(str(name))

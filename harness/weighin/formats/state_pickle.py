@@ -38,7 +38,7 @@ _TENSOR: Final = re.compile(
     + rb"\x89h(.)\)R" + _PUTS + rb"t" + _PUTS + rb"R" + _PUTS,
     re.DOTALL,
 )  # fmt: skip
-"""Matches the instructions of one tensor, after its name, as torch.save writes them."""
+"""Matches the pickle instructions that torch.save writes for one tensor after its name."""
 
 _IN_TENSOR: Final = 24  # instructions in a match of _TENSOR, without those of shape and stride
 _MADE_IN_TENSOR: Final = 8  # objects that the instructions of a match of _TENSOR make
@@ -49,7 +49,7 @@ class Pickled:
     """A pickled value as records of ``tensor_refs``.
 
     Attributes:
-        storages: every storage that the pickle refers to, by its key.
+        storages: every storage to which the pickle refers, by the storage's key.
         names: the full names of all classes and functions to which the pickle refers, in order.
     """
 
@@ -67,7 +67,7 @@ def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pic
     """Return the next pickled value of ``file``, with a record of ``tensor_refs`` for every object.
 
     ``base`` is the offset in bytes of ``file`` within the file ``path``, for messages. ``resave`` is the
-    repair for a damaged pickle.
+    repair (advice) in the error for a damaged pickle.
 
     Raises:
         CheckpointError: the pickle is damaged, too large, or refers to a storage of an unknown dtype;
@@ -113,10 +113,10 @@ class _StateMachine(Machine):
             self._rebuild = self._stack[-1]
 
     def run_usual(self, left: int) -> int:  # noqa: PLR0912, PLR0915
-        """Run the instructions that make up most of a state dict, up to the next other instruction.
+        """Run the instructions that make up most of a state dict, up to the first other one.
 
-        Return ``left`` minus the number of instructions that ran. Each branch repeats a method of
-        ``Machine``, because calls of the methods would take twice the time.
+        Run at most ``left`` instructions; return ``left`` minus the number that ran. Each branch
+        repeats a method of ``Machine``, because calls of the methods would take twice the time.
         """
         data, stack, memo, at = self._text_read, self._stack, self._memo, self.at
         marks, last = self._marks, len(data) - _LONGEST_SMALL
@@ -213,7 +213,7 @@ class _StateMachine(Machine):
             return 0, 0  # the single instructions then return the value, or raise the error
 
     def _usual_tensor(self, found: re.Match[bytes], left: int) -> tuple[int, int]:
-        """Run the instructions that match ``_TENSOR``; change no state before the last check."""
+        """Run the instructions that match ``_TENSOR``; change nothing before the last check."""
         (_, storage_at, kind_at, length, key, key_put, location_at, numel, id_put, offset, shape,
          shape_put, stride, stride_put, hooks_at, hooks_put, arguments_put, put) = found.groups()  # fmt: skip
         memo = self._memo

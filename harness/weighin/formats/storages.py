@@ -22,9 +22,9 @@ class Footprint:
     """The sizes of a checkpoint in bytes.
 
     Attributes:
-        tensor_bytes: the elements of all tensors; tied tensors count once.
-        storage_bytes: the storages of all tensors.
-        used_bytes: the bytes of the storages that belong to at least one tensor.
+        tensor_bytes: the size of all tensors' elements; tied tensors count once.
+        storage_bytes: the size of all tensors' storages.
+        used_bytes: the part of ``storage_bytes`` that belongs to at least one tensor.
         repeated: the names of the expanded tensors, whose storages have fewer bytes than the
             tensors.
     """
@@ -36,12 +36,12 @@ class Footprint:
 
     @property
     def unused_bytes(self) -> int:
-        """The bytes of the storages that belong to no tensor, such as those outside a slice."""
+        """The part of ``storage_bytes`` that belongs to no tensor, such as that outside a slice."""
         return self.storage_bytes - self.used_bytes
 
 
 def ties(slices: Sequence[TensorSlice]) -> dict[str, str]:
-    """Return a dict from the name of each tied tensor to the first name of the same elements."""
+    """Return a dict from each further name of a tied tensor to the tensor's first name."""
     firsts: dict[object, str] = {}
     found = {}
     for one in slices:

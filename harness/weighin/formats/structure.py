@@ -23,7 +23,7 @@ _MOST_BYTES: Final = 64 * 1024 * 1024  # of JSON text, because records may be fo
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """One tensor. ``tied_to`` names an earlier tensor at the same place in the file, or is None."""
+    """A tensor. ``tied_to`` names the first tensor with the same stored elements, or is None."""
 
     name: str
     shape: tuple[int, ...]

@@ -30,7 +30,7 @@ _TITLES: Final = {
     "numpy.core.multiarray._reconstruct": "NumPy array",
     "numpy._core.multiarray._reconstruct": "NumPy array",
 }
-"""The titles of objects that a pickle describes by the name of the function that makes them."""
+"""Maps a function by which a pickle makes an object to the object's title in messages."""
 
 _SAFE: Final = frozenset({
     "_codecs.encode", "builtins.bytearray", "builtins.complex", "builtins.set",
@@ -38,7 +38,7 @@ _SAFE: Final = frozenset({
     "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter",
     "torch.serialization._get_layout",
 })  # fmt: skip
-"""The classes and functions that torch.load(weights_only=True) accepts, without those of tensors."""
+"""Classes and functions that torch.load(weights_only=True) accepts, besides those of tensors."""
 
 
 class NotTensors(Exception):
@@ -53,7 +53,7 @@ class Malformed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The full name of a class or function, which is never imported."""
+    """The full name of a class or function, which weighin never imports."""
 
     name: str
 
@@ -64,7 +64,7 @@ class Opaque:
 
     Attributes:
         kind: the full name of the object's class, or of the function that makes the object.
-        contents: records of the arguments, the state and the items in the pickle for this object.
+        contents: records of the arguments, state and items that the pickle gives the object.
     """
 
     kind: str
@@ -85,7 +85,7 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class OtherTensor(Opaque):
-    """A tensor of a kind that weighin does not read, such as a sparse tensor; ``kind`` names the kind.
+    """A tensor of a kind that weighin does not read, such as sparse; ``kind`` is the kind's title.
 
     Attributes:
         way: how to save the values as a plain tensor, as advice for the user.
@@ -142,7 +142,7 @@ class StateDict(dict[Any, Any]):
 
     @property
     def metadata(self) -> dict[str, dict[str, object]] | None:
-        """The modules' version metadata, an attribute of a state dict of torch; None without them."""
+        """The modules' version metadata, in the pickled attribute ``_metadata``; else None."""
         metadata = self.state.get("_metadata") if isinstance(self.state, dict) else None
         if not isinstance(metadata, dict):
             return None

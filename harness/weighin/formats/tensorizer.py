@@ -1,8 +1,8 @@
 """Write a file of tensorizer's format with the package tensorizer, for the strategy ``tensorizer``.
 
 ``write`` calls the package's ``TensorSerializer``. Only the strategy ``tensorizer`` reads such a
-file, also with the package. A tied weight is written only under the first of its names. weighin
-verifies the loaded model, as with every format.
+file, and uses the package for this. A tied weight is written only under the first of its names.
+weighin verifies the loaded model, as with every format.
 
 ::
 
@@ -48,7 +48,7 @@ def read(path: Path) -> Slices:
 
 
 def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None) -> None:
-    """Write a file that does not exist yet; needs memory for the largest tensor.
+    """Write a file that does not exist yet; ``write`` needs memory for the largest tensor.
 
     Raises:
         ConfigError: the package is missing.

@@ -30,7 +30,7 @@ def named_step(path: Path) -> tuple[Path, Path] | None:
 
 
 def newest(path: Path) -> Path:
-    """Return the folder of a training run's newest step; ``path`` itself if it is no run's folder."""
+    """Return the folder of a training run's newest step; ``path`` itself if there is none."""
     step = named_step(path)
     return step[1] if step and step[1].is_dir() else path
 

@@ -13,7 +13,7 @@ from weighin.formats.recognise import by_content
 from weighin.text import one_line
 
 AGAIN: Final = "copy or download the file again"
-"""The advice for a file that ends too early: only this fault proves an incomplete copy."""
+"""The advice for a file that ends too early. Other faults do not prove that a copy is cut off."""
 
 RESAVE: Final = (
     "save it again with the program that wrote it; if that program cannot read it either, the file is"
@@ -22,7 +22,7 @@ RESAVE: Final = (
 """The advice for a file that breaks a rule of its format."""
 
 SHARDS: Final = "save the checkpoint in several files, as model.save_pretrained(FOLDER) does"
-"""The repair for a file with more tensors, or a longer directory, than weighin reads."""
+"""The repair for a file with more tensors, or a longer zip directory, than weighin reads."""
 
 HUB_ENTRY: Final = "models--"
 """The beginning of the name of a model's folder in the Hub's cache: "models--owner--name"."""
@@ -89,7 +89,7 @@ def check_present(path: Path) -> bytes:
 
     Raises:
         CheckpointError: the path does not exist, is not a regular file or cannot be read, or the file
-            is empty, a git-lfs pointer, a web page or another kind of file.
+            is empty, a git-lfs pointer, a web page or of another known kind.
     """
     if not path.exists():
         raise missing(path)
@@ -142,7 +142,7 @@ def not_json(path: Path, text: bytes, fault: str, repair: str) -> CheckpointErro
 
 
 def unreadable(path: Path | str, error: OSError) -> CheckpointError:
-    """Return the error for a file that the operating system does not read."""
+    """Return the error for a file that the operating system cannot read."""
     return CheckpointError(
         f"{path}: cannot be read: {error.strerror}",
         "check that the file exists, that you may read it, and that its disk works",

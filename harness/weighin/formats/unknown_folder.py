@@ -1,4 +1,4 @@
-"""Say in an error, by the files' names, what a folder is that is neither a model nor a checkpoint."""
+"""Compose the error for a folder without a model or checkpoint; file names tell what it is."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ def no_model(folder: Path) -> CheckpointError:
 
 
 def models_below(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder that have weights in them."""
+    """Return the names of a folder's direct subfolders that contain files of weights."""
     return [name for name in sorted(_names(folder)) if _weights(_names(folder / name))]
 
 

@@ -3,8 +3,8 @@
 This module does not use Python's ``zipfile``, because a crafted archive can make ``zipfile`` read a
 directory of any size into memory. The module does not use torch's reader, because weighin's own
 process must not import torch. The records of an accepted archive are not compressed, lie within the
-file, do not overlap, and have unique names. For any other archive, ``recognise`` names the kind of
-archive.
+file, do not overlap, and have unique names. ``recognise`` names the kind of an archive that
+another program wrote.
 """
 
 import os
@@ -38,7 +38,7 @@ _MOST_AHEAD_BYTES: Final = 1024**2  # of the pickle's record, which the kernel r
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """One record of an archive: the offset and the number of its bytes in the file."""
+    """One record of an archive: the offset of its first byte in the file, and its size in bytes."""
 
     start: int
     size: int
@@ -63,7 +63,7 @@ class Archive:
         """Read the archive's directory from ``file``; errors name the file ``path``.
 
         Raises:
-            CheckpointError: the archive is damaged; the message names the place of the damage.
+            CheckpointError: the archive is damaged, too large, encrypted, compressed or not torch's.
         """
         self._path, self._file = path, file
         self._size = file.seek(0, os.SEEK_END)
@@ -149,7 +149,7 @@ class Archive:
             yield _Entry(name, flags, method, packed, size, local_at)
 
     def _wide(self, name: str, extra: bytes, values: list[int]) -> list[int]:
-        """Return an entry's ``values``, with those that need 64 bits from the entry's extra field."""
+        """Return ``values``, with 64-bit numbers from the extra field in place of 0xFFFFFFFF."""
         wanted = [place for place, value in enumerate(values) if value == 0xFFFFFFFF]
         at = 0
         while wanted and at + 4 <= len(extra):
@@ -165,10 +165,10 @@ class Archive:
         return values
 
     def _announce(self, entries: Sequence[_Entry], late: bool) -> dict[int, bytes]:
-        """Ask the kernel to read all local headers of the archive ahead; if ``late``, read them
-        here, all at the same time.
+        """Ask the kernel to read the archive's local headers ahead. If ``late`` (the disk answers
+        slowly), read all of them at the same time.
 
-        ``_announce`` returns the bytes of each header that was read, by the header's offset.
+        Return the bytes of each header that was read, by the header's offset; {} unless ``late``.
         """
         try:
             descriptor = self._file.fileno()

@@ -37,8 +37,8 @@ _holes = False  # whether writers leave out the tensors' values: see leaving_hol
 def leaving_holes() -> Iterator[None]:
     """Make all writes within the context leave holes in place of the tensors' values.
 
-    A file with holes has its whole structure, but almost no blocks on the disk. Because the file's
-    CRC-32s are wrong, the file serves only callers that read no values.
+    A file with holes has its whole structure, but almost no blocks on the disk. Its tensors read as
+    zeros and its CRC-32s are wrong, so that it serves only callers that read no values.
     """
     global _holes  # noqa: PLW0603 (else every format would have to pass the flag on)
     _holes = True
@@ -59,7 +59,7 @@ def finish(descriptor: int) -> None:
 
 
 def placeholder(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a CPU tensor without values, whose memory is untouched and takes no RAM."""
+    """Return an uninitialised CPU tensor, whose memory takes no RAM until something touches it."""
     return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
@@ -84,7 +84,7 @@ def write_pt(
     the first of these names. The written file is synced and dropped from the page cache.
 
     Raises:
-        ValueError: the pieces of a tensor together have another size than its placeholder.
+        ValueError: the pieces of a tensor together have another size than the tensor's placeholder.
     """
     with torch.serialization.skip_data():
         torch.save(dict(blanks), path)
@@ -130,7 +130,7 @@ def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
 
 
 class WrittenRecord:
-    """One record ``data/N`` of the archive: the place of its bytes, and the offsets of its CRC-32s."""
+    """One record ``data/N`` of the archive: where its bytes are, and where its CRC-32 is stored."""
 
     def __init__(self, start: int, size: int, entry: int) -> None:
         self.start, self.size = start, size
@@ -165,7 +165,7 @@ def data_records(path: Path, descriptor: int) -> list[WrittenRecord]:
 def embed(
     tensor: torch.Tensor, scratch: Path, descriptor: int, at: int
 ) -> tuple[WrittenRecord, int]:
-    """Write the archive of ``torch.save(tensor, scratch)`` at ``at``, with a hole for the values.
+    """Write the archive of ``torch.save(tensor, scratch)`` at byte ``at``, with a hole for values.
 
     Return the record to fill, and the archive's length in bytes. ``embed`` overwrites ``scratch``.
     """
@@ -187,10 +187,10 @@ def fill(
     pieces: Callable[[], Iterable[torch.Tensor]],
     flusher: "Flusher",
 ) -> None:
-    """Write the values of ``pieces`` into a record, and the CRC-32 of the values beside it.
+    """Write the values of ``pieces`` into a record, and their CRC-32 at the ``crc_places``.
 
     Raises:
-        ValueError: all values together have another size than the record.
+        ValueError: all pieces together have another size than the record.
     """
     if leaves_holes():
         return
@@ -231,7 +231,7 @@ def write_all(descriptor: int, data: memoryview, at: int) -> None:
 
 
 class Flusher:
-    """Counts written bytes. After every 128 MiB, syncs them and drops them from the page cache."""
+    """Counts written bytes. After every 128 MiB, syncs the file and drops its page cache."""
 
     def __init__(self, descriptor: int, progress: Progress | None) -> None:
         self._descriptor, self._progress = descriptor, progress

@@ -1,8 +1,8 @@
-"""Read the baseline file, which has measured figures and the rules by which a run is compared.
+"""Read the baseline file: accepted figures, and the rules by which a run is compared with them.
 
 The user edits the lines above the line that begins with ``# measured``. ``weighin check --update``
-writes the lines below (``weighin.gate.freeze``). The written figures are sorted, and each has a line
-of its own, so that ``git diff`` shows which figure changed.
+writes the other lines (``weighin.gate.freeze``). The measurements are sorted, and each metric and
+each phase has a line of its own, so that ``git diff`` shows which one changed.
 """
 
 from dataclasses import dataclass, field, replace
@@ -69,7 +69,7 @@ class _File(config.Strict):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of a comparison. A metric without a tolerance in ``tolerances`` is not compared."""
+    """The rules of ``weighin check``. A metric that ``tolerances`` lacks is not compared."""
 
     tolerances: dict[str, Tolerance]
     budgets: tuple[Budget, ...] = ()
@@ -79,7 +79,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """The content of a baseline file: its rules, and the figures of each measurement by its name.
+    """The content of a baseline file; ``series`` has the figures, by the name of the measurement.
 
     ``accepted`` has the expected outcomes that ``weighin check --update`` wrote. ``rules.expected``
     also has those that the user wrote.
@@ -100,7 +100,7 @@ def read(path: Path) -> Baseline:
     """Read a baseline file.
 
     Raises:
-        ConfigError: the file does not exist, or a key in it is invalid; the message says which key.
+        ConfigError: the file cannot be read, or is invalid; the message names the invalid key or line.
         SchemaTooNew: a newer version of weighin wrote the file.
     """
     if not path.exists():
@@ -147,9 +147,9 @@ def _expectations(written: dict[str, str]) -> tuple[Expectation, ...]:
 
 
 def _tolerance(metric: Metric, chosen: _Tolerance) -> Tolerance:
-    """Return a metric's tolerance: the default tolerance, as changed in the baseline file.
+    """Return the metric's default tolerance, changed by the keys ``chosen`` in the baseline file.
 
-    If the file has only one of ``relative`` and ``absolute``, the other one is 0.
+    If the file has only one of the keys ``relative`` and ``absolute``, the other key counts as 0.
     """
     result = metric.tolerance
     if chosen.relative is not None or chosen.absolute is not None:

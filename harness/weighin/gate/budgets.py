@@ -1,14 +1,14 @@
-"""Parse and evaluate budgets (upper bounds): ``peak_rss <= 1.1 x model``, ``floor <= 8GiB``.
+"""Parse and evaluate budgets (upper bounds of metrics), such as ``peak_rss <= 1.1 x model``.
 
 ::
 
     budget  = [pattern ":"] metric ("<=" | "<") term {"+" term} ["above import"]
     term    = size | duration | [number "x"] ("model" | "limit")
-    pattern = shell wildcards for any word of a measurement's name, such as the strategy
+    pattern = a word of a measurement's name, such as the strategy; may have shell wildcards
 
 The words "above import" mean that the memory of ``import torch`` does not count, so that
 ``peak_rss <= 1.1 x model above import`` is the budget ``above_import <= 1.1 x model``. ``parse`` can
-read the text ``str(budget)``.
+read the text that ``str(budget)`` returns.
 """
 
 import re
@@ -37,7 +37,7 @@ _EXAMPLES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One term of a sum: an amount in the unit of the metric, or a multiple of a model's size or a limit."""
+    """A term of a bound: ``amount`` in the metric's unit, or ``factor`` x the model's size or RAM limit."""
 
     amount: int = 0
     factor: float = 0.0
@@ -46,7 +46,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """An upper bound of a metric for every measurement whose name ``pattern`` matches."""
+    """An upper bound of one metric, for each measurement whose name matches ``pattern``."""
 
     metric: Metric
     sign: Literal["<=", "<"]
@@ -54,7 +54,7 @@ class Budget:
     pattern: str = "*"
 
     def __str__(self) -> str:
-        """The budget as text, which ``parse`` can read again."""
+        """The budget as a text that ``parse`` can read."""
         scope = "" if self.pattern == "*" else f"{self.pattern}: "
         bound = " + ".join(self._shown(term) for term in self.terms)
         return f"{scope}{self.metric.name} {self.sign} {bound}"
@@ -64,7 +64,7 @@ class Budget:
         return selects(self.pattern, name)
 
     def bound(self, series: Series) -> int | None:
-        """Return the bound in bytes or nanoseconds; None if the size of the model or limit is unknown."""
+        """Return the bound in bytes or ns; None if it depends on an unknown model size or RAM limit."""
         total = 0.0
         for term in self.terms:
             if term.reference is None:
@@ -92,7 +92,7 @@ def parse(text: str) -> Budget:
     """Parse a budget.
 
     Raises:
-        ConfigError: the text is not a budget, or its bound has another unit than the metric.
+        ConfigError: the text is not a budget, or its bound or "above import" does not fit the metric.
         UnknownName: no metric has the name in the text.
     """
     match = _BUDGET.fullmatch(text)

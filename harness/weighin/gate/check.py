@@ -28,12 +28,12 @@ class MeasuredRuns:
     """The figures of one or more runs; repeats of a measurement in different runs count together.
 
     Attributes:
-        environment: the machine and software of the runs. If a setting differs between cells, its
-            entry has all of the values.
-        series: the figures of all repeats of a measurement, by the name of the measurement.
-        machines: the fingerprints of the kinds of machine on which the runs were measured.
-        nodes: the names of the machines, if a fleet measured the runs.
-        incomplete: for each run without records of some planned cells, how much was measured.
+        environment: the machine and software of the runs. A setting that differs between cells has
+            all of its values, separated by " | ".
+        series: the summarised repeats of each measurement, by the name of the measurement.
+        machines: a fingerprint (hash) for each kind of machine that measured cells of the runs.
+        nodes: the names of the machines, if a cluster measured the runs.
+        incomplete: for each run that lacks records of planned cells, which cells are missing.
     """
 
     environment: dict[str, Setting]
@@ -48,19 +48,19 @@ def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
     """Return the figures of all runs together.
 
     Raises:
-        RecordError: a folder is not a run, or contains no record.
+        RecordError: a folder is not a run, has no record, or has a damaged record.
     """
     warnings, runs, incomplete = _read(folders)
     return replace(_measured(runs, warnings), incomplete=incomplete)
 
 
 def read_machines(folders: Sequence[Path]) -> dict[str, MeasuredRuns]:
-    """Return the figures of all runs for each kind of machine, by the machine's fingerprint (hash).
+    """Return the figures of each kind of machine over all runs, by the kind's fingerprint (hash).
 
-    Measurements that were skipped count for no machine.
+    Records without a machine, as of skipped measurements, are left out.
 
     Raises:
-        RecordError: a folder is not a run, or contains no record.
+        RecordError: a folder is not a run, has no record, or has a damaged record.
     """
     warnings, runs, _ = _read(folders)
     machines: dict[str, list[SeriesRun]] = {}
@@ -117,10 +117,11 @@ def check(
 
     Args:
         extra_budgets: budgets in addition to those in the baseline file.
-        metrics: the metrics to compare with the baseline file; an empty sequence means all metrics.
+        metrics: the metrics to compare with the baseline file. If it is empty, all metrics are
+            compared that the file does not turn off.
         expected: expected outcomes in addition to those in the baseline file.
-        partial: judge only the measured part of an incomplete run. Without ``partial``, a run that
-            was stopped fails the check.
+        partial: judge only the measured part of an incomplete run. Without ``partial``, a run fails
+            the check if planned cells have no record.
 
     Raises:
         ConfigError: there is neither a baseline file nor a budget, or an input is invalid.
@@ -156,7 +157,7 @@ def check(
 def narrowed(
     baseline: Baseline | None, rules: Rules, measured: MeasuredRuns
 ) -> tuple[Baseline | None, Rules]:
-    """Return the baseline and the rules without parts that concern only cells without a record."""
+    """Return ``baseline`` and ``rules`` without what concerns only planned cells that have no record."""
     planned = {
         name_of(cell) for covered in measured.incomplete.values() for cell in covered.pending
     }
@@ -184,14 +185,15 @@ def update(
 
     Args:
         expected: expected outcomes to write, beside those in the file.
-        partial: also write the figures of a run that was stopped before its end.
-        accept: a function that gets one line for each measurement with an unexpected outcome other
-            than ok, and returns whether to write these outcomes as expected.
+        partial: also write the figures of a run that lacks records of planned cells.
+        accept: a function that gets a line of text for each measurement with an unexpected failure,
+            and returns whether to write these failures as expected outcomes.
 
     Raises:
-        ConfigError: some cell could not be measured, or the file is invalid or not writable.
-        NoBaseline: a run is not complete, a strategy loaded wrong weights or failed, or an outcome was
-            not accepted.
+        ConfigError: a cell could not be measured, settings differ between cells, or the file is
+            invalid or not writable.
+        NoBaseline: a run is incomplete (without ``partial``), weights were wrong, a strategy, command
+            or use failed, repeats failed in different ways, or ``accept`` returned False.
     """
     if measured.incomplete and not partial:
         run, covered = next(iter(measured.incomplete.items()))
@@ -234,8 +236,9 @@ def _accepted(
     baseline_file: Path,
     accept: Callable[[Sequence[str]], bool],
 ) -> list[Expectation]:
-    """Return the expected outcomes to add to ``known``; raise NoBaseline if ``accept`` returns
-    False.
+    """Return the expected outcomes to add to ``known``.
+
+    Raise NoBaseline if repeats failed in different ways, or if ``accept`` returns False.
     """
     series = measured.series
     failed = [name for name in series if not is_expected(name, series[name], known)]

@@ -1,7 +1,7 @@
 """Compare the same measurements in several runs, such as those of two commits (``weighin compare``).
 
-A figure is marked if it lies outside the range of the first run's repeats by more than the
-tolerance of the metric. The comparison neither passes nor fails.
+The output marks a figure that lies outside the range of the first run's repeats by more than the
+metric's tolerance. Unlike ``weighin check``, the comparison neither passes nor fails.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,8 +36,8 @@ class ComparedMetric:
 
     Attributes:
         texts: the figure of each run as text; None for a run without the figure.
-        lines: the comparison of the first run with each later run; None if one of the two runs lacks
-            the figure.
+        lines: for each later run, the verdict on its figure against the first run's figure; None for
+            outcomes, or if one of the two figures is missing.
     """
 
     series: str
@@ -50,7 +50,7 @@ class ComparedMetric:
 class Comparison:
     """Several runs side by side: a heading for each run, and a row for each metric of a measurement.
 
-    ``common`` has the words that occur in the names of all measurements, which ``rows`` leave out.
+    ``common`` has the words that all names of measurements share. The names in ``rows`` lack them.
     """
 
     headings: tuple[str, ...]
@@ -62,12 +62,12 @@ class Comparison:
 def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
     """Compare the first run with each later run.
 
-    Measurements with the same name are compared. A word that all names of a run share, such as the
-    isolation, may differ between runs: the comparison then shows the word in the heading of the run.
+    Measurements with equal names are compared. Words that are the same in all names of one run, such
+    as the isolation, may differ between runs; the heading of each run then shows its words.
 
     Raises:
-        ConfigError: fewer than two runs, or more than 26.
-        RecordError: a folder is not a run.
+        ConfigError: there are fewer than two runs, or more than 26.
+        RecordError: a folder is not a run, or has no record.
     """
     if not 2 <= len(folders) <= len(ascii_uppercase):
         raise ConfigError(
@@ -80,11 +80,11 @@ def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
 
 
 def compare_machines(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
-    """Compare the figures of the first kind of machine in the runs with those of the other kinds.
+    """Compare the figures of each kind of machine in the runs with those of the first kind.
 
     Raises:
         ConfigError: all records come from one kind of machine, or from more than 26.
-        RecordError: a folder is not a run.
+        RecordError: a folder is not a run, or has no record.
     """
     machines = read_machines(folders)
     if not 2 <= len(machines) <= len(ascii_uppercase):
@@ -251,9 +251,7 @@ def _letters(comparison: Comparison) -> str:
 
 
 def _own_words(runs: Sequence[MeasuredRuns]) -> set[int]:
-    """Return the positions of the words in names that are constant within a run, but differ among
-    runs.
-    """
+    """Return the word positions in names at which each run has a single word, but the runs differ."""
     words = [[name.split(" ") for name in run.series] for run in runs]
     shortest = min(len(name) for names in words for name in names)
     own = set()
@@ -270,7 +268,7 @@ def _key(name: str, own: set[int]) -> str:
 
 
 def _headings(names: Sequence[str], runs: Sequence[MeasuredRuns], own: set[int]) -> Iterator[str]:
-    """Yield a heading for each run: its name, its commit, and its differences from the first run."""
+    """Yield a heading for each run: its name, commit, torch, and its differences from the first run."""
     for letter, name, run in zip(ascii_uppercase, names, runs, strict=False):
         words = next(iter(run.series)).split(" ")
         facts = [str(covered) for covered in run.incomplete.values()]

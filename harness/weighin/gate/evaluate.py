@@ -1,4 +1,4 @@
-"""Compare every figure with the baseline file and the budgets, and order the lines by their verdict."""
+"""Compare all figures with the baseline file and the budgets; sort the verdicts, the worst first."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -93,7 +93,7 @@ def judge_figure(
     now: Figure,
     phases: tuple[Growth, ...],
 ) -> Line:
-    """Compare the median of the new repeats with the range of the baseline's repeats."""
+    """Judge the median of ``now``, which may lie beyond the range of ``was`` by at most the tolerance."""
     allowance = tolerance.allowance(was.median)
     above, below = now.median - was.high - allowance, was.low - allowance - now.median
     bad, good = (below, above) if tolerance.direction == "higher" else (above, below)
@@ -116,7 +116,7 @@ def judge_figure(
 
 
 def _growth(metric: Metric, was: Series, now: Series) -> tuple[Growth, ...]:
-    """Return how much each phase changed, in the phase's figure that belongs to the metric."""
+    """Return how much each phase of ``now`` changed, in the phase figure ``metric.in_phase``."""
     key = metric.in_phase
     highest = max((figures.get(key, 0) for figures in was.phases.values()), default=0)
     growth = []
@@ -129,7 +129,10 @@ def _growth(metric: Metric, was: Series, now: Series) -> tuple[Growth, ...]:
 
 
 def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
-    """Yield a line for each measurement that has a budget; a line "missing" without a figure."""
+    """Yield a line for each measurement that the budget covers and that has the budget's figure.
+
+    The verdict is "missing" if no measurement has it, or if a search found no RAM floor.
+    """
     compared = False
     for name, one in series.items():
         figure, bound = one.figures.get(budget.metric.name), budget.bound(one)
@@ -171,9 +174,7 @@ def _unjudged(budget: Budget, series: Mapping[str, Series]) -> str:
 
 
 def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
-    """Return a note on measurements that a budget covers, but that lack its figure, if others have
-    it.
-    """
+    """Return a note on the ok measurements under ``budget`` that lack its figure, unless all lack it."""
     names = [name for name in series if budget.covers(name) and series[name].is_ok]
     lacking = [
         name
@@ -186,7 +187,10 @@ def _without_figure(budget: Budget, series: Mapping[str, Series]) -> list[str]:
 
 
 def _noisy(baseline: Baseline, rules: Rules) -> list[str]:
-    """Return a note for each figure whose range in the baseline is at least twice its tolerance."""
+    """Return a note for each figure in the baseline file whose repeats vary much.
+
+    Their largest value then exceeds their median by more than twice the tolerance.
+    """
     notes = []
     for name, series in baseline.series.items():
         for metric_name, figure in series.figures.items():

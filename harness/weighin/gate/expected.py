@@ -1,7 +1,7 @@
-"""Parse expected outcomes other than ok: ``--expect baseline=oom_killed``, or from a baseline file.
+"""Parse the outcomes other than ok that a user expects, such as ``--expect streaming=oom_killed``.
 
-A selector has one or more words with shell wildcards, such as ``baseline ram=8GiB``. A selector
-matches a measurement if each word matches a word of the measurement's name.
+The selector, before the "=", has one or more words, which may have shell wildcards. It matches a
+measurement if each of its words matches a word of the measurement's name.
 """
 
 import re
@@ -31,14 +31,14 @@ _REPAIR: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """An outcome that passes a check; ``source`` is the key or option that names the outcome."""
+    """An outcome other than ok that passes; ``source`` is the option or file key that named it."""
 
     selector: str
     outcome: Outcome
     source: str = "expect"
 
     def __str__(self) -> str:
-        """The expected outcome as text, which ``parse`` can read: "baseline=oom_killed"."""
+        """The expected outcome as a text that ``parse`` can read: "streaming=oom_killed"."""
         return f"{self.selector}={self.outcome}"
 
     def covers(self, name: str) -> bool:
@@ -47,7 +47,7 @@ class Expectation:
 
 
 def of_file(selector: str, outcome: str) -> Expectation:
-    """Return the expected outcome that one line under ``expect`` in a baseline file names.
+    """Return the expected outcome of a line ``selector: outcome`` under ``expect`` in a baseline file.
 
     Raises:
         ConfigError: the outcome does not exist or cannot be expected.
@@ -56,7 +56,7 @@ def of_file(selector: str, outcome: str) -> Expectation:
 
 
 def parse(text: str) -> list[Expectation]:
-    """Parse the value of ``--expect``, such as ``baseline=oom_killed,sequential=oom_killed``.
+    """Parse the value of ``--expect``, such as ``streaming=oom_killed,sequential=timeout``.
 
     Raises:
         ConfigError: the text cannot be parsed, or an outcome cannot be expected.
@@ -75,17 +75,17 @@ def parse(text: str) -> list[Expectation]:
 
 
 def is_expected(name: str, series: Series, expected: Iterable[Expectation]) -> bool:
-    """Return whether every repeat of a measurement ended ok or as expected."""
+    """Return whether every repeat of the measurement ``name`` ended ok or with an expected outcome."""
     allowed = {each.outcome.value for each in expected if each.covers(name)}
     return series.failures <= allowed and not series.failures & {*BROKEN}
 
 
 def suggest(names: Iterable[str], series: Mapping[str, Series]) -> list[Expectation]:
-    """Return the shortest expected outcomes that cover the failed measurements ``names``.
+    """Return expected outcomes, with short selectors, for the failed measurements ``names``.
 
-    A selector is the name of the strategy. If the strategy also has other outcomes, the selector
-    also has the memory limit, or is the whole name. A measurement with several outcomes, or with an
-    outcome that cannot be expected, is left out.
+    A selector is the strategy's name. If other measurements of the strategy ended otherwise, the
+    selector also has the memory limit, or is the measurement's whole name. A measurement is left
+    out if its repeats failed in different ways, or if its outcome cannot be expected.
     """
     suggested: dict[str, Expectation] = {}
     for name in names:

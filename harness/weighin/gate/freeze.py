@@ -48,8 +48,8 @@ def update(
 ) -> list[str]:
     """Write the measured figures into a baseline file, and return the lines of the diff.
 
-    The lines above ``# measured``, which the user edits, stay as they are. Below, the function also
-    writes the expected outcomes: ``expect``, and earlier ones that still occur.
+    The lines above ``# measured``, which the user edits, stay as they are. Below that line,
+    ``update`` also writes ``expect``, and earlier ones that match a failed measurement.
 
     Raises:
         ConfigError: the file is invalid or cannot be written.
@@ -70,9 +70,9 @@ def update(
 def _accepted(
     baseline: Baseline | None, series: Mapping[str, Series], wanted: Sequence[Expectation]
 ) -> dict[str, str]:
-    """Return the outcomes to write, by selector: ``wanted``, and earlier ones that still occur.
+    """Return the expected outcomes to write, by selector: ``wanted``, and earlier written ones.
 
-    Outcomes that the user has written into the file are left out.
+    Earlier ones that match no failed measurement are left out, as are all that the user wrote.
     """
     failed = [name for name, entry in series.items() if not entry.is_ok]
     before = baseline.accepted if baseline else ()
@@ -143,7 +143,7 @@ def _lines(
 
 
 def _text(value: Setting) -> str:
-    """Return a value as YAML; a string is quoted unless it is a plain name."""
+    """Return a value as YAML; quote a string unless it has only letters and _ and YAML reads it as text."""
     if not isinstance(value, str):
         return json.dumps(value)
     if value.replace("_", "a").isalpha() and value.isascii() and value.lower() not in _RESERVED:

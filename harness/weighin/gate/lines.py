@@ -1,4 +1,4 @@
-"""Define the result of ``weighin check``: lines with verdicts, and how much each phase grew."""
+"""Define the result of ``weighin check``: a list of lines, each with the verdict on one item."""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class LineVerdict(StrEnum):
 
 
 WITHIN_BUDGET: Final = "within budget"
-"""For a budget, which has no earlier figure, tables show this in place of the verdict "same"."""
+"""Tables show this in place of "same" for a budget, because a budget has no earlier figure."""
 
 FAILING: Final = (
     LineVerdict.NOT_OK,
@@ -37,11 +37,10 @@ FAILING: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The change of a figure in one phase of a load; ``was`` is None if the baseline lacks the
-    phase.
+    """The change of one figure in one phase; ``was`` is None if the baseline file lacks the phase.
 
-    The ``step`` is the difference to ``was``. For a phase that the baseline lacks, the step is the
-    difference to the highest phase of the baseline if the figure is a size, and to 0 if it is a time.
+    ``step`` is ``now`` - ``was``. If ``was`` is None, ``step`` is ``now`` itself for a time, and
+    ``now`` minus the figure of the baseline's highest phase for a size.
     """
 
     phase: str
@@ -56,13 +55,13 @@ class Line:
 
     Attributes:
         series: the name of the measurement, or "environment", "budget" or "run".
-        what: the name of a metric, a budget or a setting, or "outcome".
+        what: the metric, budget or setting that is judged, or "outcome", "model" or "cells".
         text: the description of an item without figures.
         metric: the metric of the figures; None for an item without figures.
-        was: the figure of the baseline, or the bound of a budget.
+        was: the figure in the baseline file, or the bound of a budget.
         now: the measured figure.
         allowed: the worst figure that passes.
-        excess: (``now`` - ``allowed``) / ``was``, which is negative if the item passes.
+        excess: how much worse ``now`` is than ``allowed``, as a share of ``was``; at most 0 for a pass.
         phases: the change of each phase, from which ``grown`` is found.
     """
 
@@ -83,7 +82,7 @@ class Line:
 
     @property
     def is_budget(self) -> bool:
-        """Whether the line is on a budget; ``was`` is then the bound, not a baseline's figure."""
+        """Whether the line judges a budget; ``was`` is then the bound, not a baseline's figure."""
         return self.metric is not None and self.what != self.metric.title
 
     @property
@@ -94,10 +93,10 @@ class Line:
 
     @property
     def grown(self) -> Growth | None:
-        """The phase that caused the growth of the metric; None without growth.
+        """The phase that caused the growth of the metric; None if no phase grew.
 
-        The cause is the first phase that grew by 0.5 to 1.5 times as much as the metric: memory
-        that a phase does not free also raises the peaks of all later phases.
+        Memory that a phase keeps also raises the later peaks. The cause is therefore the first phase
+        that grew by 0.5 to 1.5 times the metric's growth in bytes, or else the phase that grew most.
         """
         if self.was is None or self.now is None or self.now <= self.was or not self.phases:
             return None

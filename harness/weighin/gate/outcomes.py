@@ -1,7 +1,7 @@
 """Judge outcomes: a measurement with an outcome other than ok fails unless the outcome is expected.
 
-Without a baseline file, only measurements with a budget are judged. Wrong weights and failed
-strategies always fail, even if the user expects them.
+Without a baseline file, only measurements with a budget or an expected outcome are judged. Wrong
+weights and failed strategies always fail, even if the user expects them.
 """
 
 import math
@@ -17,9 +17,7 @@ from weighin.records.series import Series
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """The measurements to judge, and the expected outcomes. ``before`` has the baseline's
-    measurements; None without a baseline file.
-    """
+    """The measurements to judge (``now``) and the baseline file's (``before``; None without a file)."""
 
     before: Mapping[str, Series] | None
     now: Mapping[str, Series]
@@ -27,9 +25,9 @@ class Outcomes:
     expected: Sequence[Expectation] = ()
 
     def lines(self) -> Iterator[Line]:
-        """Yield a line for the outcome of each measurement.
+        """Yield a line for the outcome of each judged measurement.
 
-        Without a baseline file, an ok measurement gets a line only if another outcome was expected.
+        Without a baseline file, an ok measurement gets a line only if a failure was expected.
         """
         for name in dict.fromkeys([*(self.before or {}), *self.now]):
             was, now = (self.before or {}).get(name), self.now.get(name)
@@ -43,9 +41,7 @@ class Outcomes:
                 yield from self._not_ok(name, was, now)
 
     def notes(self) -> Iterator[str]:
-        """Yield notes on expected outcomes that match no measurement, and on failures without a
-        budget.
-        """
+        """Yield notes on expected outcomes that match no measurement, and on failures that are not judged."""
         for each in self.expected:
             if not any(each.covers(name) for name in self.now):
                 yield f"{each.source} {each} matches no measured series"
@@ -93,7 +89,7 @@ class Outcomes:
         )
 
     def _unmet(self) -> list[Expectation]:
-        """Return the expected outcomes that occurred in no measurement."""
+        """Return the expected outcomes with which no repeat of a matching measurement ended."""
         return [
             each
             for each in self.expected

@@ -16,7 +16,7 @@ _LEVELS: Final = dict.fromkeys(FAILING, "error") | {
 
 
 def describe(line: Line) -> str:
-    """Return a line as one sentence with its name, its two figures, and the phase that grew."""
+    """Return a line as text: the metric, the earlier and the new figure, the limit, the grown phase."""
     metric = line.metric
     if metric is None or line.was is None or line.now is None or line.allowed is None:
         return one_line(line.text)
@@ -45,8 +45,8 @@ def annotations(judgement: GateResult, file: str | None = None) -> Iterator[str]
 def junit(judgement: GateResult) -> str:
     """Return JUnit XML, which Jenkins, GitLab and GitHub's test reporters read (junit-10.xsd).
 
-    Each line of the check is a test case in the JUnit XML; the class of the test case is the name
-    of the measurement. The text of a failed test case lists the phases of the measurement.
+    Each line of the check becomes a test case, whose class is the name of the measurement. The text
+    of a failed test case lists the measurement's phases, if the phases explain the metric.
     """
     suite = ET.Element(
         "testsuite",
@@ -75,7 +75,7 @@ def junit(judgement: GateResult) -> str:
 
 
 def as_json(judgement: GateResult) -> dict[str, Any]:
-    """Return the result as data for ``--json``."""
+    """Return the result of the check as data for ``--json``."""
     lines = [
         {
             "verdict": line.verdict,

@@ -16,7 +16,7 @@ from weighin.text import markdown, one_line
 _HEADINGS: Final = ("", "series", "what", "before", "now", "change", "limit", "grew in")
 _NUMBERS: Final = range(3, 7)
 _OF_BUDGETS: Final = {"change": "from limit"}
-"""Other headings for a table with nothing but budgets, which have no earlier figures."""
+"""Headings to replace in a table of budgets alone, because budgets have no earlier figures."""
 _STYLES: Final = dict.fromkeys(FAILING, "bold red") | {
     LineVerdict.CHANGED: "yellow",
     LineVerdict.IMPROVED: "green",
@@ -34,7 +34,10 @@ _MARKS: Final = dict.fromkeys(FAILING, "❌") | {
 
 
 def terminal(judgement: GateResult, *, whole: bool = False) -> RenderableType:
-    """Return the result for a terminal; unchanged figures are included only if ``whole`` is True."""
+    """Return the result for a terminal.
+
+    Without ``whole``, unchanged figures are left out. If all are unchanged, the first one is shown.
+    """
     shown = _shown(judgement, whole)
     names, common = short_names(line.series for line in shown)
     parts = [_sentence(line, names) for line in shown if not _has_figures(line) and line.fails]
@@ -81,7 +84,7 @@ def summary(judgement: GateResult) -> str:
 
 
 def short_names(names: Iterable[str]) -> tuple[dict[str, str], str]:
-    """Return a short name for each measurement, and the words that all names share."""
+    """Return a short name for each measurement, and the words left out because all names share them."""
     full = {name: name.split(" ") for name in names}
     series = [words for words in full.values() if len(words) > FORMAT]  # not "environment"
     common = set(series[0]).intersection(*series[1:]) if series else set()
@@ -101,7 +104,7 @@ def short_names(names: Iterable[str]) -> tuple[dict[str, str], str]:
 
 
 def phase_lines(line: Line) -> list[str]:
-    """Return lines with the metric in each phase, and a mark at the phase that caused growth."""
+    """Return a line of text with the metric for each phase; mark the phase that caused growth."""
     metric = line.metric
     assert metric is not None
     rows = [("phase", "before", "now", "change")]
@@ -177,7 +180,7 @@ def _explained(judgement: GateResult) -> Iterator[Line]:
 
 
 def _cells(line: Line, name: str) -> list[str]:
-    """Return the columns of a line after its verdict, as plain text."""
+    """Return the texts of a line's table columns, without the column of the verdict."""
     metric = line.metric
     if metric is None or line.was is None or line.now is None or line.allowed is None:
         return [name, one_line(line.text), "", "", "", "", ""]

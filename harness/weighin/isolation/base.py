@@ -1,8 +1,9 @@
 """The interface of isolations: the ways to run a worker, which is the measured process.
 
 The isolations are Docker containers, memory cgroups and plain processes. An isolation starts a
-worker and returns a ``Running``, through which weighin talks to the worker, waits for its exit and
-removes it. The isolation sets all limits before the worker's first instruction.
+worker and returns a ``Running``. Through the ``Running``, weighin talks to the worker, waits for
+the worker's exit and cleans up. The isolation sets all limits before the worker's first
+instruction.
 """
 
 import signal
@@ -29,7 +30,7 @@ class Channel(Protocol):
 
     @property
     def stderr_tail(self) -> bytes:
-        """The last 64 KiB that the worker and its strategy printed."""
+        """The last 64 KiB that the worker and its strategy printed to stderr."""
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Return the worker's next line, None after the last; raise TimeoutError if none arrives."""
@@ -44,8 +45,8 @@ class Channel(Protocol):
 class Exit:
     """How a worker ended: its exit code, or the signal that killed it.
 
-    ``oom_killed`` is what the Docker engine reports. ``still_runs`` means that the worker did not
-    end even after SIGKILL.
+    ``oom_killed`` means that the kernel OOM-killed a process in the container; it is always False
+    without a container. ``still_runs`` means that the worker did not end even after SIGKILL.
     """
 
     code: int | None
@@ -76,18 +77,17 @@ class Started(Protocol):
 
     @property
     def unseen(self) -> str:
-        """Why weighin cannot see the pid or the cgroup, for the record; empty if it sees both."""
+        """The reason why weighin cannot see the pid or the cgroup; empty if weighin sees them."""
 
     def kill(self) -> None:
         """Kill the worker or command with its children, and return without waiting for their end."""
 
     def close(self) -> None:
-        """Kill all remaining processes and remove the container or cgroups; a second call has no
-        effect.
+        """Kill the remaining processes; remove the container or cgroups. Repeated calls do nothing.
 
         Raises:
-            StillRunning, IsolationUnavailable: a process or a cgroup could not be removed; the
-                others were.
+            StillRunning, IsolationUnavailable: a process, cgroup or container remains; the others
+                were removed.
         """
 
 
@@ -107,7 +107,7 @@ class Running(Started, Protocol):
         """Whether the worker sees its checkpoint through read-only mounts."""
 
     def observe_inside(self, interval_s: float) -> Observer | None:
-        """Start an observer in the container; return None if weighin sees the worker's /proc."""
+        """Start an observer in the container; None if weighin needs none, or it does not start."""
 
     def wait(self, timeout_s: float) -> Exit:
         """Return how the worker ended; raise TimeoutError if it still runs after ``timeout_s``."""
@@ -133,7 +133,7 @@ class RunningCommand(Started, Protocol):
         """Whether the terminal itself sends Ctrl-C to the command, so that weighin need not pass it on."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether the command's first process ends in time; leave the process as a zombie."""
+        """Return whether the command's first process ends in ``timeout_s``, without reaping it."""
 
     def reap(self) -> Exit:
         """Wait for the end of the command's first process, and return how the process ended."""
@@ -164,7 +164,7 @@ class Isolation(Protocol):
         return  # workers on this machine share no such work
 
     def added_code(self, _job: Job, /) -> list[str]:
-        """Return one line about each installed package that the isolation mounts for a worker.
+        """Return a line about each package that the isolation mounts, or refuses to, for a worker.
 
         Raises:
             ConfigError: the isolation cannot provide the package of the model's module.
@@ -189,10 +189,9 @@ class Isolation(Protocol):
         """
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Remove the processes, cgroups or containers of earlier runs that used the same lock file and
-        were killed; return a line for each.
+        """Remove processes, cgroups or containers that killed runs left; return a line for each.
 
-        ``any_lock`` includes the runs with other lock files.
+        The runs must have used the same lock file as this run, unless ``any_lock`` is True.
         """
 
     def describe(self) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Run each worker in its own memory cgroup, with the kernel's limit but without a container.
 
-If the machine has the memory controller on v1 and also a v2 tree (hybrid), the worker also enters a
-group in the v2 tree, because only v2 has PSI. A group's name contains the pid of the weighin
-process that made the group, so that a later run can remove the groups of a killed run.
+If the machine has the memory controller on cgroup v1 and also a v2 tree (hybrid), the worker also
+enters a group in the v2 tree, because only v2 has PSI. A group's name contains the pid of the
+weighin process that made the group, so that a later run can remove the groups of a killed run.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _numbers = itertools.count()
 
 
 class CgroupIsolation(Isolation):
-    """Runs processes in memory cgroups, one group for each cell."""
+    """Runs processes in memory cgroups, one group for each cell (measurement)."""
 
     name = "cgroup"
     limits = True
@@ -102,7 +102,7 @@ class CgroupIsolation(Isolation):
 
 
 class CgroupRunning(LocalRunning):
-    """A worker in its own cgroups; ``close`` removes them."""
+    """A worker in its own cgroups; ``close`` removes the cgroups."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class CgroupRunning(LocalRunning):
 
 
 class CgroupCommand(LocalCommand):
-    """A command in its own cgroups; ``close`` removes them."""
+    """A command in its own cgroups; ``close`` removes the cgroups."""
 
     def members(self) -> list[int]:
         """Return the pids in the command's cgroup and in all cgroups that the command made below it."""
@@ -150,11 +150,9 @@ class CgroupCommand(LocalCommand):
 
 @contextlib.contextmanager
 def _limited_groups(cell: Cell, device: str = "") -> Iterator[list[Path]]:
-    """Make the cgroups of a cell and set the cell's limits; remove the cgroups if the ``with``
-    block raises an error.
+    """Make cgroups with a cell's limits; remove them if this or the ``with`` block raises an error.
 
-    ``device`` is the disk from which the cell may read only at the cell's rate; empty for no such
-    limit.
+    ``device`` is the disk from which to read at ``cell.disk_bytes_per_s`` at most; empty for none.
     """
     groups = _make_groups(throttled=bool(device))
     try:
@@ -173,9 +171,9 @@ def _limited_groups(cell: Cell, device: str = "") -> Iterator[list[Path]]:
 def _roots(*, throttled: bool = False) -> list[Path]:
     """Return the folders in which to create cgroups.
 
-    The first of the returned folders is in the hierarchy of the memory controller. On a hybrid
-    machine, the second folder is in the v2 tree, which has PSI. With ``throttled``, one of the
-    folders is in the hierarchy that can limit reads from a disk.
+    The first of the returned folders is in the hierarchy of the memory controller. On a machine
+    with this hierarchy on v1 and a v2 tree, the second folder is in the v2 tree, which has PSI.
+    With ``throttled``, one of the folders is in the hierarchy that can limit reads from a disk.
 
     Raises:
         IsolationUnavailable: this user may not create a cgroup with a memory limit.
@@ -216,7 +214,7 @@ def _make_groups(*, throttled: bool = False) -> list[Path]:
 
 @contextlib.contextmanager
 def temporary_group() -> Iterator[Path]:
-    """Create an empty cgroup whose memory can be limited, and remove it at the end of the block.
+    """Create an empty cgroup whose memory can be limited; remove it after the ``with`` block.
 
     Raises:
         IsolationUnavailable: this user may not create a cgroup, or the cgroup has no memory
@@ -286,7 +284,10 @@ def _remove(groups: list[Path]) -> None:
 
 
 def _removal_error(*groups: Path, patience_s: float) -> OSError | None:
-    """Remove cgroups and all cgroups below them; return the error for one that remains, else None."""
+    """Kill all processes in the cgroups and below, and remove these cgroups.
+
+    Return the error for a cgroup that remains; None if no cgroup remains.
+    """
     deadline = time.monotonic() + patience_s
     left: OSError | None = None
     for group in groups:

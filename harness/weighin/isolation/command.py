@@ -34,9 +34,7 @@ class LocalCommand:
         groups: Sequence[Path] = (),
         limit: int | None = None,
     ) -> None:
-        """Start the command; by the resource limit ``limit``, weighin later recognises the command
-        and its descendants (``process_tree``).
-        """
+        """Start the command; the resource limit ``limit`` marks the command and its descendants."""
         self.groups = tuple(groups)
         self.cgroup = groups[0] if groups else None
         self.unseen = "" if groups else "a plain process has no cgroup of its own"
@@ -78,7 +76,7 @@ class LocalCommand:
         signal_each([self.pid], number)
 
     def close(self) -> None:
-        """Kill the first process if it still runs, and reap it; a second call has no effect."""
+        """Kill the first process if it still runs, and reap it; repeated calls do nothing."""
         if self._process is not None:
             os.close(self._process)
             self._process = None
@@ -88,8 +86,10 @@ class LocalCommand:
 
 
 def _entering(files: Sequence[int], limit: int | None) -> Callable[[], None]:
-    """Return a function for the new process to call: it enters the cgroups, and makes the process
-    end with its parent.
+    """Return a function that a new process calls before it runs the command.
+
+    The function enters the cgroups, sets the resource limit, and makes the process end with its
+    parent.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
 

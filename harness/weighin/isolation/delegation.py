@@ -1,9 +1,8 @@
 """Find the folder in which this user may create memory cgroups: the root, or a delegated subtree.
 
 cgroup v2 lets an ordinary user limit memory only in a *delegated* subtree. The systemd user manager
-creates a delegated subtree (a scope) on request. ``enter`` runs the command line of this process
-again inside a scope. Sources: "Delegation" in the kernel's admin-guide/cgroup-v2.rst, and systemd's
-CGROUP_DELEGATION.md.
+creates a delegated subtree (a scope) on request. ``enter`` runs weighin again inside a scope.
+Sources: "Delegation" in the kernel's admin-guide/cgroup-v2.rst, and systemd's CGROUP_DELEGATION.md.
 """
 
 import errno
@@ -18,8 +17,8 @@ from weighin.probes import environment
 from weighin.probes.cgroup import MemoryCgroup, limits_around, memory_cgroup_of, memory_hierarchy
 
 PARENT_LEAF = "weighin-parent"
-"""The leaf cgroup into which this process moves, because cgroup v2 allows no process in a group
-that enables controllers for its children.
+"""The leaf cgroup into which weighin moves the processes of its own group. cgroup v2 allows no
+process in a group that enables controllers for its children.
 """
 
 _ENTERED = "WEIGHIN_DELEGATED"
@@ -47,10 +46,10 @@ def groups_root() -> Path | None:
 
 
 def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
-    """Return the RAM that cells can have on this machine, and the part that is free now, in bytes.
+    """Return the RAM that cells can have on this machine, and how much of it is free, in bytes.
 
-    A container or pod around this process also limits its cells, unless a Docker engine runs the
-    cells.
+    The limit of a container or pod around this process also applies to the cells, unless a Docker
+    engine runs them.
     """
     total, free = environment.total_ram_bytes(), environment.free_ram_bytes()
     if isolation == "docker":
@@ -62,11 +61,10 @@ def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
 
 
 def left_limit() -> tuple[int, Path] | None:
-    """Return the limit and the name of a cgroup that limits weighin's process, but not its cells;
-    None if there is no such cgroup.
+    """Return the limit and path of a cgroup that limits this process but not its cells, or None.
 
-    On cgroup v1, root creates the cells' groups in the root of the hierarchy, outside this
-    process's group.
+    Such a cgroup can exist because, for example on cgroup v1, weighin creates the cells' groups at
+    the top of the hierarchy, outside this process's group.
     """
     root, own = groups_root(), _group_of(os.getpid())
     if root is None or own is None:
@@ -76,7 +74,7 @@ def left_limit() -> tuple[int, Path] | None:
 
 
 def helps() -> bool:
-    """Tell whether this user could create cgroups in a scope of the systemd user manager."""
+    """Tell whether this user can create cgroups only in a scope of the systemd user manager."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return (
         _ENTERED not in os.environ

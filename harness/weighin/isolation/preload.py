@@ -1,4 +1,4 @@
-"""The libraries that LD_PRELOAD names in a cell's environment, such as another allocator.
+"""Check the libraries (such as another allocator) that LD_PRELOAD names in a cell's environment.
 
 If the dynamic linker cannot load a library, it prints a line and runs the program with the usual
 allocator, so that the figures would be wrong. Before a run, weighin therefore checks that the

@@ -1,4 +1,4 @@
-"""Run the worker as a plain process, whose memory is measured but not limited."""
+"""Run the worker (or a command) as a plain process, whose memory is measured but not limited."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ WORKER = child_process.module("weighin.worker")
 
 
 class ProcessIsolation(Isolation):
-    """Runs plain processes, one for each cell."""
+    """Runs plain processes, one for each cell (measurement)."""
 
     name = "process"
     limits = False
@@ -54,14 +54,12 @@ class ProcessIsolation(Isolation):
         return ProcessCommand(cell, folder, streams)
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Kill processes that workers of killed runs left behind; the workers ended with weighin."""
+        """Kill processes that workers of killed runs started; the workers ended with weighin."""
         return process_tree.end_orphans(any_lock=any_lock)
 
 
 class ProcessCommand(LocalCommand):
-    """A command without a cgroup; weighin finds its processes by a resource limit, which they
-    inherit.
-    """
+    """A command without a cgroup; all its processes inherit a resource limit that marks them."""
 
     def __init__(self, cell: Cell, folder: str, streams: Streams) -> None:
         self._mark = process_tree.new_mark()
@@ -83,7 +81,7 @@ class ProcessCommand(LocalCommand):
         return [pid for pid in process_tree.members(self._mark) if not self._reaped(pid)]
 
     def _reaped(self, pid: int) -> bool:
-        """Reap a process that this process has adopted, if it has ended; return whether it had."""
+        """Reap ``pid``, a process that weighin adopted, if it has ended; return whether it had."""
         if pid == self.pid:
             return False
         with contextlib.suppress(ChildProcessError):  # the process still has a parent of its own

@@ -1,5 +1,4 @@
-"""Find a worker (measured process) and all processes that it started, by a mark that children
-inherit.
+"""Find a worker (measured process) and all its descendants, by a mark that children inherit.
 
 A child in its own session is outside the worker's process group, and a child that runs as root may
 leave the worker's cgroup. weighin therefore marks a worker with an environment variable and with a
@@ -36,7 +35,7 @@ _numbers = itertools.count()
 
 
 def new_mark() -> str:
-    """Return a unique mark for a worker: this process's name and a number."""
+    """Return a unique mark for a worker: the unique name of weighin's process, and a number."""
     return owned_name(next(_numbers))
 
 
@@ -46,8 +45,7 @@ def environment(mark: str) -> dict[str, str]:
 
 
 def set_limit(pid: int, mark: str) -> None:
-    """Set the resource limit that marks a process that starts now and its descendants, which
-    inherit the limit.
+    """Mark a process that has just started by a resource limit, which its descendants inherit.
 
     The limit is a realtime CPU time of more than 70,000 years, which no process reaches.
     """
@@ -77,12 +75,11 @@ def end(mark: str) -> None:
 
 
 def end_orphans(*, any_lock: bool = False) -> list[str]:
-    """Kill the processes whose mark names a weighin process that has ended; return one line for
-    each.
+    """Kill the processes whose mark names an ended weighin process; return one line for each.
 
-    The limit that marks a process does not name the lock file of the run that started the process.
-    Only with ``any_lock`` does ``end_orphans`` therefore kill a process without the environment
-    variable.
+    The run that started the processes must have used this run's lock file, unless ``any_lock`` is
+    True. A resource limit does not name a lock file, so a process that has only this mark, and not
+    the environment variable, is killed only with ``any_lock``.
     """
     orphans = [
         (pid, mark)
@@ -98,8 +95,9 @@ def end_orphans(*, any_lock: bool = False) -> list[str]:
 
 
 def _end_by_limit() -> dict[int, str]:
-    """Kill this user's processes whose resource limit names a weighin process that has ended; for
-    each, return the pid of that weighin process.
+    """Kill this user's processes whose resource limit names an ended weighin process.
+
+    Return a dict from the pid of each killed process to the pid of that weighin process.
     """
     ended: dict[int, str] = {}
     while found := {
@@ -113,12 +111,11 @@ def _end_by_limit() -> dict[int, str]:
 
 
 def _dead_owner(pid: int) -> int | None:
-    """If weighin may kill a process because its limit names a weighin process that has ended,
-    return that weighin process.
+    """Return the ended weighin process that a process's limit names; None if it must not be killed.
 
-    Only a process of this user counts, and only if its owner (the run that started it) is in this
-    pid namespace. A process with the same limit as this process is left alone, because a killed run
-    may have started the shell in which weighin runs now.
+    Only a process of this user may be killed, and only if its owner (that weighin process) was in
+    this pid namespace. A process whose owner also started this process is not killed, because a
+    killed run may have started the shell in which weighin runs now.
     """
     named = owner_by_limit(pid)
     if not named or named == owner_by_limit(os.getpid()):

@@ -31,7 +31,7 @@ def wrapped(command: tuple[str, ...], checkpoint: str, manifest: str = "") -> tu
 
     If the checkpoint lies in its manifest's folder, weighin made it, and the whole folder is
     mounted read-only. The command has a mount namespace of its own, so the mounts end with the
-    command. If this user may not mount, the result is ``command`` itself.
+    command. If this user may not mount, or no checkpoint exists, the result is ``command`` itself.
     """
     path = Path(checkpoint)
     if not (is_possible() and checkpoint and path.exists()):

@@ -1,4 +1,4 @@
-"""Choose an isolation by name, or the best one that works on this machine."""
+"""Choose an isolation (way to run a worker) by name, or the best that works on this machine."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -26,8 +26,8 @@ def named(
 ) -> Isolation:
     """Return an isolation by its name, without checking that it works on this machine.
 
-    A Docker image contains ``packages``, which strategies need. A command's container runs
-    ``image``, or weighin's own image if ``image`` is empty.
+    weighin's own Docker image also contains ``packages``, which strategies need. A command's
+    container runs ``image``, or weighin's own image if ``image`` is empty.
     """
     if name == "docker":
         from weighin.isolation.docker.isolation import (
@@ -57,9 +57,9 @@ def choose(
 ) -> tuple[Isolation, str]:
     """Return a working isolation, and for ``auto`` a line that tells why better isolations were not used.
 
-    ``auto`` takes the first of these that works: Docker, if its engine has the base image; then a
-    cgroup; then a plain process. If ``limited``, ``auto`` takes only an isolation that enforces a RAM
-    limit. Without ``containers``, ``auto`` does not take Docker.
+    ``auto`` takes the first of these that works: Docker, if its engine has or can pull the image;
+    then a cgroup; then a plain process. If ``limited``, only an isolation that enforces a RAM limit
+    is taken. Without ``containers``, ``auto`` does not take Docker.
 
     Raises:
         IsolationUnavailable: no isolation works, or the named isolation does not work or cannot
@@ -96,7 +96,7 @@ def _instead(
     base_image: str | None,
     packages: tuple[str, ...],
 ) -> IsolationUnavailable:
-    """Return the error for the isolation that the user named; it advises one that works here."""
+    """Return the error for a named isolation that does not work; it advises one that does."""
     error = refused[0] if refused else None
     message = error.message if error else f"--isolation {name} cannot enforce a RAM limit"
     repairs = [error.repair] if error and error.repair else []
@@ -124,10 +124,10 @@ def check_soft_limit(isolation: Isolation) -> None:
 
 
 def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
-    """Raise ConfigError if a cell's RAM limit exceeds that of a cgroup around the cells.
+    """Raise ConfigError if a cell's RAM limit exceeds the limit of a cgroup around the cells.
 
     The kernel would kill the cell at the limit of the outer cgroup, before the cell reaches its own
-    limit.
+    limit. Only the isolation ``cgroup`` is checked.
     """
     root = delegation.groups_root() if isolation.name == "cgroup" else None
     limits = limits_around(root) if root else []
@@ -141,7 +141,7 @@ def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
 
 
 def wants_cgroup(name: str) -> bool:
-    """Tell whether ``choose`` would try a cgroup: for "cgroup", or for "auto" without Docker."""
+    """Tell whether ``choose(name)`` tries a cgroup: "cgroup", or "auto" if Docker does not work."""
     if name != "auto":
         return name == "cgroup"
     try:

@@ -1,10 +1,9 @@
-"""Allocate memory for a checkpoint's tensors; tensors that are adjacent in a file get one area of
-memory.
+"""Allocate memory for a checkpoint's tensors; tensors that adjoin in a file get one area of memory.
 
 In a shared area, one large read fills several small tensors, which is faster than a read for each
-tensor, and tensors can share huge pages. Each tensor has its own storage, whose memory is freed
-with the tensor. Each tensor begins at a multiple of 64 bytes, as in torch's own allocations,
-because the memory address affects how some operations round.
+tensor, and tensors can share huge pages. Each tensor has its own storage. When a tensor is freed,
+the pages that hold only this tensor are freed. Each tensor begins at a multiple of 64 bytes, as in
+torch's own allocations, because the memory address affects how some operations round.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,10 +67,10 @@ class MemoryNeed(NamedTuple):
 
 
 def provide(needs: Sequence[MemoryNeed]) -> Iterator[Fill]:
-    """Allocate memory for all tensors, and yield the parts of memory to fill.
+    """Allocate memory for all tensors, and yield each part of it with the source of its values.
 
     Args:
-        needs: sorted by file and offset.
+        needs: the tensors, sorted by file and offset.
     """
     run: list[MemoryNeed] = []
     for need in needs:
@@ -91,7 +90,7 @@ def _own_memory(need: MemoryNeed, offset: int) -> torch.Tensor:
 
 
 def _together(run: Sequence[MemoryNeed]) -> Iterator[Fill]:
-    """Yield one area for adjacent tensors of at least 2 MiB in total, else memory for each tensor."""
+    """Yield one area for all tensors if they have at least 2 MiB together, else memory for each one."""
     if not run:
         return
     start = run[0].source.offset

@@ -22,10 +22,10 @@ def refuse_left_out_scales(
 ) -> None:
     """Raise CheckpointError if the model has no tensor for the scales of quantised tensors.
 
-    Integers or 8-bit floats in the file are codes if the tensor of the same name in the model has
-    wider floats. The scale of such codes is a key of the same module in the file, and the model
-    lacks this key. If the model has a quantiser, tensors that the quantiser does not convert keep
-    the file's dtype.
+    Integers or 8-bit floats in the file count as codes if the tensor of the same name in the model
+    has another float dtype. The file must also have a key of the same module that the model lacks.
+    This key counts as the scale. If the model has a quantiser, the two dtypes may be equal, because
+    a tensor that the quantiser does not convert keeps the file's dtype.
 
     Args:
         slices: the tensors under their names in the file.
@@ -54,7 +54,7 @@ def refuse_left_out_scales(
 def refuse_codes_left(
     model: torch.nn.Module, checkpoint: Path, slices: Sequence[TensorSlice], mapped: "MappedKeys"
 ) -> None:
-    """Raise CheckpointError if the model's quantiser leaves codes of the file unconverted."""
+    """Raise CheckpointError if the model's quantiser does not convert codes together with their scales."""
     if not quantiser_of(model):
         return
     groups = {

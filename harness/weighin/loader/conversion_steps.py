@@ -1,7 +1,7 @@
 """Divide the dequantisation of a tensor into steps that each compute some rows of the result.
 
-A quantised matrix consists of codes, scales and zero points. The loader reads the scales and zero
-points, which are small, only once for all steps of a matrix.
+A quantised matrix consists of codes, scales and zero points. For 4-bit bitsandbytes, GPTQ and AWQ,
+the scales and zero points are read once for all steps. Otherwise each step reads those of its rows.
 """
 
 import json
@@ -33,18 +33,18 @@ _GPTQ_BITS: Final = (2, 3, 4, 8)
 _PACKED_BITS: Final = frozenset({4, 8})
 
 PIECE_ELEMENTS: Final = 64 * 1024
-"""The number of elements of one step, small so that the C library keeps little freed memory."""
+"""The intended number of elements of one step, small so that the C library keeps little freed memory."""
 
 Source = tuple[str, TensorSlice]
-"""A pattern of transformers' ``WeightConverter``, and a tensor of the file whose name matches it."""
+"""A pattern of transformers' ``WeightConverter``, and a tensor of the file whose name fits the pattern."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A part of a conversion: parts of the sources, and the index of the part of the result.
+    """One step of a conversion: it computes the part of the result with the index ``place``.
 
-    ``given`` maps the names (patterns) that transformers' operation expects to values in memory,
-    such as scales.
+    ``sources`` are the ranges of the file that the step reads. ``given`` has further inputs, such as
+    scales that are already in memory, by the names that the dequantising operation expects.
     """
 
     sources: tuple[Source, ...]
@@ -53,16 +53,16 @@ class Step:
 
 
 Divide = Callable[[dict[str, TensorSlice], torch.Tensor], Iterable[Step] | None]
-"""Takes the sources and the tensor to fill; returns the steps, or None if there are none."""
+"""Takes the sources and the tensor to fill; returns the steps, or None if it cannot divide the tensor."""
 
 
 def of_rows(
     rows: range, unit: int, columns: int, part: Callable[[int, int], tuple[Source, ...]]
 ) -> Iterator[Step]:
-    """Yield steps of at most ``PIECE_ELEMENTS``; the rows of each are a multiple of ``unit``.
+    """Yield steps, each with a multiple of ``unit`` rows and at most ``PIECE_ELEMENTS`` elements.
 
-    The last step of a conversion may have fewer rows than the others. ``part(first, last)`` returns
-    the sources of these rows.
+    A step has at least ``unit`` rows, however large they are, but the last step may have fewer rows.
+    ``part(first, last)`` returns the sources of the rows from ``first`` to before ``last``.
     """
     many = max(1, PIECE_ELEMENTS // max(1, unit * columns)) * unit
     for first in rows[::many]:
@@ -75,7 +75,7 @@ def rows_in(step: Step) -> int:
 
 
 def rows_of(where: TensorSlice, first: int, last: int) -> TensorSlice:
-    """Return some rows of a contiguous tensor."""
+    """Return the rows from ``first`` to before ``last`` of a contiguous tensor."""
     row_bytes = where.nbytes // where.shape[0]
     return replace(
         where, shape=(last - first, *where.shape[1:]), offset=where.offset + first * row_bytes
@@ -85,7 +85,7 @@ def rows_of(where: TensorSlice, first: int, last: int) -> TensorSlice:
 def of_fp8(
     sources: dict[str, TensorSlice], target: torch.Tensor, sizes: tuple[int, ...] = ()
 ) -> Iterable[Step] | None:
-    """Divide ``Fp8Dequantize``: a row of scales belongs to a fixed number of rows of codes."""
+    """Divide ``Fp8Dequantize``, in which one row of scales serves a fixed number of rows of codes."""
     codes, scales = sources.get("weight"), sources.get("weight_scale_inv")
     if codes is None or scales is None or len(codes.shape) != 2 or target.ndim != 2:
         return None
@@ -109,7 +109,8 @@ def of_fp8(
 def _of_compressed(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable[Step] | None:
     """Divide the conversion ``CompressedTensorsDequantize`` into steps of some rows each.
 
-    The matrix, each row, or each group of columns in a row has one scale; None for other layouts.
+    The whole matrix, each row, or each group of columns in a row has one scale. The result is None for
+    any other layout and for a matrix of one row.
     """
     codes = sources.get("weight_packed") or sources.get("weight")
     scales, zeros = sources.get("weight_scale"), sources.get("weight_zero_point")
@@ -146,7 +147,7 @@ def _of_compressed(sources: dict[str, TensorSlice], target: torch.Tensor) -> Ite
 
 
 def _of_mxfp4(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable[Step] | None:
-    """Divide ``Mxfp4Dequantize``, which transposes the codes of each expert."""
+    """Divide ``Mxfp4Dequantize``, which turns the rows of each expert's codes into columns."""
     named = {name.rpartition("_")[2]: (name, where) for name, where in sources.items()}
     if named.keys() != {"blocks", "scales"} or target.ndim != 3:
         return None
@@ -169,7 +170,7 @@ def _of_mxfp4(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable
 
 
 def _within(where: TensorSlice, number: int, first: int, last: int) -> TensorSlice:
-    """Return some rows of one matrix in a stack of matrices, as a stack with one matrix."""
+    """Return rows of matrix ``number`` in a stack of matrices, as a stack of one smaller matrix."""
     one = rows_of(where, number, number + 1)
     inner = replace(one, shape=one.shape[1:], stride=one.stride[1:])
     rows = rows_of(inner, first, last)
@@ -258,7 +259,10 @@ def _of_awq(sources: dict[str, TensorSlice], target: torch.Tensor) -> Iterable[S
 def _of_groups(
     sources: dict[str, TensorSlice], words: TensorSlice, target: torch.Tensor, bits: int
 ) -> Iterable[Step] | None:
-    """Return the steps of a matrix whose codes for each input of the layer take ``bits`` in each column."""
+    """Return the steps of a GPTQ or AWQ matrix; None if it cannot be divided.
+
+    In each column of ``words``, the codes for one input of the layer take ``bits`` bits.
+    """
     outputs, inputs = target.shape
     unit = _WORD_BITS // gcd(_WORD_BITS, bits)  # the least number of inputs that fill whole words
     if not sources.keys() >= {"qzeros", "scales"} or inputs % unit:
@@ -296,4 +300,7 @@ OF_ROWS: Final[Mapping[str, Divide]] = {
     DequantiseGptq.__name__: _of_gptq,
     DequantiseAwq.__name__: _of_awq,
 }
-"""The operations that compute each row, or each block of rows, independently of the others."""
+"""The function that divides each operation, by the operation's name.
+
+Each of these operations computes every row, or every block of rows, independently of the others.
+"""

@@ -1,9 +1,9 @@
 """Convert a group of a file's tensors to a tensor of a model, piece by piece where that is possible.
 
-transformers converts whole tensors: the codes, the values in float32 and the result are in memory
-at the same time. Most dequantisations compute each row, or each expert, independently of the
-others. The loader therefore converts a few rows at a time, with transformers' own operations, and
-copies each result into the model. Every other conversion runs on whole tensors.
+transformers converts whole tensors, so that the quantised codes, the float32 values and the result
+are in memory at the same time. Most dequantisations compute each row, or each expert, independently
+of the others. The loader therefore converts a few rows at a time, with the same operations as for
+whole tensors, and copies each result into the model. Other conversions run on whole tensors.
 """
 
 import threading
@@ -30,13 +30,15 @@ from weighin.models.pretrained_keys import Conversion
 def convert(
     model: Any, conversions: Sequence[Conversion], targets: dict[str, torch.Tensor]
 ) -> None:
-    """Fill the model's tensors that have to be converted.
+    """Fill the model's tensors whose values are converted from one or more tensors of the file.
 
     Args:
         targets: the tensors to fill, by their names in ``model``, in the dtypes of the results.
 
     Raises:
-        CheckpointError: a result has another shape than its tensor in the model, or a conversion fails.
+        CheckpointError: dequantised values have another shape or dtype than their tensor in the model;
+            the quantised tensors do not fit each other; or an fp8 matrix whose last block is smaller
+            than the others has gaps in the file.
     """
     sliced: list[tuple[Conversion, Iterable[Step]]] = []
     for one in conversions:
@@ -115,7 +117,7 @@ def _convert_step(
 
 
 def _check(one: Conversion, value: torch.Tensor, target: torch.Tensor) -> None:
-    """Raise CheckpointError if ``copy_`` would silently expand or cast the codes' ``value``."""
+    """Raise CheckpointError if ``copy_`` would silently expand or cast ``value``, made from codes."""
     if (value.shape, value.dtype) != (target.shape, target.dtype) and one.reads_codes:
         kind, wanted = (f"{tuple(each.shape)} of {each.dtype}" for each in (value, target))
         raise CheckpointError(
@@ -143,7 +145,7 @@ def _read(reader: PieceReader, source: TensorSlice) -> torch.Tensor:
 
 
 def _steps(one: Conversion, target: torch.Tensor) -> Iterable[Step] | None:
-    """Return the steps of a conversion; None for a conversion that can only run on whole tensors."""
+    """Return the steps (parts) of a conversion; None for one that can only run on whole tensors."""
     if not one.reads_codes or not all(_is_plain(source) for _, source in one.sources):
         return None
     first, *rest = one.converter.operations
@@ -158,7 +160,7 @@ def _steps(one: Conversion, target: torch.Tensor) -> Iterable[Step] | None:
 
 
 def _oriented(model: Any, one: Conversion, target: torch.Tensor) -> torch.Tensor:
-    """Return the tensor to fill, with the dimensions in the order of ``nn.Linear``."""
+    """Return the tensor to fill; for weighin's own operations, the weight of a ``Conv1D`` transposed."""
     module = model.get_submodule(one.name.rpartition(".")[0])
     of_linear = isinstance(one.converter.operations[0], Operation)
     return target.t() if of_linear and type(module).__name__ == "Conv1D" else target
@@ -171,7 +173,7 @@ def _is_plain(source: TensorSlice) -> bool:
 def _of_experts(
     one: Conversion, kind: str, rest: Sequence[Any], target: torch.Tensor
 ) -> Iterable[Step] | None:
-    """Return a step for each expert, if the operations only stack experts and join matrices."""
+    """Return a step for each expert if ``rest`` only stacks experts and joins matrices; else None."""
     merge, *joins = rest
     stacks = type(merge).__name__ == "MergeModulelist" and merge.dim == 0
     joined = all(type(each).__name__ == "Concatenate" and each.dim > 0 for each in joins)

@@ -1,8 +1,8 @@
 """Read parts of a file into memory, from the page cache or past it with ``O_DIRECT``.
 
-A piece that is in the page cache is copied from there. Any other piece is read with ``O_DIRECT``:
-such a read is faster than one through the page cache, and adds no page that counts as memory of the
-process's cgroup. One read can fill several targets that are adjacent in the file (``vectored``). If
+A part of a file that is in the page cache is copied from there. Any other part is read with
+``O_DIRECT``. Such a read is faster than one through the page cache, and adds no page that counts as
+memory of the process's cgroup. One read can fill several targets that are adjacent in the file. If
 the file system refuses ``O_DIRECT``, the file is read through the page cache, and each page is
 dropped from the page cache after its read.
 """
@@ -21,8 +21,8 @@ from weighin.loader.open_file import LARGEST_ALIGNMENT, OpenedFile
 from weighin.loader.vectored import ALIGNMENT, address_of, gather, up
 
 PIECE_BYTES: Final = 1024**2
-"""The size in bytes of a read through a buffer. A disk reads 1 MiB at nearly its full rate, and 1 MiB
-fits into a processor's cache.
+"""The size in bytes of a read through a buffer. With reads of 1 MiB, a disk nearly reaches its full
+rate, and 1 MiB fits into a processor's cache.
 """
 
 DISK_THREADS: Final = 16
@@ -30,15 +30,15 @@ DISK_THREADS: Final = 16
 them convert values or wait for a small read."""
 
 COPIED_BYTES: Final = 192 * 1024**2
-"""The size in bytes from which a copy bypasses the processor's caches. glibc's memcpy writes a copy that
-is larger than 3/4 of a thread's share of the largest cache without first reading the target."""
+"""The size in bytes from which glibc's memcpy bypasses the processor's caches, so that it need not first
+read the target. glibc does so for copies of more than 3/4 of a thread's share of the largest cache."""
 
 BUFFER_BYTES: Final = PIECE_BYTES + 2 * ALIGNMENT
 """The size in bytes of a reader's own buffer: a piece, and one page before and one after it, because a
 direct read begins and ends at a page."""
 
 MOST_UNUSED_BYTES: Final = 4096
-"""The largest gap in the file between two targets of one scattered read, in bytes."""
+"""The largest gap, in bytes of the file, between two targets that one call of ``scatter`` fills."""
 
 _NEARLY_CACHED: Final = 15 / 16
 """The share of a read's pages that must be cached so that a read through the page cache is faster than
@@ -56,9 +56,9 @@ class PieceReader:
     If the file is too short or its disk fails, a read raises a CheckpointError that names the file.
 
     Args:
-        buffer: page-aligned memory for reads. By default the reader maps a buffer of its own. The
-            buffer takes RAM (``piece_bytes`` and two pages) only after the first read that needs
-            it.
+        buffer: page-aligned memory for reads. By default the reader maps a buffer of its own. This
+            buffer takes RAM, for ``piece_bytes`` and two pages, only after a read has used it.
+        piece_bytes: the largest size of a read into the reader's own buffer.
     """
 
     def __init__(self, buffer: memoryview | None = None, piece_bytes: int = PIECE_BYTES) -> None:
@@ -67,11 +67,11 @@ class PieceReader:
         self._bounce = buffer or memoryview(mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE))
 
     def read(self, file: Path, target: memoryview, offset: int) -> None:
-        """Fill ``target`` with the file's bytes at ``offset``, by one system call where possible."""
+        """Fill ``target`` with the file's bytes from ``offset`` on, by one system call if possible."""
         self.read_together(file, [(target, offset)])
 
     def read_together(self, file: Path, places: Sequence[tuple[memoryview, int]]) -> None:
-        """Fill targets that are adjacent in the file; ``places`` has each with its file offset."""
+        """Fill targets that are adjacent in the file; ``places`` has each target's offset in the file."""
         opened = self.opened(file)
         (_, start), (last, at) = places[0], places[-1]
         if opened.cached_share(start, at + len(last) - start) >= _NEARLY_CACHED:
@@ -82,13 +82,13 @@ class PieceReader:
 
     @property
     def piece_bytes(self) -> int:
-        """The largest size of a piece, in bytes."""
+        """The largest number of bytes that one call of ``piece`` can read."""
         return len(self._bounce) - 2 * LARGEST_ALIGNMENT
 
     def piece(self, file: Path, offset: int, size: int) -> memoryview:
-        """Return ``size`` bytes of the file, at most ``piece_bytes``, in the reader's buffer.
+        """Read ``size`` bytes from ``offset`` on, at most ``piece_bytes``, into the reader's buffer.
 
-        The next read overwrites the result. The address of the result is a multiple of 8.
+        The next read overwrites the returned bytes. Their address is a multiple of 8.
         """
         opened = self.opened(file)
         piece = self._bounce[:size]
@@ -106,9 +106,9 @@ class PieceReader:
         """Fill small targets by one read.
 
         Args:
-            places: for each target its offset in the file, its address and its size; at most 500
-                targets in the file's order, with gaps of at most ``MOST_UNUSED_BYTES``, which span at
-                most ``piece_bytes`` of the file.
+            places: (offset in the file, address, size) of at most 500 targets in the file's order.
+                The gaps between targets have at most ``MOST_UNUSED_BYTES``. All targets lie within
+                ``piece_bytes`` of the file.
         """
         opened, start = self.opened(file), places[0][0]
         size = places[-1][0] + places[-1][2] - start
@@ -132,7 +132,7 @@ class PieceReader:
         self._file = None
 
     def _read_alone(self, opened: OpenedFile, target: memoryview, offset: int) -> None:
-        """Fill one target by reads of ``PIECE_BYTES``."""
+        """Fill one target by reads of ``PIECE_BYTES``, as long as cached or direct reads work."""
         for start in range(0, len(target), PIECE_BYTES):
             part, at = target[start : start + PIECE_BYTES], offset + start
             if opened.is_cached(at, len(part)):
@@ -143,9 +143,7 @@ class PieceReader:
                 return
 
     def _read_at_once(self, opened: OpenedFile, places: Sequence[tuple[memoryview, int]]) -> bool:
-        """Fill targets by one direct read; return False if the file system refuses direct reads, or
-        the buffer is too small.
-        """
+        """Fill targets by one direct read; return False if it is refused or the buffer is too small."""
         room = self._bounce[: self.piece_bytes + 2 * opened.alignment]
         gathered = gather(places, room, opened.alignment) if opened.direct else None
         if gathered is None:
@@ -157,7 +155,7 @@ class PieceReader:
         return True
 
     def _read_around_cache(self, opened: OpenedFile, offset: int, size: int) -> memoryview | None:
-        """Read past the page cache into the buffer; return None if the file system refuses ``O_DIRECT``."""
+        """Return bytes read past the page cache; None if the file system refuses ``O_DIRECT``."""
         skip = offset % opened.alignment
         buffer = self._bounce[: up(skip + size, opened.alignment)]
         if not opened.direct or not opened.read_direct([buffer], offset - skip, skip + size):
@@ -166,7 +164,7 @@ class PieceReader:
 
 
 def _buffers(places: Sequence[tuple[int, int, int]]) -> "array[int]":
-    """Return the addresses and sizes of a scattered read's buffers, for targets and the gaps between."""
+    """Return the address and size of each target, and of the unused buffer for each gap between targets."""
     unused = address_of(_unused)
     buffers = array("Q")
     end = places[0][0]
@@ -187,8 +185,8 @@ def copy(target: memoryview, source: memoryview) -> None:
 def copies_by_mapping(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Tell whether memcpy from a mapping copies cached pages faster than ``read()`` on this processor.
 
-    glibc's memcpy bypasses the caches of an x86 processor. For ``read()``, the kernel copies with
-    the instruction ``rep movsb`` if the processor has the flag ``fsrm``. ``rep movsb`` is faster
+    A large memcpy of glibc bypasses the caches of an x86 processor. For ``read()``, the kernel copies
+    with the instruction ``rep movsb`` if the processor has the flag ``fsrm``. ``rep movsb`` is faster
     than memcpy on an AMD EPYC, and slower on an Intel Xeon (measured by ``benchmarks/copying.py``).
     """
     try:
@@ -204,9 +202,7 @@ def copies_by_mapping(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _copy_all_cached(opened: OpenedFile, places: Sequence[tuple[memoryview, int]]) -> None:
-    """Fill targets from the page cache; one system call reads all targets without gaps between
-    them.
-    """
+    """Fill targets from the page cache, by one system call for smaller targets that adjoin in the file."""
     group: list[memoryview] = []
     start = end = places[0][1]
     for target, offset in places:

@@ -1,10 +1,10 @@
 """Measure the first reads from a disk, and choose the number of threads and the size of their reads.
 
 A local disk answers a small read within 0.2 ms, and is fastest with few, large reads. Storage
-behind a network answers after some milliseconds. FUSE also divides a large read into requests of
+behind a network answers after some milliseconds. A FUSE mount divides a large read into requests of
 128 KiB, and makes these one after the other. One thread therefore receives only 128 KiB in each
 round trip, so that up to 64 threads must read at the same time. The reads from a disk with a high
-latency are small, because the whole load waits for the last read.
+latency are small, because the load ends only when the last read ends.
 """
 
 import time
@@ -20,8 +20,8 @@ MOST_THREADS: Final = 64
 """The largest number of threads that read from a disk."""
 
 LATE_NS: Final = 500_000
-"""The time in nanoseconds from which a small read counts as late. Local disks take 50,000 to
-200,000 ns."""
+"""The time in nanoseconds from which a small read, and its disk, count as late. A local disk takes
+50,000 to 200,000 ns for a small read."""
 
 _WANTED_BYTES_PER_S: Final = 10**9  # the wanted rate of all threads together
 # The buffers of all threads: half as large as for a local disk, because each thread takes memory too.
@@ -36,8 +36,7 @@ class Readers:
 
     Attributes:
         piece_bytes: the size of each thread's buffer.
-        late: whether a small read takes 0.5 ms or more. If so, no read is larger than
-            ``piece_bytes``.
+        late: whether a small read takes 0.5 ms or more. If so, no read is larger than ``piece_bytes``.
     """
 
     threads: int
@@ -46,18 +45,17 @@ class Readers:
 
 
 class TimedRead(NamedTuple):
-    """The size and the time of a read that ran alone."""
+    """The size and the duration of a read that ran alone."""
 
     nbytes: int
     ns: int
 
 
 def choose(reads: Sequence[TimedRead]) -> Readers:
-    """Return the number of threads and the size of reads for a disk, from the times of the first
-    reads.
+    """Return the number of threads and the size of reads for a disk, from the times of the first reads.
 
-    The disk's latency is the time of the quickest read, because a single read may be late by
-    chance. The largest read gives the bytes per second of one thread.
+    The disk's latency is the time of the quickest read, because any one read may be late by chance.
+    The rate of the largest read is the rate that one thread can reach.
     """
     if min(read.ns for read in reads) < LATE_NS:
         return Readers(DISK_THREADS)
@@ -69,8 +67,7 @@ def choose(reads: Sequence[TimedRead]) -> Readers:
 
 
 class DiskReaders:
-    """The number of threads and the size of reads of one load, chosen at the first read of at least
-    128 KiB.
+    """The number of threads and the size of reads of one load, from its first reads of a disk.
 
     Args:
         threads: the number of threads; None chooses it from the disk's latency. With one thread, the
@@ -82,8 +79,9 @@ class DiskReaders:
         self._readers: Readers | None = None
 
     def of(self, reader: PieceReader, file: Path, offset: int, size: int) -> Readers:
-        """Return the number of threads and the size of their reads; the first call measures the
-        disk's latency in a range of a file.
+        """Return the number of threads and the size of their reads.
+
+        The first call with at least 128 KiB measures the disk's latency, unless ``threads`` is 1.
         """
         if self._readers is None:
             if self.threads == 1 or size < _SAMPLE_BYTES:
@@ -95,7 +93,7 @@ class DiskReaders:
 
 
 def first_reads(reader: PieceReader, file: Path, offset: int) -> Iterator[TimedRead]:
-    """Time a read of 4 KiB and, if it takes 0.5 ms or more, a read of 128 KiB."""
+    """Time a read of 4 KiB and, if this read takes 0.5 ms or more, a read of 128 KiB."""
     reader.opened(file)  # before the clock starts
     for size in (_SMALL_BYTES, _SAMPLE_BYTES):
         start = time.monotonic_ns()

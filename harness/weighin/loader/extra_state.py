@@ -30,14 +30,13 @@ _log = logging.getLogger("weighin")
 
 
 def extra_values(model: torch.nn.Module, slices: Slices, checkpoint: Path) -> dict[str, Any]:
-    """Return the values that are no tensors, for the state dict of ``load_state_dict``.
+    """Return the checkpoint's values that are no tensors, as ``load_state_dict`` needs them.
 
-    ``extra_values`` leaves out the extra state of a module that defines no ``set_extra_state``. Any
-    other value that the model lacks is None in the result; torch then reports its name as
-    unexpected.
+    ``extra_values`` leaves out the extra state of a module that defines no ``set_extra_state``. A
+    value that is no extra state is None in the result; torch then reports its name in an error.
 
     Raises:
-        CheckpointError: an extra state holds an object that this module cannot rebuild.
+        CheckpointError: an extra state is damaged, too large, or holds an object of an unknown kind.
     """
     values = slices.values
     if not values:
@@ -66,10 +65,10 @@ class _Rebuilder:
         self._left = MOST_BYTES
 
     def rebuild(self, record: object) -> Any:
-        """Return the value.
+        """Return the value that ``record`` describes.
 
         Raises:
-            CheckpointError: the value holds an object that only its own class can rebuild.
+            CheckpointError: the value is damaged, too large, or holds an object of an unknown kind.
         """
         try:
             return self._object(record)
@@ -137,9 +136,9 @@ class _Rebuilder:
         return numpy.frombuffer(self._counted(self._object(data)), dtype=order + name).astype(name)
 
     def _counted(self, made: Any) -> Any:
-        """Return ``made``; raise CheckpointError if all copies together are larger than ``MOST_BYTES``.
+        """Return ``made``; raise CheckpointError if the lengths of all values exceed ``MOST_BYTES``.
 
-        A small file can refer to one record many times, and each reference makes a copy.
+        A small file can refer to one record many times, and each reference makes a copy of the value.
         """
         self._left -= len(made)
         if self._left < 0:
@@ -169,4 +168,4 @@ _KINDS: Final[dict[str, Callable[..., Any]]] = {
         for name, make in _OF_NUMPY.items()
     },
 }
-"""The functions that rebuild an object from its arguments, state and items, by its full name."""
+"""The functions that rebuild an object from its arguments, state and items, by the name in the pickle."""

@@ -26,8 +26,8 @@ from weighin.loader.reads import PieceFiller, Runs
 from weighin.loader.scratch import Lent, buffer_in, lend
 
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
-"""The size in bytes of a thread's reads if no dtype is converted. The reads are large so that the
-threads seldom wait for the lock of the queue of reads."""
+"""The size in bytes of a thread's reads if no dtype is converted. The reads are large so that threads
+seldom wait for the lock of the queue from which they take the reads."""
 
 _MOST_CACHE_THREADS: Final = 4
 _MOST_PROBED: Final = 16  # reads
@@ -36,7 +36,7 @@ _MOSTLY: Final = 0.75
 
 @contextmanager
 def being_filled(stretches: Sequence[Fill], disk: DiskReaders) -> Iterator[None]:
-    """Read all ``stretches`` on background threads while the body of the ``with`` statement runs.
+    """Fill all ``stretches`` on background threads while the body of the ``with`` statement runs.
 
     The ``with`` statement ends after the last read. The first error, in a reading thread or in the
     body of the ``with`` statement, stops all reading threads. Torch computes on one thread until
@@ -81,11 +81,10 @@ def being_filled(stretches: Sequence[Fill], disk: DiskReaders) -> Iterator[None]
 
 
 def compute(fills: Iterable[Fill], threads: int | None) -> None:
-    """Call each tensor's function ``fill``, which computes the values; the first error ends the
-    load.
+    """Call each tensor's function ``fill``, which computes its values; the first error ends the load.
 
     Args:
-        threads: the number of threads, at most one for each processor; each needs a few MiB.
+        threads: the number of threads, at most ``cache_threads()``. Each thread needs a few MiB.
     """
     most = min(threads or cache_threads(), cache_threads())
     largest_first = sorted(fills, key=lambda one: one.memory.nbytes, reverse=True)
@@ -104,7 +103,7 @@ def compute(fills: Iterable[Fill], threads: int | None) -> None:
 
 
 def _divided(stretches: Sequence[Fill], disk: DiskReaders) -> tuple[Readers, Lent]:
-    """Return the number of threads that read, the size of their buffers, and all reads."""
+    """Return the number of reading threads, the size of their buffers, and all reads to make."""
     largest = max(stretches, key=lambda stretch: stretch.memory.nbytes)
     pieces = list(islice(largest.pieces(READ_BYTES), _MOST_PROBED))
     with closing(PieceReader()) as reader:
@@ -122,7 +121,10 @@ def _divided(stretches: Sequence[Fill], disk: DiskReaders) -> tuple[Readers, Len
 
 
 def copies(stretches: Iterable[Fill], threads: int) -> Iterator[Piece]:
-    """Yield the reads of cached files; each thread gets an equal part of each large tensor."""
+    """Yield the reads that copy ``stretches`` from cached files.
+
+    A large tensor that memcpy copies is divided into equal reads, as many for each thread.
+    """
     for stretch in stretches:
         shares = stretch.memory.nbytes // (threads * COPIED_BYTES) * threads
         if stretch.converts or not shares or not copies_by_mapping():
@@ -133,17 +135,17 @@ def copies(stretches: Iterable[Fill], threads: int) -> Iterator[Piece]:
 
 
 def cache_threads() -> int:
-    """Return the number of threads that copy cached files: at most one per available processor."""
+    """Return the number of threads that copy cached files: one per available processor, at most 4."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     processors = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min(_MOST_CACHE_THREADS, processors)
 
 
 class _OneThreadEach:
-    """Makes torch compute on one thread, because each thread that reads would start a pool of threads.
+    """Makes torch compute on one thread; else each reading thread would start torch's thread pool.
 
     ``torch.set_num_threads`` applies to the whole process. If several loads run at the same time,
-    the last one restores the number of threads.
+    the load that ends last restores the number of threads.
     """
 
     def __init__(self) -> None:
@@ -182,7 +184,7 @@ def _is_mostly_cached(pieces: Iterable[Piece], reader: PieceReader) -> bool:
 
 
 def buffer_bytes(stretches: Iterable[Fill], threads: int | None, *, gpu: bool) -> int:
-    """Return the size of all threads' buffers in bytes, the most memory beside the model."""
+    """Return the largest size in bytes that the buffers of all threads together can have."""
     threads = threads or DISK_THREADS
     read_bytes = (stretch.source_bytes for stretch in stretches)
     used = sum(min(size, ceil(size / READ_BYTES) * BUFFER_BYTES) for size in read_bytes)

@@ -28,9 +28,8 @@ class Area:
 
     Args:
         size: the size of the range of the file, in bytes.
-        offset: the range's offset in the file. Each tensor gets the same offset within a page in
-            memory as in the file, rounded down to ``TENSOR_ALIGNMENT``, so that direct reads need
-            no buffer.
+        offset: the range's offset in the file. Each tensor gets the same offset within a page in memory
+            as in the file, rounded down to ``TENSOR_ALIGNMENT``, so that direct reads need no buffer.
     """
 
     def __init__(self, size: int, offset: int) -> None:
@@ -61,8 +60,7 @@ class Area:
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> torch.Tensor:
     """Return a flat uninitialised tensor; a tensor of 2 MiB or more on the CPU gets huge pages.
 
-    Without huge pages, page faults on pages of 4 KiB would take most of the time of a load from the
-    page cache.
+    Without huge pages, faults of 4 KiB pages would take most of the time of a load from the page cache.
 
     Args:
         offset: the tensor's offset in its file, as for an ``Area``.

@@ -30,8 +30,8 @@ def read_shrinking(
 ) -> int:
     """Fill the front of a contiguous CPU ``target``; return the number of elements filled.
 
-    Less than 1 MiB at the end of the target stays unfilled. ``offset`` must be a multiple of the size
-    of an element in the file.
+    Less than 1 MiB at the end of the target stays unfilled. ``offset`` must be a multiple of the
+    file's element size.
 
     Raises:
         CheckpointError: the file is too short, or its disk fails.

@@ -1,4 +1,4 @@
-"""Make a state dict without values from a checkpoint, and read the values of single tensors."""
+"""Make a checkpoint's state dict with tensors that have no values yet, and read single tensors."""
 
 import mmap
 from collections import OrderedDict
@@ -21,28 +21,27 @@ from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
 from weighin.loader.pieces import Fill, file_order, is_readable
 
 FILLED_DEVICES: Final = frozenset({"cpu", "cuda"})
-"""The devices whose memory the loader fills piece by piece. torch fills tensors on any other device
-from a copy on the CPU."""
+"""The devices whose memory the loader fills piece by piece. torch fills others from a CPU copy."""
 
 
 class LazyState(Mapping[str, Any]):
-    """The state dict of a checkpoint, whose tensors have no values.
+    """The state dict of a checkpoint, with tensors that have no values yet.
 
     The state dict creates a tensor when the tensor is first looked up. A tensor without values only
     reserves address space, and takes memory only if a module's code reads its values.
 
     Args:
-        log: the log that is told the source of each created tensor.
+        log: records the source from which each created tensor will get its values.
         values: the state dict's values that are no tensors.
 
     Attributes:
-        sources: the file and offset of each tensor, in the order of the keys; None for other values.
+        sources: each tensor's file and offset, in the order of the keys; None for a value that is no
+            tensor.
         metadata: the modules' version metadata; None if the checkpoint has none.
 
     Raises:
-        CheckpointError: a tensor is quantised in a way that no function dequantises, or a block of
-            a tensor has gaps between its elements, which ``torch.distributed.checkpoint`` never
-            writes.
+        CheckpointError: weighin cannot dequantise a tensor, or a tensor is stored in several blocks
+            of which one has gaps. ``torch.distributed.checkpoint`` never writes such gaps.
     """
 
     def __init__(self, log: WriteLog, slices: Slices, values: Mapping[str, Any]) -> None:
@@ -86,7 +85,7 @@ class LazyState(Mapping[str, Any]):
 
     @cached_property
     def _reserved(self) -> tuple[mmap.mmap, list[int]]:
-        """Address space for all tensors, and the offset of each tensor in it."""
+        """Address space for all tensors, and the offset of each tensor within this space."""
         offsets, length = [], 0
         for source in self.sources:
             offsets.append(length)
@@ -108,7 +107,7 @@ class LazyState(Mapping[str, Any]):
 
 
 def read_at_once(load: DeferredLoad) -> None:
-    """Read the values of one tensor, even if they are a view of a tensor in the file."""
+    """Fill the target of one load, even if its values are only a view of a tensor in the file."""
     source, target = source_of(load), load.target
     direct = target.device.type in FILLED_DEVICES
     if direct and source is not None and is_readable(source) and not source.encoding:
@@ -143,10 +142,10 @@ def _fill(source: TensorSlice, target: torch.Tensor) -> None:
 
 
 def source_of(load: DeferredLoad) -> TensorSlice | None:
-    """Return the range of the file from which one tensor is loaded.
+    """Return the range of the file from which a load reads.
 
-    ``source_of`` returns None for a view that spans several blocks or has another dtype than the
-    file.
+    ``source_of`` returns None for a view with another dtype than the file's tensor, and for a part
+    of a tensor that is quantised or stored in several blocks.
     """
     promised: TensorSlice = load.promise
     view = load.source
@@ -167,7 +166,7 @@ def read_whole(source: TensorSlice) -> torch.Tensor:
 
 
 def read_into(source: TensorSlice, target: torch.Tensor) -> torch.Tensor:
-    """Read one tensor into ``target``, a tensor of the same shape, and return ``target``."""
+    """Read one tensor into ``target``, which has the same shape, and return ``target``."""
     if source.fill:
         source.fill(target)
     else:

@@ -1,16 +1,16 @@
 """Load a checkpoint straight into a model, without a second copy of the weights.
 
-torch's own ``load_state_dict`` runs, with every hook and override, on a state dict whose tensors have
-no values. ``construction/deferred.py`` records the copies that ``load_state_dict`` would make. Several
-threads then make these copies piece by piece. Each tensor is read from its offset in the file into
-newly allocated memory in huge pages, with the alignment that the tensor has in the file.
+The load runs every hook and override of ``load_state_dict``, on a state dict whose tensors have no
+values. ``construction/deferred.py`` records the copies that ``load_state_dict`` would make. Several
+threads then make these copies piece by piece. New memory for large tensors on the CPU is in huge
+pages, and has the alignment that the tensors have in the file, so that direct reads need no buffer.
 
-A cached tensor whose dtype changes is converted directly from the page cache. A tensor that is not
-cached and whose dtype changes is first read into a buffer. The memory of the tensors that are
-filled last serves as buffers. Values for a GPU pass through two pinned buffers.
+A tensor whose dtype changes is converted directly from the page cache if the file is cached. If not,
+the tensor is first read into its own memory or into a buffer. Tensors that are filled last lend
+their memory as buffers. Values for a GPU pass through two pinned buffers of each thread.
 
-The peak is the model and a few MiB for each thread. A thread that copies from the page cache maps
-up to 400 MiB of the file; mapped pages count in the resident set size.
+The peak memory is the model and a few MiB for each thread. A thread that copies from the page cache
+maps up to 400 MiB of the file at a time. These mapped pages count in the resident set size.
 """
 
 import gc
@@ -56,8 +56,8 @@ _EXACT: Final = frozenset({
     (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float64),
     (torch.float32, torch.float64),
 })  # fmt: skip
-"""Pairs of dtypes (from, to) whose conversion loses nothing. The loader leaves such a conversion
-out if another one follows, because the result is the same.
+"""Pairs of dtypes (from, to) whose conversion loses no precision. If a second conversion follows, the
+loader skips the first one, because the result is the same.
 """
 
 _log = logging.getLogger("weighin")
@@ -65,9 +65,7 @@ _log = logging.getLogger("weighin")
 
 @contextmanager
 def _collecting_later() -> Iterator[None]:
-    """Turn Python's garbage collector off for the load, because the collector stops all threads
-    while it visits the tensors.
-    """
+    """Turn Python's garbage collector off during the load, because a collection stops all threads."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -89,34 +87,34 @@ def load_streaming(
     key: str = "",
     strip_prefix: str = "",
 ) -> torch.nn.Module:
-    """Load a checkpoint, in any format that ``weighin inspect`` reads, into ``model`` and return it.
+    """Load a checkpoint, in any format that ``weighin inspect`` reads, into ``model``; return the model.
 
     The result equals that of ``model.load_state_dict(torch.load(checkpoint))`` followed by
     ``model.to(device, dtype)``. If ``model`` is a function that builds the model, only the weights
     that the constructor itself reads are initialised; a warning in the log gives the size of these
     weights. If ``model`` is a module, the load fills each tensor in place that already has the
-    right device and dtype. Tensors on the meta device get the checkpoint's dtype.
+    wanted device and dtype. Without ``dtype``, tensors on the meta device get the checkpoint's dtype.
 
-    A model of the transformers library is loaded as ``from_pretrained`` loads it. transformers' own
-    tables rename and convert the keys, unexpected keys are ignored, and tied weights may be
-    missing.
+    A model of transformers, diffusers or timm is loaded as its library loads it, with the library's
+    rules for renamed keys. For transformers, the library's tables also convert tensors, unexpected
+    keys are ignored, and tied weights may be missing.
 
     Args:
         dtype: the dtype of all floating-point tensors after the load; None keeps the model's own.
         threads: the number of threads that read. The default for a cached checkpoint is one thread
             for each processor, at most 4. The default is 16 threads for a local disk, and up to 64
             for storage behind a network.
-        granularity: "tensor" or "module" reads one tensor or module after the other; "all" reads
-            all tensors concurrently.
+        granularity: "tensor" reads one tensor after the other. "module" reads one module after the
+            other, and the tensors of a module concurrently. "all" reads all tensors concurrently.
         key: the key of the state dict in a training checkpoint: "model", or "state.model" in nested
-            dicts. Only the tensors under this key are read. No other object of the checkpoint is
-            executed or imported.
-        strip_prefix: a prefix that the checkpoint's names have and the model's names lack: "module.".
+            dicts. Only the tensors under this key are read. No code from the checkpoint runs.
+        strip_prefix: a prefix of the checkpoint's names that the model's names lack, such as "module.".
 
     Raises:
-        CheckpointError: the checkpoint is unreadable, or does not fit the model (missing or
-            unexpected keys, other shapes); the model has no parameters for the scales of quantised
-            tensors; or a tensor of the model is on the meta device and not in the checkpoint.
+        CheckpointError: the checkpoint is unreadable; it does not fit the model (missing or unexpected
+            keys, other shapes); torch cannot convert a tensor to ``dtype``; the model has no
+            parameters for the scales of quantised tensors; or a tensor of the model is on the meta
+            device, and the checkpoint has no values for this tensor.
     """
     device = _with_index(torch.device(device))
     selection = Selection(key, strip_prefix)
@@ -139,7 +137,7 @@ def _load(
     disk: DiskReaders,
     granularity: Granularity,
 ) -> tuple[torch.nn.Module, bool]:
-    """Return the filled model, and whether a tensor of the model was on the meta device."""
+    """Return the filled model, and whether one of its tensors was on the meta device before the load."""
     fmt, slices = formats.read(path, selection)
     if dtype is not None:
         check_converts(path, slices, "leave dtype out")
@@ -197,7 +195,7 @@ def _load(
 
 
 def _merge(model: torch.nn.Module) -> None:
-    """Merge the adapter of LoRA whose folder ``from_config`` stored in the model, if there is one."""
+    """Merge a LoRA adapter into the model if ``from_config`` stored the adapter's folder in the model."""
     if adapter := getattr(model, "adapter_to_merge", ""):
         from weighin.loader.merge import merge_adapter  # few loads need this import
 
@@ -206,12 +204,15 @@ def _merge(model: torch.nn.Module) -> None:
 
 
 def _names(model: torch.nn.Module) -> Iterator[str]:
-    """Yield the names in the model's state dict; calls ``state_dict`` only for the first name."""
+    """Yield the names in the model's state dict; call ``state_dict`` only when a name is requested."""
     yield from model.state_dict(keep_vars=True)
 
 
 def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice], fmt: str) -> "MappedKeys | None":
-    """Return the tensors under the names of a model of transformers, diffusers or timm; else None."""
+    """Return the file's tensors under the model's names; None if no library defines the model.
+
+    The libraries are transformers, diffusers and timm.
+    """
     from weighin.models.pretrained_modules import module_for  # few loads need this import
 
     if module_for(model) is None:
@@ -226,7 +227,9 @@ def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice], fmt: str) -> 
 
 
 def _optional(model: torch.nn.Module, mapped: "MappedKeys", checkpoint: Path) -> set[str]:
-    """Return the model's names that the checkpoint may lack: tied weights, buffers, converted tensors.
+    """Return the names of the model's tensors that the load of the state dict may leave unfilled.
+
+    These are tied weights, buffers, and tensors that are computed or converted.
 
     Raises:
         CheckpointError: the checkpoint lacks a weight that ``from_pretrained`` would initialise randomly.
@@ -237,7 +240,7 @@ def _optional(model: torch.nn.Module, mapped: "MappedKeys", checkpoint: Path) ->
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return the device with its index, in the form in which a tensor's ``device`` reports it."""
+    """Return a device as a tensor's ``device`` reports it: a GPU with an index, the CPU without one."""
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "cuda" and device.index is None:
@@ -259,7 +262,7 @@ def _built(builder: Callable[[], torch.nn.Module], log: WriteLog) -> torch.nn.Mo
 
 
 class _Placer:
-    """Decides for each tensor whether the load fills its present memory or allocates new memory."""
+    """Decides for each tensor whether the load fills the tensor's present memory or allocates new."""
 
     def __init__(
         self,
@@ -285,7 +288,7 @@ class _Placer:
         }
 
     def all(self, loads: list[DeferredLoad]) -> Iterator[Fill]:
-        """Yield the memory to fill; read every tensor immediately that cannot be read in pieces."""
+        """Yield a ``Fill`` for the tensors that can be read in pieces; read all others immediately."""
         needs: list[MemoryNeed] = []
         for load in loads:
             source = source_of(load)
@@ -300,12 +303,13 @@ class _Placer:
         yield from provide(needs)
 
     def _need(self, load: DeferredLoad, source: TensorSlice) -> MemoryNeed | None:
-        """Return the new memory that a tensor needs; None if the load fills the tensor's present
-        memory.
+        """Return the new memory that a tensor needs; None if the tensor keeps its memory.
 
-        A tensor keeps its memory in three cases: other tensors share the memory; torch's conversion
-        to the dtype or device would untie a buffer with several names; or a module overrides this
-        conversion.
+        A tensor with the wanted device and dtype keeps its memory if the memory existed before the
+        load. Any tensor keeps its memory if another tensor shares it, if the load fills only a part
+        of it, or if one conversion in place of two would change the values. A tensor to convert also
+        keeps its memory if a module overrides torch's conversion, or if the tensor is a buffer with
+        several names, which torch's conversion would untie.
         """
         target = load.target
         tensors = self._tensors.get(storage_key(target), [])
@@ -333,13 +337,13 @@ class _Placer:
 
 
 def _converts(module: torch.nn.Module) -> bool:
-    """Tell whether a module overrides the conversion to another dtype or device."""
+    """Tell whether a module overrides torch's methods that convert it to another dtype or device."""
     methods = type(module)._apply, type(module).to
     return not all(method.__module__.startswith("torch.nn.modules.") for method in methods)
 
 
 def _is_whole(tensor: torch.Tensor, target: torch.Tensor) -> bool:
-    """Tell whether ``tensor`` has its own memory, without gaps, and ``target`` is all of it."""
+    """Tell whether only ``tensor`` and ``target`` use their memory, and each fills it without gaps."""
     return (
         tensor.layout is torch.strided
         and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

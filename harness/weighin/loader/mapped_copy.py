@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 WINDOW_BYTES: Final = 16 * 1024**2
-"""The size in bytes of the part of a file that is mapped at a time. The parts are large because each
-unmapping interrupts every processor."""
+"""The size in bytes of the parts of a file that are mapped one by one for a conversion. The parts are
+large because each unmapping interrupts every processor."""
 
 _MADV_POPULATE_READ: Final = 22  # linux/mman.h; Linux 5.14
 _MADV_POPULATE_WRITE: Final = 23
@@ -28,7 +28,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Window:
-    """A mapping of a whole file; only the pages inside ``looking`` are resident, as file-backed memory."""
+    """A mapping of a whole file; only inside ``looking`` are its pages resident (file-backed memory)."""
 
     def __init__(self, descriptor: int) -> None:
         self._size = os.fstat(descriptor).st_size
@@ -45,8 +45,7 @@ class Window:
     def looking(self, offset: int, size: int) -> Iterator[memoryview]:
         """Yield the bytes at ``offset``, read-only; they are valid until the context exits.
 
-        If another process truncates the file while the context is open, SIGBUS kills this process, as
-        for any mapping.
+        If another process truncates the file meanwhile, SIGBUS kills this process, as for any mapping.
 
         Raises:
             EOFError: the file is too short.
@@ -78,10 +77,9 @@ def ask_for_huge_pages(area: mmap.mmap, start: int, size: int) -> None:
 
 
 def make_present(memory: memoryview) -> None:
-    """Populate all pages of anonymous memory before a copy, because page faults would slow the copy
-    down.
+    """Populate all pages of anonymous memory before a copy, which page faults would slow down.
 
-    Kernels before Linux 5.14 do not have ``MADV_POPULATE_WRITE``: there, this function does nothing.
+    ``make_present`` does nothing before Linux 5.14, which introduced ``MADV_POPULATE_WRITE``.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     first, end = address - address % mmap.PAGESIZE, address + len(memory)

@@ -1,8 +1,8 @@
-"""Merge an adapter of LoRA into a model's weights, as peft's ``merge_and_unload`` does.
+"""Merge a LoRA adapter into a model's weights, as peft's ``merge_and_unload`` does.
 
-Like peft, this module multiplies the adapter's two matrices in float32 and adds the product to the
-weight in place. peft scales a copy of the product; this module scales the product itself, so that
-the peak is only the model and the largest product.
+Like peft, ``merge`` multiplies the adapter's two matrices for a weight in float32, and adds the
+product to the weight in place. peft scales a copy of the product. ``merge`` scales the product
+itself, so that the peak memory is only the model and the largest product with its two matrices.
 """
 
 from math import prod
@@ -18,14 +18,14 @@ from weighin.loader.huge_pages import TENSOR_ALIGNMENT, allocate
 from weighin.loader.lazy_state import read_into, read_whole
 
 _FEW_ELEMENTS: Final = 32 * 1024
-"""The number of elements that are added at once, small because torch converts 16-bit weights to a
-temporary float32 tensor of as many elements."""
+"""The number of elements that one operation adds to a weight. It is small because torch converts 16-bit
+weights to a temporary float32 tensor of as many elements."""
 
 _LINE_ELEMENTS: Final = TENSOR_ALIGNMENT // torch.float32.itemsize
 
 
 def merge_adapter(model: torch.nn.Module, adapter: Path) -> None:
-    """Add an adapter's products to the weights of ``model``.
+    """Add an adapter's matrix products to the weights of ``model``.
 
     Raises:
         CheckpointError: the adapter is damaged, is not plain LoRA, or does not fit the model.
@@ -45,8 +45,7 @@ def merge_adapter(model: torch.nn.Module, adapter: Path) -> None:
 
 
 def modules_of(model: torch.nn.Module, adapter: Path) -> list[tuple[Addition, Any]]:
-    """Return each product that an adapter adds, with the module of ``model`` whose weight the
-    product changes.
+    """Return each product that an adapter adds, with the module whose weight the product changes.
 
     Raises:
         CheckpointError: for the same reasons as ``merge_adapter``.
@@ -62,8 +61,9 @@ def modules_of(model: torch.nn.Module, adapter: Path) -> list[tuple[Addition, An
 
 
 def fits(one: Addition, module: Any) -> bool:
-    """Tell whether the product of the adapter's matrices (B @ A) has the shape of the module's weight,
-    and all three have float dtypes.
+    """Tell whether the adapter's product B @ A fits the weight of a linear layer or an embedding.
+
+    The shapes must be equal. The weight and both matrices must be floats of at most 32 bits.
     """
     kinds = (torch.nn.Embedding,) if one.is_embedding else (torch.nn.Linear, _conv1d())
     if not isinstance(module, kinds):

@@ -18,8 +18,7 @@ from weighin.loader.vectored import ALIGNMENT, down
 from weighin.probes import page_cache
 
 LARGEST_ALIGNMENT: Final = 64 * 1024
-"""The largest alignment in bytes that a reader's buffer supports: that of file systems with blocks of
-64 KiB."""
+"""The largest alignment in bytes that a reader's buffer supports, for file systems with 64 KiB blocks."""
 
 _AT_EMPTY_PATH: Final = 0x1000  # linux/fcntl.h
 _STATX_DIOALIGN: Final = 0x2000  # linux/stat.h; Linux 6.1
@@ -44,7 +43,7 @@ class _Statx(ctypes.Structure):
 
 
 class OpenedFile:
-    """A file open for reading. If a read fails, the method raises a CheckpointError that names the file.
+    """A file open for reading. A read that fails raises a CheckpointError that names the file.
 
     Attributes:
         alignment: the alignment in bytes that direct reads need, in the file and in memory.
@@ -66,7 +65,7 @@ class OpenedFile:
 
     @property
     def _any(self) -> int:
-        """Any open descriptor of the file; to open another one may cost a round trip to a server."""
+        """An open descriptor of the file; to open a second one may cost a round trip to a server."""
         return self._direct if self.direct else self._buffered
 
     @property
@@ -81,7 +80,7 @@ class OpenedFile:
 
     @property
     def direct(self) -> bool:
-        """Whether reads can bypass the page cache; False after the file system refused one."""
+        """Whether reads can bypass the page cache; False after the file system refused such a read."""
         return self._direct >= 0
 
     def is_cached(self, offset: int, size: int) -> bool:
@@ -93,7 +92,7 @@ class OpenedFile:
         return page_cache.cached_share(self._any, offset, size)
 
     def read_direct(self, buffers: Sequence[memoryview], offset: int, wanted_bytes: int) -> bool:
-        """Fill aligned buffers one after the other with ``wanted_bytes``, past the page cache.
+        """Read ``wanted_bytes`` past the page cache into aligned buffers, one buffer after the other.
 
         Return False if the file system refuses ``O_DIRECT``; ``direct`` is False from then on.
         """
@@ -130,11 +129,9 @@ class OpenedFile:
             done += self._read_some(_behind(targets, done), offset + done, end)
 
     def read_scattered(self, buffers: "array[int]", offset: int, size: int) -> bool:
-        """Fill buffers by one read through the page cache; return False if the read returned too
-        few bytes.
+        """Fill buffers by one read through the page cache; return False if it does not fill them all.
 
-        ``buffers`` has the address of the first buffer, its size, the address of the second one, and so
-        on, of together ``size`` bytes.
+        ``buffers`` has each buffer's address and size in turn. All buffers together have ``size`` bytes.
         """
         first, _ = buffers.buffer_info()
         return bool(_preadv(self._buffered, first, len(buffers) // 2, offset) == size)
@@ -172,7 +169,7 @@ class OpenedFile:
         self._close_direct()
 
     def _drop_behind(self, start: int, end: int) -> None:
-        """Drop the pages from ``start`` to ``end``, and the pages of the previous call again.
+        """Drop the cached pages of a range, and again those of the previous call if it ended at ``start``.
 
         The kernel does not drop a page, or a folio of several pages, that lies only partly in the
         range. The previous call may have ended inside such a folio.
@@ -217,10 +214,10 @@ def _open_direct(path: Path) -> int:
 
 def alignment_of(descriptor: int) -> int:
     """Return the alignment in bytes that direct reads of an open file need; 0 if the file allows no
-    direct reads.
+    direct reads, or if the reader's buffers do not support their alignment.
 
-    The alignment is a multiple of ``ALIGNMENT``. If neither the C library nor the kernel reports an
-    alignment, the result is ``ALIGNMENT``, and the first read shows whether direct reads work.
+    The alignment is a multiple of ``ALIGNMENT``. If the C library or the kernel cannot report one,
+    the result is ``ALIGNMENT``, and the first read shows whether direct reads work.
     """
     status = _Statx()
     statx = getattr(_libc, "statx", None)  # glibc 2.28, musl 1.2.5

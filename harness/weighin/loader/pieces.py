@@ -1,4 +1,4 @@
-"""Divide the tensors to fill into reads: pieces of files, each with the memory that it fills."""
+"""Divide the tensors to fill into reads (pieces): ranges of a file, each with the memory it fills."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class Piece:
 
     @property
     def buffered(self) -> bool:
-        """Whether the piece is read through the thread's buffer, together with adjacent pieces."""
+        """Whether one read into the thread's buffer can cover the piece and adjacent pieces."""
         return (
             not self.plain
             and not self.target.is_cuda
@@ -62,8 +62,9 @@ class Piece:
 def cut(source: TensorSlice, offset: int, target: torch.Tensor, most_bytes: int) -> Iterator[Piece]:
     """Yield the reads that fill a contiguous ``target`` with the file's bytes from ``offset`` on.
 
-    Each read ends at the end of one of the target's huge pages, because two threads that touch the
-    same huge page would both clear it. Reads for a GPU are no larger than a pinned buffer.
+    Each read but the last one ends at the end of a huge page of the target (with ``most_bytes`` of at
+    least 2 MiB), because two threads that touch the same huge page would both clear it. Reads for a
+    GPU are no larger than a pinned buffer.
     """
     flat, size, start = target.view(-1), target.dtype.itemsize, target.data_ptr()
     most = min(PIECE_BYTES, most_bytes) if target.is_cuda else most_bytes
@@ -84,8 +85,7 @@ class Fill:
         source: the tensor in the checkpoint, or the range of a file with several adjacent tensors.
         memory: the tensor to fill, of the same shape; for several tensors, the memory that they
             share, as bytes.
-        neighbours: the tensors in the shared memory; empty if ``memory`` is one tensor of the
-            model.
+        neighbours: the tensors in the shared memory; empty if ``memory`` is one tensor of the model.
     """
 
     source: TensorSlice
@@ -104,7 +104,7 @@ class Fill:
 
     @property
     def scattered(self) -> bool:
-        """Whether the values are in several ranges of the files."""
+        """Whether the tensor is stored in several blocks, at different places in the files."""
         return bool(self.source.parts)
 
     @property
@@ -112,7 +112,7 @@ class Fill:
         return self.source.nbytes
 
     def pieces(self, most_bytes: int) -> Iterator[Piece]:
-        """Yield the reads, block by block; each read fills at most ``most_bytes`` of memory."""
+        """Yield the reads, one stored block after the other; each fills at most ``most_bytes``."""
         if not self.memory.numel():
             return
         for where, target in self._blocks():
@@ -121,7 +121,7 @@ class Fill:
             yield from _cut(where, where.offset, target.permute(order), most_bytes)
 
     def _blocks(self) -> Iterator[tuple[TensorSlice, torch.Tensor]]:
-        """Yield each block of the file, and the part of ``memory`` that receives the block."""
+        """Yield each stored block of the tensor, and the part of ``memory`` that receives the block."""
         if not self.source.parts:
             yield self.source, self.memory
         for part in sorted(self.source.parts, key=lambda part: part.where.read_order):
@@ -132,14 +132,14 @@ class Fill:
 
 
 def is_readable(source: TensorSlice) -> bool:
-    """Tell whether a tensor's elements are stored without gaps, in any order of the dimensions."""
+    """Tell whether a tensor, or each of its blocks, is stored without gaps, in any dimension order."""
     if not source.parts:
         return source.contiguous or file_order(source) is not None
     return all(file_order(part.where) is not None for part in source.parts)
 
 
 def file_order(where: TensorSlice) -> list[int] | None:
-    """Return the dimensions in the file's order, from the outermost to the innermost.
+    """Return the dimensions in the order in which the file stores them, the outermost first.
 
     ``file_order`` returns None if there are gaps between the elements, or the elements overlap.
     """

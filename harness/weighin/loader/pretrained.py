@@ -39,9 +39,9 @@ def load_pretrained(
     strip_prefix: str = "",
     adapter: Path | str = "",
 ) -> Any:
-    """Return the model that ``AutoModel....from_pretrained(folder, dtype=dtype)`` returns.
+    """Return the model that ``from_pretrained(folder, dtype=dtype)`` of the model's library returns.
 
-    The model equals the library's in every parameter and buffer, in dtypes, tied weights and
+    The result equals the library's model in all parameters, buffers, dtypes and tied weights, and is in
     evaluation mode. The load needs memory for one copy of the weights, and no network.
 
     For a GGUF file, or a folder whose only weights are one GGUF file, the result is the model that
@@ -64,18 +64,18 @@ def load_pretrained(
             Empty for the class that ``config.json`` names, or else that of ``AutoModel``.
         revision: the branch, tag or commit of a model in the local cache; empty for "main".
         key: the key of the state dict in a training checkpoint, as for ``load_streaming``.
-        strip_prefix: a prefix that the file's names have and the model's names lack: "module.".
-        adapter: a folder with an adapter of LoRA that peft saved. The load adds the adapter to the
-            weights, with the same bits as ``PeftModel.from_pretrained(model, adapter)
-            .merge_and_unload()``, and also needs memory for the adapter's largest product of two
-            matrices.
+        strip_prefix: a prefix of the file's names that the model's names lack, such as "module.".
+        adapter: a folder with a LoRA adapter that peft saved. The load adds the adapter to the weights.
+            The result has the same bits as that of ``PeftModel.from_pretrained(model, adapter)
+            .merge_and_unload()``. The load also needs float32 memory for the largest product of two
+            of the adapter's matrices, and for these two matrices.
 
     Raises:
-        CheckpointError: the folder is unreadable, lacks weights of the model, is quantised by
-            another method, or contains an adapter that from_pretrained would add and ``adapter``
-            does not name; or the adapter is not plain LoRA for this model.
-        ConfigError: the model's library is missing, has no such class, or the folder contains code and
-            ``trust_remote_code`` is false.
+        CheckpointError: the folder is unreadable, lacks weights of the model, or is quantised by a
+            method not named above; ``adapter`` is empty, and the folder contains an adapter that
+            from_pretrained would add; or ``adapter`` is not plain LoRA for this model.
+        ConfigError: the model's library is missing or has no such class; the folder contains code, and
+            ``trust_remote_code`` is false; or the kind of ``folder`` does not allow an argument.
     """
     path = path_of(Path(folder), revision)
     if not path.exists():

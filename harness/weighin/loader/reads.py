@@ -21,7 +21,9 @@ _MOST_PIECES: Final = 80
 
 
 class Runs:
-    """A queue of pieces for several reading threads. A run is adjacent pieces that one read fills.
+    """A queue of pieces, from which several reading threads take runs.
+
+    A piece is a range of a file with its target in memory. One read fills the adjacent pieces of a run.
 
     Args:
         most_bytes: the largest size in bytes of a run whose pieces keep their dtype.
@@ -34,7 +36,7 @@ class Runs:
         self._next = next(self._pieces, None)
 
     def take(self, most_converted_bytes: int) -> list[Piece]:
-        """Return the next run; an empty list if nothing is left.
+        """Return the next run; an empty list if the queue is empty.
 
         Args:
             most_converted_bytes: the largest size in bytes of a run that changes its dtype, because
@@ -63,7 +65,7 @@ def _follows(run: list[Piece], piece: Piece, most_bytes: int) -> bool:
 
 
 def _aligned(offset: int) -> int:
-    """Return the offset at which a read must begin so that every element is aligned in the buffer."""
+    """Return the offset at or before ``offset`` from which a read aligns all elements in its buffer."""
     return offset - offset % LARGEST_ELEMENT_BYTES
 
 
@@ -72,8 +74,8 @@ class PieceFiller:
 
     Args:
         buffer: page-aligned memory for the elements to convert. By default the filler has a buffer
-            of its own, of ``piece_bytes``.
-        piece_bytes: the size of this buffer, and of each of the two pinned buffers.
+            of its own.
+        piece_bytes: the size in bytes of the filler's own buffer, and of each pinned buffer.
     """
 
     def __init__(self, buffer: memoryview | None, piece_bytes: int = PIECE_BYTES) -> None:

@@ -1,8 +1,7 @@
-"""Use the memory of tensors that are filled last as read buffers for tensors that are converted
-first.
+"""Use the memory of tensors that are filled last as read buffers for tensors that are converted first.
 
 A disk is fastest with large reads, but a read whose values change their dtype needs a buffer of the
-read's size. Until the largest tensors of the model are filled, their memory serves as buffers.
+read's size. Memory of the largest tensors to convert serves as such buffers until they are filled.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from weighin.loader.pieces import Fill, Piece, cut
 from weighin.loader.vectored import ALIGNMENT
 
 LENT_BYTES: Final = 12 * HUGE_PAGE_BYTES
-"""The largest size in bytes of a buffer in a tensor's memory; a thread's reads are no larger."""
+"""The largest size in bytes of a buffer in a tensor's memory. Reads into such a buffer are no larger."""
 
 _LEAST_BYTES: Final = 2 * PIECE_BYTES  # a smaller buffer is no faster than a reader's own of 1 MiB
 
@@ -31,10 +30,10 @@ class Lent:
 
 
 def lend(stretches: Sequence[Fill], most_bytes: int, threads: int) -> Lent:
-    """Divide the reads into lenders, at most one for each thread, and borrowers.
+    """Divide the reads into lenders, whose targets serve as buffers, and borrowers, which use these.
 
-    The lenders are parts of the largest tensors that change their dtype. All lenders together have at
-    most half of the bytes of all tensors that change their dtype.
+    The lenders are parts of the largest tensors that change their dtype, at most one part for each
+    thread. All lenders together have at most half of the bytes of all tensors that change their dtype.
 
     Args:
         most_bytes: the largest size of the memory that one borrower fills.
@@ -68,12 +67,12 @@ def lend(stretches: Sequence[Fill], most_bytes: int, threads: int) -> Lent:
 
 
 def _place(piece: Piece) -> tuple[str, int]:
-    """Return a key that sorts reads by file and offset, so that adjacent parts of tensors are one read."""
+    """Return a sort key (file, offset), so that one read can fill adjacent parts of several tensors."""
     return str(piece.source.file), piece.offset
 
 
 def _parts(piece: Piece) -> Iterator[Piece]:
-    """Yield a read, or its parts of 2 MiB if it goes through a buffer, which several parts fill."""
+    """Yield a read, divided into parts of 2 MiB if it uses a buffer, which holds several such parts."""
     if piece.buffered and piece.target.is_contiguous():
         yield from cut(piece.source, piece.offset, piece.target, HUGE_PAGE_BYTES)
     else:
@@ -81,5 +80,5 @@ def _parts(piece: Piece) -> Iterator[Piece]:
 
 
 def buffer_in(lender: Piece) -> memoryview:
-    """Return a target's memory from its first page boundary on, to serve as a buffer."""
+    """Return the memory of the target of ``lender`` from its first page boundary on, as a buffer."""
     return memory_of(lender.target)[-lender.target.data_ptr() % ALIGNMENT :]

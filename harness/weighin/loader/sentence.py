@@ -3,7 +3,7 @@
 The code of the package sentence-transformers builds the parts of the model. weighin replaces the
 two functions with which the package reads weights: ``from_pretrained`` of transformers by
 ``load_pretrained``, and ``load_torch_weights`` of all other parts by ``load_streaming``. The peak
-is therefore one copy of the model.
+memory is therefore one copy of the model.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,8 @@ def load_whole(
 
     Raises:
         ConfigError: sentence-transformers is missing, or cannot build the parts.
-        CheckpointError: the files of a part do not fit the part's model.
+        CheckpointError: the files of a part do not fit the part's model, or the package would change the
+            configuration of this model before the load.
     """
     names = ", ".join(part.path.name for part in sentence_parts.parts(folder))
     what = f"{folder}: a sentence-transformers folder of several parts, with weights in {names},"
@@ -124,10 +125,10 @@ def _streamed(load_part: LoadPart, threads: int | None) -> Iterator[None]:
 
 
 def _give_settings(model: Any, config: Any, part: Path) -> None:
-    """Make the two changes that the package makes to a model's configuration: no cache, and the name.
+    """Make the package's two changes to a model's configuration: ``use_cache=False``, and the name.
 
     Raises:
-        CheckpointError: the package would change another setting, which could change the model.
+        CheckpointError: the package would also change other settings, which could change the model.
     """
     from sentence_transformers.base.modules.transformer import Transformer
     from transformers import AutoConfig, PretrainedConfig

@@ -1,7 +1,7 @@
 """Fill many small tensors in their present memory, hundreds of them by one vectored read.
 
 A tensor of at most 64 KiB gains nothing from huge pages. With many small tensors, function calls
-take most of the load time. One call therefore fills many tensors.
+take most of the load time. One system call therefore fills many tensors.
 """
 
 from bisect import bisect_right
@@ -61,11 +61,11 @@ class Group:
 def divide(
     loads: Sequence[DeferredLoad], device: torch.device, dtype: torch.dtype | None
 ) -> tuple[list[Group], list[DeferredLoad]]:
-    """Return the groups of small tensors that need no conversion, and all other loads.
+    """Return groups of adjacent small tensors that need no conversion, and all other loads.
 
     Args:
-        loads: sorted by file and offset.
-        device, dtype: those of the loaded model; a dtype None keeps each tensor's dtype.
+        loads: sorted by file and offset. Fewer than 16 adjacent small tensors make no group.
+        device, dtype: those of the model after the load; None as dtype keeps each tensor's dtype.
     """
     groups: list[Group] = []
     others: list[DeferredLoad] = []
@@ -105,8 +105,9 @@ def divide(
 
 
 def _needs_bytes_alone(load: DeferredLoad, dtype: torch.dtype | None) -> bool:
-    """Tell whether a tensor is small and can be filled by bytes alone: it keeps its dtype, and is
-    contiguous in the file and in memory.
+    """Tell whether a CPU tensor is small, and its bytes in the file are its bytes in memory.
+
+    Such a tensor keeps its dtype, and is contiguous in the file and in memory.
     """
     target, source = load.target, load.promise
     return (

@@ -1,9 +1,9 @@
-"""Let transformers dequantise fp8 matrices whose last block of rows or columns is smaller.
+"""Let transformers dequantise fp8 matrices whose last blocks are smaller than the other blocks.
 
-transformers divides a matrix equally among its scales. If the last block is smaller than the others,
+transformers divides a matrix equally among its scales. If the last block of rows or columns is smaller,
 transformers gives wrong values or fails. The loader therefore pads the matrix with zeros to whole blocks
-before the conversion, and cuts the padding off afterwards. Each code is then multiplied by the scale
-of its own block, as in the code of DeepSeek, which introduced the format.
+before the conversion, and cuts the padding off afterwards. Each quantised value is then multiplied by
+the scale of its own block, as in the program of DeepSeek, which introduced the format.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ def whole_sizes(
     """Return the shape of a matrix after padding to whole blocks.
 
     Args:
-        scales: the shape of the scales: one scale for each block.
+        scales: the shape of the matrix of scales, which has one scale for each block.
         sizes: the numbers of rows and columns of a block; empty for no padding.
     """
     if len(shape) != 2 or len(scales) != 2 or not sizes:
@@ -41,7 +41,7 @@ def whole_sizes(
 
 
 def has_smaller(sources: Sequence[tuple[str, TensorSlice]], sizes: Sequence[int]) -> bool:
-    """Tell whether the last block of a matrix of a conversion is smaller than the others."""
+    """Tell whether any matrix among ``sources`` has a last block that is smaller than its others."""
     groups: dict[str, list[TensorSlice]] = {}
     for pattern, source in sources:
         groups.setdefault(pattern, []).append(source)
@@ -53,8 +53,9 @@ def has_smaller(sources: Sequence[tuple[str, TensorSlice]], sizes: Sequence[int]
 
 
 def convert(operation: Any, collected: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return the results of an operation of transformers; ``collected`` has the inputs of the
-    operation, by the patterns that match their names.
+    """Return the results of an operation of transformers on padded matrices, without the padding.
+
+    ``collected`` has the operation's inputs, by the patterns that match the names of the inputs.
     """
     sizes = sizes_of(operation)
     if not sizes:

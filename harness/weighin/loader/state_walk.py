@@ -1,15 +1,13 @@
-"""Load a state dict into a model as torch's ``load_state_dict`` does, but with an index of the
-keys.
+"""Load a state dict into a model as torch's ``load_state_dict`` does, but with an index of the keys.
 
 torch looks through all keys of a module's state dict for each child of the module. The time of
 torch's load therefore grows with the square of the number of children: 20,000 layers in one module
-take half a minute. This module puts the keys into a tree, in which each module finds its own keys
-without a search.
+take half a minute. ``state_walk`` puts the keys into a tree, in which each module finds its own
+keys without a search.
 
-A module with an override or a hook gets the same state dict as from torch, in a dict that the
-module may change. Any other module gets only its own keys. In both cases torch's own
-``_load_from_state_dict`` does the load. If a module has no override and all its tensors fit, its
-copies are recorded without a call of ``_load_from_state_dict``.
+If a module has no override and no pre-hook, and all its tensors fit, the copies to its tensors are
+recorded without a call of ``_load_from_state_dict``. For any other module, ``_load_from_state_dict``
+is called with the same state dict as from torch, which the module's code may change.
 """
 
 import re
@@ -44,10 +42,10 @@ def load_state(
     checkpoint: Path,
     optional: Collection[str] | None = None,
 ) -> None:
-    """Load a state dict into a model, and turn torch's errors into CheckpointErrors.
+    """Record the load of a state dict into a model, and turn torch's errors into CheckpointErrors.
 
     Args:
-        log: records the copies.
+        log: records the copies that the load consists of.
         optional: names that may be missing in ``state``; None means that all names are required.
 
     Raises:
@@ -108,13 +106,13 @@ def _load_state_dict(model: nn.Module, state: LazyState, log: WriteLog, *, stric
 
 @dataclass(slots=True)
 class _Node:
-    """The numbers of one module's keys: ``leaves`` for its tensors, ``children`` for its modules."""
+    """One module's keys, as positions in the state dict: its own are ``leaves``, others in ``children``."""
 
     leaves: dict[str, int] = field(default_factory=dict)
     children: dict[str, "_Node"] = field(default_factory=dict)
 
     def below(self, name: str) -> "_Node":
-        """Return the keys of a child, whose name may contain dots."""
+        """Return the node of a child module, or an empty node. The child's name may contain dots."""
         node = self
         for part in name.split("."):
             found = node.children.get(part)
@@ -124,7 +122,7 @@ class _Node:
         return node
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all keys of this module and of the modules in it, in order."""
+        """Return the sorted positions of all keys of this module and its descendants."""
         found: list[int] = []
         todo = [self]
         while todo:
@@ -136,10 +134,9 @@ class _Node:
 
 @dataclass(slots=True)
 class _View:
-    """The state dict of one module: the ``keys`` whose numbers are in ``node``.
+    """The state dict of one module: those of all ``keys`` whose positions are in ``node``.
 
-    ``values`` has the checkpoint's tensors, or is a dict that the code of a module may have
-    changed.
+    ``values`` is the checkpoint's state dict, or a dict that a module's code may have changed.
     """
 
     values: LazyState | dict[str, Any]
@@ -171,8 +168,8 @@ class _View:
 
 
 def _add(nodes: dict[str, _Node], path: str) -> _Node:
-    """Add a node for ``path``, such as ".blocks.0", and each node that is missing above it; return
-    the node for ``path``.
+    """Add a node for ``path``, such as ".blocks.0", and the missing nodes of its parent modules;
+    return the node for ``path``.
     """
     missing = []
     while path not in nodes:
@@ -186,7 +183,10 @@ def _add(nodes: dict[str, _Node], path: str) -> _Node:
 
 
 class _Plain:
-    """The copies of a load without overrides, hooks, missing or unexpected keys and other shapes."""
+    """The copies of a load that consists only of copies.
+
+    Such a load has no override, hook, missing or unexpected key, and no tensor of another shape.
+    """
 
     def __init__(self, state: LazyState) -> None:
         self._left: dict[str, TensorSlice | None] = dict(zip(state, state.sources, strict=True))
@@ -198,12 +198,12 @@ class _Plain:
         self._copies: list[tuple[torch.Tensor, TensorSlice]] = []
 
     def copies(self, model: nn.Module) -> list[tuple[torch.Tensor, TensorSlice]] | None:
-        """Return tensors and sources in torch's order; None if the load is more than plain copies."""
+        """Return each tensor with its source, in torch's order; None if the load needs more than copies."""
         plain = not self._assigns and self._add(model, "") and not self._left
         return self._copies if plain else None
 
     def _add(self, module: nn.Module, prefix: str) -> bool:
-        """Add the copies of a module and its descendants; return False if copies are not enough."""
+        """Add the copies of a module and its descendants; return False if they need more than copies."""
         if module._load_state_dict_post_hooks or not _is_plain(module, self._are_plain):
             return False
         left, copies, unsaved = self._left, self._copies, module._non_persistent_buffers_set
@@ -258,7 +258,7 @@ class _Walk:
     def _copies(
         self, module: nn.Module, node: _Node
     ) -> list[tuple[torch.Tensor, TensorSlice]] | None:
-        """Return the module's tensors and their sources; None if torch's own code must load them."""
+        """Return the module's own tensors and their sources; None if torch's code must load them."""
         if not node.children.keys() <= module._modules.keys():
             return None
         copies = []
@@ -285,7 +285,7 @@ class _Walk:
                     )
 
     def report(self, model_name: str, *, strict: bool) -> None:
-        """Raise the exception that torch raises for missing and unexpected keys and other errors."""
+        """Raise torch's exception if there are errors or, with ``strict``, missing or unexpected keys."""
         errors = self._errors
         if strict:
             kinds = (("Unexpected", self._unexpected), ("Missing", self._missing))
@@ -299,10 +299,9 @@ class _Walk:
 
 
 def _is_plain(module: nn.Module, known: dict[type, bool]) -> bool:
-    """Tell whether a module has neither pre-hooks nor overrides that could change the load of the
-    module.
+    """Tell whether a module has neither a pre-hook nor an override that could change its load.
 
-    ``known`` remembers whether a class overrides a method.
+    ``known`` caches for each class whether the class overrides none of the ``_METHODS``.
     """
     if module._load_state_dict_pre_hooks:
         return False
@@ -314,7 +313,7 @@ def _is_plain(module: nn.Module, known: dict[type, bool]) -> bool:
 
 
 def _fits(tensor: torch.Tensor, source: TensorSlice) -> bool:
-    """Tell whether torch would load a tensor by a plain copy of the tensor in the file."""
+    """Tell whether torch would load a tensor by a plain copy from ``source``, the tensor in the file."""
     return (
         type(tensor) in _PLAIN_TENSORS
         and tensor.layout is torch.strided

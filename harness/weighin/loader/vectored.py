@@ -23,9 +23,9 @@ _LEAST_STRAIGHT_BYTES: Final = 16 * ALIGNMENT  # smaller targets are as fast thr
 class Gathered:
     """A read of ``wanted_bytes`` at ``offset`` of a file, which fills ``buffers`` one after the other.
 
-    The read is followed by the ``copies``, in their order. Each copy is (destination, source): the
-    destination is a part of a target. The source is in the buffer, or in the same target less than a
-    page away.
+    After the read, the ``copies`` must be made in their order. Each copy is (destination, source).
+    The destination is a part of a target. The source is in the buffer for small targets, or in the
+    same target less than a page away.
     """
 
     offset: int
@@ -84,10 +84,10 @@ def up(offset: int, alignment: int) -> int:
 
 
 def _straight(place: tuple[memoryview, int], alignment: int) -> tuple[int, int, memoryview] | None:
-    """Return the range of the file (start, end) to read directly into a target, and the memory for it.
+    """Return (start, end, memory): a range of the file, and the part of a target to read it into.
 
-    The memory consists of whole pages of the target, and lies at most one page from the final place
-    of the range. ``_straight`` returns None if the range has less than 64 KiB.
+    The memory consists of whole pages of the target, and lies less than one page from where the bytes
+    belong. ``_straight`` returns None if the range has less than 64 KiB.
     """
     target, offset = place
     first, page = up(offset, alignment), -address_of(target) % alignment

@@ -1,8 +1,8 @@
 """Change a loaded model of transformers as ``from_pretrained`` changes it after reading the weights.
 
-After the load, ``from_pretrained`` calls the model's ``_init_weights``. This method skips each
-whole tensor that was loaded, but may write to a part of a loaded tensor. For example, some classes
-set the embedding's row of the padding token to zero, whatever values the file has.
+After the load, ``from_pretrained`` calls the model's ``_init_weights``. This method does
+not overwrite a whole loaded tensor, but may write to a part of it. For example, some classes set
+the padding token's row of the embedding to zero, whatever values the file has.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ def finish_load(model: Any) -> None:
 
 
 def written_after_load(model: Any) -> set[str]:
-    """Return the state dict's names of the tensors that ``finish_load`` would write."""
+    """Return the names (in the state dict) of the tensors to which ``finish_load`` would write."""
     tensors = model.state_dict(keep_vars=True)
     writes = _Writes({storage_key(tensor) for tensor in tensors.values()})
     with torch.random.fork_rng(devices=[]), as_loaded(model, _tensors(model)), writes:
@@ -33,7 +33,7 @@ def written_after_load(model: Any) -> set[str]:
 
 
 class _Writes(TorchDispatchMode):
-    """Records the storages to which operations would write, and skips these operations."""
+    """Skips each operation that would write to one of ``storages``, and records that storage."""
 
     def __init__(self, storages: set[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,8 +51,8 @@ class _Writes(TorchDispatchMode):
 
 @contextmanager
 def as_loaded(model: Any, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Until the context ends, set the flag by which transformers recognises loaded tensors, and
-    clear the flag of all modules.
+    """Mark ``tensors`` as loaded until the context ends, with the flag that transformers uses. Also
+    remove the flag from all modules; the end of the context does not set it again.
     """
     for tensor in tensors:
         setattr(tensor, _FLAG, True)

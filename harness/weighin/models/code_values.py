@@ -1,14 +1,14 @@
 """Compute weights from the codes and scales of bitsandbytes, GPTQ and AWQ, with operations of torch alone.
 
-Each function returns values in float32; the caller rounds the values to the wanted dtype. The
-rounded values equal those of bitsandbytes and of gptqmodel.
+The functions return weights and scales in float32, and the caller rounds the weights to the wanted
+dtype. The rounded weights equal those of bitsandbytes and of gptqmodel.
 """
 
 import torch
 
 _WORD: int = 32
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""For each of 8 columns, the index of its 4 bits in a 32-bit word of AWQ."""
+"""AWQ packs 8 columns into a 32-bit word: for each column, the index of its 4 bits in the word."""
 
 _OF_INT8 = 7.874015718698502e-3  # 1 / 127, as bitsandbytes rounds it
 
@@ -23,8 +23,7 @@ def four_bits(
 ) -> torch.Tensor:
     """Return the values of nf4 or fp4 codes of bitsandbytes as a flat tensor: two from each byte.
 
-    ``scales`` has one number for each ``block`` values. The last block of codes may be smaller than
-    the others.
+    ``scales`` has one number for each block of ``block`` values; the last block may be smaller.
     """
     pairs = torch.cartesian_prod(table, table)  # the high half of a byte comes first
     values = pairs.index_select(0, codes.reshape(-1).int()).view(-1)
@@ -34,7 +33,7 @@ def four_bits(
 def nested_scales(
     codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block: int, offset: float
 ) -> torch.Tensor:
-    """Return scales that bitsandbytes quantised to 8 bits (double quantisation)."""
+    """Dequantise scales that bitsandbytes quantised to 8 bits (double quantisation)."""
     values = table.index_select(0, codes.reshape(-1).int())
     return values.mul_(scales.repeat_interleave(block)[: len(values)]).add_(offset)
 
@@ -65,12 +64,12 @@ def gptq(
     bits: int,
     stored_less: int,
 ) -> torch.Tensor:
-    """Return the weights of GPTQ, one row for each input of the layer.
+    """Return a layer's weights from codes of GPTQ, one row for each input of the layer.
 
     Args:
         groups: for each input of the layer, its row number in ``zeros`` and ``scales``.
-        stored_less: the number to add to the zero points in the file, which is 1 in the first
-            version of GPTQ.
+        stored_less: the number to add to the zero points of the file: 1 for the first version of
+            GPTQ's format, else 0.
     """
     outputs = scales.shape[1]
     of_groups = unpacked(zeros.t(), bits).t()[:, :outputs]
@@ -81,7 +80,7 @@ def gptq(
 def awq(
     words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weights of AWQ in the layout "gemm", one row for each input of the layer."""
+    """Return a layer's weights from codes in AWQ's layout "gemm", one row for each input."""
     return _scaled(_awq_columns(words), _awq_columns(zeros), scales, groups)
 
 

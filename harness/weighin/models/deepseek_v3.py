@@ -1,9 +1,9 @@
 """Define the tensors of DeepSeek-V3 as they are in the files that DeepSeek published (2024).
 
-The matrices of the layers are fp8, with one float32 scale for each block of 128 x 128 values. All
-other tensors are bfloat16, except the bias of the router, which is float32. No load converts the
-dtype of the matrices, the scales or the router's bias. The last layer is for multi-token
-prediction. The model only holds tensors, and has no forward pass.
+The matrices of attention and feed-forward are fp8, with one float32 scale for each block of
+128 x 128 values. All other tensors are bfloat16, except the bias of the router, which is float32.
+No load converts the dtype of the fp8 matrices, the scales or the router's bias. The last layer is
+for multi-token prediction. The model only holds tensors, and has no forward pass.
 """
 
 from dataclasses import dataclass

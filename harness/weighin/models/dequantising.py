@@ -26,13 +26,13 @@ _KEY = "quantization_config"
 def attach_quantiser(
     model: Any, config: Mapping[str, Any], quantised: Mapping[str, Any] | None
 ) -> None:
-    """Attach a quantiser that dequantises to a model.
+    """Attach to a model the quantiser that dequantises the model's weights during the load.
 
     ``config`` and ``quantised`` are the arguments of ``from_config``. For a method that weighin does not
     dequantise, the model gets no quantiser, and the load raises a CheckpointError.
 
     Raises:
-        ConfigError: transformers refuses the configuration, or the installed package of the method.
+        ConfigError: transformers refuses the configuration, or lacks a package of the method.
     """
     if not quantised or not (found := Quantised.of_argument(quantised)).dequantises:
         return
@@ -85,7 +85,7 @@ def detach_quantiser(model: Any) -> None:
 
 
 def set_dtypes(tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
-    """Set the dtypes of tensors that have no values yet; integer dtypes are ignored."""
+    """Set the dtypes of tensors that have no values yet, except to integer dtypes."""
     for name, dtype in dtypes.items():
         if tensors[name].dtype != dtype and dtype.is_floating_point:
             tensors[name].data = torch.empty_like(tensors[name].data, dtype=dtype)

@@ -22,7 +22,7 @@ def _embedder(inputs: int, dim: int) -> nn.Module:
 
 
 def _modulation(dim: int, vectors: int) -> nn.Module:
-    """Return the layer that computes scales, shifts and gates from the time."""
+    """Return the layer that computes scales, shifts and gates from the embedded diffusion time."""
     return named(linear=nn.Linear(dim, vectors * dim))
 
 
@@ -46,7 +46,7 @@ def _double_block(dim: int, head_dim: int) -> nn.Module:
 
 
 def _single_block(dim: int, head_dim: int) -> nn.Module:
-    """Return a block that joins image and text, and attention and feed-forward."""
+    """Return a block that takes image and text as one sequence, and runs attention beside MLP."""
     own = _linears(dim, dim, "to_q", "to_k", "to_v")
     return named(
         norm=_modulation(dim, 3),

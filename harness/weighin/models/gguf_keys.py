@@ -3,8 +3,8 @@
 llama.cpp renames a model's tensors. For some architectures it also reorders or changes values.
 transformers has a table of the names, and code that undoes the changes of one tensor; this module
 uses both. To find out whether the code of transformers only moves rows, weighin runs the code on
-the row numbers. If so, the loader computes a few rows at a time, and writes them directly to the
-model's tensor.
+row numbers. If the code only moves rows, the loader dequantises a few rows at a time, and writes
+them directly to the model's tensor; if not, it computes the whole tensor first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
     """Return the tensors of a GGUF file under the names of ``model``, a model of transformers.
 
     Raises:
-        CheckpointError: transformers has no table and code for this architecture.
+        CheckpointError: transformers converts this architecture only inside ``from_pretrained``.
     """
     file = slices[0].file
     reading = _Reading.of(model, file, gguf.architecture(file))
@@ -59,7 +59,7 @@ def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """transformers' names for a file's tensors, and its ``processor`` that undoes llama.cpp's changes."""
+    """transformers' names for a file's tensors, and its code that undoes llama.cpp's changes."""
 
     names: Mapping[str, str]
     processor: Any
@@ -85,7 +85,7 @@ class _Reading:
     def converted(
         self, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
     ) -> TensorSlice:
-        """Return one tensor of the model: a range of the file, or a function that computes it."""
+        """Return a tensor of the model, as a range of the file or a function to compute it."""
         first = sources[0]
         moves = self._moves(target, shape, sources)
         if moves is None:  # values change, as those of norms do; transformers computes in float32
@@ -108,8 +108,8 @@ class _Reading:
     def _moves(
         self, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
     ) -> "_Moves | None":
-        """Return the rows to which transformers moves the rows of the file; None if transformers
-        changes values, too.
+        """Return to which rows transformers moves the rows of the file; None if transformers does
+        more than move whole rows.
 
         To find the rows, ``_moves`` passes row numbers to the code of transformers in place of the
         values.
@@ -152,7 +152,7 @@ class _Reading:
         sources: Sequence[TensorSlice],
         memory: torch.Tensor,
     ) -> None:
-        """Compute the values of one tensor of the model as a whole."""
+        """Compute one tensor of the model as a whole, and write it into ``memory``."""
         made = self._process(sources, [_values(where).numpy() for where in sources]).get(target)
         if made is None or tuple(made.shape) != shape:
             found = "nothing" if made is None else tuple(made.shape)
@@ -192,7 +192,7 @@ class _Moves:
     """How the rows of the file's tensors become the rows of the model's tensor.
 
     Attributes:
-        targets: for each row of the file, its row number in the model's tensor (a NumPy array).
+        targets: for each row of the file, the row's number in the model's tensor (a NumPy array).
         turned: whether the model's tensor is the transpose of the file's.
         same: whether every row keeps its number.
     """

@@ -26,8 +26,8 @@ def spec_of(file: Path) -> ModelSpec:
     """Return the ``ModelSpec`` of a GGUF file, like that of a Hugging Face folder.
 
     Raises:
-        CheckpointError: the file is damaged, transformers does not know its architecture, or a package
-            is missing.
+        CheckpointError: the file is damaged or one of several parts, transformers does not know the
+            model's architecture, or a package is missing.
     """
     _check(file)
     command = child_process.module("weighin.models.gguf_spec", str(file))
@@ -41,7 +41,7 @@ def spec_of(file: Path) -> ModelSpec:
 
 
 def described(file: Path) -> dict[str, Any]:
-    """Return the builder's arguments that ``spec_of`` returns, in a process that may import transformers.
+    """Return the builder's arguments for ``spec_of``; this function imports transformers.
 
     Raises:
         CheckpointError: for the same reasons as ``spec_of``.
@@ -87,7 +87,7 @@ def _unknown(file: Path, why: str) -> CheckpointError:
 
 
 def main() -> None:
-    """Send the description of the model in the file that the first argument names."""
+    """Send the parent process the description of the GGUF file that the argument names."""
     end_with_parent()
     parent = Parent()
     try:
@@ -105,7 +105,7 @@ def _config(transformers: Any, file: Path) -> Any:
 
 
 def _class_of(config: Any) -> str:
-    """Return an ``AutoModel``'s class for a configuration, if possible one with a text head."""
+    """Return the class that a configuration names, or an ``AutoModel``'s, if possible for text."""
     from transformers.models.auto import modeling_auto
 
     if config.architectures:

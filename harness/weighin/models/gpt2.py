@@ -1,8 +1,8 @@
 """Define GPT-2 as a public notebook on memory-efficient weight loading does.
 
-This model differs from the published GPT-2: the output head is not tied, query, key and value have
-separate projections, and each layer has its causal mask as a persistent buffer. The checkpoint
-contains the masks: that of GPT-2 XL has 821 entries and 6.290 GiB.
+This model differs from the published GPT-2. The output head is not tied to the embedding. Query,
+key and value have separate projections. Each layer has its causal mask as a persistent buffer, so
+that the checkpoint contains the masks. The checkpoint of GPT-2 XL has 821 entries and 6.290 GiB.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ class LayerNorm(nn.Module):
 
 
 class MultiHeadAttention(nn.Module):
-    """Causal self-attention; the mask is a persistent buffer of context x context floats."""
+    """Causal self-attention; the mask is a persistent buffer with context_length**2 floats."""
 
     mask: torch.Tensor
 
@@ -136,6 +136,6 @@ def gpt2(**sizes: Any) -> GPTModel:
 def example_inputs(
     *, vocab_size: int = 50_257, context_length: int = 1024, **_: object
 ) -> tuple[torch.Tensor, ...]:
-    """Return the arguments of one forward pass: 1 x 16 token ids, equal in every call."""
+    """Return the input of one forward pass: 1 x min(16, context length) token ids, always equal."""
     length = min(16, context_length)
     return ((torch.arange(length) * 7919 % vocab_size).unsqueeze(0),)

@@ -51,7 +51,7 @@ def gpt_oss(
     *, dtype: str, dim: int, hidden_dim: int, head_dim: int, n_heads: int, n_kv_heads: int,
     n_layers: int, n_experts: int, vocab_size: int,
 ) -> nn.Module:  # fmt: skip
-    """Return the model in evaluation mode, with blocks and scales in uint8 and torch's default dtype.
+    """Return the model in evaluation mode; all but the uint8 tensors have torch's default dtype.
 
     The function ignores ``dtype``, which weighin itself reads for ``--dtype auto``.
     """

@@ -1,7 +1,7 @@
-"""Dequantise bitsandbytes, GPTQ and AWQ without their packages, in transformers' table of conversions.
+"""Dequantise codes of bitsandbytes, GPTQ and AWQ without the packages of these methods.
 
-For bitsandbytes, GPTQ and AWQ, transformers has no dequantisation: it loads the codes into modules
-of these packages. The class ``Dequantiser`` replaces transformers' own quantiser.
+transformers does not dequantise these codes, but loads them into modules of the packages. The class
+``Dequantiser`` replaces transformers' quantiser, and dequantises in transformers' conversions.
 """
 
 import json
@@ -41,13 +41,13 @@ def fitting(name: str) -> Iterator[None]:
 
 
 class Operation:
-    """Dequantises the weight of one module; a weight that is not quantised stays as it is.
+    """Dequantises the weights of modules; a weight that is not quantised keeps its values.
 
     A dequantised weight has the shape of the weight of ``torch.nn.Linear``.
     """
 
     names: ClassVar[tuple[str, ...]]
-    """The last parts of the names in the file, such as "qweight"."""
+    """The last parts of the tensors' names in the file, such as "qweight"."""
 
     casts: ClassVar[bool] = True
     """Whether a weight that is not quantised gets the model's dtype, as with ``from_pretrained``."""
@@ -63,7 +63,7 @@ class Operation:
         model: Any,
         **_: object,
     ) -> dict[str, Any]:
-        """Return the weights by pattern; the interface is that of transformers' ``ConversionOps``."""
+        """Return the weights by their name patterns, as transformers' ``ConversionOps`` do."""
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
         groups: dict[str, dict[str, list[torch.Tensor]]] = {}
         for pattern, tensors in collected.items():
@@ -157,7 +157,7 @@ def scales_of(parts: Parts, state: Mapping[str, Any]) -> torch.Tensor:
 
 
 class DequantiseGptq(Operation):
-    """Dequantises GPTQ: each word holds codes of several inputs; each group of inputs has a scale."""
+    """Dequantises GPTQ: a word holds codes of several inputs; each group of inputs has scales."""
 
     names = ("qweight", "qzeros", "scales", "g_idx", WEIGHT)
 
@@ -176,11 +176,10 @@ class DequantiseGptq(Operation):
 
 
 def bits_of(words: int, outputs: int, named: int) -> int:
-    """Return the bits of a code: the first of ``named``, 2, 3, 4 and 8 that fits the number of
-    words.
+    """Return the number of bits of a code: the first of ``named``, 2, 3, 4, 8 that fits ``words``.
 
     Args:
-        words: the number of words that hold the zero points of ``outputs``.
+        words: the number of 32-bit words that hold one zero point for each of ``outputs``.
 
     Raises:
         ValueError: none of these numbers of bits fits.
@@ -192,14 +191,14 @@ def bits_of(words: int, outputs: int, named: int) -> int:
 
 
 def even_groups(inputs: int, count: int) -> torch.Tensor:
-    """Return the group number of each input for ``count`` groups of equal size."""
+    """Return the group number of each input, if the inputs form ``count`` groups of equal size."""
     if inputs % count:
         raise ValueError(f"{inputs} inputs cannot be divided into {count} groups of equal size")
     return torch.arange(inputs, dtype=torch.int32) // (inputs // count)
 
 
 class DequantiseAwq(Operation):
-    """Dequantises AWQ: each word holds codes of eight outputs; each group of inputs has a scale."""
+    """Dequantises AWQ: a word holds codes of eight outputs; each group of inputs has scales."""
 
     names = ("qweight", "qzeros", "scales", "g_idx", WEIGHT)
 
@@ -224,7 +223,7 @@ _OPERATIONS: Final[Mapping[str, type[Operation]]] = {
 
 
 class Dequantiser:
-    """A quantiser with transformers' interface that adds a method's operation to the conversions."""
+    """A quantiser with transformers' interface; it adds an ``Operation`` to the conversions."""
 
     pre_quantized = True
 

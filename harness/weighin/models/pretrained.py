@@ -42,15 +42,15 @@ def from_config(
     Args:
         architecture: the name of the class in transformers, such as "LlamaForCausalLM".
         config: the content of ``config.json``.
-        code: the folder with the class's code, if it is not in transformers; see
-            ``weighin.formats.pretrained_code``.
+        code: the folder with the class's code and a digest of the code, if the class is not in
+            transformers; see ``weighin.formats.pretrained_code``.
         apart: the names of tensors that the class ties, but that have different values in the file.
         quantised: how the file's weights are quantised, see ``weighin.formats.quantised``. The weights
-            of the model nevertheless have torch's default dtype, and ``load_streaming`` dequantises.
+            of the model have torch's default dtype; ``load_streaming`` dequantises the codes.
         adapter: the folder of an adapter of LoRA, which ``load_streaming`` merges into the weights.
 
     Raises:
-        ConfigError: transformers is not installed, or has no such class.
+        ConfigError: for the reasons of ``pretrained_class``, or transformers refuses ``config``.
     """
     kind = pretrained_class(architecture, code, config)
     dtype_of(config)  # raises for a dtype that transformers cannot read
@@ -86,7 +86,7 @@ def _untie(model: Any, apart: Sequence[str]) -> None:
 
 
 def _settings(kind: Any, config: Mapping[str, Any]) -> Any:
-    """Return the configuration of a class; for a part of a model, that part of ``config.json``."""
+    """Return a class's configuration object, from ``config.json`` or its part for the class."""
     kind, part = kind.config_class, config
     key = kind.base_config_key
     if isinstance(key, str) and isinstance(config.get(key), Mapping):  # one class has a list here
@@ -148,7 +148,7 @@ def reference(
 ) -> tuple[torch.nn.Module, list[str]]:
     """Return the model that ``from_pretrained`` loads, and the names of weights not in the checkpoint.
 
-    ``kwargs`` are the arguments of ``from_config`` for the model of the checkpoint's folder.
+    ``kwargs`` are the arguments with which ``from_config`` builds this model.
 
     Raises:
         CheckpointError: ``from_pretrained`` raises an error for this checkpoint.
@@ -181,7 +181,7 @@ def reference(
 
 
 def merged(model: Any, adapter: Path | str) -> Any:
-    """Return the model into which peft merged the adapter in a folder, as ``merge_and_unload`` does.
+    """Let peft merge the adapter in the folder ``adapter`` into ``model``, and return the result.
 
     Raises:
         ConfigError: peft is not installed.
@@ -197,7 +197,7 @@ def merged(model: Any, adapter: Path | str) -> Any:
 
 
 def _of_another_shape(kind: Any, arguments: Mapping[str, Any], checkpoint: Path) -> CheckpointError:
-    """Return the error with the names of the weights that have another shape in the checkpoint."""
+    """Return the error that names the weights whose shapes differ between checkpoint and model."""
     _, info = kind.from_pretrained(**arguments, **{_MISMATCHED: True}, output_loading_info=True)
     names = sorted(str(name) for name, *_ in info["mismatched_keys"])
     return misfit(checkpoint, kind.__name__, {"of another shape": names})
@@ -238,12 +238,12 @@ def is_own(model: torch.nn.Module) -> bool:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class that ``from_config(**kwargs)`` builds, so that no later phase imports it."""
+    """Import the class that ``from_config`` builds, so that no later phase of a load imports it."""
     pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
 
 
 def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
-    """Tell whether the model's class keeps a weight in float32 in a model of ``dtype``."""
+    """Tell whether the class keeps the weight ``name`` in float32 if the model has ``dtype``."""
     plan = model._get_dtype_plan(dtype)
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in plan)
 
@@ -266,7 +266,7 @@ def finish(model: Any, folder: Path | str | None) -> None:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a copy of a part of ``config.json``, in which {"__float__": "Infinity"} is a float."""
+    """Return a copy of a part of ``config.json``; {"__float__": "Infinity"} becomes a float."""
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -283,7 +283,7 @@ def computed_keys(model: Any) -> set[str]:
 def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
     """Compute in float32 the tensors that no checkpoint has, as ``from_pretrained`` does.
 
-    The constructor has computed these tensors in ``dtype``, which also rounds intermediate results.
+    The constructor has computed them in ``dtype``, and so has also rounded intermediate results.
     """
     if dtype == torch.float32:
         return
@@ -299,7 +299,7 @@ def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Set the dtype of the tensors that the class keeps in float32, before they have values."""
+    """Set the dtype float32 for the tensors that the class keeps in it, before they have values."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -321,7 +321,7 @@ def example_inputs(
     quantised: Mapping[str, Any] | None = None,  # noqa: ARG001
     adapter: str = "",  # noqa: ARG001
 ) -> dict[str, torch.Tensor] | None:
-    """Return small inputs for one forward pass; None for a class with another kind of main input."""
+    """Return small inputs for one forward pass; None unless these are text, sound or images."""
     kind = pretrained_class(architecture, code, config)
     settings = _settings(kind, config)
     text = settings.get_text_config()

@@ -81,7 +81,7 @@ def diffusers_class(architecture: str) -> Any:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class that ``from_config(**kwargs)`` builds, so that no later phase imports it."""
+    """Import the class that ``from_config`` builds, so that no later phase of a load imports it."""
     diffusers_class(kwargs["architecture"])
 
 
@@ -130,7 +130,7 @@ def is_own(model: torch.nn.Module) -> bool:
 
 
 def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:  # noqa: ARG001 (an interface)
-    """Tell whether the model's class keeps a weight in float32 in every dtype of the model."""
+    """Tell whether the class keeps the weight ``name`` in float32, whatever the model's dtype."""
     kept = model._keep_in_fp32_modules or ()
     return any(part in kept for part in name.split("."))
 

@@ -2,8 +2,8 @@
 
 ``from_pretrained`` renames keys, adds or removes the prefix of the base model, and converts groups
 of tensors. For example, it stacks the experts of a layer, or joins q, k and v. This module uses
-transformers' own tables and functions. A stacked or joined tensor becomes a ``TensorSlice`` of
-several blocks, each of which the loader reads directly into the model's tensor. For any other
+transformers' own tables and functions. A stacked or joined tensor becomes a ``TensorSlice`` with
+several ``parts``, each of which the loader reads directly into the model's tensor. For any other
 conversion, the loader reads the values and transformers converts them.
 """
 
@@ -54,12 +54,12 @@ class Conversion:
 
     @property
     def left_alone(self) -> TensorSlice | None:
-        """The source of a tensor that needs no conversion, because it is not quantised; else None."""
+        """The one source of a dequantisation without scales, which changes nothing; else None."""
         only_dequantises = len(self.converter.operations) == 1 and self.reads_codes
         return self.sources[0][1] if only_dequantises and len(self.sources) == 1 else None
 
     def targets(self, model: Any) -> list[str]:
-        """Return the names of the results, which a conversion of tensors without values shows."""
+        """Return the results' names; to find several names, convert tensors without values."""
         if len(self.converter.target_patterns) == 1:
             return [self.name]
         empty = [
@@ -87,10 +87,10 @@ class MappedKeys:
         conversions: the groups of tensors whose values must be converted.
         unexpected: keys of the file that the model does not have, which ``from_pretrained`` ignores.
         renamed: the number of keys whose name in the file differs from the name in the model.
-        joined: the number of keys of the file that are only a part of a tensor of the model.
+        joined: the number of keys of the file whose tensors are joined or otherwise converted.
         computed: the model's keys that the file lacks because the class computes their values.
         used: which entries of transformers' tables renamed or converted a tensor; None for another
-            library.
+            library, and for a GGUF file.
     """
 
     slices: Slices
@@ -104,7 +104,7 @@ class MappedKeys:
     def refuse_missing(self, model: torch.nn.Module, checkpoint: Path) -> None:
         """Raise CheckpointError if ``from_pretrained`` would initialise a weight with random numbers.
 
-        The checkpoint may lack tied weights, buffers, and tensors that are computed or converted.
+        The checkpoint may lack buffers, computed or converted tensors, and names of tied weights.
         """
         wanted = model.state_dict(keep_vars=True)
         present = {source.name for source in self.slices}
@@ -125,7 +125,7 @@ class MappedKeys:
 
     @property
     def note(self) -> str:
-        """The number of keys for each difference between file and model; empty if there is none."""
+        """A text that counts the keys for each difference of file and model; empty for none."""
         counts = {
             "converted": self.joined,
             "renamed": self.renamed,
@@ -140,7 +140,7 @@ class MappedKeys:
 
 
 def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
-    """Return a checkpoint's tensors under a model's names (transformers, diffusers or timm)."""
+    """Return a checkpoint's tensors under the names of a transformers, diffusers or timm model."""
     library = module_for(model)
     if library not in (None, pretrained):
         return _renamed(model, slices, library.named_as_in(model, slices))
@@ -188,7 +188,7 @@ def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
 def _renamed(
     model: torch.nn.Module, slices: Sequence[TensorSlice], named: Mapping[str, TensorSlice]
 ) -> MappedKeys:
-    """Return the tensors of ``named`` whose names are in the model."""
+    """Return the tensors of ``named`` whose keys are names of the model's tensors."""
     wanted = model.state_dict(keep_vars=True)
     mapped = Slices(replace(each, name=name) for name, each in named.items() if name in wanted)
     used = {named[each.name].name for each in mapped}
@@ -198,7 +198,7 @@ def _renamed(
 
 
 def _joined(conversion: Conversion) -> TensorSlice | None:
-    """Return a stacked or joined tensor as a slice of several blocks; None for other conversions."""
+    """Return a stacked or joined tensor as a slice with ``parts``; None for other conversions."""
     tensors: dict[str, list[TensorSlice]] = {}
     for pattern, source in conversion.sources:
         if not source.contiguous or source.parts:
@@ -237,7 +237,7 @@ def _dtype_of(conversion: Conversion, model: Any) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The shape of a tensor, and its blocks: for each block its index in the tensor and its slice."""
+    """A tensor's shape, and for each of its blocks its start in the tensor and its slice."""
 
     shape: tuple[int, ...]
     blocks: tuple[tuple[tuple[int, ...], TensorSlice], ...]

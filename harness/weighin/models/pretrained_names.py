@@ -21,7 +21,7 @@ class ModelNames:
         self.wanted, self._prefix = model.state_dict(keep_vars=True), model.base_model_prefix
 
     def of(self, name: str) -> tuple[str, str | None]:
-        """Return a tensor's name in the model, and the pattern of its conversion if there is one."""
+        """Return the model's name for a file's tensor, and its conversion's pattern or None."""
         from transformers.core_model_loading import rename_source_key
 
         new: tuple[str, str | None]

@@ -60,7 +60,7 @@ def _created(
 ) -> torch.nn.Module:
     """Create the model of a folder, and store the arguments of its load in ``_LOADS``.
 
-    ``load`` replaces timm's function that loads the weights.
+    ``load`` replaces timm's function that loads the weights; None keeps this function.
     """
     timm = _timm()
     if not timm.is_model(architecture):
@@ -195,7 +195,7 @@ def _check_complete(
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
-    """Return the model that timm loads from a folder, and an empty list: timm leaves no weight out.
+    """Return the model that timm loads, and an empty list, because timm leaves no weight out.
 
     Raises:
         CheckpointError: timm cannot load the file.

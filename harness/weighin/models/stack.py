@@ -1,8 +1,8 @@
-"""Define a stack of equal linear layers, to measure how the load time depends on the size of the
-tensors.
+"""Define a stack of equal linear layers, to measure how load time depends on tensor size.
 
 To do so, compare the loads of two stacks with the same number of bytes: one of many small tensors,
-and one of few large tensors. If a load's time depends only on the bytes, both times are equal.
+and one of few large tensors. If the load time depends only on the bytes, both loads take the
+same time.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def stack(*, layers: int, width: int, inner: int | None = None) -> nn.Module:
 
 
 def nested(*, blocks: int, layers: int, width: int, inner: int | None = None) -> nn.Module:
-    """Return ``blocks`` modules in a row, each a ``stack`` of ``layers`` linear layers."""
+    """Return ``blocks`` modules in sequence, each a ``stack`` of ``layers`` linear layers."""
     made = (stack(layers=layers, width=width, inner=inner) for _ in range(blocks))
     return nn.Sequential(*made).eval()
 

@@ -10,7 +10,7 @@ def from_tensors(*, tensors: str) -> nn.Module:
     """Return a module tree with an uninitialised parameter or buffer for each tensor.
 
     ``tensors`` is a string from ``weighin.formats.structure.pack``. Floating-point tensors become
-    parameters. Names with the same offset in the file become one tied tensor. The model only holds
+    parameters. Names that ``tensors`` records as tied become one tensor. The model only holds
     tensors, and has no forward pass.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Define a small model with tied weights and non-persistent buffers, which strategies often lose.
+"""Define a small model with tied weights and non-persistent buffers, which many loaders lose.
 
 The output head shares its weight with the token embedding. The rotary tables are non-persistent
-buffers, so that no checkpoint contains them. If a strategy unties the weight or leaves the tables
-uninitialised, the outcome is ``wrong_weights``.
+buffers, so that no checkpoint contains them. If a strategy (a way to load) unties the weight or
+leaves the tables uninitialised, the outcome of the measurement is ``wrong_weights``.
 """
 
 import torch
@@ -55,7 +55,7 @@ class TiedBlock(nn.Module):
 
 
 class TiedModel(nn.Module):
-    """Maps token ids (batch x length) to logits; ``head.weight`` is ``embedding.weight``."""
+    """Maps token ids (batch x length) to logits; ``head`` and ``embedding`` share one weight."""
 
     def __init__(
         self, vocab_size: int, context_length: int, emb_dim: int, n_layers: int, n_heads: int

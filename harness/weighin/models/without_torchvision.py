@@ -61,6 +61,6 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _is_weighins_own_process() -> bool:
-    """Tell whether this process runs a module of weighin: ``python -m weighin.worker``."""
+    """Tell whether this process runs a module of weighin, such as ``python -m weighin.worker``."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.partition(".")[0] == "weighin"

@@ -1,8 +1,8 @@
 """Predict loads (cells): ``python -m weighin.predict`` answers each line of JSON with an event.
 
-The predicting process imports torch and the model's class, as a measured process does, so that all
-its cells must have one model. Each cell runs in a fork of the process, because the heap of a fork
-is like that of a new process. The fork reads only the structure of a checkpoint.
+The predicting process imports torch and the model's class, as a measured process does. All cells of
+one predicting process must therefore have the same model. Each cell runs in a fork, because the heap
+of a fork is like that of a new process. The fork reads a checkpoint's structure, but no values.
 """
 
 import ctypes
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _import_simulation() -> int:
-    """Import the modules that only a prediction needs; return their memory in bytes."""
+    """Import the modules that only a prediction needs; return their anonymous memory in bytes."""
     before = memory_of(read_status()).anon_bytes
     from weighin.predict import gpu_context, preload, simulate, sparse  # noqa: F401
 
@@ -185,7 +185,7 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _use(cell: Cell, builder: Builder, forward: bool, path: str) -> "UseToFollow | None":
-    """Return the use that follows the load, prepared as in a measured process before the load."""
+    """Return the use that follows the load (or None), prepared as a measured process prepares it."""
     from weighin.predict.using import UseToFollow
 
     if not cell.use and not forward:

@@ -24,12 +24,12 @@ _BEST_FIT: Final = attrgetter("size", "address")  # the smallest size, then the 
 
 
 class CudaOutOfMemory(Exception):
-    """A request does not fit under the limit, even after the allocator has emptied its cache."""
+    """A request exceeds the GPU memory limit, even after the allocator has emptied its cache."""
 
 
 @dataclass(slots=True, eq=False)
 class CudaBlock:
-    """A part of a segment, with links to its neighbours. Free neighbours are merged."""
+    """A part of a segment (one reservation), with links to its neighbours. Free neighbours merge."""
 
     address: int
     size: int
@@ -82,7 +82,7 @@ class CachingAllocator:
         insort(self._free[block.small], block, key=_BEST_FIT)
 
     def empty_cache(self) -> None:
-        """Release every segment that contains no block in use."""
+        """Release every segment that contains no block in use, so that it is no longer reserved."""
         for pool in self._free.values():
             for block in [each for each in pool if not (each.before or each.after)]:
                 pool.remove(block)

@@ -30,7 +30,7 @@ _FIGURES = {
 }
 _ANONYMOUS = ("host_anon_peak_bytes", "host_anon_least_bytes", "host_anon_most_bytes")
 _USED = "use_"
-"""The prefix of figures of a use, in place of "host_"."""
+"""The prefix that replaces "host_" in the names of peaks during a use (after the load)."""
 _CHILDREN = "children_private_bytes"
 
 
@@ -39,11 +39,11 @@ class Checked:
     """One series of a run (the repeats of a measurement), with its prediction.
 
     Attributes:
-        figures: tuples of (name, predicted bytes, measured bytes). Of the three predicted anonymous
-            peaks, only the one that is nearest to the measured peak is included, for the load and
-            for the use.
+        figures: tuples of (name, predicted bytes, measured bytes). Three anonymous peaks are
+            predicted for the load and three for the use; of each three, only the one nearest to the
+            measured peak is included.
         unreclaimable_bytes: the largest measured sum of anonymous and shared memory, for which a
-            RAM limit must have room; None if the series has no such figure.
+            RAM limit must have room; None if the series has no such measurement.
     """
 
     prediction: Prediction
@@ -65,7 +65,7 @@ class Checked:
 
     @property
     def is_killed(self) -> bool:
-        """Whether a RAM limit of the predicted floor would be too small for the measured memory."""
+        """Whether the predicted floor (sufficient RAM limit) is too small for the measured memory."""
         floor, needed = self.prediction.floor_bytes, self.unreclaimable_bytes
         return floor is not None and needed is not None and needed > floor
 
@@ -76,9 +76,8 @@ class Summary:
 
     Attributes:
         series: the number of series with a predicted and a measured anonymous peak.
-        median_error, largest_error: the error of the anonymous peak, as a share of the measured
-            one.
-        killed: how many series would need more memory than a RAM limit of their predicted floor.
+        median_error, largest_error: the median and the largest ``Checked.anonymous_error``.
+        killed: the number of series that needed more memory than the predicted floor (RAM limit).
     """
 
     series: int
@@ -88,7 +87,7 @@ class Summary:
 
 
 def summarised(checked: Sequence[Checked]) -> Summary | None:
-    """Return the summary of all series; None if no anonymous peak was predicted and measured."""
+    """Return the summary of all series; None if no series has an ``anonymous_error``."""
     errors = [one.anonymous_error for one in checked]
     known = [error for error in errors if error is not None]
     if not known:
@@ -97,13 +96,14 @@ def summarised(checked: Sequence[Checked]) -> Summary | None:
 
 
 def check(run: Path, *, trusted: bool = False) -> list[Checked]:
-    """Predict every series of a run that has an ok cell, and compare with the median of its ok
-    cells.
+    """Predict each series of a run, and return the predictions with the medians of its ok loads.
+
+    A series (the repeats of a measurement) without an ok load is left out.
 
     Raises:
         RecordError: the folder has no run, or no load of the run is ok.
         HarnessError: for the same reasons as ``predict``.
-        ConfigError: the run names foreign code and is not ``trusted``.
+        ConfigError: the run names code from outside of weighin, and ``trusted`` is False.
     """
     series: dict[str, list[Result]] = {}
     for result in run_folder.read(run).results:
@@ -198,7 +198,7 @@ def _figures(prediction: Prediction, results: list[Result]) -> Iterator[tuple[st
 
 
 def _nearest(predicted: dict[str, int], size: int) -> tuple[str, int, int]:
-    """Return the name and value of the figure that is nearest to the measured size, and the size."""
+    """Return (name, bytes) of the prediction nearest to ``size``, and ``size`` (measured bytes)."""
     near = min(predicted, key=lambda one: abs(predicted[one] - size))
     return near, predicted[near], size
 
@@ -213,10 +213,9 @@ def _unreclaimable(results: list[Result]) -> int | None:
 
 
 def _settings(run: Path) -> RunSettings:
-    """Return the settings in a run's plan. Settings of containers are left out, because predictions
-    use none.
+    """Return the settings in a run's plan, without those of containers (a prediction uses none).
 
-    A run without a plan, such as a published one, has the default settings.
+    If the run has no readable plan, as a published run, return the default settings.
     """
     try:
         found = RunSettings.from_json(run_folder.read_plan(run).settings)

@@ -44,17 +44,17 @@ def predict(
     forward: bool = False,
     use_paths: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Prediction]:
-    """Return a prediction for each cell, in the order of the cells.
+    """Return a prediction for each cell, in the order of ``planned``.
 
-    The prediction of a cell includes its use. ``forward`` adds one forward pass to a cell whose use
-    is forward passes. ``use_paths`` has the files of uses that the user wrote, by the use's name.
+    A prediction includes the cell's use (what it runs after the load). ``forward`` adds a forward
+    pass if the cell asks for passes. ``use_paths`` has the file of each use that the user wrote.
 
     ``predict`` reads no tensor data and needs no GPU. A cell loads ``checkpoint`` if this file has
-    the cell's format and contains only tensors. Any other cell loads a generated checkpoint without
-    values, which has the tensors that ``selection`` selects in ``checkpoint``, or without
-    ``checkpoint``, the model's tensors. ``checkpoint_dtype`` replaces the dtype of the generated
-    checkpoint. If a cell cannot be predicted, the figures of its prediction are None and ``cannot``
-    has the reason.
+    the cell's format and only tensors, and ``selection`` selects no part of it. Any other cell loads
+    a checkpoint without values that weighin generates. It has the tensors that ``selection`` selects
+    in ``checkpoint``; without ``checkpoint``, it has the model's tensors. ``checkpoint_dtype``
+    replaces the dtype of its floating-point tensors. If a cell cannot be predicted, its peaks are
+    None, and ``cannot`` has the reason.
 
     Raises:
         HarnessError: a library cannot build its model; the checkpoint lacks weights of the model or
@@ -86,7 +86,7 @@ def predict(
 
 @contextmanager
 def generated(model: ModelSpec, python_path: Sequence[str] = ()) -> Iterator[Path]:
-    """Yield the checkpoint that weighin generates for a model, but without values.
+    """Yield the path of a checkpoint as weighin generates it for a model, but without values.
 
     Raises:
         ConfigError: the model cannot be built.
@@ -124,7 +124,7 @@ def _not_followed(planned: Planned) -> str:  # noqa: PLR0911 (one reason each)
 
 
 def dtype_name(text: str) -> str:
-    """Return torch's name of the dtype ``text``; raise UnknownName if torch has no dtype ``text``."""
+    """Return torch's name for a user's dtype such as "bf16"; raise UnknownName if it is unknown."""
     if text not in DTYPES:
         raise UnknownName("dtype", text, DTYPES)
     return DTYPES[text]
@@ -137,7 +137,7 @@ class _Source:
     Attributes:
         own: the format of the user's checkpoint, if cells of this format can load the checkpoint as
             it is.
-        made: the path of each generated checkpoint, or why it cannot be made, by model and format.
+        made: for each model and format, the path of the checkpoint, or why it cannot be made.
     """
 
     ask: "_Asker"
@@ -149,7 +149,10 @@ class _Source:
     made: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def refuse_misfit(self, planned: Sequence[Planned]) -> None:
-        """Raise HarnessError if no strategy can load the checkpoint into the model of the cells."""
+        """Raise HarnessError if no strategy can load the checkpoint into the cells' model.
+
+        Only a model of a library, such as transformers, is checked.
+        """
         cell = next((one.cell for one in planned if not (one.skip or _not_followed(one))), None)
         if not self.checkpoint or cell is None or library_of(cell.model.builder) is None:
             return
@@ -207,9 +210,7 @@ class _Asker:
         return answer
 
     def _process_of(self, model: dict[str, Any]) -> child_process.Child:
-        """Return the predicting process; start a new one if the old one imported another model
-        class.
-        """
+        """Return the predicting process: a new one if the old one imported another model class."""
         imported = model if library_of(model["builder"]) else {}
         if self._process is None or imported != self._imported:
             self.close()

@@ -1,4 +1,4 @@
-"""Intercept every torch operation of a simulated load: update the ledger, and write no memory."""
+"""Intercept each torch operation of a simulated load; for large tensors, only update the ledger."""
 
 import sys
 from functools import cache
@@ -77,7 +77,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 @cache
 def _kind(func: Any) -> str:
-    """Classify an operation by its schema; the result is the name of a method of ``Operations``."""
+    """Classify an operation by its schema: "_" and the result name the method of ``Operations``."""
     name = _name(func)
     if name in _METADATA or torch.Tag.inplace_view in func.tags:
         return "metadata"
@@ -92,9 +92,10 @@ def _kind(func: Any) -> str:
 
 
 class Operations(TorchDispatchMode):
-    """Runs operations that only create views or allocate memory.
+    """Runs operations that only create views or allocate memory, or whose inputs are all small.
 
-    For any other operation, the ledger records the memory that the operation would read and write.
+    For any other operation, ``Operations`` returns results without values, and the ledger records
+    the memory that the operation would read and write.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -208,8 +209,8 @@ class Operations(TorchDispatchMode):
     def _shapes(self, call: Call) -> Any:
         """Return the operation's results on the meta device.
 
-        A real load does not make the imports that happen here: their memory and number do not
-        count.
+        torch may import modules here that a real load does not import. Their memory and number do
+        not count.
         """
         before, modules = self._ledger.own_anon_bytes, len(sys.modules)
         try:
@@ -227,7 +228,7 @@ class Operations(TorchDispatchMode):
             self._ledger.work["modules"] -= len(sys.modules) - modules
 
     def _really(self, call: Call) -> Any:
-        """Run an operation on small tensors; a large result has no values."""
+        """Run an operation on small tensors; replace a large result by a tensor without values."""
 
         def keep(result: Any) -> Any:
             if not isinstance(result, torch.Tensor):
@@ -242,7 +243,7 @@ class Operations(TorchDispatchMode):
         return tree_map(keep, call.run())
 
     def _all_real(self, inputs: list[torch.Tensor]) -> bool:
-        """Tell whether all tensors have the same values as in a real load."""
+        """Tell whether all tensors are really written, with the same values as in a real load."""
         blocks = [self._ledger.block_of(one) for one in inputs if not one.is_meta]
         return all(block.real and block.known for block in blocks)
 

@@ -17,9 +17,7 @@ class Extents:
         self.nbytes = 0
 
     def add(self, address: int, length: int) -> int:
-        """Add every page of which the interval has a part; return the size of the added pages in
-        bytes.
-        """
+        """Add every page that the interval touches; return the size of the new pages in bytes."""
         if length <= 0:
             return 0
         start = address - address % PAGE_BYTES

@@ -1,9 +1,10 @@
 """Simulate one GPU: calls that name "cuda" create CPU storages, which the ledger counts as GPU
 memory.
 
-Torch without CUDA refuses to create a tensor on "cuda" or to move a tensor there. A call that names
-the device "cuda" is therefore executed on the CPU, and the ledger records "cuda" as the place of
-its results. For a tensor that the ledger places on the GPU, the attribute ``device`` is "cuda".
+Torch without CUDA refuses to create a tensor on "cuda", or to move a tensor to "cuda". A call that
+names the device "cuda" is therefore executed on the CPU, and the ledger records "cuda" as the place
+(kind of memory) of the call's results. For a tensor that the ledger places on the GPU, the attribute
+``device`` is "cuda".
 """
 
 from collections.abc import Callable, Iterator
@@ -148,9 +149,7 @@ def _deserialized() -> Iterator[None]:
 
 
 def _named(value: Any) -> Any:
-    """Return the CUDA device for a number (torch without CUDA refuses numbers), else the value
-    itself.
-    """
+    """Return a CUDA device for a number, which torch without CUDA refuses; else return ``value``."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return torch.device("cuda", value) if is_number else value
 

@@ -1,8 +1,8 @@
 """Replace the functions of transformers that dequantise a GGUF file, to predict their memory.
 
 The package gguf computes with numpy, so that no torch operation can be intercepted. For each tensor
-of the file, these are in memory: the mapped pages of the quantised values, the computed values in
-parts and as a whole, the values in the model's order, and a copy, which becomes the model's tensor.
+of the file, a real load needs memory for: the mapped pages of the quantised values, the dequantised
+values before and after joining, their reordered form, and a copy, which becomes the model's tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ _FLOAT_BYTES: Final = 4
 
 @contextmanager
 def gguf_reads(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
-    """Update the ledger while a GGUF file ``checkpoint`` is read; ignore any other file."""
+    """If ``checkpoint`` is a GGUF file, count in the ledger what its reads need; else do nothing."""
     if not gguf.is_file(checkpoint):
         yield
         return
@@ -106,8 +106,8 @@ def _values(
 
 
 def _computing_bytes(where: TensorSlice, size: int) -> int:
-    """Return the memory in which numpy computes the values: twice ``size`` if numpy joins groups of
-    rows.
+    """Return the bytes in which numpy computes ``size`` bytes of values: twice ``size`` if numpy
+    joins groups of rows, 0 if the file has the values as float32, else ``size``.
     """
     if where.encoding or where.dtype_name == "bfloat16":
         return 2 * size

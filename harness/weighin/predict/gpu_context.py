@@ -1,8 +1,8 @@
 """Create a real CUDA context in the predicting process, to measure the RAM that it takes.
 
-A measured process creates its context before the load. CUDA loads the kernels that read the model
-when the load has ended. On an H200, the context took 30 MiB of anonymous memory and these kernels
-took 29 MiB; each also took 10 MiB of shared memory.
+A measured process creates its context before the load. After the load, when the model is read, CUDA
+loads the kernels for these reads. On an H200, the context took 30 MiB of anonymous memory and these
+kernels took 29 MiB; each also took 10 MiB of shared memory.
 """
 
 from contextlib import suppress
@@ -15,7 +15,7 @@ from weighin.worker.touch import touch
 
 
 class GpuContext:
-    """The CUDA context of this process; all figures are 0 until ``create`` finds a GPU.
+    """The CUDA context of this process; its sizes are 0 until ``create`` finds a GPU.
 
     Attributes:
         context_bytes: the anonymous memory of the context.
@@ -42,7 +42,7 @@ class GpuContext:
             torch.cuda.empty_cache()
 
     def hidden_bytes(self, *, needs_gpu: bool) -> int:
-        """Return the anonymous memory that a measured process does not have before its load."""
+        """Return the bytes of kernels and context that a measured process lacks before its load."""
         return self.kernels_bytes + (0 if needs_gpu else self.context_bytes)
 
 

@@ -70,9 +70,7 @@ class Heap:
         return chunk
 
     def free(self, chunk: Chunk) -> None:
-        """Free a chunk. If the heap's free top is then larger than glibc's threshold, release the
-        top.
-        """
+        """Free a chunk; release the free top of the heap if it then exceeds glibc's threshold."""
         if not chunk.in_heap:
             if self._threshold < chunk.size <= _LAST_THRESHOLD_BYTES:
                 self._threshold, self._trim_threshold = chunk.size + PAGE_BYTES, 2 * chunk.size
@@ -111,9 +109,7 @@ class Heap:
         return hole
 
     def _lower_top(self, chunk: Chunk) -> None:
-        """Join the last, free chunk to the top; release a top that is larger than glibc's
-        threshold.
-        """
+        """Join the free last chunk to the top; release the top if it exceeds glibc's threshold."""
         self._last = chunk.before
         if self._last:
             self._last.after = None

@@ -1,4 +1,4 @@
-"""The ledger of a symbolic run: all storages, the memory that holds them, and their written pages.
+"""The ledger of a symbolic run: it counts the memory that each storage would use in a real load.
 
 A symbolic run executes a strategy on tensors without values. The tensors have real storages,
 because some code needs addresses, views or sharing. Large storages are never written, and so use no
@@ -43,9 +43,9 @@ class Ledger:
 
     Attributes:
         work: the amounts of work that take time, by the field names of ``Work``.
-        least_anon_bytes: the lowest possible peak, in a process whose heap reuses every hole.
-        most_anon_bytes: the highest possible peak, in a process whose heap releases nothing.
-        other_anon_bytes: memory of this process that a real load would not need.
+        least_anon_bytes: the peak of anonymous memory if the heap reuses every hole: the lowest case.
+        most_anon_bytes: the peak of anonymous memory if the heap releases nothing: the highest case.
+        other_anon_bytes: anonymous memory of this process that a real load would not need.
     """
 
     def __init__(self, cuda: CachingAllocator | None, baseline: Memory, own_bytes: int = 0) -> None:
@@ -87,7 +87,7 @@ class Ledger:
 
     @contextmanager
     def placed(self, place: Place | None) -> Iterator[None]:
-        """Put new storages at ``place`` until the context exits; None changes nothing."""
+        """Put new storages in the memory ``place`` until the context exits; None changes nothing."""
         before = self.forced_place
         self.forced_place = place or before
         try:
@@ -188,7 +188,7 @@ class Ledger:
 
     @contextmanager
     def pinning(self, count: int, nbytes: int) -> Iterator[None]:
-        """Count ``count`` page-locked blocks in the context, for buffers of code that is not run."""
+        """Count ``count`` page-locked buffers in the context, for real code that is not run here."""
         for _ in range(count):
             self._pin(nbytes)
         yield
@@ -196,9 +196,7 @@ class Ledger:
 
     @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
-        """Count ``nbytes`` more anonymous memory in the context, for buffers of code that is not
-        run.
-        """
+        """Count ``nbytes`` more of anonymous memory in the context, for code that is not run."""
         self._mapped_anon_bytes += nbytes
         self.update()
         try:
@@ -207,9 +205,7 @@ class Ledger:
             self._mapped_anon_bytes -= nbytes
 
     def adopt(self, nbytes: int) -> None:
-        """Count ``nbytes`` of this process, which did not count before, as memory of the predicted
-        load.
-        """
+        """Count ``nbytes`` of this process, which did not count before, for the predicted load."""
         self.other_anon_bytes -= nbytes
 
     def trimmed(self) -> None:
@@ -262,7 +258,7 @@ class Ledger:
 
     @property
     def tensor_bytes(self) -> int:
-        """The unreclaimable memory of large tensors now; ``own_anon_bytes`` contains the small ones."""
+        """The anonymous and page-locked memory of large tensors; ``own_anon_bytes`` has small ones."""
         return self._heap.pages.nbytes + self._mapped_anon_bytes + self.pinned_bytes
 
     @property

@@ -31,7 +31,7 @@ def refuse() -> None:
 
 
 def check() -> None:
-    """Raise CannotFollow if the strategy started a process, or caught that exception before."""
+    """Raise CannotFollow if the strategy started a process, or tried to and caught the exception."""
     of_children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     if _refused or of_children or children():
         raise CannotFollow(REFUSED)

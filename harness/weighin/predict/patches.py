@@ -3,7 +3,7 @@ updates the ledger of predicted memory.
 
 ``torch.load`` reads files in C++, and ``load_streaming`` in its own threads, so that no torch
 operation can be intercepted. ``trunc_normal_`` is patched because it reads values, which a
-prediction does not have. All other code of a strategy runs unchanged.
+prediction does not have. Code that this module does not patch runs unchanged.
 """
 
 import json
@@ -29,7 +29,7 @@ _POPULATE_READ: Final = 22  # MADV_POPULATE_READ, which Python's mmap does not n
 
 @contextmanager
 def declared(ledger: Ledger) -> Iterator[None]:
-    """Replace functions that read a checkpoint: they read no bytes, and update the ledger."""
+    """Replace functions that read a checkpoint by functions that only update the ledger."""
     with ExitStack() as stack:
         for place in (
             _archives(ledger),
@@ -46,7 +46,7 @@ def declared(ledger: Ledger) -> Iterator[None]:
 
 @contextmanager
 def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
-    """Patch the functions of safetensors that read a file in Rust, among a strategy's global ``names``.
+    """In a strategy's globals ``names``, patch safetensors' functions that read a file in Rust.
 
     The strategy must import safetensors itself, because the import's memory is part of the load.
     """
@@ -107,9 +107,7 @@ def _empty_tensors(path: Path, dtypes: dict[str, torch.dtype]) -> dict[str, torc
 
 
 def _archives(ledger: Ledger) -> Any:
-    """In a prediction, replace the reads of ``torch.load`` from zip files; each record becomes one
-    storage.
-    """
+    """Replace ``torch.load``'s reads of records in zip files by new storages without values."""
     original = torch._C.PyTorchFileReader
 
     class Reader(original):  # type: ignore[misc, valid-type]
@@ -135,8 +133,9 @@ def _filled(ledger: Ledger, tensor: torch.Tensor) -> None:
 
 
 def _maps(ledger: Ledger) -> Any:
-    """In a prediction, count the private mapping of a file by ``torch.load(mmap=True)`` or
-    safetensors.
+    """In a prediction, let the ledger map files and count their resident pages.
+
+    ``torch.load(mmap=True)`` and safetensors map files with ``UntypedStorage.from_file``.
     """
 
     def from_file(filename: Any, shared: bool = False, nbytes: int = 0) -> Any:  # noqa: ARG001 (torch's names)
@@ -146,8 +145,8 @@ def _maps(ledger: Ledger) -> Any:
 
 
 def _legacy(ledger: Ledger) -> Any:
-    """In a prediction, replace the reads of ``torch.load`` from files in the legacy format: all
-    storages are created, and then filled.
+    """In a prediction, replace the reads of ``torch.load`` from files in the legacy format: torch
+    creates all storages first, and the reads then fill them.
     """
 
     def set_from_file(
@@ -165,8 +164,8 @@ def _legacy(ledger: Ledger) -> Any:
 
 @contextmanager
 def _streaming(ledger: Ledger) -> Iterator[None]:
-    """In a prediction, replace the reads of ``load_streaming``. They need no further memory,
-    because they fill tensors that exist already.
+    """In a prediction, replace the reads of ``load_streaming``. They fill tensors that exist
+    already, so that only their buffers need further memory.
     """
     from weighin.loader import fill, small
     from weighin.loader.direct_io import PIECE_BYTES
@@ -223,7 +222,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
 
 
 def _prefetches() -> Any:
-    """Patch ``mmap`` to skip prefetches, because no predicted figure includes the page cache."""
+    """Patch ``mmap`` to skip prefetches into the page cache, whose size is not predicted."""
 
     class Mapping(mmap.mmap):
         def madvise(self, option: int, *stretch: int) -> None:

@@ -1,8 +1,8 @@
-"""Add up the predictions for the parts of a pipeline, which one process loads one after the other.
+"""Combine the predictions for the parts (models) of a pipeline, which one process loads in turn.
 
 *Together*: each loaded part stays in memory. The peak is the memory of all loaded parts plus the
-largest temporary memory of a load, in whatever order the parts are loaded. *One after the other*:
-each part is freed before the next load, and the peak is that of the largest part.
+largest temporary memory of one load, whatever part is loaded first. *One after the other*: each
+part is freed before the next load, and the peak is the highest peak of a single part.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,8 +28,9 @@ _BASES: Final = {
     "cuda_allocated_bytes": None,
     "cuda_reserved_bytes": None,
 }
-"""Maps each peak to the figure before a load, which counts only one time for all parts; None if
-zero.
+"""For each peak, the field with the memory in use before a load.
+
+This memory counts only one time for all parts. None means that it is zero.
 """
 _PAGE_TABLE_SHARE: Final = 512
 
@@ -39,7 +40,7 @@ class Combined:
     """The peaks of a pipeline whose parts are all loaded with one strategy, in bytes; None means not predicted.
 
     Attributes:
-        strategy: the strategy's name; for the libraries' own loaders, the names of all of them.
+        strategy: the strategy's name; if the parts use several libraries' loaders, all their names.
         held: "together" or "one after the other".
         cannot: why a part could not be predicted; empty if all parts could.
     """
@@ -57,7 +58,10 @@ class Combined:
 
 
 def strategies_for(names: Sequence[str], library: str) -> list[str]:
-    """Return the strategies for a part of a pipeline; ``library`` replaces any library's loader."""
+    """Return the strategies for one part of a pipeline, from the ``names`` that a user asked for.
+
+    If ``library`` is not empty, it replaces each strategy that is a library's own loader.
+    """
     loaders = {each.name for each in LIBRARIES}
     return list(dict.fromkeys(library if name in loaders and library else name for name in names))
 
@@ -115,7 +119,10 @@ def _peak(figure: str, held: str, parts: Sequence[Prediction]) -> int | None:
 
 
 def stay(prediction: Prediction, figure: str = "host_anon_peak_bytes") -> int:
-    """Return the bytes that a part takes after its load: the part's peak in the last phase."""
+    """Return the bytes that a part keeps after its load.
+
+    They are the part's peak in the last phase, less the memory in use before the load.
+    """
     base = _BASES[figure]
     before = (getattr(prediction, base) or 0) if base else 0
     last = getattr(prediction.phases[-1], figure) if prediction.phases else None
@@ -149,7 +156,5 @@ def table(title: str, answers: Iterable[Combined]) -> Iterable[Table | str]:
 
 
 def as_json(path: str, parts: Iterable[str], answers: Iterable[Combined]) -> dict[str, Any]:
-    """Return the predicted peaks of a pipeline as the document for ``--json``; a size is an integer
-    in bytes, or None if it was not predicted.
-    """
+    """Return a pipeline's predicted peaks for ``--json``; a size is in bytes, or None if unknown."""
     return {"path": path, "parts": list(parts), "combined": [asdict(each) for each in answers]}

@@ -1,4 +1,4 @@
-"""The prediction for one cell. Bytes are integers; None means not predicted."""
+"""The prediction for one cell (one load). Sizes are integers in bytes; None means not predicted."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from weighin.units import MIB, format_bytes
 _NUMBERS: Final = {1: "one copy", 2: "two copies", 3: "three copies"}
 _WORTH_SAYING: Final = 0.03  # a share of the model's size; a smaller remainder is not mentioned
 ABOVE_PEAK_BYTES: Final = 16 * MIB
-"""For a strategy that copies the weights: its RAM floor minus its anonymous peak and page tables.
+"""The predicted RAM floor (sufficient limit) minus the anonymous peak and page tables.
 
-Measurements gave 8 to 24 MB.
+Measurements of strategies that copy the weights gave 8 to 24 MB.
 """
 
 
@@ -30,14 +30,14 @@ class PredictedPhase:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work on the host that costs time, from the start of a load until the model is ready.
+    """The work on the host that costs time, from a load's start until every byte was read once.
 
     Attributes:
         read_bytes: the bytes read from files through the page cache.
         read_direct_bytes: the bytes read from files with direct I/O, by several threads.
         mapped_bytes: the bytes read as pages of mapped files.
-        fresh_bytes: the size of pages that were touched for the first time, or again after their
-            release.
+        fresh_bytes: the size of pages that were written for the first time, or for the first time
+            after their release.
         written_bytes: the bytes written by copies, fills and computations.
         random_bytes: the size of the random numbers that constructors draw.
         archives: the number of files that ``torch.load`` opened.
@@ -61,14 +61,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class PredictedUse:
-    """The predicted memory of the use of a loaded model, from the start of the use to its end.
+    """The predicted memory of a use (an operation on the loaded model), from its start to its end.
 
     Attributes:
         name: the name of the use.
         host_anon_peak_bytes, host_anon_least_bytes, host_anon_most_bytes: the peak of the process's
             anonymous memory, in the three cases that ``Prediction`` explains.
-        tensor_peak_bytes: the part of the anonymous memory that tensors use, also in forked
-            processes.
+        tensor_peak_bytes: the peak of the memory that large tensors use, plus the weights that
+            forked processes write.
         host_file_peak_bytes: the peak of resident pages of mapped files.
         children_private_bytes: the private memory of each forked process at its end.
     """
@@ -109,19 +109,20 @@ class Prediction:
             ``phases`` include the memory of the use.
         model_bytes: the size of all parameters and buffers; tied tensors count once.
         baseline_anon_bytes: the anonymous memory before the load, after the import of torch.
-        baseline_file_bytes: the resident pages of mapped files before the load, torch's libraries.
+        baseline_file_bytes: the resident pages of files mapped before the load (torch's libraries).
         host_anon_peak_bytes: the peak of the process's anonymous memory, including the import of
             torch.
-        host_anon_least_bytes: the lowest such peak, in a process whose heap reuses the holes that
-            freed large blocks leave; ``host_anon_peak_bytes`` if there are no holes.
-        host_anon_most_bytes: the highest such peak, in a process where a small block above freed
-            large blocks keeps them in the heap; ``host_anon_peak_bytes`` if there are none.
-        tensor_peak_bytes: the part of the anonymous memory that tensors use.
+        host_anon_least_bytes: this peak in a process whose heap reuses the holes that freed large
+            blocks leave: the lowest case. Without holes, it equals ``host_anon_peak_bytes``.
+        host_anon_most_bytes: this peak in a process where a small block above freed large blocks
+            keeps them in the heap: the highest case. Without such blocks, it equals
+            ``host_anon_peak_bytes``.
+        tensor_peak_bytes: the peak of anonymous and page-locked memory that large tensors use.
         host_file_peak_bytes: the peak of resident pages of mapped files, including torch's
             libraries.
         in_flight_bytes: the size of the pages that are being read from the disk at once while the
             model is touched. The kernel cannot reclaim these pages. 0 if no file stays mapped.
-        floor_bytes: the smallest RAM limit under which the load should work in every process.
+        floor_bytes: the smallest RAM limit under which load and use should work in every process.
         cuda_requested_bytes, cuda_allocated_bytes, cuda_reserved_bytes: the peaks of the CUDA
             allocator; None if the device is the CPU.
         disk_read_bytes: the bytes read from the checkpoint if no page of it is cached.
@@ -153,7 +154,7 @@ class Prediction:
 
     @property
     def floor_least_bytes(self) -> int | None:
-        """The smallest RAM limit under which the load should work in at least some processes.
+        """The smallest RAM limit under which load and use should work in at least some processes.
 
         ``in_flight_bytes`` is left out, because the kernel may read ahead less when memory is
         short.
@@ -172,11 +173,14 @@ class Prediction:
 
     @property
     def tensors_with_use_bytes(self) -> int:
-        """The larger ``tensor_peak_bytes`` of the load and the use."""
+        """The larger of the load's and the use's ``tensor_peak_bytes``."""
         return max(self.tensor_peak_bytes or 0, self.use.tensor_peak_bytes if self.use else 0)
 
     def cuda_with_use(self, name: str) -> int | None:
-        """Return the larger peak of the load and the use; ``name`` is a field such as "cuda_reserved_bytes"."""
+        """Return the load's or the use's peak, whichever is larger.
+
+        ``name`` is the field of the peak, such as "cuda_reserved_bytes".
+        """
         sizes = [getattr(self, name), getattr(self.use, name) if self.use else None]
         return max((size for size in sizes if size is not None), default=None)
 
@@ -189,7 +193,7 @@ class Prediction:
 
     @property
     def above_peak_bytes(self) -> int:
-        """The floor minus the highest anonymous peak; ``ABOVE_PEAK_BYTES`` if either is unknown."""
+        """The RAM floor minus the highest anonymous peak; ``ABOVE_PEAK_BYTES`` if one is unknown."""
         most = self._most_bytes
         if self.floor_bytes is None or most is None:
             return ABOVE_PEAK_BYTES

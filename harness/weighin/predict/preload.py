@@ -1,6 +1,6 @@
 """Import torch's largest optional part one time; hide it from each load until the load imports it.
 
-An ``nn.Module`` on the meta device makes torch import ``torch._dynamo``: 827 Python modules, in a
+An ``nn.Module`` on the meta device makes torch import ``torch._dynamo``: 827 Python modules and one
 second of processor time. In a measurement, this import is a part of the load. The predicting
 process makes the import one time for all its forks, and removes the modules from ``sys.modules``.
 When a fork imports ``torch._dynamo``, it gets these modules, and their memory counts from then on.
@@ -20,11 +20,11 @@ _ROOT: Final = "torch._dynamo"
 
 
 class Preloaded(MetaPathFinder, Loader):
-    """A finder of modules that comes before all other finders and returns the hidden modules.
+    """An import finder that runs before all other finders, and returns the hidden modules.
 
     Attributes:
         anon_bytes: the anonymous memory of modules that are hidden.
-        file_bytes: the resident pages of files that the import of these modules has mapped.
+        file_bytes: the size of resident file pages that the import of these modules has mapped.
         on_import: a function that gets ``anon_bytes`` when the modules are imported.
     """
 

@@ -21,10 +21,10 @@ _SHARED_WORK: Final = ("mapped_bytes",)
 
 
 def of_ranks(cell: Cell, of_one: Prediction) -> Prediction:
-    """Return the prediction for ``cell`` from the prediction ``of_one`` of its ranks.
+    """Return the prediction for all ranks of ``cell`` from ``of_one``, the prediction for one rank.
 
-    The work is the sum over all ranks, because all ranks use the same processors and memory.
-    Figures of the GPU are those of one rank, because each rank has another GPU.
+    The work is the sum over all ranks, because all ranks use the same processors and memory. Only
+    the mapped pages count once. The GPU memory is that of one rank, because each has its own GPU.
     """
     if of_one.cannot:
         return replace(of_one, cell=cell)

@@ -1,4 +1,4 @@
-"""Run a strategy symbolically, on tensors without values, from its import to the touch phase."""
+"""Run a strategy on tensors without values, from its import until every tensor was read once."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -28,9 +28,9 @@ from weighin.worker.touch import identity, named_tensors, touch
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
 _USE_SHARE: Final = 100
 _USE_BYTES: Final = 16 * MIB
-"""The peak of a use may be wrong by 1 % plus these bytes; the predicted floor of the use adds them.
+"""The RAM floor of a use adds 1 % and these bytes to the predicted peak, which may be too low.
 
-The pages that a backward pass frees are at different places of the heap in each run.
+In each run, the pages that a backward pass frees are at different addresses of the heap.
 """
 _PART: Final = 4096  # rows or columns of a matrix: a larger matrix needs no larger buffers
 _TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum: more chunks need no more memory
@@ -47,14 +47,14 @@ def run(
     kernels_bytes: int = 0,
     use: UseToFollow | None = None,
 ) -> Prediction:
-    """Run a cell's strategy on tensors without values; return the peaks and work of a real load.
+    """Run a cell's strategy on tensors without values; return the memory and work of a real load.
 
     Args:
         baseline: the memory of the parent process, of which this process is a fork.
         own_bytes: the anonymous memory of this process that a measured process would not have.
         read_ahead_bytes: the bytes that the kernel reads ahead for a missing page of a mapped file.
         kernels_bytes: the part of ``own_bytes`` that CUDA takes when a GPU first reads the model.
-        use: the use that follows the load; None if the run ends when the model is ready.
+        use: the use that follows the load; None if nothing follows the load.
     """
     device = torch.device(cell.device)
     ledger = Ledger(
@@ -113,7 +113,7 @@ def _ready(
 ) -> Prediction:
     """Read every tensor of the loaded model, and return the prediction of the load.
 
-    The file pages that the disk is reading stay in RAM, because the kernel cannot reclaim them.
+    The RAM floor includes the file pages that the disk is reading: they cannot be reclaimed.
     """
     tensors = {identity(tensor): tensor for tensor in named_tensors(model).values()}
     with ledger.phase("touch"):
@@ -169,7 +169,7 @@ def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
     """Read real tensors as a measured process reads its model, to measure the memory of reading.
 
     ``sizes`` are the sizes of the model's tensors, in bytes. Each thread reads one tensor. A part
-    of a large tensor suffices, because reading it takes as much memory.
+    of a large tensor suffices, because reading the whole tensor needs no more memory.
     """
     before, other = ledger.own_anon_bytes, ledger.other_anon_bytes
     largest = nlargest(torch.get_num_threads(), (min(size, _TOUCHED_BYTES) for size in sizes))
@@ -182,8 +182,7 @@ def _touch(ledger: Ledger, sizes: Iterable[int]) -> None:
 
 
 def _multiply(model: torch.nn.Module) -> None:
-    """Multiply real matrices as a forward pass does, so that the math library allocates its
-    buffers.
+    """Multiply real matrices like a forward pass, so that the math library allocates buffers.
 
     The library allocates buffers for each thread, of a fixed size for large matrices.
     """

@@ -31,10 +31,10 @@ def make_sparse(
     """Write a checkpoint in format ``fmt`` without values; return its path.
 
     The new checkpoint has the tensors that ``selection`` selects in the checkpoint ``source``, or
-    all tensors of ``model`` if ``source`` is None. If the keys of a Hugging Face folder differ from
-    the model's, the new checkpoint has the model's tensors in the widest dtype of the source, as
-    ``weighin bench`` writes them. ``dtype`` replaces the dtype of floating-point tensors; None
-    means the dtypes that ``weighin bench`` writes.
+    all tensors of ``model`` if ``source`` is None. For a model of a library (transformers), it has
+    the model's tensors in the widest dtype of ``source``, because a Hugging Face folder's keys may
+    differ from the model's. ``dtype`` replaces the dtype of floating-point tensors, except those
+    that always keep theirs; None means the dtypes that ``weighin bench`` writes.
 
     Raises:
         ConfigError: the builder cannot be used.
@@ -70,7 +70,8 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
     """Raise an error for a checkpoint that no strategy can load into a library's model.
 
     Raises:
-        CheckpointError: ``source`` lacks weights, has them in another shape, or cannot be read.
+        CheckpointError: ``source`` lacks weights, has them in another shape, or cannot be read; or
+            ``selection`` selects a part of a Hugging Face folder.
     """
     refuse_part(source, selection)
     own, slices = formats.read(source, selection)
@@ -84,11 +85,11 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
 
 
 def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:
-    """Write the manifest that a measured process reads, with false checksums; return its path.
+    """Write a manifest (list of the model's tensors) with false checksums; return its path.
 
     ``dtype`` is the dtype of the load. Linux refuses to allocate a tensor that is larger than this
     machine's RAM, even if the tensor is never written. A wider dtype than that of the load would
-    exclude some models.
+    therefore make some large models impossible.
     """
     kind = getattr(torch, dtype)
     described = describe(model, real_buffers="non_persistent", dtype=kind)

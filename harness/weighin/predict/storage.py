@@ -22,7 +22,7 @@ SMALL_BYTES: Final = 64 * KIB
 
 @dataclass(slots=True, eq=False)
 class MemoryBlock:
-    """One storage.
+    """One tensor storage, and the memory that it would use in a real load.
 
     Attributes:
         chunks: the storage's chunk in each of the ledger's heaps.
@@ -44,8 +44,8 @@ class MemoryBlock:
 
 
 class FollowedStorage(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, with the storage's block; a callback runs when the storage is
-    freed.
+    """A weak reference to a storage, with the storage's ``MemoryBlock``; its callback runs when the
+    storage is freed.
     """
 
     __slots__ = ("block",)
@@ -63,6 +63,6 @@ class MappedFile:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's first byte, and the number of bytes from there to its last one."""
+    """Return the address of a tensor's first byte, and the number of bytes up to its last byte."""
     start, end = tensor_memory.extent(tensor)
     return tensor.data_ptr(), end - start

@@ -131,7 +131,7 @@ def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table
 
 
 def figure_columns(*, uses: bool = False, on_gpu: bool) -> dict[str, str]:
-    """Return the predicted peaks of a table: the field's name by the column's heading."""
+    """Return a dict from each column's heading to the name of the field with the predicted peak."""
     return {
         "anony-\nmous": "host_anon_peak_bytes",
         "file\npages": "host_file_peak_bytes",
@@ -151,7 +151,7 @@ def _figure(prediction: Prediction, name: str) -> int | None:
 
 
 def check_table(checked: Sequence[Checked]) -> Table:
-    """Return a table with a row for each measured figure and its prediction.
+    """Return a table with a row for each peak that was both measured and predicted.
 
     The title has the properties that all cells share.
     """

@@ -1,4 +1,4 @@
-"""Follow the use of a loaded model: run the use's own code on tensors without values."""
+"""Predict a use of a loaded model, such as a training step: run its code without tensor values."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ class UseToFollow:
 
 
 def follow(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> PredictedUse:
-    """Run the use, recorded as one phase, and return the use's peaks.
+    """Run the use, recorded as one phase, and return its peaks; the use "fork" is only computed.
 
     Raises:
         CannotFollow: the use runs code whose memory cannot be predicted.
@@ -102,8 +102,9 @@ def _weight_bytes(model: torch.nn.Module) -> int:
 
 @contextmanager
 def _saves() -> Iterator[None]:
-    """Let ``torch.save`` write no values. This needs as much memory as a real save, which makes no
-    copy.
+    """Let ``torch.save`` write no tensor values.
+
+    The memory of the save stays the same, because a real save makes no copy of the values.
     """
     original = torch._C.PyTorchFileWriter
 

@@ -1,7 +1,7 @@
 """Compute an exact timeline of requested and reserved bytes from the CUDA allocator's events.
 
-A timeline of allocated bytes cannot be computed, because the events lack the sizes of blocks. A
-record has the peaks of allocated bytes in its phases, and the values over time in its samples.
+A timeline of allocated bytes cannot be computed, because the events lack the sizes of blocks.
+Instead, a record has the peak of allocated bytes in each phase, and its samples have them over time.
 """
 
 import csv
@@ -47,8 +47,8 @@ class Trace:
     def doubts(self, requested_peak_bytes: int | None, kept: int = TRACE_EVENTS) -> list[str]:
         """Return warnings about an incomplete or inconsistent trace.
 
-        ``requested_peak_bytes`` is the allocator's own peak. ``kept`` is the number of events that
-        the allocator keeps.
+        ``requested_peak_bytes`` is the peak of requested bytes that the allocator itself counted.
+        ``kept`` is the number of events that the allocator keeps.
         """
         warnings = []
         if len(self.events) >= kept:

@@ -1,8 +1,9 @@
-"""Read the kernel's figures of a memory cgroup, and find the cgroup of a process.
+"""Read what the kernel counts for a memory cgroup, and find the cgroup of a process.
 
-This module works on cgroup v2, on cgroup v1 and on the hybrid of v1 and v2. If the kernel lacks the
-file of a figure, the figure is None, and not zero. Source: Documentation/filesystems/proc.rst,
-admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst of the kernel.
+This module works on cgroup v2, on cgroup v1 and on the hybrid of v1 and v2. A function whose result
+may be None returns None, and not 0, if the kernel lacks the file that the function reads. Source:
+Documentation/filesystems/proc.rst, admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst
+of the kernel.
 """
 
 import os
@@ -16,14 +17,14 @@ from weighin.probes import mounts
 from weighin.probes.mounts import Mounted
 
 LOCK_VARIABLE: Final = "WEIGHIN_LOCK"
-"""The environment variable that names the lock file for runs, in place of the machine's default."""
+"""The environment variable with the path of a lock file that replaces the machine's default one."""
 _VMSTAT = Path("/proc/vmstat")
 _UNLIMITED: Final = 2**60
 _PF_EXITING: Final = 0x4  # a flag of a task: include/linux/sched.h
 
 
 def read_kernel(path: Path) -> str:
-    """Return the text of a kernel file; bytes that are not UTF-8 are decoded as by ``os.fsdecode``."""
+    """Return the text of a file in /proc; bytes that are not UTF-8 become surrogates."""
     return os.fsdecode(path.read_bytes())
 
 
@@ -37,12 +38,12 @@ def start_time(pid: int) -> int | None:
 
 
 def all_pids() -> list[int]:
-    """Return the pids of all processes that are visible here."""
+    """Return the pids of all processes that /proc shows in this pid namespace."""
     return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
 
 
 def pids_in(group: Path) -> list[int]:
-    """Return the visible pids of a cgroup's processes; empty if the group was removed."""
+    """Return a cgroup's pids in this pid namespace; none if the cgroup was removed or is threaded."""
     try:
         # The file is opened at each call, because v1 caches the list of an open file for a second.
         found = map(int, (group / "cgroup.procs").read_text().split())
@@ -57,13 +58,13 @@ def parent_of(pid: int) -> int | None:
 
 
 def is_exiting(pid: int) -> bool:
-    """Return whether a process is ending or has ended: the kernel takes its memory and files from it."""
+    """Return whether a process has ended, or is exiting and so loses its memory and files."""
     flags = _number(pid, 6)
     return flags is None or bool(flags & _PF_EXITING)
 
 
 def _number(pid: int, index: int) -> int | None:
-    """Return a field of /proc/PID/stat after the command's name; None if the process has ended."""
+    """Return field ``index`` after the name in /proc/PID/stat; None if the process has ended."""
     try:
         text = read_kernel(Path(f"/proc/{pid}/stat"))
     except (FileNotFoundError, ProcessLookupError):
@@ -77,7 +78,7 @@ def this_process() -> str:
 
 
 def is_alive(name: str) -> bool:
-    """Return whether the process with a name of ``this_process`` may still run.
+    """Return whether the process ``name``, a result of ``this_process``, may still run.
 
     ``is_alive`` returns True for a process of another pid namespace, because weighin cannot see
     whether such a process has ended.
@@ -97,17 +98,17 @@ def owned_name(number: int) -> str:
     """Return a name for a cgroup, mount or container that this process makes:
     "pid-ticks-namespace.number".
 
-    A digest of the lock file's path follows if the environment variable ``WEIGHIN_LOCK`` is set.
+    If the environment variable ``WEIGHIN_LOCK`` is set, ``lock_suffix`` follows the number.
     """
     return f"{this_process()}.{number}{lock_suffix()}"
 
 
 def is_left_behind(name: str, *, any_lock: bool = False) -> bool:
-    """Return whether this process may remove the cgroup, mount or container with an ``owned_name``.
+    """Return whether this process may remove the cgroup, mount or container ``name``.
 
-    The owner must be a process of this pid namespace that has ended. Unless ``any_lock`` is given,
-    the owner must have used this process's lock file, because runs with different lock files do not
-    remove each other's leftovers.
+    ``name`` is a result of ``owned_name``. The process that made the name must be of this pid
+    namespace, and must have ended. Unless ``any_lock`` is True, it must have used this process's
+    lock file, because runs with different lock files do not remove each other's leftovers.
     """
     owner, _, number = name.rpartition(".")
     same_lock = "".join(number.partition("-")[1:]) == lock_suffix()
@@ -115,13 +116,13 @@ def is_left_behind(name: str, *, any_lock: bool = False) -> bool:
 
 
 def lock_suffix() -> str:
-    """Return a digest of the lock file's path, as "-digest"; empty for the machine's default."""
+    """Return "-" and a digest of the lock file's path; empty for the machine's default lock file."""
     lock = os.environ.get(LOCK_VARIABLE)
     return f"-{zlib.crc32(os.fsencode(lock)):08x}" if lock else ""
 
 
 def memory_hierarchy() -> tuple[int, Path] | None:
-    """Return (cgroup version, mount point) of the hierarchy with the memory controller."""
+    """Return (cgroup version, mount point) of the hierarchy with the memory controller, or None."""
     version1, version2 = hierarchies(mounts.read())
     if version1:
         return 1, version1
@@ -136,7 +137,7 @@ def pressure_hierarchy() -> Path | None:
 
 
 def hierarchies(found: Sequence[Mounted]) -> tuple[Path | None, Path | None]:
-    """Return the mount points of the memory controller on cgroup v1, and of cgroup v2."""
+    """Return the mount points of cgroup v1's memory controller and of cgroup v2; None if missing."""
     version1 = (one.place for one in found if one.kind == "cgroup" and "memory" in one.options)
     version2 = (one.place for one in found if one.kind == "cgroup2")
     return next(version1, None), next(version2, None)
@@ -153,8 +154,9 @@ def memory_cgroup_of(pid: int) -> Path | None:
 
 
 def has_left(pid: int, group: Path) -> bool:
-    """Return whether a running process has left ``group``: whether its memory cgroup is neither
-    ``group`` nor below ``group``.
+    """Return whether a process has moved out of the memory cgroup ``group`` and those below it.
+
+    The result is False if the process is exiting, or if its cgroup is not visible here.
     """
     now = memory_cgroup_of(pid)
     if now is None or now.is_relative_to(group):
@@ -163,10 +165,10 @@ def has_left(pid: int, group: Path) -> bool:
 
 
 def pressure_file_of(pid: int) -> Path | None:
-    """Return the PSI file of a process's v2 group.
+    """Return the path of the PSI file of a process's cgroup (v2).
 
-    ``pressure_file_of`` returns None if PSI is off. It also returns None for the root group, whose
-    PSI file describes the whole machine.
+    ``pressure_file_of`` returns None without cgroup v2 or PSI, and for a process that has ended. It
+    also returns None for the root group, whose PSI file describes the whole machine.
     """
     mount, path = pressure_hierarchy(), _group_of(pid, 2)
     if mount is None or path is None or path == "/":
@@ -176,9 +178,9 @@ def pressure_file_of(pid: int) -> Path | None:
 
 
 def _folder(mount: Path, group: str) -> Path:
-    """Return the folder of a group; ``group`` is its path in /proc/PID/cgroup.
+    """Return the folder of the cgroup that has the path ``group`` in /proc/PID/cgroup.
 
-    In a container, ``mount`` may be the container's own group, not the root of the hierarchy.
+    In a container, ``mount`` may show the container's own group, not the hierarchy's root group.
     """
     root = next((one.root for one in mounts.read() if one.place == mount), "/").rstrip("/")
     inside = group == root or group.startswith(f"{root}/")
@@ -186,7 +188,7 @@ def _folder(mount: Path, group: str) -> Path:
 
 
 def parse_group(text: str, version: int) -> str | None:
-    """Return the memory group (``version`` 1) or v2 group in a text of /proc/PID/cgroup."""
+    """Return the path of the v1 memory cgroup or the v2 cgroup in the text of /proc/PID/cgroup."""
     for line in filter(None, text.split("\n")):
         number, controllers, path = line.split(":", 2)
         if number == "0" if version == 2 else "memory" in controllers.split(","):
@@ -210,7 +212,7 @@ def read_machine_oom_kills() -> int | None:
 class MemoryCgroup:
     """The files of one memory cgroup.
 
-    The PSI file ``pressure_path`` is in another folder if the memory controller is on cgroup v1.
+    On cgroup v1, the PSI file ``pressure_path`` is not in ``path``, but in a folder of cgroup v2.
     """
 
     path: Path
@@ -234,7 +236,7 @@ class MemoryCgroup:
 
     @property
     def peak_path(self) -> Path:
-        """The file with the highest charge so far; cgroup v2 has this file since Linux 5.19."""
+        """The file with the highest charge (counted memory) so far; v2 has it since Linux 5.19."""
         return self._name("memory.max_usage_in_bytes", "memory.peak")
 
     @property
@@ -243,7 +245,7 @@ class MemoryCgroup:
 
     @property
     def soft_limit_path(self) -> Path | None:
-        """memory.high, above which the kernel throttles the group; None on v1."""
+        """The file memory.high with the usage above which the kernel throttles the group; None on v1."""
         path = self.path / "memory.high"
         return path if path.exists() else None
 
@@ -253,7 +255,7 @@ class MemoryCgroup:
         return self._name("memory.oom_control", "memory.events.local")
 
     def read_limit(self) -> int | None:
-        """Return the limit, in bytes; None without a limit on v2 ("max")."""
+        """Return the memory limit in bytes; if there is none, None on v2, a huge number on v1."""
         text = (_read(self.limit_path) or "").strip()
         return int(text) if text.isdigit() else None
 
@@ -263,23 +265,23 @@ class MemoryCgroup:
         return int(text) if text else None
 
     def read_in_use(self) -> int:
-        """Return the charge in bytes without inactive file pages, which are reclaimed first."""
+        """Return the charge less inactive file pages (the kernel reclaims them first), in bytes."""
         inactive = "total_inactive_file" if self.version == 1 else "inactive_file"
         return (self.read_usage() or 0) - (_read_field(self.stat_path, inactive) or 0)
 
     def read_oom_kills(self) -> int | None:
-        """Return how many processes of the cgroup the OOM killer has killed."""
+        """Return how many processes the OOM killer has killed in this cgroup, not in child groups."""
         return _read_field(self.oom_path, "oom_kill")
 
     def read_oom_kills_below(self) -> int | None:
-        """Return the OOM kills in the cgroup and all cgroups that were ever below it; None on v1."""
+        """Return the OOM kills in the cgroup and in all cgroups ever below it, in sum; None on v1."""
         return _read_field(self.path / "memory.events", "oom_kill")
 
     def read_limit_events(self) -> dict[str, int] | None:
         """Return the counters of memory.events.local, which tell how often the cgroup met its limits.
 
-        ``max`` counts charges that met the limit, ``high`` counts charges above memory.high, and
-        ``oom`` counts charges for which the kernel could reclaim nothing. On cgroup v1,
+        ``max`` counts allocations that met the limit, ``high`` those above memory.high, and ``oom``
+        those for which the kernel could reclaim nothing. On cgroup v1,
         ``read_limit_events`` returns None, because v1's ``failcnt`` stays 0 if RAM and swap have
         the same limit (seen on Linux 6.18).
         """
@@ -291,12 +293,12 @@ class MemoryCgroup:
         return _read_field(self.stat_path, "workingset_refault_file")
 
     def read_pressure_ns(self) -> tuple[int | None, int | None]:
-        """Return PSI's total stall times (some, full) in nanoseconds; None if PSI is off."""
+        """Return PSI's total stall times (some, full) in ns; (None, None) if PSI is off."""
         text = _read(self.pressure_path) if self.pressure_path else None
         return parse_pressure(text) if text else (None, None)
 
     def raise_limit(self) -> None:
-        """Remove the limit, so that a killed process that thrashes can exit quickly."""
+        """Remove the memory limits, so that a killed process that thrashes can exit quickly."""
         paths = [self.limit_path]
         if self.version == 1:  # v1 refuses a limit above the memory+swap limit
             paths.insert(0, self.path / "memory.memsw.limit_in_bytes")
@@ -311,18 +313,17 @@ class MemoryCgroup:
 
 
 def limits_around(folder: Path) -> list[tuple[int, Path]]:
-    """Return (limit in bytes, group) of each limited group among ``folder`` and its parents.
+    """Return (limit in bytes, cgroup) for each cgroup with a limit among ``folder`` and its parents.
 
     The smallest limit comes first. In a container, groups above the mount point are not visible.
-    On v1, a group without a limit has a number above 2**60.
+    On v1, a number above 2**60 means that the group has no limit.
     """
     limits = [(MemoryCgroup(group).read_limit(), group) for group in (folder, *folder.parents)]
     return sorted((limit, group) for limit, group in limits if limit and limit < _UNLIMITED)
 
 
 def room_in(folder: Path) -> int | None:
-    """Return the most memory, in bytes, that a group can have under its own and its parents'
-    limits.
+    """Return the most bytes that a cgroup can use under its own limit and the limits of its parents.
 
     The anonymous and shared memory of other groups under the same limit reduces the result. Without
     any limit, ``room_in`` returns None.
@@ -349,8 +350,8 @@ class PeakMark:
 
     ``resets`` tells whether the kernel can reset the mark. On cgroup v1, a write of 0 resets the
     mark for all readers. On cgroup v2 since Linux 6.12, a write to an open file resets the mark
-    only for reads from this open file. On other kernels, the high-water mark is the peak since the
-    cgroup's creation. ``highest_bytes`` is the largest result of all calls of ``read``.
+    only for reads from this open file. Other kernels cannot reset the mark: it is the peak since
+    the cgroup's creation. ``highest_bytes`` is the largest result of ``read`` so far.
     """
 
     def __init__(self, cgroup: MemoryCgroup) -> None:
@@ -366,7 +367,7 @@ class PeakMark:
             self._file, self.resets = os.open(cgroup.peak_path, os.O_RDONLY), False
 
     def read(self) -> int | None:
-        """Return the highest charge since the last reset, in bytes; None if the kernel has no mark."""
+        """Return the highest charge in bytes since the last reset; None without a mark or a cgroup."""
         if self._file < 0:
             return None
         try:
@@ -401,7 +402,7 @@ def parse_pressure(text: str) -> tuple[int | None, int | None]:
 
 
 def parse_field(text: str, name: str) -> int | None:
-    """Return the number after ``name`` in a text of lines "name number"."""
+    """Return the number in the line of ``name``, from a text of lines "name number"; else None."""
     for line in text.splitlines():
         key, _, value = line.partition(" ")
         if key == name:
@@ -410,7 +411,7 @@ def parse_field(text: str, name: str) -> int | None:
 
 
 def parse_numbers(text: str) -> dict[str, int]:
-    """Return a dict of all numbers in a text of lines "name number"."""
+    """Return the number of each name, from a text of lines "name number"."""
     return {name: int(value) for name, value in (line.split() for line in text.splitlines())}
 
 

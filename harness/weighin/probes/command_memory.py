@@ -1,8 +1,8 @@
 """Read the memory of a command at one instant, from its cgroup or else from all its processes.
 
-The kernel keeps a cgroup's figures, which are cheap to read. Processes share pages, so that only
-the sum of their proportional set sizes (PSS) counts each page once. Reading a PSS takes long,
-because the kernel walks the whole address space.
+The kernel keeps a cgroup's sums, which are cheap to read. Without a cgroup, weighin adds up the
+proportional set sizes (PSS) of the processes, because this sum counts each shared page once. Reading
+a PSS takes long, because the kernel walks the whole address space.
 """
 
 import contextlib
@@ -47,15 +47,14 @@ _V2: Final = {
 class GroupMemory:
     """The memory of a cgroup and the groups below it.
 
-    A sample's ``file_bytes`` is the mapped page cache: the kernel's mapped memory less all shared
-    memory. A sum of PSS would be too low for a command that writes shared memory without mapping
-    it.
+    A sample's ``file_bytes`` is the mapped page cache: the mapped memory that the kernel reports,
+    less all shared memory. A sum of PSS would miss shared memory that is written, but not mapped.
     """
 
     is_fresh = True
 
     def __init__(self, cgroup: MemoryCgroup, helpers: Collection[int] = ()) -> None:
-        """``helpers`` are pids in the cgroup that belong to the isolation, not to the command."""
+        """``helpers`` are the pids of weighin's own isolation processes in the command's cgroup."""
         self._cgroup = cgroup
         self._helpers = frozenset(helpers)
         self._names = _V1 if cgroup.version == 1 else _V2
@@ -70,7 +69,7 @@ class GroupMemory:
         return [pid for pid in members_of(self._cgroup.path) if pid not in self._helpers]
 
     def sample(self, t_ns: int, _pids: list[int]) -> Sample | None:
-        """Return the figures of the cgroup; None if the cgroup was removed."""
+        """Return a sample of the cgroup's memory; None if the cgroup was removed."""
         try:
             usage = int(os.pread(self._usage, 32, 0))
             figures = parse_numbers(os.pread(self._stat, 16384, 0).decode())
@@ -98,7 +97,7 @@ class GroupMemory:
         )
 
     def shares(self, pids: list[int]) -> dict[int, Shares]:
-        """Return each process's share of the memory; processes of other users are left out."""
+        """Return the parts (``Shares``) of each process's PSS by pid, if this user can read them."""
         return _read_shares(pids)
 
     def oom_kills(self) -> int | None:
@@ -126,9 +125,9 @@ class GroupMemory:
 class TreeMemory:
     """The memory of a process and its descendants, as the sum of their proportional set sizes.
 
-    weighin's process is a subreaper: a process of the command whose parent has ended becomes
-    weighin's child, and still belongs to the tree. Between two sums, a sample may be computed: the
-    last sum plus the growth of one process's anonymous memory, if no other process has changed.
+    weighin is a subreaper: a process of the command whose parent has ended becomes weighin's child,
+    and still belongs to the tree. A sample between two sums repeats the last sum. If the anonymous
+    memory of just one process has changed since the last sum, the sample includes this change.
     """
 
     kernel_bytes = None
@@ -151,7 +150,7 @@ class TreeMemory:
         self._counted_twice = 0
 
     def pids(self) -> list[int]:
-        """Return the pids that the last search found; a search at each call would take too long."""
+        """Return the pids of the tree; search for them only after a pause, as a search takes long."""
         if self._search.begin():
             parents = {pid: parent_of(pid) for pid in all_pids()}
             self._not_ours &= parents.keys()
@@ -173,7 +172,7 @@ class TreeMemory:
         return False
 
     def sample(self, t_ns: int, pids: list[int]) -> Sample | None:
-        """Return the sum over the processes; None if no process has memory."""
+        """Return a sample of the tree's memory; None if no process's memory can be read."""
         status = _read_statuses(pids)
         self.is_fresh = self._sum.begin()
         if self.is_fresh:
@@ -195,11 +194,11 @@ class TreeMemory:
         )
 
     def _add_up(self, status: dict[int, dict[str, int]]) -> None:
-        """Read the shares, and compute how many bytes the sum of anonymous memory counts twice.
+        """Read each process's PSS, and compute how many bytes the sum of ``RssAnon`` counts twice.
 
-        The anonymous memory is read before and after the shares, because the processes may grow
-        between. The result lies between those of the two readings; the previous result stays if it
-        also lies there.
+        ``RssAnon`` is read before and after the PSS, because the processes may grow meanwhile. The
+        two readings give the bounds of the result: the previous result stays if it lies between
+        the bounds, else it becomes the nearer bound.
         """
         self._shares, self._status = _read_shares(list(status)), status
         shared = sum(anon for anon, _, _ in self._shares.values())
@@ -207,14 +206,14 @@ class TreeMemory:
         self._counted_twice = min(max(self._counted_twice, least), most)
 
     def _grown(self, status: dict[int, dict[str, int]]) -> int:
-        """Return the tree's growth in bytes since the last sum if only one process changed; else 0."""
+        """Return the change in ``RssAnon`` since the last sum; 0 unless just one process changed."""
         if status.keys() != self._status.keys():
             return 0
         changes = [each["RssAnon"] - self._status[pid]["RssAnon"] for pid, each in status.items()]
         return sum(changes) if len(changes) - changes.count(0) == 1 else 0
 
     def shares(self, _pids: list[int]) -> dict[int, Shares]:
-        """Return the share of each process in the last sum."""
+        """Return the parts (``Shares``) of each process's PSS by pid, as in the last sum."""
         return self._shares
 
     def oom_kills(self) -> None:
@@ -256,7 +255,7 @@ def _anon(status: dict[int, dict[str, int]]) -> int:
 
 
 def _read_statuses(pids: list[int]) -> dict[int, dict[str, int]]:
-    """Return the status of each process that has memory, which a zombie has not."""
+    """Return the status of each process that has memory, by pid; a zombie has no memory."""
     found = {}
     for pid in pids:
         with contextlib.suppress(OSError):

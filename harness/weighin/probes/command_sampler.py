@@ -1,8 +1,8 @@
 """Sample the memory of a command and of all its processes, in a thread of weighin.
 
 A report shows the samples as a timeline of anonymous memory, page cache and shared memory. Each
-process's share of the memory and its open files are expensive to read. The sampler therefore reads
-them only when the command uses more memory than ever before.
+process's share of the memory and its mapped files are expensive to read. The sampler therefore
+reads them only when the command uses clearly more memory than at the last such reading.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ _NEAR: Final = 4  # the limit is near if the command's growth meets it within so
 class CommandSampler:
     """Samples a command until ``stop`` is called.
 
-    A command uses most memory in the sample with the most anonymous and shared memory. If two
-    samples differ in this sum by less than 1 % or 1 MiB, the sample with the higher total usage
-    counts. Page cache matters only then, because the kernel can reclaim page cache.
+    The peak is the sample with the largest sum of anonymous and shared memory. Among samples whose
+    sum is within 1 % (at least 1 MiB) of the largest, the one with the highest total usage is the
+    peak. Page cache counts only in this total, because the kernel can reclaim page cache.
 
     Attributes:
-        oom_kills: the OOM kills in the cgroup and the groups below it; None without a cgroup.
-        peak_ns: the time of the sample in which the command uses most memory.
+        oom_kills: the number of OOM kills in the cgroup and below it; None without a cgroup.
+        peak_ns: the time of the peak, in monotonic nanoseconds.
         largest_anon_and_shmem_bytes: the largest sum of anonymous and shared memory in one sample.
         largest_file_bytes: the most page cache in one sample; without a cgroup, the most mapped
             page cache.
@@ -52,9 +52,9 @@ class CommandSampler:
         """Prepare the sampler; ``start`` starts its thread.
 
         Args:
-            at_maximum: is called in the thread with (t_ns, bytes) of each sample whose memory
-                without page cache is larger than in all samples before.
-            helpers: the pids in the cgroup that belong to the isolation, not to the command.
+            at_maximum: a function that the thread calls with (t_ns, bytes) for each sample whose
+                memory without page cache is larger than in all samples before it.
+            helpers: the pids in the cgroup that belong to weighin's isolation, not to the command.
         """
         self.oom_kills: int | None = None
         self.peak_ns: int | None = None
@@ -85,7 +85,7 @@ class CommandSampler:
         return self._samples
 
     def processes(self) -> tuple[Process, ...]:
-        """Return the processes, with their shares when the command used most memory."""
+        """Return the command's processes, each with its share of the memory near the peak."""
         return self._table.processes()
 
     def _run(self) -> None:
@@ -102,8 +102,8 @@ class CommandSampler:
             self._stop.wait(max(due_s - time.monotonic(), 0))
 
     def _next_interval_s(self, before: Sample | None, now: Sample | None) -> float:
-        """Return the time until the next sample: 1 ms if the command would reach its limit within 4
-        intervals at its present growth.
+        """Return the seconds until the next sample: at most 1 ms if the command, growing as now,
+        would exceed its limit within 4 intervals; else the usual interval.
         """
         if self._limit is None or before is None or now is None:
             return self._interval_s
@@ -160,8 +160,8 @@ def _hasten() -> None:
 def _is_more(sample: Sample, before: Sample | None, most_bytes: int, step_bytes: int) -> bool:
     """Return whether a sample uses more memory than ``before``, by the rule of ``CommandSampler``.
 
-    ``most_bytes`` is the most anonymous and shared memory of all samples so far. If the anonymous
-    and shared memory is about equal, the total usage must be higher by ``step_bytes``.
+    ``most_bytes`` is the largest sum of anonymous and shared memory in all samples so far. If the
+    sums of the two samples are about equal, the total usage must be higher by ``step_bytes``.
     """
     if before is None:
         return True
@@ -177,12 +177,12 @@ def _usage(sample: Sample) -> int:
 
 
 def _page_cache(sample: Sample) -> int:
-    """Return the page cache without shared memory; without a cgroup, only its mapped part."""
+    """Return a sample's page cache less shared memory; without a cgroup, only mapped page cache."""
     if sample.cgroup_file_bytes is None:
         return sample.file_bytes
     return max(sample.cgroup_file_bytes - sample.shmem_bytes, 0)
 
 
 def _used(sample: Sample) -> int:
-    """Return the usage without page cache, in bytes."""
+    """Return a sample's total usage less its page cache, in bytes."""
     return _usage(sample) - _page_cache(sample)

@@ -1,4 +1,4 @@
-"""Read the properties of this machine that affect figures, for records and ``weighin doctor``."""
+"""Read this machine's properties that affect measurements, for records and ``weighin doctor``."""
 
 import mmap
 import os
@@ -32,7 +32,7 @@ def settings() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return the hardware, kernel and settings of this machine that affect a figure."""
+    """Return the hardware, kernel and settings of this machine that affect measurements."""
     hierarchy = memory_hierarchy()
     return {
         "machine": platform.machine(),
@@ -52,9 +52,9 @@ def machine() -> dict[str, Any]:
 def code() -> dict[str, Any]:
     """Return weighin's version, and the git commit of the current folder.
 
-    ``git_commit`` is None if the folder is in no git work tree or git fails. ``git_dirty`` tells
-    whether tracked files differ from that commit. ``git_dirty`` is None if the work tree's
-    configuration names a filter, because git would run the filter's program.
+    ``git_commit`` is None if the folder is in no git work tree, has no commit, or git fails.
+    ``git_dirty`` tells whether tracked files differ from that commit. It is None if ``git_commit``
+    is, or if the work tree's configuration names a filter, whose program git would run.
     """
     commit: str | None
     is_changed: bool | None = None
@@ -81,7 +81,7 @@ def total_ram_bytes() -> int:
 
 
 def _memory(name: str) -> int:
-    """Return an amount of /proc/meminfo, in bytes."""
+    """Return the amount ``name`` in /proc/meminfo, in bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * KIB for line in lines if line.startswith(f"{name}:"))
 
@@ -89,8 +89,8 @@ def _memory(name: str) -> int:
 def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
     """Return how many bytes the kernel reads ahead on a page fault in a mapped file.
 
-    The number is a setting of the disk or network file system of ``path``, or of its nearest parent
-    folder that exists.
+    The number is a setting of the disk or network file system; without a setting, it is 128 KiB. If
+    ``path`` does not exist, its nearest parent folder that exists counts.
     """
     _, number = device_of(path)
     folders = "class/bdi", "dev/block", "dev/block"
@@ -103,20 +103,20 @@ def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
 
 
 def device_of(path: Path) -> tuple[Path, str]:
-    """Return ``path`` or its nearest parent folder that exists, and the folder's device number, "8:1"."""
+    """Return ``path`` or its nearest existing parent folder, with the device number, such as "8:1"."""
     nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
     number = nearest.stat().st_dev
     return nearest, f"{os.major(number)}:{os.minor(number)}"
 
 
 def _has_own_filters() -> bool:
-    """Return whether the work tree's configuration names filters, which git runs to compare files."""
+    """Return whether the work tree configures filters, which git would run, or git fails."""
     listed = _git("config", "--show-scope", "--name-only", "--list")
     return listed is None or _OWN_FILTER.search(listed) is not None
 
 
 def _git(*arguments: str) -> str | None:
-    """Return the output of git, which starts no program of the current folder; None if git fails."""
+    """Run git, but no program of the current folder; return git's output, or None if git fails."""
     try:
         ended = subprocess.run(
             ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments],
@@ -140,7 +140,7 @@ def _cpu_model() -> str | None:
 
 
 def text_of(path: Path) -> str | None:
-    """Return the stripped text of a file of the kernel; None if the running kernel lacks the file."""
+    """Return the stripped text of a file in /sys; None if the running kernel lacks the file."""
     try:
         return path.read_text().strip()
     except OSError:

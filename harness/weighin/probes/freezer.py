@@ -19,7 +19,7 @@ _LOOK_S: Final = 0.0002
 
 
 class Freezer:
-    """Freezes one of a cell's cgroups: the first that has a freezer, v2 before v1."""
+    """Freezes one of a command's cgroups: the first with a freezer file of v2, or else of v1."""
 
     def __init__(self, groups: Iterable[Path]) -> None:
         self._control: Path | None = None
@@ -36,7 +36,7 @@ class Freezer:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[bool]:
-        """Freeze all processes until the block ends, and yield whether all were frozen in time."""
+        """Freeze all processes until the with block ends; yield whether all froze within 10 ms."""
         if self._control is None:
             yield False
             return
@@ -63,11 +63,11 @@ _STATES: Final = {
     "cgroup.freeze": ("1", "0", "cgroup.events", "frozen 1"),
     "freezer.state": ("FROZEN", "THAWED", "freezer.state", "FROZEN"),
 }
-"""For each control file: the text that freezes, the text that thaws, the state file, and its text."""
+"""By control file: the texts that freeze and thaw, the state file, and its text once frozen."""
 
 
 def groups_of(pid: int, group: Path) -> list[Path]:
-    """Return the memory group of a process, and its groups of the same name in other hierarchies.
+    """Return a process's cgroup ``group``, and its cgroups with this name in other hierarchies.
 
     A container has one group in each hierarchy of cgroup v1, and one in cgroup v2.
     """

@@ -1,6 +1,6 @@
-"""Sample the GPU memory of another process with NVML, NVIDIA's library of the driver's figures.
+"""Sample the GPU memory of another process with NVML, NVIDIA's library that asks the driver.
 
-The driver's figure includes the CUDA context, code and the libraries' buffers, which PyTorch's
+The driver also counts the CUDA context, code and the buffers of libraries, which PyTorch's
 allocator does not count.
 """
 
@@ -19,7 +19,8 @@ class DriverMemory:
     """Samples one process on one GPU, in a thread, until ``stop`` is called.
 
     Raises:
-        NvmlUnavailable: NVML or the GPU is missing, or NVML does not report memory per process.
+        NvmlUnavailable: NVML, the GPU or the process cannot be found, or NVML does not report the
+            memory of single processes.
     """
 
     def __init__(self, uuid: str | None, pid: int | None) -> None:
@@ -75,7 +76,7 @@ class DriverMemory:
 
 
 def _start() -> Any:
-    """Import and start NVIDIA's Python module of NVML, which only machines with a GPU need."""
+    """Import NVIDIA's Python module of NVML, which only machines with a GPU need, and start NVML."""
     try:
         import pynvml
     except ModuleNotFoundError:

@@ -20,9 +20,9 @@ from weighin.text import one_line
 from weighin.units import KIB
 
 MACHINE: Final = "machine"
-"""The value of ``Kill.limit_of`` for a machine without free memory."""
+"""The value of ``Kill.limit_of`` if the whole machine, and not a cgroup, was out of memory."""
 UNKNOWN: Final = "unknown"
-"""The value of ``Kill.limit_of`` for a cgroup that the log does not name."""
+"""The value of ``Kill.limit_of`` if the log does not name the cgroup whose limit was met."""
 
 _LOG: Final = Path("/dev/kmsg")
 _MESSAGE_BYTES: Final = 8192
@@ -41,7 +41,7 @@ _VICTIM: Final = re.compile(
 
 
 def position() -> int | None:
-    """Return the number of the log's next message; None if this user may not read the log."""
+    """Return the number that the log's next message gets; None if this user may not read the log."""
     last = b""
     try:
         for message in _read():
@@ -54,9 +54,9 @@ def position() -> int | None:
 def kills_since(
     start: int | None, group: Path | None, main_pid: int, pids: Collection[int] = ()
 ) -> tuple[Kill, ...] | None:
-    """Return the kills in a cgroup and the groups below it, and of the processes ``pids``.
+    """Return the kills in ``group`` or below it, of the process ``main_pid``, and of ``pids``.
 
-    ``start`` is a result of ``position``: older messages are not read. ``kills_since`` returns None
+    ``start`` is a result of ``position``; earlier messages do not count. The result is None
     if this user may not read the log. In a container with its own pid namespace, no killed process
     is recognised as the main process, because the log has the machine's pids.
     """
@@ -76,7 +76,7 @@ def kills_since(
 
 
 def _inside(group: Path | None) -> str | None:
-    """Return a group's path below the mount point, because the kernel's log names groups by it."""
+    """Return a cgroup's path from the mount point on, as in the log; None if it is not below it."""
     hierarchy = memory_hierarchy()
     if group is None or hierarchy is None or not group.is_relative_to(hierarchy[1]):
         return None
@@ -121,9 +121,9 @@ class _Cause:
 def parse_kills(
     lines: list[str], group: str | None, main_pid: int, pids: Collection[int] = ()
 ) -> tuple[Kill, ...]:
-    """Return the kills in the log's lines whose victim is in ``group``, ``main_pid`` or in ``pids``.
+    """Return the kills in ``lines`` whose victim ran in ``group``, is ``main_pid`` or is in ``pids``.
 
-    ``group`` is the end of the cgroup's path.
+    ``group`` is a cgroup's path; the paths in the log may have more folders before it.
     """
     kills: dict[int, Kill] = {}
     cause: _Cause | None = None
@@ -150,7 +150,7 @@ def parse_kills(
 
 
 def _up_to(path: str, group: str | None) -> str | None:
-    """Return a path up to the end of ``group``; None if ``group`` is not part of the path."""
+    """Return ``path`` up to the end of ``group``; None if ``path`` does not contain ``group``."""
     if group is None:
         return None
     before, found, _ = f"{path}/".partition(f"{group}/")

@@ -11,7 +11,7 @@ MOUNTS: Final = Path("/proc/self/mountinfo")
 class Mounted(NamedTuple):
     """One mount: the folder ``root`` of a file system of type ``kind`` is mounted at ``place``.
 
-    ``device`` is the device number of the file system, "8:1". ``options`` are the options of the
+    ``device`` is the file system's device number, such as "8:1". ``options`` are the options of the
     file system, not of the mount.
     """
 

@@ -1,4 +1,4 @@
-"""Observe a running worker from outside: sample its memory and read its cgroup's figures.
+"""Observe a running worker (measured process) from outside: sample its memory, read its cgroup.
 
 ``LocalObserver`` reads the files of this machine. If the Docker engine runs on another machine, a
 process in the worker's container reads the files (``isolation.docker.container_observer``), and
@@ -17,11 +17,11 @@ from weighin.result import Memory, Sample
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The figures of a cgroup at one instant; all are None without a cgroup.
+    """The state of a cgroup at one instant; without a cgroup, all numbers are None.
 
     ``peak_bytes`` is the high-water mark since its last reset, or since the group's creation.
     ``some_ns`` and ``full_ns`` are PSI's stall times. ``escape`` tells how a worker got out of its
-    limit, such as "left its cgroup"; else it is empty.
+    limit, such as "left its cgroup"; it is empty if the worker is still limited.
     """
 
     usage_bytes: int | None = None
@@ -35,7 +35,7 @@ class Observation:
 
 
 def observe(mark: PeakMark | None) -> Observation:
-    """Read the figures of the cgroup whose peak ``mark`` reads; without one, all are None."""
+    """Read the state of the cgroup of ``mark``; without a ``mark``, all numbers are None."""
     if mark is None:
         return Observation()
     cgroup = mark.cgroup
@@ -61,7 +61,7 @@ class Observer(Protocol):
 
     @property
     def oom_kills(self) -> int | None:
-        """The number of OOM kills at the last reading; later, the cgroup may have been removed."""
+        """The number of OOM kills at the last sample, because the cgroup may be removed later."""
 
     @property
     def last_peak_rss_bytes(self) -> int | None:
@@ -69,14 +69,14 @@ class Observer(Protocol):
 
     @property
     def others(self) -> tuple[int, int]:
-        """The most child processes at a time, and the most private memory of all, in bytes."""
+        """The most child processes at once, and the largest sum of their private memory in bytes."""
 
     @property
     def watcher(self) -> Memory | None:
         """The observer's own memory, if the kernel counts it for the worker's cgroup; else None."""
 
     def look(self) -> Observation:
-        """Read the current figures of the cgroup."""
+        """Read the current state of the cgroup."""
 
     def reset_peak(self) -> bool:
         """Reset the high-water mark to the present charge; return whether the kernel can do so."""
@@ -85,9 +85,7 @@ class Observer(Protocol):
         """Remove the limit, so that a killed worker that thrashes can exit quickly."""
 
     def kill(self) -> bool:
-        """Kill the worker and its children; return False if the observer may not, but the caller
-        must.
-        """
+        """Kill the worker and its children; return False if the caller must kill them instead."""
 
     def stop(self) -> list[Sample]:
         """End the sampling and return all samples, the oldest first."""
@@ -101,7 +99,7 @@ class LocalObserver:
     def __init__(
         self, pid: int, cgroup: Path | None, interval_s: float, *, is_alone: bool = True
     ) -> None:
-        """``is_alone`` is False for a worker that starts ranks; these are not sampled here."""
+        """``is_alone`` is False if the worker starts ranks; then child processes are not sampled."""
         self._pid = pid
         self._cgroup = MemoryCgroup(cgroup, pressure_file_of(pid)) if cgroup else None
         self._limit_bytes = self._cgroup.read_limit() if self._cgroup else None
@@ -147,7 +145,7 @@ class LocalObserver:
         return False
 
     def take(self) -> list[Sample]:
-        """Return all samples since the last call, and forget them."""
+        """Return all samples since the last call of ``take``, and forget them."""
         return self._sampler.take()
 
     def stop(self) -> list[Sample]:

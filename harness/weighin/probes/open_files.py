@@ -24,10 +24,10 @@ _MAPS_FIELDS: Final = 6
 
 
 def open_files(pid: int) -> tuple[OpenFile, ...]:
-    """Return the regular files of at least 1 MiB that a process reads or maps, the largest first.
+    """Return up to 16 files of at least 1 MiB that a process reads or maps, the largest first.
 
-    The returned list leaves out programs, libraries, locale archives, and files that are open only
-    for writing.
+    ``open_files`` returns only regular files. It leaves out programs, libraries, locale archives,
+    and files that are open only for writing.
 
     Raises:
         OSError: the process has ended, or belongs to another user.
@@ -45,9 +45,9 @@ def open_files(pid: int) -> tuple[OpenFile, ...]:
 
 
 def files_read(pid: int) -> tuple[OpenFile, ...]:
-    """Return the files of at least 1 MiB that a process has open to read.
+    """Return up to 16 files of at least 1 MiB that a process has open to read, the largest first.
 
-    ``files_read`` is cheaper than ``open_files``, because it does not read the process's maps.
+    ``files_read`` is cheaper than ``open_files``, because it does not read /proc/PID/maps.
 
     Raises:
         OSError: the process has ended, or belongs to another user.

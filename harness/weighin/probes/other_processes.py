@@ -1,4 +1,4 @@
-"""Sample the memory of a worker's child processes, which the worker's own figures leave out."""
+"""Sample the child processes of a measured process (worker), whose own RSS leaves them out."""
 
 import os
 from pathlib import Path
@@ -9,19 +9,18 @@ from weighin.probes.process import read_private
 from weighin.probes.process_table import Pause
 
 WORKER_VARIABLE: Final = "WEIGHIN_WORKER"
-"""The environment variable that marks a worker; all processes that it starts inherit the mark."""
+"""The environment variable that marks a worker; all processes of the worker inherit the mark."""
 _LEAST_LIMIT: Final = 2**61
 _INTERVAL_S: Final = 0.1
 
 
 class OtherProcesses:
-    """The child processes of a worker, found by the worker's cgroup, or else by its mark
-    (``has_mark``).
+    """A worker's child processes, found in its cgroup or, without one, by its mark (``has_mark``).
 
     Attributes:
         number: the largest number of child processes at any time.
-        private_bytes: the largest sum of the child processes' private memory, which no other
-            process maps.
+        private_bytes: the largest sum of the child processes' private memory (pages that no other
+            process maps) at any time.
     """
 
     def __init__(self, pid: int, cgroup: MemoryCgroup | None) -> None:
@@ -66,10 +65,9 @@ class OtherProcesses:
 def limit_of(mark: str) -> int:
     """Return the resource limit by which weighin recognises a worker's processes.
 
-    A child process may clear its environment, but it inherits the limit. It is a limit of realtime
-    CPU time, between 2**61 and 2**62 microseconds. The bits of the limit are the pid (22 bits) and
-    the pid namespace (32 bits) in ``mark``, a result of ``owned_name``, and the last 7 bits of the
-    number in ``mark``.
+    A child process may clear its environment, but it inherits the limit. The limit is one of
+    realtime CPU time, between 2**61 and 2**62 microseconds. It encodes ``mark``, which is a result
+    of ``owned_name``: the pid (22 bits), the pid namespace (32 bits) and the number's last 7 bits.
     """
     owner, _, number = mark.rpartition(".")
     pid, _, namespace = owner.split("-")
@@ -78,7 +76,7 @@ def limit_of(mark: str) -> int:
 
 
 def owner_by_limit(pid: int) -> tuple[int, int] | None:
-    """Return the (pid, pid namespace) of weighin from a process's ``limit_of``; None without one."""
+    """Return weighin's (pid, pid namespace) from the ``limit_of`` a process inherited, or None."""
     limit = _limit(pid)
     if limit is None or not _LEAST_LIMIT <= limit < 2 * _LEAST_LIMIT:
         return None
@@ -92,7 +90,7 @@ def has_mark(pid: int, mark: str) -> bool:
 
 
 def _limit(pid: int) -> int | None:
-    """Return the soft limit of a process's realtime CPU time; None without one."""
+    """Return the soft limit of a process's realtime CPU time; None if there is none."""
     try:
         text = read_kernel(Path(f"/proc/{pid}/limits"))
     except OSError:  # the process has ended
@@ -108,7 +106,7 @@ def mark_of(pid: int) -> str | None:
 
 
 def variable_of(pid: int, name: str) -> str | None:
-    """Return an environment variable with which a process started; None if it cannot be read."""
+    """Return an environment variable from a process's start; None if unset or not readable."""
     prefix = f"{name}="
     try:
         variables = read_kernel(Path(f"/proc/{pid}/environ")).split("\0")

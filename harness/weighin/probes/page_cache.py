@@ -2,7 +2,7 @@
 
 The kernel charges a page to the cgroup that read it first. A RAM limit therefore does not cover a
 checkpoint that was cached before, and weighin drops the checkpoint's pages before each measurement
-(cell). In a warm cell, the measured process then reads the checkpoint into the cache itself.
+(cell). For a cell with a warm cache, the measured process then reads the checkpoint into the cache.
 
 Only a user who owns a file or may write to it can count its cached pages. For other users, cachestat
 fails (since Linux 6.15), and mincore reports every page as resident (since Linux 5.2).
@@ -68,7 +68,7 @@ def cached_bytes(descriptor: int) -> int | None:
 
 
 def is_cached(descriptor: int, offset: int, length: int) -> bool:
-    """Return whether all pages of a range are in the page cache; False if they cannot be counted.
+    """Return whether a range of a file is in the page cache; False if its pages cannot be counted.
 
     ``is_cached`` does not read with RWF_NOWAIT, because such a read starts the read-ahead.
     """
@@ -118,7 +118,7 @@ def _cachestat_pages(descriptor: int, start: int, length: int) -> int | None:
 
 
 def _mincore_pages(descriptor: int, start: int, length: int) -> int | None:
-    """Count the resident pages with mincore; return None if mincore fails or reports all pages."""
+    """Count the cached pages with mincore; return None if it fails, or lacks permission to tell."""
     pages = _mincore(descriptor, start, length)
     if not pages:
         return pages

@@ -1,4 +1,4 @@
-"""Read the kernel's figures of one process from /proc/PID/status and /proc/PID/stat.
+"""Read the memory and page faults of one process from its files in /proc/PID.
 
 The measured process (worker) reads its own high-water mark with this module. The module does not
 import pathlib, which would take 1 MiB in the worker. Source: Documentation/filesystems/proc.rst of
@@ -27,10 +27,9 @@ def parse_status(text: str) -> dict[str, int]:
 
 
 def read_pss(pid: int | str = "self") -> int:
-    """Return the proportional set size of a process, in bytes: each page divided by the number of
-    its processes.
+    """Return the proportional set size of a process: a page that n processes map counts 1/n.
 
-    The kernel walks the whole address space, which takes about 25 ms at 4 GiB.
+    The result is in bytes. The kernel walks the whole address space: about 25 ms at 4 GiB.
     """
     return _read_rollup(pid)["Pss"]
 
@@ -38,7 +37,7 @@ def read_pss(pid: int | str = "self") -> int:
 def read_shares(pid: int | str = "self") -> tuple[int, int, int] | None:
     """Return the anonymous, file-backed and shared parts of a process's PSS, in bytes.
 
-    ``read_shares`` returns None before Linux 5.4, and for a process that has just ended, without
+    ``read_shares`` returns None before Linux 5.4, and for a process that has just ended and has no
     memory. The kernel walks the whole address space, as for ``read_pss``.
     """
     rollup = _read_rollup(pid)
@@ -67,7 +66,7 @@ def _read_rollup(pid: int | str) -> dict[str, int]:
 
 
 def memory_of(status: dict[str, int]) -> Memory:
-    """Return the result of ``read_status`` as ``Memory``, without figures of the cgroup and the GPU."""
+    """Return the result of ``read_status`` as ``Memory``; its fields of cgroup and GPU stay None."""
     return Memory(
         rss_bytes=status["VmRSS"],
         anon_bytes=status["RssAnon"],

@@ -15,10 +15,10 @@ from weighin.result import OpenFile, Process
 from weighin.text import one_line
 
 Shares = tuple[int, int, int]
-"""The anonymous, file-backed and shared parts of a process's proportional set size, in bytes."""
+"""The anonymous, file-backed and shared-memory parts of a proportional set size, in bytes."""
 
 SHARE: Final = 0.05
-"""The share of the time in which processes may be examined, because that disturbs the processes."""
+"""The largest share of a processor's time in which to examine processes, as this disturbs them."""
 MOST_PROCESSES: Final = 200
 """The largest number of processes in a record: those with the most memory."""
 _MOST_ENDED: Final = 2000  # that are kept while the command runs
@@ -47,7 +47,7 @@ class Pause:
 
 @dataclass(slots=True)
 class _Seen:
-    """The figures of one process; ``parent_pid`` is its first parent."""
+    """What is recorded of one process; ``parent_pid`` is the pid of its first parent."""
 
     pid: int
     start_ns: int
@@ -59,8 +59,8 @@ class _Seen:
     files: tuple[OpenFile, ...] = ()
 
     def read(self) -> None:
-        """Read the process's peak RSS and command line; if the process has ended, keep the values
-        of the last reading.
+        """Read the process's peak RSS, command line and parent; if the process has ended, keep what
+        the last reading found.
         """
         try:
             self.highest_rss_bytes = read_status(self.pid).get("VmHWM", self.highest_rss_bytes)
@@ -71,10 +71,10 @@ class _Seen:
             return
 
     def note_files(self, look: Callable[[int], tuple[OpenFile, ...]]) -> None:
-        """Add the files that ``look`` finds, and record all other files as closed.
+        """Record the files that ``look`` finds as open, and files of earlier calls as closed.
 
-        If the process is exiting, keep the files of the last reading: the kernel closes all files of
-        a killed process, but the process did not.
+        If the process is exiting, keep the files of the last reading as they are, because the kernel
+        closes the files of a killed process, not the process itself.
         """
         with contextlib.suppress(OSError):  # the process has ended, or is another user's
             found = look(self.pid)
@@ -116,7 +116,7 @@ class ProcessTable:
             self._ended = heapq.nlargest(MOST_PROCESSES, self._ended, key=_Seen.weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:
-        """Store each process's share of the memory, and list the largest processes' files."""
+        """Store each process's share of the memory, and list the files of the 8 largest processes."""
         for seen in (*self._ended, *self._running.values()):
             seen.shares = None
         found = [self._running[pid] for pid in shares if pid in self._running]
@@ -141,10 +141,10 @@ def _largest(processes: Iterable[_Seen]) -> list[_Seen]:
 def _with_closed(
     files: tuple[OpenFile, ...], before: tuple[OpenFile, ...], *, maps: bool
 ) -> tuple[OpenFile, ...]:
-    """Return the files of a process, and those of ``before`` that it has closed.
+    """Return a process's present ``files``, followed by the files of ``before`` that it has closed.
 
-    A closed file's content may still be in the process's memory. ``maps`` tells whether ``files``
-    include mapped files; if not, the mapped bytes are those of ``before``.
+    The content of a closed file may still be in memory. ``maps`` tells whether ``files`` include
+    mapped files. If not, the mapped bytes come from ``before``, whose mapped files stay open.
     """
     known = {file.path: file for file in before}
     now_ns = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""Sample a running worker's memory every 5 ms, in a thread of the measuring process.
+"""Sample the measured process (worker) every 5 ms, in a thread of the measuring process.
 
 A report shows the samples as a timeline. Peaks come from the kernel's high-water marks instead,
 because samples miss short spikes. The sampling thread keeps the files in /proc open, so that one
@@ -69,7 +69,7 @@ class Sampler:
         return self.samples
 
     def take(self) -> list[Sample]:
-        """Return all samples since the last call, the oldest first, and forget them."""
+        """Return all samples since the last call of ``take``, the oldest first, and forget them."""
         taken = self.samples[:]
         del self.samples[: len(taken)]  # the thread may have added a sample since the copy
         return taken
@@ -109,7 +109,7 @@ class Sampler:
         )
 
     def _read_oom_kills(self) -> None:
-        """Read the OOM kills with each sample, because Docker removes the cgroup of an ended worker."""
+        """Update ``oom_kills`` at each sample, because Docker removes an ended worker's cgroup."""
         if text := self._read_cgroup("oom"):
             self.oom_kills = parse_field(text, "oom_kill")
 
@@ -126,7 +126,7 @@ class Sampler:
 
 
 class RankSamplers:
-    """Samples each rank (process that loads the model) of a worker, in a thread for each.
+    """Samples the ranks of a worker (child processes that load the model), each in its own thread.
 
     The interval grows with the number of ranks, so that all threads together take no more processor
     time than the thread of one worker.
@@ -156,13 +156,13 @@ class RankSamplers:
 
 
 def _rank(pid: int) -> int | None:
-    """Return the environment variable RANK of a process; None if it cannot be read."""
+    """Return a process's rank from its environment variable RANK; None if it has no such number."""
     value = variable_of(pid, "RANK") or ""
     return int(value) if value.isdecimal() else None
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write samples as CSV, one line per sample; the field of a missing figure is empty."""
+    """Write samples as CSV, one line per sample; a missing value is an empty field."""
     names = [field.name for field in fields(Sample)]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)

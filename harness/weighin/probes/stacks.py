@@ -1,7 +1,8 @@
 """Read the stacks of a command's Python processes with py-spy when the command uses most memory.
 
-A command that is killed for lack of memory prints no traceback, but these stacks show its last lines.
-The command's cgroup is frozen while py-spy reads, so that a stack belongs to the recorded usage.
+A command that is killed for lack of memory prints no traceback, but these stacks show which lines it
+ran last. weighin freezes the command's cgroup while py-spy reads, so that each stack belongs to the
+memory usage recorded with it.
 """
 
 import contextlib
@@ -25,9 +26,12 @@ from weighin.text import one_line
 from weighin.units import MIB
 
 SHARE: Final = 0.05
-"""The largest share of time for which a command is frozen, except the first reading near its limit."""
+"""The largest share of the time for which readings freeze a command.
+
+The first reading near the command's limit is always made, even if it exceeds this share.
+"""
 KEPT: Final = 8
-"""The number of readings whose stacks are kept: the newest readings, which have the highest usage."""
+"""The number of readings whose stacks are kept: the last ones, which have the highest usage."""
 MOST_FRAMES: Final = 40
 _MOST_PROCESSES: Final = 4
 _MOST_THREADS: Final = 8
@@ -41,11 +45,11 @@ _RUNS: Final = "RD"  # the states of a thread that runs (R), or is in uninterrup
 
 
 class StackTaker:
-    """Reads stacks when ``look`` is called with a usage near the limit, or much higher than before.
+    """Reads stacks when ``look`` gets a usage near the limit, or much above the last reading's.
 
     Attributes:
         frozen_ns: the time for which the command was frozen; without a freezer, the time of all
-            readings, because py-spy itself stops one process after the other.
+            readings, because py-spy then stops one process after the other itself.
         why: the reason why no stack was read; empty if a stack was read.
     """
 
@@ -55,8 +59,8 @@ class StackTaker:
         pids: Callable[[], list[int]] | None = None,
         share: float = SHARE,
     ) -> None:
-        """``groups`` are the command's cgroups, the memory cgroup first; without cgroups, ``pids``
-        returns the processes.
+        """``groups`` are the command's cgroups, the memory cgroup first. ``pids`` returns the pids of
+        the command; without this function, those in the memory cgroup are used.
         """
         self.frozen_ns = 0
         self._freezer = Freezer(groups)
@@ -78,7 +82,7 @@ class StackTaker:
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """The stacks of the last 8 readings, the oldest first; in a reading, running threads first."""
+        """The stacks of the last 8 readings. Older readings, and running threads, come first."""
         return tuple(stack for look in self._looks for stack in look)
 
     @property
@@ -86,7 +90,7 @@ class StackTaker:
         return "" if self._looks else self._error
 
     def look(self, t_ns: int, usage_bytes: int) -> None:
-        """Read the stacks if the usage at ``t_ns`` is near the limit, or much higher than before."""
+        """Read stacks if the usage at ``t_ns`` is near the limit, or much above the last reading's."""
         if not self._program or not self._is_worth(usage_bytes):
             return
         pids = self._find_pythons()
@@ -111,9 +115,9 @@ class StackTaker:
     def _is_worth(self, usage_bytes: int) -> bool:
         """Return whether the usage is near the limit, or much higher than at the last reading.
 
-        Near the limit, the kernel may kill the command at any moment, so that the first reading
-        there is always made. All further readings together may take ``SHARE`` of the whole time,
-        without a pause between them.
+        Near the limit, the kernel may kill the command at any moment, so that the first reading near
+        it is always made. Later readings near it need no pause between them, as long as all readings
+        together take at most ``SHARE`` of the time since the start.
         """
         now_s = time.monotonic()
         growth = usage_bytes - self._taken_bytes
@@ -212,8 +216,8 @@ def _running_threads(pid: int) -> set[int]:
 def _stacks_of(
     pid: int, threads: list[Any], running: set[int], t_ns: int, usage_bytes: int
 ) -> list[Stack]:
-    """Return a process's stacks: those of running threads first, then of the thread with the GIL
-    and of the main thread.
+    """Return up to 8 stacks of a process: running threads first, and among equal threads, the thread
+    with the GIL and the main thread first.
     """
     folder = ""
     with contextlib.suppress(OSError):
@@ -237,7 +241,7 @@ def _stacks_of(
 
 
 def _frames(frames: list[Any], folder: str) -> tuple[str, ...]:
-    """Return the first 20 and the last 20 frames as text."""
+    """Return the frames as text; of more than 40 frames, only the first 20 and the last 20."""
     half = MOST_FRAMES // 2
     shown = frames if len(frames) <= MOST_FRAMES else [*frames[:half], *frames[-half:]]
     return tuple(

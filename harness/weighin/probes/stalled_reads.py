@@ -1,4 +1,4 @@
-"""Find the system calls in which a process waits for a file, with the file's path and offset.
+"""Find the system calls in which a process waits for a read, with the file's path and offset.
 
 A thread that waits for a page of a mapped file is in no system call, so that weighin cannot find
 this thread.
@@ -18,7 +18,7 @@ _OF_ARGUMENT: Final = {
 _PAUSE_S: Final = 0.3
 
 Read = tuple[int, str, int]
-"""A thread's id, the path of the file that it reads, and the offset of the read."""
+"""A thread's id, the path of the file that it reads, and the offset of the read in bytes."""
 
 
 def waiting(pids: Iterable[int]) -> list[tuple[str, int]]:
@@ -33,7 +33,7 @@ def waiting(pids: Iterable[int]) -> list[tuple[str, int]]:
 
 
 def _reads(pid: int) -> Iterable[Read]:
-    """Yield the current reads of a process's threads; none if this user may not see them."""
+    """Yield the reads of files that a process's threads wait for; none if this user may not look."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:

@@ -1,4 +1,4 @@
-"""Find the file system and the disk of a path, for records and slow disks."""
+"""Find the file system and the disk of a path, for records and for simulated slow disks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ class Storage:
     """The file system and the disk of a path, as a record has them.
 
     Attributes:
-        file_system: the kernel's name of the file system's type: "ext4" or "fuse.sshfs".
+        file_system: the kernel's name of the file system's type, such as "ext4" or "fuse.sshfs".
         kind: "local", "overlay", "tmpfs", "NFS", "FUSE", "network" or "shared by the host".
-        device: the name of the whole disk in /dev, "vda"; None for a file system without a disk.
+        device: the name of the whole disk in /dev, such as "vda"; None without a disk.
         rotational: whether the kernel treats the disk as a hard disk; None without a disk.
     """
 
@@ -53,14 +53,14 @@ def describe(path: Path) -> Storage:
 
 
 def file_system_of(found: Iterable[Mounted], path: Path) -> str:
-    """Return the type of the file system of a path, which must have no symbolic links."""
+    """Return the file system's type for a ``path`` without symbolic links; "unknown" if none fits."""
     above = [one for one in found if path.is_relative_to(one.place)]
     above.sort(key=lambda one: len(one.place.parts))  # the last mount at a folder hides the others
     return above[-1].kind if above else "unknown"
 
 
 def disk_of(number: str, sysfs: Path = _SYSFS) -> str:
-    """Return the name of the disk that has this device number, or a partition with it; else ""."""
+    """Return the disk's name for the device number of a disk or of its partition; "" for others."""
     folder = sysfs / "dev/block" / number
     if not folder.exists():
         return ""

@@ -63,13 +63,13 @@ class Question:
         checkpoint: the path of the user's checkpoint; None for a model that weighin builds.
         selection: the part of the checkpoint that is loaded.
         allow: the requirements that the strategy may have, from ``ALLOWED``.
-        results: a folder with runs that this machine measured; their records replace predictions.
+        results: a folder with runs; what this machine measured in them replaces predictions.
         python_path: the folders from which the code of the model is imported.
         ranks: the number of processes that load the model at once under the limits.
-        disk: the rate and latency of the checkpoint's disk; without both, this machine's own disk.
-        use: the name of what follows the load, such as a training step, and must also fit under the
-            limits; empty for a load alone.
-        use_path: the file of a use that the user wrote.
+        disk: the rate and latency of the disk to load from; an empty ``Pace`` is this machine's disk.
+        use: the name of the operation after the load, such as "adamw", which must also fit under
+            the limits; empty for a load alone.
+        use_path: the file of a use that the user wrote; empty for one of weighin's uses.
     """
 
     model: ModelSpec
@@ -89,11 +89,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The answer of ``weighin recommend``: all judged strategies from the best to the worst, and
-    the code of the best strategy.
+    """The answer of ``weighin recommend``: all allowed strategies, best first, and the best's code.
 
     Attributes:
-        incomplete: a text for each run with records of the model that was stopped before its end.
+        incomplete: a text for each run that was stopped before its end, but has usable records.
         left_out: a text for each run whose records cannot be read.
     """
 
@@ -103,9 +102,9 @@ class Advice:
     incomplete: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     import_bytes: int | None = None
-    """The memory of a process after ``import torch``, which the memory of each strategy includes."""
+    """The bytes in use after ``import torch``, which the memory of each strategy includes."""
     use_floors: tuple[int, ...] = ()
-    """The smallest RAM limit in bytes under which the use fits, for each predicted strategy."""
+    """For each predicted strategy, the smallest RAM limit in bytes that suffices for the use."""
 
     @property
     def best(self) -> Candidate | None:
@@ -120,7 +119,7 @@ class Advice:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what the table does not show, such as a checkpoint to convert first."""
+        """Sentences on what the table does not show, such as how to convert the checkpoint first."""
         asked = self.question
         notes = [
             f"Some measured figures are from a run that was stopped: {text}."
@@ -175,7 +174,7 @@ class Advice:
 
 
 def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the words of --allow; raise UnknownName for a word that is not in ``ALLOWED``."""
+    """Return the words of --allow ("none" gives no word); raise UnknownName for an unknown word."""
     if list(words) == ["none"]:
         return ()
     for word in words:
@@ -186,7 +185,7 @@ def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PriorKnowledge:
-    """What is known of every strategy before a memory limit is chosen: predictions and earlier runs."""
+    """What is known of all strategies, whatever the memory limits: predictions and earlier runs."""
 
     planned: tuple[Planned, ...]
     predictions: tuple[Prediction, ...]
@@ -197,12 +196,12 @@ class PriorKnowledge:
 
 
 def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
-    """Predict every strategy, read earlier records, and calibrate the machine if this was not done
-    yet.
+    """Predict every strategy, read earlier records, and calibrate a machine without a calibration.
 
     Raises:
         HarnessError: the checkpoint, the model or the records of a run cannot be read.
-        HarnessError: the weights are quantised, and no run has measured how transformers loads them.
+        HarnessError: the weights are quantised, weighin cannot dequantise them, and no run has
+            measured how a library loads them.
     """
     fmt = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
     # The selected part becomes a new file, because no strategy reads a part of a file.
@@ -229,7 +228,7 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
 
 
 def advise(question: Question, prior: PriorKnowledge) -> Advice:
-    """Judge every strategy under the limits of the question, and return the best ones first."""
+    """Judge every strategy under the question's limits; return the allowed ones, the best first."""
     records = [prior.evidence.get((one.cell.strategy, one.cell.format)) for one in prior.planned]
     measured = [
         (prediction, evidence)
@@ -298,7 +297,7 @@ def _folder(question: Question) -> str | None:
 
 
 def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
-    """Yield what ``weighin recommend`` prints: a table of ``most`` strategies, notes, and the code."""
+    """Yield what ``weighin recommend`` prints: a table of ``most`` strategies, notes, and code."""
     asked = advice.question
     sources = [_sources(candidate) for candidate in advice.candidates]
     known = list(dict.fromkeys(source for source in sources if source != _NO_SOURCE))
@@ -348,7 +347,7 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
 
 
 def _of_use(use: str, least_bytes: int, most_bytes: int) -> str:
-    """Return a note on the memory that a use of the model needs after a load by any strategy."""
+    """Return a note on the memory that the use needs: the least and the most of all strategies."""
     least, most = (format_bytes(size, digits=1) for size in (least_bytes, most_bytes))
     training = use in TRAINING
     begin = f"For training with {use}," if training else f"For the use {use},"
@@ -366,7 +365,7 @@ def _help(dtype: str) -> str:
 
 
 def _file_name(fmt: str) -> str:
-    """Return the name of the checkpoint file in the printed code and in the command that converts it."""
+    """Return the name of the converted checkpoint, for the printed code and ``weighin convert``."""
     return f"weights{formats.named(fmt).SUFFIX}"
 
 

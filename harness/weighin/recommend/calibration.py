@@ -43,7 +43,7 @@ _TORCH_TIMEOUT_S: Final = 300
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The speeds of a machine in bytes per second, and its costs in seconds, as in ``_MEANINGS``."""
+    """A machine's speeds in bytes per second and costs in seconds; ``_MEANINGS`` explains them."""
 
     read_bytes_per_s: float
     read_direct_bytes_per_s: float
@@ -63,7 +63,7 @@ class Calibration:
 
 
 def stored() -> Calibration | None:
-    """Return the stored calibration; None if there is none, or if another machine was calibrated."""
+    """Return the stored calibration; None if it cannot be read, or if it is of another machine."""
     try:
         content = json.loads((cache.folder() / FILE).read_text())
         figures = {one.name: float(content["figures"][one.name]) for one in fields(Calibration)}
@@ -75,10 +75,11 @@ def stored() -> Calibration | None:
 
 
 def calibrate(say: Callable[[str], None]) -> Calibration:
-    """Measure this machine, which takes about 10 s, and store the figures in the cache folder.
+    """Measure this machine, which takes about 10 s, and store its calibration in the cache folder.
 
     Raises:
-        ConfigError: the cache folder cannot be written, or is not on a disk.
+        ConfigError: the cache folder cannot be written, or reads from a disk cannot be measured in it.
+        HarnessError: torch does not run, or takes too long.
     """
     folder = cache.folder()
     say(f"measuring the speed of this machine: reading and writing 512 MiB in {folder}")
@@ -98,7 +99,7 @@ def calibrate(say: Callable[[str], None]) -> Calibration:
 
 
 def _round(path: Path) -> dict[str, float]:
-    """Measure, in one round, the figures that need no torch."""
+    """Measure, one time each, the speeds that need no torch."""
     return {
         "read_bytes_per_s": _cold(path, _read_buffered),
         "read_direct_bytes_per_s": _cold(path, _read_direct),
@@ -243,7 +244,7 @@ def _fill(area: mmap.mmap) -> None:
 
 
 def _ask_torch() -> list[dict[str, float]]:
-    """Measure the figures that need torch in another process; return the figures of each round."""
+    """Let another process measure what needs torch; return a dict of results for each round."""
     command = child_process.module("weighin.recommend.torch_costs")
     try:
         asked = child_process.ask(command, child_process.environment(), timeout_s=_TORCH_TIMEOUT_S)

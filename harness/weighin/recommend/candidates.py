@@ -20,13 +20,13 @@ MEASURED: Final = "measured"
 SAVED_AS: Final = "saved as "
 """The beginning of a requirement such as "saved as safetensors"."""
 OWN_CODE: Final = "code that builds the model"
-"""Required by a strategy that cannot load a Hugging Face folder in one call. A requirement other
-than this text, and without ``SAVED_AS``, is the name of a package.
+"""The requirement of a strategy that cannot load a Hugging Face folder in one call. A requirement
+that is not this text and does not begin with ``SAVED_AS`` is the name of a package.
 """
 
 _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # the largest error of a predicted RAM floor
 _OF_FOLDERS: Final = frozenset({"safetensors", *(each.name for each in LIBRARIES)})
-"""Users of Hugging Face folders have these packages, which are therefore no requirements."""
+"""Packages that users of Hugging Face folders have, so that they do not count as requirements."""
 _OURS: Final = frozenset({"streaming"})
 
 
@@ -60,14 +60,14 @@ class Candidate:
     """One strategy with its verdict.
 
     Attributes:
-        why: the reason of the verdict, such as "keeps two copies: 12.9 GiB".
-        need_bytes: the smallest RAM limit under which the strategy works.
+        why: the reason for the verdict, such as "keeps two copies: 12.9 GiB".
+        need_bytes: the smallest RAM limit in bytes under which the strategy works.
         margin_bytes: the RAM limit minus ``need_bytes``; None without a limit.
         cuda_bytes: the GPU memory that the CUDA allocator reserves.
-        ready_s: the time until every byte of the model was read once.
-        noise_s: the median absolute deviation of the repeats' times; None without repeats.
-        memory_from, time_from: "measured" or "predicted"; empty for a missing figure.
-        asks: the requirements of the strategy: packages, and another format than the checkpoint's.
+        ready_s: the seconds from the load's start until every byte of the model was read once.
+        noise_s: the median absolute deviation of the measured times; None for fewer than two.
+        memory_from, time_from: whether memory and time are "measured" or "predicted"; "" if unknown.
+        asks: what the strategy requires: packages, another checkpoint format, or ``OWN_CODE``.
     """
 
     strategy: str
@@ -126,8 +126,9 @@ def assess(
 
 
 def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float:
-    """Return the predicted time until every byte was read: the sum of the work divided by the
-    speeds.
+    """Return the predicted seconds until every byte was read.
+
+    They are a sum over all kinds of work: the amount of each kind, divided by the machine's speed.
     """
     work, machine = prediction.work, calibration
     stays_in_memory = max(0, (prediction.model_bytes or 0) - work.mapped_bytes)
@@ -147,9 +148,9 @@ def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float
 def slowness(measured: Iterable[tuple[Prediction, Evidence]], calibration: Calibration) -> float:
     """Return the median ratio of measured to predicted times; 1 if nothing was measured.
 
-    Other programs change a machine's speed. A predicted time times this ratio can be compared with
-    measured times, even if the machine was less busy when its speeds were measured. The ratio uses
-    the times that each strategy took under its largest RAM limit.
+    Other programs change a machine's speed. A predicted time, multiplied by this ratio, can be
+    compared with measured times, even if the machine was less busy when it was calibrated. For each
+    strategy, the ratio uses the times without a RAM limit, or else those under the largest one.
     """
     ratios = [
         seconds / predicted_s
@@ -182,7 +183,7 @@ def _verdict(
 
 def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None) -> FitVerdict:
     """Return the verdict on a strategy under a RAM limit; ``tried`` tells whether a measured load
-    worked under this limit.
+    worked under this limit, and is None if no measurement shows this.
     """
     least, most = _floor_range(prediction, need)
     if tried is False or (tried is None and least > ram_bytes + doubt_bytes(least)):
@@ -197,9 +198,9 @@ def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None
 def _floor_range(prediction: Prediction, need: int) -> tuple[int, int]:
     """Return two RAM limits: below the first, every load is killed; above the second, no load is.
 
-    Both limits are predicted, unless the measured ``need`` contradicts the prediction. The measured
-    needs of one strategy differ by some MiB or more, for example with the fragmentation of the
-    heap. If they decided, another run of the same load could change the recommendation.
+    Both limits are predicted. If the measured ``need`` contradicts the prediction, both are ``need``.
+    Measurements of the same load differ by some MiB or more, for example with the fragmentation of
+    the heap. If ``need`` always decided, another run could change the recommendation.
     """
     least, most = prediction.floor_least_bytes, prediction.floor_bytes
     if least and most and least - doubt_bytes(least) <= need <= most + doubt_bytes(most):
@@ -208,7 +209,7 @@ def _floor_range(prediction: Prediction, need: int) -> tuple[int, int]:
 
 
 def doubt_bytes(need: int) -> int:
-    """Return the largest assumed error of a predicted RAM floor in bytes, upwards and downwards."""
+    """Return by how many bytes the predicted smallest RAM limit may be too high or too low."""
     return _DOUBT_BYTES + int(_DOUBT_SHARE * need)
 
 

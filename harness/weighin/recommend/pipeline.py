@@ -24,7 +24,7 @@ _ONE_AFTER_THE_OTHER: Final = "one after the other"
 
 @dataclass(frozen=True, slots=True)
 class PipelineAdvice:
-    """The advice for each part of a pipeline, together and one after the other."""
+    """The advice for each part of a pipeline, for both ways to load the parts (see the module)."""
 
     title: str
     limits: Limits
@@ -34,7 +34,7 @@ class PipelineAdvice:
 
     @property
     def best(self) -> str:
-        """How the parts surely fit: "together", else "one after the other"; empty if not sure."""
+        """The way in which all parts surely fit: "together", else "one after the other"; else ""."""
         for held, advices in (
             (_TOGETHER, self.together),
             (_ONE_AFTER_THE_OTHER, self.one_after_the_other),
@@ -97,7 +97,7 @@ def _left(question: Question, held_bytes: int) -> Limits:
 
 
 def parts(advice: PipelineAdvice) -> Iterator[RenderableType]:
-    """Yield the parts of the answer that ``weighin recommend`` prints for a pipeline."""
+    """Yield what ``weighin recommend`` prints for a pipeline: a table, and the code for each part."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     size = format_bytes(sum(advice.sizes.values()))
     table.title = f"{escape(advice.title)} ({size}), all parts, {advice.limits}"

@@ -1,4 +1,4 @@
-"""Read what this machine measured in earlier runs for one model and device."""
+"""Read from earlier runs what this machine measured for one model and device."""
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -27,8 +27,8 @@ class Evidence:
         killed_limits: the RAM limits in bytes under which a load was killed for lack of memory.
         anon_bytes: the sampled maximum of anonymous and shared memory over all loads that ended ok,
             including the use after the load.
-        cuda_reserved_bytes: the bytes of GPU memory that the CUDA allocator reserved.
-        ready_s: the times in seconds until every byte was read, of loads that ended ok, by RAM limit.
+        cuda_reserved_bytes: the GPU memory that the CUDA allocator reserved in the last such load.
+        ready_s: for each RAM limit, in how many seconds loads that ended ok had read every byte.
         incomplete: a text for each run that was stopped before its last measurement.
     """
 
@@ -40,7 +40,7 @@ class Evidence:
     incomplete: dict[str, None] = field(default_factory=dict)
 
     def take(self, result: Result, use: str = "") -> None:
-        """Add a record; of a record with another use than ``use``, only the time of the load."""
+        """Add a record; if the record's use is not ``use``, add only the time of its load."""
         cell, peaks = result.cell, result.peaks
         if result.outcome is Outcome.OK and result.ready_ns is not None:
             self.ready_s.setdefault(cell.ram_limit_bytes, []).append(result.ready_ns / 1e9)
@@ -58,7 +58,7 @@ class Evidence:
         self.cuda_reserved_bytes = peaks.cuda_reserved_bytes
 
     def fits(self, limit_bytes: int) -> bool | None:
-        """Return whether the strategy works under a RAM limit; None if no record shows this."""
+        """Return whether the strategy works under a RAM limit; None if no record tells this."""
         if any(limit is not None and limit <= limit_bytes for limit in self.ok_limits):
             return True
         if any(limit >= limit_bytes for limit in self.killed_limits):
@@ -66,15 +66,15 @@ class Evidence:
         return None
 
     def median_ready_s(self, limit_bytes: int | None) -> float | None:
-        """Return the median time in seconds under a RAM limit. Without such times, use those of the
-        next larger measured limit, or else of the largest one.
+        """Return the median seconds of the loads under a RAM limit. If this limit was not measured,
+        use the loads under the next larger measured limit, or else under the largest one.
         """
         return middle(self._ready_s_near(limit_bytes))
 
     def noise_s(self, limit_bytes: int | None) -> float | None:
-        """Return the median absolute deviation of the times in seconds; None without repeats.
+        """Return the median absolute deviation of times in seconds; None for fewer than two times.
 
-        One slow repeat hardly changes this deviation.
+        The times are those of ``median_ready_s``. One slow load hardly changes their deviation.
         """
         seconds = self._ready_s_near(limit_bytes)
         if len(seconds) < _REPEATS:
@@ -97,11 +97,12 @@ def _size(limit_bytes: int | None) -> float:
 def find(
     folders: Iterable[Path], wanted: Cell, left_out: Callable[[str], None] = lambda _: None
 ) -> dict[tuple[str, str], Evidence]:
-    """Return what this machine measured in the runs of these folders, by strategy and format.
+    """Return what this machine measured in the runs of these folders, by (strategy, format).
 
-    A record counts if its model, device, dtype, page cache, ranks and disk are those of ``wanted``,
-    and if it has neither options nor environment variables. A record with another use counts only for
-    the time of the load. ``left_out`` is called with the reason why a run below a folder cannot be read.
+    A record of a load counts if its model, device, dtype, page cache, ranks and disk are those of
+    ``wanted``. It must have no options, environment variables or GPU memory limit, and no other cell
+    may have run at once. A record with another use counts only for the time of its load.
+    ``left_out`` is called with the reason why a run below a folder cannot be read.
 
     Raises:
         RecordError: one of the folders is itself a run, and cannot be read.
@@ -129,7 +130,7 @@ def find(
 def _results(
     folders: Iterable[Path], left_out: Callable[[str], None]
 ) -> Iterator[tuple[Result, tuple[str, ...]]]:
-    """Yield the results of all runs, each with a text if the run was stopped before its end."""
+    """Yield each result of all runs, with a text if its run was stopped before the end."""
     for folder in folders:
         runs = [folder] if (folder / run_folder.RECORDS).exists() else sorted(folder.glob("*/"))
         for run in runs:

@@ -6,18 +6,18 @@ from typing import Final
 from weighin.recommend.candidates import MEASURED, Candidate, FitVerdict
 
 _DOUBT_TIMES: Final = 2.0
-"""A predicted time precedes a measured time only if it is shorter by this factor."""
+"""A strategy with a predicted time precedes a measured one only if it is faster by this factor."""
 _SAME_TIME: Final = 1.1
-"""Predicted times within this factor count as equal, because a prediction is not more accurate."""
+"""Predicted times within this factor count as equal, because predictions are no more accurate."""
 
 
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the strategies from the best to the worst: by verdict, then by the time of the load.
 
-    A strategy with a measured time comes before one with a predicted time, unless the predicted
-    time is less than half of the measured time. Strategies that are about as fast as the fastest
-    one are ordered by the number of their requirements, then by RAM. "About as fast" means within
-    the deviation of the fastest one's repeats, or within 10 % if the fastest one was not measured.
+    If any strategy of a verdict was measured, predicted times count double. Strategies about as fast
+    as the fastest one are ordered: measured before predicted, then by their number of requirements,
+    then by RAM. "About as fast" means within ``noise_s`` of the fastest one, or within 10 % if that
+    was not measured. Strategies that thrash are ordered by requirements and RAM before the time.
     """
     return [
         one

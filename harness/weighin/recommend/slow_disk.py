@@ -1,8 +1,8 @@
-"""Predict how fast each way to read a file is on a disk with a given rate and latency.
+"""Predict how fast each way to read a file is from a disk with a given rate and latency.
 
 The time of a request is the latency, plus its bytes divided by the rate. A reader that sends n
-requests of 128 KiB at once reads n * 128 KiB in the time of one request, up to the rate of the
-disk.
+requests of 128 KiB at once reads n * 128 KiB in the time of one request, but not faster than the
+disk's rate.
 """
 
 import math
@@ -23,7 +23,7 @@ _OPENING: Final = 6  # requests in sequence, to open a file of torch.save and re
 
 
 def behind(calibration: Calibration, pace: Pace) -> Calibration:
-    """Return the calibration of this machine as if its disk had this rate and latency."""
+    """Return this machine's calibration as if its disk had the rate and the latency of ``pace``."""
     if not pace:
         return calibration
     mapped = READ_AHEAD * (os.cpu_count() or 1)  # one thread per processor reads a mapped model
@@ -39,16 +39,14 @@ def behind(calibration: Calibration, pace: Pace) -> Calibration:
 
 
 def rate(pace: Pace, requests: int) -> float:
-    """Return the bytes per second of a reader that sends ``requests`` requests at once."""
+    """Return the bytes per second of a reader that sends ``requests`` requests of 128 KiB at once."""
     request_s = _request_s(pace, LARGEST_READ_BYTES)
     of_requests = requests * LARGEST_READ_BYTES / request_s if request_s else math.inf
     return min(pace.bytes_per_s or math.inf, of_requests)
 
 
 def _direct_requests(pace: Pace) -> int:
-    """Return the number of threads with which ``load_streaming`` reads from a disk of this rate and
-    latency.
-    """
+    """Return how many threads ``load_streaming`` uses for a disk of this rate and latency."""
     sizes = (4096, LARGEST_READ_BYTES)
     return choose([TimedRead(size, round(_request_s(pace, size) * 1e9)) for size in sizes]).threads
 

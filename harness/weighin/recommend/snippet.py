@@ -1,7 +1,7 @@
 """Write the function ``load`` of a strategy as code that a user can paste, without weighin's ``job``.
 
 The written code contains the short helpers that the strategy imports from weighin. weighin's own
-loader is too long; code that uses the loader still imports it.
+loader is too long to paste, so that code that uses the loader still imports it.
 """
 
 import ast
@@ -21,7 +21,7 @@ _KEPT: Final = ("weighin.loader.load", "weighin.construction.skeleton")
 """The written code imports these modules, because they are too large to paste."""
 
 _INSTALLED: Final = ("safetensors", "weighin")
-"""Packages that a strategy does not declare, but that the first line of the code installs."""
+"""The code's first line installs these packages if the code imports them, even if undeclared."""
 
 
 class CannotWriteOut(Exception):
@@ -75,12 +75,12 @@ def pretrained_snippet(
     """Return the code that loads a folder of transformers, diffusers or timm in one call.
 
     Args:
-        auto: the class of transformers that runs the model's code in the folder, such as
-            "AutoModelForCausalLM"; empty if transformers itself has the code of the model.
+        auto: the class of transformers that runs model code from the folder, such as
+            "AutoModelForCausalLM"; empty if the library itself has the code of the model.
         variant: the variant of the weights in the names of the files, such as "fp16".
         is_chosen: whether the user chose another class than config.json names.
         gguf_file: the name of the GGUF file with the weights; empty for other weights.
-        extra: the optional dependency of weighin for the library, as in ``pip install weighin[...]``.
+        extra: the extra of weighin that installs the library: EXTRA in ``pip install weighin[EXTRA]``.
     """
     more = f", variant={variant!r}" if variant else ""
     more += ", trust_remote_code=True" if auto else ""
@@ -108,7 +108,7 @@ def pretrained_snippet(
 
 
 def _needed(info: StrategyInfo, lines: list[str]) -> list[str]:
-    """Return the packages beside torch that the strategy declares or imports."""
+    """Return the packages to install beside torch: declared ones, and imported of ``_INSTALLED``."""
     declared = {name_of(package) for package in info.packages}
     imported = {line.split()[1].partition(".")[0] for line in lines}
     others = [name for name in _INSTALLED if name in imported and name not in declared]
@@ -116,7 +116,7 @@ def _needed(info: StrategyInfo, lines: list[str]) -> list[str]:
 
 
 def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
-    """Return the import lines that the code keeps, and the functions that replace other imports."""
+    """Return the import lines to keep, and the sources of functions that replace other imports."""
     if isinstance(node, ast.Import):
         return [ast.unparse(node)], []
     module = node.module or ""
@@ -137,7 +137,7 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
 
 
 def _sources(module: str, name: str) -> list[str]:
-    """Return the source of a function, preceded by the functions of its module that it calls."""
+    """Return the source of function ``name``, preceded by functions of its module that it calls."""
     path = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
     nodes = ast.parse(path.read_text(encoding="utf-8")).body
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}

@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def measure() -> dict[str, float]:
-    """Return ``archive_s``, ``module_s`` and ``init_bytes_per_s`` of a ``Calibration``."""
+    """Measure ``archive_s``, ``module_s`` and ``init_bytes_per_s`` of ``Calibration`` one time."""
     modules_before = len(sys.modules)
     start = time.perf_counter()
     nn.Embedding(1, 1, device="meta")  # imports modules of torch that are needed only now

@@ -1,11 +1,12 @@
 """Choose the next cell (measurement) of a search for a RAM floor, and estimate the remaining time.
 
 The search keeps no state besides the results, so that an interrupted search can be resumed. The
-first cell has no limit. The memory that the first cell needed, anonymous and shared, is the
-estimate of the floor and the first limit to try. Further limits move away from the estimate until
-one limit works and one limit fails. The search then bisects the interval between the largest
-failing limit and the smallest working limit, and confirms the smallest working limit. A search
-takes 6 cells if the floor is the estimate or one step above the estimate.
+first cell has no limit. Its anonymous and shared memory, plus a margin, is the estimate of the
+floor and the first limit to try. The next limits move away from the estimate until one limit works
+and one limit fails. The search then halves the interval between the largest failing limit and the
+smallest working limit, until the interval is one step. It repeats the cell under the smallest
+working limit, and measures one cell under a limit 10 % larger. A search takes 6 cells if the floor
+is the estimate or one step above the estimate.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +30,7 @@ from weighin.result import Outcome, Result
 from weighin.units import MIB
 
 TYPICAL_CELLS: Final = 7
-"""The usual number of cells of a search for one floor: 6 to 10."""
+"""The expected number of cells in a search for one floor; most searches take 6 to 10 cells."""
 _MOST_CELLS: Final = 60
 
 _LEAST_OF_DOCKER: Final = 6 * MIB  # the Docker engine refuses a smaller limit
@@ -48,10 +49,10 @@ def next_cell(
     highest: int,
     aim: Aim = Aim.SURVIVES,
 ) -> Cell | None:
-    """Return the next cell of the search for the floor of ``cell``; None when the search has ended.
+    """Return the next cell to measure in the search for the RAM floor of ``cell``; None at its end.
 
-    ``within`` is the precision as a share of the floor, and ``highest`` the largest limit to try, in
-    bytes.
+    ``within`` is the wanted precision, as a share of the floor. ``highest`` is the largest limit to
+    try, in bytes.
     """
     cell, ours = searched(cell), results_of(cell, results)
     if stopped_by(ours):
@@ -94,7 +95,7 @@ def _next_limit(
 
 
 def _estimate(first: Result, aim: Aim) -> int | None:
-    """Estimate the floor from the cell without a limit; None if that cell has no figures."""
+    """Estimate the floor, in bytes, from the result without a limit; None if it has no peaks."""
     if first.ran:
         needed = first.ran.needed_bytes
         return needed and needed + min(_BESIDE_BYTES, MIB + needed // 64)
@@ -121,7 +122,10 @@ def _is_mapped(first: Result) -> bool:
 
 
 def _step(estimate: int, within: float, finest: int) -> int:
-    """Return the step in bytes, a power of two, so that repeated searches try the same limits."""
+    """Return the step between the limits to try, in bytes.
+
+    The step is a power of two, so that repeated searches try the same limits.
+    """
     coarsest = max(finest, int(estimate * within))
     return 1 << (coarsest.bit_length() - 1)
 
@@ -129,11 +133,11 @@ def _step(estimate: int, within: float, finest: int) -> int:
 def remaining_ns(
     cells: Sequence[Cell], results: Sequence[Result], within: float, highest: int, aim: Aim
 ) -> int | None:
-    """Return the time until the floors of all ``cells`` are found; None before the first result.
+    """Return the expected time until all searches for floors end; None before the first result.
 
-    The number of cells left is estimated as if the floor lay in the middle of the known bounds.
-    Each cell is expected to take the mean time of the strategy's cells so far; without such cells,
-    of all cells.
+    Each floor is assumed to lie in the middle between its known bounds. Each remaining measurement
+    is expected to take the mean time of the earlier measurements for the same floor. If there are
+    none, it is expected to take the mean time of all ``results``.
     """
     every = _mean_ns(results)
     if every is None:

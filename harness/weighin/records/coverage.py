@@ -1,8 +1,7 @@
-"""Compare the records of a run with its plan, to find the planned cells (measurements) without a
-record.
+"""Compare a run's records with its plan, to find planned cells (measurements) without a record.
 
-The figures of a stopped run look like those of a complete run. ``run_folder.read`` therefore
-returns this comparison together with the records.
+The records of a stopped run look like those of a complete run. ``run_folder.read`` therefore
+returns a ``Coverage`` together with the records.
 """
 
 import json
@@ -24,10 +23,10 @@ _ANY_RAM_BYTES: Final = 1 << 62  # stands for the machine's RAM if no record tel
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The number of cells in a run's plan, and those planned cells that have no record (``pending``).
+    """The number of cells that a run or its shard plans, and ``pending``: those without a record.
 
     ``again`` is the command that measures the pending cells. A search for RAM floors has no fixed
-    number of cells; there, a cell is pending until its floor is found.
+    number of cells; there, a cell is pending until the search for its floor has ended.
     """
 
     planned: int
@@ -41,7 +40,7 @@ class Coverage:
         return self.planned - len(self.pending)
 
     def __str__(self) -> str:
-        """ "1 of 2 cells measured", or "1 of 2 cells of shard 1/3 measured"."""
+        """Return "1 of 2 cells of shard 1/3 measured" or "1 of 2 searches for a floor finished"."""
         if self.is_search:
             return f"{self.measured} of {self.planned} searches for a floor finished"
         of_shard = f" of shard {self.shard}" if self.shard else ""
@@ -51,7 +50,7 @@ class Coverage:
 def coverage(
     run: Path, cells: Sequence[Cell], settings: Mapping[str, Any], results: Sequence[Result]
 ) -> Coverage:
-    """Compare the cells and the settings of the plan of ``run`` with the run's results."""
+    """Compare the planned ``cells`` with the results of ``run``; ``settings`` are the plan's."""
     is_search = "within" in settings
     again = resume_command(verb_of(settings), run)
     shard = str(settings.get("shard", ""))
@@ -66,19 +65,19 @@ def coverage(
 
 
 def verb_of(settings: Mapping[str, Any]) -> str:
-    """Return the verb that made a run with these settings, and that resumes the run."""
+    """Return the weighin verb that makes runs with such settings, and that resumes them."""
     if "within" in settings:
         return "floor"
     return "run" if settings.get("command") else "bench"
 
 
 def resume_command(verb: str, run: Path) -> str:
-    """Return the command that measures the cells of a run that have no record yet."""
+    """Return the command line that resumes ``run``: it measures the cells without a record."""
     return f"weighin {verb} --resume {quote(str(run))}"
 
 
 def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
-    """Return the cells without a record, in order; cells are equal if all their fields are equal."""
+    """Return the cells without a result, in order; a result's cell must be equal in all fields."""
     # Compared as JSON, because a tuple inside a cell's dicts is a list after the record is read.
     measured = {identity(result.cell) for result in results}
     return [cell for cell in cells if identity(cell) not in measured]
@@ -101,7 +100,7 @@ def _fields(value: Any) -> Any:
 def _unfinished(
     cells: Sequence[Cell], results: Sequence[Result], within: float, aim: Aim
 ) -> list[Cell]:
-    """Return the cells for whose floor a resumed search would measure another cell."""
+    """Return the cells for which a resumed search would measure again, to find their RAM floors."""
     rams = [ram for result in results if (ram := result.environment.get("ram_bytes"))]
     highest = max(rams, default=_ANY_RAM_BYTES)
     return [cell for cell in cells if next_cell(cell, results, within, highest, aim) is not None]

@@ -1,18 +1,18 @@
-"""Compute the RAM floor of a series: the smallest RAM limit under which a load survives, or ends at
-all.
+"""Compute RAM floors: the smallest RAM limit under which a load or command survives, or just ends.
 
-The only input is results; ``weighin.records.bisection`` chooses the cells (measurements). A limit
-*works* if every cell under the limit ended ok. A limit *fails* if a cell under the limit ran out of
-memory: the kernel killed the cell, or the cell timed out although the load ends in time without a
-limit.
+The input is only the results of cells (measurements) that ``weighin.records.bisection`` chose. A
+limit *works* if every cell under the limit ended ok. A limit *fails* if, in a cell under the limit,
+the kernel killed a process for lack of memory, or the cell timed out. A search goes on only if the
+cell without a limit ended ok, so in time.
 
 There are two kinds of floors (``Aim``). For a floor that a load *survives*, a limit also fails if a
 cell thrashes under the limit (``weighin.records.verdict``). For a floor under which a load *ends*,
-a limit also works if a cell thrashes under it, but ends ok.
+a cell that thrashes but ends ok does not prevent the limit from working.
 
 The floor is the smallest working limit above all failing limits. The floor is confirmed if
-``PASSES`` cells end ok under it, and a cell fails under the next smaller limit of the search. A cell that fails for another
-reason than memory ends the search without a floor.
+``PASSES`` cells end ok under it, and a cell fails under a limit that is smaller by at most
+``COARSEST`` of the floor, or by at most ``finest_step``. A cell that fails for a reason other than
+memory ends the search without a floor.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,18 +30,16 @@ PASSES: Final = 3
 _FINEST_STEP_BYTES: Final = 8 * MIB
 _FINEST_STEP_OF_COMMANDS: Final = MIB
 COARSEST: Final = 0.10
-"""The largest distance, as a share of the floor, to the failing limit below a reported floor."""
+"""A reported floor exceeds the largest failing limit by this share at most, or ``finest_step``."""
 ROOM: Final = 1.1
-"""A search also measures a cell under ``ROOM`` times the floor, to show how much faster the load is
-then.
-"""
+"""A search also measures a cell under ``ROOM`` times the floor, to show how long it takes there."""
 _FAILING: Final = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT)
 _BOUNDING: Final = (*_FAILING, Outcome.THRASHING)
 KILLED: Final = "killed"
 
 
 class Aim(StrEnum):
-    """The two kinds of floors: the load survives, or the load only ends."""
+    """The two kinds of floors: the load survives (does not thrash), or the load only ends."""
 
     SURVIVES = "survives"
     ENDS = "ends"
@@ -49,9 +47,7 @@ class Aim(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """The bounds of a RAM floor: the floor lies above ``failing_bytes``, and not above
-    ``working_bytes``.
-    """
+    """The bounds of a RAM floor: it is above ``failing_bytes``, and not above ``working_bytes``."""
 
     failing_bytes: int | None
     working_bytes: int | None
@@ -67,29 +63,27 @@ class Bracket:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A strategy's median time until ready under one limit, and the verdict on the cell with this
-    time.
-    """
+    """The time until ready and the verdict of the typical cell under one limit (``_life``)."""
 
     limit_bytes: int | None
     ready_ns: int | None
     judgement: Judgement | None
     times: float | None = None
-    """``ready_ns`` as a multiple of the time without a limit."""
+    """The cell's time until the end of its use, as a multiple of that time without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The floor of one series. If no floor was found, ``bytes`` is None and ``message`` says why.
+    """The RAM floor of a load or command; without one, ``bytes`` is None and ``message`` says why.
 
     Attributes:
-        cell: the cell whose floor was searched, without a limit.
-        aim: whether the load survives at the floor, or only ends (and may thrash).
-        step_bytes: the distance from the floor to the failing limit below it.
-        below: how the cell failed one step below the floor: "killed", "thrashes", "timed out after
+        cell: the cell (measurement) whose floor was searched; it has no limit.
+        aim: whether the load survives under the floor, or only ends (and may thrash).
+        step_bytes: the floor minus the largest failing limit.
+        below: how cells failed under that failing limit: "killed", "thrashes", "timed out after
             300 s".
-        import_bytes: anonymous and shared memory after ``import torch``, which the kernel cannot evict.
-        cells: the number of measured cells, including the cell at ``ROOM`` times the floor.
+        import_bytes: the median anonymous and shared memory before the load, summed over the ranks.
+        cells: the number of measured cells, including the cell under ``ROOM`` times the floor.
     """
 
     cell: Cell
@@ -114,24 +108,27 @@ class Floor:
 
     @property
     def above_import_per_model(self) -> float | None:
-        """The floor minus the memory of a bare ``import torch``, divided by the model's size."""
+        """The floor minus ``import_bytes``, divided by the model's size; None if one is unknown."""
         if self.bytes is None or self.import_bytes is None or not self.model_bytes:
             return None
         return (self.bytes - self.import_bytes) / self.model_bytes
 
 
 def finest_step(cell: Cell) -> int:
-    """Return the smallest step of a search, in bytes; smaller for a command, which may need little."""
+    """Return the smallest step between the limits to try, in bytes.
+
+    The step is smaller for a command, because a command may need little memory.
+    """
     return _FINEST_STEP_OF_COMMANDS if cell.operation == "command" else _FINEST_STEP_BYTES
 
 
 def searched(cell: Cell) -> Cell:
-    """Remove the limit and the repeat of a cell; cells that are then equal have the same floor."""
+    """Remove the limit and repeat number of a cell; cells that are then equal share one floor."""
     return replace(cell, ram_limit_bytes=None, repeat=0)
 
 
 def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
-    """Return the bounds of a RAM floor of the kind ``aim`` from the results of one series."""
+    """Return the bounds of the RAM floor of the kind ``aim``, from all results of its search."""
     by_limit: dict[int, list[bool | None]] = {}
     for result in results:
         if (limit := result.cell.ram_limit_bytes) is not None:
@@ -147,8 +144,7 @@ def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
 
 
 def _works(result: Result, ours: Sequence[Result], aim: Aim) -> bool | None:
-    """Return True if a cell's result proves that its limit works, False if it proves a failure,
-    else None.
+    """Return True if a result shows that its limit works, False if it fails; None if neither.
 
     A cell that weighin killed because it thrashed shows nothing for ``Aim.ENDS``: without the kill,
     the cell might have ended.
@@ -169,11 +165,10 @@ def _unlimited_ns(ours: Sequence[Result]) -> int | None:
 
 
 def stopped_by(ours: Iterable[Result]) -> Result | None:
-    """Return the first result that failed for another reason than memory, because this failure ends
-    the search of the series.
+    """Return the first result that ends the search without a floor; None if there is none.
 
-    Without a limit, any result that is not ok ends the search. Under a limit, a failure ends the
-    search unless the cell was killed for lack of memory, timed out or thrashed.
+    Without a limit, any result that is not ok ends the search. Under a limit, any such result ends
+    the search unless the cell was killed for lack of memory, timed out or thrashed.
     """
     for result in ours:
         bounding = () if result.cell.ram_limit_bytes is None else _BOUNDING
@@ -192,17 +187,17 @@ def why_stopped(result: Result) -> str:
 
 
 def with_room(floor_bytes: int) -> int:
-    """Return ``ROOM`` times a floor, in whole MiB."""
+    """Return ``ROOM`` times a floor, in bytes, rounded to whole MiB."""
     return round(floor_bytes * ROOM / MIB) * MIB
 
 
 def floors(results: Iterable[Result]) -> list[Floor]:
-    """Return a ``Floor`` for every series measured without a limit, even if no floor was found.
+    """Return a ``Floor`` for each search with a cell without a limit, even if it found no floor.
 
     A working limit far above the highest failing limit is not a floor: the two limits must differ
     by at most ``COARSEST`` of the working limit, or by at most ``finest_step``. The floor is of the
-    kind ``Aim.ENDS``, as in a search with --thrashing, only if the series has no floor of the kind
-    ``Aim.SURVIVES``.
+    kind ``Aim.ENDS``, as in a search with --thrashing, only if no floor of the kind
+    ``Aim.SURVIVES`` was found.
     """
     groups = grouped(results, lambda one: searched(one.cell).series)
     return [_either(ours) for ours in groups.values() if unlimited_of(ours)]
@@ -273,7 +268,7 @@ def _trouble(ours: Sequence[Result], bounds: Bracket) -> str:
 
 
 def _how(result: Result) -> str:
-    """Return how a cell ran out of memory."""
+    """Return how a cell failed under its limit: it was killed, thrashed or timed out."""
     if result.outcome in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
         return KILLED
     if result.outcome is not Outcome.TIMEOUT:
@@ -283,7 +278,10 @@ def _how(result: Result) -> str:
 
 
 def _life(limit: int | None, ours: Sequence[Result], unlimited_ns: int | None) -> Life | None:
-    """Return the time and the verdict of the ok cell with the median time under one limit."""
+    """Return the time and verdict of the typical cell under ``limit``; None without a cell there.
+
+    Among the cells that ended ok, it has the median time; if none ended ok, it is the first cell.
+    """
     cells = [result for result in ours if result.cell.ram_limit_bytes == limit]
     if not cells:
         return None
@@ -300,7 +298,7 @@ def _life(limit: int | None, ours: Sequence[Result], unlimited_ns: int | None) -
 
 
 def results_of(cell: Cell, results: Iterable[Result]) -> list[Result]:
-    """Return the results that determine the floor of ``cell``."""
+    """Return the results of the search for the floor of ``cell``, which comes from ``searched``."""
     return [result for result in results if searched(result.cell) == cell]
 
 

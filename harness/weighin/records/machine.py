@@ -1,8 +1,8 @@
-"""Compare a run's machine and software with the baseline's, and choose a policy per difference.
+"""Compare a run's machine and software with those in the baseline file of ``weighin check``.
 
-The policies are those of ``weighin check``. Another version of torch or of cgroups makes figures
-incomparable: the check fails. Another kernel or processor hardly affects memory: the check warns,
-and judges no times.
+Each difference has a policy. Another version of torch or of cgroups makes measurements
+incomparable, so the check fails. Another kernel or processor hardly affects memory, so the check
+warns, and judges no times.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
     ("settings.*", "fail"),
 )
 CONCURRENT: Final = "concurrent_cells"
-"""The setting with the number of cells measured at once, if above 1; their times are not judged."""
+"""The setting that tells how many cells ran at once, if above 1; times are then not judged."""
 TIMING: Final = (
     "machine", "cpu", "cpus", "threads", "gpu", "kernel", "torch", "settings.*", CONCURRENT,
 )  # fmt: skip
@@ -52,7 +52,7 @@ _OF_MACHINE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One setting that differs from the baseline; None stands for a setting that did not exist."""
+    """One setting that differs from the baseline file; None means that the setting was absent."""
 
     name: str
     was: Setting
@@ -64,7 +64,7 @@ class Difference:
 
 
 def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]:
-    """Return all settings of a run, flat and sorted; two values of one setting become "a | b"."""
+    """Return a run's settings by dotted name, sorted; two values of one setting become "a | b"."""
     seen: dict[str, dict[str, Setting]] = {}
     for environment in environments:
         for name, value in _flat(environment):
@@ -76,8 +76,7 @@ def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]
 
 
 def fingerprint(environment: Mapping[str, Any]) -> str:
-    """Return a hash of what affects figures, such as the processor, the RAM, the kernel and the
-    GPU.
+    """Return a hash of the settings in ``_OF_MACHINE``, such as processor, RAM, kernel and GPU.
 
     Machines with the same hash count as one kind of machine.
     """
@@ -87,9 +86,7 @@ def fingerprint(environment: Mapping[str, Any]) -> str:
 
 
 def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
-    """Return the policy for a difference in a setting; the user's policies (``chosen``) have
-    priority.
-    """
+    """Return the policy for a setting that differs; the user's policies ``chosen`` come first."""
     for pattern, policy in (*chosen.items(), *_POLICIES):
         if fnmatchcase(name, pattern):
             return policy
@@ -99,7 +96,7 @@ def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
 def differences(
     was: Mapping[str, Setting], now: Mapping[str, Setting], chosen: Mapping[str, Policy]
 ) -> list[Difference]:
-    """Return the differences whose policy is not "ignore", sorted by name."""
+    """Return the settings that differ and whose policy is not "ignore", sorted by name."""
     changed = [
         Difference(name, was.get(name), now.get(name), policy_of(name, chosen))
         for name in sorted({*was, *now})
@@ -109,7 +106,7 @@ def differences(
 
 
 def spoils_times(found: Iterable[Difference]) -> bool:
-    """Return whether a list of differences between two machines makes times incomparable."""
+    """Return whether one of the differences makes the times of two runs incomparable."""
     return any(fnmatchcase(each.name, pattern) for each in found for pattern in TIMING)
 
 

@@ -1,9 +1,9 @@
 """Define the metrics that ``weighin check`` compares: unit, exactness and default tolerance.
 
-The default tolerances come from repeated runs: thirteen strategies loaded gpt2-small in 6 to 9 runs
-in cgroups, 3 as plain processes and 2 in containers, on two processor cores that also ran other
-programs. The table shows the highest run minus the median: for the strategy that varies most, and
-the largest value of all others:
+The default tolerances come from repeated runs, in which thirteen strategies loaded gpt2-small: 6 to
+9 runs in cgroups, 3 as plain processes and 2 in containers, on two processor cores that also ran
+other programs. For each metric, the table shows how far the highest run was above the median run:
+first for the strategy that varies most, then the largest such distance of the other strategies:
 
     peak_rss        36.5 MiB (per_module)     12.6 MiB
     above_import    36.4 MiB (per_module)      7.2 MiB
@@ -12,8 +12,9 @@ the largest value of all others:
     peak_cgroup     96.7 MiB (meta_copy)      59.5 MiB
     load, ready     225 %    (mmap_assign)   160 %
 
-Most of the variation is freed heap, which glibc either keeps or returns to the kernel: in one run
-of six, per_module kept 36 MiB. With three repeats, one run that deviates hardly changes the median.
+Most of the variation is freed heap memory, which glibc keeps in some runs and returns to the kernel
+in others. In one run of six, the strategy per_module kept 36 MiB. With three repeats, one run that
+deviates hardly changes the median.
 peak_cgroup varies because the kernel charges the pages of torch's libraries to the process that
 reads them first.
 """
@@ -37,7 +38,7 @@ from weighin.units import (
 )
 
 Direction = Literal["lower", "higher", "both"]
-"""Whether lower or higher figures are an improvement; with "both", every change is a regression."""
+"""Whether a lower or a higher value is better; with "both", a change either way is a regression."""
 
 # The worker's own phases before the baseline.
 _BEFORE_LOAD: Final = ("import", *IMPORTS_OF_LIBRARIES, "prepare")
@@ -53,8 +54,8 @@ _OF_COMMANDS: Final[tuple[Operation, ...]] = ("command",)
 class Tolerance:
     """How much a metric may get worse: the larger of ``relative`` and ``absolute``.
 
-    The tolerance is added to the range of the baseline's repeats. ``relative`` is a share of the
-    baseline's figure, and ``absolute`` is in bytes or nanoseconds.
+    The tolerance is added to the range of the repeats in the baseline file. ``relative`` is a share
+    of the median in this file, and ``absolute`` is in bytes or nanoseconds.
     """
 
     relative: float
@@ -62,17 +63,17 @@ class Tolerance:
     direction: Direction = "lower"
 
     def allowance(self, was: int) -> int:
-        """Return the allowed difference from the figure ``was``, in its unit."""
+        """Return the allowed difference from the earlier value ``was``, in the unit of ``was``."""
         return max(round(self.relative * was), self.absolute)
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure of a result, such as the peak RSS, which is compared with a baseline.
+    """A number in a result, such as the peak RSS, that is compared with a baseline file.
 
-    ``in_phase`` is the key in ``PHASE_FIGURES`` of the figure that shows which phase caused growth.
-    ``portable`` is False for a time, which cannot be compared between machines. Only cells of these
-    ``operations`` have the figure.
+    If this number grew, ``PHASE_FIGURES[in_phase]`` of each phase shows in which phase it grew.
+    ``portable`` is False for a time, which cannot be compared between machines. Only cells with one
+    of these ``operations`` have the number.
     """
 
     name: str
@@ -85,22 +86,22 @@ class Metric:
     operations: tuple[Operation, ...] = (*_OF_MODELS, *_OF_COMMANDS)
 
     def of(self, result: Result) -> int | None:
-        """Return the figure of a result; None if it was not measured, and so is not judged."""
+        """Return the metric's value in a result; None if it was not measured, or does not apply."""
         return self.read(result) if result.cell.operation in self.operations else None
 
     @property
     def title(self) -> str:
-        """The printed name, followed by "(sampled)" for a sampled figure."""
+        """The printed name, followed by "(sampled)" if samples can miss the true peak."""
         return self.name if self.exact or self.unit == "ns" else f"{self.name} (sampled)"
 
     def text(self, value: int) -> str:
-        """Return a figure rounded for readers: "1.549 GiB", "736.9 MiB", "2.31 s"."""
+        """Return ``value`` rounded for readers: "1.549 GiB", "736.9 MiB", "2.31 s"."""
         if self.unit == "ns":
             return format_seconds(value)
         return format_bytes(value, digits=3 if abs(value) >= GIB else 1)
 
     def precise(self, value: int) -> str:
-        """Return a figure in full, so that ``parse`` returns the same value: "1536MiB", "2.5 s"."""
+        """Return ``value`` unrounded, so that ``parse`` returns it again: "1536MiB", "2.5 s"."""
         if self.unit == "bytes":
             return format_exact(value)
         return f"{value // 10**9}.{value % 10**9:09}".rstrip("0").rstrip(".") + " s"
@@ -109,7 +110,7 @@ class Metric:
         return parse_bytes(text) if self.unit == "bytes" else parse_seconds(text)
 
     def change(self, was: int, now: int) -> str:
-        """Return a change with its sign: "+35.2 MiB (+2.2 %)"."""
+        """Return the change from ``was`` to ``now`` with its sign: "+35.2 MiB (+2.2 %)"."""
         step = now - was
         if not step:
             return "±0"
@@ -122,14 +123,17 @@ class Metric:
 
 
 def ready_anon(result: Result) -> int | None:
-    """Return the anonymous memory when the model was ready; None if the model never was ready."""
+    """Return the anonymous memory after the phase ``_LAST`` of a load or save; None without it."""
     last = _LAST[result.cell.operation]
     ready = next((phase for phase in result.phases if phase.name == last), None)
     return ready.end.anon_bytes if ready else None
 
 
 def _of_use(read: Callable[[Result], int | None]) -> Callable[[Result], int | None]:
-    """Wrap ``read``, to return None for forward passes, because old records lack these figures."""
+    """Wrap ``read`` to return None for a cell whose model only runs forward passes.
+
+    Old records of such cells lack the value.
+    """
     return lambda result: read(result) if result.cell.use else None
 
 
@@ -174,7 +178,7 @@ PHASE_FIGURES: Final[dict[str, Callable[[Phase], int | None]]] = {
     "cuda_reserved": lambda phase: phase.peak_cuda_reserved_bytes,
     "time": lambda phase: phase.end_ns - phase.start_ns,
 }
-"""Maps the name of a phase figure, which ``Metric.in_phase`` holds, to a function that reads it."""
+"""Maps each value of ``Metric.in_phase`` to the function that reads its number from a phase."""
 
 ALIASES: Final = {"rss": "peak_rss", "cgroup": "peak_cgroup", "cuda": "cuda_allocated"}
 
@@ -192,11 +196,11 @@ def named(name: str) -> Metric:
 
 
 def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
-    """Return a load's phases until the model is ready, or all of a command, with unique names.
+    """Return a load's or save's phases until it is complete, or all of a command, by unique names.
 
-    The phase of a use is included, but no forward passes. A long enough time between two phases is
-    a phase called "other after NAME", so that its name does not depend on the number of such
-    phases.
+    The phases of the imports before a load are left out, and so are forward passes; the phase of a
+    use is included. A recorded time between two phases is called "other after NAME", so that its
+    name does not depend on the number of such times.
     """
     names = [phase.name for phase in result.phases]
     before = _BEFORE_LOAD if result.cell.operation in _OF_MODELS else ()

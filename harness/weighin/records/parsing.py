@@ -1,7 +1,7 @@
 """Parse a record or a plan from JSON, and reject impossible values.
 
 Manual edits and damaged disks cause values of a wrong type or range. ``parse`` imports pydantic
-inside the function, because the import takes 0.07 s, and a run of one command parses nothing.
+inside the function, because the import takes 0.07 s, and a command without phases does not need it.
 """
 
 from functools import cache
@@ -27,7 +27,7 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
 
     Raises:
         SchemaTooNew: a newer version of weighin wrote the text.
-        DamagedRecord: the text is not a valid ``kind``, or has an impossible figure.
+        DamagedRecord: the text is not a valid ``kind``, or has an ``impossible`` value.
     """
     from pydantic import ValidationError
     from pydantic_core import to_json
@@ -76,9 +76,10 @@ def _first_complaint(error: "ValidationError") -> str:
 
 
 def clean(value: Any) -> Any:
-    """Return a record's JSON value without control characters in names and texts.
+    """Return a record's JSON value, with "?" for each unprintable character in its texts.
 
-    Values that a user may choose freely, such as options, stay as they are: reports escape them.
+    Newlines and tabs stay. Values that a user may choose freely, such as options, also stay as they
+    are, because reports escape them.
     """
     if isinstance(value, dict):
         return {key: each if key in _FREE else clean(each) for key, each in value.items()}
@@ -92,8 +93,9 @@ def clean(value: Any) -> Any:
 def impossible(record: dict[str, Any], before: str = "") -> str:
     """Describe the first impossible value of a record; return an empty text if there is none.
 
-    An amount below 0 or above 2**63 - 1 is impossible, and so is a phase that ends before it starts,
-    or a ready time below the load time. ``before`` is the path to ``record`` in the whole record.
+    An amount in bytes, ns or faults is impossible below 0 or above 2**63 - 1. A phase that ends
+    before its start is impossible, and so is ``ready_ns`` below ``load_ns``. ``before`` is the path
+    from the whole record to ``record``, which may be a part of it.
     """
     for key, value in record.items():
         if key in _FREE:

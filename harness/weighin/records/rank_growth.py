@@ -1,4 +1,4 @@
-"""Compute how the memory of a strategy grows with the number of ranks, from records alone."""
+"""Compute from records how a strategy's memory grows with the number of ranks (processes)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +15,14 @@ _LINEAR: Final = 0.75
 
 @dataclass(frozen=True, slots=True)
 class RankSeries:
-    """The results of one strategy with several numbers of ranks.
+    """The results of one strategy, measured with several numbers of ranks.
 
     Attributes:
         cell: the strategy's cell with one rank.
         by_ranks: the results that ended ok, by the number of ranks.
-        charges: the memory of all ranks above the imports, in bytes, by the number of ranks: the floor
-            if a search found one, else the median of the cgroup's peaks.
+        charges: the memory of all ranks together, without that of the imports, in bytes, by the
+            number of ranks. It comes from the RAM floor if a search found one, else from the median
+            of the cgroup's peaks.
     """
 
     cell: Cell
@@ -31,7 +32,7 @@ class RankSeries:
 
     @property
     def copies_per_rank(self) -> float | None:
-        """The memory that each further rank adds, in model sizes; None with one number of ranks only."""
+        """The memory that each further rank adds, in model sizes; None if it cannot be computed."""
         if len(self.charges) < 2 or not self.model_bytes:
             return None
         low, high = min(self.charges), max(self.charges)
@@ -39,8 +40,9 @@ class RankSeries:
 
     @property
     def growth(self) -> Literal["flat", "between", "linear"] | None:
-        """Return "flat" if each further rank adds less than 0.25 model sizes of memory, "linear" if
-        it adds at least 0.75.
+        """How much memory each further rank adds: "flat" is less than 0.25 model sizes.
+
+        "linear" is at least 0.75 model sizes; "between" is the rest. None if the memory is unknown.
         """
         if (copies := self.copies_per_rank) is None:
             return None
@@ -50,9 +52,9 @@ class RankSeries:
 
 
 def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
-    """Return each strategy of a run that was measured with several ranks.
+    """Return a ``RankSeries`` for each strategy of a run that was measured with two or more ranks.
 
-    The peaks of cells under a RAM limit are left out, because page cache fills memory up to a limit.
+    Peaks of cells under a RAM limit are left out, because page cache fills memory up to a limit.
     """
     found = {
         floor.cell.series: floor.bytes - (floor.import_bytes or 0)
@@ -78,14 +80,14 @@ def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
 
 
 def charge(result: Result) -> int | None:
-    """Return the peak of a cell's cgroup minus the cgroup's charge before the load, in bytes."""
+    """Return the peak of a cell's cgroup minus the cgroup's usage before the load, in bytes."""
     before = result.baseline.cgroup_bytes if result.baseline else None
     peak = result.peaks.cgroup_bytes
     return None if before is None or peak is None else peak - before
 
 
 def unreclaimable(result: Result) -> int | None:
-    """Return the sampled maximum of the ranks' anonymous and shared memory above their imports."""
+    """Return the sampled maximum of the ranks' anonymous and shared memory, above the imports'."""
     most = result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
     if most is None or result.baseline is None:
         return None

@@ -1,4 +1,4 @@
-"""Summarise the repeats of a cell: the median of a figure, the outcomes, the last record of a cell."""
+"""Summarise the repeats of a measurement: medians, outcomes, and the last record of each cell."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
@@ -14,8 +14,8 @@ _Key = TypeVar("_Key", bound=Hashable)
 def middle(values: Iterable[_Number | None]) -> _Number | None:
     """Return the median of the values that are not None; None if there are no such values.
 
-    For an even number of values, the result is the lower one of the middle two, so that it is a
-    measured figure.
+    For an even number of values, the result is the lower one of the two middle values, so that the
+    result itself was measured.
     """
     known = sorted(value for value in values if value is not None)
     return known[(len(known) - 1) // 2] if known else None
@@ -40,7 +40,7 @@ def latest(results: Iterable[Result]) -> list[Result]:
 
 
 def outcome_of(outcomes: Iterable[Outcome]) -> str:
-    """Return the one outcome of all repeats, or each outcome with a count: "ok 2, timeout 1"."""
+    """Return the outcome that all repeats share, else all with their counts: "ok 2, timeout 1"."""
     counts = Counter(outcomes)
     if len(counts) == 1:
         return next(iter(counts)).value

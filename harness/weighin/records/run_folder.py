@@ -8,7 +8,7 @@
     RUN/traces/*.csv      one file per cell with a trace of the CUDA allocator
     RUN/.room             while a cell runs: disk space reserved for the cell's record
 
-results/README.md documents every field.
+results/README.md documents every field of these files.
 """
 
 import json
@@ -55,10 +55,11 @@ class Records:
     """The results of a run in the order of measurement, with warnings.
 
     Attributes:
-        warnings: unreadable lines of the file, cells without a record, and repeats of different
-            code.
-        coverage: the comparison of the results with the run's plan; None for a run without a plan.
-        damage: the error for the first line that is not a record, or for a damaged plan.
+        warnings: texts about unreadable lines, a damaged plan, planned cells without a record, and
+            repeats that differ in their code or in the model's size.
+        coverage: the comparison of the results with the run's plan; None without a readable plan.
+        damage: the error for the first line that is not a record. If there is no such line, the
+            error for a damaged plan, or None.
     """
 
     results: tuple[Result, ...]
@@ -68,7 +69,7 @@ class Records:
 
     @property
     def missing(self) -> int | None:
-        """The number of planned cells without a record; None for a run without a plan."""
+        """The number of planned cells without a record; None for a run without a readable plan."""
         return None if self.coverage is None else len(self.coverage.pending)
 
 
@@ -76,12 +77,13 @@ def append(run: Path, result: Result) -> Result:
     """Append ``result`` to the run's records, sync the file, and return the appended result.
 
     A result that ``read`` would refuse is recorded as ``measurement_failed``, with a message that
-    names the impossible figure. An incomplete last line of the file is removed. The new line uses
+    names the impossible value. An incomplete last line of the file is removed. The new line uses
     the disk space that ``room`` reserved. ``append`` creates the folder of the run if the folder
     does not exist.
 
     Raises:
-        RecordError: the folder or the file cannot be written; the file is unchanged.
+        RecordError: the folder or file cannot be written, or the result is not valid JSON (a number
+            is not finite); no line is added.
     """
     line, result = _valid(result)
     path = run / RECORDS
@@ -99,11 +101,11 @@ def append(run: Path, result: Result) -> Result:
 
 
 def _valid(result: Result) -> tuple[bytes, Result]:
-    """Return a result and its line of JSON; replace a result that ``read`` would refuse by a failure.
+    """Return a line of JSON and its result: ``result``, or a failure if ``read`` would refuse that.
 
     In the record of a command without phases, every value comes from weighin, so that no type can
-    be wrong. Such a record is only checked for impossible figures, without the slow import of
-    pydantic.
+    be wrong. Such a record is only checked for ``impossible`` values, which does not need the slow
+    import of pydantic.
     """
     name = result.cell.id
     line = _encode(asdict(result), name) + b"\n"
@@ -134,7 +136,7 @@ def room(run: Path) -> Iterator[None]:
     """Reserve disk space for one record while its cell is measured.
 
     Raises:
-        RecordError: the disk is full; the cell was not started.
+        RecordError: the disk space cannot be reserved, so that the ``with`` block does not start.
     """
     kept = run / _ROOM
     try:
@@ -155,8 +157,8 @@ def read(run: Path) -> Records:
 
     Raises:
         RecordError: the folder is not a run, or cannot be read.
-        SchemaTooNew: a newer version of weighin wrote a record.
-        DamagedRecord: a line is not a record; the message names the line and the field.
+        SchemaTooNew: a newer version of weighin wrote a record or the plan.
+        DamagedRecord: a line is not a record, or the plan is damaged; the message names the field.
     """
     records = read_whole(run)
     if records.damage:
@@ -165,9 +167,7 @@ def read(run: Path) -> Records:
 
 
 def _mixed(results: Iterable[Result]) -> Iterator[str]:
-    """Yield a warning for each series whose repeats had different code or models of different
-    sizes.
-    """
+    """Yield a warning for each cell whose repeats differ in their code or in the model's size."""
     for repeats in grouped(results, lambda one: one.cell.series).values():
         for what, values in (
             ("code", {one.sources_hash for one in repeats}),
@@ -181,9 +181,9 @@ def _mixed(results: Iterable[Result]) -> Iterator[str]:
 
 
 def read_whole(run: Path) -> Records:
-    """Return all readable records of a run, with a warning for each unreadable line.
+    """Return all readable records of a run, with warnings about unreadable lines.
 
-    Reports use this function. ``Records.damage`` is the error for the first unreadable line.
+    Reports use this function. It does not raise ``Records.damage``, unlike ``read``.
 
     Raises:
         RecordError: the folder is not a run, or cannot be read.
@@ -227,12 +227,12 @@ def read_whole(run: Path) -> Records:
 
 
 def samples_path(cell: Cell, rank: int | None = None) -> str:
-    """Return the path, relative to a run's folder, of the samples of a cell or of one of its ranks."""
+    """Return the path, relative to a run's folder, of the samples of a cell or one of its ranks."""
     return f"samples/{cell.id}.csv" if rank is None else f"samples/{cell.id}-rank{rank}.csv"
 
 
 def trace_path(cell: Cell) -> str:
-    """Return the path, relative to a run's folder, of a cell's trace of the CUDA allocator."""
+    """Return the path, relative to a run's folder, of the trace of the CUDA allocator in a cell."""
     return f"traces/{cell.id}.csv"
 
 
@@ -243,10 +243,10 @@ def paths_of(cell: Cell) -> tuple[str, ...]:
 
 
 def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None = None) -> None:
-    """Write plan.json atomically, and create the folder if it does not exist.
+    """Write plan.json atomically, and create the run's folder if it does not exist.
 
     Raises:
-        RecordError: the folder cannot be written.
+        RecordError: the folder cannot be written, or the plan has a number that is not finite.
     """
     plan = Plan(SCHEMA, tuple(cells), settings or {})
     path = run / PLAN
@@ -309,7 +309,7 @@ def _write_whole(file: FileIO, line: bytes) -> None:
 
 
 def _mend_tail(file: FileIO) -> None:
-    """Move to the end of ``file``, after cutting its incomplete last line or adding a newline."""
+    """Go to the end of ``file``; cut off an incomplete last line, or add a missing newline."""
     if file.seek(0, os.SEEK_END) == 0:
         return
     file.seek(-1, os.SEEK_END)

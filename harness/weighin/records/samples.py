@@ -16,7 +16,8 @@ _TOO_LARGE: Final = 2**63  # no counter of the kernel reaches this value
 def read_samples(run: Path, path: str | None) -> list[Sample]:
     """Return the samples in a file of a run, the oldest first; empty if the file has none.
 
-    Rows without a required figure are left out, as are the rows that ``read_columns`` leaves out.
+    A row without a value that ``Sample`` requires is left out, as is a row that ``read_columns``
+    leaves out.
     """
     rows = read_columns(run, path, _NAMES)
     samples = [Sample(*row) for row in rows if None not in row[:_REQUIRED]]
@@ -26,9 +27,9 @@ def read_samples(run: Path, path: str | None) -> list[Sample]:
 def read_columns(run: Path, path: str | None, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
     """Yield the named columns of each row in a file of a run; a missing value is None.
 
-    An incomplete last line and rows with impossible values are left out. A missing or unreadable file
-    has no rows. A path outside the run's folder is not read, because a stranger may have written the
-    record.
+    An incomplete last line and rows with impossible values are left out. A missing or unreadable
+    file has no rows. A path outside the run's folder is not read, because the path comes from a
+    record that a stranger may have written.
     """
     if path is None or PurePath(path).is_absolute() or ".." in PurePath(path).parts:
         return

@@ -1,4 +1,4 @@
-"""Summarise the repeats of each series as an outcome, figures and phases, for ``weighin check``."""
+"""Summarise the repeats of a measurement by outcome, metrics and phases, for ``weighin check``."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,12 +16,12 @@ from weighin.units import format_exact
 
 STRATEGY: Final = 1
 FORMAT: Final = 2
-"""Indices of the strategy and of the format among the words of a series' name."""
+"""``STRATEGY`` and ``FORMAT`` are positions of words in the name of a series (``name_of``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """The smallest, median and largest value of one metric over the ok repeats of a series."""
+    """The smallest, median and largest value of one metric among the repeats that ended ok."""
 
     low: int
     median: int
@@ -38,9 +38,10 @@ class Figure:
 class Series:
     """The summary of all repeats of one cell.
 
-    ``outcome`` is a text of ``outcome_of``, such as "ok" or "ok 2, timeout 1". The figures cover only
-    repeats that ended ok. ``phases`` holds medians, by phase and figure. ``no_floor`` is the reason why
-    a search found no floor.
+    ``outcome`` is a text of ``outcome_of``, such as "ok" or "ok 2, timeout 1". ``figures`` (by
+    metric) and ``phases`` cover only repeats that ended ok. ``phases[name][key]`` is the median of
+    the number that ``PHASE_FIGURES[key]`` reads from the phase ``name``. ``no_floor`` is the reason
+    why a search found no RAM floor.
     """
 
     outcome: str
@@ -58,7 +59,7 @@ class Series:
 
     @property
     def failures(self) -> frozenset[str]:
-        """The outcomes other than ok that repeats of the series had."""
+        """The outcomes of the repeats, without "ok"."""
         ends = (part.partition(" ")[0] for part in self.outcome.split(", "))
         return frozenset(end for end in ends if end != Outcome.OK)
 
@@ -66,8 +67,8 @@ class Series:
 def selects(selector: str, name: str) -> bool:
     """Return whether ``selector`` matches a series' name.
 
-    A selector matches if each of its words, which may have shell wildcards, matches a word of the
-    name, or if it is the whole name.
+    A selector matches if it is the whole name, or if each of its words, which may have shell
+    wildcards, matches a word of the name.
     """
     words = name.split(" ")
     return selector == name or all(
@@ -77,7 +78,7 @@ def selects(selector: str, name: str) -> bool:
 
 
 def name_of(cell: Cell) -> str:
-    """Return the name of a cell's series: words for the fields that distinguish it, in order."""
+    """Return the name that all repeats of a cell share: words for its fields, in a fixed order."""
     limit = cell.ram_limit_bytes
     is_command = cell.operation == "command"
     of_model = (cell.model.title, cell.strategy, cell.format, cell.dtype, cell.device)
@@ -96,7 +97,7 @@ def name_of(cell: Cell) -> str:
 
 
 def further_words(cell: Cell) -> list[str]:
-    """Return the words for fields that most cells leave at the default: use, ranks, disk, options."""
+    """Return the words for fields that most cells leave at the default, such as use and ranks."""
     return [
         *([f"use={cell.use}"] if cell.use else []),
         *([f"ranks={cell.ranks}"] if cell.ranks != 1 else []),
@@ -107,8 +108,9 @@ def further_words(cell: Cell) -> list[str]:
 
 
 def label_among(cell: Cell, cells: Iterable[Cell]) -> str:
-    """Return the strategy's name, and those of format, options and variables that differ in
-    ``cells``.
+    """Return the strategy's name, followed by the cell's format, options and variables.
+
+    Of these three, the label has only those that differ among the strategy's cells in ``cells``.
     """
     same = [other for other in cells if other.strategy == cell.strategy]
     words = [cell.strategy]
@@ -130,11 +132,11 @@ class SeriesRun:
 
 
 def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
-    """Return the series of these runs by name, in order, with the repeats of all runs.
+    """Return the ``Series`` of all runs together, by name; each has its repeats from all runs.
 
     If a run has two records of a cell, the last record counts. A floor search yields one series for
-    each floor, and the floor is one of the figures. The series has the cells without a limit, and
-    the cell that stopped the search early, if any.
+    each searched floor, with the floor as one of its ``figures``. The repeats of this series are
+    the cells without a limit, and the cell that stopped the search early, if any.
     """
     groups: dict[str, list[Result]] = {}
     floors: dict[str, list[int]] = {}
@@ -179,7 +181,7 @@ def _series(group: Sequence[Result]) -> Series:
 
 
 def _phases(good: Iterable[Result]) -> dict[str, dict[str, int]]:
-    """Return the median of each figure of each phase over the repeats with that figure."""
+    """Return medians by phase name and key of ``PHASE_FIGURES``, over repeats with this number."""
     values: dict[str, dict[str, list[int]]] = {}
     for result in good:
         for name, phase in phases_of_load(result):

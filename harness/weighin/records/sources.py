@@ -1,10 +1,10 @@
 """Hash the code that affects a cell's figures, without importing the code.
 
 The hash leaves out comments, docstrings and the texts of raised errors, which affect no figure. The
-hashed files are the strategy's file, the model's builder and the worker, and the modules of weighin
-that these files import from loader, formats, checkpoint and models. Modules directly in weighin,
-such as ``result.py``, affect no figure. The code that observes a cell from outside is not hashed;
-the record's commit identifies it.
+hashed files are the strategy's file and, from weighin's folders ``_DECIDING``, the worker, the
+model's builder and all modules that these files import. Modules directly in the folder weighin,
+such as ``result.py``, are not hashed, because they affect no figure. The code that observes a cell
+from outside is not hashed either; the commit in the record identifies this code.
 """
 
 import ast
@@ -38,10 +38,9 @@ _HASH_DIGITS: Final = 16
 
 
 def deciding(strategy: Path, cell: Cell) -> list[Path]:
-    """Return the sorted files that affect the figures of a cell with the strategy file
-    ``strategy``.
+    """Return the files of code, sorted, that affect what ``cell`` measures.
 
-    Of a user's own code, only the strategy's file is included.
+    ``strategy`` is the file of the cell's strategy, the only included file of a user's own code.
     """
     roots = (_WORKER, cell.model.builder.partition(":")[0])
     todo = [strategy.resolve(), *(path for name in roots for path in _files(name, cell.operation))]
@@ -60,8 +59,8 @@ def deciding(strategy: Path, cell: Cell) -> list[Path]:
 def hashed(strategy: Path, cell: Cell, own_use: str = "") -> str | None:
     """Return a hash of the names and the code of all files that ``deciding`` returns.
 
-    ``own_use`` is the file of a user's own use, which is hashed too. Return None if a file cannot
-    be read or is not Python; the cell itself then fails.
+    ``own_use`` is the file of a use of the model that the user wrote; it is hashed too. Return None
+    if a file cannot be read or is not Python; the cell itself then fails.
     """
     try:
         lines = sorted(
@@ -82,7 +81,7 @@ def digest_of_all() -> str:
 
 
 def _name(path: Path) -> str:
-    """Return a file's path relative to the package, which is the same in every installation."""
+    """Return a name equal in every installation: a file's path in the package, else its name."""
     return str(path.relative_to(_PACKAGE)) if path.is_relative_to(_PACKAGE) else path.name
 
 
@@ -92,7 +91,7 @@ def _digest(path: Path, _changed_ns: int) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """Return ``digest_of_code`` of a file."""
+    """Return ``digest_of_code`` of the code in the file ``path``."""
     return _read(path, path.stat().st_mtime_ns)[1]
 
 
@@ -119,10 +118,9 @@ def _digest_of_tree(tree: ast.Module) -> str:
 
 
 def _write(node: object, parts: list[str], *, is_raised: bool = False) -> None:
-    """Append a syntax tree's code to ``parts``, as text that is the same in every version of
-    Python.
+    """Append a syntax tree to ``parts``, as text that is the same in every version of Python.
 
-    Empty fields are left out, because only some versions of ``ast.dump`` show them.
+    Empty fields are left out, because only some versions of Python have them.
     """
     if is_raised and _is_text(node):
         parts.append("text")
@@ -164,9 +162,10 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def _files(name: str, operation: Operation) -> list[Path]:
-    """Return the files that run when a module of weighin is imported; empty for other modules.
+    """Return the files that run when the module ``name`` of weighin is imported.
 
-    ``name`` may end with the name of an object in the module.
+    ``name`` may end with the name of an object in the module. The result is empty for modules of
+    other packages, and for those in ``_NOT_FOLLOWED``.
     """
     top, *rest = name.split(".")
     if top != _PACKAGE.name or name.startswith(_NOT_FOLLOWED[operation]):

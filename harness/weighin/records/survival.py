@@ -1,9 +1,8 @@
-"""Build the survival matrix of a run with several RAM limits: the verdict on each strategy under
-each limit.
+"""Build the survival matrix of a run: the verdicts on all strategies under several RAM limits.
 
-The matrix is computed from results alone, for tables and plots. A row is a series without its limit,
-a column is a limit, and a field holds a cell and the verdict on the cell
-(``weighin.records.verdict``).
+The matrix is computed from results alone, for tables and plots. A row is a strategy with its format
+and options. A column is a RAM limit. A field is one measurement under this limit, with the verdict
+on the measurement (``weighin.records.verdict``).
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,10 +23,11 @@ _FAILED: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of the survival matrix: the cell that represents all repeats, and the cell's verdict.
+    """A field of the survival matrix: the measurement that stands for all repeats, and its verdict.
 
-    The cell has the median time among the repeats with the worst verdict; ``alike`` is the number of
-    repeats with that verdict. ``spent_ns`` is the time until ready plus the time of the use.
+    This measurement has the median time among the repeats with the worst verdict. ``alike`` is the
+    number of repeats with that verdict. ``spent_ns`` is the measurement's time until the model was
+    ready, plus the time of the model's use.
     """
 
     result: Result
@@ -38,7 +38,7 @@ class Field:
 
     @property
     def words(self) -> str:
-        """The field's text: the time or the outcome; for a cell that does not survive, the verdict."""
+        """The field's text: "killed", or the time or outcome, then "thrashes" for this verdict."""
         outcome, verdict = self.result.outcome, self.judgement and self.judgement.verdict
         if verdict is Verdict.KILLED:
             text = "killed"
@@ -52,9 +52,9 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The survival matrix of one group of comparable cells: its fields by row and by limit.
+    """The survival matrix of comparable cells; ``fields`` maps (row, column) numbers to fields.
 
-    ``limits`` are in descending order, with None (no limit) first.
+    ``limits``, the columns, are in descending order, with None (no limit) first.
     """
 
     scene: Cell
@@ -76,7 +76,10 @@ class Matrix:
 
 
 def matrices(results: Iterable[Result]) -> list[Matrix]:
-    """Return a matrix for each combination of model, device, dtype ... with at least two RAM limits."""
+    """Return a matrix for each group of cells that has at least two RAM limits.
+
+    Cells of a group differ only in strategy, format, options, variables, command, limit and repeat.
+    """
     cells = list(results)
     judgements = judge_all(cells)
     built = []

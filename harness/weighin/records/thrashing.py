@@ -4,14 +4,13 @@ A search for a RAM floor compares a running cell (measurement) with the referenc
 without a limit. The running cell is proven to thrash if its memory has reached the limit, and one
 of these holds:
 
-* The cell has read more than ``MOST_REREAD`` times the size of its data again, after the kernel had
-  reclaimed pages. For a load, the bytes that are read again count until every byte of the model was
-  read.
+* The cell has read again more than ``MOST_REREAD`` times the size of its data, after the kernel had
+  reclaimed pages. For a load, this rule holds only until every byte of the model was read.
 * The cell's tasks waited for memory for more than ``MOST_WAITED`` times the reference's time (PSI
   some, where the kernel has it).
-* The cell has taken more than ``MOST_TIME`` times the reference's time, and loses time for lack of
-  memory by the rule of ``weighin.records.verdict``. A long time alone proves nothing, because the
-  machine may be busy.
+* The cell has taken more than ``MOST_TIME`` times the reference's time. In addition, it has read
+  again at least ``REFAULTS_PER_MODEL`` times the size of its data, or waited for memory in at least
+  ``STALLED_SHARE`` of its time. A long time alone proves nothing: the machine may be busy.
 """
 
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ MOST_WAITED: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The time of the cell without a limit, and the size of the data that the cell reads."""
+    """The time of the cell without a limit, and the size of the data that this cell reads."""
 
     spent_ns: int
     size_bytes: int
@@ -35,10 +34,10 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The figures of a running cell so far; None where a figure is not measured.
+    """The time, rereads and waits of a running cell so far; None for what is not measured.
 
     ``reread_bytes`` and ``waited_ns`` count from the start of the load to now. ``is_loading`` is
-    False after the load; then, ``reread_bytes`` counts only for the rule with the cell's time.
+    False after the load; then, only the rule with ``MOST_TIME`` uses ``reread_bytes``.
     """
 
     after_ns: int
@@ -49,7 +48,7 @@ class Seen:
 
 
 def reference_of(first: Result | None) -> Reference | None:
-    """Return the reference of a search; None if the cell without a limit has no time or no size."""
+    """Return the reference from ``first``, the result without a limit; None if it lacks a value."""
     if first is None or first.cost is None:
         return None
     if first.ran:
@@ -61,7 +60,7 @@ def reference_of(first: Result | None) -> Reference | None:
 
 
 def proof(seen: Seen, reference: Reference) -> Stopped | None:
-    """Return the proof that a running cell thrashes; None if the figures prove nothing."""
+    """Return the proof that a running cell thrashes; None if ``seen`` proves nothing."""
     if not seen.has_met_limit:
         return None
     reread, waited_ns = seen.reread_bytes or 0, seen.waited_ns or 0
@@ -82,7 +81,7 @@ def proof(seen: Seen, reference: Reference) -> Stopped | None:
 
 
 def words(stopped: Stopped) -> str:
-    """Describe why weighin killed a cell that thrashed, with the figures of the proof."""
+    """Describe why weighin killed a cell that thrashed, with the numbers of the proof."""
     texts = [f"stopped by weighin after {format_seconds(stopped.after_ns)}, because it thrashes"]
     if stopped.reread_bytes is not None and stopped.size_bytes:
         times = stopped.reread_bytes / stopped.size_bytes

@@ -1,30 +1,31 @@
 """Judge how a cell (measurement) ran under its limit: it survives, it thrashes, or it is killed.
 
-* **killed**: the cell did not end ok, and the kernel's counters say that the kernel killed a
-  process of the cell for lack of memory, or the CUDA allocator refused an allocation.
+* **killed**: the CUDA allocator refused an allocation, or the cell did not end ok and the kernel
+  killed a process of the cell for lack of memory.
 * **thrashes**: the cell's memory reached the limit, and the cell lost time for lack of memory. A
-  cell whose cgroup peaked below the limit (or below the soft limit, if there is one) does not thrash:
-  the kernel then reclaimed pages because the whole machine lacked memory, not because of the limit. A
-  cell with an unknown peak may have reached the limit. Time was lost if one of these holds:
+  cell whose cgroup peaked below the limit (or below the soft limit, if there is one) does not
+  thrash: the kernel then reclaimed pages because the whole machine lacked memory, not because of
+  the limit. A cell with an unknown peak counts as a cell that reached the limit. The cell lost time
+  if one of these holds:
 
-  - The cell's tasks waited for memory during at least ``STALLED_SHARE`` of the load (PSI some), and
-    at least ``LEAST_LOST_NS``.
-  - The load read more than ``MOST_REREAD`` times a size again: the model's size, or the size of the
-    files mapped by the imports if that is larger.
-  - The cell read at least ``REFAULTS_PER_MODEL`` of the model's size (of a command's limit) again,
-    after the kernel had evicted it (refaults). In addition, the cell timed out, or took
-    ``SLOWDOWN`` times as long as a reference and at least ``LEAST_LOST_NS`` longer. The reference
-    is the same load without a limit, or if that load did not end ok, under the highest larger
-    limit. Without a reference, refaults do not count.
+  - The cell's tasks waited for memory (PSI some) during at least ``STALLED_SHARE`` of the load, and
+    for at least ``LEAST_LOST_NS``.
+  - The load read again more than ``MOST_REREAD`` times the model's size, or the size of the files
+    mapped by the imports if that size is larger.
+  - The cell read evicted pages again, at least ``REFAULTS_PER_MODEL`` of the model's size (for a
+    command: of the limit). In addition, the cell timed out, or took ``SLOWDOWN`` times as long as a
+    reference and at least ``LEAST_LOST_NS`` longer. The reference is the same load without a limit,
+    or if that load did not end ok, the same load under the highest larger limit. Without a
+    reference, only a time-out meets the second condition.
 
-  A cell that weighin killed because it was proven to thrash (``weighin.records.thrashing``) also
-  thrashes.
+  A cell that weighin killed because it was proven to thrash (``weighin.records.thrashing``) has
+  this verdict too.
 
 * **survives**: the cell ended ok and did not thrash. Page cache up to the limit is not thrashing.
 
-A cell without a limit has no verdict. A cell that failed for another reason than memory has none
-either. Time, refaults and the peak cover the load until ready and the use of the model after the
-load; PSI covers only the load.
+A cell without a limit has no verdict, and neither has a cell that failed for a reason other than
+memory. Time, rereads and the peak cover the load, until every byte was read, and the use of the
+model after it. PSI covers only the load.
 """
 
 from collections.abc import Iterable
@@ -42,7 +43,7 @@ MOST_REREAD: Final = 3.0
 STALLED_SHARE: Final = 0.20
 SLOWDOWN: Final = 2.0
 LEAST_LOST_NS: Final = 500_000_000
-"""A cell that lost less time does not thrash: on a busy machine, times vary by as much."""
+"""The two rules about time ignore a smaller loss: on a busy machine, times vary by as much."""
 
 
 class Verdict(StrEnum):
@@ -55,14 +56,14 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, and the figures that led to the verdict, in words."""
+    """A verdict, and as text (``reason``) the measured numbers that led to the verdict."""
 
     verdict: Verdict
     reason: str
 
 
 def judge_result(result: Result, reference_ns: int | None = None) -> Judgement | None:
-    """Return the verdict on a cell by the rule in the module's docstring; None without a verdict.
+    """Return the verdict on a cell by the rules in the module's docstring; None without a verdict.
 
     ``reference_ns`` is the time of the same cell without a limit, or under a higher limit.
     """
@@ -84,7 +85,7 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
 
 
 def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
-    """Return the verdict on each cell of a run by cell id; reference times come from this run."""
+    """Return the verdict on each cell by its id; the reference times come from the same results."""
     cells = list(results)
     times: dict[str, dict[float, list[int]]] = {}
     for result in cells:
@@ -101,14 +102,14 @@ def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
 
 
 def used_ns(result: Result) -> int | None:
-    """Return the time until ready plus the time of the use; None if the model was not ready."""
+    """Return the time until the model was ready plus the time of its use; None if never ready."""
     if result.ready_ns is None:
         return None
     return result.ready_ns + ((result.cost.first_use_ns if result.cost else None) or 0)
 
 
 def through_first_pass_ns(result: Result) -> int | None:
-    """Return the time until ready plus the first forward pass; None if the model was not called.
+    """Return the time until the model was ready plus its first forward pass; None without a pass.
 
     A mapped model may be ready before it has read its file; its first pass then waits for the disk.
     """
@@ -119,7 +120,7 @@ def through_first_pass_ns(result: Result) -> int | None:
 
 
 def refaults(result: Result) -> int | None:
-    """Return the number of pages that the load and the use read again after an eviction."""
+    """Return how many pages the load and the use read again after an eviction; None if unknown."""
     loading = result.faults.workingset_refault_file if result.faults else None
     if loading is None:
         return None
@@ -136,7 +137,7 @@ def highest_charge(result: Result) -> int | None:
 
 
 def _below(result: Result) -> list[str]:
-    """Return a remark if the cell never reached the soft limit (without a soft limit: the limit)."""
+    """Return a remark if the cell's peak is known and below its limits; else an empty list."""
     cell, charge = result.cell, highest_charge(result)
     limits = [limit for limit in (cell.ram_limit_bytes, cell.ram_high_bytes) if limit is not None]
     if charge is None or charge >= min(limits, default=0):
@@ -145,9 +146,7 @@ def _below(result: Result) -> list[str]:
 
 
 def _killed(result: Result) -> str:
-    """Return how the cell was killed for lack of memory; empty if lack of memory did not kill the
-    cell.
-    """
+    """Return how lack of memory killed the cell; empty if the cell was not killed in this way."""
     if result.outcome is Outcome.CUDA_OOM:
         return result.message or "the CUDA allocator refused an allocation"
     if result.outcome is Outcome.OOM_KILLED:
@@ -158,7 +157,7 @@ def _killed(result: Result) -> str:
 
 
 def _reread(result: Result) -> tuple[bool, list[str]]:
-    """Return whether much of the model was read again, and the figures that show it."""
+    """Return whether at least ``REFAULTS_PER_MODEL`` was read again, and texts with the amounts."""
     is_much, figures = False, []
     of, size = "the model", result.model_bytes
     if result.cell.operation == "command":
@@ -174,7 +173,7 @@ def _reread(result: Result) -> tuple[bool, list[str]]:
 
 
 def size_read(result: Result) -> int:
-    """Return the bytes that a load reads: of the model, or of files mapped by the imports if larger."""
+    """Return the model's size, or the size of the files mapped by the imports if that is larger."""
     return max(result.model_bytes or 0, result.baseline.file_bytes if result.baseline else 0)
 
 
@@ -187,7 +186,7 @@ def _reread_often(result: Result) -> bool:
 
 
 def _stalled(result: Result) -> tuple[bool, list[str]]:
-    """Return whether the cell waited long for memory, and the figures that show it."""
+    """Return whether the cell waited too long for memory, and a text with its share of the time."""
     spent_ns = result.ready_ns or (result.cost and result.cost.wall_ns)
     if result.pressure is None or result.pressure.some_ns is None or not spent_ns:
         return False, []
@@ -200,7 +199,7 @@ def _stalled(result: Result) -> tuple[bool, list[str]]:
 
 
 def _slow(result: Result, reference_ns: int | None) -> tuple[bool, list[str]]:
-    """Return whether the cell took much longer than the reference, and the figures of both."""
+    """Return whether the cell timed out or took too long, and a text with both times."""
     spent_ns = used_ns(result)
     if result.outcome is Outcome.TIMEOUT:
         return True, [result.message]

@@ -1,6 +1,6 @@
-"""Tabulate the memory of a model's use, such as a training step, with a row for each strategy.
+"""Tabulate the memory of using a loaded model, for example of a training step, for each strategy.
 
-A figure is (anonymous memory - anonymous memory after the imports) / the size of the model.
+A number is (anonymous memory - anonymous memory after the imports) / the size of the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ _MISSING: Final = "-"
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return the table of uses; an empty list if the models ran nothing but forward passes."""
+    """Return a list with the table of uses; an empty list if models ran nothing but forward passes."""
     if not any(result.cell.use for result in results):
         return []
     loads = [one for one in results if one.cell.operation == "load"]
@@ -66,6 +66,6 @@ def _use_text(repeats: Sequence[Result]) -> str:
 
 
 def multiple(results: Sequence[Result], read: Callable[[Result], int | None]) -> str:
-    """Return the median over ``results`` of (a size - anonymous memory after the imports) / the model's size."""
+    """Return the median of (``read(result)`` - anonymous memory after imports) / model size, as text."""
     found = middle(after_load.per_model(result, read(result)) for result in results)
     return _MISSING if found is None else f"{max(found, 0.0):.2f}"

@@ -1,4 +1,4 @@
-"""Write the captions of a report: the properties that all measurements share, and notes on figures."""
+"""Write the captions of a report: what all measurements have in common, and notes on the numbers."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,9 +33,7 @@ def size(value: int | None) -> str:
 
 
 def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
-    """Return a setting of a measurement as text for a caption: "RAM limit 8 GiB", "cold page
-    cache".
-    """
+    """Return one setting of a measurement as text for a caption: "RAM limit 8 GiB", "no GPU limit"."""
     if name == "operation":
         return operations.KINDS[value].doing
     if name == "model":
@@ -52,9 +50,7 @@ def dimension(name: str, value: Any, model_bytes: int | None = None) -> str:
 
 
 def has_uses(rows: Sequence[Row]) -> bool:
-    """Return whether a model in the rows ran a use other than forward passes, such as a training
-    step.
-    """
+    """Return whether a loaded model was used for more than forward passes, as in a training step."""
     return not {*values(rows, "use")} <= {FORWARD, NONE, None}
 
 
@@ -73,7 +69,7 @@ def apart(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[str, list
 
 
 def shared(rows: Sequence[Row], results: Sequence[Result], without: Sequence[str] = ()) -> str:
-    """Return one line with the properties that all rows share, the machine and the commit."""
+    """Return one line: the settings that all rows share, then the machine, the days and the commit."""
     if not rows:
         return "No cells were measured."
     first = rows[0]
@@ -93,16 +89,14 @@ def shared(rows: Sequence[Row], results: Sequence[Result], without: Sequence[str
 
 
 def code(results: Sequence[Result]) -> str:
-    """Return the days and weighin's commit: "measured 2026-11-23 with weighin commit d71778a29d"."""
+    """Return when and with what was measured: "measured 2026-11-23 with weighin commit d71778a29d"."""
     measured = [result for result in results if result.outcome is not Outcome.SKIPPED] or results
     made = [(result.environment, result.started_at) for result in measured]
     return f"measured {when_and_what(made)}"
 
 
 def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
-    """Return days and commits as text; ``made`` has the environment and start time of each
-    measurement.
-    """
+    """Return days and commits as text; ``made`` has each measurement's environment and start time."""
     commits = list(dict.fromkeys(_commit(environment) for environment, _ in made))
     days = sorted({day[:10] for _, day in made} - {""})
     when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "on an unknown day"
@@ -129,14 +123,14 @@ def title(rows: Sequence[Row]) -> str:
 
 
 def ending(row: Mapping[str, Any]) -> str:
-    """Return a row's outcome, followed by the phase in which the load ended: "oom_killed in load"."""
+    """Return a row's outcome, with the last phase if the row ended early: "oom_killed in load"."""
     is_whole = row["outcome"] in {Outcome.OK, Outcome.SKIPPED, Outcome.WRONG_WEIGHTS}
     phase = None if is_whole else row["last_phase"]
     return f"{row['outcome']} in {phase}" if phase else str(row["outcome"])
 
 
 def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the machine and software on which all measurements agree."""
+    """Return texts for those facts about machine and software that are equal in all measurements."""
     described = [environment for environment in environments if environment]
     words = []
     for key, before in _MACHINE.items():
@@ -148,7 +142,7 @@ def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _mixed_machines(results: Sequence[Result]) -> list[str]:
-    """Return a warning if the measurements of a run have different machines or software."""
+    """Return a warning if measurements were made on different machines or with different software."""
     seen: dict[str, dict[str, None]] = {}
     compared = cache(lambda name: name == "git_commit" or policy_of(name, {}) != "ignore")
     for result in results:

@@ -1,9 +1,9 @@
 """Find change points: the indices at which the level of a sequence of figures changes.
 
 The package ruptures finds change points with the algorithm PELT (Killick, Fearnhead and Eckley,
-2012) and least squares. The penalty for each change point is the larger of two values: the BIC
+2012) and least squares. The penalty for each change point is the largest of three values: 1, the BIC
 penalty for the noise of the figures, and the square of the change that ``weighin check`` tolerates.
-Smaller changes are therefore no change points.
+The longer a change lasts, the smaller it may be to outweigh this penalty.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ _MAD_TO_SIGMA: Final = 1.4826  # sigma / median absolute deviation of a normal d
 def find_steps(figures: Sequence[int], allowance: int, least_runs: int) -> list[int]:
     """Return the index of the first figure of each new level.
 
-    A change of at most ``allowance`` is never a new level. A new level lasts for at least
-    ``least_runs`` figures.
+    Each level lasts for at least ``least_runs`` figures. A change that lasts for one figure must be
+    larger than ``allowance``; a change that lasts longer may be smaller.
 
     Raises:
         ConfigError: ruptures is not installed.

@@ -32,16 +32,14 @@ _LIMITS: Final = {"": "its own", "machine": "the machine's memory", "unknown": "
 
 
 def listings(results: Sequence[Result]) -> Iterator[Found]:
-    """Yield the tables of killed processes, processes and marked lines that have at least one row."""
+    """Yield the tables of kills, of processes and of marked output lines; leave out empty tables."""
     for build in (kills, processes, marks):
         if found := build(results):
             yield found
 
 
 def processes(results: Sequence[Result]) -> Found | None:
-    """Return a table of the processes that ran when a command used most memory; None without
-    processes.
-    """
+    """Return a table of the processes at each command's memory peak; None if no process was seen."""
     chosen = _largest(results)
     rows, notes = [], [PROCESSES_NOTE]
     for title, result in chosen:
@@ -61,9 +59,7 @@ def processes(results: Sequence[Result]) -> Found | None:
 
 
 def kills(results: Sequence[Result]) -> Found | None:
-    """Return a table of the processes that the kernel killed for lack of memory; None without
-    kills.
-    """
+    """Return a table of processes that the kernel killed for lack of memory; None without kills."""
     chosen = _chosen(results)
     rows = [
         [title, *_kill_row(kill)]
@@ -75,9 +71,7 @@ def kills(results: Sequence[Result]) -> Found | None:
 
 
 def stacks(results: Sequence[Result]) -> str:
-    """Return the Python stacks of each command at the time of its highest memory; empty if no stack
-    was read.
-    """
+    """Return as text each command's Python stacks at its memory peak; empty if no stack was read."""
     parts = []
     for title, result in _chosen(results):
         for stack in stacks_at_peak(result):
@@ -89,16 +83,14 @@ def stacks(results: Sequence[Result]) -> str:
 
 
 def stacks_at_peak(result: Result) -> list[Stack]:
-    """Return the Python stacks that were read when the command used most memory."""
+    """Return, of the Python stacks that were read, those at the highest memory of the command."""
     found = [stack for stack in (result.ran.stacks if result.ran else ()) if stack.frames]
     most = max((stack.usage_bytes for stack in found), default=0)
     return [stack for stack in found if stack.usage_bytes == most]
 
 
 def marks(results: Sequence[Result]) -> Found | None:
-    """Return a table of the output lines that --mark selected, with their times; None without
-    lines.
-    """
+    """Return a table of the output lines that --mark selected, with their times; None without any."""
     chosen = _largest(results)
     rows = []
     for title, result in chosen:
@@ -114,7 +106,7 @@ def marks(results: Sequence[Result]) -> Found | None:
 
 
 def _chosen(results: Sequence[Result]) -> list[tuple[str, Result]]:
-    """Return the first repeat of each measured command and limit, with a title for each."""
+    """Return the first repeat for each command, RAM limit and other setting, each with a title."""
     first: dict[str, Result] = {}
     for result in latest(results):
         if result.ran:
@@ -123,7 +115,7 @@ def _chosen(results: Sequence[Result]) -> list[tuple[str, Result]]:
 
 
 def _largest(results: Sequence[Result]) -> list[tuple[str, Result]]:
-    """Return for each command the measurement that used most memory, under any RAM limit."""
+    """Return for each command, of its measurements under all RAM limits, the one with most memory."""
     by_command = grouped(_chosen(results), lambda one: searched(one[1].cell).series)
     return [max(cells, key=lambda one: _need(one[1])) for cells in by_command.values()]
 
@@ -133,7 +125,7 @@ def _need(result: Result) -> int:
 
 
 def _shown(at_peak: Sequence[Process]) -> list[Process]:
-    """Return the processes that get a row: those with at least 1 % of the memory, or with open files."""
+    """Return, of the 20 largest processes, those with at least 1 % of the memory or open files."""
     ordered = sorted(at_peak, key=_held, reverse=True)
     least = _LEAST_SHARE * sum(map(_held, at_peak))
     return [each for each in ordered[:_MOST_PROCESSES] if _held(each) >= least or each.files]
@@ -153,7 +145,7 @@ def _found(
     notes: Sequence[str],
     chosen: Sequence[tuple[str, Result]],
 ) -> Found | None:
-    """Return a table; None without rows. For a single command, the first column is left out."""
+    """Return a table; None without rows. For a single command, leave out the column of its name."""
     start = 0 if len(chosen) > 1 else 1
     fields = of_texts([row[start:] for row in rows])
     return Found(label, heads[start:], fields, names - start, notes=notes) if rows else None

@@ -1,8 +1,8 @@
 """Export a run for other programs: benchmark dashboards, Prometheus, and data frames.
 
-A series is all repeats of one measurement; its name is the same as in ``weighin check``. A figure
-is exported as the median, the lowest and the highest value of the repeats that ended ok. The
-exports contain only the number of the other repeats.
+The Parquet file has a row for each repeat of a measurement. The other exports summarise all repeats
+under the measurement's name in ``weighin check``: each figure is the median, the lowest and the
+highest value of the ok repeats. Of the other repeats, these exports contain only the number.
 
 The parameter ``missing`` is the number of planned measurements (cells) without a record: 0 for a
 complete run, None for a run without a plan. Every export contains this number as ``missing_cells``,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _NOT_OK: Final = "not_ok_repeats"
 _MISSING: Final = "missing_cells"
 _RUN: Final = "run"
-"""The name under which the exports contain the number of missing cells."""
+"""The name of the entry, beside the measurements, with the number of missing cells of a run."""
 _NS: Final = 1e9
 
 
@@ -85,7 +85,7 @@ def github_action_benchmark(results: Sequence[Result], missing: int | None = Non
 
 
 def openmetrics(results: Sequence[Result], missing: int | None = None) -> str:
-    """Return figures in bytes and seconds as OpenMetrics text, which Prometheus reads.
+    """Return a run as OpenMetrics text, which Prometheus reads; units are bytes and seconds.
 
     https://prometheus.io/docs/specs/om/open_metrics_spec
 
@@ -101,7 +101,7 @@ def openmetrics(results: Sequence[Result], missing: int | None = None) -> str:
 
 
 def parquet(results: Sequence[Result], missing: int | None = None) -> bytes:
-    """Return a Parquet file with one row per measurement and the columns of ``rows.cells``.
+    """Return a Parquet file with the rows of ``rows.cells``: one for each repeat of a measurement.
 
     The figures are not rounded. The column ``missing_cells`` has the same number in every row.
 
@@ -169,7 +169,7 @@ def _families(results: Sequence[Result], missing: int | None) -> Iterator["Famil
 
 
 def _labels(cell: Cell) -> dict[str, str]:
-    """Return the labels that distinguish measurements in Prometheus; all have the same keys."""
+    """Return the labels that identify a measurement in Prometheus; the keys are always the same."""
     return {
         "model": one_line(cell.model.title),
         "strategy": one_line(cell.strategy),

@@ -1,5 +1,4 @@
-"""Define how each figure is read from a measurement's record, and which table column shows the
-figure.
+"""Define how each figure is read from a measurement's record, and the table column that shows it.
 
 Sizes are integers in bytes, and times are floats in seconds. A figure that was not measured is None.
 """
@@ -25,10 +24,10 @@ class Column:
 
     Attributes:
         key: the name of the figure in rows and in summary.csv.
-        unit: the unit in tables. A figure whose unit is GiB is in bytes in rows and in summary.csv.
+        unit: the unit in tables. If it is GiB, rows and summary.csv contain the figure in bytes.
         heading: the heading of the column; an empty heading means that tables have no such column.
-        accuracy: "exact" or "sampled", followed by the source of an exact figure.
-        at_least: the name of the column that tells whether the figure is only a lower bound.
+        accuracy: "exact" or "sampled"; after "exact", the source of the figure may follow.
+        at_least: the key in rows that tells whether the figure is only a lower bound; may be empty.
         is_usual: whether tables have the column even if the figure was never measured.
     """
 
@@ -67,8 +66,8 @@ def _above_import_per_model(result: Result) -> float | None:
 
 
 def _unreclaimable_bytes(result: Result) -> int | None:
-    """Return the sampled maximum of anonymous and shared memory. For a load, return None if this is
-    the maximum of anonymous memory, which another column has.
+    """Return the sampled maximum of anonymous and shared memory together. For a load or save, return
+    None if it equals the maximum of anonymous memory, which has its own column.
     """
     peaks = result.peaks
     is_same = peaks.unreclaimable_sampled_bytes == peaks.anon_sampled_bytes

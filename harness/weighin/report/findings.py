@@ -17,7 +17,7 @@ STYLES: Final = {"survives": "green", "thrashes": "yellow", "killed": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One field of a table. Only the terminal shows the line breaks of the text.
+    """The content of one field of a table. Only the terminal shows the line breaks of the text.
 
     Attributes:
         kind: a word that selects the colour of the field, such as the verdict "thrashes".
@@ -42,9 +42,9 @@ class Found:
         heads: the headings of the columns. Only the terminal shows the line breaks of a heading.
         caption: the settings that all measurements in the table share.
         notes: sentences that explain the figures.
-        reasons: a line for each verdict, with the figures that caused the verdict.
-        details: further reasons, which only report.md lists. report.html shows them as tips of
-            fields.
+        reasons: lines that explain verdicts, such as "thrashes", by measured figures.
+        details: lines for further verdicts, which only report.md lists. In report.html, each verdict
+            is explained when the mouse is over its field.
     """
 
     label: str
@@ -67,7 +67,7 @@ class Found:
         return Group(table, *map(Text, self.reasons), *(Text(line, "dim") for line in said))
 
     def markdown(self, *, reasons: bool = True) -> str:
-        """Return the table in Markdown, followed by its notes, its caption and a list of the reasons."""
+        """Return the table in Markdown, then its notes and caption, then reasons and details as a list."""
         heads = [_one_line(head) for head in self.heads]
         rows = [[one.mark + _one_line(one.text) for one in row] for row in self.rows]
         lines = [*table_lines(heads, rows, names=self.names)]
@@ -79,7 +79,7 @@ class Found:
 
 
 def of_texts(rows: Sequence[Sequence[str]]) -> list[list[Entry]]:
-    """Return rows of fields that are plain text, without colours."""
+    """Convert rows of plain texts to rows of table fields without colours."""
     return [[Entry(text) for text in row] for row in rows]
 
 

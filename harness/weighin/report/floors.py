@@ -17,7 +17,7 @@ from weighin.units import GIB, MIB, format_seconds
 _PER_MODEL: Final = "floor\nx model"
 _ABOVE_IMPORT: Final = "above\nimport\nx model"
 ENDS: Final = "\n(ends)"
-"""The mark after a RAM limit under which the load ends, but thrashes."""
+"""The mark after a RAM floor under which the load ends ok, but may thrash."""
 
 
 def has_data(results: Sequence[Result]) -> bool:
@@ -26,7 +26,7 @@ def has_data(results: Sequence[Result]) -> bool:
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return the table of RAM floors; lines below the table give the reason of each verdict."""
+    """Return the table of RAM floors, with lines that explain the verdicts and the columns."""
     searched = floors(results)
     columns = _columns(searched)
     rows = [[entry(floor) for entry in columns.values()] for floor in searched]
@@ -36,7 +36,7 @@ def found(results: Sequence[Result]) -> list[Found]:
 
 
 def as_dict(floor: Floor) -> dict[str, Any]:
-    """Return a RAM floor for ``--json``, in bytes and nanoseconds; None means that no floor was found."""
+    """Return a RAM floor for ``--json``; ``floor_bytes`` is None if the search found no floor."""
     cell = floor.cell
     lives = {"unlimited": floor.unlimited, "at_floor": floor.at_floor, "with_room": floor.with_room}
     return {
@@ -78,9 +78,7 @@ def _life_as_dict(life: Life | None) -> dict[str, Any] | None:
 
 
 def _reasons(searched: Iterable[Floor]) -> list[str]:
-    """Return a line for each strategy whose floor was not found, and for the reason of each
-    verdict.
-    """
+    """Return a line for each floor that was not found, and a line for each verdict with its reason."""
     lines = []
     for floor in searched:
         if floor.message:
@@ -111,9 +109,7 @@ def _notes(searched: Sequence[Floor]) -> list[str]:
 
 
 def _columns(searched: Sequence[Floor]) -> dict[str, Callable[[Floor], Entry]]:
-    """Return the table's columns by heading. A command has no columns with multiples of a model's
-    size.
-    """
+    """Return the table's columns by heading; for commands, none with multiples of a model's size."""
     kind = _kind(searched)
     columns: dict[str, Callable[[Floor], Entry]] = {
         kind.words["what"]: lambda one: Entry(label(one, searched)),
@@ -148,13 +144,13 @@ def _is_below_import(searched: Sequence[Floor]) -> bool:
 
 
 def _below(floor: Floor) -> str:
-    """Return the size of the search's last step, and how the load ended one step below."""
+    """Return the search's last step in MiB, and how the load failed at one step below the floor."""
     how = floor.below.replace("out after ", "out\nafter\n")
     return f"{scaled(floor.step_bytes, MIB, 0)} MiB:\n{how}" if floor.bytes else "-"
 
 
 def label(floor: Floor, searched: Sequence[Floor]) -> str:
-    """Return the strategy's name, with the settings that distinguish its floors."""
+    """Return the strategy's name, with the settings that differ among the strategy's floors."""
     cell, cells = floor.cell, [each.cell for each in searched]
     same = [other for other in cells if other.strategy == cell.strategy]
     words = [label_among(cell, cells)]

@@ -1,4 +1,4 @@
-"""Compute a metric over all runs of a folder, and find the runs at which its level changed."""
+"""Read a metric from all runs below a folder, and find the runs at which the metric changed."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class Moment:
 
     @property
     def commit(self) -> str:
-        """The first nine characters of the commit; a + follows if tracked files were changed."""
+        """The first nine characters of the commit, followed by + if tracked files had local changes."""
         commit = str(self.settings.get("git_commit") or "")[:_COMMIT_LETTERS]
         return commit + ("+" if commit and self.settings.get("git_dirty") else "")
 
@@ -46,7 +46,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPoint:
-    """The repeats of a measurement in one run; ``figure`` is None if no repeat ended ok."""
+    """One measurement in one run; ``figure`` is None if no ok repeat has the metric."""
 
     moment: Moment
     outcome: str
@@ -55,12 +55,11 @@ class HistoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A lasting change of a metric that begins at the run with the number ``index``.
+    """A lasting change of a metric; it begins at ``SeriesHistory.points[index]``.
 
     Attributes:
-        was: the median of the metric over the runs since the previous change, or since the first
-            run.
-        now: the median of the metric over the runs from ``index`` to the next change.
+        was: the median of the metric in the runs before this change, back to the previous change.
+        now: the median of the metric in the runs from this change to the next change.
         moved: the settings, such as the version of torch, that differ between run ``index`` and the
             run before.
     """
@@ -84,7 +83,7 @@ class SeriesHistory:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A metric in several runs, which are in the order of their starts."""
+    """The values of one metric in several runs; ``moments`` are the runs, the oldest first."""
 
     metric: Metric
     moments: list[Moment]
@@ -95,13 +94,14 @@ class History:
 def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
     """Return the history of a metric over every run below ``folder``.
 
-    Only measurements whose names contain all ``words`` are in the history. Runs in a folder called
-    "published", which other people measured, are left out unless ``folder`` lies in such a folder.
-    Runs that are left out or cannot be read cause warnings.
+    Only measurements whose names contain all ``words`` are in the history. Runs below a folder called
+    "published" are left out, unless ``folder`` itself is or lies in such a folder. Runs that are
+    left out or cannot be read cause warnings.
 
     Raises:
         UnknownName: no metric has the name ``metric``.
-        ConfigError: the folder has no run, or no measurement has all ``words`` in its name.
+        ConfigError: ``folder`` is no folder or has no run, no measurement has all ``words`` in its
+            name, or ruptures is not installed.
     """
     chosen = named(metric)
     runs, warnings = _runs(folder)
@@ -127,7 +127,7 @@ def read(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
 
 
 def terminal_table(history: History) -> RenderableType:
-    """Return a table of the first and last figure of each measurement, with all steps below the table."""
+    """Return a table of each measurement's first and last figure; lines below it describe all changes."""
     rows, texts = [], []
     for line in history.lines:
         figures = [point.figure.median for point in line.points if point.figure]
@@ -182,7 +182,7 @@ def notes(history: History) -> list[str]:
 
 
 def _runs(folder: Path) -> tuple[list[tuple[Moment, Sequence[Any]]], list[str]]:
-    """Read every run below a folder, and return the runs from the oldest to the newest, with warnings."""
+    """Return the runs below a folder that are not published, the oldest first, and warnings."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder", "name a folder that contains runs, such as results"
@@ -249,7 +249,7 @@ def _changes(moments: Sequence[Moment]) -> list[str]:
 
 
 def changed(before: Moment, after: Moment) -> list[Difference]:
-    """Return the settings of machine and software that have different values in the two runs."""
+    """Return the settings of machine and software that both runs recorded, with different values."""
     return [
         difference
         for difference in differences(before.settings, after.settings, {})

@@ -104,7 +104,7 @@ def _series(
 
 
 def _changes(axes: "Axes", history: History) -> None:
-    """Draw a line where the machine or its software changed, because such a change can cause a step."""
+    """Draw a vertical line before each run on a changed machine or software, a possible cause of steps."""
     for place, (before, after) in enumerate(pairwise(history.moments), start=1):
         if changed(before, after):
             axes.axvline(place - 0.5, color=look.INK, linestyle=":", linewidth=1)

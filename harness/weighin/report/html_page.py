@@ -1,8 +1,8 @@
 """Write the report of a run as one HTML file that needs no network, no other file, and no library.
 
-The modules of ``weighin.report.html`` compute the coordinates of the drawings, and the templates
-draw them as SVG. ``templates/script.js`` sorts and filters the table of results. The script also
-explains the point or bar under the mouse pointer. A browser without scripts shows the same figures.
+The modules of ``weighin.report.html`` compute coordinates, and the templates write the drawings as
+SVG. ``templates/script.js`` sorts and filters the table of results. The script also shows a text
+for the point or bar under the mouse. A browser without scripts shows the same drawings and numbers.
 """
 
 import base64
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the import of jinja2 takes a tenth of a second
 
 
 def render(run: Path, results: Sequence[Result], warnings: Sequence[str] = ()) -> str:
-    """Return the report of a run as HTML; ``run`` is the folder of the run, which has the samples."""
+    """Return the report of a run as HTML; ``run`` is the run's folder, from which samples are read."""
     rows = series(results)
     ids = table.ids(rows)
     parts = [(section.heading, section.html()) for section in sections.of(results, warnings)]
@@ -72,7 +72,7 @@ def _templates() -> "Environment":
 
 @cache
 def _part(name: str) -> "Markup":
-    """Return a template file of weighin, which jinja2 must not escape because it is trusted."""
+    """Return a file in weighin's ``templates``; as Markup, so that jinja2 does not escape its text."""
     from markupsafe import Markup
 
     text = (resources.files(_PACKAGE) / "templates" / name).read_text(encoding="utf-8")

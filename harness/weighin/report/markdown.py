@@ -6,9 +6,7 @@ from weighin.text import markdown as escaped
 
 
 def plain(text: str) -> str:
-    """Return a text as one line of printable characters; an error message may contain any
-    character.
-    """
+    """Return a text as one line of printable characters; error messages may contain any others."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
@@ -28,7 +26,7 @@ def table_lines(
 
 
 def by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield a list item for each different reason in ``reasons``, with all names that have this reason.
+    """Yield a list item for each different reason, with all names in ``reasons`` that have this reason.
 
     Two reasons that differ only in the name of the strategy count as one reason: "dcp divides a
     load" and "staggered divides a load" become one item.

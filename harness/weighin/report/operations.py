@@ -1,7 +1,7 @@
-"""Define the words and figures with which reports describe loads, saves and commands.
+"""Define the words and table columns with which reports describe loads, saves and commands.
 
-No other module of the reports tests whether a measurement is a load, a save or a command. The other
-modules of the report use the words and columns of the ``Kind`` that belongs to the operation.
+The other modules of the reports take words and columns from the ``Kind`` of a row's operation. They
+test the operation itself only for what one operation alone has, such as uses of a loaded model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,34 +30,34 @@ _FLOOR_READY: Final = "ready: time until every byte was read once, in the median
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The words and figures of one operation: a load, a save or a command.
+    """The words and table columns for one operation: a load, a save or a command.
 
     Attributes:
         doing: the participle for titles such as "Peak memory while loading".
         subject: the processes whose memory the plots show, for the title of an axis.
-        until: the event at which the measurement ends, for a caption.
+        until: the event up to which the peak is measured, for a caption.
         words: nouns and verbs for the sentences of the summary.
-        figures: the keys of the columns of numbers, in order.
-        headings: the headings of columns that other operations give another heading.
-        lacks: the columns of rows that are always empty for this operation.
-        held: the column and the name of the memory that the left part of a bar shows.
-        cached: the name of the memory that the right part of a bar shows.
-        peak: the column and the name of the figure that the marker on a bar shows.
-        peak_accuracy: whether the marker shows an exact figure or a lower bound.
+        figures: the keys in ``figures.COLUMNS`` of the columns with numbers, in the order of tables.
+        headings: headings that replace those in ``figures.COLUMNS``, by the key of the column.
+        lacks: the keys of a row whose values are always empty for this operation.
+        held: what the left part of a bar shows: its key in rows, and its name.
+        cached: the name of what the right part of a bar shows.
+        peak: what the marker on a bar shows: its key in rows, and its name.
+        peak_accuracy: "exact" if the marker on a bar is exact, "at least" if it is a lower bound.
         marker: the meaning of the marker on a bar, for a caption.
-        phase_peak: the name of the exact peak of a phase, for a timeline.
+        phase_peak: the name of that peak which a timeline shows for each phase.
         axis: the title of the memory axis of a timeline.
         zero: the event at which the time axis of a timeline begins.
         outside: the process or processes that the sampler observes.
         life: the meaning of the times in a table of survival.
-        lost: the conditions under which a measurement thrashes.
+        lost: the signs of thrashing, for the explanation of that verdict.
         floor: the meaning of a RAM floor.
-        floor_ends: the meaning of a RAM floor under which a load ends, but thrashes.
+        floor_ends: the meaning of a RAM floor under which a load ends ok, but may thrash.
         floor_ready: the meaning of the times in a table of RAM floors.
-        computed: an explanation of the figure that is computed from other figures.
+        computed: an explanation of the column "above import"; empty without this column.
         times: explanations of the times, one line each.
         accuracy: lines that list which figures are exact and which are sampled.
-        meanings: explanations that replace those of ``figures.COLUMNS``, by the key of the figure.
+        meanings: explanations that replace those in ``figures.COLUMNS``, by the key of the column.
         outcome: an explanation of the outcomes.
     """
 
@@ -96,7 +96,7 @@ OF_USES: Final = (
     "use_s", "use_peak_rss_bytes", "use_most_per_model", "use_anon_per_model", "use_peak_cgroup_bytes",
     "use_peak_cuda_allocated_bytes", "use_child_bytes",
 )  # fmt: skip
-"""Columns on the use of a model after its load; left out if all uses were forward passes."""
+"""Columns on the use of a loaded model; tables leave them out if all uses were forward passes."""
 _OF_MODELS: Final = (
     "load_s", "ready_s", "ready_and_pass_s", "peak_rss_bytes", ABOVE_IMPORT, "anon_sampled_bytes",
     "unreclaimable_sampled_bytes", "peak_cgroup_bytes", "pss_bytes", "sum_of_peaks_bytes",
@@ -205,18 +205,18 @@ UNNAMED: Final = ("load", "command")
 
 
 def of(rows: Sequence[Row]) -> list[Kind]:
-    """Return the words of each operation in these rows; without rows, the words of a load."""
+    """Return the ``Kind`` of each operation in these rows; without rows, the kind of loads."""
     names = {row["operation"] for row in rows} or {USUAL}
     return [kind for name, kind in KINDS.items() if name in names]
 
 
 def first_of(rows: Sequence[Row]) -> Kind:
-    """Return the words of the operation of the first row; without rows, the words of a load."""
+    """Return the ``Kind`` of the first row's operation; without rows, the kind of loads."""
     return KINDS[rows[0]["operation"] if rows else USUAL]
 
 
 def concerning(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    """Return the ``columns`` that can have a value for at least one operation in these rows."""
+    """Return those ``columns`` that at least one operation in these rows can fill, without "group"."""
     absent = frozenset.intersection(*(kind.lacks for kind in of(rows)))
     names = {"group", *(f"{name}{end}" for name in absent for end in ("", "_min", "_max"))}
     return [name for name in columns if name not in names]

@@ -1,6 +1,7 @@
-"""Draw the peak memory of each strategy as a bar, with a marker at the exact peak RSS.
+"""Draw the memory of each strategy as a bar, with a marker at the strategy's peak RSS.
 
-The two parts of a bar are the sampled maxima of anonymous and of file-backed memory.
+For a command, the marker is at the memory that the command needs. The two parts of a bar are the
+sampled maxima of anonymous and of file-backed memory.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ _MARGIN: Final = 1.3  # width of the axis / longest bar, so that the outcomes fi
 
 
 def draw_peaks(results: Sequence[Result]) -> "Figure":
-    """Return a figure of bars, with lines at the RAM limit and at the size of the model."""
+    """Return a drawing of bars, with lines at the RAM limit and at the size of the model."""
     rows = series(results)
     if not rows:
         return look.empty_figure("Memory while loading")
@@ -68,7 +69,7 @@ def _panel(axes: "Axes", group: Sequence[Row], right: float) -> None:
 
 
 def _bar(axes: "Axes", place: int, row: Row, right: float) -> None:
-    """Draw one bar, with the exact peak, the range of the exact peaks, and the outcome if it is not ok."""
+    """Draw one bar with its peaks, the range of the peak over repeats, and an outcome other than ok."""
     shade, is_ok = look.colour(row["strategy"]), row["outcome"] == Outcome.OK
     style: dict[str, Any] = {"height": 0.62, "hatch": "" if is_ok else "////", **look.EDGE}
     kind = operations.KINDS[row["operation"]]
@@ -90,7 +91,7 @@ def _bar(axes: "Axes", place: int, row: Row, right: float) -> None:
 
 
 def _marks(axes: "Axes", place: int, row: Row) -> tuple[float, float]:
-    """Draw the exact peaks, and return the highest peak of the process and of the GPU in GiB."""
+    """Draw the markers of the peaks; return the highest peak in RAM and that on the GPU, in GiB."""
     rss = cuda = 0.0
     style: dict[str, Any] = {"color": "black", "linestyle": "", "markersize": 5, "zorder": 4}
     key, name = operations.KINDS[row["operation"]].peak

@@ -47,7 +47,7 @@ def found(results: Sequence[Result]) -> list[Found]:
 
 
 def draw_ranks(results: Sequence[Result]) -> "Figure":
-    """Return a figure of the memory of all ranks together over the number of ranks."""
+    """Return a drawing of the memory of all ranks together, plotted over the number of ranks."""
     measured = over_ranks(results)
     cells = [each.cell for each in measured]
     figure, grid = look.new_figure(3.4, 1, 1)

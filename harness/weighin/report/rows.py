@@ -1,6 +1,6 @@
 """Convert records to rows of tables: a row per measurement (cell), or a row per group of repeats (series).
 
-A row has the figures that ``figures.COLUMNS`` defines.
+A row is a dict with the settings in ``DIMENSIONS`` and the figures in ``figures.COLUMNS``.
 """
 
 import json
@@ -44,7 +44,7 @@ OF_SERIES: Final = (
 
 
 def cells(results: Iterable[Result]) -> list[Row]:
-    """Return one row per measurement (cell), in the order of the records.
+    """Return one row per measurement (cell), in the order of the first records.
 
     If a cell was measured again, the row has the figures of the last record. ``above_import_bytes`` is
     the exact peak of the resident set size, minus the resident set size after ``import torch``. For
@@ -80,10 +80,9 @@ def split(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple[Any, ...], li
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """Return the names of the settings in which the rows differ, such as the model or the RAM
-    limit.
+    """Return the names of the settings, such as "model", in which the rows differ.
 
-    The checkpoint format is not returned if each strategy was measured with only one format.
+    "format" is left out if each strategy was measured with only one checkpoint format.
     """
     of_strategies = split(rows, ["strategy"]).values()
     return [

@@ -26,8 +26,8 @@ def of_run(
 ) -> dict[str, Any]:
     """Return the rows of summary.csv as ``series``, with the warnings and the written files of a run.
 
-    ``missing`` is the number of planned measurements without a record. If the run measured a single
-    command, ``answer`` explains its memory in words, as a list of lines.
+    ``missing`` is the number of planned measurements without a record. If the run has one result, of
+    a command, the key ``answer`` explains the command's end and memory in a list of sentences.
     """
     is_one_command = len(results) == 1 and bool(results[0].cell.command)
     rows = series(results)
@@ -52,7 +52,7 @@ def of_floors(run: Path, results: Sequence[Result], files: Sequence[Path]) -> di
 
 
 def of_history(history: History, pictures: Sequence[Path]) -> dict[str, Any]:
-    """Return a metric in each of several runs, and the runs at which the metric or an outcome changed."""
+    """Return a metric of each run, and the runs at which the metric or an outcome changed."""
     return {
         "metric": history.metric.name,
         "unit": history.metric.unit,
@@ -91,7 +91,7 @@ def of_history(history: History, pictures: Sequence[Path]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON, in which a float without a fraction becomes an integer."""
+    """Return a value for JSON: a float without a fraction as an integer, any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

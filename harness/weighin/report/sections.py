@@ -1,4 +1,4 @@
-"""Define the sections of a report; the terminal, report.md and report.html show the same sections."""
+"""Define the sections of a report, which are the same in the terminal, report.md and report.html."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 FIGURES: Final = "How to read the figures"
 Block = tuple[str, Any]
-"""The name of a template of report.html, and the data for the template."""
+"""The file name of an HTML template for a part of report.html, and the data for the template."""
 Pictures = Sequence["tuple[str, Callable[[], Figure]]"]
 """The name of each picture, with the function that draws the picture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One section of a report, with functions that write it for the terminal, report.md and report.html.
+    """One section of a report; its functions return it for the terminal, report.md and report.html.
 
-    ``is_found`` is True for a section that only some runs have, such as RAM floors or survival.
+    ``is_found`` is True for a section from ``findings``, such as RAM floors; a terminal shows it last.
     """
 
     heading: str
@@ -67,7 +67,7 @@ def terminal_table(results: Sequence[Result], warnings: Sequence[str] = ()) -> "
 def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]:
     """Return the sections of a report in order; ``warnings`` are warnings about records.jsonl.
 
-    Sections that only some runs have, such as RAM floors, come before the long table of all results.
+    Sections from ``findings``, such as RAM floors, come before the long table of all results.
     """
     rows = series(results)
     if not rows:
@@ -85,9 +85,7 @@ def of(results: Sequence[Result], warnings: Sequence[str] = ()) -> list[Section]
 
 
 def findings(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield the sections for which the run has data: ranks, uses, passes, slow disks, floors,
-    survival.
-    """
+    """Yield a section each for ranks, uses, passes, slow disks, and floors or survival, if measured."""
     tables_drawn: list[tuple[list[Found], Pictures]] = [
         (ranks.found(results), [("ranks", partial(ranks.draw_ranks, results))]),
         (after_load.found(results), ()),
@@ -130,7 +128,7 @@ def _cells(rows: Sequence[Row], results: Sequence[Result]) -> Section:
 
 
 def _listed(heading: str, items: Sequence[tuple[str, str]], style: str = "") -> Iterator[Section]:
-    """Yield a section that lists these names and texts, unless the list is empty."""
+    """Yield a section that lists ``items``, pairs of a name and a text, unless there are none."""
     if items:
         lines = [": ".join(filter(None, item)) for item in items]
         yield _of_lines(heading, lines, style, [("items.html", items)])
@@ -146,7 +144,7 @@ def _of_lines(heading: str, lines: Sequence[str], style: str, html: list[Block])
 
 
 def _refused(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield the summary of the CUDA allocator for each strategy that ran out of GPU memory."""
+    """Yield a section for each strategy that ran out of GPU memory: the CUDA allocator's summary."""
     refused = [result for result in results if result.allocator_summary]
     for strategy, ours in grouped(refused, lambda one: plain(one.cell.strategy)).items():
         heading = f"{strategy} ran out of GPU memory: the allocator's summary"
@@ -154,7 +152,7 @@ def _refused(results: Sequence[Result]) -> Iterator[Section]:
 
 
 def _of_commands(results: Sequence[Result]) -> Iterator[Section]:
-    """Yield the processes, kills, marked lines and stacks of commands that ``weighin run`` measured."""
+    """Yield sections on commands: kills, processes, marked output lines and Python stacks."""
     for found in commands.listings(results):
         yield _tables(found.label, [found])
     if text := commands.stacks(results):
@@ -162,7 +160,7 @@ def _of_commands(results: Sequence[Result]) -> Iterator[Section]:
 
 
 def _verbatim(heading: str, text: str) -> Section:
-    """Return a section that shows the output of another program unchanged."""
+    """Return a section that keeps the line breaks and spaces of ``text``."""
     return Section(
         heading,
         partial(Text, text),
@@ -179,8 +177,6 @@ def _figures(rows: Sequence[Row], results: Sequence[Result]) -> Section:
 
 
 def _preformatted(text: str) -> str:
-    """Return a text without backticks, which would end a code block, and without control
-    characters.
-    """
+    """Return a text for a code block: without control characters, and with ' for each backtick."""
     lines = ("".join(c for c in line if c.isprintable()) for line in text.strip().splitlines())
     return "\n".join(line.replace("`", "'") for line in lines)

@@ -31,8 +31,8 @@ _ENDINGS: Final = {
 def paragraphs(rows: Sequence[Row], results: Sequence[Result] = ()) -> list[str]:
     """Return one paragraph for each combination of RAM limit, device and other settings of a run.
 
-    If the run searched the smallest RAM limits, the paragraphs name these limits, and describe the
-    measurements without a limit. ``results`` are the records from which ``rows`` were made.
+    If the run searched the smallest RAM limit of each strategy, the first paragraph names these limits,
+    and the others describe measurements without a limit. ``rows`` were made from ``results``.
     """
     if not rows:
         return ["No cells were measured."]
@@ -59,7 +59,7 @@ def _paragraph(group: Sequence[Row], changing: Sequence[str]) -> str:
 
 
 def _works(group: Sequence[Row], changing: Sequence[str]) -> str:
-    """Return how many strategies work: "With 8 GiB of RAM, 3 of 6 strategies load ..."."""
+    """Return a sentence on how many strategies work: "With 8 GiB of RAM, 3 of 6 strategies load ..."."""
     row = group[0]
     limit = row["ram_limit_bytes"]
     start = f"With {captions.size(limit)} of RAM" if limit else "Without a RAM limit"
@@ -115,7 +115,7 @@ def _best(group: Sequence[Row]) -> Iterator[str]:
 
 
 def _others(group: Sequence[Row]) -> Iterator[str]:
-    """Yield a sentence for each outcome other than ok, with the strategies that ended so."""
+    """Yield a sentence for each outcome other than ok and for thrashing, with the strategies' names."""
     labels = style.row_labels(group)
     pairs = [(label, row["outcome"]) for label, row in zip(labels, group, strict=True)]
     for outcome, words in _ENDINGS.items():

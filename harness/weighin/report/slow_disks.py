@@ -1,4 +1,4 @@
-"""Tabulate the times of loads from slow disks, and draw them over the disk's rate and latency."""
+"""Tabulate the times of loads from slow disks, and draw these times over disk rate and latency."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ _Disk = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The repeats of one strategy with one model and RAM limit (``scene``), grouped by disk."""
+    """The repeats of a strategy in one ``scene`` (model, dtype, RAM limit, ...), grouped by disk."""
 
     name: str
     scene: str
@@ -42,7 +42,7 @@ class _Row:
     by_disk: dict[_Disk, list[Result]]
 
     def seconds(self, disk: _Disk) -> float | None:
-        """Return the median time until the end of the first forward pass; None if no repeat ended ok."""
+        """Return the median time until the first forward pass ended; None if no ok repeat ran a pass."""
         repeats = self.by_disk.get(disk, ())
         good = (each for each in repeats if each.outcome is Outcome.OK)
         time_ns = middle(map(through_first_pass_ns, good))
@@ -72,8 +72,9 @@ def found(results: Sequence[Result]) -> list[Found]:
 
 
 def pictures(results: Sequence[Result]) -> "list[tuple[str, Callable[[], Figure]]]":
-    """Return a picture of the times over the disk's rate, and one over the latency; leave out a
-    picture for which fewer than two rates or latencies were measured.
+    """Return a picture of the times over disk rates, and one over disk latencies.
+
+    A picture is left out if fewer than two rates or latencies were measured.
     """
     disks = _disks(results)
     rates, latencies = ({disk[part] for disk in disks} - {None} for part in (0, 1))
@@ -92,7 +93,10 @@ def _field(row: _Row, disk: _Disk) -> str:
 
 
 def _draw(results: Sequence[Result], over: int) -> "Figure":
-    """Draw times over the rate with a panel per latency (``over`` 0), or the reverse (1)."""
+    """Draw the times over the rates (``over`` = 0) or the latencies (``over`` = 1) of the disks.
+
+    Each scene has a panel for each latency (``over`` = 0) or for each rate (``over`` = 1).
+    """
     rows = _rows(results)
     others = sorted({disk[1 - over] for disk in _disks(results)}, key=lambda value: value or 0)
     scenes = list(dict.fromkeys(row.scene for row in rows))

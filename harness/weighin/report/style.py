@@ -1,6 +1,6 @@
-"""Define the style that all figures share: size, colours, title above, caption below.
+"""Define the style that all pictures share: size, colours, title above, caption below.
 
-A strategy has the same colour in all figures. No information is shown by colour alone.
+A strategy has the same colour in all pictures. No information is shown by colour alone.
 """
 
 import hashlib
@@ -73,13 +73,13 @@ _LEGEND_ROW_IN: Final = 0.24
 
 
 def colour(strategy: str) -> str:
-    """Return the colour of a strategy, the same in every figure of every run."""
+    """Return the colour of a strategy, which is the same in every picture of every run."""
     digest = hashlib.sha256(strategy.encode()).digest()
     return _COLOURS.get(strategy, _FALLBACK[digest[0] % len(_FALLBACK)])
 
 
 def tint(shade: str) -> tuple[float, float, float]:
-    """Return a light version of a colour, which is the colour of file-backed memory."""
+    """Return a lighter version of a strategy's colour, in which file-backed memory is drawn."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = (1 - 0.38 * (1 - part) for part in to_rgb(shade))
@@ -92,7 +92,7 @@ def verbatim(text: str) -> str:
 
 
 def save(figure: "Figure", file: BinaryIO, kind: str) -> None:
-    """Write a figure as ``kind``: png, or an svg with text as text and without a date."""
+    """Write a picture as ``kind``, "png" or "svg"; an SVG contains its text as text, and no date."""
     from matplotlib import rc_context
 
     about = {"Date": None} if kind == "svg" else None
@@ -103,14 +103,12 @@ def save(figure: "Figure", file: BinaryIO, kind: str) -> None:
 
 
 def _rounded(svg: bytes) -> bytes:
-    """Return an SVG with coordinates rounded to hundredths of a point, which makes the file
-    smaller.
-    """
+    """Return an SVG whose path coordinates are cut to two decimals, which makes the file smaller."""
     return _PATH.sub(lambda path: _DECIMALS.sub(rb"\1", path[0]), svg)
 
 
 def new_figure(height_in: float, rows: int, columns: int, **options: Any) -> tuple["Figure", Any]:
-    """Return a figure of the width ``WIDTH_IN`` in inches, and its axes as an array.
+    """Return a matplotlib figure of width ``WIDTH_IN``, and the axes of its panels as an array.
 
     The figure is not part of pyplot's global state. ``height_in`` is the height of all panels in
     inches; ``dress`` adds room for the texts around the panels.
@@ -128,7 +126,7 @@ def tidy(axes: "Axes") -> None:
 
 
 def frame_curves(axes: "Axes", across: str, up: str, *, log_seconds: bool = False) -> None:
-    """Label the axes of a panel of curves and draw its grid, with a logarithmic axis if requested."""
+    """Label the axes of a panel and draw a grid; with ``log_seconds``, the y axis is logarithmic."""
     from matplotlib.ticker import FixedLocator
 
     if log_seconds:
@@ -165,7 +163,7 @@ def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[
 
 
 def headline(rows: Sequence[Row], subject: str) -> str:
-    """Return the title of a figure: ``subject``, and the model and RAM limit if all rows have the same."""
+    """Return the title of a picture: ``subject``, then model and RAM limit, each if all rows share it."""
     changing, first = varying(rows), rows[0]
     size = captions.model_size(rows)
     changing += [name for name in operations.first_of(rows).lacks if name == "model"]
@@ -175,7 +173,7 @@ def headline(rows: Sequence[Row], subject: str) -> str:
 
 
 def scenes(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Split the rows into groups with comparable figures, and yield the title and rows of each group."""
+    """Group rows that are equal in all ``SCENE`` settings; yield the title and rows of each group."""
     changing = varying(rows)
     yield from captions.apart(rows, [name for name in SCENE if name in changing])
 
@@ -192,7 +190,7 @@ def extent_gib(group: Sequence[Row]) -> float:
 
 
 def empty_figure(title: str) -> "Figure":
-    """Return a figure with the words "no cells were measured"."""
+    """Return a picture with the words "no cells were measured"."""
     figure, grid = new_figure(0.8, 1, 1)
     grid[0][0].axis("off")
     grid[0][0].text(0.5, 0.5, "no cells were measured", ha="center", va="center", color=INK)
@@ -201,7 +199,7 @@ def empty_figure(title: str) -> "Figure":
 
 
 def row_labels(group: Sequence[Row]) -> list[str]:
-    """Return a label for each row: the strategy, with the format and options if they differ."""
+    """Return a label for each row: the strategy, with format or options if its rows differ in them."""
     labels = []
     for row in group:
         same = [other for other in group if other["strategy"] == row["strategy"]]

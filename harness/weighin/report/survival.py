@@ -13,12 +13,12 @@ from weighin.result import Outcome, Result
 
 SIGNS: Final = {Verdict.SURVIVES: "✓", Verdict.THRASHES: "≈", Verdict.KILLED: "✗"}
 _MOST_LIMITS: Final = 7
-"""The most limits for which 80 columns have room beside the strategies."""
+"""The largest number of RAM limits that fit, as table columns, a terminal of 80 characters."""
 MARKS: Final = {Verdict.SURVIVES: "🟢 ", Verdict.THRASHES: "🟡 ", Verdict.KILLED: "🔴 "}
 
 
 def found(results: Sequence[Result]) -> list[Found]:
-    """Return a table of strategies and RAM limits for each model; none for fewer than two limits."""
+    """Return a table of strategies by RAM limits for each model measured under two or more limits."""
     return [
         Found(
             "Survival under each limit",
@@ -34,7 +34,7 @@ def found(results: Sequence[Result]) -> list[Found]:
 
 
 def _table(matrix: Matrix) -> tuple[list[str], list[list[Entry]]]:
-    """Return the headings and the rows; a row for each limit if a terminal has no room for them all."""
+    """Return headings and rows; limits are columns, or rows if a terminal is too narrow for them."""
     limits, labels = [*map(heading, matrix.limits)], [*map(matrix.label, range(len(matrix.rows)))]
     fields = [[_entry(matrix, row, n) for n in range(len(limits))] for row in range(len(labels))]
     if len(limits) > max(_MOST_LIMITS, len(labels)):
@@ -70,13 +70,13 @@ def notes(results: Sequence[Result]) -> list[str]:
 
 
 def caption(matrix: Matrix, results: Sequence[Result]) -> str:
-    """Return the properties that all measurements of a matrix share, without the RAM limit."""
+    """Return the settings that all measurements of a matrix share, except limit, format and options."""
     cells = [field.result for field in matrix.fields.values()]
     return captions.shared(series(cells), results, without=("ram_limit_bytes", "format", "options"))
 
 
 def kind_of(matrix: Matrix) -> Kind:
-    """Return whether a matrix is of loads, of saves or of commands, with the words for a report."""
+    """Return the words for a matrix, according to whether it is of loads, saves or commands."""
     return operations.KINDS[matrix.scene.operation]
 
 

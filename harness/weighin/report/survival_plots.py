@@ -22,7 +22,7 @@ _UNJUDGED: Final = "#F2F2F2"
 
 
 def draw_survival(results: Sequence[Result]) -> "Figure":
-    """Return a figure with a field for each strategy and RAM limit, coloured by the verdict."""
+    """Return a picture with a field for each strategy and RAM limit, coloured by the verdict."""
     drawn = matrices(results)[: look.MAX_PANELS]
     heights = [0.55 * len(matrix.rows) + 0.7 for matrix in drawn]
     figure, grid = look.new_figure(sum(heights), len(drawn), 1, height_ratios=heights)
@@ -40,9 +40,7 @@ def draw_survival(results: Sequence[Result]) -> "Figure":
 
 
 def draw_times(results: Sequence[Result]) -> "Figure":
-    """Return a figure of each strategy's time over the RAM limit; a line ends at the limit of a
-    kill.
-    """
+    """Return a picture of each strategy's time over RAM limits; an x marks the first failure."""
     drawn = matrices(results)[: look.MAX_PANELS]
     figure, grid = look.new_figure(3.6 * len(drawn), len(drawn), 1)
     handles: dict[str, Any] = {}
@@ -84,7 +82,7 @@ def _draw_matrix(axes: "Axes", matrix: Matrix) -> None:
 
 
 def _limits_below(matrix: Matrix) -> Iterator[tuple[int, str]]:
-    """Yield the column of the largest RAM limit below the model's size, and a text for it."""
+    """Yield the column of the largest RAM limit below the model's size, and a text that says so."""
     size = matrix.model_bytes
     for column, (left, right) in enumerate(pairwise(matrix.limits), start=1):
         if size and right is not None and right < size <= (left or float("inf")):
@@ -92,7 +90,7 @@ def _limits_below(matrix: Matrix) -> Iterator[tuple[int, str]]:
 
 
 def field_words(field: Field | None) -> tuple[str, str]:
-    """Return the two lines of text in a field, such as a time and the share of the model read again."""
+    """Return two lines of text for a field, such as "2.31 s" and "1.4x reread" (of the model's size)."""
     if field is None:
         return "-", ""
     result, verdict = field.result, field.judgement and field.judgement.verdict

@@ -63,10 +63,10 @@ def markdown_cells(rows: Sequence[Row], heading: str) -> Iterator[str]:
 
 
 def write_summary(results: Sequence[Result], file: TextIO, missing: int | None = None) -> None:
-    """Write one CSV line per row, with bytes and unrounded seconds; a missing figure is empty.
+    """Write a CSV line for each measurement, in bytes and unrounded seconds; "" if not measured.
 
-    The last column is ``missing``, the number of planned measurements without a record. A text that a
-    spreadsheet would read as a formula gets a leading apostrophe.
+    The last column, missing_cells, is ``missing``: the number of planned measurements without a
+    record. A text that a spreadsheet would read as a formula gets a leading apostrophe.
     """
     rows = series(results)
     names = operations.concerning(rows, OF_SERIES)
@@ -77,7 +77,7 @@ def write_summary(results: Sequence[Result], file: TextIO, missing: int | None =
 
 
 def text_tables(rows: Sequence[Row]) -> Iterator[TextTable]:
-    """Yield a table for each operation, model and device; other properties that differ are columns."""
+    """Yield a table for each operation, model and device; other settings that differ are columns."""
     if not rows:
         return
     changing = varying(rows)
@@ -90,7 +90,7 @@ def text_tables(rows: Sequence[Row]) -> Iterator[TextTable]:
 def text_table(
     heading: str, group: Sequence[Row], names: Sequence[str], figures: Sequence[Column]
 ) -> TextTable:
-    """Return one table of these rows, with the columns ``names`` and ``figures``."""
+    """Return one table of these rows, with the columns ``names``, the outcome, and ``figures``."""
     titles = [(HEADINGS.get(name, name), "") for name in (*names, "outcome")]
     rows, ranges = [], []
     for row in group:
@@ -142,7 +142,7 @@ def markdown_lines(table: TextTable) -> Iterator[str]:
 
 
 def what_went_wrong(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return the name of each row that is not ok, with the phase and the reason of its end."""
+    """Return, for each row that is not ok, its name and a text: outcome, last phase and reason."""
     names = ["strategy", *varying(rows)]
     troubles = []
     for row in (row for row in rows if row["outcome"] != Outcome.OK):

@@ -37,7 +37,7 @@ _LAYOUTS: Final = (_Layout(1, False), _Layout(0, False), _Layout())
 
 
 def cells(rows: Sequence[Row], results: Sequence[Result]) -> RenderableType:
-    """Return a table for each operation, model and device, with a row for each repeated measurement."""
+    """Return a table for each operation, model and device, in which each row summarises repeats."""
     parts: list[RenderableType] = []
     for table in map(_stacked, text_tables(rows)):
         if table.heading:
@@ -50,8 +50,8 @@ def cells(rows: Sequence[Row], results: Sequence[Result]) -> RenderableType:
 class _Fitted:
     """A table that fits itself to the width of the console when it is printed.
 
-    To fit the console, the table tries each layout, and then leaves out columns. If even the
-    narrowest table is too wide, the whole table is printed, because a cut number would be wrong.
+    It tries each layout, then each layout with more and more columns left out. If even the narrowest
+    table is too wide, it prints the table with all columns, because a cut number would be wrong.
     """
 
     section: TextTable
@@ -70,9 +70,7 @@ class _Fitted:
 
 
 def _narrower(section: TextTable) -> Iterator[tuple[list[str], TextTable]]:
-    """Yield the table, then with fewer and fewer columns, each time with the headings left out so
-    far.
-    """
+    """Yield the table, then ever narrower ones, each with the headings of its left-out columns."""
     yield [], section
     headings = [heading for heading, _ in section.columns]
     left_out = [heading for heading in LEFT_OUT_FIRST if heading in headings]
@@ -124,7 +122,7 @@ def _stacked(section: TextTable) -> TextTable:
 
 
 def _without_columns(section: TextTable, places: Sequence[int]) -> TextTable:
-    """Return the table without the columns at ``places``; the caller sets the number of name columns."""
+    """Return the table without the columns at ``places``; the caller adapts the field ``names``."""
     return replace(
         section,
         columns=_without(section.columns, places),

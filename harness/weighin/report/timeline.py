@@ -1,4 +1,4 @@
-"""Draw resident memory over time, with a small panel for each measurement; all panels share their axes."""
+"""Draw resident memory over time, in a panel for each measurement; all panels have equal axes."""
 
 import textwrap
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _CHARACTER: Final = 0.0145  # width of a letter, as a share of the panel's width
 
 
 def draw_timeline(run: Path, results: Sequence[Result]) -> "Figure":
-    """Return a figure of RSS over time, with the phases, for the first repeat of each measurement.
+    """Return a picture of RSS over time, with the phases, for the first repeat of each measurement.
 
     If the samples of a measurement cannot be read, its panel shows the words "no samples".
     """
@@ -122,9 +122,7 @@ def _gpu_line(axes: "Axes", track: data.Track) -> None:
 
 
 def _phases(axes: "Axes", track: data.Track, span: float) -> None:
-    """Shade every second phase; write names of long phases in the panel, other names above the
-    panel.
-    """
+    """Shade every second phase; name long phases inside the panel, and short phases above it."""
     short = []
     style: dict[str, Any] = {
         "transform": axes.get_xaxis_transform(),
@@ -152,9 +150,7 @@ def _phases(axes: "Axes", track: data.Track, span: float) -> None:
 
 
 def _marks(axes: "Axes", track: data.Track, span: float) -> None:
-    """Draw a line at each marked line of a command's output; write the line's text if there is
-    room.
-    """
+    """Draw a vertical line at the time of each output line that --mark selected; add text if it fits."""
     written_s = -span
     for at_s, text in data.marks(track):
         if at_s > span:
@@ -240,7 +236,7 @@ def _caption(
 
 
 def _stacks(tracks: Sequence[data.Track]) -> list[str]:
-    """Return the innermost Python frame at each command's memory peak, as a line of text."""
+    """Return a line of text for each command: the innermost Python frame at its memory peak."""
     lines = []
     for track in tracks:
         if stacks := stacks_at_peak(track.result):

@@ -30,7 +30,7 @@ class Track:
     """The memory of one measurement over time.
 
     Attributes:
-        samples: the samples. For a command in a cgroup, the file-backed memory of a sample is all page
+        samples: readings of memory. For a command in a cgroup, their file-backed memory is all page
             cache that the kernel charged to the cgroup.
         zero_ns: the start of the first phase, or the time of the first sample if it is earlier.
         end_s: the time from ``zero_ns`` to the end of the measurement.
@@ -64,7 +64,7 @@ def choose(run: Path, results: Sequence[Result], rows: Sequence[Row]) -> list[Tr
 
 
 def spans(track: Track) -> list[tuple[str, float, float]]:
-    """Return the name, start and end in seconds of each phase, also of one that a kill cut off."""
+    """Return name, start and end (s) of each phase, and of an unfinished phase at an early end."""
     ended = [
         (p.name, (p.start_ns - track.zero_ns) / 1e9, (p.end_ns - track.zero_ns) / 1e9)
         for p in track.result.phases
@@ -78,8 +78,8 @@ def spans(track: Track) -> list[tuple[str, float, float]]:
 def cut_at(track: Track) -> tuple[float, float]:
     """Return the time in seconds and the memory in GiB at which a measurement was cut off.
 
-    For a command that the kernel killed, return its memory peak, because the last samples of its
-    cgroup come after the kill.
+    For a command that the kernel killed, return the time and memory of the highest sample instead,
+    because the last samples of the command's cgroup come after the kill.
     """
     if not track.samples:
         return track.end_s, 0.0
@@ -91,19 +91,20 @@ def cut_at(track: Track) -> tuple[float, float]:
 
 
 def marks(track: Track) -> list[tuple[float, str]]:
-    """Return the marked lines of a command's output, each with its time in seconds from the start."""
+    """Return the output lines that --mark selected, each with its time in s after ``zero_ns``."""
     marked = track.result.ran.marks if track.result.ran else ()
     return [((mark.t_ns - track.zero_ns) / 1e9, mark.text) for mark in marked]
 
 
 def phase_peak(result: Result, phase: Phase) -> int | None:
-    """Return the exact memory peak of a phase: peak RSS of a load, or the cgroup's peak of a command."""
+    """Return the exact memory peak of a phase: of a load or save, peak RSS; of a command, the cgroup's."""
     return phase.peak_rss_bytes if result.ran is None else phase.peak_cgroup_bytes
 
 
 def longest(tracks: Sequence[Track]) -> float:
-    """Return the length of the shared time axis in seconds; stopped loads at most double this
-    length.
+    """Return the length in seconds of the time axis that several drawings share.
+
+    Measurements that weighin stopped make the axis at most twice as long as the longest other one.
     """
     ended = [t.end_s for t in tracks if t.result.outcome not in _STOPPED and t.end_s]
     most = max((track.end_s for track in tracks), default=0.0)
@@ -111,8 +112,9 @@ def longest(tracks: Sequence[Track]) -> float:
 
 
 def highest(tracks: Sequence[Track]) -> float:
-    """Return the top of the shared memory axis in GiB: the highest memory, or a limit up to twice
-    as high.
+    """Return the top in GiB of the memory axis that several drawings share.
+
+    The top is the highest memory, or a higher RAM limit that is at most twice as high.
     """
     sampled = [sample.rss_bytes for track in tracks for sample in track.samples]
     peaks = [
@@ -133,7 +135,7 @@ def has_part(samples: Sequence[Sample], part: str) -> bool:
 def thin(
     points: Sequence[_Point], most: int, memory: Callable[[_Point], int] = attrgetter("rss_bytes")
 ) -> list[_Point]:
-    """Return at most ``most`` points: of each group of consecutive points, the one with the most memory."""
+    """Return at most ``most`` points: of each group of neighbouring points, the one with most memory."""
     step = max(1, -(-len(points) // most))
     bins = (points[start : start + step] for start in range(0, len(points), step))
     return [max(one, key=memory) for one in bins]
@@ -169,7 +171,7 @@ def _track(label: str, run: Path, result: Result) -> Track:
 
 
 def _of_group(sample: Sample) -> Sample:
-    """Return a sample of a command whose file-backed memory is the page cache charged to its cgroup."""
+    """Replace the file-backed memory of a command's sample by the page cache charged to the cgroup."""
     if sample.cgroup_file_bytes is None or sample.cgroup_shmem_bytes is None:
         return sample
     file = max(0, sample.cgroup_file_bytes - sample.cgroup_shmem_bytes)

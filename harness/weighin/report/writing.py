@@ -54,6 +54,7 @@ def write_report(
     report contains the undamaged records.
 
     Raises:
+        ConfigError: a format needs a package that is not installed.
         RecordError: the run's records cannot be read, or the run's folder cannot be written.
         UnknownName: ``FORMATS`` does not contain a requested format.
     """
@@ -114,10 +115,10 @@ def _drawn(run: _Run, kind: str) -> dict[str, bytes]:
 
 
 def pictures(folder: Path, results: Sequence[Result]) -> "dict[str, Callable[[], Figure]]":
-    """Return a function for each picture of a run, by the picture's name.
+    """Return, by the name of each picture of a run, a function that draws the picture.
 
-    Each function draws its picture from the records alone, except that the timeline also reads the
-    samples in ``folder``.
+    The functions need only the records, except that the timeline also reads the samples in
+    ``folder``.
     """
     found = dict(picture for one in sections.findings(results) for picture in one.pictures)
     return found | {

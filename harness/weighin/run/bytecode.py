@@ -1,8 +1,8 @@
 """Compile the code that workers import to bytecode, as pip does on installation.
 
 A strategy's imports are part of its load time. A container cannot write bytecode. Without this
-compilation, every measurement would compile the imported modules again, for 25 ms in a load with
-``streaming``.
+compilation, every measurement would compile the imported modules again, which takes 25 ms in a load
+with the strategy ``streaming``.
 """
 
 import compileall

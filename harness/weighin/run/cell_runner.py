@@ -1,4 +1,4 @@
-"""Measure one cell: drop the page cache, start a worker, supervise it, and build its Result."""
+"""Measure one cell: drop its files from the page cache, supervise a worker, and build a Result."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class Setting:
 
     Attributes:
         run: the run's folder.
-        environment: the machine and the versions, for each record.
+        environment: facts about the machine and the software's versions, for each record.
         steady: whether weighin writes to free memory before each load (``page_preconditioning``).
         stall_from_bytes: the file offset behind which a slow disk never answers a read; None if the
             disk answers all reads.
@@ -68,10 +68,11 @@ def take(
 ) -> CellMeasurement:
     """Run one cell to its end and return its measurement.
 
-    ``files`` are the checkpoint's files, as paths of this process. ``take`` drops the checkpoint's
-    files from the page cache before it starts the worker. The worker of a warm cell reads the files
-    again, so that the kernel charges their pages to the cell's own cgroup. ``reference`` has the
-    figures of the same cell without a limit. A cell that thrashes in comparison is killed.
+    ``files`` are the checkpoint's files, by their paths outside of a container. ``take`` drops them
+    from the page cache before it starts the worker. If ``cell.cache`` is "warm", the worker reads
+    them again before the load, so that the kernel charges their pages to the cell's own cgroup.
+    ``reference`` has the figures of the same cell without a limit; weighin kills a cell that
+    thrashes in comparison.
     """
     # Hash the strategy's source before the cell, because a user may edit it while the cell runs.
     sources_hash = (
@@ -171,9 +172,9 @@ def _state(file: Path) -> tuple[int, int, int, int] | None:
 
 
 def _of_a_changed_checkpoint(result: Result, changed: Sequence[Path], *, read_only: bool) -> Result:
-    """Return the result of a cell whose checkpoint changed, so that its figures are invalid.
+    """Return the result as a failure, because the checkpoint changed during the measurement.
 
-    The message blames the strategy, or another program if the strategy's mount is read-only.
+    The message blames the strategy, or another program if the strategy could only read the files.
     """
     files = ", ".join(file.name for file in changed[:_NAMED]) + ", ..." * (len(changed) > _NAMED)
     if read_only:
@@ -186,13 +187,13 @@ def _of_a_changed_checkpoint(result: Result, changed: Sequence[Path], *, read_on
 
 
 def _void(result: Result, outcome: Outcome, why: str) -> Result:
-    """Return a result with another outcome, and append the former outcome to the result's message."""
+    """Return a result with ``outcome``; its message is ``why``, then the former outcome and message."""
     end = f"it ended with {result.outcome}" + f": {result.message}" * bool(result.message)
     return replace(result, outcome=outcome, message=f"{why}; {end}")
 
 
 def _doubts(cached_bytes: int | None) -> tuple[str, ...]:
-    """Return a warning if the checkpoint may still have been in the page cache."""
+    """Return a warning if the checkpoint may have been in the page cache when the cell started."""
     if cached_bytes is None:
         return (
             "weighin cannot tell whether the checkpoint was dropped from the page cache: Linux"

@@ -24,14 +24,14 @@ _FULL: Final = 0.9  # of the command's limit; a kill at a smaller charge was for
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The kernel's figures of a command that has ended; None if a figure was not measured.
+    """What weighin knows about a command that has ended; a figure that was not measured is None.
 
     Attributes:
         in_time: whether the command ended, or a server was ready, before the time-out.
         kills: the kills in the kernel's log; None if this user may not read the log.
         limits: the limits of the cgroups around the command, the smallest first.
-        ready: whether a server was ready before it was stopped; None for other commands.
-        stopped: the reason for which weighin killed the command.
+        ready: whether a server was ready before it was stopped; None if the command is no server.
+        stopped: why weighin killed the command; None if weighin did not kill it.
     """
 
     cell: Cell
@@ -51,7 +51,7 @@ def judge(facts: Facts) -> tuple[Outcome, str]:
     """Return the outcome of a command, and the proof of this outcome in one line.
 
     Any kill for lack of memory makes the outcome ``oom_killed``, even if the first process ended
-    well: a pipeline that lost one of its processes prints a wrong result.
+    well, because a pipeline that lost a process may print a wrong result.
     """
     ended, kills = facts.ended, facts.kills or ()
     if facts.ready and not facts.oom_kills:
@@ -93,7 +93,7 @@ def _killed(facts: Facts) -> str:
 
 
 def _limit(facts: Facts) -> str:
-    """Return, as words, which limit was met, by the kernel's log or else by the command's peak."""
+    """Say which limit the command reached, from the kernel's log, or else from the command's peak."""
     own = facts.cell.ram_limit_bytes
     of = {kill.limit_of for kill in facts.kills or ()} - {kernel_log.UNKNOWN}
     if not of and own and facts.peak_bytes and facts.peak_bytes >= _FULL * own:
@@ -115,7 +115,7 @@ def _limit(facts: Facts) -> str:
 def with_limits(
     kills: Sequence[Kill], own_bytes: int | None, around: Sequence[tuple[int, Path]]
 ) -> tuple[Kill, ...]:
-    """Return the kills with the sizes of the limits: the command's own, or a limit ``around`` it."""
+    """Return the kills, each with its limit's size: the command's own, or a cgroup's in ``around``."""
     return tuple(
         replace(kill, limit_bytes=_size(kill.limit_of, own_bytes, around)) for kill in kills
     )
@@ -158,8 +158,8 @@ def _rest(running: RunningCommand) -> list[int]:
 
 
 def _wait_for_rest(running: RunningCommand, patience_s: float) -> list[int]:
-    """Wait up to ``patience_s`` for the end of all processes but the command's first one; return
-    those that still run.
+    """Wait up to ``patience_s`` for the end of all processes except the command's first one; return
+    the pids of those that still run.
     """
     deadline = time.monotonic() + patience_s
     while (rest := _rest(running)) and time.monotonic() < deadline:

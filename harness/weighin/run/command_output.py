@@ -1,7 +1,7 @@
 """Pass a command's output on unchanged, and search its lines while the command runs.
 
 The command writes to a pseudo-terminal if this process writes to a terminal, because programs print
-differently to a pipe. weighin passes each byte of the output on, and only then searches it.
+differently to a pipe. weighin passes the output on before it searches the output for patterns.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from weighin.run.output_lines import Ended, Lines, Pattern
 from weighin.text import one_line
 
 MOST_MARKS: Final = 1000
-"""The number of newest marks that a record keeps."""
+"""The most marks (output lines that match a pattern) that a record keeps: the newest ones."""
 
 _AT_ONCE: Final = 64 * 1024  # the capacity of a pipe
 _TEXT_LENGTH: Final = 160
@@ -71,7 +71,8 @@ class Relay:
         self._resizing = contextlib.ExitStack()
 
     def _open(self, target: int) -> int | None:
-        """Return the descriptor with which the command writes to ``target``; None if that is closed.
+        """Return the descriptor with which the command writes to ``target``; None for a closed
+        target.
 
         Standard output and error share one channel if both are the same file.
         """
@@ -104,14 +105,14 @@ class Relay:
             thread.join()  # waits until the reader of a target has read the rest
 
     def close(self) -> None:
-        """Close all descriptors; output that was not passed on before (``finish``) is lost."""
+        """Close all descriptors; output that ``finish`` has not passed on is lost."""
         self._resizing.close()
         for channel in self._channels:
             channel.close()
 
     @property
     def marks(self) -> tuple[Mark, ...]:
-        """The newest marks, oldest first."""
+        """The newest marks (at most ``MOST_MARKS``), sorted by time."""
         return tuple(sorted(self._noted, key=lambda mark: mark.t_ns))
 
     def _pass_on(self, channel: "_Channel") -> None:
@@ -162,7 +163,7 @@ class _Channel:
         self.resize()
 
     def resize(self) -> bool:
-        """Give the pseudo-terminal the real terminal's size; return whether it has changed."""
+        """Give the pseudo-terminal the real terminal's size; return whether this changes its size."""
         if not self.is_terminal or self.source not in self._open:
             return False
         with contextlib.suppress(OSError):
@@ -195,8 +196,8 @@ class _Channel:
 
 @contextlib.contextmanager
 def relaying(how: CommandSettings, cell: Cell, at_ready: Callable[[], None]) -> Iterator[Relay]:
-    """Yield the relay for a cell's command; in a search for the smallest limit, hide the output of
-    commands with a limit.
+    """Yield the relay of a cell's command. In a search for the smallest limit, hide the output of
+    commands that run under a limit.
     """
     with Path(os.devnull).open("r+b", buffering=0) as nothing:
         is_hidden = how.in_search and cell.ram_limit_bytes is not None

@@ -41,7 +41,7 @@ class CommandRequest:
     Attributes:
         label: the command's name in tables; empty for the name of its program or script.
         limits: RAM limits in bytes; None is no limit.
-        environment: the variables that are added to this process's environment.
+        environment: the variables that the command gets in addition to this process's environment.
         folder: the folder of the new run; None for ``results/TIME-LABELS-LIMITS``.
     """
 
@@ -57,8 +57,7 @@ class CommandRequest:
 
 
 def start(requests: Sequence[CommandRequest], machines: Machines = THIS_MACHINE) -> tuple[Run, str]:
-    """Plan a new run of commands, write its plan, and return the run and a note on the chosen
-    isolation.
+    """Plan a new run of commands, write its plan, and return the run and a note on the isolation.
 
     The requests may differ only in ``command``, ``label``, ``environment``, ``how.cold`` and
     ``how.marks``.
@@ -116,7 +115,7 @@ def _check_limits(limits: Sequence[int | None]) -> None:
 
 
 def _shared(requests: Sequence[CommandRequest]) -> CommandSettings:
-    """Return the settings of a run, in which ``own`` has the ``cold`` and ``marks`` of each command."""
+    """Return a run's settings; with several commands, ``own`` has each one's ``cold`` and ``marks``."""
     first = requests[0].how
     if len(requests) == 1:
         return first
@@ -222,8 +221,8 @@ def _check_program(request: CommandRequest, machines: Machines) -> None:
 
 
 def _choose(request: CommandRequest, machines: Machines, *, limited: bool) -> tuple[Isolation, str]:
-    """Choose the isolation; choose a container only if the user named it, because a container lacks
-    this machine's programs.
+    """Choose the isolation. Choose a container only if the user asked for one, because a container
+    lacks this machine's programs.
     """
     name = "docker" if request.isolation == "auto" and request.how.image else request.isolation
     return machines.choose(

@@ -34,7 +34,7 @@ _LEAST_S: Final = 30.0
 
 @dataclass(slots=True)
 class CommandBench:
-    """The settings that all commands of a run share.
+    """Measures the commands of a run, with the settings that all of them share.
 
     ``stopped`` tells whether weighin received SIGINT, SIGTERM or SIGHUP during a command.
     """
@@ -63,10 +63,10 @@ class CommandBench:
         return measured
 
     def _patience_s(self, cell: Cell) -> float:
-        """Return the time-out of a cell without --timeout, in seconds; 0 for none.
+        """Return the time-out of a cell without --timeout, in seconds; 0 for no time-out.
 
-        In a search, a command whose limit is too small may run for hours. In a search for a floor,
-        the time-out of a command is 10 times the command's time without a limit, and 30 s more.
+        In a search for the smallest limit, a command may run for hours under a limit that is too
+        small. The time-out is therefore 10 times the command's time without a limit, plus 30 s.
         """
         if not self.how.in_search:
             return 0.0
@@ -75,7 +75,7 @@ class CommandBench:
 
 
 def set_up(task: Run, progress: Progress) -> CommandBench:
-    """Prepare the isolation; raise ConfigError for a limit above that of a cgroup around weighin."""
+    """Prepare the isolation; raise ConfigError if a cell's limit exceeds that of an outer cgroup."""
     assert task.settings.command
     select.check_limits_around(task.isolation, [each.cell for each in task.planned])
     task.prepare(progress)
@@ -94,7 +94,7 @@ def take(
 
     Args:
         timeout_s: the time after which the command is killed, in seconds; 0 for no time-out.
-        environment: the machine and the versions, for the record.
+        environment: facts about the machine and the software's versions, for the record.
         reference: the figures of the same command without a limit; a command that thrashes in
             comparison is killed.
     """
@@ -161,7 +161,7 @@ def _temporary() -> Path:
 
 
 def files_in(paths: Sequence[str]) -> list[Path]:
-    """Return the files among ``paths``, and all files in the folders among ``paths``.
+    """Return the files among ``paths``, and all files below the folders among ``paths``.
 
     Raises:
         ConfigError: a path does not exist.
@@ -190,7 +190,7 @@ class _Signals:
 
 @contextmanager
 def _passing_signals_on() -> Iterator[_Signals]:
-    """Pass SIGTERM and SIGHUP on to the command, and SIGINT if its terminal does not send it."""
+    """Pass SIGTERM and SIGHUP to the command, and SIGINT if the terminal sends it only to weighin."""
     signals = _Signals()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}

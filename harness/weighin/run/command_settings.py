@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Self
 
 GRACE_S: Final = 10.0
-"""The time from SIGTERM to SIGKILL for a command that is stopped."""
+"""The time from SIGTERM to SIGKILL for a command that weighin stops, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class CommandSettings:
             empty standard input, and weighin hides the output of commands with a limit.
         image: the Docker image of a container; empty for weighin's image.
         mounts: the paths that a container mounts read-only, beside the working folder.
-        own: for some commands, by label, ``cold`` and ``marks`` to use in place of the shared ones.
+        own: by label, the ``cold`` and ``marks`` of single commands, which replace the shared ones.
     """
 
     folder: str

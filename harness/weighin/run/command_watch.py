@@ -68,7 +68,7 @@ class CommandWatch:
         self._ended: tuple[str, ...] = ()
 
     def cell_with_phases(self) -> Cell:
-        """Return the cell with a variable that tells the command where to report phases."""
+        """Return the cell with an environment variable that names the socket for reporting phases."""
         environment = self._cell.environment | self._listener.environment
         return replace(self._cell, environment=environment)
 
@@ -77,7 +77,7 @@ class CommandWatch:
         self._listener.close()
 
     def begin(self, running: RunningCommand, guard: ThrashGuard | None = None) -> None:
-        """Begin to measure a command that has just started; ``guard`` can prove that it thrashes."""
+        """Begin to measure a command that has just started; ``guard`` tests if the command thrashes."""
         self._running, self._guard = running, guard
         self._cgroup = (
             MemoryCgroup(running.cgroup, pressure_file_of(running.pid)) if running.cgroup else None
@@ -96,8 +96,8 @@ class CommandWatch:
         self.readiness.begin()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait, and return True when the command has ended or is ready (a server); return False
-        after the time-out, or if the command thrashes.
+        """Return True when the command has ended, or when a server is ready. Return False after
+        ``timeout_s`` seconds, or when the command thrashes.
         """
         is_over = self._thrashes if self._guard else None
         oom_kills = lambda: self._sampler.oom_kills  # noqa: E731
@@ -115,7 +115,7 @@ class CommandWatch:
         return self._stopped is not None
 
     def _read_figures(self) -> None:
-        """Read the figures of the cgroup, when the command is ready or has ended."""
+        """Read the cgroup's figures; called when the server is ready or the command has ended."""
         self._last = observe(self._mark)
         self._peak_bytes = largest((self._last.peak_bytes, self._listener.peak_bytes))
 
@@ -220,14 +220,14 @@ class CommandWatch:
         )
 
     def _kills(self, processes: Sequence[Process]) -> tuple[Kill, ...] | None:
-        """Return the command's kills from the kernel's log; None if this user may not read it."""
+        """Return the kernel log's OOM kills in the command; None if this user may not read the log."""
         running, pids = self._running, [each.pid for each in processes]
         found = kernel_log.kills_since(self._log, running.cgroup, running.pid, pids)
         own_bytes = self._cell.ram_limit_bytes
         return found and command_outcome.with_limits(found, own_bytes, self._limits)
 
     def _with_highest(self, process: Process) -> Process:
-        """Return the process with its highest RSS of all readings, because each phase resets VmHWM."""
+        """Return the process with its highest RSS in any reading, because each phase resets VmHWM."""
         highest = self._listener.highest_rss_bytes.get(process.pid)
         seen = largest((highest, process.highest_rss_bytes))
         return replace(process, highest_rss_bytes=seen)

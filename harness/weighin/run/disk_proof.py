@@ -39,11 +39,9 @@ _ATTEMPTS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The measured speed of a direct read, which shows whether the disk has the rate and the
-    latency of ``pace``.
+    """The measured speed of a direct read, to compare with the rate and the latency of ``pace``.
 
-    ``bytes_per_s`` is None if ``pace`` sets no rate, and ``latency_ns`` is None if ``pace`` sets no
-    latency.
+    ``bytes_per_s`` is None if ``pace`` sets no rate; ``latency_ns`` is None if it sets no latency.
     """
 
     pace: Pace
@@ -66,11 +64,10 @@ class Proof:
 
 
 def check(isolation: Isolation, jobs: Iterable[Job]) -> None:
-    """Test for each slow disk that the jobs name whether this machine can provide a disk of that
-    speed.
+    """Test whether this machine can provide every disk speed that the jobs ask for.
 
     Raises:
-        IsolationUnavailable: a disk has not the rate or the latency that its cell asks for.
+        IsolationUnavailable: a slow disk has another rate or latency than its cell asks for.
     """
     for job in {slow_disk.pace_of(job.cell): job for job in jobs}.values():
         for _ in range(_ATTEMPTS):  # other programs can only make a direct read slower

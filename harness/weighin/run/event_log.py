@@ -34,7 +34,7 @@ class EventLog:
     failure: tuple[Outcome, str] | None = None
     allocator_summary: str = ""
     stderr_tail: str = ""
-    """The last lines of a rank's standard error; empty for a worker without ranks."""
+    """The end of the standard error of a rank that failed; else empty."""
     done: bool = False
     _in_phase: bool = False
     _before_load: int = 0  # the number of phases before the baseline
@@ -92,18 +92,18 @@ class EventLog:
         return f"{'in' if self._in_phase else 'after'} phase {self.current!r}"
 
     def load_phases(self) -> list[Phase]:
-        """Return the load's phases, up to the reading of every byte or the last phase that ended."""
+        """Return the load's ended phases, up to the phase in which the worker read every byte."""
         return self.phases[self._before_load : self._until_ready] if self.baseline else []
 
     def cuda_phases(self) -> list[Phase]:
-        """Return the phases before the checksums, which themselves allocate GPU memory."""
+        """Return the load's phases before the checksums, which themselves allocate GPU memory."""
         return self.load_phases()[: (self._until_loaded or len(self.phases)) - self._before_load]
 
     def load_ns(self) -> int | None:
         return self.facts.get("load_ns")
 
     def ready_ns(self) -> int | None:
-        """Return the load time plus the time to read every byte once; None if one is unknown.
+        """Return the load time plus the time to read every byte once; None if either is unknown.
 
         For a save, the time is the save time plus the time to sync every byte to the disk.
         """
@@ -116,7 +116,7 @@ class EventLog:
         return Cost(wall_ns=0, **{name: self.facts.get(name) for name in names})
 
     def faults(self, refaults: int | None) -> Faults | None:
-        """Return the page faults of the load; the caller read ``refaults`` from the cgroup."""
+        """Return the load's page faults; ``refaults`` is the cgroup's count, which the caller read."""
         phases = self.load_phases()
         if not phases:
             return None
@@ -130,13 +130,12 @@ class EventLog:
         stderr_tail: bytes,
         machine_oom_kills: int | None = None,
     ) -> tuple[Outcome, str]:
-        """Return the outcome of a worker that ended before its time-out, and the reason for this
-        outcome in one line.
+        """Return the outcome of a worker that ended before its time-out, and the reason in one line.
 
         The outcome is ``oom_killed`` only if a kill counter of the kernel or the Docker engine
-        shows a kill for lack of memory; a high peak is no proof. The kill of a child process makes
-        the outcome ``oom_killed`` only if the worker failed after this kill. For a worker without a
-        cgroup, the OOM kills of the whole machine (``machine_oom_kills``) decide.
+        shows a kill for lack of memory; a high peak is no proof. If the kernel killed only a child
+        process, the outcome is ``oom_killed`` only if the worker failed, too. For a worker without
+        a cgroup, the OOM kills of the whole machine (``machine_oom_kills``) decide.
         """
         if self.done:
             return Outcome.OK, ""

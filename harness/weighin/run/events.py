@@ -44,8 +44,9 @@ _SHAPES: Final[dict[str, TypeAdapter[Any]]] = {"phase": TypeAdapter(Phase)} | {
 def checked(event: dict[str, Any], ranks: int = 1) -> dict[str, Any] | None:
     """Return an event with its texts cut to one printable line; None if the event is invalid.
 
-    An event is invalid if its kind is unknown, if a field is missing, unknown or of another type,
-    or if its rank is not below ``ranks``. ``weighin.protocol`` lists the kinds and their fields.
+    An event is invalid if its kind is unknown, if a field is missing, unknown or of a wrong type,
+    or if its rank is not in 0 to ``ranks`` - 1. ``weighin.protocol`` lists the kinds and their
+    fields.
     """
     fields = {name: value for name, value in event.items() if name not in ("event", "rank")}
     kind, rank = event["event"], event.get("rank", 0)

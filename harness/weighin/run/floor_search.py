@@ -32,7 +32,8 @@ from weighin.units import format_bytes, format_duration
 class Search:
     """A search for floors: the smallest RAM limits under which the planned cells work.
 
-    The search ends when the step between two limits is at most ``within`` times the floor.
+    For each cell, the search ends when the largest failing limit and the smallest working limit are
+    at most about ``within`` times the floor apart.
     """
 
     run: Run
@@ -59,14 +60,14 @@ class Search:
         return None
 
     def _left(self, results: Sequence[Result], highest: int) -> str:
-        """Return, in words, the time that the rest of the search takes; empty at its end."""
+        """Return a text with the estimated time until the search ends; empty at its end."""
         cells = [planned.cell for planned in self.run.planned if not planned.skip]
         left_ns = remaining_ns(cells, results, self.within, highest, self.run.settings.aim)
         return f"; about {format_duration(left_ns / 1e9)} left" if left_ns else ""
 
     @property
     def warning(self) -> str:
-        """The longest time that the search may take; empty if weighin kills cells that thrash."""
+        """A text: how long the search may take at most; empty if weighin kills cells that thrash."""
         if self.run.settings.aim is Aim.SURVIVES:
             return ""
         number = sum(not planned.skip for planned in self.run.planned)
@@ -107,9 +108,9 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
     """Return the search that was started earlier in ``folder``.
 
     Raises:
-        RecordError: the folder is not a run, or is a run of ``weighin bench``.
-        ConfigError: a strategy of the plan is missing, or the plan names code from elsewhere and
-            ``trusted`` is False.
+        RecordError: the folder has no run that can be resumed, or a run that is no search.
+        ConfigError: a strategy's file is missing, every cell is skipped, or ``trusted`` is False
+            and the plan names code that is neither weighin's nor installed.
     """
     run = bench.restore(folder, trusted=trusted)
     if (within := run.settings.within) is None:
@@ -121,7 +122,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
 
 
 def said(planned: AnyPlanned, results: Sequence[Result], aim: Aim) -> str:
-    """Return one line with the limits between which the floor lies by the results so far."""
+    """Say in one line between which limits the floor lies, according to the results so far."""
     ours = results_of(searched(planned.cell), results)
     if stop := stopped_by(ours):
         return f"no floor for {planned.cell.strategy}: {why_stopped(stop)}"

@@ -28,7 +28,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuAnswer:
-    """The CUDA devices of this machine; without one, the reason ``why`` and its ``repair``."""
+    """The CUDA devices of this machine; if there is none, ``why`` gives the reason, and ``repair``
+    says what to do.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     why: str = ""

@@ -1,4 +1,4 @@
-"""Turn Ctrl-C, SIGTERM and SIGHUP into an exception that is raised only between the steps of a run.
+"""Turn Ctrl-C, SIGTERM and SIGHUP into an exception, which a ``put_off`` block delays to its end.
 
 This module keeps global state, because a process has one handler for each signal.
 """
@@ -14,7 +14,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal stopped a command of weighin that is no run.
+    """Raised when a signal stops weighin outside of a run; a run raises ``Interrupted``.
 
     If a KeyboardInterrupt is raised inside ``exec``, which dataclasses call, Python ends by SIGINT
     even though the exception was caught. A subclass of KeyboardInterrupt does not have this effect.

@@ -38,8 +38,8 @@ _PROBE_TIMEOUT_S = 120.0
 class LoadBench:
     """The checkpoints and settings that all loads and saves of a run share.
 
-    The keys of ``prepared`` and ``refused`` are results of ``_checkpoint_key``. The values are
-    checkpoints, or the reasons why a checkpoint cannot be written. ``model_faults`` caches the
+    ``prepared`` has the checkpoints, and ``refused`` the reasons why other checkpoints cannot be
+    written. The keys of both are results of ``_checkpoint_key``. ``model_faults`` caches the
     results of ``model_fault.failure``.
     """
 
@@ -78,9 +78,7 @@ class LoadBench:
         return self._restored(measured, planned, key) if measured.changed else measured
 
     def _unmet_keys(self, planned: Planned, key: tuple[str, str]) -> str:
-        """Return the reason why the keys of a user's checkpoint keep a strategy from loading it;
-        empty if the strategy can load it.
-        """
+        """Return why the keys of a user's checkpoint do not fit the strategy; empty if they fit."""
         checkpoint = self.prepared[key]
         if not checkpoint.in_place or planned.strategy.maps_keys:
             return ""
@@ -95,8 +93,8 @@ class LoadBench:
     def _restored(
         self, measured: CellMeasurement, planned: Planned, key: tuple[str, str]
     ) -> CellMeasurement:
-        """If a cell changed a checkpoint of the cache, generate the checkpoint again; if a cell
-        changed the user's checkpoint, stop the run.
+        """Generate anew the checkpoint that a cell has changed; if it is the user's own checkpoint,
+        add an error that stops the run.
         """
         checkpoint = self.prepared[key]
         if checkpoint.in_place:
@@ -111,7 +109,7 @@ class LoadBench:
         return measured
 
     def _blaming(self, result: Result, job: Job) -> Result:
-        """Change a failed result to ok if the forward pass also fails after a load by plain torch."""
+        """Change a failure to ok if the model's forward pass also fails after a load by plain torch."""
         if not model_fault.is_right_load(result):
             return result
         cell = result.cell
@@ -200,7 +198,7 @@ def _ensure(
 
 
 def _loaded_model(planned: Planned) -> ModelSpec:
-    """Return the cell's model, or the quantised model if the load keeps the weights quantised."""
+    """Return the cell's model; if the load keeps the weights quantised, return the quantised model."""
     model = planned.cell.model
     if not planned.strategy.pretrained or not (found := quantised.of_model(model)) or not found.own:
         return model
@@ -226,19 +224,19 @@ def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prep
 
 
 def _python_path(task: Run, cell: Cell) -> tuple[str, ...]:
-    """Return the import path of a cell's builder.
+    """Return the folders from which a worker imports a cell's builder (the model's function).
 
-    For a builder of weighin, the import path is empty, so that no module of a user can hide a
-    module of weighin.
+    For a builder of weighin, return no folder, so that no module of a user can hide a module of
+    weighin.
     """
     return () if user_code.is_ours(cell.model.builder) else task.settings.python_path
 
 
 def _probe(task: Run, job: Job) -> Memory:
-    """Run a worker without a limit, and return its memory just after it has imported torch.
+    """Run a worker without a limit, and return its memory after the imports and before the load.
 
     The worker also reads torch's libraries into the page cache, so that the first cell's cgroup is
-    not charged for them. A worker that cannot run stops the run before its first record.
+    not charged for them. If the worker fails, the error stops the run before its first record.
     """
     cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load", ranks=1)
     unlimited = replace(job, cell=cell)
@@ -272,7 +270,7 @@ def _receive(running: Running, deadline: float) -> bytes | None:
 
 
 def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
-    """Raise ConfigError if a limit is below ``baseline``, the memory after ``import torch``."""
+    """Raise ConfigError if a limit is below ``baseline`` (a rank's memory before loading) x ranks."""
     for limit, ranks in {(each.cell.ram_limit_bytes, each.cell.ranks) for each in planned}:
         # File-backed memory does not count, because the kernel can evict it.
         need = (baseline.anon_bytes + baseline.shmem_bytes) * ranks
@@ -288,8 +286,8 @@ def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
 def _checkpoint_key(task: Run, planned: Planned) -> tuple[str, str]:
     """Return the title and the format of the checkpoint that a cell reads.
 
-    The title of a load that keeps quantised weights ends in "with its codes". A save reads the
-    user's checkpoint in its own format, or else a generated pt checkpoint.
+    If the load keeps the weights quantised, "with its codes" follows the title. A save reads the
+    user's checkpoint in the format that it has, or else a generated checkpoint in the format pt.
     """
     cell = planned.cell
     if cell.operation == "load":

@@ -1,4 +1,4 @@
-"""Hold a cell's (measurement's) result and samples until they are written to the run's folder."""
+"""Hold a cell's (measurement's) result and samples until weighin writes them to the run's folder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ class CellMeasurement:
     Attributes:
         rank_samples: the samples of each rank, by the rank's number.
         changed: the checkpoint's files that changed while the cell ran.
-        trouble: an error after the measurement, such as a worker that cannot be removed; ``finish``
-            raises ``trouble`` after the result was recorded.
+        trouble: an error after the measurement, for example when the worker is removed. The run
+            records the result first, and then ``finish`` raises the error.
     """
 
     result: Result
@@ -33,7 +33,7 @@ class CellMeasurement:
     trouble: HarnessError | None = None
 
     def finish(self, run: Path) -> None:
-        """Write the samples and the trace into the run's folder, then raise ``trouble``.
+        """Write the samples and the trace into the run's folder, then raise ``trouble``, if any.
 
         Raises:
             RecordError: a file cannot be written; its partial content is removed.
@@ -48,9 +48,7 @@ class CellMeasurement:
 
 
 def trouble_of(close: Callable[[], None]) -> HarnessError | None:
-    """Call ``close``, and return the error of ``close`` instead of raising it, so that the cell's
-    result is recorded all the same.
-    """
+    """Call ``close``; return its error instead of raising it, so that the result is still recorded."""
     try:
         close()
     except HarnessError as trouble:

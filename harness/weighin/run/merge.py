@@ -15,14 +15,15 @@ from weighin.records.shard import Shard, parse
 from weighin.result import Result
 
 _OF_A_PART: Final = ("shard", "engine")
-"""Settings in which the parts of one plan may differ."""
+"""Settings in which the runs to merge may differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
     """The run that ``weighin merge`` wrote, and the cells that the run lacks.
 
-    ``missing`` has the cells of the plan that no run has measured; the command ``again`` measures them.
+    ``missing`` has the plan's cells that no merged run measured; the command ``again`` measures
+    them.
     """
 
     folder: Path
@@ -55,7 +56,7 @@ class _Part:
 
 
 def merge(folders: Sequence[Path], out: Path) -> Merged:
-    """Write the records, samples and traces of all runs to the new run ``out``.
+    """Write the records, samples and traces of the runs in ``folders`` to the new run ``out``.
 
     The new run has the whole plan, so that ``--resume`` measures the cells without a record.
 
@@ -115,7 +116,7 @@ def _shared(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[_Part]) -> list[Result]:
-    """Return the results of all runs to merge, in the order in which they were measured."""
+    """Return the results of all runs to merge, sorted by the time at which each measurement began."""
     measured_in: dict[str, Path] = {}
     for part in parts:
         for result in part.results:

@@ -1,4 +1,4 @@
-"""Test whether a failed forward pass is the model's fault: whether it fails after any load."""
+"""Test, by a load without the strategy, whether a failed forward pass is the model's fault."""
 
 import json
 from dataclasses import asdict, replace
@@ -20,11 +20,11 @@ def is_right_load(result: Result) -> bool:
 
 
 def failure(job: Job, checkpoint: Path, selection: Selection) -> str | None:
-    """Load the model by plain torch code, and return the error of the model's forward pass after
-    this load.
+    """Load the model by plain torch code, and return the error of a forward pass after this load.
 
     ``failure`` returns an empty text if the forward pass works. ``failure`` returns None if the
-    load fails, is too slow, or is killed by SIGKILL, because the forward pass was then not tested.
+    load fails, the process exceeds the job's time-out, or SIGKILL ends it, because no forward pass
+    was then tested.
     """
     question = {"checkpoint": str(checkpoint), "selection": asdict(selection)}
     try:

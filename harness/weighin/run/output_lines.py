@@ -9,7 +9,7 @@ from weighin.errors import ConfigError
 _LONGEST_LINE: Final = 64 * 1024  # bytes; the rest of a longer line is not searched
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _SEES_LINE_ENDS: Final = re.compile(r"\(\?|\\[AZ]|[*+?}]\+")
-"""Lookarounds, \\A, \\Z and possessive quantifiers may match in one line but not in a longer text."""
+"""Finds lookarounds, \\A, \\Z and possessive quantifiers, which match differently in longer texts."""
 
 
 class Pattern:
@@ -28,7 +28,7 @@ class Pattern:
         self._sees_line_ends = bool(_SEES_LINE_ENDS.search(text))
 
     def may_be_in(self, lines: str) -> bool:
-        """Return False if no line of a text matches; one search is quicker than one for each line."""
+        """Return False only if no line matches; one search of the text is quicker than one a line."""
         return self._sees_line_ends or self._anywhere(lines) is not None
 
 
@@ -36,7 +36,8 @@ class Pattern:
 class Ended:
     """Complete lines of output, separated by line feeds.
 
-    ``first_ns`` is the time of the last character of the first line, ``t_ns`` that of the others.
+    ``first_ns`` is the time at which the last character of the first line arrived. ``t_ns`` is the
+    time for all other lines.
     """
 
     text: str
@@ -53,7 +54,7 @@ class Lines:
 
     @property
     def begun(self) -> str:
-        """The text of the output after its last line end, which is a line that is not complete yet."""
+        """The text after the last line end of the output: a line that is not complete yet."""
         return _plain(self._begun)
 
     def feed(self, data: bytes, t_ns: int) -> Ended | None:

@@ -1,9 +1,9 @@
-"""Write to free memory before a load, and free it as the load begins, so that load times vary less.
+"""Fill free memory before a load, and release it as the load begins, so that load times vary less.
 
 Some virtual machines report a free page to their host after 2 s (free page reporting, balloons).
-The host must provide a reported page again, so that its allocation takes three times as long.
-weighin therefore holds memory until no report is due, and frees the memory as the load begins. For
-2 s, the load then gets pages that were not reported. The held memory changes no memory figure of
+The host must provide a reported page again, so that the page's allocation takes three times as
+long. weighin therefore holds memory until no report is due, and frees the memory as the load
+begins. For 2 s, the load then gets unreported pages. The held memory changes no memory figure of
 the load.
 """
 
@@ -34,8 +34,7 @@ def touch_and_free(wanted_bytes: int) -> int:
 def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
     """Write to fresh memory, keep it until the end of the block, and yield its size in bytes.
 
-    The size is at most ``wanted_bytes``. At least ``spare_bytes`` of free memory are left for the
-    worker.
+    The size is at most ``wanted_bytes``. At least ``spare_bytes`` of memory remain free.
     """
     free = environment.free_ram_bytes() - spare_bytes
     size = min(wanted_bytes, int(free * _LARGEST_SHARE))

@@ -30,13 +30,14 @@ class PhaseListener:
     """Listens at a socket in ``folder``, from ``watch`` until ``close``.
 
     The first process that begins a phase is the main process, and only its phases have the peaks of
-    the command's cgroup. A process that begins a phase before ``watch`` waits until ``watch``.
+    the command's cgroup. A process that begins a phase earlier waits until ``watch`` is called.
 
     Attributes:
-        folder: the folder of the socket, which a container must mount at the same path.
-        peak_bytes: the cgroup's highest peak of all readings, because on cgroup v1 each phase
-            resets the kernel's peak for all readers. Complete after ``close``.
-        warnings: the phases' figures that are missing or not exact. Complete after ``close``.
+        folder: the folder that contains the socket. A container must mount it at the same path.
+        peak_bytes: the highest of all readings of the cgroup's peak, because on cgroup v1 each
+            phase resets the kernel's peak for all readers. The value is final after ``close``.
+        warnings: texts about figures of phases that are missing or not exact; empty until
+            ``close``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +63,7 @@ class PhaseListener:
 
     @property
     def highest_rss_bytes(self) -> dict[int, int]:
-        """The highest RSS of each process that began a phase, by pid, because phases reset VmHWM."""
+        """The highest RSS of each process that began a phase, by pid; each phase resets VmHWM."""
         return {pid: track.highest_rss_bytes for (pid, _), track in self._tracks.items()}
 
     @property
@@ -82,8 +83,9 @@ class PhaseListener:
         """Stop listening; return the phases of the command's main process, and those of each other
         process.
 
-        Phases are sorted by their begin. A phase that has not ended ends now, or at the last reading
-        of a process that has ended. Call ``close`` before the cgroup is removed.
+        Phases are sorted by their begin. A phase that is still open ends now; if its process has
+        ended, the phase ends at the process's last reading. Call ``close`` before the cgroup is
+        removed.
         """
         if self._server.fileno() >= 0:
             self._stop()

@@ -19,7 +19,7 @@ _LONGEST_NAME: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The figures of a process at one instant; VmHWM is the peak RSS since the last reset."""
+    """A process's figures at one instant; ``peak_rss_bytes`` is VmHWM, the peak since its reset."""
 
     t_ns: int
     memory: Memory
@@ -29,7 +29,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Open:
-    """A phase that has not ended; its peaks are the largest readings since its begin."""
+    """A phase that has not ended; its peaks are the largest readings since the phase began."""
 
     name: str
     first: _Seen
@@ -41,8 +41,8 @@ class _Open:
 class ProcessTrack:
     """Measures the phases of one process, which waits for the answer to each of its messages.
 
-    Only the command's main process has a ``group``, so that only the phases of the main process
-    have peaks of the cgroup.
+    ``group`` is the command's cgroup for the command's main process, and None for other processes.
+    Only the main process's phases therefore have cgroup peaks.
     """
 
     def __init__(self, pid: int, group: PeakMark | None) -> None:
@@ -69,7 +69,7 @@ class ProcessTrack:
 
     @property
     def warnings(self) -> list[str]:
-        """The warnings of the record: figures of phases that are missing or not exact."""
+        """Texts for the record that name phases' figures that are missing or not exact."""
         found = []
         if not self._resets:
             found.append(
@@ -126,7 +126,7 @@ class ProcessTrack:
         self._open[number] = _Open(name, seen, refaults)
 
     def _look(self) -> _Seen | None:
-        """Read the figures, and raise the peaks of all open phases; None if the process has ended."""
+        """Read the process's figures and raise its open phases' peaks; None if the process ended."""
         group_peak = self._group.read() if self._group else None
         for phase in self._open.values():
             if group_peak is not None:
@@ -147,7 +147,7 @@ class ProcessTrack:
         return self._last
 
     def _end_all(self) -> None:
-        """End all open phases at the last reading; ``died_in`` is then the innermost phase's name."""
+        """End all open phases at the last reading; set ``died_in`` to the innermost phase's name."""
         self.died_in = list(self._open.values())[-1].name
         while self._open:
             _, phase = self._open.popitem()
@@ -171,7 +171,9 @@ class ProcessTrack:
         self._keep(added)
 
     def _keep(self, phase: Phase) -> None:
-        """Add a phase; from 1000 phases on, only replace a phase of the same name and a lower peak."""
+        """Add a phase. After 1000 phases, it can only replace the phase of its name that has the
+        highest peak RSS, if its own peak RSS is higher.
+        """
         index = self._highest.get(phase.name)
         is_higher = index is None or phase.peak_rss_bytes > self._phases[index].peak_rss_bytes
         if len(self._phases) < _MOST_PHASES:

@@ -1,5 +1,5 @@
 """Combine the event logs and samples of the ranks: the processes that load one model together. A
-cell without ranks has one event log.
+cell (measurement) without ranks has one event log.
 """
 
 import signal
@@ -12,8 +12,8 @@ from weighin.run.event_log import EventLog
 
 
 def slowest(logs: Sequence[EventLog]) -> EventLog:
-    """Return the event log of a rank that did not become ready (did not read every byte), else of
-    the last rank to become ready.
+    """Return the log of a rank that has not read every byte of the model; if all ranks have, return
+    the log of the slowest rank.
     """
     return max(logs, key=lambda log: float("inf") if (ns := log.ready_ns()) is None else ns)
 
@@ -32,7 +32,7 @@ def longest_ready_ns(logs: Sequence[EventLog]) -> int | None:
 
 
 def faults(logs: Sequence[EventLog], refaults: int | None) -> Faults | None:
-    """Return the sum of the ranks' page faults; the caller read ``refaults`` from the cgroup."""
+    """Return the sum of the ranks' page faults; ``refaults`` is the cgroup's count for all ranks."""
     counts = [each for log in logs if (each := log.faults(None))]
     if not counts:
         return None
@@ -120,11 +120,11 @@ def lost(oom_kills: int) -> str:
 
 
 def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Return one sample of all ranks for each sample of the cell's cgroup.
+    """Return one sample of all ranks for each sample in ``cell``, at the same time.
 
-    Samples before the first sample of any rank are left out. Anonymous memory is the sum over the
+    Samples from before the first rank's start are left out. Anonymous memory is the sum over the
     ranks. File-backed and shared memory are those of the cgroup, which counts a shared page only
-    once. Without a cgroup, they are those of the rank with the most memory of this kind.
+    once. Without a cgroup, each of the two is the largest value of any one rank.
     """
     merged = []
     places = [0] * len(of_ranks)
@@ -160,7 +160,7 @@ def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[
 
 
 def _places(logs: Sequence[EventLog]) -> list[tuple[str, list[int]]]:
-    """Return each position in words with its ranks, sorted by the number of ended phases."""
+    """Return the ranks by their position in words, those with the fewest ended phases first."""
     numbers: dict[str, list[int]] = {}
     for number, log in enumerate(logs):
         numbers.setdefault("ended" if log.done else log.where(), []).append(number)

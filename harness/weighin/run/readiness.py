@@ -1,4 +1,4 @@
-"""Wait until a server is ready; its measurement ends then, and weighin stops the server."""
+"""Wait until a server is ready; then the server's measurement ends, and weighin stops the server."""
 
 import contextlib
 import signal
@@ -38,10 +38,10 @@ def check(how: CommandSettings) -> None:
 
 
 class Readiness:
-    """Waits until one command is ready.
+    """Waits until one command, a server, is ready: prints a line (--ready) or answers (--ready-url).
 
-    Any thread may call ``now`` when the command is ready. When the server is ready, ``at_ready`` is
-    called a single time, to read the command's figures.
+    Any thread may call ``now`` when the server is ready. The first call of ``now`` calls
+    ``at_ready``, which reads the command's figures.
     """
 
     def __init__(self, how: CommandSettings, at_ready: Callable[[], None]) -> None:
@@ -82,8 +82,8 @@ class Readiness:
         """Return whether the command was ready or ended within ``timeout_s``.
 
         The wait also ends when ``is_over`` returns True. When the kernel has killed a process of a
-        server, the wait ends after one more second: the outcome is certain, and a server may
-        restart a process again and again.
+        server, the wait ends at most one second later, because the outcome is certain, and a server
+        may restart a process again and again.
         """
         if not self.is_expected and not is_over:
             return running.wait(timeout_s)

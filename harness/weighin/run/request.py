@@ -29,12 +29,11 @@ from weighin.uses import TO_DEVICE
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A suite (the settings in a YAML file), and the command-line options that are not part of a
-    suite.
+    """A suite (settings in a YAML file), and the command-line options that a suite cannot have.
 
     Attributes:
-        settings: the settings from the options; ``start`` adds those of the suite and the models.
-        kwargs: the arguments of the model's builder.
+        settings: the command line's settings; ``start`` adds those of the suite and the models.
+        kwargs: further arguments for every model's builder (the function that returns the model).
         folder: the folder of the new run; None for ``results/TIME-MODELS-LIMITS``.
         choice: which weights and which class to load from a Hugging Face folder.
     """
@@ -47,8 +46,7 @@ class Request:
 
 
 def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str]:
-    """Plan a new run, write its plan, and return the run, and notes on the models and the
-    isolation.
+    """Plan a new run, write its plan, and return the run, and notes on models and isolation.
 
     ``machines`` is the machine or machines that will measure.
 
@@ -123,12 +121,12 @@ def start(request: Request, machines: Machines = THIS_MACHINE) -> tuple[Run, str
 
 
 def resume(folder: Path, *, trusted: bool = False) -> Run:
-    """Restore a run of ``weighin bench`` or ``weighin run``, to measure the cells without a record.
+    """Restore a run of ``weighin bench`` or ``weighin run``, to measure its cells without a record.
 
     Raises:
-        RecordError: the folder is not a run, or is a search for floors.
-        ConfigError: a strategy of the plan is missing, or the plan names code from elsewhere and
-            ``trusted`` is False.
+        RecordError: the folder has no run that can be resumed, or a search of ``weighin floor``.
+        ConfigError: a strategy's file is missing, every cell is skipped, or ``trusted`` is False
+            and the plan names code that is neither weighin's nor installed.
     """
     run = restore(folder, trusted=trusted)
     if run.settings.within is not None:
@@ -140,7 +138,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
 
 
 def restore(folder: Path, *, trusted: bool = False) -> Run:
-    """Restore a run or a search for floors from its plan; the errors are those of ``resume``."""
+    """Restore any run, also a search of ``weighin floor``, from its plan; see ``resume`` for errors."""
     found = run_folder.read_plan(folder)
     if not found.cells:
         raise RecordError(f"the run in {folder} plans no measurement", "start a new run")
@@ -182,9 +180,9 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
 def _installed(
     infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec], checkpoints: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return the sorted installed packages that these strategies, models and checkpoints need.
+    """Return, sorted, the installed packages that these strategies, models and checkpoints need.
 
-    ``checkpoints`` are the names of the checkpoints' formats.
+    ``checkpoints`` has the format of each checkpoint.
     """
     needed = [name for info in infos for name in info.packages]
     needed += [library.name for model in models if (library := library_of(model.builder))]
@@ -195,7 +193,9 @@ def _installed(
 
 
 def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:
-    """Raise ConfigError if a strategy has another --key or --strip-prefix than the run."""
+    """Raise ConfigError if a strategy's own --key or --strip-prefix differs from the run's, or if
+    the strategy reads another format than the user's checkpoint has.
+    """
     for each in planned:
         if each.skip or not each.selection:
             continue
@@ -215,7 +215,7 @@ def _check_own_selections(planned: list[Planned], selection: Selection, own: str
 
 
 def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Planned]:
-    """Skip each strategy whose torch.load(weights_only=True) refuses the user's checkpoint.
+    """Skip the cells of strategies whose torch.load(weights_only=True) refuses the user's checkpoint.
 
     Raises:
         ConfigError: every cell is skipped.

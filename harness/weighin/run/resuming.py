@@ -1,4 +1,4 @@
-"""Add the command that resumes a stopped run to the error that stopped it."""
+"""Add, to the error that stopped a run, the command that resumes the run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from weighin.run.task import Run
 
 @contextmanager
 def resumable(verb: str, task: Run) -> Iterator[None]:
-    """If an error stops the run in the ``with`` block, add the command that resumes ``task``."""
+    """If an error stops the run in the ``with`` block, add the command that resumes it to the error."""
     again = coverage.resume_command(verb, task.folder)
     if _needs_trust(task):
         again += " --trust"

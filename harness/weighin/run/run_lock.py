@@ -1,7 +1,6 @@
 """Let only one run measure on a machine at a time, because two runs distort each other's figures.
 
-All users share one lock file. Read permission is enough to lock the lock file, and no process
-writes to this file.
+All users share one lock file. To lock it, read permission is enough. No process writes to it.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ _PAUSES_S: Final = (0.05, 1.0)  # the first and the longest: polling disturbs th
 
 
 def lock_path() -> Path:
-    """Return the path of the lock file, which is the same for every user of this machine."""
+    """Return the lock file's path: one for all users, unless ``LOCK_VARIABLE`` names another one."""
     if named := os.environ.get(LOCK_VARIABLE):
         return Path(named)
     for folder in _FOLDERS:
@@ -38,11 +37,10 @@ def lock_path() -> Path:
 def only_run(
     patience_s: float = 0, waiting: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
-    """Hold the machine's lock during the ``with`` block; wait for the lock up to ``patience_s``
-    seconds.
+    """Wait up to ``patience_s`` seconds for the machine's lock; hold it during the ``with`` block.
 
-    The kernel releases the lock when the process ends. If another run holds the lock, ``waiting``
-    is called with the reason.
+    The kernel releases the lock when the process ends. If weighin has to wait, it calls ``waiting``
+    with the reason.
 
     Raises:
         MachineBusy: another run still holds the lock after ``patience_s``.

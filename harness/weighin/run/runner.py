@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 Following = Callable[[Sequence[Result]], "AnyPlanned | None"]
-"""A function that chooses the next cell from all results of the run so far; None ends the run."""
+"""A function that gets the run's results so far and returns the next cell; None ends the run."""
 
 
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
-    """Run every cell without a record in the plan's order, and return the results of all cells.
+    """Run, in the plan's order, each cell that has no record, and return the results of all cells.
 
     If ``following`` is given, this function chooses each cell, and the plan only determines which
     checkpoints are prepared.
@@ -41,7 +41,7 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
 
 @contextmanager
 def discarding(task: Run) -> Iterator[None]:
-    """Remove the folder of a new run if an error in the ``with`` block precedes its first record."""
+    """Remove the folder of a new run if the ``with`` block fails before the run's first record."""
     try:
         yield
     except HarnessError:  # also after Ctrl-C: a run without a record has nothing to resume
@@ -51,7 +51,7 @@ def discarding(task: Run) -> Iterator[None]:
 
 
 def prepare(task: Run, progress: Progress) -> None:
-    """Prepare this machine for the cells of a run, and test a worker, without measuring a cell.
+    """Prepare this machine for a run's cells, and test that a worker can run; measure no cell.
 
     Raises:
         HarnessError: no cell can be run here.
@@ -65,8 +65,8 @@ def prepare(task: Run, progress: Progress) -> None:
 def _machine(task: Run, progress: Progress) -> Iterator[None]:
     """Check the isolation, lock this machine, and remove the leftovers of runs that were killed.
 
-    A run of loads holds the lock, because other runs would change its times. A run of commands
-    takes no lock, because a command may itself run weighin.
+    A run of loads or saves holds the lock, because other runs would change its times. A run of
+    commands takes no lock, because a command may itself run weighin.
     """
     if task.settings.storage:
         from weighin.checkpoint import entries

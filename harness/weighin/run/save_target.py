@@ -40,7 +40,7 @@ def remove_leftovers() -> list[str]:
 
 
 def with_warnings(result: Result, folder: Path) -> Result:
-    """Add a warning to the result of a save if ``folder`` keeps its pages, as a tmpfs does."""
+    """Add a warning to a save's result if its files stay in the page cache, as on a tmpfs."""
     kept = page_cache.drop(path for path in folder.rglob("*") if path.is_file())
     if not kept:
         return result

@@ -19,19 +19,20 @@ class RunSettings:
     Attributes:
         seed: the random seed of generated weights.
         checkpoint: the user's checkpoint; None for a generated one.
-        checkpoints: each model's checkpoint by the model's title, for a suite with checkpoints of
-            users.
-        selection: the weights to load from the user's checkpoint.
+        checkpoints: the user's checkpoint of each model, by the model's title, if a suite names
+            several.
+        selection: the part of the user's checkpoint that has the weights (key and prefix).
         timeout_s: the time after which a cell is killed, in seconds.
         steady: whether weighin writes to free memory before each load, so that load times vary less.
         trace: whether every event of PyTorch's CUDA allocator is recorded.
         base_image: the base image of the cells' containers; None for weighin's default.
         strategy_paths: the path of each strategy's file, by the strategy's name.
-        use_paths: the path of the file of each use that the user wrote, by the use's name.
+        use_paths: for each use (step after the load) in a user's file, the file's path, by the
+            use's name.
         python_path: the folders of the user's Python modules.
         mounts: paths of this machine that a container mounts read-only at the same path.
-        within: the precision of a floor search, as a share of the floor; None for ``weighin bench``.
-        aim: the kind of floor that a search looks for (``weighin.records.floor.Aim``).
+        within: the precision of a search of ``weighin floor``, as a share of the floor; else None.
+        aim: the kind of floor (smallest limit) to search for (``weighin.records.floor.Aim``).
         engine: the name and settings of the engine that distributes the cells, such as Ray; empty
             if this machine runs the cells one by one.
         shard: the part of the plan that this run measures; None for the whole plan.
@@ -59,7 +60,7 @@ class RunSettings:
     storage: Path | None = None
 
     def checkpoint_of(self, model: ModelSpec) -> Path | None:
-        """Return the user's checkpoint of a model; None for a generated one."""
+        """Return the user's checkpoint of a model; None if weighin generates the checkpoint."""
         own = self.checkpoints.get(model.title)
         return Path(own) if own else self.checkpoint
 

@@ -1,7 +1,7 @@
 """Slow down the disk that a cell reads its checkpoint from.
 
-The kernel's throttle can limit only the rate, and only on some machines. On the other machines a
-FUSE file system limits the rate, and on all machines it adds the latency.
+The kernel's throttle can limit only the rate, and only on some machines. On the other machines, a
+FUSE file system limits the rate. On all machines, only FUSE can add a latency.
 """
 
 import os
@@ -32,8 +32,7 @@ class SlowDisk:
 
     Attributes:
         job: the cell's job, with the path at which its worker reads the checkpoint.
-        means: what the record says about the throttle or FUSE; empty for a disk that is not slowed
-            down.
+        means: what the record says about the throttle or FUSE; empty for a disk of full speed.
     """
 
     job: Job
@@ -41,7 +40,7 @@ class SlowDisk:
     mount: Mount | None = None
 
     def stalled(self, pids: list[int]) -> str:
-        """Return in words the file and the offset of a read that stalls; empty if no read does."""
+        """Describe one read that the disk leaves unanswered, by file and offset; empty if none."""
         reads = self.mount.waiting() if self.mount else []
         patience_ns = (self.job.cell.disk_latency_ns or 0) + _LONG_NS
         if reads and reads[0].waited_ns > patience_ns:
@@ -55,8 +54,7 @@ class SlowDisk:
         return ""
 
     def close(self) -> None:
-        """Let the reads that still wait fail, so that the processes that wait can end, and unmount
-        the disk.
+        """Make all waiting reads fail, so that their processes can end, and unmount the disk.
 
         A second call has no effect.
         """
@@ -66,9 +64,9 @@ class SlowDisk:
 
 @contextmanager
 def under(job: Job, isolation: str, stall_from_bytes: int | None = None) -> Iterator[SlowDisk]:
-    """Slow the disk of a job's checkpoint down until the end of the block.
+    """Slow the disk of a job's checkpoint down until the end of the ``with`` block.
 
-    Reads behind the offset ``stall_from_bytes`` are never answered; None answers all reads.
+    A read behind the file offset ``stall_from_bytes`` gets no answer; None sets no such offset.
 
     Raises:
         IsolationUnavailable: this machine cannot slow the disk down.
@@ -95,10 +93,10 @@ def pace_of(cell: Cell) -> Pace:
 
 
 def device_to_throttle(pace: Pace, checkpoint: Path, isolation: str) -> str:
-    """Return the disk whose reads the kernel's throttle can limit; empty if FUSE must.
+    """Return the checkpoint's disk if the kernel's throttle can slow it down; empty if only FUSE can.
 
     Raises:
-        IsolationUnavailable: neither the throttle nor FUSE works here.
+        IsolationUnavailable: neither the throttle nor FUSE can slow the disk down to ``pace`` here.
     """
     device, why = "", "the kernel's throttle limits the rate, but adds no latency"
     if pace.latency_ns is None and pace.stall_from_bytes is None:

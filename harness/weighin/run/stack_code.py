@@ -14,8 +14,7 @@ def with_code(stacks: Sequence[Stack], folder: str, started_s: float) -> tuple[S
     """Return the stacks with their lines of code.
 
     Paths are relative to ``folder``, the command's working folder. A stack gets no code if the file
-    was written after ``started_s`` (seconds since the epoch), because the code that ran may have
-    been different.
+    was written after ``started_s`` (seconds since the epoch), because other code may have run.
     """
     return tuple(replace(stack, code=_code(stack, folder, started_s)) for stack in stacks)
 

@@ -1,8 +1,7 @@
-"""Supervise one running worker (measured process): answer its events, sample its memory, and read
-the kernel's counters.
+"""Supervise a running worker (measured process): answer events, sample memory, read cgroup counters.
 
-The worker reports its progress as events. At the end of a phase, the worker waits until the
-supervisor has read the cgroup's figures, which the supervisor reads again after the worker's exit.
+The worker reports events. At the end of a phase (a step of the load), it waits until the supervisor
+has read the cgroup's counters. The supervisor reads them again after the worker's exit.
 """
 
 import bisect
@@ -54,14 +53,14 @@ _GRACE_S = 10.0  # from the end of a worker's events to its exit
 
 
 class Watch:
-    """Supervises one worker from its start until its last counters are read.
+    """Supervises one worker from its start to its exit, and then reads its cgroup's last counters.
 
-    A worker of several ``ranks`` starts one process for each rank, and each has an event log.
+    A worker of several ``ranks`` starts one process for each rank. Each rank has its own event log.
 
     Attributes:
-        samples: the samples of the worker, or the sums of all ranks' samples.
-        rank_samples: the samples of each rank, by the rank's number.
-        escape: how the worker got out of its limit, such as "left its cgroup"; else empty.
+        samples: the worker's memory readings; for several ranks, joined by ``rank_logs.merge``.
+        rank_samples: the memory readings of each rank, by the rank's number.
+        escape: how the worker got out of its memory limit: "left its cgroup"; empty if it did not.
     """
 
     def __init__(
@@ -77,11 +76,11 @@ class Watch:
 
         Args:
             on_phase: is called with the name of each phase that begins.
-            before_load: is called when the worker has reported its memory before the load, and
-                waits.
-            guard: proves that the cell thrashes; the worker is then killed.
-            disk: the slow disk. It is closed when the worker is killed, because a process that
-                waits for an unanswered read cannot die.
+            before_load: is called when all ranks have reported their memory before the load. The
+                worker waits during the call.
+            guard: tests whether the cell thrashes; if it does, the worker is killed.
+            disk: the disk from which the worker reads. It is closed when the worker is killed,
+                because a process that waits for an unanswered read cannot die.
         """
         self._started_ns = time.monotonic_ns()
         self._guard = guard
@@ -114,7 +113,7 @@ class Watch:
         self._at_phase_end = self._observe()
 
     def follow(self, timeout_s: float) -> None:
-        """Answer the worker's events until they end; kill a worker that thrashes or is too slow."""
+        """Answer all events of the worker; kill the worker if it thrashes, or after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while True:
             due_s = min(deadline, self._guard.next_s) if self._guard else deadline
@@ -144,7 +143,7 @@ class Watch:
         )
 
     def end(self) -> Exit:
-        """Wait until the worker has exited, and read the counters of its cgroup."""
+        """Wait for the worker's exit, kill it after 10 s, and read the counters of its cgroup."""
         try:
             ended = self._running.wait(_GRACE_S)
         except TimeoutError:  # the worker closed its event pipe, but still runs
@@ -162,7 +161,7 @@ class Watch:
         return ended
 
     def close(self) -> None:
-        """End the sampling and fill ``samples``."""
+        """End the sampling, and set ``samples`` and ``rank_samples``."""
         driver = self._driver.stop() if self._driver else None
         if self._observer:
             samples = self._observer.stop()
@@ -225,7 +224,7 @@ class Watch:
         )
 
     def _use(self) -> Use | None:
-        """Return the figures of the use after the load; None if the worker did not begin a use."""
+        """Return facts of the use after the load; None if no use has ended, or for several ranks."""
         phases = [phase for phase in self.event_log.phases if is_of_use(phase.name)]
         if not phases or len(self._logs) > 1:
             return None
@@ -235,7 +234,9 @@ class Watch:
         return replace(self.event_log.use, anon_sampled_bytes=sampled)
 
     def _met_elsewhere(self, limit_bytes: int | None) -> str:
-        """Return the limit for which the kernel killed a process; empty for the cell's own limit."""
+        """Say for which limit the kernel killed; empty for the cell's own limit, or if it is
+        unknown.
+        """
         peak = largest(
             (self._peak_bytes, self._at_end.peak_bytes)
         )  # each phase resets the kernel's mark
@@ -250,7 +251,7 @@ class Watch:
         return f"{charge}: the machine, or an outer cgroup that is not visible here, was full"
 
     def _killed_children(self) -> str:
-        """Return the child processes that the kernel killed and the cell's peak, as words."""
+        """Describe the child processes that the kernel killed, and the peak of the cell's cgroup."""
         if len(self._logs) > 1:
             return ""
         group = self._running.cgroup
@@ -290,7 +291,7 @@ class Watch:
             self._running.channel.send(ACKNOWLEDGEMENT)
 
     def _take_baseline(self, log: EventLog, fields: dict[str, Any]) -> None:
-        """Take one rank's baseline, its memory before the load; the load begins after the last one."""
+        """Store one rank's memory before the load; the ranks load only after all have reported it."""
         is_last = all(each.baseline for each in self._logs if each is not log)
         if is_last and self._before_load:
             self._before_load()
@@ -334,7 +335,7 @@ class Watch:
             self._raise_peak(self._at_ready.peak_bytes)
 
     def _watch_driver(self) -> None:
-        """Sample the worker's GPU memory with NVML, and record the source of the figure."""
+        """Sample the worker's GPU memory with NVML; record whether NVML or CUDA gives the figure."""
         environment, pid = self.event_log.environment, self._running.pid
         if "gpu" not in environment:
             return
@@ -458,8 +459,8 @@ class Watch:
     def _kill(self) -> None:
         """Kill the worker, read the peak, and lift the limit so that a thrashing process can exit.
 
-        weighin lifts the cell's limit only after the kill, so that the worker cannot raise the peak
-        above the limit.
+        weighin lifts the limit only after the kill, so that the worker cannot raise the peak above
+        the limit.
         """
         if not (self._observer and self._observer.kill()):
             self._running.kill()
@@ -475,10 +476,10 @@ def _with_cuda(
     points: list[tuple[int, int, int]],
     driver_points: list[tuple[int, int]] | None,
 ) -> list[Sample]:
-    """Return the samples, each with the latest GPU figures before its time.
+    """Return the samples; add to each sample the last GPU figures that were read until its time.
 
-    ``points`` are from the worker: (monotonic ns, allocated bytes, driver's bytes). ``driver_points``
-    are from NVML and replace the driver's bytes; None without NVML.
+    ``points`` come from the worker: (monotonic ns, allocated bytes, driver's bytes).
+    ``driver_points`` come from NVML and replace the worker's driver bytes; None without NVML.
     """
     if not points:
         return samples
@@ -497,7 +498,7 @@ def _latest(points: Sequence[_Point], t_ns: int) -> _Point | None:
 
 
 def _unreclaimable(seen: Sequence[Memory | Sample]) -> int | None:
-    """Return the largest sum of anonymous and shared memory; None if no shared memory was seen."""
+    """Return the largest sum of anonymous and shared memory; None if no reading has shared memory."""
     if not any(each.shmem_bytes for each in seen):
         return None
     return max(each.anon_bytes + each.shmem_bytes for each in seen)

@@ -39,16 +39,16 @@ AnyPlanned: TypeAlias = "Planned | PlannedCommand"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Callbacks that a run calls to report its progress.
+    """Callbacks that report a run's progress. The run calls each one at the event that is named here.
 
     Attributes:
         preparing: a step of the preparation begins, or a share of it (0 to 1) is done.
         building: the isolation prints a line, such as Docker while it builds an image.
         starting: a cell starts.
         phase: a phase of the cell begins.
-        narrowed: a search knows more narrowly between which limits a floor lies.
-        nodes: a machine (node) of a cluster begins a step; the argument is each node's step, by its
-            name.
+        narrowed: a search has come closer to the smallest working limit; the argument says how far.
+        nodes: a machine (node) of a cluster begins a step; the argument maps each node's name to
+            its step.
         finished: a cell has a record.
     """
 
@@ -66,8 +66,8 @@ class Run:
     """One run to perform: its cells, the folder for their records, and its settings.
 
     Attributes:
-        is_new: whether the run is new, and not resumed; its folder is removed if an error stops the
-            run before its first record.
+        is_new: whether the run is new, and not resumed. A new run's folder is removed if an error
+            stops the run before its first record.
         patience_s: the longest time to wait for the end of another run on this machine, in seconds.
         is_probed: whether an earlier run with the same limits has tested a worker on this machine,
             so that this run need not repeat the test.
@@ -82,18 +82,20 @@ class Run:
     is_probed: bool = False
 
     def prepare(self, progress: Progress) -> None:
-        """Prepare the isolation, and the folder of the cells' samples."""
+        """Prepare the isolation, and create the folder for the cells' samples (memory readings)."""
         self.isolation.prepare(progress.building)
         with run_folder.writing(samples := self.folder / "samples"):
             samples.mkdir(exist_ok=True)
 
     def environment(self) -> dict[str, Any]:
-        """Return the machine, the versions and the isolation, for each record."""
+        """Return facts about this machine, the software's versions and the isolation, for records."""
         about = {"isolation": self.isolation.describe()}
         return environment.machine() | environment.code() | about
 
     def unlimited_result(self, cell: Cell) -> Result | None:
-        """Return the recorded result of the same cell without a limit; None for an unlimited cell."""
+        """Return the recorded result of the same cell without a limit. Return None if there is no
+        such result, or if ``cell`` itself has no limit.
+        """
         if cell.ram_limit_bytes is None:
             return None
         return unlimited_of(results_of(searched(cell), run_folder.read(self.folder).results))
@@ -102,7 +104,8 @@ class Run:
         """Return the figures of the same cell without a limit, with which weighin proves that
         ``cell`` thrashes.
 
-        ``reference_for`` returns None for a cell that may thrash until its time-out.
+        ``reference_for`` returns None for a cell that may thrash until its time-out, and if no cell
+        without a limit was measured.
         """
         if self.settings.within is None or self.settings.aim is Aim.ENDS:
             return None
@@ -114,16 +117,14 @@ class Bench(Protocol):
 
     @property
     def environment(self) -> dict[str, Any]:
-        """The machine and the versions, for each record."""
+        """Facts about the machine and the software's versions, for each record."""
 
     def measure(self, planned: Any) -> CellMeasurement:
         """Measure one cell."""
 
 
 def skipped(planned: AnyPlanned, known_environment: dict[str, Any]) -> Result:
-    """Return the result of a cell that is not run: the outcome ``skipped``, with the reason
-    ``planned.skip`` as its message.
-    """
+    """Return the result of a cell that is not run: outcome ``skipped``, message ``planned.skip``."""
     return Result(
         schema=SCHEMA,
         cell=planned.cell,
@@ -147,7 +148,7 @@ def new_folder(labels: Iterable[str], limits: Iterable[int | None], *, is_search
 def write_plan(
     folder: Path, planned: Sequence[AnyPlanned], isolation: Isolation, settings: RunSettings
 ) -> Run:
-    """Write all cells to the plan of a new run, and return the run with the cells of its shard.
+    """Write all cells to a new run's plan; return the run with the cells of its shard (its part).
 
     Raises:
         RecordError: the folder already contains a run, or cannot be written.

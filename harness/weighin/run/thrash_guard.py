@@ -1,4 +1,4 @@
-"""Test every half second whether a running cell thrashes, so that it can be killed early."""
+"""Test up to twice a second whether a running cell thrashes, so that weighin can kill it early."""
 
 import os
 import time
@@ -21,7 +21,7 @@ class ThrashGuard:
         self._limit_bytes = limit_bytes
         self._started_ns = time.monotonic_ns()
         self.next_s = time.monotonic() + _EVERY_S
-        """The time of the next test, as of ``time.monotonic``."""
+        """The time of the next test, by the clock ``time.monotonic``."""
 
     def proof(
         self,
@@ -31,12 +31,13 @@ class ThrashGuard:
         *,
         is_loading: bool = True,
     ) -> Stopped | None:
-        """Return the figures that prove that the cell thrashes; None without such a proof.
+        """Return the figures that prove that the cell thrashes; None without a proof, or before a
+        test is due.
 
         Args:
             look: reads the current figures of the cgroup.
-            before: the figures at the start of the load; empty before the load.
-            peak_bytes: the highest charge of the cgroup so far.
+            before: the cgroup's figures at the start of the load; all None before the load.
+            peak_bytes: the most memory that the kernel has counted for the cgroup so far.
             is_loading: False when the load is complete.
         """
         start_s = time.monotonic()

@@ -1,8 +1,8 @@
-"""Find code from elsewhere (foreign code) in a run's plan, so that weighin runs it only if the user
-trusts it.
+"""Find foreign code in a run's plan, so that weighin runs the code only if the user trusts it.
 
-A plan that somebody else wrote may name any code. weighin imports the builders of a plan, and runs
-its strategies with the user's rights. Code of weighin and of installed packages is not foreign.
+A plan that somebody else wrote may name any code. weighin imports the plan's builders (functions
+that return models), and runs the plan's strategies with the user's rights. Code of weighin and of
+installed packages is not foreign.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ def check(
 
 
 def foreign(cells: Sequence[Cell], settings: RunSettings) -> list[str]:
-    """Return one line about each piece of code of a plan that is neither part of weighin nor
+    """Return one line for each entry of a plan that names code that is neither part of weighin nor
     installed.
 
     Code can come from builders, strategies, uses, Hugging Face folders, base images, mounts and

@@ -30,8 +30,7 @@ class ChosenModels:
         dtypes: the dtype of each model's loads, by the model's title; "auto" is already resolved.
         checkpoints: the user's own weights of each model, by title, in a suite of several models.
         python_path: the folders from which the models' builders are imported.
-        notes: facts about the checkpoint that may surprise, and files beside it that a load
-            ignores.
+        notes: surprising facts about the checkpoint, and files beside it that a load ignores.
     """
 
     specs: tuple[ModelSpec, ...]
@@ -89,8 +88,8 @@ def choose(
     every model that is a Hugging Face folder.
 
     Raises:
-        HarnessError: a model is unknown, two checkpoints or selections are given, or the models
-            differ in the checkpoint, selection or dtype, although a run has only one of each.
+        HarnessError: a model, its builder or its dtype is invalid, a model has two checkpoints, the
+            selections differ, or a selection is given without one checkpoint for all models.
     """
     typed, selection = selection, _selection(suite, selection)
     specs, own = [], checkpoint and registry.weights_of(checkpoint)
@@ -146,7 +145,9 @@ def choose(
 
 
 def _selection(suite: Suite, typed: Selection) -> Selection:
-    """Return the selection of the suite's models, or else the command line's (``typed``)."""
+    """Return the part of the checkpoint that the suite's models select, or else the part that the
+    command line selects (``typed``).
+    """
     first, *others = [Selection(entry.key, entry.strip_prefix) for entry in suite.models]
     if any(other != first for other in others):
         raise ConfigError(
@@ -166,9 +167,7 @@ def _selection(suite: Suite, typed: Selection) -> Selection:
 def _own(
     entry: SuiteModel, spec: ModelSpec, weights: Path | None, given: Path | None
 ) -> Path | None:
-    """Return a model's own checkpoint; None if --checkpoint replaces the weights in the model's
-    folder.
-    """
+    """Return a model's own checkpoint; None if it has none, or if --checkpoint replaces it."""
     if entry.checkpoint and weights is None:
         weights = registry.weights_of(Path(entry.checkpoint))
     if weights is None or given is None:

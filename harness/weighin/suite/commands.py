@@ -1,4 +1,4 @@
-"""Read and validate the YAML files of suites of commands for ``weighin run --suite``."""
+"""Read and validate a YAML file with a suite of commands, for ``weighin run --suite``."""
 
 import shlex
 from pathlib import Path

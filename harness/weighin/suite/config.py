@@ -50,7 +50,7 @@ DTYPES = {
     "float16": "float16",
     "fp16": "float16",
 }
-"""The dtypes of a load for floating-point tensors, by the names that a user may write."""
+"""The dtypes that a load may give floating-point tensors, by the names that a user may write."""
 
 
 def _as_dtype(value: object) -> object:
@@ -119,9 +119,7 @@ Limit = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_bytes))
 
 
 def _check_ram(value: int | None) -> int | None:
-    """Refuse a limit below ``LEAST_RAM``, under which no load works; often the user forgot the
-    unit.
-    """
+    """Refuse a limit below ``LEAST_RAM``, under which no load works; often it lacks a unit."""
     if value is None or value >= LEAST_RAM:
         return value
     repair = "give at least 64MiB plus the size of the weights"
@@ -136,7 +134,7 @@ _Ram = Annotated[Limit, AfterValidator(_check_ram)]
 
 
 class Strict(BaseModel):
-    """Base class of the YAML models: an unknown key is an error."""
+    """Base class of the pydantic models for YAML files: an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -193,7 +191,7 @@ class SuiteModel(Strict):
 
 
 def _by_name(value: object) -> object:
-    """Read a list of mappings; replace an entry that is only a name with the mapping {name: entry}."""
+    """Read a list of mappings; replace an entry that is no mapping, but a name, by {"name": entry}."""
     return [
         item if isinstance(item, dict | BaseModel) else {"name": item} for item in as_list(value)
     ]
@@ -256,7 +254,7 @@ def _check_ranks(value: list[int], info: ValidationInfo) -> list[int]:
 
 
 def _check_disk(value: list[int | None], info: ValidationInfo) -> list[int | None]:
-    """Refuse a slow disk for a save or a warm load, which read nothing from the disk."""
+    """Refuse a slow disk for a save, and for a warm load, which reads only the page cache."""
     if all(each is None for each in value):
         return value
     if info.data.get("operation") == "save":
@@ -278,7 +276,7 @@ def _default_strategies(operation: str) -> list[SuiteStrategy]:
 
 
 class Suite(Strict):
-    """A matrix of measurements (cells): every model x limit x strategy, ``repeats`` times."""
+    """A matrix of measurements (cells): each model x limit x strategy x ..., ``repeats`` times."""
 
     models: Annotated[
         list[Annotated[SuiteModel, AfterValidator(_check_model)]],
@@ -362,7 +360,7 @@ def read_suite(path: Path) -> Suite:
     """Read a suite's YAML file.
 
     Raises:
-        ConfigError: as ``read_model``, or the suite has commands.
+        ConfigError: as in ``read_model``, or the suite has commands.
     """
     content = read_mapping(path)
     refuse_both(path, content)
@@ -387,11 +385,11 @@ def check_suite(options: dict[str, Any]) -> Suite:
 def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
     """Validate ``content`` and return it as an instance of ``kind``.
 
-    ``file`` names the content's source in error messages; empty for a command line.
+    ``file`` is the file that error messages name; empty for options of a command line.
 
     Raises:
-        ConfigError: a key or its value is invalid; the message says which key, and names the most
-            similar valid key.
+        ConfigError: a key or its value is invalid. The message names the key, and for an unknown
+            key the most similar valid key.
     """
     try:
         return kind.model_validate(content)
@@ -407,7 +405,7 @@ def validate(kind: type[_Kind], content: dict[str, Any], file: str) -> _Kind:
 
 
 def _kind_at(kind: type[BaseModel], place: tuple[int | str, ...]) -> type[BaseModel]:
-    """Return the pydantic model that describes the mapping at ``place`` inside a ``kind``."""
+    """Return the pydantic model of the mapping at ``place`` (keys and indexes) inside a ``kind``."""
     for part in place:
         if isinstance(part, str) and part in kind.model_fields:
             kind = next(_models_in(kind.model_fields[part].annotation), kind)

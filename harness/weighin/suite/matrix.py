@@ -36,7 +36,7 @@ class Planned:
 
     @property
     def selection(self) -> Selection:
-        """The weights in the user's checkpoint that the strategy selects by its options."""
+        """The part of the user's checkpoint that the strategy's options key and strip_prefix select."""
         options = self.cell.options if self.cell.operation == "load" else {}
         return Selection(options.get("key", ""), options.get("strip_prefix", ""))
 
@@ -44,7 +44,7 @@ class Planned:
     def of(cls, cell: Cell, info: StrategyInfo, own_format: str | None = None) -> "Planned":
         """Plan a cell; skip the cell if its strategy lacks a package, or does not support the cell's settings.
 
-        ``own_format`` is the format of the user's checkpoint of the model.
+        ``own_format`` is the format of the user's checkpoint for the model; None without one.
         """
         kind = cell.device.partition(":")[0]
         to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
@@ -108,13 +108,13 @@ def plan(
     """Return the cells of a suite without duplicates. Every cell runs before the first cell is
     repeated: A B C A B C.
 
-    If the suite has several numbers of ranks, a strategy that divides a load among ranks gets no
-    cell of one rank. ``dtypes`` has the dtype of each model, and ``own_formats`` the format of each
-    user's checkpoint, by the model's title.
+    If the suite also asks for several ranks (processes), a strategy that divides a load among ranks
+    gets no cell with one rank. ``dtypes`` has the dtype of each model, and ``own_formats`` the
+    format of each user's checkpoint, by the model's title.
 
     Raises:
         UnknownName: the suite names a format or a use that does not exist.
-        ConfigError: a file that is named as a use defines no use.
+        ConfigError: a file that the suite names as a use has no function ``use``, or a taken name.
     """
     wanted = [formats.known(name) for name in suite.format]
     axes: dict[str, Sequence[Any]] = {
@@ -159,10 +159,10 @@ def plan(
 def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list[str]:
     """Return the formats in which one strategy loads or saves one model.
 
-    If the suite names formats (``wanted``), the result has those formats that the strategy
-    supports, or if there are none, the first wanted format; its cell is then skipped with a reason.
-    Without ``wanted``, the result is the format of the user's checkpoint (``own``), or the first
-    format that the strategy declares.
+    If the suite names formats (``wanted``), the result has those that the strategy supports. If it
+    supports none, the result is the first wanted format, whose cell is then skipped with a reason.
+    Without ``wanted``, the result is the format of the user's checkpoint (``own``) if the strategy
+    reads it or it is GGUF, and else the first format that the strategy declares.
     """
     if not wanted and own and (own in info.formats or own == gguf.NAME):
         # Without --format, a GGUF file is not dequantised: the result is up to 8 times as large.

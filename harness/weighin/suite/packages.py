@@ -1,4 +1,4 @@
-"""Find out which packages that strategies need are missing, without importing the packages.
+"""Find out which of the packages that strategies need are missing, without importing them.
 
 A strategy declares each package by its name on PyPI, if necessary with a minimum version:
 "safetensors>=0.8".
@@ -37,7 +37,7 @@ def versions(requirements: Iterable[str]) -> dict[str, str]:
 def missing(requirements: Iterable[str]) -> str:
     """Return the missing packages and the command that installs them; empty if no package is missing.
 
-    For example "needs fastsafetensors: pip install 'weighin[loaders] @ git+URL'".
+    An example: "needs fastsafetensors: pip install 'weighin[loaders] @ git+URL'".
     """
     absent = [each for each in requirements if not _is_met(each)]
     if not absent:
@@ -61,7 +61,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _extra_with(requirement: str) -> str:
-    """Return the smallest extra of weighin with a package, such as "loaders"; empty without one."""
+    """Return weighin's extra with the shortest name that installs a package: "loaders"; else empty."""
     try:
         lines = requires("weighin") or []
     except PackageNotFoundError:  # weighin runs from a folder without being installed

@@ -57,9 +57,8 @@ class StrategyInfo:
             does.
         pretrained: the library whose Hugging Face folders the strategy loads, "transformers",
             "diffusers" or "timm"; empty if the strategy needs no such folder.
-        packages: the packages that the strategy imports beside torch and weighin, by their names on
-            PyPI:
-            "fastsafetensors", "safetensors>=0.8".
+        packages: the packages from PyPI that the strategy imports beside torch and weighin, such as
+            "fastsafetensors" or "safetensors>=0.8".
         shares_load: whether the strategy divides one load among ranks (processes), and so needs at
             least two.
         weights_only: whether the strategy reads a training checkpoint with
@@ -86,12 +85,14 @@ class StrategyInfo:
     needs_adapter: bool = False
 
     def loads(self, found: quantised.Quantised) -> bool:
-        """Tell whether the strategy can load quantised weights, by its library or by weighin."""
+        """Tell whether the strategy can load the quantised weights, by its library's code or by
+        weighin's.
+        """
         return self.dequantises and (bool(self.pretrained) or found.dequantises)
 
     @property
     def missing(self) -> str:
-        """The missing packages and the command that installs them; empty if no package is missing."""
+        """A text: the missing packages and the command that installs them; empty if none is missing."""
         from weighin.suite import packages  # imports what `weighin list` does not need
 
         return packages.missing(self.packages)
@@ -104,7 +105,7 @@ class StrategyInfo:
 
 
 def strategies(operation: Operation = "load") -> dict[str, StrategyInfo]:
-    """Return all strategies for one operation by name: those of weighin and of installed packages.
+    """Return all strategies for one operation, by name: those of weighin and of installed packages.
 
     Raises:
         ConfigError: two strategies have the same name, or a file is not a strategy.
@@ -138,8 +139,9 @@ def chosen(
 ) -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
     """Return the strategies of a suite, each with its options.
 
-    ``own_format`` is the format of a user's checkpoint. If the suite names no strategy, and no
-    default strategy reads this format, return all strategies that read it in one process.
+    ``own_format`` is the format of a user's checkpoint. If weighin can only read this format, the
+    suite names no strategy and no format, and no default strategy reads the format, return all
+    strategies that read it in one process.
 
     Raises:
         UnknownName: a strategy does not exist, or does not declare one of its options.
@@ -221,11 +223,11 @@ def model_and_checkpoint(
     code. ``choice`` chooses the weights and the class in a Hugging Face folder.
 
     Raises:
-        UnknownName: ``name`` is neither a known name nor the path of a file.
-        CheckpointError: the path does not exist or is no checkpoint, or the tensors are no weights
-            without other data; the message names the kind of file.
+        UnknownName: ``name`` is neither a known name nor a path.
+        CheckpointError: the path does not exist or is no checkpoint, no tensors are selected, or
+            the tensors are not plain weights (quantised, or of a dtype that torch cannot convert).
         ConfigError: ``kwargs`` are given for a path, ``choice`` is given for a model that is no
-            folder, or the folder's own code may not run.
+            Hugging Face folder, or the folder's own code may not run.
     """
     path = path_of(name, kwargs, choice.revision)
     if path is None:
@@ -261,9 +263,7 @@ def _no_folder(name: str, options: Iterable[str]) -> ConfigError:
 
 
 def library_at(path: Path) -> str:
-    """Return the library to which the folder at ``path`` belongs, such as "transformers"; empty for
-    any other folder.
-    """
+    """Return a Hugging Face folder's library, such as "transformers"; empty for any other folder."""
     return read_folder(path).library.name if is_pretrained(path) else ""
 
 
@@ -315,7 +315,8 @@ def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
 
     Raises:
         CheckpointError: the folder has no weights, or not in the variant that ``choice`` names.
-        ConfigError: ``choice`` names a variant or a revision, which this path cannot have.
+        ConfigError: ``choice`` names a variant or a revision that a checkpoint of this kind cannot
+            have.
     """
     path = pretrained_folder.path_of(path, choice.revision)
     if file := gguf_in(path):
@@ -403,7 +404,7 @@ def _third_party(operation: Operation) -> list[Path]:
 
 
 def _file_of(module: str) -> Path | None:
-    """Return a module's file. Unlike ``find_spec``, this does not import parent packages."""
+    """Return a module's file. Unlike ``find_spec``, ``_file_of`` imports no parent package."""
     top, *rest = module.split(".")
     spec = find_spec(top)
     for part in rest:
@@ -413,7 +414,7 @@ def _file_of(module: str) -> Path | None:
 
 
 _Constants = dict[str, tuple[Any, int]]
-"""The value and line of each name that a file sets; the value is None if it is no literal."""
+"""For each name that a file sets, its value and its line; a value that is no literal is None."""
 
 
 def _constants(tree: ast.Module) -> _Constants:
@@ -431,7 +432,7 @@ def _constants(tree: ast.Module) -> _Constants:
 def _texts(
     path: Path, constants: _Constants, name: str, default: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """Return the strings of a constant; only a constant without a default may be empty."""
+    """Return the strings of a strategy's constant; only a constant without a default may be empty."""
     value, line = constants.get(name, (default, 0))
     is_texts = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
     if not is_texts or (default and not value):

@@ -18,7 +18,7 @@ from weighin.text import printable
 _OURS: Final = "weighin.models."
 _FILE: Final = ".py:"
 _TAKEN: Final = sys.stdlib_module_names | {"numpy", "safetensors", "torch", "weighin"}
-"""Names of modules that the measured process imports before it imports a model's module."""
+"""Names that a model's module must not have, because Python or weighin has such a module."""
 
 
 def is_file(name: str) -> bool:
@@ -68,7 +68,7 @@ def of_file(name: str) -> tuple[str, Path]:
 def import_path(names: Iterable[str]) -> tuple[str, ...]:
     """Return the folders in which weighin looks for the models' modules.
 
-    In order: the folders of builders in files, the current folder, existing folders of PYTHONPATH.
+    The order is: folders of builders in files, the current folder, existing folders of PYTHONPATH.
     """
     folders = [of_file(name)[1] for name in names if is_file(name)]
     folders.append(Path.cwd())
@@ -93,10 +93,10 @@ def file_of(builder: str, folders: Iterable[str]) -> Path | None:
 
 
 def check_builder(builder: str, kwargs: Mapping[str, Any], folders: Iterable[str]) -> None:
-    """Raise an error for a wrong builder from the source of its module, without running any code.
+    """Raise an error for a wrong builder; read the source of its module, but run no code.
 
-    Some errors show only when the model is built: in a module that is not a plain file, and for a
-    name that the module imports or computes.
+    If the module is no Python file, or imports or computes the function, ``check_builder`` cannot
+    find every error. Such an error shows only when the model is built.
 
     Raises:
         ConfigError: the module or the function is missing, or does not accept ``kwargs``.
@@ -132,7 +132,7 @@ def check_builder(builder: str, kwargs: Mapping[str, Any], folders: Iterable[str
 
 def parse(path: Path, what: str, function: str, example: str) -> ast.Module:
     """Return the syntax tree of a strategy's or use's file, which must define ``function``:
-    "load(job)".
+    "load(job)" for a strategy.
 
     Raises:
         ConfigError: the file is missing or not Python, its name cannot be shown, or the function is

@@ -1,4 +1,4 @@
-"""Find uses of a model (what follows a load) by name or by path, without importing the file."""
+"""Find uses of a model (what follows a load) by name or by path, without importing their files."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def chosen(names: list[str]) -> dict[str, str]:
 
 
 def obstacle(cell: Cell) -> str:
-    """Return the reason why a cell's use cannot follow the load; empty if there is no reason."""
+    """Return why the cell's use cannot follow the load; empty if it can."""
     is_on_gpu = cell.device != "cpu"
     if cell.use and cell.ranks > 1:
         return f"weighin measures the use {cell.use} only in one process: --ranks 1"

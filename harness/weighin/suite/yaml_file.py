@@ -1,6 +1,4 @@
-"""Read a YAML file without validation. This module does not import pydantic, because the import
-would slow ``weighin list`` down.
-"""
+"""Read a YAML file without validation and without pydantic, which would slow ``weighin list``."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,9 @@ from weighin.text import one_line
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the top-level mapping of a YAML file; raise ConfigError that names the file and the line."""
+    """Return a YAML file's top-level mapping; raise ConfigError if it is invalid. The error names
+    the file and, for wrong YAML, the line.
+    """
     try:
         content = bounded(yaml.safe_load(read_bytes(path, MIB).decode()))
     except OSError as error:

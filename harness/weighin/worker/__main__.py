@@ -1,7 +1,7 @@
 """Run one cell: import torch, load the model in phases, read every byte, verify and use the model.
 
-A cell of a save instead saves the model in phases, syncs the files, reads them back and verifies
-them.
+A cell that measures a save saves the model in phases, syncs the files, and reads them back to
+verify them.
 
 An isolation starts this module as ``python -m weighin.worker``; ``protocol.py`` defines the
 protocol. Modules of weighin that are imported before torch would add weighin's own memory to the
@@ -38,7 +38,7 @@ _TRACE_PIECE = 10_000  # the most events in one line, so that the parent parses 
 
 @dataclass(frozen=True, slots=True)
 class PreparedWorker:
-    """The objects of a worker that exist before the load, equal for every strategy."""
+    """The objects that a worker creates before the load, in the same way for every strategy."""
 
     job: Job
     lifeline: Lifeline
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
-    """Import torch and the model's code, create the CUDA context and report the baseline memory."""
+    """Import torch and the model's code, create a CUDA context, report the memory before the load."""
     import_start_ns = time.monotonic_ns()
     with marks.phase("import"):
         import torch
@@ -144,7 +144,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
 
 
 def load(worker: PreparedWorker) -> "torch.nn.Module":
-    """Run the strategy and return the model that it returns.
+    """Run the strategy, and return the model that the strategy returns.
 
     Raises:
         StrategyFailed: the strategy raises, or does not return a module.
@@ -190,7 +190,7 @@ def run_strategy(worker: PreparedWorker, argument: Any) -> Any:
 
 
 def save(worker: PreparedWorker, model: "torch.nn.Module") -> None:
-    """Let the strategy save the model, sync the files that the strategy wrote, and read them back."""
+    """Let the strategy save the model, sync the written files, and read them back to verify them."""
     from pathlib import Path
 
     from weighin.worker import saving
@@ -245,7 +245,7 @@ def check(worker: PreparedWorker, model: "torch.nn.Module") -> None:
 
 
 def use(worker: PreparedWorker, model: "torch.nn.Module") -> int | None:
-    """Run the cell's use or forward passes; return the time in ns, or None if there are none."""
+    """Perform the cell's use, or run forward passes; return the time in ns, None without either."""
     from weighin.worker import verify
 
     job, marks, cell, inputs = worker.job, worker.marks, worker.job.cell, worker.inputs

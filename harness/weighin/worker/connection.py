@@ -28,7 +28,9 @@ class Lifeline(Parent):
         return line
 
     def send_and_wait(self, event: str, **fields: Any) -> None:
-        """Send one event and wait until weighin has read and reset the cgroup's high-water mark."""
+        """Send one event, and wait until weighin acknowledges it. At the end of a phase, weighin
+        first reads and resets the cgroup's high-water mark.
+        """
         self.send(event, **fields)
         self._acknowledged.acquire()
 

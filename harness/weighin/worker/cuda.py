@@ -2,9 +2,9 @@
 
 Requested bytes are the bytes that tensors need. Allocated bytes are the requested bytes rounded up
 to blocks. Reserved bytes are the segments that the allocator got from the driver. A thread also
-samples the driver's figure of the memory in use. Page-locked host memory has another allocator,
-which keeps its own peak. The worker synchronises the device before each reading, so that memory and
-time include pending copies.
+samples how much GPU memory is in use by the driver's count. Page-locked host memory has another
+allocator, which keeps its own peak. The worker synchronises the device before it reads a peak, so
+that memory and time include pending copies.
 """
 
 import math
@@ -73,7 +73,9 @@ class CudaMemory:
         )
 
     def take_timeline(self) -> list[tuple[int, int, int]]:
-        """Return the samples since the last call: (t_ns, allocated bytes, driver-used bytes)."""
+        """Return the samples since the last call: (t_ns, allocated bytes, bytes that are in use by
+        the driver's count).
+        """
         samples, self._timeline = self._timeline, []
         return samples
 
@@ -91,7 +93,7 @@ class CudaMemory:
         """End the trace of the allocator, and return the trace; None if no trace was started.
 
         The item ``events`` has tuples (t_ns, action, bytes); ``requested_bytes`` and
-        ``reserved_bytes`` are the values before the first event.
+        ``reserved_bytes`` are the amounts before the first event.
         """
         if self._clock_offset_ns is None:
             return None
@@ -122,7 +124,7 @@ class CudaMemory:
         }
 
     def notes(self) -> list[str]:
-        """Return warnings about the figures of the device, each with the reason."""
+        """Return a warning for each property of the GPU or allocator that changes what figures mean."""
         properties = torch.cuda.get_device_properties(self.device)
         backend = torch.cuda.get_allocator_backend()
         warnings = []
@@ -144,9 +146,7 @@ class CudaMemory:
         return warnings
 
     def notes_at_end(self) -> list[str]:
-        """Return a warning for each other GPU on which this process has allocated memory, because
-        no figure includes that memory.
-        """
+        """Return a warning for each other GPU whose memory the process used: no figure includes it."""
         peaks = {
             index: torch.cuda.max_memory_allocated(index)
             for index in range(torch.cuda.device_count())

@@ -11,7 +11,7 @@ from weighin.worker.connection import Lifeline
 
 
 class StrategyFailed(Exception):
-    """The strategy returned no model, or raised the error that is this exception's ``__cause__``."""
+    """The strategy gave no model or no file, or raised the error in this exception's ``__cause__``."""
 
 
 class UseFailed(Exception):
@@ -19,7 +19,7 @@ class UseFailed(Exception):
 
 
 def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
-    """Return the outcome and the message for an error while the model is loaded, read or verified."""
+    """Return the outcome and the message of an error in a load, a save, its verification or a use."""
     from weighin.worker.verify import WrongWeights
 
     if isinstance(error, WrongWeights):

@@ -17,10 +17,10 @@ _NUMBER_BYTES = 8
 
 
 class _Fork:
-    """A forked process that runs a function and reports its private memory.
+    """A forked process that runs a function and then reports the process's private memory.
 
-    The process ends when its parent closes the pipe: ``end`` is the write end, ``until`` the read
-    end.
+    The process ends when its parent closes a pipe with the write end ``end`` and the read end
+    ``until``.
     """
 
     def __init__(self, function: Callable[[], object], until: int, end: int) -> None:

@@ -1,5 +1,4 @@
-"""Start one process (rank) for each copy of the model to load, and pass messages between the ranks
-and weighin.
+"""Start a cell's ranks (processes that load one model), and pass messages between them and weighin.
 
 The launcher runs inside the cell's container or cgroup, and replaces torchrun for two reasons.
 torchrun would import torch into the cell's cgroup. torchrun also ends all ranks before weighin can
@@ -71,7 +70,7 @@ class _Ranks:
         return None
 
     def failed(self, options: int = 0) -> tuple[int, int] | None:
-        """Wait for the end of a process; return (rank, exit status) if a rank failed, else None.
+        """Wait for the end of one process; return (rank, exit status) if it failed, else None.
 
         A rank failed if it ended before its event ``done``, even with exit status 0.
         """

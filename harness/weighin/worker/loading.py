@@ -15,7 +15,7 @@ from weighin.worker.phases import named_by_strategy
 
 
 class Phases(Protocol):
-    """An object that measures phases: ``Marks`` in a worker, ``Ledger`` in a prediction."""
+    """An object that measures phases: a worker has a ``Marks``, and a prediction has a ``Ledger``."""
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 
@@ -56,7 +56,7 @@ class WorkerLoad:
 
 
 def import_strategy(path: Path, name: str = "load") -> Callable[[Any], Any]:
-    """Import the file of a strategy or a use, and return its function ``load``, ``save`` or ``use``."""
+    """Import a strategy's or use's file, and return its function ``name``: "load", "save" or "use"."""
     spec = spec_from_file_location(f"weighin_strategy_{path.stem}", path)
     assert spec and spec.loader
     module = module_from_spec(spec)

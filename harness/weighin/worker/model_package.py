@@ -1,4 +1,4 @@
-"""Import the package that defines a model's class before the load, in a phase of its own.
+"""Before the load, import the package that defines a model's class, in a phase of its own.
 
 transformers and diffusers import a module when a class in it is first used. Without the separate
 phase, this import would be part of the phase "prepare".
@@ -14,7 +14,7 @@ from weighin.formats.pretrained_library import library_of
 def import_model_package(
     model: ModelSpec, phase: Callable[[str], AbstractContextManager[None]]
 ) -> None:
-    """Import the class of a model of transformers, diffusers or timm in a ``phase`` of its own.
+    """Import a model's class of transformers, diffusers or timm in a ``phase`` of its own.
 
     Raises:
         ConfigError: the library is not installed, or has no such class.

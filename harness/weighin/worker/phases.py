@@ -24,9 +24,7 @@ _SHORTEST_GAP_NS = 1_000_000  # a shorter gap between two phases counts to the s
 
 
 def named_by_strategy(name: object) -> str:
-    """Return a strategy's name of a phase; raise ValueError if weighin uses it itself, or it is
-    unsafe.
-    """
+    """Return a phase's name; raise ValueError if it is malformed, or a name of weighin's own phases."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+/()-]{0,63}", name):
         raise ValueError(
             f"phase {short_repr(name)}: a phase's name is a text of at most 64 letters, digits, spaces"
@@ -78,7 +76,7 @@ class Marks:
             raise RuntimeError(f"phase {self._current!r} began and never ended")
 
     def restart(self) -> None:
-        """Begin the next phase now, so that no phase includes weighin's own work before it."""
+        """Let the next phase start now, so that it does not include weighin's own work before now."""
         self._faults = _read_faults()
         self._start_ns = time.monotonic_ns()
 

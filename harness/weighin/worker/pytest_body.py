@@ -1,8 +1,8 @@
 """Run a test's body, or a function, and measure it, for weighin's pytest plugin.
 
-The worker measures the baseline just before the body, after the setup of the test's fixtures, so
-that peaks above the baseline belong to the body. Just before, the worker returns freed memory to
-the kernel, because a body that reuses freed memory would not raise the peak.
+The worker measures its baseline memory after the setup of the test's fixtures, just before the
+body. Peaks above the baseline therefore belong to the body. Before it measures, the worker returns
+freed memory to the kernel, because a body that reuses freed memory would not raise the peak.
 """
 
 import ctypes
@@ -53,7 +53,9 @@ def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn
 
 @contextmanager
 def _measuring(device: str, lifeline: Lifeline, marks: Marks, import_ns: int) -> Iterator[None]:
-    """Report the baseline, run the test's body, and end its last phase, even if the body raises."""
+    """Report the memory before the test's body, run the body, and end the body's last phase, even
+    if the body raises.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     if device.startswith("cuda"):

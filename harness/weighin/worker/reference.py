@@ -1,13 +1,13 @@
 """Run a model's forward pass after the reference load: ``python -m weighin.worker.reference``.
 
-A run starts this module, without a memory limit, if a strategy loaded the right weights and the
-model's forward pass failed. If the forward pass also fails here, the cause is the model, and not
-the strategy. The reference load of a Hugging Face folder is ``from_pretrained``. For any other
+A run starts this module, without a memory limit, if a strategy loaded all weights correctly, but
+the model's forward pass failed. If the forward pass also fails here, the cause is the model, and
+not the strategy. The reference load of a Hugging Face folder is ``from_pretrained``. For any other
 model, the reference load builds the model and copies each tensor of the checkpoint into it.
 
 The first line of standard input is the cell's job. The second line is a JSON object with
-``checkpoint`` and ``selection``. This module sends one event, ``answer``. Its field ``failure`` is
-empty if the forward pass works; else the field has the error in one line.
+``checkpoint`` and ``selection``. This module sends one event, ``answer``. The event's field
+``failure`` is empty if the forward pass works, and else has the error in one line.
 """
 
 import json

@@ -43,14 +43,14 @@ class WorkerSave:
 
 
 def load_model(job: Load) -> torch.nn.Module:
-    """Load the model that is to be saved, and drop its checkpoint's pages from the page cache."""
+    """Load the model that is to be saved, then drop the checkpoint's files from the page cache."""
     model = load_streaming(job.build_model, job.checkpoint, device=job.device)
     page_cache.drop(formats.files(job.checkpoint))
     return model
 
 
 def sync(target: Path) -> None:
-    """Call fsync on every file and folder below ``target``."""
+    """Call fsync on ``target``, and on every file and folder below it."""
     for file in files_in(target):
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -78,7 +78,7 @@ def measure(target: Path) -> Written:
 def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
     """Read the saved checkpoint back from the disk; raise WrongWeights if it differs from the model.
 
-    The RAM limit of the save also applies to this check, so that the check holds only a few pieces
+    The RAM limit of the save also applies to this check. The check therefore has only a few pieces
     of 16 MiB in memory.
     """
     page_cache.drop(files_in(target))

@@ -45,6 +45,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key that only tensors with the same view of the same memory have in common."""
+    """Return a key that two tensors share only if they view the same memory in the same way."""
     tensor = local(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -1,5 +1,4 @@
-"""Use a loaded model in a phase of its own: write it, train it, convert it, copy it, save it, or
-fork.
+"""Use a loaded model in a phase of its own: overwrite, train, convert, copy or save it, or fork.
 
 A use runs after the verification of all weights, and so may change the weights. The objects that a
 use makes stay alive until its phase has ended, so that the memory at the phase's end includes them.
@@ -31,7 +30,7 @@ _RATE: Final = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The other arguments of a use: inputs of a forward pass, and a folder to write to."""
+    """What a use gets beside the model: inputs of a forward pass, and a folder to write to."""
 
     inputs: Inputs | None = None
     target: Path = Path()
@@ -47,7 +46,7 @@ class Done:
 
 
 def prepare(use: str) -> None:
-    """Train one weight before the use, so that torch imports the optimizer and starts its threads."""
+    """Train one weight for a training use, so that torch imports the optimizer and starts threads."""
     if use in TRAINING:
         weight = torch.nn.Parameter(torch.ones(1))
         weight.sum().backward()
@@ -75,9 +74,7 @@ def perform(
 
 
 def function_of(job: Job) -> Callable[[torch.nn.Module, Given], Done]:
-    """Return the function of the cell's use; for a user's own use, the function imports the user's
-    file when it is called.
-    """
+    """Return the function of the cell's use; for a user's use, a call of it imports the user's file."""
     if job.use_path:
         return lambda model, _: Done(import_strategy(Path(job.use_path), "use")(model))
     return FUNCTIONS[job.cell.use]
@@ -93,7 +90,7 @@ def write(model: torch.nn.Module, _: Given = Given()) -> Done:
 
 
 def train(use: str, model: torch.nn.Module, given: Given) -> Done:
-    """Take one step of an optimizer with a gradient of every floating-point parameter."""
+    """Take one step of the optimizer ``use``, with a gradient for every floating-point parameter."""
     weights = [weight for weight in model.parameters() if weight.is_floating_point()]
     if not weights:
         raise ValueError(
@@ -152,4 +149,4 @@ FUNCTIONS: Final[dict[str, Callable[[torch.nn.Module, Given], Done]]] = {
     SAVE: _save,
     FORK: _fork,
 }
-"""The function of each use of weighin, except forward passes."""
+"""The function of each built-in use, by name; the use ``forward`` is not among them."""

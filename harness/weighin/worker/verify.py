@@ -52,8 +52,8 @@ def check_values(
     """Raise WrongWeights if a tensor's checksum differs from the checkpoint's.
 
     ``from_pretrained`` changes some tensors after reading them. For such a tensor, both the values
-    in the file and the changed values are right. ``check_values`` returns notes that name these
-    tensors.
+    in the file and the changed values count as correct. ``check_values`` returns notes that name
+    these tensors.
     """
     wrong, changed, of_file = [], [], []
     for entry in manifest.tensors:
@@ -97,5 +97,5 @@ def complain(what: str, names: Iterable[str]) -> None:
 
 
 def wanted_dtype(entry: TensorEntry, dtype: torch.dtype) -> str:
-    """Return the dtype that a tensor must have after a load: ``dtype`` for floating-point tensors."""
+    """Return a tensor's dtype after a correct load: ``dtype`` if it is floating-point, else its own."""
     return dtype_name(dtype) if dtype_name(dtype) in entry.checksums else entry.dtype

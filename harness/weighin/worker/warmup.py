@@ -1,8 +1,8 @@
 """Prepare a worker for its baseline (its memory before the load), and report the environment that
 only the worker can see.
 
-The functions of this module import torch, and not the module itself, because the import of torch is
-a separate phase.
+The functions of this module import torch, and not the module itself, because weighin measures the
+import of torch as a phase.
 """
 
 import os
@@ -36,7 +36,7 @@ def settle_math() -> None:
 
 
 def read_through(checkpoint: "Path") -> None:
-    """Read every file of the checkpoint, so that its cached pages count for the cell's cgroup."""
+    """Read every file of the checkpoint, so that the kernel charges its pages to the cell's cgroup."""
     files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.iterdir())
     if checkpoint.suffix == ".json":  # an index of shards
         from weighin import formats
@@ -64,8 +64,8 @@ def check_preloaded() -> None:
 
 
 def report_baseline(lifeline: "Lifeline", marks: "Marks", import_ns: int) -> None:
-    """Send the baseline, the worker's memory before the load, to weighin. Figures "above import"
-    are later figures minus the baseline.
+    """Send the baseline, the worker's memory before the load, to weighin. A figure "above import"
+    is a later figure minus the baseline.
     """
     lifeline.send_and_wait(
         "baseline",

@@ -25,12 +25,12 @@ _NODE_ID: Final = "ray.io/node-id"
 _PROBE_S: Final = 120.0
 
 Relay = Callable[[bytes], Iterator[bytes]]
-"""A function that runs an assignment on its node and yields the events."""
+"""A function that Ray runs on a node: it takes an assignment, and yields the assignment's events."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A living node with the resource ``SLOT``, as Ray describes it."""
+    """A node of a Ray cluster that is alive and has the custom resource ``SLOT``."""
 
     id: str
     name: str
@@ -39,7 +39,7 @@ class RayNode:
 
 
 class RayTask:
-    """An assignment that runs on a node (``weighin.engines.transport.Task``)."""
+    """A ``weighin.engines.transport.Task``: an assignment that runs on a node of a Ray cluster."""
 
     def __init__(self, stream: "ObjectRefGenerator") -> None:
         self.stream = stream
@@ -61,11 +61,11 @@ class RayTask:
 def answer(
     node: RayNode, task: RayTask, kind: str, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Return the event ``kind`` of a task; ``say`` gets a line for each step of the task.
+    """Wait for a task's end, and return its event ``kind``; ``say`` gets a line for each step.
 
     Raises:
         LostTask: the task's process, or its node, was lost.
-        ConfigError: weighin does not run on the node.
+        ConfigError: the task ended without this event, as on a node without weighin.
     """
     answers = {}
     for event in filter(None, map(decode_event, iter(task.next_event, None))):
@@ -119,9 +119,7 @@ class Cluster:
         ]
 
     def monitor(self, node: RayNode) -> tuple[bool, str]:
-        """Tell whether Ray's memory monitor, which would kill cells, is on at a node; name its
-        setting.
-        """
+        """Return whether Ray's memory monitor (it kills tasks) is on at a node, and the setting as text."""
         configured = ray._private.state.state.get_system_config().get("memory_monitor_refresh_ms")
         if configured is not None:
             return int(configured) > 0, f"the cluster's system config: {configured}"
@@ -131,8 +129,7 @@ class Cluster:
         return value.strip() != "0", f"RAY_memory_monitor_refresh_ms={value}"
 
     def look(self, node: RayNode) -> dict[str, Any]:
-        """Run ``relay.look`` on a node, and return the node's setting of the memory monitor and its
-        time.
+        """Return a node's setting of Ray's memory monitor, and the time of the node's clock.
 
         Raises:
             LostTask: the node was lost, or did not answer within 120 s.
@@ -145,7 +142,7 @@ class Cluster:
         return facts
 
     def submit(self, node: RayNode, assignment: Mapping[str, Any]) -> RayTask:
-        """Start an assignment in the node's slot; Ray runs one assignment at a time in a slot."""
+        """Start an assignment on a node; because of ``SLOT``, Ray runs one assignment at a time there."""
         line = encode_event({"event": "assignment", **assignment}).rstrip(b"\n")
         resources = {SLOT: 1.0}
         options = {"resources": resources, "num_gpus": node.gpus, "label_selector": self._at(node)}
@@ -171,7 +168,7 @@ def connected(
     """Connect this process to the cluster, and disconnect it at the end.
 
     Raises:
-        ConfigError: no cluster answers at the address.
+        ConfigError: no cluster answers at the address, or it is a ``ray://`` address.
     """
     if address.startswith("ray://"):
         raise ConfigError(

@@ -33,7 +33,7 @@ class NodeExamination:
 
     @property
     def can_measure(self) -> bool:
-        """Whether the kernel enforces a RAM limit on the node, and Ray's memory monitor is off."""
+        """Whether an isolation enforces a RAM limit on the node, and Ray's memory monitor is off."""
         return self.examination.holds_a_limit and not self.is_monitored
 
     def as_json(self) -> dict[str, Any]:
@@ -47,7 +47,8 @@ def examine(
     """Test all nodes of a cluster at the same time; ``say`` gets a line for each step.
 
     Raises:
-        ConfigError: no cluster answers, no node has a slot, or weighin does not run on a node.
+        ConfigError: no cluster answers, no node has the resource SLOT, a node was lost, or weighin
+            does not run on a node.
     """
     with clusters.connected(address, labels) as cluster:
         nodes = cluster.nodes()
@@ -95,9 +96,9 @@ def _code(examined: Mapping[str, Any]) -> Capability:
 
 
 def _clock(cluster: Cluster, node: RayNode) -> Capability:
-    """Measure how far the node's clock is from this machine's, as NTP does.
+    """Measure the offset of the node's clock from this machine's clock, as NTP does.
 
-    Of several calls, the quickest one gives the smallest error.
+    Of five calls, only the quickest one counts, because its error is the smallest.
     """
     readings = []
     for _ in range(_PINGS):

@@ -1,4 +1,4 @@
-"""The engine for a Ray cluster: find the nodes that can measure, and give them cells."""
+"""Define the engine for a Ray cluster: it gives cells to the nodes that can measure."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +23,7 @@ from weighin.units import format_bytes, format_exact
 
 @dataclass(frozen=True, slots=True)
 class Fleet(Machines):
-    """The nodes of a cluster."""
+    """The nodes of a Ray cluster that can measure."""
 
     nodes: Sequence[Node]
 
@@ -56,7 +56,11 @@ class Fleet(Machines):
         containers: bool = True,
         image: str = "",
     ) -> tuple[Isolation, str]:
-        """Return the named isolation, or for ``auto`` the first isolation that works on every node."""
+        """Return an isolation that nodes of the cluster have, and a note for the user.
+
+        For ``auto``, every node must have the isolation. For any other ``name``, one node suffices,
+        and the note names the nodes without the isolation.
+        """
         refused = []
         tried = select.NAMES if containers else select.NAMES[1:]
         for candidate in tried if name == "auto" else [name]:
@@ -92,7 +96,7 @@ class Fleet(Machines):
 
 @dataclass(frozen=True, slots=True)
 class RayEngine:
-    """Runs cells as Ray tasks on the nodes of a cluster, one cell per node at a time."""
+    """Runs cells (measurements) as Ray tasks on the nodes of a cluster, one cell per node at a time."""
 
     cluster: Cluster
     machines: Fleet
@@ -110,7 +114,7 @@ def placed(result: Result, node: Node) -> Result:
 
 @contextmanager
 def opened(address: str, labels: Mapping[str, str]) -> Iterator[RayEngine]:
-    """Connect to a cluster, and yield the engine for the nodes that have a slot and the labels.
+    """Connect to a Ray cluster; yield the engine for nodes with the resource SLOT and all ``labels``.
 
     Raises:
         ConfigError: no cluster answers, or its nodes cannot measure.
@@ -120,7 +124,7 @@ def opened(address: str, labels: Mapping[str, str]) -> Iterator[RayEngine]:
 
 
 class RayTransport:
-    """The connection of a driver to the nodes of a cluster (a ``Transport``)."""
+    """A ``Transport`` that connects the driver to the nodes of a Ray cluster."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -158,7 +162,8 @@ def find(cluster: Cluster) -> Fleet:
     """Return the cluster's nodes that can measure; a node that does not answer is left out.
 
     Raises:
-        ConfigError: no node has a slot, Ray's memory monitor is on, or a node has another weighin.
+        ConfigError: no node with the resource SLOT answers, Ray's memory monitor is on at a node,
+            or a node has no weighin or another version or code of it.
     """
     nodes = cluster.nodes()
     check_monitors(cluster, nodes)
@@ -171,8 +176,8 @@ def find(cluster: Cluster) -> Fleet:
 def check_monitors(cluster: Cluster, nodes: Sequence[RayNode]) -> None:
     """Raise ConfigError if Ray's memory monitor is on at a node.
 
-    The monitor kills tasks when the whole node is short of memory. Ray would then kill a cell
-    before the kernel does at the cell's limit.
+    The monitor kills tasks when the whole node is short of memory. It could kill a cell
+    (measurement) that is still below its own RAM limit.
     """
     on = []
     for node in nodes:
@@ -193,7 +198,7 @@ def probe(cluster: Cluster, nodes: Sequence[RayNode]) -> list[Node]:
     """Ask all nodes at the same time what they can do; lost nodes are left out.
 
     Raises:
-        ConfigError: a node has no weighin, or another version of it, or other code.
+        ConfigError: a node has no weighin, another version of weighin, or changed files of weighin.
     """
     tasks = [cluster.submit(node, {"kind": "probe", "gpu": node.gpus > 0}) for node in nodes]
     found = []

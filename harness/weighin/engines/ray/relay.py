@@ -1,8 +1,8 @@
-"""The Ray tasks: one starts ``weighin.engines.node`` on its node and passes the events on.
+"""Define the functions that run as Ray tasks: ``relay`` runs an assignment, ``look`` reads settings.
 
 Ray copies these functions by value to the nodes, with the functions of ``child_process`` and
-``pipes`` that they use. The functions that run on a node import only the standard library, so that
-a node without weighin can report that weighin is missing.
+``pipes`` that they use. All of these functions import only the standard library. A node without
+weighin can therefore report that weighin is missing.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ _PATIENCE_S = 30.0  # the measured processes of a stopped assignment need a mome
 def relay(assignment: bytes) -> Iterator[bytes]:
     """Start the assignment in a process of its own, and yield each of its events as one line.
 
-    The process of the assignment gets the environment with which the node was started. Ray sets
-    variables such as OMP_NUM_THREADS in its own workers, which would change the figures. The
+    The process of the assignment gets the environment with which the node was started. Ray's own
+    workers have further variables, such as OMP_NUM_THREADS, that would change the measurement. The
     process of the assignment ends when the generator ``relay`` ends.
     """
     node = Child(module("weighin.engines.node"), raylet_environment())
@@ -55,7 +55,7 @@ def look() -> dict[str, Any]:
 
 
 def raylet_environment() -> dict[str, str]:
-    """Return the environment of this node's raylet, which started this process."""
+    """Return the environment of the raylet, the daemon of Ray on this node that started this process."""
     pid = os.getppid()
     while pid > 1:
         folder = Path(f"/proc/{pid}")

@@ -50,7 +50,7 @@ class Standard:
 
 
 class _Output:
-    """The output of one stream, up to the mark that the container's first process writes."""
+    """One stream's output, up to the mark with which the container's first process ends it."""
 
     def __init__(self, mark: bytes) -> None:
         self._mark = mark
@@ -83,9 +83,9 @@ class Attachment:
     """The streams of one container, from ``begin`` until ``finish``.
 
     Attributes:
-        mark: the bytes that the container's first process writes after the last output; not passed
-            on.
-        interrupted: is called with SIGPIPE when the reader of the command's output has closed it.
+        mark: the bytes that the container's first process writes after the command's last output;
+            weighin does not pass them on.
+        interrupted: a function to call with SIGPIPE when the reader of the output has closed it.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Attachment:
         ]
 
     def begin(self) -> None:
-        """Begin to copy the streams, after the container's start and before the command's."""
+        """Begin to copy the streams, after the container starts and before the command starts."""
         if self._standard.is_terminal:
             assert self._standard.stdin is not None
             self._follow_size()
@@ -225,7 +225,7 @@ class Attachment:
 
 
 def _copied(standard: int, given: int | None) -> int | None:
-    """Return a copy of ``given``, else of the standard stream; None if that was always closed."""
+    """Return a copy of ``given``, else of the standard stream; None if weighin never had it."""
     if given is not None:
         return os.dup(given)
     # Another file may have got the number of a closed standard stream by now.

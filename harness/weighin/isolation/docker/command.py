@@ -31,7 +31,7 @@ _EXIT_TIMEOUT_S: Final = 2.0
 
 
 class DockerCommand:
-    """A command in a container (a ``weighin.isolation.base.RunningCommand``)."""
+    """A command in a container; the class implements ``weighin.isolation.base.RunningCommand``."""
 
     shares_terminal = False
 
@@ -60,7 +60,8 @@ class DockerCommand:
         """Start the container, find its processes, and let the command begin.
 
         Raises:
-            IsolationUnavailable: the engine runs on another machine, or could not start the keeper.
+            IsolationUnavailable: the engine runs on another machine, the container's cgroup is not
+                mounted here, or the keeper (the container's first process) did not start.
         """
         self._client.start(self._container)
         keeper = int(self._state()["Pid"])
@@ -92,7 +93,7 @@ class DockerCommand:
         self._wait_for_program(keeper)
 
     def _wait_for_program(self, keeper: int) -> None:
-        """Wait until the keeper's child runs the command; until then, it has the keeper's name."""
+        """Wait 0.1 s at most until the keeper's child has a new command line: the command."""
         deadline = time.monotonic() + _PROGRAM_TIMEOUT_S
         while _command_line(self.pid) == _command_line(keeper) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
@@ -137,7 +138,7 @@ class DockerCommand:
         return self._exit
 
     def _exit_of_container(self) -> Exit:
-        """Return the exit that the engine reports, because the keeper was killed, too."""
+        """Return the command's exit as the engine reports it, because the keeper was killed too."""
         self.unseen = "the container was killed with its command, so the last counters are lost"
         deadline = time.monotonic() + _EXIT_TIMEOUT_S
         code = wait_for_container(self._client, self._container, deadline)
@@ -154,8 +155,9 @@ class DockerCommand:
         return [pid for pid in pids if pid not in self.helpers]
 
     def kill(self) -> None:
-        """Kill all processes of the container except weighin's helpers. If this user may not kill
-        them, kill the whole container.
+        """Kill all processes of the container except weighin's helpers.
+
+        If this user may not kill them, kill the whole container.
         """
         killed: set[int] = set()
         try:

@@ -1,4 +1,4 @@
-"""Make a command's container, as ``docker run`` does, with a RAM limit and weighin's first process."""
+"""Make a command's container as ``docker run`` does, plus a RAM limit and the keeper process."""
 
 import contextlib
 import os
@@ -35,8 +35,7 @@ def start(
     name: str,
     on_close: Callable[[], None],
 ) -> DockerCommand:
-    """Start a cell's command in a new container with the given name; after an error, the caller
-    removes the container.
+    """Start a cell's command in a new container ``name``; the caller removes it after an error.
 
     ``info`` is the engine's answer to ``docker info``.
     """
@@ -75,11 +74,11 @@ def start(
 
 
 def settings(image: Mapping[str, Any], cell: Cell, keeper: Keeper) -> tuple[list[str], list[str]]:
-    """Return the command and the variables of a cell's container.
+    """Return the command line and the environment variables of a cell's container.
 
     As with ``docker run IMAGE COMMAND``, the command follows the image's entrypoint. Of this
-    process's variables, a container gets only TERM. A variable without "=" removes the image's
-    variable of that name.
+    process's variables, a container gets only TERM. In the result, a variable without "=" removes
+    the image's variable of that name.
     """
     of_image = dict(line.split("=", 1) for line in image.get("Env") or [] if "=" in line)
     term = {"TERM": os.environ["TERM"]} if "TERM" in os.environ else {}
@@ -90,8 +89,7 @@ def settings(image: Mapping[str, Any], cell: Cell, keeper: Keeper) -> tuple[list
 
 
 def binds(folder: str, mounts: Sequence[str], keeper: Keeper) -> list[Bind]:
-    """Return the mounts of a command's container: the command's folder is writable, and ``mounts``
-    are read-only.
+    """Return a command's mounts: ``folder`` writable, ``mounts`` read-only, and the keeper's files.
 
     Raises:
         ConfigError: the folder is the root, or a path to mount does not exist.
@@ -113,7 +111,7 @@ def binds(folder: str, mounts: Sequence[str], keeper: Keeper) -> list[Bind]:
 
 
 def _resize(client: docker.APIClient, container: str) -> Callable[[int, int], None]:
-    """Return a function that sets the (rows, columns) of a container's terminal."""
+    """Return a function that sets the numbers of rows and columns of a container's terminal."""
 
     def set_size(rows: int, columns: int) -> None:
         with contextlib.suppress(*ENGINE_ERRORS):  # the container has ended

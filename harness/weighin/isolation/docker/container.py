@@ -43,7 +43,7 @@ ENDED: Final = "the measured process ended before weighin could observe it"
 
 
 class DockerRunning:
-    """A worker in a container (a ``weighin.isolation.base.Running``)."""
+    """A worker in a container; the class implements ``weighin.isolation.base.Running``."""
 
     read_only = True
 
@@ -116,8 +116,8 @@ class DockerRunning:
     def kill(self) -> None:
         """Kill the worker and its children.
 
-        If weighin cannot see these processes, kill the whole container; its last counters are then
-        lost.
+        If weighin cannot see these processes, or may not kill them, kill the whole container. The
+        last counters of its cgroup are then lost.
         """
         try:
             signal_each(self._members())

@@ -12,9 +12,9 @@ bytes that arrive together with the engine's own answer:
 event     answer
 ========  ======================================================================================
 watching  the worker's pid; None if the worker has already ended. This is the first word
-samples   a list of samples, sent without a word, each in the order of ``Sample``'s fields
+samples   a list of samples, sent unasked; each is a list in the order of ``Sample``'s fields
 look      the fields of an ``Observation``
-reset     whether the kernel reset its high-water mark
+reset     whether the kernel's high-water mark (peak) was reset
 kill      the number of killed processes: all but the first process and this one
 end       ``{"oom_kills", "last_peak_rss_bytes", "others", "memory"}``, after the last samples
 ========  ======================================================================================
@@ -39,7 +39,7 @@ _FIELDS = tuple(field.name for field in fields(Sample))
 
 
 def main() -> None:
-    """Observe the worker, the first process's child, until weighin sends ``end`` or closes stdin."""
+    """Observe the worker, a child of process 1, until weighin sends ``end`` or closes stdin."""
     parent = Parent()
     parent.receive()
     pid = next((pid for pid in _others() if parent_of(pid) == _KEEPER), None)

@@ -26,8 +26,8 @@ _OOM_AT_BIRTH: Final = (
     "container init was OOM-killed (memory limit too low?)",
     "OOM: the memory limit could be too low",
 )
-"""The full messages of runc (since 1.0) and crun. The word "oom" alone would also match a path of the
-model bloom-560m."""
+"""The messages of runc (since 1.0) and crun about a RAM limit that is too small, in full. The word
+"oom" alone would also match a path of the model bloom-560m."""
 
 _KERNEL_LINE: Final = (
     "boot with {parameter} on the kernel's command line "
@@ -45,7 +45,7 @@ def engine_address() -> tuple[str, Any]:
 
 
 def connect() -> docker.APIClient:
-    """Return a client of the user's engine.
+    """Return a client of the Docker engine that ``engine_address`` names.
 
     Raises:
         IsolationUnavailable: no engine answers, or this user may not use it.
@@ -60,8 +60,9 @@ def connect() -> docker.APIClient:
 
 
 def _knock(address: str) -> None:
-    """Try to connect to the engine's Unix socket before the SDK does, because after a failure the
-    SDK leaves its socket open.
+    """Try to connect to the engine's Unix socket before the SDK does.
+
+    After a failure, the SDK would leave its own socket open.
     """
     if address.startswith("unix://"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -97,7 +98,10 @@ def _start() -> str:
 
 
 def check_engine(info: dict[str, Any]) -> None:
-    """Raise IsolationUnavailable if an engine cannot limit RAM; ``info`` is from ``docker info``."""
+    """Raise IsolationUnavailable if an engine cannot limit RAM and swap of Linux containers.
+
+    ``info`` is the engine's answer to ``docker info``.
+    """
     if info.get("OSType", "linux") != "linux":
         raise IsolationUnavailable(
             f"the Docker engine runs {info['OSType']} containers",
@@ -117,10 +121,9 @@ def check_engine(info: dict[str, Any]) -> None:
 
 
 def owner_labels() -> dict[str, str]:
-    """Return labels that identify a container's owner: this process, this host and the lock file of
-    runs.
+    """Return the labels that name a container's owner: this process, its host and its lock file.
 
-    The path of the lock file is in the host's label only if the user chose another lock file.
+    The label of the host ends with a digest of the lock file's path, if the user chose this path.
     """
     return {OWNER_LABEL: this_process(), HOST_LABEL: f"{socket.gethostname()}{lock_suffix()}"}
 
@@ -184,7 +187,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error of the Docker SDK and its causes, some of which are only in ``args``."""
+    """Yield an error of the Docker SDK and all its causes, including those only in ``args``."""
     seen: list[BaseException] = []
     todo: list[object] = [error]
     while todo:

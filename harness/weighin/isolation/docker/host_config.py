@@ -49,7 +49,7 @@ def of_command(
     cell: Cell,
     throttled_device: str,
 ) -> dict[str, Any]:
-    """Return the settings of a command's container: those of ``docker run``, and the cell's limits."""
+    """Return the settings of a command's container: Docker's defaults, ``binds`` and the limits."""
     return client.create_host_config(**_limits_and_mounts(info, binds, cell, throttled_device))
 
 
@@ -82,7 +82,10 @@ def user(info: Mapping[str, Any]) -> str | None:
 
 
 def worker_environment(of_cell: Mapping[str, str]) -> dict[str, str]:
-    """Return a worker's variables: the cell's, and those of this process that affect figures."""
+    """Return a worker's environment variables.
+
+    These are the cell's, this process's that affect measurements, and weighin's own.
+    """
     passed = {
         name: value
         for name, value in environment.settings().items()

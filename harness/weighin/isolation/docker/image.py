@@ -41,11 +41,10 @@ _ROOM_REPAIR: Final = "free some disk space: docker system df shows what takes i
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that an image is built from. ``pins`` are requirements such as
-    "torch==2.13.0+cpu".
+    """Everything that an image is built from, with ``pins`` such as "torch==2.13.0+cpu".
 
-    ``packages`` are the names of pinned packages that only a strategy needs, and not the worker
-    itself.
+    ``packages`` are the names of those pinned packages that only a strategy needs, and not the
+    worker itself.
     """
 
     base: str
@@ -89,7 +88,7 @@ def find_image(
 ) -> str:
     """Return the ID of a Docker image; pull the image if the engine does not have the image.
 
-    ``is_base`` tells whether weighin builds its own image on this image. The repair in an error
+    ``is_base`` tells whether weighin builds its own image on this image. The advice in an error
     names WEIGHIN_BASE_IMAGE for such a base image, and --image for an image that is used as it is.
 
     Raises:
@@ -139,7 +138,7 @@ def _image_id(client: docker.APIClient, name: str) -> str:
 
 
 def build(client: docker.APIClient, recipe: Recipe, progress: Progress) -> None:
-    """Build an image, and remove the leftovers of the build, even if it failed.
+    """Build an image, and remove the leftovers of the build, even if the build fails.
 
     Raises:
         IsolationUnavailable: too little disk space, a missing wheel, or an error of the engine.
@@ -185,7 +184,8 @@ def run_python(client: docker.APIClient, image: str, python: str, code: str) -> 
     """Run ``code`` in a fresh container of ``image`` without network, and return what it prints.
 
     Raises:
-        IsolationUnavailable: ``code`` failed; the message ends with its last line of output.
+        IsolationUnavailable: ``python`` does not run, or ``code`` failed; in the second case, the
+            message ends with the last line that ``code`` printed.
     """
     settings = client.create_host_config(network_mode="none")
     container = None
@@ -263,7 +263,7 @@ def _failed(recipe: Recipe, error: str, step: str, output: str) -> IsolationUnav
 
 
 def _prune(client: docker.APIClient) -> None:
-    """Remove untagged images and ended containers that builds of weighin left; labels identify them."""
+    """Remove untagged images and ended containers of weighin's builds, found by their labels."""
     for label in _LABELS:
         with contextlib.suppress(
             *ENGINE_ERRORS

@@ -54,10 +54,10 @@ from weighin.protocol import encode_job
 class DockerIsolation:
     """Runs workers in Docker containers, one container for each cell.
 
-    The workers' image is built on ``base_image``; None means the variable WEIGHIN_BASE_IMAGE, or
-    without it python:3.11-slim-bookworm. The workers' image contains ``packages``, which the run's
-    strategies need. Commands run in ``image``; if ``image`` is empty, commands run in the workers'
-    image.
+    The workers' image is built on ``base_image``. None means the image that the environment
+    variable WEIGHIN_BASE_IMAGE names, or if it is not set, python:3.11-slim-bookworm. The workers'
+    image contains ``packages``, which the run's strategies need. Commands run in ``image``; if
+    ``image`` is empty, commands run in the workers' image.
     """
 
     name = "docker"
@@ -77,7 +77,8 @@ class DockerIsolation:
     def check(self) -> None:
         """Raise IsolationUnavailable unless a Docker engine answers that can enforce a RAM limit.
 
-        The engine must have the image or its base, or reach a registry that has it.
+        The engine must have the user's ``image``, or without one the base image, or be able to pull
+        it from a registry.
         """
         check_engine(self._info)
         if not self._has_base:
@@ -85,8 +86,7 @@ class DockerIsolation:
             self._has_base = True
 
     def prepare(self, progress: Progress = lambda _: None, /) -> None:
-        """Build the workers' image if the image is missing; for a command with an image of the
-        user, pull the user's image.
+        """Build the workers' image if it is missing; if the user gave an image, pull that instead.
 
         Raises:
             IsolationUnavailable: an image or a wheel is missing, or the build failed.
@@ -122,7 +122,7 @@ class DockerIsolation:
         binds: Sequence[Bind] = (),
         throttled_device: str = "",
     ) -> DockerRunning:
-        """Start ``command`` in place of the worker, in a container with the limits of ``cell``."""
+        """Start ``command`` as the worker, in a new container with the limits of ``cell``."""
         if self._image is None:
             self.prepare()
         client = self._client
@@ -170,9 +170,9 @@ class DockerIsolation:
     ) -> RunningCommand:
         """Start a command in its working folder, which the container sees at the same path.
 
-        The container sees ``mounts`` read-only. Except for the limit and the user, the container
-        equals that of ``docker run``. If the RAM limit is too small for the container to start, no
-        error is raised: ``reap`` returns the exit of a killed command.
+        The container sees ``mounts`` read-only. Except for the limits, the mounts, the user and the
+        first process, it equals the container of ``docker run``. If the RAM limit is too small for
+        the container to start, no error is raised: ``reap`` returns the exit of a killed command.
 
         Raises:
             IsolationUnavailable: the engine refused a request, or runs on another machine.
@@ -233,7 +233,7 @@ class DockerIsolation:
 
     @contextlib.contextmanager
     def _new_container(self) -> Iterator[str]:
-        """Yield the name for a container to create; remove the container if the block fails."""
+        """Yield a name for a new container; remove the container if the ``with`` block fails."""
         name = f"weighin-{os.getpid()}-{secrets.token_hex(4)}"
         self._containers.add(
             name

@@ -1,4 +1,4 @@
-"""Keep a command's container and cgroup after the command's end, even if its image has no shell.
+"""Keep a command's container and cgroup after the command's end, even if the image has no shell.
 
 The keeper is the container's first process, and the command is its child. The keeper is this
 machine's own shell, which is mounted into the container with its libraries and its dynamic loader,
@@ -53,15 +53,16 @@ exec </dev/null >/dev/null 7>&-
 read -r _ <&9
 exit "$code"
 """
-"""The keeper's script. Its child writes its pid, waits for the first line from ``hold``, and becomes the
-command.
+"""The keeper's script. A child of the keeper writes its own pid into the named pipe ``told``, waits
+for the first line from the pipe ``hold``, and becomes the command.
 
-After the command's end, the keeper writes the command's exit code. If a signal killed the command,
-the shell writes a word such as "Killed" before the code. The word tells a signal from an exit code.
-The second line from ``hold`` is a mark. The keeper writes the mark after the last output, because
-the engine does not report the end of output while a container runs. The keeper ends when ``hold``
-is closed. A second child kills all processes when ``life`` is closed, at the latest when weighin
-ends. The keeper ignores Ctrl-C, which a terminal also sends to the keeper.
+After the command's end, the keeper writes the command's exit code into ``told``. If a signal killed
+the command, the shell writes a word such as "Killed" before the code. The word tells a signal from
+an exit code. The second line from ``hold`` is a mark. The keeper writes the mark after the last
+output, because the engine does not report the end of output while a container runs. The keeper ends
+when ``hold`` is closed. Another child of the keeper kills all processes when the pipe ``life`` is
+closed, at the latest when weighin ends. The keeper ignores Ctrl-C, which a terminal also sends to
+the keeper.
 """
 
 NOT_FOR_KEEPER: Final = frozenset(
@@ -113,10 +114,9 @@ class Keeper:
         return [*start, f"{_PIPES}/start", *settings, "--", *command]
 
     def wait_for_child(self, keeper: int, timeout_s: float) -> int | None:
-        """Return the pid, in the container, of the keeper's child when the child waits for ``go``;
-        None if the child does not start.
+        """Wait for the keeper's child to start; return the child's pid in the container, or None.
 
-        ``keeper`` is the keeper's pid on this machine.
+        The child then waits for ``go``. ``keeper`` is the keeper's pid on this machine.
         """
         process = open_process(keeper)
         try:
@@ -145,7 +145,7 @@ class Keeper:
         return parse(self._said)
 
     def end_output(self, mark: bytes) -> None:
-        """Let the keeper write ``mark`` after all output of the command, which has already ended."""
+        """Let the keeper write ``mark`` after the command's output; the command must have ended."""
         with contextlib.suppress(OSError):  # the keeper was killed
             os.write(self._hold, mark + b"\n")
 
@@ -172,7 +172,7 @@ class Keeper:
 
 
 def parse(said: bytes) -> Exit | None:
-    """Return the exit that a keeper reported: the report's last word is the exit code."""
+    """Return the exit from a keeper's report, whose last word is the exit code; None without it."""
     *words, code = said.split() or [b""]
     if not code.isdigit():
         return None
@@ -184,8 +184,7 @@ def parse(said: bytes) -> Exit | None:
 
 @cache
 def _files(shell: Path) -> dict[str, Path]:
-    """Return a shell's dynamic loader, the shell and its libraries, by file name; of a static
-    shell, only itself.
+    """Return a shell's loader, the shell and its libraries by name; a static shell has only itself.
 
     Raises:
         IsolationUnavailable: ``ldd`` is not installed.

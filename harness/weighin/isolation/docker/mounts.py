@@ -1,8 +1,9 @@
-"""The bind mounts of a container: weighin's code, one strategy and one checkpoint, all read only.
+"""The bind mounts of a container: read-only weighin's code, one strategy and one checkpoint.
 
-For a user's own model, the mounts include the folder of its module, its package, and the paths that
-the user names. For a user's own use, the mounts include the file of the use. For a save, and for
-the use "save", the mounts include the empty target folder, which is writable.
+For a model that the user wrote, the mounts include the folder or installed package of the model's
+module, and the paths that the user names. For a use of the model that the user wrote, the mounts
+include the file of the use. For a save, and for the use "save", the mounts also include the empty
+target folder; only this mount is writable.
 """
 
 import sys
@@ -91,8 +92,9 @@ def environment_inside(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _preloaded(environment: dict[str, str]) -> dict[str, str]:
-    """Return the path in the container for each library of LD_PRELOAD; the library is mounted,
-    because the image may lack it.
+    """Return a dict from each library of LD_PRELOAD to its path in the container.
+
+    The library is mounted there, because the image may lack it.
     """
     return {
         library: f"/weighin/preload/{number}/{Path(library).name}"
@@ -111,8 +113,9 @@ def _importable(mounts: tuple[str, ...]) -> list[str]:
 
 
 def _place_file(path: Path, code: list[Bind], kind: str) -> tuple[str, list[Bind]]:
-    """Return the path, in the container, of the file of a strategy or use; add a mount of the file
-    if ``code`` has none.
+    """Return the container's path for the file of a strategy or use (``kind``), and its mount.
+
+    There is no mount if one of the mounts ``code`` contains the file.
     """
     for bind in code:
         if path.is_relative_to(bind.source):

@@ -26,8 +26,7 @@ _COMPILED: Final = (".so", ".pyd", ".dylib")
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """The installed packages to mount: their files and folders, and a line of text for each
-    package.
+    """The installed packages to mount (``paths``), and a line of text for each package (``notes``).
 
     A required package with compiled code is not mounted; its line says so.
     """
@@ -37,14 +36,13 @@ class Lacking:
 
 
 def lacking(job: Job) -> Lacking:
-    """Return the installed package of a job's model, and the packages that it requires, as far as
-    the image lacks them.
+    """Return the packages that a job's model needs and that the image lacks, if installed here.
 
     The result is empty if the model's module is part of weighin or of the image, lies in a folder
     of ``job.python_path`` or in ``job.mounts``, or does not exist here.
 
     Raises:
-        ConfigError: the package contains compiled code.
+        ConfigError: the package of the model's module contains compiled code.
     """
     return _lacking(job.cell.model.builder, job.python_path, job.mounts)
 

@@ -1,4 +1,4 @@
-"""Ask the watcher, a process of weighin in a worker's container (``container_observer``)."""
+"""Observe a worker through weighin's watcher process in its container (``container_observer``)."""
 
 import queue
 import threading
@@ -17,10 +17,9 @@ _ANSWER_TIMEOUT_S = 10.0
 
 
 class InsideObserver:
-    """Observes a worker through the watcher, a process in the worker's container that ``channel``
-    connects.
+    """Observes a worker through the watcher: a process in its container that ``channel`` reaches.
 
-    When the watcher has died, every figure is None and every action returns False.
+    When the watcher has died, every measured value is None and every action returns False.
     """
 
     def __init__(self, channel: Channel, lift: Callable[[], None]) -> None:
@@ -42,7 +41,7 @@ class InsideObserver:
         return replace(seen, escape="") if self._is_lifted else seen
 
     def raise_limit(self) -> None:
-        """Ask the engine to lift the limit; later observations do not report that as an escape."""
+        """Ask the engine to lift the limit; later observations do not call this an escape."""
         self._is_lifted = True
         self._lift()
 

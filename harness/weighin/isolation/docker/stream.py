@@ -18,7 +18,7 @@ STDOUT: Final = 1
 STDERR: Final = 2
 
 CANCEL: Final = b"\x18"
-"""ASCII CAN, which the keeper writes after the worker's end; text before it is invalid."""
+"""ASCII CAN, which the keeper writes after the worker's end; text before it on a line is void."""
 
 KEEPER: Final = (
     '"$@"; code=$?; '
@@ -32,8 +32,8 @@ The keeper keeps the container and its cgroup alive until weighin has read the c
 After the worker's end, the keeper writes CAN and the exit code to stdout; CAN invalidates an
 incomplete line of a killed worker. The keeper also writes CAN to stderr, to mark the end of stderr.
 The keeper ends when its stdin closes, at the latest when weighin ends. The shell (dash) needs 0.1
-MiB of anonymous memory. With the container's start, 0.9 MiB is charged to the cgroup before the
-worker starts (measured on Debian 12, cgroup v1).
+MiB of anonymous memory. The kernel charges 0.9 MiB to the cgroup before the worker starts, for the
+keeper and the container's own start (measured on Debian 12, cgroup v1).
 """
 
 _SEND_TIMEOUT_S: Final = 10.0
@@ -41,9 +41,7 @@ _STDERR_TIMEOUT_S: Final = 1.0
 
 
 def close_stream(stream: Any) -> None:
-    """Close a stream that ``attach_socket`` returned, with the socket below the stream and the HTTP
-    response that holds the socket.
-    """
+    """Close an ``attach_socket`` stream, its socket, and the HTTP response that has the socket."""
     for each in (getattr(stream, "_response", None), stream, getattr(stream, "_sock", None)):
         if each is not None:
             each.close()
@@ -69,14 +67,12 @@ class FrameBuffer:
 
 
 class StreamChannel:
-    """A channel over the attached stream of a container, whose first process (keeper) reports the
-    worker's end.
+    """A channel to a worker over its container's stream; the keeper in it reports the worker's end.
 
     Attributes:
         stderr_tail: the last 64 KiB that the worker and its strategy printed to stderr.
         worker_code: the exit code that the keeper sent, as a shell reports it (128 + n for signal
-            n);
-            None before that, or if the stream ended first.
+            n); None before the keeper sends it, or if the stream ended first.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -101,8 +97,7 @@ class StreamChannel:
         return None
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return ``worker_code`` when the worker has ended; the worker's last events can still be
-        received.
+        """Return ``worker_code`` once the worker has ended; ``receive`` still has its last events.
 
         Raises:
             TimeoutError: the worker still runs after ``timeout_s``.
@@ -119,7 +114,7 @@ class StreamChannel:
             self._socket.sendall(line)
 
     def end(self) -> None:
-        """Expect no more data, because the container did not start."""
+        """Expect no more data, for example because the container did not start."""
         self._over = self._quiet = True
 
     def close(self) -> None:

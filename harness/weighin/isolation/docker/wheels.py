@@ -30,8 +30,9 @@ class Target:
     glibc: int
 
     def pip_flags(self, host: "Target | None") -> list[str]:
-        """Return pip's flags to fetch wheels for this target; ``host`` is this machine if it has
-        Linux.
+        """Return pip's flags to fetch wheels for this target.
+
+        ``host`` describes this machine; None if it does not run Linux.
         """
         same_python = host and (self.feature, self.machine) == (host.feature, host.machine)
         if host and same_python and self.glibc >= host.glibc:
@@ -43,12 +44,11 @@ class Target:
 
     @property
     def feature(self) -> str:
-        """The version of Python in a wheel's name: "3.11" for Python 3.11.2."""
+        """The Python version without its last number: "3.11" for Python 3.11.2."""
         return ".".join(self.python.split(".")[:2])
 
     def own_requirements(self, pins: Iterable[str]) -> list[str]:
-        """Return the packages that ``pins`` require under the target's Python, but not under the
-        running Python.
+        """Return what ``pins`` require under the target's Python, but not under the running Python.
 
         pip evaluates the conditions of requirements only for the Python that runs pip.
         """
@@ -91,10 +91,9 @@ def installed_pins(requirements: Path, packages: tuple[str, ...] = ()) -> tuple[
 def installed(
     requirements: Iterable[str], without: Iterable[str] = ()
 ) -> Iterator[tuple[str, importlib.metadata.Distribution]]:
-    """Yield installed packages by name and, transitively, the packages that they require.
+    """Yield the names and metadata of ``requirements`` and of all that they require, if installed.
 
-    ``installed`` leaves out the packages in ``without``, packages that only these require, and
-    extras.
+    The packages in ``without``, packages that only these require, and extras are left out.
     """
     todo, seen = [*requirements], {*without}
     while todo:

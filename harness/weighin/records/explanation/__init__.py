@@ -1,6 +1,4 @@
-"""Explain in at most three lines, from a record alone, how a command ended and what memory it
-needed.
-"""
+"""Explain a command's end and memory use in at most three lines of text, from its record alone."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,10 +17,10 @@ _NEAR_LIMIT = 0.98  # page cache fills memory up to a limit, so that a peak this
 
 
 def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str]:
-    """Return up to three lines: how the command ended, how much memory it took and where in the
-    code, and why.
+    """Return up to three lines: the command's end, its memory use, and the cause of this use.
 
-    The second line is left out if no memory was measured, and the third line if no cause is proven.
+    The second line also names the line of code that took most memory. The second line is left out
+    if no memory was measured, and the third line if no cause is proven.
     """
     ending = _ending(result)
     if result.ran is None:
@@ -37,7 +35,7 @@ def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str
 
 
 def answer(run: Path, result: Result) -> list[str]:
-    """Return the explanation of a result in a run's folder; empty for the result of a load or save."""
+    """Return the explanation of a command's result in a run's folder; empty without a command."""
     return explain(result, read_samples(run, result.samples_path)) if result.cell.command else []
 
 
@@ -61,7 +59,7 @@ def _ending(result: Result) -> str:
 
 
 def _killed(result: Result, kills: Sequence[Kill]) -> str:
-    """Name the limit that was reached and the killed processes; say if the first one lived on."""
+    """Name the reached limit and the killed processes; say if the first process lived on."""
     assert result.ran
     commands = {process.pid: process.command for process in result.ran.processes}
     victims = [
@@ -142,9 +140,7 @@ def _where(facts: Facts, place: Place | None) -> str:
 
 
 def _cache(facts: Facts) -> str:
-    """Name the largest page cache and its files, and say if files were uncached (cold) at the
-    start.
-    """
+    """Name the size of the page cache, its files, and the files that were cold at the start."""
     most, cold = facts.result.peaks.file_sampled_bytes, facts.ran.cold
     found = {file.path: file for process in facts.present for file in process.files}
     files = sorted(found.values(), key=lambda file: -file.size_bytes)

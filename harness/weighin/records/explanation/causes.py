@@ -29,10 +29,10 @@ from weighin.result import OpenFile, Outcome, Sample
 from weighin.units import MIB, format_exact
 
 Evidence = Mapping[str, str]
-"""The words that replace the {names} in a rule's sentences."""
+"""The texts that replace the names in braces, such as {read}, in a rule's sentences."""
 
 LEAST_BYTES: Final = 48 * MIB
-"""A smaller peak gets no explanation, because Python with a few libraries needs as much."""
+"""Most rules do not explain less memory than this: Python with a few libraries needs as much."""
 
 _LOADS: Final = re.compile(r"load_state_dict|_load_from_state_dict|load_checkpoint_in_model")
 _READS: Final = ("torch/serialization.py", "safetensors/torch.py")
@@ -56,8 +56,9 @@ _MOST_STACKS: Final = 2 / 3
 class Rule:
     """A possible cause of a command's memory use: a test ``when``, and sentences about the cause.
 
-    ``hint`` is a sentence with a remedy; empty where no remedy is certain. ``place`` finds the line
-    of code that allocated the memory.
+    ``when`` returns the evidence, or None if the cause does not apply. ``hint`` is a sentence with
+    a remedy; empty where no remedy is certain. ``place`` finds the line of code that allocated the
+    memory.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Cause:
 
 
 def find(facts: Facts) -> Cause | None:
-    """Return the most specific cause that the record proves; None if there is none."""
+    """Return the most specific cause that the record proves; None if it proves no cause."""
     for rule in RULES:
         if (evidence := rule.when(facts)) is not None:
             words, hint = (text.format(**evidence) for text in (rule.words, rule.hint))
@@ -87,9 +88,7 @@ def find(facts: Facts) -> Cause | None:
 
 
 def _two_copies(facts: Facts) -> Evidence | None:
-    """The weights were read into memory (not mapped), and the model has a second copy of the
-    weights.
-    """
+    """Test whether the weights were read into memory (not mapped) and the model has a copy too."""
     place = facts.place
     files = facts.read_files(place.stack.pid) if place else []
     if place is None or not files or facts.anon_bytes < LEAST_BYTES:
@@ -129,8 +128,8 @@ def _whole_file(facts: Facts) -> Evidence | None:
 def _whole_read(facts: Facts) -> tuple[Place, OpenFile] | None:
     """Return the line that reads a whole file, and the file.
 
-    While the position in the file is before its end, the read goes on. Then, a stack counts even if
-    it was read long before the peak.
+    While the process's position in the file is before the file's end, the process still reads it.
+    The last stack then counts even if memory grew much between this stack and the peak.
     """
     last = facts.place or next(iter(facts.places[-1:]), None)
     process = facts.process(last.stack.pid) if last else None
@@ -165,7 +164,7 @@ def _import(facts: Facts) -> Evidence | None:
 
 
 def _copy_on_write(facts: Facts) -> Evidence | None:
-    """Forked processes have copied pages of their parent, because they wrote to these pages."""
+    """Test whether forked processes copied pages of their parent, because they wrote to them."""
     for parent in facts.ran.processes:
         children = [
             one
@@ -207,7 +206,7 @@ def _child(facts: Facts) -> Evidence | None:
 
 
 def _growth(facts: Facts) -> Evidence | None:
-    """Anonymous memory grew by about the same amount in each quarter of the time until the peak."""
+    """Test whether anonymous memory grew by a similar amount in each quarter of its rise."""
     rising = _rising(facts.samples)
     place = facts.place
     if place is None or len(rising) < _LEAST_SAMPLES or is_waiting(place):
@@ -230,7 +229,7 @@ def _growth(facts: Facts) -> Evidence | None:
 
 
 def _usual_place(facts: Facts) -> Place | None:
-    """Return the innermost line that occurs in at least two thirds of a process's stacks."""
+    """Return the innermost line of code that is in at least two thirds of a process's stacks."""
     last = facts.place
     if last is None:
         return None
@@ -251,7 +250,7 @@ def _usual_place(facts: Facts) -> Place | None:
 
 
 def _lines(place: Place) -> list[tuple[str, int] | None]:
-    """Return the lines of a stack, the innermost first; None stands for a line of a library."""
+    """Return a stack's (file, line number) pairs, innermost first; None for a library's line."""
     return [None if frame.is_library else (frame.path, frame.line) for frame in place.frames]
 
 
@@ -266,7 +265,7 @@ def _page_cache(facts: Facts) -> Evidence | None:
 
 
 def _rising(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples from a fifth of the largest anonymous memory up to the largest."""
+    """Return the samples from a fifth of the maximum of anonymous memory up to this maximum."""
     if not samples:
         return []
     most = max(range(len(samples)), key=lambda index: samples[index].anon_bytes)

@@ -1,4 +1,4 @@
-"""Find the kinds of memory at a command's peak, and the process and line that allocated it."""
+"""Find the kinds of memory at a command's peak, and the process and line of code that used most."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ _CHECKPOINT: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of the program that ran when the command used most memory.
+    """A line of the program that ran when ``stack`` was recorded.
 
-    ``function`` is the function that the line called, or else the function that contains the line;
-    empty for a line in the body of a module that calls none.
+    ``function`` is the function that the line called. If the line called none, ``function`` is the
+    function that contains the line, or empty in the body of a module.
     """
 
     stack: Stack
@@ -51,9 +51,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts from the record of one command. Sizes are at the time when the command used most
-    memory.
-    """
+    """Facts from a command's record; all sizes are those at the command's highest memory use."""
 
     result: Result
     ran: Ran
@@ -65,7 +63,7 @@ class Facts:
 
     @cached_property
     def split(self) -> tuple[int, int, int] | None:
-        """Anonymous memory, shared memory and page cache, in bytes; None without samples."""
+        """Anonymous memory, shared memory and page cache at the peak, in bytes; None if unknown."""
         if self.samples and self.ran.peak_ns is not None:
             peak_ns = self.ran.peak_ns
             at = min(self.samples, key=lambda sample: abs(sample.t_ns - peak_ns))
@@ -101,12 +99,12 @@ class Facts:
 
     @cached_property
     def holder(self) -> Process | None:
-        """The process with the most memory; None if the memory of processes was not read."""
+        """The process with the most memory at the peak; None if no process's memory was read."""
         return max(self.present, key=held_by, default=None)
 
     @cached_property
     def place(self) -> Place | None:
-        """The line that ran near the peak or the kill; None if no stack was read near that time."""
+        """The line that ran near the memory peak; None without a stack, or if its thread waited."""
         places = self.places
         needed = max(self.ran.needed_bytes or 0, self.held_bytes)
         if not places or places[-1].stack.usage_bytes < _NEAR * needed:
@@ -118,7 +116,7 @@ class Facts:
 
     @cached_property
     def places(self) -> list[Place]:
-        """The lines of all stacks; the last one is the line at the command's highest memory."""
+        """The lines of all stacks, sorted by the command's memory at the time of the stack."""
         found = [place for stack in self.ran.stacks if (place := place_of(stack))]
         return sorted(found, key=lambda place: (place.stack.usage_bytes, place.stack.t_ns))
 
@@ -131,10 +129,11 @@ class Facts:
         return next((one for one in reversed(self.ran.processes) if one.pid == pid), None)
 
     def grown(self, pid: int, holds: Callable[[Place], bool]) -> int:
-        """Return the growth of the command's memory, in bytes, while ``holds`` was true.
+        """Return how much the command's memory grew, in bytes, while ``holds`` was true.
 
-        The growth is the sum over successive stacks of process ``pid`` that both fulfil ``holds``.
-        The result is a lower bound, because growth just before and after the stacks is left out.
+        The result is the sum of the growth between each two successive stacks of the process
+        ``pid``, if ``holds`` is true for both stacks. It is a lower bound, because it leaves out
+        the growth just before and just after these stacks.
         """
         places = sorted(
             (one for one in self.places if one.stack.pid == pid and not is_waiting(one)),
@@ -148,10 +147,10 @@ class Facts:
         return sum(step for step in steps if step > 0)
 
     def grown_since(self, file: OpenFile) -> int:
-        """Return the growth of anonymous memory, in bytes, from the first sample with a file to the peak.
+        """Return the growth of anonymous memory from the first sight of ``file`` to the peak.
 
-        The result is a lower bound of the growth since the file was opened. Without samples, return
-        0.
+        The result, in bytes, is a lower bound of the growth since the file was opened. It is 0 if
+        there are no samples, or if no sample found the file open.
         """
         if file.seen_ns is None or not self.samples:
             return 0
@@ -160,7 +159,10 @@ class Facts:
         return self.anon_bytes - before.anon_bytes
 
     def read_files(self, pid: int) -> list[OpenFile]:
-        """Return the checkpoint files that a process had open and did not map, the largest first."""
+        """Return the checkpoint files that a process opened and mapped to less than half.
+
+        The largest file comes first.
+        """
         process = self.process(pid)
         files = process.files if process else ()
         found = [
@@ -172,7 +174,7 @@ class Facts:
 
 
 def place_of(stack: Stack) -> Place | None:
-    """Return a stack's innermost line in the program's own files, or else the innermost line."""
+    """Return a stack's innermost line outside of libraries, or without one, the innermost line."""
     frames = read_all(stack.frames)
     frame = own(frames) or next(iter(frames), None)
     return place_at(stack, frames, frames.index(frame)) if frame else None
@@ -185,7 +187,10 @@ def place_at(stack: Stack, frames: tuple[Frame, ...], at: int) -> Place:
 
 
 def _function(frames: Sequence[Frame]) -> str:
-    """Return the first frame's function; in Python 3.11, skip the frames of comprehensions."""
+    """Return the first frame's function, or "" in a module's body.
+
+    In Python 3.11, a comprehension has a frame of its own, which is skipped.
+    """
     for frame in frames:
         if frame.path != frames[0].path or frame.function == "<module>":
             return ""

@@ -48,7 +48,7 @@ class Frame:
 
     @property
     def place(self) -> str:
-        """The file's name and the line, "script.py:14"; for a library, with the folders in the package."""
+        """The file's name and line: "script.py:14"; for a library, with the package's folders."""
         inside = _INSTALLED.fullmatch(self.path)
         parts = (inside["inside"] if inside else self.path).split("/")
         kept = len(parts) if inside else 2 if parts[-1] in _GENERIC else 1

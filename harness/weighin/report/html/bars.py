@@ -15,7 +15,7 @@ _PER_CENT: Final = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A marker on a bar: an exact figure, and the range of the repeats, in per cent of the axis."""
+    """A marker on a bar at a peak, with the range of the repeats; in per cent of the axis's length."""
 
     kind: str
     at: float
@@ -38,7 +38,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLine:
-    """A line across all bars at the model's size or the RAM limit; ``at`` is None off the axis."""
+    """A line across all bars at the model's size or RAM limit; ``at`` is None if it is off the axis."""
 
     kind: str
     text: str
@@ -103,7 +103,7 @@ def _mark(name: str, row: Row, key: str, axis: Axis) -> Mark:
 
 
 def _tip(label: str, row: Row) -> str:
-    """Return the text that the page shows while the mouse is over a bar: all figures, exact ones first."""
+    """Return the text that the page shows while the mouse is over a bar: its peaks and maxima."""
     lines = [f"{label}: {captions.ending(row)}"]
     kind = operations.KINDS[row["operation"]]
     for key, words in (

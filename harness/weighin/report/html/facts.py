@@ -1,4 +1,4 @@
-"""List the machine and software of a run, and the meaning and accuracy of each figure, for report.html."""
+"""List, for report.html, the machine and software of a run, and the meaning of each figure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

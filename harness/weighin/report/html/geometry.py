@@ -12,7 +12,7 @@ _LETTER: Final = 0.56  # mean width of a letter / font size
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A linear axis from the value 0 at the position ``start`` to the value ``top`` at ``end``."""
+    """A linear axis: the value 0 is at the position ``start``, and the value ``top`` at ``end``."""
 
     top: float
     start: float
@@ -34,7 +34,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A text beside a point; ``x`` is the start, middle or end of the text, as ``anchor`` says."""
+    """A text beside a point; ``anchor`` says whether ``x`` is the start, middle or end of the text."""
 
     text: str
     x: float
@@ -58,10 +58,10 @@ class _Box:
 def place_labels(
     points: Sequence[tuple[float, float, str]], width: float, height: float, font: float
 ) -> list[Label]:
-    """Return a label beside each point (x, y, name), placed so that it covers other labels least.
+    """Return a label beside each point (x, y, name), at a place where it covers little else.
 
-    Eight places around each point are tried. A label prefers places that lie inside ``width`` and
-    ``height``, and of equally good places the first one.
+    Eight places around each point are tried. The best one overlaps least with other points and with
+    labels placed before, and does not leave the area ``width`` x ``height``.
     """
     taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y, _ in points]
     labels = []
@@ -93,7 +93,7 @@ def _places(font: float) -> list[tuple[float, float, str]]:
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points of the Pareto front in the order of x: no other point is to their lower left."""
+    """Return the Pareto front sorted by x: the points to whose lower left no other point lies."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(set(points)):
         if not front or y < front[-1][1]:

@@ -1,4 +1,4 @@
-"""Compute the plots of load time over peak memory in report.html, with the Pareto front."""
+"""Compute the plots of time over memory in report.html, with the Pareto front."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,8 +43,9 @@ class Plot:
 
 
 def build(rows: Sequence[Row]) -> list[tuple[str, Plot]]:
-    """Return plots with titles: one per memory figure of a group in which all repeats of two or
-    more rows ended ok. A figure that is zero in all of them gets no plot.
+    """Return titled plots: one for each group of comparable rows and each memory figure.
+
+    A plot has the rows whose repeats all ended ok: at least two, of which one has a figure above 0.
     """
     plots = []
     for title, group in style.scenes(rows):

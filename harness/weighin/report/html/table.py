@@ -14,7 +14,7 @@ _SIGNS: Final = {Outcome.OK.value: "✓", Outcome.SKIPPED.value: "-"}
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One field of the table; ``key`` sorts the rows, and is empty if nothing was measured."""
+    """One field of the table; the page sorts rows by ``key``, which is "" if nothing was measured."""
 
     text: str
     key: str
@@ -23,7 +23,7 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One row; ``outcome`` is the first word of its outcome, for the colour and the filter."""
+    """One row of the table; ``outcome`` is the first word of the row's outcome, such as "timeout"."""
 
     id: str
     colour: str
@@ -51,7 +51,7 @@ class Table:
 
 
 def ids(rows: Sequence[Row]) -> dict[str, str]:
-    """Return an HTML id for each measurement, which its row, bar and timeline have in the page."""
+    """Return an id for each measurement, which connects its row, bar and timeline in the page."""
     return {row["group"]: f"s{index}" for index, row in enumerate(rows)}
 
 
@@ -82,5 +82,5 @@ def build(series: Sequence[Row]) -> Table:
 
 
 def _key(name: str, row: Row) -> str:
-    """Return the text by which a name is sorted; a row without a RAM limit comes after all limits."""
+    """Return the text by which the column ``name`` is sorted; no RAM limit counts as a very large one."""
     return str(row[name] or 2**63) if name == "ram_limit_bytes" else name_text(name, row)

@@ -25,7 +25,7 @@ _SECTIONS: Final = ("model", "device")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One phase in a drawing: a band, a line at the exact peak, and the text under the mouse (``tip``)."""
+    """One phase in a drawing: a band, a line at its peak, and a text shown under the mouse (``tip``)."""
 
     name: str
     start: float
@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The drawing of one measurement. ``areas`` are SVG paths, from the top of the stack to the bottom."""
+    """The drawing of one measurement. ``areas`` are SVG paths, the topmost stacked area first."""
 
     id: str
     label: str
@@ -62,7 +62,7 @@ class Timeline:
 def build(
     run: Path, results: Sequence[Result], rows: Sequence[Row], ids: Mapping[str, str]
 ) -> list[tuple[str, list[Timeline]]]:
-    """Return drawings in titled groups; drawings of one model and device have the same axes."""
+    """Return titled groups of drawings, a group for each model and device with equal axes inside it."""
     tracks = timeline_data.choose(run, results, rows)
     track_of = {row["group"]: track for row, track in zip(rows, tracks, strict=True)}
     changing = [name for name in _SECTIONS if len(values(rows, name)) > 1]
@@ -187,7 +187,7 @@ def _tip(name: str, start: float, end: float, ended: Phase | None, result: Resul
 
 
 def _cut(track: timeline_data.Track, time: Axis, memory: Axis) -> tuple[float, float] | None:
-    """Return the position at which a kill or timeout ended a measurement; None if not drawn."""
+    """Return the position at which a measurement was cut off; None if it was not, or is off the axis."""
     is_off = track.end_s > time.top
     if not track.samples or is_off or track.result.outcome not in timeline_data.CUT_OFF:
         return None
