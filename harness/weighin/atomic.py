@@ -1,4 +1,4 @@
-"""Write files and rename folders so that a crash leaves the whole old or the whole new content."""
+"""Write files and rename folders so that a crash leaves either the old or the new content whole."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder, whose content is already synced, and sync the new parent folder."""
+    """Rename a file or folder, and sync its new parent; the caller must sync the content first."""
     if source.is_dir():
         sync_folder(source)
     source.rename(target)
@@ -31,7 +31,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder's directory entries, because ``fsync`` of a new file does not sync its entry."""
+    """Sync a folder's list of files, because ``fsync`` of a new file does not sync this list."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -40,6 +40,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def drop_written(descriptor: int) -> None:
-    """Sync a file's written data to the disk and drop its pages from the page cache."""
+    """Sync a file's written data to the disk, and drop the file's pages from the page cache."""
     os.fdatasync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

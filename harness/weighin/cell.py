@@ -23,7 +23,7 @@ SYNTHESISED: Final = "weighin.models.synthesised:from_tensors"
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model, and the function "package.module:function" that builds the model (``builder``)."""
+    """A model. ``builder`` names the function that builds it: "package.module:function"."""
 
     name: str
     builder: str
@@ -36,8 +36,8 @@ class ModelSpec:
     def title(self) -> str:
         """The model's name in tables and files: "gpt2-xl", "mynets:build(width=64)".
 
-        If the model has no name, the title is the builder with its arguments, without spaces. Long
-        arguments are cut, and a hash of all arguments follows.
+        If the name is only the name of the builder's function, the title is the builder with its
+        arguments, without spaces. A long text of arguments is cut, and a hash of all follows.
         """
         if self.name != self.builder.rpartition(":")[2]:
             return self.name
@@ -50,8 +50,8 @@ class Cell:
 
     Attributes:
         ram_high_bytes: the soft limit above which the kernel throttles the cell's processes.
-        use: what to do with the loaded model: the name of a use in ``weighin.uses``, or of the
-            user's own use. If empty, the model runs ``passes`` forward passes.
+        use: the name of the operation to run on the loaded model: one in ``weighin.uses``, or the
+            user's own. If empty, the model runs ``passes`` forward passes.
         ranks: the number of processes that load the model at the same time, all under the same
             limits.
         format: the format of the checkpoint; for a save, the format to write.
@@ -61,8 +61,8 @@ class Cell:
             as fast as it is.
         disk_latency_ns: the delay of each request to the checkpoint's disk; None for no delay.
         command: the program and its arguments, for a cell that measures a command and not a load.
-            Such a cell has the operation "command" and no model, dtype or format; ``strategy`` is
-            the command's label (``of_command``).
+            Such a cell has the operation "command" and no model, dtype or format. Its ``strategy``
+            is the command's label (``of_command``).
     """
 
     model: ModelSpec
@@ -90,7 +90,7 @@ class Cell:
     def of_command(
         cls, label: str, command: tuple[str, ...], isolation: str, **fields: Any
     ) -> Self:
-        """Return the cell that runs a command; ``fields`` are further fields of the cell."""
+        """Return the cell that measures a command; ``fields`` sets further fields of the cell."""
         return cls(
             ModelSpec("", ""),
             label,
@@ -106,11 +106,11 @@ class Cell:
 
     @cached_property
     def series(self) -> str:
-        """The name that all repeats of this cell share; the name ends with a hash of every field
-        except ``repeat``.
+        """The name that all repeats of this cell share: the strategy, and a hash of the cell's
+        fields without ``repeat``.
 
-        A field with its default value is not hashed. Names therefore stay the same when a later
-        weighin adds a field.
+        The hash leaves out fields that have their default value. Names therefore stay the same when
+        a later version of weighin adds a field.
         """
         usual = Cell(ModelSpec("", ""), "", "")
         fields = {
@@ -125,12 +125,12 @@ class Cell:
 
     @property
     def after_load(self) -> str:
-        """The name of the use after the load, such as "sgd"; "none" if the cell ends with the load."""
+        """The name of the use after the load, such as "sgd"; "none" if the model is not used."""
         return self.use or (FORWARD if self.passes else NONE)
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether the model is on a GPU at some time."""
+        """Whether the load, the save or the use of the model needs a GPU."""
         return self.device.startswith("cuda") or self.use == TO_DEVICE
 
     @property
@@ -173,18 +173,18 @@ class Job:
 
     Attributes:
         manifest: a file with the names and checksums of the expected tensors.
-        python_path: the folders from which to import the builder of a user's model.
+        python_path: the folders from which the worker imports a user's own modules.
         target: the empty folder into which a save, or the use "save", writes.
         trace: whether PyTorch's CUDA allocator records every allocation and release.
-        mounts: further paths of this machine that a container must see.
+        mounts: further paths of this machine that a container needs.
         body: a test or function to run in place of a load. The worker then loads no model, and reads
             only ``cell``, ``timeout_s`` and ``python_path``.
         rank: the number of this process, from 0, if several processes (ranks) load the model
-            together; None for the worker that starts these processes, and for the worker of any
-            other cell.
+            together; None for the worker that starts these processes, and for the worker of a
+            cell without ranks.
         throttled_device: the disk (its name below /dev) from which the kernel lets the cell read
             only at the cell's rate; empty if the kernel limits no disk.
-        use_path: the file of a user's own use.
+        use_path: the file of a user's own use; empty for one of weighin's uses.
     """
 
     cell: Cell

@@ -1,4 +1,4 @@
-"""Start child processes, and exchange lines with them; children use ``weighin.parent_process``.
+"""Start child processes, and exchange lines with them. A child uses ``weighin.parent_process``.
 
 ``Child`` uses nothing but the standard library and ``weighin.pipes``, because Ray pickles the class
 ``Child`` by value and sends it to other machines.
@@ -38,10 +38,10 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dict[str, str]:
-    """Return this process's environment, with a PYTHONPATH for weighin and ``python_path``.
+    """Return this process's environment, with a PYTHONPATH of ``python_path`` and ``CODE_PATH``.
 
-    With ``inherit``, the entries of this process's PYTHONPATH follow. Empty entries, which stand for
-    the current folder, are left out.
+    With ``inherit``, the entries of this process's own PYTHONPATH follow, without empty entries,
+    which stand for the current folder.
     """
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep) if inherit else []
     paths = [*python_path, *CODE_PATH, *filter(None, inherited)]
@@ -52,9 +52,9 @@ class PipeChannel:
     """The parent's ends of the pipes to a child's standard streams; ``close`` closes them.
 
     ``process`` is a descriptor that becomes readable when the child ends. Without ``process``, the
-    channel ends when the pipe closes. That may be after the child's end, because a process that the
-    child forked keeps the pipe open. ``copy`` is a descriptor to which the channel also writes the
-    child's standard error.
+    lines end when standard output closes. This may be after the child's end, because a process that
+    the child forked can keep standard output open. ``copy`` is a descriptor to which the channel
+    also writes the child's standard error.
 
     Attributes:
         stderr_tail: the last 64 KiB that the child printed to standard error.
@@ -93,12 +93,12 @@ class PipeChannel:
         return line
 
     def read(self) -> bool:
-        """Read all bytes that have arrived; return whether ``receive`` would then not wait."""
+        """Read the data that has arrived; return whether ``receive`` would return at once."""
         self._read_ready(self._open, 0)
         return bool(self._lines) or self._stdout not in self._open
 
     def filenos(self) -> list[int]:
-        """Return the descriptors to poll: one becomes readable when ``read`` has bytes to read."""
+        """Return the descriptors to poll: one is readable if data arrived or the child ended."""
         return [*self._open, *([] if self._process is None else [self._process])]
 
     def send(self, line: bytes) -> None:
@@ -120,7 +120,7 @@ class PipeChannel:
             os.close(descriptor)
 
     def _read_ready(self, awaited: list[int], timeout_s: float) -> bool:
-        """Wait until data arrives or the child ends, and read; return False after the time-out."""
+        """Wait for data or the child's end, and read the data; return False if the time ran out."""
         ended = [] if self._process is None else [self._process]
         found = ready([*awaited, *ended], timeout_s)
         if self._process in found:  # all that the child wrote is now in the pipes
@@ -222,7 +222,7 @@ class Child(PipeChannel):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The exit code of a child (-n for signal n), and its events and messages."""
+    """A child's exit code (-n for signal n), events, and last 64 KiB of standard error."""
 
     code: int
     events: list[dict[str, Any]]
@@ -240,7 +240,7 @@ def ask(
     question: bytes = b"",
     timeout_s: float = inf,
 ) -> Answer:
-    """Run a command to its end, with ``question`` as its standard input, and return its events.
+    """Run a command to its end, with ``question`` as its standard input; return its ``Answer``.
 
     Raises:
         TimeoutError: the command still ran after ``timeout_s``, and was killed.
@@ -255,14 +255,14 @@ def ask(
 
 
 def signal_each(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
-    """Send a signal to each process in a list; ignore processes that have ended."""
+    """Send the signal ``number`` to each process; ignore processes that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether a process ends within ``timeout_s``; ``process`` is its pidfd, if there is one."""
+    """Return whether a process ends within ``timeout_s``; ``process`` is its pidfd, or None."""
     deadline = monotonic() + timeout_s
     while not has_ended():
         left_s = deadline - monotonic()
@@ -276,7 +276,7 @@ def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: 
 
 
 def open_process(pid: int) -> int | None:
-    """Return a pidfd, a descriptor that is readable when the process ends; None before Linux 5.3."""
+    """Return a pidfd, which is readable when the process ends; None if the kernel gives none."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):  # AttributeError: not Linux

@@ -6,21 +6,21 @@ module: its record gets an ``Outcome``.
     HarnessError              message, repair, exit_code
      x ConfigError            a model, suite, option or command line is invalid            exit 2
         - FormatLimit         a checkpoint format cannot hold a model; other formats can
-        - UnknownName         no strategy, model or isolation has this name
+        - UnknownName         a name of a strategy, metric, format ... is unknown
      x IsolationUnavailable   this machine cannot run cells in this isolation              exit 3
      x CheckpointError        a checkpoint is damaged or of an unsupported kind            exit 2
         - WholePipeline       a pipeline of several models was given as one model
-     x NoBaseline             the results of this run must not become a baseline           exit 1
-     x RecordError            a run's folder or its records cannot be read or written      exit 2
-        - SchemaTooNew        a later version of weighin wrote the record
+     x NoBaseline             a run's results must not become a baseline file              exit 1
+     x RecordError            a run's folder or records cannot be read, written or used    exit 2
+        - SchemaTooNew        a later version of weighin wrote the record or file
         - DamagedRecord       a line of a record file is not a record
-     x StillRunning           a process goes on after SIGKILL                              exit 4
+     x StillRunning           a process has not ended after SIGKILL                        exit 4
      x MachineBusy            another run is measuring on this machine                     exit 4
-     x NoNodeLeft             no node of a fleet can run the remaining cells               exit 4
+     x NoNodeLeft             no machine of a cluster can run the remaining cells          exit 4
      x Interrupted            Ctrl-C, SIGTERM, SIGHUP, raised when all is cleaned up       exit 130
 
-``weighin.exit_codes`` explains the exit codes 0 to 5 and 130. The command line turns any other
-``OSError`` into a HarnessError (``explain``).
+``weighin.exit_codes`` explains the exit codes 0 to 5 and 130. The command line turns an ``OSError``
+into a HarnessError (``explain``).
 """
 
 import errno
@@ -41,7 +41,7 @@ _REPAIRS = {
 
 
 class HarnessError(Exception):
-    """Base of all errors that a user sees: ``message`` says the cause, and ``repair`` what to do."""
+    """Base of weighin's errors: ``message`` says the cause, and ``repair`` what the user can do."""
 
     exit_code = 2
 
@@ -67,7 +67,7 @@ class FormatLimit(ConfigError):
 
 
 class UnknownName(ConfigError):
-    """No strategy, model or isolation has this name; the repair suggests the most similar name."""
+    """No strategy, metric, format ... has this name; the repair suggests a similar name."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], repair: str = "") -> None:
         from difflib import get_close_matches  # imported here to save a worker's memory
@@ -96,7 +96,7 @@ class WholePipeline(CheckpointError):
     """A pipeline of several models was given in place of one model.
 
     ``folder`` is the pipeline's folder, and ``largest`` is the folder of its largest model. The
-    error then suggests the typed command with ``largest`` in place of ``folder``.
+    command line then shows the typed command with ``largest`` in place of ``folder`` as the repair.
     """
 
     def __init__(
@@ -108,18 +108,18 @@ class WholePipeline(CheckpointError):
 
 class NoBaseline(HarnessError):
     """A run's results must not become a baseline file (the accepted figures of ``weighin check``),
-    or only after the user's confirmation.
+    or the user has not confirmed that they may.
     """
 
     exit_code = 1
 
 
 class RecordError(HarnessError):
-    """A run's folder, or a file in it, cannot be written or read."""
+    """A run's folder, or a file in it, cannot be read, written, resumed or joined."""
 
 
 class SchemaTooNew(RecordError):
-    """A record has a later schema version than this version of weighin can read."""
+    """A record or baseline file has a schema version that this version of weighin cannot read."""
 
 
 class DamagedRecord(RecordError):
@@ -127,7 +127,7 @@ class DamagedRecord(RecordError):
 
 
 class StillRunning(HarnessError):
-    """A process survives SIGKILL because it waits in the kernel, and its memory stays in use."""
+    """A process waits in the kernel, so that SIGKILL does not end it and free its memory."""
 
     exit_code = 4
 
@@ -176,7 +176,7 @@ def extra(name: str, purpose: str) -> Iterator[None]:
 
 
 def explain(error: OSError) -> HarnessError:
-    """Return an OSError as a HarnessError that names the path, the reason and a repair."""
+    """Return a HarnessError for an OSError, with its path (if any), its reason and a repair."""
     from shlex import quote  # imported here to save a worker's memory
 
     reason = error.strerror or str(error) or type(error).__name__

@@ -1,6 +1,6 @@
 """Explain the exit codes of ``weighin``, and compute a run's exit code from the cells' outcomes.
 
-A cell that was killed for lack of memory, or reached its time-out, is a valid result, not a failure.
+A cell (measurement) that was killed for lack of memory, or that timed out, is a valid result.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ BROKEN: Final = (
     Outcome.COMMAND_FAILED,
     Outcome.USE_FAILED,
 )
-"""Outcomes that show a fault of the strategy, the command or the use, not a limit too small."""
+"""Outcomes that show a fault of the strategy, command or use, and not a limit that is too small."""
 
 MEANINGS: Final = {
     0: "done (a cell killed for lack of memory is a valid result)",
@@ -37,10 +37,10 @@ EXPLAINED: Final = f"Exit codes: {'; '.join(f'{code} {why}' for code, why in MEA
 
 
 def of_results(results: Iterable[Result]) -> int:
-    """Return a run's exit code: 5 if a strategy failed, else 4 if a cell was not measured, else 0.
+    """Return a run's exit code: 5 if an outcome is in ``BROKEN``, else 4 if a measurement could not
+    be made, else 0.
 
-    If ``weighin run`` measures a command only one time, it exits with the command's own code
-    instead.
+    After only one measurement, ``weighin run`` exits with the command's own code instead.
     """
     outcomes = {result.outcome for result in results}
     if outcomes & {*BROKEN}:
@@ -49,8 +49,8 @@ def of_results(results: Iterable[Result]) -> int:
 
 
 def broken(results: Iterable[Result]) -> list[str]:
-    """Return one line for each series (all repeats of one measurement) that failed: its strategy,
-    RAM limit, outcome and message.
+    """Return a line with the strategy, RAM limit, outcome and message of each result whose outcome
+    is in ``BROKEN``; equal lines appear once.
     """
     lines = []
     for result in results:

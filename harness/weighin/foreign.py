@@ -1,7 +1,7 @@
 """Read files and JSON from other programs and users, in bounded time and memory.
 
-A file that is too large raises ``OSError``, like an unreadable file. A value that is too large
-raises ``ValueError``, like invalid JSON.
+A file of too many bytes raises ``OSError``, like an unreadable file. JSON with too many levels, or
+too many lists and objects, raises ``ValueError``, like invalid JSON.
 """
 
 import errno
@@ -41,8 +41,8 @@ def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: the text is not JSON, a number has too many digits, the values are nested too
-            deeply, or (with ``finite``) a number is NaN or infinite.
+        ValueError: the text is not JSON, a number has too many digits, lists and objects are too
+            many or nest too deeply, or (with ``finite``) a number is NaN or infinite.
     """
     try:
         value = json.loads(text, parse_constant=_refuse if finite else None)
@@ -53,7 +53,7 @@ def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
 
 
 def json_in(path: "Path", most_bytes: int = 16 * MIB) -> Any:
-    """Return the JSON value in a file, NaN and infinities included; None if there is no valid JSON."""
+    """Return a file's JSON value, NaN and infinities included; None if no JSON can be read."""
     try:
         return parse_json(read_bytes(path, most_bytes), finite=False)
     except (OSError, ValueError):
@@ -61,13 +61,13 @@ def json_in(path: "Path", most_bytes: int = 16 * MIB) -> Any:
 
 
 def object_in(path: "Path", most_bytes: int = 16 * MIB) -> dict[str, Any]:
-    """Return the JSON object in a file, NaN and infinities included; empty if there is no object."""
+    """Return a file's JSON object, NaN and infinities included; {} if no object can be read."""
     content = json_in(path, most_bytes)
     return content if isinstance(content, dict) else {}
 
 
 def bounded(value: Any) -> Any:
-    """Return ``value``, a tree of dicts and lists.
+    """Return ``value``, a tree of dicts and lists, if its size is within the limits.
 
     Raises:
         ValueError: the tree has too many levels or too many dicts and lists, or contains itself.
@@ -84,7 +84,7 @@ def bounded(value: Any) -> Any:
 
 
 def _inside(value: dict[Any, Any] | list[Any]) -> list[Any]:
-    """Return the dicts and lists among the values of a dict or list."""
+    """Return those values of a dict, or items of a list, that are dicts or lists."""
     items = value.values() if isinstance(value, dict) else value
     return [item for item in items if isinstance(item, dict | list)]
 

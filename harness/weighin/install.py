@@ -1,7 +1,7 @@
-"""The command that installs weighin with an extra, for errors, ``--help`` and the docs.
+"""Build the command that installs weighin with an extra, for errors, ``--help`` and the docs.
 
-The command names weighin's repository, or the clone or wheel that this weighin was installed from, so
-that weighin need not be on a package index.
+The command names the clone or wheel that this weighin was installed from, or else the repository.
+weighin therefore need not be on a package index.
 """
 
 import json
@@ -11,15 +11,15 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 PLACEHOLDER: Final = "git+URL"
-"""Stands for the repository's address in the docs, and in a command if the package has no address."""
+"""Stands for the repository's address in the docs, and in commands if the address is unknown."""
 EXPLAINED: Final = "where URL is the address of weighin's repository"
 
 
 def command(*extras: str, anywhere: bool = False) -> str:
     """Return the command that installs weighin with the given extras.
 
-    With ``anywhere``, the command also works on other machines: it names the repository, and not the
-    clone or wheel on this machine.
+    With ``anywhere``, the command also works on other machines, because it names the repository and
+    not a clone or wheel on this machine.
     """
     chosen = f"[{','.join(extras)}]" if extras else ""
     origin, editable = ("", False) if anywhere else _origin()
@@ -37,7 +37,7 @@ def upgrade() -> str:
 
 
 def _repository() -> str:
-    """Return pip's address of the repository that weighin was installed or published from."""
+    """Return the repository's address in pip's form ("git+https://..."); empty if it is unknown."""
     record = _direct_url()
     if "vcs_info" in record:
         return f"{record['vcs_info']['vcs']}+{record['url']}"
@@ -63,8 +63,8 @@ def _origin() -> tuple[str, bool]:
     """Return the clone or wheel that weighin was installed from, and whether it was installed with
     ``--editable``.
 
-    The path of the clone or wheel is empty if weighin was installed from elsewhere, or if the clone
-    or wheel is gone.
+    The path is empty if weighin was not installed from a path on this machine, or if nothing is at
+    this path any more.
     """
     record = _direct_url()
     parts = urlsplit(record.get("url", ""))

@@ -15,7 +15,7 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 
 class Parent(LineReader):
-    """The connection to the parent process: it sends lines, and receives events.
+    """The connection to the parent process, which sends lines and receives events.
 
     Events go to the original standard output. Descriptor 1 becomes standard error, so that prints of
     a strategy or a model do not mix with the events.
@@ -41,10 +41,10 @@ def end_with_parent() -> None:
 
 
 def adopt_orphans(*, adopt: bool = True) -> bool:
-    """Make this process a child subreaper: the parent of descendants whose own parent ends.
+    """Make this process a child subreaper, which becomes the parent of its orphaned descendants.
 
-    With ``adopt=False``, stop being a subreaper. Return whether this process was a subreaper before
-    the call.
+    With ``adopt=False``, make it an ordinary process. Return whether this process was a subreaper
+    before the call.
     """
     if sys.platform != "linux":
         return False

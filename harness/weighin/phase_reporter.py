@@ -1,5 +1,5 @@
-"""Report the phases of this process to ``weighin run``, which reads the peaks when a phase begins
-or ends.
+"""Report when this process begins and ends a phase, so that ``weighin run`` reads the memory peaks
+at these times.
 
 Each message of the measured process to ``weighin run`` is one packet with one line of JSON:
 ``{"event": "begin", "id": 1, "name": "read"}`` or ``{"event": "end", "id": 1, "t_ns": ...}``. After
@@ -41,7 +41,7 @@ def address(path: str) -> Iterator[str]:
 class Reporter:
     """The connection of this process to ``weighin run``, made at the first phase.
 
-    No method raises an error.
+    A failure raises no error, but this process then reports no further phases.
     """
 
     def __init__(self, path: str) -> None:
@@ -53,7 +53,7 @@ class Reporter:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def begin(self, name: str) -> tuple[int, int]:
-        """Report that a phase begins, and return what to pass to ``end``."""
+        """Report that a phase begins; return the pid and the phase's number, to pass to ``end``."""
         number = next(self._ids)
         self._tell(event="begin", id=number, name=name)
         return os.getpid(), number
@@ -110,8 +110,8 @@ class Reporter:
             connection.close()
 
     def _is_ours(self) -> bool:
-        """Return whether the descriptor still is the connection to ``weighin run``, because the
-        program may have closed and reused the descriptor.
+        """Return whether the descriptor is still the connection to ``weighin run``. The program may
+        have closed it, and opened another file with the same number.
         """
         try:
             return self._descriptor >= 0 and os.fstat(self._descriptor).st_ino == self._inode
@@ -124,7 +124,7 @@ class Reporter:
         self._descriptor = -1
 
     def _after_fork(self) -> None:
-        """Drop the parent's connection and lock, which another thread of the parent may hold."""
+        """In a forked child, drop the parent's connection, and make a new, unlocked lock."""
         self._lock = RLock()
         self._drop()
 

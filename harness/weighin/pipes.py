@@ -1,7 +1,7 @@
 """Read lines from pipes, and write whole lines to pipes; parent and child processes use this module.
 
 This module imports little, because a measured process imports it before torch, and because Ray
-copies its functions to other machines.
+copies the functions of this module to other machines.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ _PART_BYTES = 4096  # small, so that the worker's heap does not grow
 
 
 class LineBuffer:
-    """Splits bytes into complete lines, and drops an incomplete last line of a killed writer."""
+    """Splits bytes into lines; drops an incomplete last line, such as that of a killed writer."""
 
     def __init__(self) -> None:
         self._pending = b""
@@ -53,8 +53,8 @@ class LineReader:
 
 
 def ready(descriptors: list[int], timeout_s: float) -> list[int]:
-    """Wait at most ``timeout_s`` until a descriptor can be read, and return the descriptors that
-    can be read.
+    """Wait at most ``timeout_s`` until a descriptor can be read, and return all descriptors that
+    can then be read.
 
     ``ready`` uses poll, because select cannot wait for descriptors above 1023, which a process with
     many open files has.
@@ -75,7 +75,7 @@ def write(descriptor: int, data: bytes) -> None:
 
 
 def pass_on(descriptor: int, data: bytes) -> bool:
-    """Write all bytes to a descriptor, even a non-blocking one; return False if nobody reads it."""
+    """Write all bytes to a descriptor, also a non-blocking one; return False if the write fails."""
     left = memoryview(data)
     while left:
         try:

@@ -1,6 +1,6 @@
 """Name a part of a program with ``weighin.phase``, so that ``weighin run`` measures the part's peaks.
 
-Any program may import this module; outside of ``weighin run``, it therefore imports almost nothing.
+Any program may import this module. Outside of ``weighin run``, the module imports almost nothing.
 """
 
 import os
@@ -34,17 +34,17 @@ class phase(ContextDecorator):  # noqa: N801 (programs use it as a function)
         @weighin.phase("build")
         def build(): ...
 
-    Under ``weighin run``, the record has the exact peak of the phase. Elsewhere, a phase does nothing.
-    In a strategy, a phase does nothing either: a strategy uses ``job.phase``. A phase never raises an
-    error and never changes what the program does. If weighin does not answer within 2 s, the process
-    reports no further phases.
+    Under ``weighin run``, the record has the exact peak of the phase. Elsewhere, a phase does
+    nothing, also in a strategy, which uses ``job.phase`` instead. A phase never raises an error and
+    never changes what the program does. If weighin does not answer within 2 s, the process reports
+    no further phases.
 
-    Phases may be nested, and phases of several threads may overlap: the peak of a phase includes
-    all memory of the process during the phase. The phases of the main process, which is the first
-    process to begin a phase, also have the peaks of the whole command. A phase of any other process
-    has only the peaks of that process. If a process forks in a phase, the phase ends only in the
-    process that began the phase. weighin measures decorated functions and coroutine functions, but
-    no decorated generator functions.
+    Phases may be nested, and phases of several threads may overlap. The peak of a phase includes
+    all memory of the process during the phase. The main process is the first process that begins a
+    phase. Its phases also have the peaks of the whole command; phases of other processes have only
+    the peaks of their process. If a process forks in a phase, the phase ends only in the process
+    that began it. As a decorator, ``phase`` measures functions and coroutine functions, but not the
+    body of a generator function.
     """
 
     def __init__(self, name: str) -> None:

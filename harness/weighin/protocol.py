@@ -11,7 +11,7 @@ event          fields                                                          a
 baseline       t_ns, memory, import_ns, environment                            yes
 begin          name, t_ns                                                      no
 cuda           points: [[t_ns, allocated bytes, driver-used bytes], ...]       no
-note           text: a warning for the record, about a figure                  no
+note           text: a warning about a measured value, for the record          no
 trace          requested_bytes, reserved_bytes at its start,
                events: [[t_ns, action, bytes], ...]; several of these          no
 phase          all fields of ``Phase`` but peak_cgroup_bytes                   yes
@@ -44,7 +44,7 @@ from weighin.foreign import parse_json
 ACKNOWLEDGEMENT = b"\n"
 
 MET = ("baseline", "ready", "shared", "done")
-"""The events at which the ranks of a cell wait until all ranks have sent this event."""
+"""After each of these events, a rank of a cell waits until all ranks have sent the same event."""
 
 ACKNOWLEDGED = (*MET, "phase")
 """The events after which a rank waits for the parent. Without ranks, a worker waits only after
@@ -52,7 +52,7 @@ ACKNOWLEDGED = (*MET, "phase")
 """
 
 BODY_PLUGIN = "weighin-body"
-"""The name of the pytest plugin that records phases in a worker that runs a test."""
+"""The name of the pytest plugin that records phases when a measured process runs a test."""
 
 
 def encode_job(job: Job) -> bytes:
@@ -77,7 +77,7 @@ def encode_event(event: dict[str, Any]) -> bytes:
 
 
 def decode_event(line: bytes) -> dict[str, Any] | None:
-    """Return the event in a line; None for other text, which a strategy wrote to the same pipe."""
+    """Return the event in a line; None for a line that is no event but a strategy's output."""
     try:
         event = parse_json(line)
     except ValueError:

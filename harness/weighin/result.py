@@ -1,8 +1,8 @@
 """Define the record of a measurement: one ``Result`` per cell. results/README.md documents each field.
 
 Bytes and nanoseconds are integers, and times come from the machine's monotonic clock. None means that
-a figure was not measured, never that the figure was zero. A field with ``peak`` in its name is a
-high-water mark that the kernel or the allocator keeps. A field with ``sampled`` in its name is the
+a figure was not measured, never that the figure was zero. A size with ``peak`` in its name is a
+high-water mark that the kernel or the allocator keeps. A size with ``sampled`` in its name is the
 maximum of the sampler's readings.
 """
 
@@ -15,12 +15,12 @@ from weighin.uses import is_of_use
 
 SCHEMA: Final = 1
 IMPORT_TRANSFORMERS: Final = "import transformers"
-"""The phase in which a worker imports the class of a transformers model, before the baseline."""
+"""The phase in which a worker imports the class of a transformers model, before the load begins."""
 IMPORTS_OF_LIBRARIES: Final = (IMPORT_TRANSFORMERS, "import diffusers", "import timm")
 """The phases in which a worker imports the class of a model; each library has its own phase."""
 
 UNNAMED: Final = "other"
-"""The name of a time outside every phase, and of a load whose strategy names no phase."""
+"""The name of the phase for time outside all named phases, or for a whole load without phases."""
 
 OURS: Final = (
     "import",
@@ -35,19 +35,19 @@ OURS: Final = (
 """The names of weighin's own phases, which a strategy must not use."""
 
 NOT_DROPPED: Final = "not dropped"
-"""The page-cache state of a cell that was to be cold, if pages of the checkpoint stayed cached."""
+"""The page-cache state of a cell planned as ``cold`` if pages of its checkpoint stayed cached."""
 
 USUAL_PAGE_BYTES: Final = 4096
 """The page size on x86-64, and on arm64 in most distributions."""
 
 WINDOWS_IN_FLIGHT: Final = 4
-"""The number of read-ahead windows of a mapped file that the kernel reads at once. Pages of these
-windows cannot be reclaimed. Measured: 3 to 5 windows of 8 MiB, with 1, 2 or 4 threads.
+"""How many read-ahead windows of a mapped file the kernel reads at the same time. The pages of
+these windows cannot be reclaimed. Measured with 1, 2 and 4 threads: 3 to 5 windows of 8 MiB.
 """
 
 
 class Outcome(StrEnum):
-    """How a cell ended."""
+    """How a cell (one measurement) ended."""
 
     OK = "ok"
     OOM_KILLED = "oom_killed"
@@ -65,7 +65,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A reading of the measured process's memory (worker), from outside, at the time ``t_ns``."""
+    """A reading that weighin made at ``t_ns`` of the measured process's or processes' memory."""
 
     t_ns: int
     rss_bytes: int
@@ -84,7 +84,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of the measured process (worker) at one instant, by the kernel and the allocator."""
+    """The memory of the worker (the measured process) at one instant."""
 
     rss_bytes: int
     anon_bytes: int
@@ -97,10 +97,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A named part of a load or save, with the peaks within it.
+    """A named part of a load, save or command, with the peaks of memory within this part.
 
-    ``peak_cgroup_bytes`` is None where the kernel's high-water mark could not be reset at the start
-    of the phase.
+    ``peak_cgroup_bytes`` is None without a cgroup, and if the cgroup's high-water mark could not be
+    reset at the start of the phase.
     """
 
     name: str
@@ -123,10 +123,10 @@ class Peaks:
     """The peaks and sampled maxima from the start of the load until every byte was read (``ready``).
 
     ``others_private_sampled_bytes`` is the private memory of all processes that the worker started;
-    the other figures of a process are of the worker alone. In a cell of several ranks,
-    ``rss_bytes`` is the highest peak of a rank. The sampled maxima are then sums over all ranks,
-    with shared pages counted once. ``pss_bytes`` is the sum of all ranks' proportional set sizes
-    when all ranks were ready.
+    all other sizes of a process's memory are of the worker alone. In a cell with several ranks
+    (processes), ``rss_bytes`` is the highest peak of a rank, and the sampled maxima are sums over
+    all ranks, with shared pages counted once. ``pss_bytes`` is the sum of all ranks' proportional
+    set sizes when all ranks had read every byte.
     """
 
     rss_bytes: int | None = None
@@ -163,7 +163,7 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A cell's wall time ``wall_ns`` and its parts; the rest is time that weighin itself took."""
+    """The wall time of a cell (``wall_ns``) and its parts. weighin itself takes the rest of it."""
 
     wall_ns: int
     import_ns: int | None = None
@@ -175,7 +175,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The size of a saved checkpoint: the length, the disk blocks and the number of its files."""
+    """The total length of a saved checkpoint's files, the disk space they use, and their number."""
 
     file_bytes: int
     disk_bytes: int
@@ -184,7 +184,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Facts about the use of a loaded model (such as a training step), in addition to its phase.
+    """Facts about the use of a loaded model (such as a training step), beside the use's ``Phase``.
 
     Attributes:
         anon_sampled_bytes: the sampled maximum of the worker's anonymous memory during the use.
@@ -201,8 +201,8 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One of several processes (ranks) of a cell that load the model together; its index in
-    ``Result.ranks`` is the rank's number.
+    """One of the processes (ranks) that load a model together in one cell. The rank's number is its
+    index in ``Result.ranks``.
 
     ``phase`` is the last phase that the rank began. ``samples_path`` is the file with this rank's
     samples.
@@ -219,11 +219,11 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A file that a process had open or mapped when the command used most memory.
+    """A file that a process had open or mapped up to the time when the command used most memory.
 
     ``position_bytes`` is the file offset of the next read; None for a file that is only mapped.
-    ``is_open`` is False for a file that the process read and closed before. ``seen_ns`` is the time of
-    the first sample that found the file open, which is later than the time of the open.
+    ``is_open`` is False if the process had closed the file by that time. ``seen_ns`` is the time of
+    the first sample that found the file open; the process opened the file earlier.
     """
 
     path: str
@@ -240,7 +240,7 @@ class Process:
 
     ``anon_bytes``, ``file_bytes`` and ``shmem_bytes`` are the process's proportional shares (PSS) when
     the whole command used most memory; None if the process did not run then. ``highest_rss_bytes`` is
-    the kernel's VmHWM at the last sample, which misses a later peak.
+    the highest RSS (VmHWM) up to the last sample; a peak after that sample is missing.
     """
 
     pid: int
@@ -259,10 +259,10 @@ class Process:
 class Kill:
     """One process that the kernel killed for lack of memory, according to the kernel's log.
 
-    ``limit_of`` is the cgroup that reached its limit: empty for the command's own cgroup, "machine"
-    if the whole machine had no memory left, "unknown" without a log entry, else the path of another
-    cgroup. ``limit_bytes`` is the limit that was reached: of the command's cgroup or of a cgroup
-    around it; None for any other kill.
+    ``limit_of`` names the cgroup that reached its limit: empty for the command's own cgroup,
+    "machine" if the whole machine had no memory left, "unknown" if the log does not say, else the
+    path of another cgroup. ``limit_bytes`` is the limit of that cgroup if it is the command's own
+    or one around it; None for any other kill.
     """
 
     pid: int
@@ -285,11 +285,11 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The stack of one thread of a process while the whole command used ``usage_bytes``.
+    """The stack of one thread of a process while the whole command used ``usage_bytes`` of memory.
 
     ``usage_bytes`` does not include page cache, which the kernel can reclaim. ``frames`` are texts
-    "function (path/of/file.py:14)", the innermost first. ``code`` is the source line of the innermost
-    frame outside of libraries; empty if the source could not be read.
+    "function (path/of/file.py:14)", the innermost frame first. ``code`` is the source line of
+    the innermost frame outside of libraries; empty if the source could not be read.
     """
 
     t_ns: int
@@ -302,11 +302,10 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The phases of a process of a command, other than the main process; the peaks are of this
-    process alone.
+    """The phases of one process of a command. Their peaks are of this process alone.
 
-    The main process is the process that began the first phase. It has no track: its phases are
-    ``Result.phases``.
+    The main process, which is the process that began the first phase, has no track: its phases are
+    in ``Result.phases``.
     """
 
     pid: int
@@ -320,16 +319,16 @@ class Ran:
     Attributes:
         pid: the pid of the command's first process, as weighin's process sees it.
         peak_ns: the time of the sample with the most memory; None without samples.
-        needed_bytes: the largest sum of anonymous and shared memory, without page cache. If
-            ``needed_is_sampled``, the need may be larger, because a short peak can fall between two
-            samples.
+        needed_bytes: the memory that the command needed: the largest sum of its anonymous and
+            shared memory, without page cache. If ``needed_is_sampled``, the command may have needed
+            more, because a short peak can fall between two samples.
         signal: the signal that ended the first process; None if the process exited.
-        survived: whether the first process ended by itself, although the kernel killed another
-            process.
+        survived: False if SIGKILL ended the first process, else True, for example if the kernel
+            killed only another process.
         ended: command lines of the processes that weighin stopped, because they still ran at the end.
         cold: the paths whose page cache was dropped before the start.
         frozen_ns: the time for which the command was stopped while weighin read its stacks.
-        tracks: the phases of further processes; the phases of the first are ``Result.phases``.
+        tracks: the phases of every process but the main one, whose phases are ``Result.phases``.
     """
 
     pid: int
@@ -355,9 +354,10 @@ class Stopped:
     Attributes:
         after_ns: the time from the cell's start to the kill.
         timeout_s: the time-out, in seconds; None for a cell that was proven to thrash.
-        reference_ns: the time of the same cell without a limit.
-        size_bytes: the size to compare with ``reread_bytes``. For a load, the larger one of the model
-            and the files mapped by the imports; for a command, its need and page cache without a limit.
+        reference_ns: the time that the same cell took without a RAM limit; None for a time-out.
+        size_bytes: the size to compare with ``reread_bytes``. For a load, the larger of the model's
+            size and the size of the files mapped by the imports. For a command, its needed memory
+            plus its page cache in the run without a limit. None for a time-out.
         reread_bytes: bytes that the load (or command) read again after the kernel reclaimed them.
         waited_ns: the time in which some task of the load (or command) waited for memory.
     """
@@ -424,13 +424,13 @@ class Result:
 
     @property
     def cache(self) -> str:
-        """The page cache before the load; ``NOT_DROPPED`` if pages of a cold cell stayed cached."""
+        """The state of the page cache before the load: ``NOT_DROPPED`` or ``cell.cache``."""
         is_warm = self.cell.cache == "cold" and self.cached_bytes_at_start
         return NOT_DROPPED if is_warm else self.cell.cache
 
     @property
     def page_bytes(self) -> int:
-        """The page size of the measuring machine."""
+        """The page size of the measuring machine; ``USUAL_PAGE_BYTES`` if the record lacks it."""
         return int(self.environment.get("page_bytes", USUAL_PAGE_BYTES))
 
     @property

@@ -1,9 +1,9 @@
 """Define the interface of a strategy, and offer functions that strategies need.
 
 A strategy is one file with a function ``load(job: Load) -> Module`` or, to save, ``save(job: Save)
--> None``. A strategy imports weighin's functions from ``weighin.strategy``. The code of a function
-is imported only at the function's first use, because the memory of a strategy's imports counts as
-the strategy's::
+-> None``. A strategy imports weighin's functions from ``weighin.strategy``. This module imports the
+code of a function only when a strategy uses the function, because a strategy's memory includes the
+memory of its imports::
 
     from weighin.strategy import Load, retie, tied_names
 """
@@ -62,7 +62,7 @@ HELPERS = {
     "tied_names": "weighin.construction.tied_weights",
     "without_weights": "weighin.construction.skeleton",
 }
-"""Maps each function to the module that defines it, which is imported at the function's first use."""
+"""Maps each name to the module that has it. That module is imported at the name's first use."""
 
 
 class _Measured(Protocol):
@@ -74,13 +74,13 @@ class _Measured(Protocol):
         """Measure the code in the ``with`` block as a phase of this name. Phases do not nest.
 
         Raises:
-            ValueError: the name has characters other than letters, digits, spaces and _ . + / ( ) -,
-                or is the name of a phase of weighin itself, such as ``touch``.
+            ValueError: the name is not 1 to 64 letters, digits, spaces and _ . + / ( ) -, does not
+                begin with a letter or digit, or is a phase of weighin itself, such as ``touch``.
         """
 
 
 class Load(_Measured, Protocol):
-    """The load that a strategy performs: the checkpoint, the model, the result's device and dtype."""
+    """The load that a strategy performs: a checkpoint, and the model with its device and dtype."""
 
     @property
     def checkpoint(self) -> Path:
@@ -96,17 +96,17 @@ class Load(_Measured, Protocol):
 
     @property
     def pretrained(self) -> Mapping[str, Any]:
-        """The arguments of ``pretrained_class`` for the model of a Hugging Face folder."""
+        """Keyword arguments for a call of ``pretrained_class``; only for a Hugging Face folder."""
 
     @property
     def adapter(self) -> Path | None:
-        """The folder with the adapter to merge into the model; None without an adapter."""
+        """The folder with the LoRA adapter to merge into the model; None without an adapter."""
 
     def build_model(self) -> torch.nn.Module:
         """Build and initialise the model on PyTorch's current default device."""
 
     def reset_buffers(self, model: torch.nn.Module) -> None:
-        """Set every non-persistent buffer to the value that the model's constructor gives it.
+        """Set every non-persistent buffer to the value that it has after the model's constructor.
 
         No checkpoint contains non-persistent buffers, and a model built on the meta device has no
         values in any buffer.
@@ -126,7 +126,7 @@ class Save(_Measured, Protocol):
 
     @property
     def format(self) -> str:
-        """The format to write: one of the strategy's FORMATS."""
+        """The format to write: one in the list FORMATS of the strategy's file."""
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 LINE_LENGTH: Final = 300
-"""Characters of a line that shows the first names of a list and still fits a table or terminal."""
+"""The number of characters to which ``one_line`` cuts a text, for tables and terminals."""
 
 
 def one_line(text: str, length: int = LINE_LENGTH) -> str:
@@ -20,7 +20,7 @@ def printable(text: str, kept: str = "") -> str:
 
 
 def few(names: Sequence[str], most: int = 3) -> str:
-    """Return the first names and the number of further names: "a, b, c and 5 more"."""
+    """Return the first ``most`` names, and how many names follow: "a, b, c and 5 more"."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 

@@ -1,4 +1,6 @@
-"""Format and parse sizes, rates and durations; the parsers accept every text that formatters return."""
+"""Format and parse sizes, rates and durations. The parsers also read the formatted texts, except
+those of ``format_duration``.
+"""
 
 import re
 from decimal import Decimal
@@ -27,8 +29,8 @@ _SIZE: Final = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-
 def parse_bytes(text: str, *, decimal: bool = False) -> int:
     """Return the size in ``text`` as bytes: "8g", "8GiB", "8Gi", "6500m", "1.5 GiB", "4096".
 
-    Suffixes are powers of 1024. "GB" is an error, because some tools read "GB" as 1000**3 and others
-    as 1024**3. With ``decimal``, for shard sizes and rates, "GB" is 1000**3, as in Hugging Face.
+    The suffixes k, m, g and t are powers of 1024. "GB" is an error, because some tools read it as
+    1000**3 and others as 1024**3. With ``decimal`` (for shard sizes and rates), "GB" is 1000**3.
 
     Raises:
         ConfigError: the text has no number or an unknown unit, or is less than one byte.
@@ -56,9 +58,7 @@ def parse_bytes(text: str, *, decimal: bool = False) -> int:
 
 
 def format_bytes(size: int, *, digits: int = 3) -> str:
-    """Return ``size`` as text with ``digits`` decimals, in the largest unit that is not larger than
-    ``size``: "6.290 GiB".
-    """
+    """Return ``size`` with ``digits`` decimals, in the largest unit not above it: "6.290 GiB"."""
     for suffix, factor in _SUFFIXES:
         if abs(size) >= factor:
             return f"{size / factor:.{digits}f} {suffix}"
@@ -66,7 +66,7 @@ def format_bytes(size: int, *, digits: int = 3) -> str:
 
 
 def format_exact(size: int) -> str:
-    """Return ``size`` without rounding, in the largest unit that divides it: "6500MiB"."""
+    """Return ``size`` as a whole number of the largest unit that divides it: "6500MiB"."""
     for suffix, factor in _SUFFIXES:
         if size and size % factor == 0:
             return f"{size // factor}{suffix}"
@@ -117,8 +117,7 @@ def format_latency(nanoseconds: int) -> str:
 def parse_rate(text: str) -> int:
     """Return the rate in ``text`` in bytes per second: "200MB/s", "1.5GB/s", "100MiB/s".
 
-    MB is 1000**2, as makers of disks and networks count. In the text of a rate, "/s" may be left
-    out.
+    MB is 1000**2, as makers of disks and networks count. The text may lack the "/s".
 
     Raises:
         ConfigError: the text is no rate, or a rate below 100 KB/s.
@@ -146,9 +145,9 @@ def format_rate(bytes_per_s: int) -> str:
 
 
 def complaint_of_limit(limit: int | None) -> tuple[str, str] | None:
-    """Return a complaint about a RAM limit below 1 MiB, and the repair; None for a larger limit.
+    """Return a complaint about a RAM limit below 1 MiB, and the repair; None for any other limit.
 
-    A user who types a limit of a few bytes has usually left out the unit.
+    A user who types a limit of only a few bytes has usually forgotten to type the unit.
     """
     if limit is None or limit >= MIB:
         return None

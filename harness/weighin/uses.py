@@ -1,7 +1,7 @@
-"""Name the uses of a loaded model: the operations that a cell can run on the model after the load.
+"""Name the uses of a loaded model: what a cell (one measurement) can do with it after the load.
 
 A cell has one use. A user's own use is a Python file with a function ``use(model)``; the name of the
-use is the name of the file.
+use is the name of the file without ".py".
 """
 
 from typing import Final
@@ -24,7 +24,7 @@ USES: Final = {
     SAVE: "Save the state dict to a new file with torch.save, and remove the file.",
     FORK: "Fork two processes that write every weight.",
 }
-"""The uses of weighin, each with one line of help."""
+"""Maps the name of each of weighin's own uses to one line of help."""
 
 TRAINING: Final = ("sgd", "adamw")
 """The uses that need the gradient of every parameter."""

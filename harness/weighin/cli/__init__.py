@@ -1,3 +1,3 @@
-"""The command line of weighin, with one module for each verb, such as ``weighin bench``. No other
-package of weighin prints text or exits.
+"""The command line of weighin, with one module for each verb, such as ``weighin bench``. The other
+packages return results or raise errors, and leave it to this package to print them.
 """

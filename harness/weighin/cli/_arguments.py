@@ -1,4 +1,4 @@
-"""Turn the typed arguments into the settings of a run. An option without an effect is an error."""
+"""Turn typed arguments into the settings of a run. A typed option without an effect is an error."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,16 +31,16 @@ _OF_SUITE = (
     "operation", "ram_high", "isolation", "device", "dtype", "cache", "passes", "repeats", "timeout_s",
     "steady", "trace",
 )  # fmt: skip
-"""Options that are also keys of a suite, with the same name."""
+"""Options that are also keys of a suite (YAML file), under the same name."""
 _LISTS = {name: name for name in ("ram", "vram", "ranks", "disk", "disk_latency")} | {"uses": "use"}
-"""Maps a suite's key that is a list to the option that takes its items, comma-separated."""
+"""Maps each suite key whose value is a list to the option that takes a comma-separated list."""
 
 
 def read(context: click.Context) -> dict[str, Any]:
     """Return the values of a verb's parameters by name; the command line overrides pyproject.toml.
 
     Raises:
-        ConfigError: --resume, --check or --suite would make another typed option ineffective.
+        ConfigError: a typed option has no effect, such as --ram beside --suite.
     """
     names = [parameter.name or "" for parameter in context.command.params]
     typed = {name for name in names if is_typed(context, name)}
@@ -49,8 +49,8 @@ def read(context: click.Context) -> dict[str, Any]:
 
 
 def refuse(context: click.Context, names: Iterable[str], reason: str, repair: str) -> None:
-    """Raise ConfigError if the user typed one of the given parameters, because it would have no
-    effect.
+    """Raise ConfigError if the user typed a parameter in ``names``: none of them has an effect, for
+    the given reason.
     """
     ignored = [
         one.opts[0] if isinstance(one, click.Option) else one.name.upper()
@@ -82,11 +82,11 @@ def _refuse_ineffective(context: click.Context, typed: set[str]) -> None:
 
 
 def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
-    """Return empty values for settings of pyproject.toml that the command line contradicts.
+    """Return empty values for parameters whose pyproject.toml value the command line contradicts.
 
-    If the command line names a model, the model in pyproject.toml does not count, nor do its
-    arguments and checkpoint. If the command line has an option that a suite sets, such as --ram,
-    the suite in pyproject.toml does not count.
+    If the command line names a model, the model in pyproject.toml does not count, nor do that
+    model's arguments and checkpoint. If the command line has an option that a suite sets, such as
+    --ram, the suite in pyproject.toml does not count.
     """
     empty: dict[str, Any] = {}
     if typed & {"model", "model_option"}:
@@ -100,7 +100,7 @@ def _contradicted(typed: set[str], params: dict[str, Any]) -> dict[str, Any]:
 
 
 def one_model(typed: dict[str, Any]) -> str:
-    """Return the model that was given as an argument or with --model, or else the default model."""
+    """Return the model that the user gave as an argument or with --model, or else the default."""
     argument, option = typed["model"], typed["model_option"]
     if argument and option and argument != option:
         repair = "give one of the two models, or list both models in a suite file: --suite FILE"
@@ -115,9 +115,9 @@ def one_model(typed: dict[str, Any]) -> str:
 
 
 def noted_model(typed: dict[str, Any]) -> str:
-    """Return the model as ``one_model`` does, and print a note if this is the default model.
+    """Return the model as ``one_model`` does; if the user gave no model or suite, print a note.
 
-    The note is for verbs that print a result without the model's name.
+    Verbs whose result does not name the model call this function.
     """
     if not (typed["model"] or typed["model_option"] or typed.get("suite")):
         _console.note(f"no model given: {DEFAULT_MODEL}")
@@ -127,7 +127,7 @@ def noted_model(typed: dict[str, Any]) -> str:
 def pipeline(typed: dict[str, Any]) -> Path | None:
     """Return the folder of a diffusers pipeline that the user typed in place of a model.
 
-    Return None for any other model, and for a pipeline without weights.
+    Return None for anything else, for a pipeline without weights, and with --suite.
     """
     from weighin.formats import pipeline as pipelines
     from weighin.formats.pretrained_folder import path_of
@@ -140,12 +140,12 @@ def pipeline(typed: dict[str, Any]) -> Path | None:
 
 
 def names(texts: Iterable[str]) -> list[str]:
-    """Split each text at its commas, and return all names: ["a,b", "c"] gives ["a", "b", "c"]."""
+    """Split each text at its commas, and return all names: for ["a,b", "c"], ["a", "b", "c"]."""
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
 def request(typed: dict[str, Any], suite: "Suite", **settings: Any) -> "Request":
-    """Return the run that the options describe; ``settings`` are those that only one verb has."""
+    """Return the run that the options describe; ``settings`` go into ``RunSettings``."""
     from weighin.run.request import Request
     from weighin.run.settings import RunSettings
 
@@ -180,7 +180,7 @@ def choice(typed: dict[str, Any]) -> "FolderChoice":
 
 
 def choose(typed: dict[str, Any], suite: "Suite") -> "ChosenModels":
-    """Return a suite's models, to which the typed --kwargs and --checkpoint apply; print the notes."""
+    """Return a suite's models with the typed --kwargs and --checkpoint; print notes on them."""
     from weighin.suite import chosen_models
 
     chosen = chosen_models.choose(
@@ -249,7 +249,7 @@ def environment(texts: Iterable[str]) -> dict[str, str]:
 
 
 def share(text: str) -> float:
-    """Parse the text of --within: "1%" is 0.01.
+    """Return the number in the text of --within: 0.01 for "1%" or "0.01".
 
     Raises:
         ConfigError: the text is not a number.

@@ -24,7 +24,7 @@ STDOUT: Final = "-"
 
 
 def err() -> "Console":
-    """Return a console on standard error, for progress."""
+    """Return a rich console that prints on standard error."""
     from rich.console import Console
 
     return Console(stderr=True, emoji=False)
@@ -42,7 +42,7 @@ def line(text: str) -> None:
 
 
 def show(*parts: "RenderableType", folds: bool = True) -> None:
-    """Print tables and texts with rich; without ``folds``, texts are neither wrapped nor coloured."""
+    """Print tables and texts with rich; without ``folds``, rich neither wraps nor colours texts."""
     from weighin.cli._fitting import FittingConsole
 
     console = FittingConsole(emoji=False)
@@ -69,7 +69,7 @@ def fail(problem: HarnessError) -> None:
 
 
 def colour() -> bool | None:
-    """Return False if NO_COLOR forbids colours, else None, which leaves the decision to click."""
+    """Return False if NO_COLOR forbids colours, else None: click then decides about colours."""
     return False if os.environ.get("NO_COLOR") else None
 
 
@@ -110,6 +110,6 @@ def write(target: str | Path, text: str) -> None:
 
 
 def files(paths: Iterable[Path], json_file: str | None) -> None:
-    """Print the paths of written files, one in a line; with ``--json -``, on standard error."""
+    """Print each written file's path in a line of its own; with ``--json -``, on standard error."""
     for path in paths:
         click.echo(str(path), err=json_file == STDOUT)

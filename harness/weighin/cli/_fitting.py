@@ -1,6 +1,6 @@
-"""Fit tables into the terminal's width. A row of a table that is too wide is printed as a block.
+"""Fit tables into the terminal's width. If a table is too wide, print each row as several lines.
 
-The library rich alone would narrow the widest columns, and break words in these columns.
+Without this module, the library rich would break words in the columns that it narrows.
 """
 
 import re
@@ -18,7 +18,7 @@ _ANY_WIDTH = 10_000  # columns
 
 
 class FittingConsole(Console):
-    """A console that breaks no word in a table; rows of a table that is too wide become blocks."""
+    """A console that breaks no word in tables: it prints each table that is too wide as lines."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -53,7 +53,7 @@ def _widest(console: Console, table: Table) -> int:
 
 
 def _measure(console: Console, column: Column) -> Measurement:
-    """Return the widths of the longest word and of the longest line of a column."""
+    """Return a column's least width (no word breaks) and greatest width (no line wraps)."""
     anywhere = console.options.update(width=_ANY_WIDTH)
     parts = [Measurement.get(console, anywhere, part) for part in (column.header, *column.cells)]
     widest = max(part.maximum for part in parts)
@@ -63,8 +63,8 @@ def _measure(console: Console, column: Column) -> Measurement:
 
 
 def _narrowed(columns: list[Measurement], missing: int) -> list[int]:
-    """Return the columns' widths, of which the widest are narrowed by ``missing`` characters in
-    sum.
+    """Return the columns' widths after ``missing`` steps. Each step takes one character from the
+    widest column that can still shrink.
     """
     widths = [column.maximum for column in columns]
     for _ in range(missing):
@@ -74,7 +74,7 @@ def _narrowed(columns: list[Measurement], missing: int) -> list[int]:
 
 
 class _Blocks:
-    """A table as one block of lines for each row, with a line "heading: value" for each column."""
+    """A table as lines: for each row, its first cell, then "heading: value" for each other cell."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -107,8 +107,8 @@ def _hanging(console: Console, text: Text, width: int) -> Iterator[Text]:
 
 
 def _heading(console: Console, column: Column) -> str:
-    """Return a heading as one line, and join a word that is hyphenated over two lines
-    ("anony-mous").
+    """Return a heading in one line; join a word that a hyphen splits over two lines ("anony-",
+    "mous").
     """
     text = column.header if isinstance(column.header, Text) else _text(console, column.header)
     return " ".join(re.sub(r"-\s*\n", "", text.plain).split())

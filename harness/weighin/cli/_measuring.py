@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def enter_scope(isolation: str) -> None:
-    """Start this command line again in a systemd scope, where a user other than root can set
-    limits.
+    """If the isolation is a cgroup that this user can create only in a systemd scope, start this
+    command line again in such a scope.
     """
     from weighin.isolation import delegation, select
 
@@ -34,8 +34,8 @@ def planned(
 ) -> "Iterator[tuple[Run, Engine]]":
     """Yield the run to perform, and the engine that performs the run.
 
-    With --resume, the run is an earlier one. Without --resume, ``start`` plans a new run from the
-    engine's settings and the engine's machines.
+    With --resume, the run is the stopped run in the given folder. Without --resume, ``start`` plans
+    a new run from the engine's settings and machines, and returns it with a note to print.
     """
     from weighin.engines import base
 
@@ -60,7 +60,7 @@ def planned(
 
 
 def end(context: click.Context, results: Sequence["Result"]) -> None:
-    """Print the strategies that failed or loaded wrong weights; exit with the run's exit code."""
+    """Print each failed strategy, use or command; exit with the run's exit code if it is not 0."""
     from weighin import exit_codes
 
     for text in exit_codes.broken(results):

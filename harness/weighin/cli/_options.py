@@ -12,7 +12,7 @@ Kind = Literal["models", "strategies", "suites"]
 
 
 def completed(kind: Kind) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Return click's function that completes the last name of a comma-separated list in a shell."""
+    """Return a function with which click completes the last name of a comma-separated list."""
 
     def complete(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
         from weighin.suite import registry
@@ -28,8 +28,8 @@ def completed(kind: Kind) -> Callable[[click.Context, click.Parameter, str], lis
 
 
 def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a decorator that adds ``options`` to a command; the help lists the options in the
-    given order.
+    """Return a decorator that adds ``options`` to a click command. The command's help lists them in
+    the given order.
     """
 
     def decorate(function: Any) -> Any:

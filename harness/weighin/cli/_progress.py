@@ -1,5 +1,5 @@
-"""Show a run's progress: the current measurement (cell), the elapsed time, the number of cells
-left.
+"""Show a run's progress: the current measurement (cell), the elapsed time, and how many of the
+run's cells are finished.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,8 +24,8 @@ _STYLES = {Outcome.OK: "green", Outcome.SKIPPED: "dim"}
 def progress(console: Console, cells: int | None) -> Iterator[Progress]:
     """Show a run's progress until the ``with`` block ends, and print a line for each finished cell.
 
-    ``cells`` is the number of cells in the run; None for a search, whose number is not known
-    before.
+    ``cells`` is the number of cells in the run; None for a search, which does not know this number
+    before its end.
     """
     with Bar(
         TextColumn("{task.description}"),
@@ -50,8 +50,8 @@ def progress(console: Console, cells: int | None) -> Iterator[Progress]:
 
 @contextmanager
 def steps(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current step beside a spinner, or on a line without a
-    terminal.
+    """Yield a function that shows the current step: in a terminal beside a spinner, elsewhere in a
+    new line.
     """
     if not console.is_terminal:
         yield lambda text: console.print(escape(text), highlight=False, soft_wrap=True)

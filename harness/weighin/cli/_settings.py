@@ -1,11 +1,11 @@
 """Read defaults of options from ``[tool.weighin]`` in pyproject.toml.
 
-``[tool.weighin]`` holds defaults for the verbs that measure or predict. ``[tool.weighin.VERB]``
-holds defaults of one verb, which override ``[tool.weighin]``. The command line overrides both
-tables. The settings file is the nearest pyproject.toml with a table ``[tool.weighin]``, in the
-current folder or above it. weighin ignores a file whose owner is neither this user, nor root, nor the
-owner of the current folder. Relative paths in the file start at the file's folder. Options that allow
-or confirm something, such as ``--trust`` and ``--yes``, are accepted only on the command line.
+``[tool.weighin]`` holds defaults for ``bench``, ``floor``, ``predict`` and ``recommend``.
+``[tool.weighin.VERB]`` holds defaults for one verb, which override ``[tool.weighin]``. The command
+line overrides both tables. The settings file is the nearest pyproject.toml with a table
+``[tool.weighin]``, in the current folder or above it. weighin ignores a file whose owner is neither
+this user, nor root, nor the owner of the current folder. Relative paths in the file start at the
+file's folder. Options such as ``--trust`` and ``--yes`` are accepted only on the command line.
 """
 
 import json
@@ -26,14 +26,14 @@ _ONLY_TYPED: Final = (
 )  # fmt: skip
 
 Defaults = dict[str, dict[str, Any]]
-"""Maps a verb to the defaults of its parameters, by the parameter's name: click's ``default_map``."""
+"""Maps each verb to its parameters' defaults, by parameter name, as click's ``default_map``."""
 
 
 def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
-    """Return the path of the settings file and the defaults that it holds; without a file, (None, {}).
+    """Return the settings file's path and the defaults in it; (None, {}) if there is no such file.
 
     Raises:
-        ConfigError: the file is not TOML, or has an unknown key or a value of a wrong type.
+        ConfigError: the file is unreadable or not TOML, or a key is unknown or has a wrong type.
     """
     here = Path.cwd()
     for folder in (here, *here.parents):
@@ -44,7 +44,7 @@ def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
 
 
 def name_source(context: click.Context, error: ConfigError) -> None:
-    """Name the settings file in an error's repair, if the file set the option that is wrong."""
+    """Name the settings file in an error's repair if the wrong option's value is from the file."""
     path = context.find_root().meta.get(TABLE)
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
@@ -65,7 +65,7 @@ def options_of(verb: click.Command) -> dict[str, click.Parameter]:
 
 
 def _counts(path: Path) -> bool:
-    """Return whether a settings file's owner is trusted; defaults in the file can name code to run.
+    """Return whether the file exists and has a trusted owner, because it can name code to run.
 
     For example, any user can write /tmp/pyproject.toml, and a run in a folder below /tmp finds it.
     """
@@ -121,7 +121,7 @@ def _defaults(table: dict[str, Any], path: Path, verbs: Mapping[str, click.Comma
 def _check_key(
     key: str, known: Collection[str], listed: Collection[str], path: Path, table: str
 ) -> None:
-    """Raise ConfigError if a key is not ``known``; the repair lists the ``listed`` keys."""
+    """Raise ConfigError if ``known`` lacks the key; the error lists the keys in ``listed``."""
     place, normal = f"{path}: {table}.{key}", _normal(key)
     if normal in known:
         return
@@ -158,7 +158,7 @@ def _value(param: click.Parameter, value: object, place: str, folder: Path) -> o
 
 
 def _located(text: str, key: str, param: click.Parameter, folder: Path) -> str:
-    """Return a value of the settings file. A path becomes relative to the current folder."""
+    """Return a text of the settings file; make a path relative to the current folder."""
     is_path = isinstance(param.type, click.Path)
     if key == "strategies" or (key == "suite" and not is_path):
         is_path = "/" in text or text.endswith((".py", ".yaml", ".yml"))

@@ -1,4 +1,4 @@
-"""Define click's classes for the verbs (subcommands), which format the help and extend errors."""
+"""Define click classes for the verbs (subcommands). They format help, and add hints to errors."""
 
 import re
 import shutil
@@ -44,7 +44,7 @@ class _Formatter(click.HelpFormatter):
         self.write("".join(f"{line}\n" for line in lines))
 
     def write_command(self, command: str) -> None:
-        """Write a command in one line, or in several lines that a shell reads as one command."""
+        """Write a command in one line, or as several lines that a shell reads as one command."""
         indent = " " * self.current_indent
         if len(indent) + len(command) <= self.width:
             self.write(f"{indent}{command}\n")
@@ -68,8 +68,8 @@ class _Context(click.Context):
 class Verb(click.Command):
     """A verb of ``weighin``.
 
-    The help shows ``examples``, a mapping from what a command does to the command. With ``codes``,
-    the help also lists the exit codes of weighin.
+    The help shows ``examples``, whose keys say what a command does, and whose values are the
+    commands. With ``codes``, the help also lists the exit codes of weighin.
     """
 
     context_class = _Context
@@ -105,10 +105,10 @@ class Verb(click.Command):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the verb, and complete the repair of an error.
+        """Run the verb. If it raises an error, extend the error's repair.
 
-        An error in a value from pyproject.toml gets the file's name. If the user gave a pipeline in
-        place of a model, the error gets the typed command with the pipeline's largest model.
+        For a value from pyproject.toml, the repair names this file. If the user gave a pipeline in
+        place of a model, the repair shows the typed command with the pipeline's largest model.
         """
         try:
             return super().invoke(ctx)
@@ -165,9 +165,9 @@ class _Commands(Mapping[str, click.Command]):
 
 
 class Verbs(click.Group):
-    """A group of verbs, which the help lists in the order and under the headings of ``panels``.
+    """A group of verbs. ``panels`` has the headings of the help, and the verbs under each heading.
 
-    ``load`` imports a verb by name. Only the typed verb is imported, because imports take time.
+    ``load`` imports a verb by name. A verb is imported only at its first use, to save time.
     """
 
     context_class = _Context

@@ -4,9 +4,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 _BESIDE_WIDTH = 70
-"""In a terminal with fewer columns, the definition of a long term is below the term."""
+"""In a terminal with fewer columns than this, the definition of a long term is below the term."""
 _LONGEST_BESIDE = 30
-"""The longest term, in columns, that has its definition beside it in a wide terminal."""
+"""In a wide terminal, a term of at most this many columns has its definition beside it."""
 
 
 def wrap(text: str, width: int) -> list[str]:
@@ -19,7 +19,7 @@ def wrap(text: str, width: int) -> list[str]:
 def definitions(rows: Sequence[tuple[str, str]], width: int, indent: int = 2) -> Iterator[str]:
     """Yield lines of at most ``width`` columns for (term, definition) pairs.
 
-    A definition begins beside its term, or on the next line if the term is too long.
+    A definition begins in the line of its term, or in the next line if the term is too long.
     """
     longest = max((len(term) for term, _ in rows), default=0)
     limit = _LONGEST_BESIDE if width >= _BESIDE_WIDTH else width // 4

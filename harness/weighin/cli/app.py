@@ -1,7 +1,7 @@
-"""Define the command ``weighin``: it lists the verbs, runs one, and prints errors in two lines.
+"""Define the command ``weighin``: list the verbs, run one verb, and print an error in two lines.
 
-Only the module of the typed verb is imported, and that module imports further modules inside its
-functions. ``weighin list`` therefore answers at once.
+To run a verb, weighin imports the verb's module, and this module imports slow modules only inside
+the functions that need them. ``weighin list`` therefore answers at once.
 """
 
 import gc
@@ -54,7 +54,7 @@ def app(context: click.Context) -> None:
 
 
 def main() -> NoReturn:
-    """Run the command line and exit; a HarnessError is printed as two lines on standard error."""
+    """Run the command line and exit; print a HarnessError or OSError as two lines."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # the terminal's encoding may lack a character
             stream.reconfigure(errors="replace")
@@ -78,7 +78,7 @@ def main() -> NoReturn:
 
 
 def _drop_unwritable_output() -> None:
-    """Discard output that a full disk refuses, because Python would write it again at its exit."""
+    """Discard output that could not be written, because Python would try again at its exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -83,10 +83,10 @@ cache = Verbs(
 
 
 def _chosen(model: str | None) -> "list[CachedCheckpoint]":
-    """Return all cached checkpoints, or only those of a model or of one folder in the cache.
+    """Return all cached checkpoints; with ``model``, only those of this model or of this name.
 
     Raises:
-        UnknownName: the cache has no checkpoint of that model, and no such folder.
+        UnknownName: the cache has no checkpoint of this model or name.
     """
     from weighin.checkpoint import cache
 

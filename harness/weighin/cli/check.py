@@ -161,7 +161,7 @@ def _refuse(typed: dict[str, Any]) -> None:
 
 
 def _write(result: "GateResult", typed: dict[str, Any]) -> None:
-    """Print the check's result, and write the files of --json, --github, --markdown and --junit."""
+    """Print the check's result, and write what --json, --github, --markdown and --junit ask for."""
     from weighin.gate import outputs, tables
 
     shown = tables.terminal(result, whole=typed["show_all"])
@@ -182,9 +182,9 @@ def _write(result: "GateResult", typed: dict[str, Any]) -> None:
 def _repairs(
     result: "GateResult", measured: "MeasuredRuns", baseline: Path | None, *, partial: bool
 ) -> list[str]:
-    """Return notes on how the user can accept the failed comparisons.
+    """Return a note on how the user can accept the failed comparisons, or no note.
 
-    There are no notes for an incomplete run, and no command can accept wrong weights.
+    For wrong weights or a failed strategy, the note says that nothing can accept them.
     """
     from weighin.exit_codes import BROKEN
     from weighin.gate.expected import suggest
@@ -205,9 +205,9 @@ def _repairs(
 
 
 def _ask(lines: Sequence[str]) -> bool:
-    """Show the outcomes that are not ok, and ask the user whether these outcomes are intended.
+    """Show lines on unexpected outcomes, and ask the user whether these outcomes are intended.
 
-    Without a terminal, return False.
+    Return the answer; without a terminal, return False without a question.
     """
     if not sys.stdin.isatty():
         return False
@@ -219,7 +219,7 @@ def _ask(lines: Sequence[str]) -> bool:
 
 
 def _show_changes(baseline: Path, lines: list[str], *, err: bool) -> None:
-    """Print the changes of the baseline file; with ``err``, on standard error."""
+    """Print the changed lines of the baseline file; with ``err``, on standard error."""
     colours = {"+": "green", "-": "red", "@": "cyan"}
     for text in lines:
         styled = click.style(text, fg=colours.get(text[0]))

@@ -122,7 +122,7 @@ def floor(context: click.Context, /, **_: Any) -> None:
 
 
 def _refuse_mixed(context: click.Context) -> None:
-    """Raise ConfigError for a command with an option for models, and vice versa."""
+    """Raise ConfigError if a command has an option for models, or a model one for commands."""
     if context.params["command"] is not None:
         _arguments.refuse(
             context,
@@ -140,7 +140,7 @@ def _refuse_mixed(context: click.Context) -> None:
 
 
 def _search(typed: dict[str, Any]) -> "Search":
-    """Return the search of --resume, or else a new search."""
+    """Return the search in the folder of --resume; without --resume, return a new search."""
     from weighin.records.floor import Aim
     from weighin.run import floor_search
 

@@ -53,7 +53,7 @@ def list_(kind: str, json_file: str | None) -> None:
 
 
 def _document(kind: str) -> dict[str, Any]:
-    """Return the entries of one kind, or of every kind for "all", as the JSON document.
+    """Return the JSON document with the entries of one kind, or of every kind for "all".
 
     Raises:
         UnknownName: ``kind`` is neither "all" nor in ``KINDS``.
@@ -73,9 +73,9 @@ def _document(kind: str) -> dict[str, Any]:
 
 
 def _lines(listed: dict[str, Any], width: int) -> Iterator[str]:
-    """Yield the lines of a document of at most ``width`` columns, unless one word is longer.
+    """Yield the lines to print for a document, of at most ``width`` columns if no word is longer.
 
-    Each entry has its name, its summary beside the name, and its facts below the summary.
+    A line shows an entry's name and summary; its facts (``_facts``) are in the lines below it.
     """
     for number, (kind, entries) in enumerate(listed.items()):
         if number:
@@ -155,7 +155,7 @@ def _suites() -> list[dict[str, Any]]:
 
 
 def _isolations(*, tried: bool) -> list[dict[str, Any]]:
-    """Return the isolations; without ``tried``, no isolation is tested, and ``works`` is None."""
+    """Return the isolations; test each of them if ``tried``, else set its ``works`` to None."""
     found = []
     for name, summary in _ISOLATIONS.items():
         works, why = _try(name) if tried else (None, "")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weighin.predict.prediction import Prediction
 
     _Answer = tuple[list[Prediction], dict[str, Any], Sequence[RenderableType]]
-    """The predictions, the document for --json, and the parts to print."""
+    """The predictions, the document for --json, and the tables and texts to print."""
 
 EXAMPLES = {
     "Predict the memory of each of the six strategies": "weighin predict gpt2-xl",
@@ -30,7 +30,7 @@ _PREDICTED = {
     **{key: [None] for key in ("ram", "vram", "disk", "disk_latency")},
     **{"ram_high": None, "cache": "cold", "operation": "load", "repeats": 1, "passes": 1},
 }
-"""Predictions have these values in place of the suite's limits, disks and repeats."""
+"""Suite keys that do not affect a prediction, with the values that replace the suite's values."""
 
 
 @click.command(cls=Verb, examples=EXAMPLES)
@@ -97,7 +97,7 @@ def predict(context: click.Context, /, **_: Any) -> None:
 
 
 def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
-    """Return the predictions for the options; ``name`` is the part of a pipeline, for the progress."""
+    """Return the predictions for the options; progress texts begin with ``name``."""
     from weighin.errors import ConfigError
     from weighin.formats import quantised
     from weighin.predict import client
@@ -145,7 +145,7 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
 
 
 def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "_Answer":
-    """Predict each part of a pipeline, and all parts together."""
+    """Predict the memory of each part of a diffusers pipeline, and of all parts together."""
     from weighin.formats import pipeline
     from weighin.predict import pipeline as combining
     from weighin.predict import tables
@@ -175,7 +175,7 @@ def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "_
 
 
 def _check(typed: dict[str, Any]) -> "_Answer":
-    """Predict the cells of the runs of --check, and compare the predictions with the measured figures."""
+    """Predict what the runs in the folders of --check measured, and compare both."""
     from weighin.predict import check, tables
     from weighin.records import run_folder
 

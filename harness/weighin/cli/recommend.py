@@ -129,7 +129,7 @@ def recommend(context: click.Context, /, **_: Any) -> None:
 def _pipeline(
     context: click.Context, path: Path, typed: dict[str, Any]
 ) -> "tuple[PipelineAdvice, Iterator[RenderableType]]":
-    """Return the strategy for each part of a pipeline, as an answer and as parts to print."""
+    """Recommend a strategy for each part of a pipeline; return the advice, and what to print."""
     from weighin.cli._progress import steps
     from weighin.formats import pipeline
     from weighin.recommend import pipeline as recommending

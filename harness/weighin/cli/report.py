@@ -49,8 +49,8 @@ def report(run: Path, formats: str, json_file: str | None) -> None:
 def show_run(
     run: Path, records: "Records", formats: Sequence[str] = (), *, json_file: str | None
 ) -> None:
-    """Print a run's table, and write the report in ``formats``; without them, in the default
-    formats.
+    """Print a run's table, and write the run's report in ``formats``, or in the default formats if
+    ``formats`` is empty.
     """
     with _console.working("computing the table"):
         from weighin.report.run_json import of_run

@@ -106,7 +106,7 @@ def run(context: click.Context, /, **_: Any) -> None:
 def _start(
     typed: dict[str, Any], engine: dict[str, Any], machines: "Machines"
 ) -> "tuple[Run, str]":
-    """Plan a run of the typed command or of a suite's commands; return the run and a note."""
+    """Plan a run of the typed command, or of the commands in a suite; return the run and a note."""
     from weighin.run import command_request
 
     if engine:
@@ -125,7 +125,7 @@ def _start(
 
 
 def request_of(typed: dict[str, Any], **settings: Any) -> "CommandRequest":
-    """Return the request for the typed command; ``settings`` go to ``RunSettings``."""
+    """Return the request for the typed command; ``settings`` go into ``RunSettings``."""
     from pathlib import Path
 
     from weighin.records.shard import parse
@@ -171,7 +171,7 @@ def request_of(typed: dict[str, Any], **settings: Any) -> "CommandRequest":
 def _end(
     context: click.Context, task: "Run", results: "list[Result]", json_file: str | None
 ) -> None:
-    """Show the figures; exit with the command's exit code, or with the run's for several cells."""
+    """Show the results. Exit with the command's code, or the run's after several measurements."""
     from weighin.records import explanation
 
     if len(results) > 1:

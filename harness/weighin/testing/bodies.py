@@ -1,7 +1,7 @@
 """Measure a test function or any function in a new process, with the phases and limits of a load.
 
-The process that runs a test's body has the isolation cgroup or process. The body of a test cannot
-run in a container, because the container lacks the modules that a test imports.
+The new process has the isolation ``cgroup`` or ``process``. It cannot run in a container, because
+the container lacks the modules that a test imports.
 """
 
 import json
@@ -29,7 +29,7 @@ Call = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The arguments of the marker ``limit_peak``; a test may grow its memory by ``size``."""
+    """The arguments of the marker ``limit_peak``; a test's memory may grow by at most ``size``."""
 
     size: str
     metric: str = "rss"
@@ -39,8 +39,8 @@ class Limit:
 
 
 def above_baseline(result: Result, metric: str) -> int | None:
-    """Return the peak of a result minus the baseline, in bytes; None if the peak or the baseline
-    was not measured.
+    """Return the peak of a metric minus its value before the load or test body, in bytes; None if
+    one of the two was not measured.
 
     ``rss`` and ``cgroup`` are high-water marks of the kernel, ``cuda`` is the peak of the CUDA
     allocator, and ``anon`` is a sampled maximum.
@@ -66,7 +66,7 @@ def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: floa
 
     Raises:
         ConfigError: the function or an argument cannot be pickled.
-        IsolationUnavailable: the isolation does not work here, or cannot run a function.
+        IsolationUnavailable: the isolation does not work here, or is docker.
     """
     function = getattr(call[0], "__qualname__", str(call[0]))
     try:
@@ -84,8 +84,8 @@ def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: floa
 
 
 def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.TestReport]:
-    """Run a test in a new process, and return the test's reports; a test fails if its memory grows
-    by more than its limit.
+    """Run a test in a new process, and return the test's reports. The test fails if its memory
+    grows by more than ``limit.size``.
     """
     try:
         allowed = parse_bytes(limit.size)
@@ -134,9 +134,8 @@ def _cell(name: str, isolation: str, limit: Limit) -> Cell:
 def _arguments(item: pytest.Item) -> tuple[str, ...]:
     """Return the arguments of the pytest that runs a test in the measured process.
 
-    The arguments replace ``addopts`` of the ini file, because ``addopts`` could start coverage or
-    xdist in the measured process, or overwrite the report files of the pytest that the user
-    started.
+    The arguments empty ``addopts`` of the ini file, because ``addopts`` could start coverage or
+    xdist in the measured process, or overwrite the report files of the user's pytest.
     """
     config = item.config
     ini = ("-c", str(config.inipath)) if config.inipath else ()
@@ -161,7 +160,9 @@ def _read_reports(config: pytest.Config, path: Path) -> list[pytest.TestReport]:
 def _judged(
     item: pytest.Item, report: pytest.TestReport, result: Result, limit: Limit, allowed: int
 ) -> pytest.TestReport:
-    """Return the report, or a failure with a table of the phases if the peak is above the limit."""
+    """Return the report. Return a failure instead if the memory was not measured or grew by more
+    than ``allowed``, or if the kernel killed a child process.
+    """
     if report.when == "call" and report.passed:
         growth, held = above_baseline(result, limit.metric), _held_by_children(result, limit.metric)
         if result.outcome is Outcome.CHILD_KILLED:
@@ -176,7 +177,7 @@ def _judged(
 
 
 def _held_by_children(result: Result, metric: str) -> int:
-    """Return the sampled memory of a test's child processes, which rss and anon do not include."""
+    """Return the sampled memory of a test's child processes if ``metric`` leaves it out, else 0."""
     return (result.peaks.others_private_sampled_bytes or 0) if metric in ("rss", "anon") else 0
 
 

@@ -1,4 +1,4 @@
-"""Measure one load for a test: a run of one cell in a temporary folder."""
+"""Measure one load for a test: a run of one measurement (cell) in a temporary folder."""
 
 import tempfile
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from weighin.suite.config import check_suite
 from weighin.uses import FORWARD
 
 PATIENCE_S = 600.0
-"""The longest wait for another run on this machine, because xdist runs tests in parallel."""
+"""How many seconds a load waits for other runs to end; xdist runs tests in parallel."""
 
 
 def measure_load(
@@ -43,7 +43,7 @@ def measure_load(
 ) -> Result:
     """Measure one load as ``weighin bench`` does; ``Weighin.measure`` documents the options.
 
-    ``say`` is called with each line of a long preparation, such as the build of a Docker image.
+    ``say`` gets each line that a long preparation prints, such as the build of a Docker image.
 
     Raises:
         HarnessError: the load cannot be measured here, or an argument is invalid.

@@ -9,16 +9,16 @@ _FIGURES: Final = ("peaks", "above_import_bytes", "use_phases")
 
 
 class NotOk(Result):
-    """A ``Result`` of a failed measurement, whose peaks raise AssertionError.
+    """A ``Result`` of a failed measurement: to read its peaks raises AssertionError.
 
-    The peaks of a load that failed do not show how much memory the load needs. A test that expects a
+    The peaks of a failed load do not show how much memory the load needs. A test that expects a
     failure can read ``outcome``, ``message`` and ``phases``.
     """
 
     __slots__ = ()
 
     def __getattribute__(self, name: str) -> Any:
-        """Return an attribute; raise AssertionError for ``_FIGURES``."""
+        """Return the attribute ``name``; raise AssertionError if it is in ``_FIGURES``."""
         if name in _FIGURES:
             __tracebackhide__ = True
             end = f"{self.outcome}: {self.message}" if self.message else self.outcome

@@ -7,7 +7,7 @@ _HEADS = ("phase", "time", "peak RSS", "anonymous at end", "cgroup peak", "CUDA 
 
 
 def phase_table(result: Result) -> str:
-    """Return a table of the phases, then the message of a failure and the RSS at the start."""
+    """Return a table of the phases; an error message and the RSS at the start follow, if any."""
     rows = [_HEADS, *(_row(phase) for phase in result.phases)]
     used = [column for column in range(len(_HEADS)) if any(row[column] != "-" for row in rows[1:])]
     widths = {column: max(len(row[column]) for row in rows) for column in used}

@@ -9,9 +9,8 @@
     @pytest.mark.limit_peak("1.5GiB", metric="anon")
     def test_my_own_loader(): ...
 
-Every run of pytest imports weighin.testing.plugin, if weighin is installed in its environment.
-Until a test uses the fixture or the marker, the plugin therefore imports no other module of
-weighin.
+Every run of pytest imports weighin.testing.plugin, if weighin is installed beside pytest. Until a
+test uses the fixture or the marker, the plugin therefore imports no other module of weighin.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 MARKER = "limit_peak"
 
 MEASURED = pytest.StashKey[list["Result"]]()
-"""The results that a test has measured; the report of a failed test shows their phases."""
+"""The results that a test has measured. If the test fails, its report shows their phases."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -88,10 +87,10 @@ class Weighin:
                 ``model_class``, ``revision`` and ``trust_remote_code``.
 
         Raises:
-            HarnessError: the load cannot be measured. A load or a function that fails raises no
-                error: its result has the outcome and the message of the failure. The peaks of a
-                    result that is not ok raise AssertionError, so that a test that reads only the
-                    peaks fails.
+            HarnessError: the load or function cannot be measured. A load or function that fails
+                raises no error: its result has the outcome and the message of the failure. To read
+                the peaks of such a result raises AssertionError, so that the test fails.
+            TypeError: a strategy got positional arguments.
         """
         from weighin.testing import bodies, loads
         from weighin.testing.not_ok import guarded
@@ -124,7 +123,7 @@ class Weighin:
 
 
 def _say(config: pytest.Config, line: str) -> None:
-    """Print a line at once, although pytest captures output; do nothing under xdist."""
+    """Print a line at once, although pytest captures output; print nothing under xdist."""
     reporter = config.pluginmanager.getplugin("terminalreporter")
     capture = config.pluginmanager.getplugin("capturemanager")
     if reporter is None:
@@ -146,7 +145,7 @@ def isolation_of(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test with the marker ``limit_peak`` in a new process, and report its result."""
+    """Run a test with the marker ``limit_peak`` in a new process, and report the test's result."""
     marker = item.get_closest_marker(MARKER)
     if marker is None:
         return None
@@ -168,7 +167,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the phases of all measurements to the report of a failed test."""
+    """Add a table of the phases of each measurement to the report of a failed test."""
     report = yield
     if report.failed and (results := item.stash.get(MEASURED, [])):
         from weighin.testing.phases import phase_table
