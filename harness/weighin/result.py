@@ -1,4 +1,4 @@
-"""Define the record of a measurement: one ``Result`` per cell. results/README.md documents each field.
+"""Define the record of a cell (one measurement): a ``Result``. results/README.md documents its fields.
 
 Bytes and nanoseconds are integers, and times come from the machine's monotonic clock. None means that
 a figure was not measured, never that the figure was zero. A size with ``peak`` in its name is a

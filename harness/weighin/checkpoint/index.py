@@ -39,8 +39,9 @@ def index(
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
 
     ``index`` reads tensors piece by piece, but leaves Hugging Face folders to ``index_pretrained``
-    or ``index_quantised``, which load the whole model. ``index`` converts the checkpoint if it has
-    another format than ``fmt`` or more than tensors, or if ``selection`` is not ``WHOLE``.
+    or ``index_quantised``, which load the whole model. ``index`` converts the checkpoint if its
+    format is not ``fmt``, if it holds objects other than tensors, or if ``selection`` is not
+    ``WHOLE``.
     ``index`` calls ``permit`` with an upper bound of the bytes to write.
 
     Raises:

@@ -117,7 +117,7 @@ def one_model(typed: dict[str, Any]) -> str:
 def noted_model(typed: dict[str, Any]) -> str:
     """Return the model as ``one_model`` does; if the user gave no model or suite, print a note.
 
-    Verbs whose result does not name the model call this function.
+    Only the verbs that do not name the model in their output call it.
     """
     if not (typed["model"] or typed["model_option"] or typed.get("suite")):
         _console.note(f"no model given: {DEFAULT_MODEL}")

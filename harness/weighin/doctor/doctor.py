@@ -67,7 +67,8 @@ def examine(say: Callable[[str], None], *, clean: bool = False) -> Examination:
     """Test this machine; ``say`` is called with a line of text before each slow step.
 
     ``examine`` removes, and reports, the containers, cgroups, processes, mounts and folders that
-    killed runs left behind. With ``clean``, this includes runs that used another lock file.
+    killed runs left behind. With ``clean``, it also removes those of runs with a lock file
+    other than this process's.
     """
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say, clean)]

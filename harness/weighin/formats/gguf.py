@@ -149,7 +149,7 @@ def read(path: Path) -> Slices:
 
 
 def read_header(file: Path) -> Header:
-    """Return the tables of one file.
+    """Return the header of one file: its metadata, and the type and place of each tensor.
 
     Raises:
         CheckpointError: the file is no GGUF file or is damaged, or weighin does not know the file's

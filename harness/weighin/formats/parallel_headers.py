@@ -1,8 +1,8 @@
 """Read a checkpoint's many headers at the same time from a disk that answers each read late.
 
 Storage behind a network answers each read after some milliseconds. On such storage, hundreds of
-headers that are read one after the other take seconds. The kernel's read-ahead helps little,
-because FUSE sends at most 12 read-ahead requests at a time.
+headers that are read one after the other take seconds. If the storage is mounted by FUSE, the
+kernel's read-ahead helps little: FUSE sends at most 12 read-ahead requests at a time.
 """
 
 import mmap

@@ -70,7 +70,7 @@ def read(path: Path) -> Slices:
     """Return the tensors of all parts with their places (files and offsets).
 
     Raises:
-        CheckpointError: a part has its weights in further folders, or is damaged.
+        CheckpointError: a part has its weights in subfolders of its folder, or is damaged.
     """
     whole = Slices()
     values: dict[str, object] = {}

@@ -171,7 +171,7 @@ def _shown(judgement: GateResult, whole: bool) -> Sequence[Line]:
 
 
 def _explained(judgement: GateResult) -> Iterator[Line]:
-    """Yield the worst failing line of each measurement whose phases were measured."""
+    """Yield the first failing line of each measurement with phases: the worst, as lines are sorted."""
     seen = set()
     for line in judgement.failed:
         if line.phases and line.series not in seen:

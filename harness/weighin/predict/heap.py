@@ -4,7 +4,7 @@ The model of the heap follows malloc/malloc.c of glibc 2.36 with its default set
 leaves out small blocks, because their positions differ between processes. Instead, a ``Heap``
 models one of three cases:
 
-* usual: small blocks use the space beside large blocks, so that the hole that a freed large block leaves between two blocks in use is too small for another block of the same size;
+* usual: when a large block between two used blocks is freed, small blocks take part of the hole, which is then too small for another block of the large one's size;
 * ``reuses``: small blocks lie elsewhere, and a hole can hold another block of the same size;
 * ``pinned``: a small block lies above all large blocks, so that the kernel gets no freed page back.
 """

@@ -205,7 +205,7 @@ class Ledger:
             self._mapped_anon_bytes -= nbytes
 
     def adopt(self, nbytes: int) -> None:
-        """Count ``nbytes`` of this process, which did not count before, for the predicted load."""
+        """Count ``nbytes`` of this process's memory as the predicted load's, no longer as other memory."""
         self.other_anon_bytes -= nbytes
 
     def trimmed(self) -> None:

@@ -199,8 +199,8 @@ def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
     """Return a load's or save's phases until it is complete, or all of a command, by unique names.
 
     The phases of the imports before a load are left out, and so are forward passes; the phase of a
-    use is included. A recorded time between two phases is called "other after NAME", so that its
-    name does not depend on the number of such times.
+    use is included. An interval between the phase NAME and the next phase is called "other after
+    NAME": its name stays the same if a run has more or fewer such intervals.
     """
     names = [phase.name for phase in result.phases]
     before = _BEFORE_LOAD if result.cell.operation in _OF_MODELS else ()

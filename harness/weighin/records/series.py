@@ -135,7 +135,7 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
     """Return the ``Series`` of all runs together, by name; each has its repeats from all runs.
 
     If a run has two records of a cell, the last record counts. A floor search yields one series for
-    each searched floor, with the floor as one of its ``figures``. The repeats of this series are
+    each case that it searched, and the floor, if found, is one of the series' ``figures``. The repeats of this series are
     the cells without a limit, and the cell that stopped the search early, if any.
     """
     groups: dict[str, list[Result]] = {}

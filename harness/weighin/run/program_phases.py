@@ -73,7 +73,7 @@ class PhaseListener:
         return main.died_in if main else None
 
     def watch(self, cgroup: MemoryCgroup | None) -> None:
-        """Start the thread that answers the command's processes, which are in ``cgroup``."""
+        """Start the thread that answers the phase messages of the command's processes (``cgroup``)."""
         if cgroup:
             self._group = PeakMark(cgroup)
         self._thread = threading.Thread(target=self._listen, name="weighin phases", daemon=True)

@@ -12,7 +12,7 @@ def chosen(names: list[str]) -> dict[str, str]:
     """Return the path of each use's file, by the use's name; empty for a use of weighin.
 
     Raises:
-        UnknownName: weighin has no such use.
+        UnknownName: a name is neither a file nor one of weighin's own uses.
         ConfigError: a user's file has no function ``use``, or the same name as another use.
     """
     found: dict[str, str] = {}

@@ -93,7 +93,7 @@ class DockerCommand:
         self._wait_for_program(keeper)
 
     def _wait_for_program(self, keeper: int) -> None:
-        """Wait 0.1 s at most until the keeper's child has a new command line: the command."""
+        """Wait at most 0.1 s until the keeper's child is the command (has another command line)."""
         deadline = time.monotonic() + _PROGRAM_TIMEOUT_S
         while _command_line(self.pid) == _command_line(keeper) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)

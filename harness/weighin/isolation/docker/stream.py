@@ -67,7 +67,7 @@ class FrameBuffer:
 
 
 class StreamChannel:
-    """A channel to a worker over its container's stream; the keeper in it reports the worker's end.
+    """A channel to a worker over its container's stream; the container's keeper reports the exit code.
 
     Attributes:
         stderr_tail: the last 64 KiB that the worker and its strategy printed to stderr.
