@@ -185,6 +185,9 @@ _MISSING: dict[str, Callable[[], str]] = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--rewrite", action="store_true", help="write the texts of tests/contract again"
+    )
+    parser.addoption(
         "--require",
         default="",
         metavar="MARKERS",
