@@ -8,15 +8,22 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, sync the file to the disk, and rename it to ``path``."""
+def write_bytes(path: Path, content: bytes, *, is_new: bool = False) -> None:
+    """Write a file under a temporary name, sync the file to the disk, and rename it to ``path``.
+
+    Raises:
+        FileExistsError: with ``is_new``, ``path`` exists; another process may just have made it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        if is_new:
+            path.hardlink_to(temporary)  # unlike a rename, it fails if the path exists
+        else:
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)

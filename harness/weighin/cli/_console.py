@@ -6,6 +6,7 @@ Only functions that print a table or a progress bar import rich, so that ``weigh
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -54,18 +55,24 @@ def show(*parts: "RenderableType", folds: bool = True) -> None:
 def note(*texts: str) -> None:
     """Print each text that is not empty as a line "note: TEXT" on standard error."""
     for text in filter(None, texts):
-        click.echo(f"note: {text}", err=True)
+        tell(f"note: {text}")
+
+
+def tell(text: str) -> None:
+    """Print a line on standard error; whoever reads it no longer (2>&1 | head -1) changes no exit code."""
+    with suppress(BrokenPipeError):
+        click.echo(text, err=True, color=colour())
 
 
 def error(text: str) -> None:
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True, color=colour())
+    tell(f"{click.style('error:', fg='red', bold=True)} {text}")
 
 
 def fail(problem: HarnessError) -> None:
     """Print an error on standard error: its cause in one line, its repair in the next line."""
     error(problem.message)
     if problem.repair:
-        click.echo(problem.repair, err=True)
+        tell(problem.repair)
 
 
 def colour() -> bool | None:

@@ -35,7 +35,10 @@ def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
     Raises:
         ConfigError: the file is unreadable or not TOML, or a key is unknown or has a wrong type.
     """
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # the current folder was deleted
+        return None, {}
     for folder in (here, *here.parents):
         path = (Path() if folder == here else folder) / "pyproject.toml"
         if _counts(path) and (table := _table(path)) is not None:

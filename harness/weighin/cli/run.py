@@ -1,5 +1,6 @@
 """``weighin run``: run any command under limits, and print the memory that the command needed."""
 
+import os
 import signal
 from functools import partial
 from shlex import quote
@@ -147,7 +148,7 @@ def request_of(typed: dict[str, Any], **settings: Any) -> "CommandRequest":
     return CommandRequest(
         command=typed["command"],
         how=CommandSettings(
-            folder=str(Path.cwd()),
+            folder=_current_folder(),
             cold=tuple(str(Path(path).absolute()) for path in typed["cold"]),
             marks=typed.get("marks", ()),
             stacks=typed.get("stacks", False) and repeats == 1,
@@ -168,6 +169,14 @@ def request_of(typed: dict[str, Any], **settings: Any) -> "CommandRequest":
     )
 
 
+def _current_folder() -> str:
+    """Return the path of the current folder; empty if it was deleted, where a command can still run."""
+    try:
+        return os.getcwd()  # noqa: PTH109 (pathlib takes time to import)
+    except FileNotFoundError:
+        return ""
+
+
 def _end(
     context: click.Context, task: "Run", results: "list[Result]", json_file: str | None
 ) -> None:
@@ -182,9 +191,9 @@ def _end(
         _measuring.end(context, results)
         return
     (result,) = results
-    for line in explanation.answer(task.folder, result):
-        click.echo(f"weighin: {line}", err=True)
-    click.echo(f"weighin: weighin report {quote(str(task.folder))}", err=True)
+    lines = [*explanation.answer(task.folder, result), f"weighin report {quote(str(task.folder))}"]
+    for line in lines:
+        _console.tell(f"weighin: {line}")
     if json_file:
         from weighin.report.run_json import of_run
 

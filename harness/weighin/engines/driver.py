@@ -1,10 +1,8 @@
 """Run a plan on several nodes. Only the driver's process chooses nodes and writes records."""
 
 import base64
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,14 +10,14 @@ from typing import Any, Final
 
 from weighin.engines.scheduler import MOST_LOSSES, Node, Scheduler
 from weighin.engines.transport import LostTask, Task, Transport
-from weighin.errors import HarnessError, MachineBusy, NoNodeLeft, RecordError
-from weighin.locks import try_lock
+from weighin.errors import HarnessError, NoNodeLeft, RecordError
 from weighin.probes import environment
 from weighin.protocol import decode_event
 from weighin.records import coverage, run_folder
 from weighin.records.parsing import parse
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.run import interrupts
+from weighin.run.run_lock import only_writer
 from weighin.run.task import AnyPlanned, Progress, Run, skipped
 from weighin.suite import registry
 from weighin.text import one_line
@@ -89,7 +87,7 @@ class Driver:
             RecordError: the run's folder cannot be read or written, or a node sent a file that
                 no record names.
         """
-        with _only_driver(self._task.folder), interrupts.stoppable(), interrupts.put_off():
+        with only_writer(self._task.folder), interrupts.stoppable(), interrupts.put_off():
             cells = self._todo()
             self._cells = [each.cell for each in cells]
             self._scheduler = Scheduler(self._cells)
@@ -347,22 +345,3 @@ def _last_words(work: _Work) -> str:
     ended = work.ended or {"code": "unknown", "stderr": ""}
     words = f"exit code {ended['code']}"
     return f"{words}, {one_line(ended['stderr'])}" if ended["stderr"] else words
-
-
-@contextmanager
-def _only_driver(folder: Path) -> Iterator[None]:
-    """Lock the run's plan.json in the ``with`` block, so that two processes do not run the same cells.
-
-    Raises:
-        MachineBusy: another process holds the lock.
-    """
-    plan = os.open(folder / run_folder.PLAN, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if not try_lock(plan):
-            raise MachineBusy(
-                f"another process runs the plan in {folder}",
-                "wait for its end, then resume the run",
-            )
-        yield
-    finally:
-        os.close(plan)

@@ -20,7 +20,7 @@ from weighin.disk import throttle
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import delegation, read_only
 from weighin.isolation.base import Isolation, RunningCommand, Streams
-from weighin.isolation.command import LocalCommand
+from weighin.isolation.command import LocalCommand, thaw
 from weighin.isolation.process import WORKER, LocalRunning
 from weighin.probes.cgroup import (
     MemoryCgroup,
@@ -141,7 +141,9 @@ class CgroupCommand(LocalCommand):
         return [pid for folder in _tree(self.groups[0]) for pid in pids_in(folder)]
 
     def kill(self) -> None:
+        frozen = self.members()
         _kill_members(self.groups[0])
+        thaw(frozen)
 
     def close(self) -> None:
         super().close()

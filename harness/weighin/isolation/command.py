@@ -1,17 +1,22 @@
 """Start a command to measure, with the streams, terminal and folder that it has without weighin."""
 
 import contextlib
+import errno
 import os
 import resource
+import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from weighin.child_process import open_process, signal_each, wait_for_end
-from weighin.errors import ConfigError
+from weighin.child_process import PATIENCE_S, open_process, signal_each, wait_for_end
+from weighin.errors import ConfigError, StillRunning
 from weighin.isolation.base import Exit, Streams
 from weighin.parent_process import end_with_parent
+from weighin.probes import mounts
+from weighin.probes.cgroup import read_kernel
 
 
 class LocalCommand:
@@ -43,16 +48,25 @@ class LocalCommand:
             for group in groups:
                 files.append(os.open(group / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
                 opened.callback(os.close, files[-1])
+            variables = os.environ | dict(environment)
+            start = partial(
+                subprocess.Popen,
+                cwd=folder or None,
+                env=variables,
+                stdin=streams.stdin,
+                stdout=streams.stdout,
+                stderr=streams.stderr,
+                close_fds=False,  # a shell passes descriptors on, for make -j and diff <(a) <(b)
+                preexec_fn=_entering(files, limit),
+            )
             try:
-                self._popen = subprocess.Popen(
-                    command,
-                    cwd=folder,
-                    env=os.environ | dict(environment),
-                    stdin=streams.stdin,
-                    stdout=streams.stdout,
-                    stderr=streams.stderr,
-                    preexec_fn=_entering(files, limit),  # noqa: PLW1509 (it makes system calls only)
-                )
+                try:
+                    self._popen = start(command)
+                except OSError as error:
+                    script = shutil.which(command[0], path=variables.get("PATH")) or command[0]
+                    if error.errno != errno.ENOEXEC or not _is_text(Path(folder, script)):
+                        raise
+                    self._popen = start(("/bin/sh", script, *command[1:]))  # as a shell does
             except OSError as error:
                 raise ConfigError(
                     f"cannot start {command[0]!r} in {folder}: {error.strerror}",
@@ -69,20 +83,50 @@ class LocalCommand:
         return os.waitid(os.P_PID, self.pid, options) is not None
 
     def reap(self) -> Exit:
-        code = self._popen.wait()
+        try:
+            code = self._popen.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            return Exit(None, still_runs=True)
         return Exit(code) if code >= 0 else Exit(None, signal=-code)
 
     def send_signal(self, number: int) -> None:
         signal_each([self.pid], number)
 
     def close(self) -> None:
-        """Kill the first process if it still runs, and reap it; repeated calls do nothing."""
+        """Kill the first process if it still runs, and reap it; repeated calls do nothing.
+
+        Raises:
+            StillRunning: the process does not end, not even after SIGKILL.
+        """
         if self._process is not None:
             os.close(self._process)
             self._process = None
         if self._popen.returncode is None:
             self.send_signal(signal.SIGKILL)
-            self._popen.wait()
+            if self.reap().still_runs:
+                raise StillRunning(
+                    f"the command's process {self.pid} does not end, not even after SIGKILL"
+                )
+
+
+def thaw(pids: Iterable[int]) -> None:
+    """Thaw the freezer groups (cgroup v1) of processes that got SIGKILL, which ends none in a frozen
+    group; on v2 it does.
+    """
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended, or the group is not this user's
+            lines = read_kernel(Path(f"/proc/{pid}/cgroup")).splitlines()
+            group = next((line.split(":", 2)[2] for line in lines if ":freezer:" in line), "/")
+            for mount in (each.place for each in mounts.read() if "freezer" in each.options):
+                for above in (own := Path(f"{mount}{group}"), *own.parents):
+                    if (state := above / "freezer.state").exists():
+                        state.write_text("THAWED")
+
+
+def _is_text(script: Path) -> bool:
+    """Tell whether a file without #! is a script, by a shell's rule: no zero byte at its beginning."""
+    with script.open("rb") as file:
+        return b"\0" not in file.read(128)
 
 
 def _entering(files: Sequence[int], limit: int | None) -> Callable[[], None]:

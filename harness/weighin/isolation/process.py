@@ -11,7 +11,7 @@ from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import process_tree, read_only
 from weighin.isolation.base import Exit, Isolation, RunningCommand, Streams
-from weighin.isolation.command import LocalCommand
+from weighin.isolation.command import LocalCommand, thaw
 from weighin.parent_process import adopt_orphans
 from weighin.probes.other_processes import limit_of
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
@@ -89,7 +89,9 @@ class ProcessCommand(LocalCommand):
         return False
 
     def kill(self) -> None:
+        frozen = self.members()
         process_tree.kill(self._mark)
+        thaw(frozen)
 
     def close(self) -> None:
         super().close()

@@ -13,7 +13,8 @@ results/README.md documents every field of these files.
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
@@ -166,8 +167,16 @@ def read(run: Path) -> Records:
     return records
 
 
-def _mixed(results: Iterable[Result]) -> Iterator[str]:
-    """Yield a warning for each cell whose repeats differ in their code or in the model's size."""
+def _mixed(results: Sequence[Result]) -> Iterator[str]:
+    """Yield a warning for cells with several records, and for each series whose repeats differ in
+    their code or in the model's size.
+    """
+    numbers = Counter(one.cell.id for one in results)
+    if twice := [name for name, number in numbers.items() if number > 1]:
+        yield (
+            f"{', '.join(twice[:3])}{' and more' * (len(twice) > 3)}: several records of one cell, as"
+            " when two runs write into one folder; the figures may have disturbed each other"
+        )
     for repeats in grouped(results, lambda one: one.cell.series).values():
         for what, values in (
             ("code", {one.sources_hash for one in repeats}),
@@ -242,24 +251,42 @@ def paths_of(cell: Cell) -> tuple[str, ...]:
     return samples_path(cell), trace_path(cell), *of_ranks
 
 
-def write_plan(run: Path, cells: Iterable[Cell], settings: dict[str, Any] | None = None) -> None:
+def write_plan(
+    run: Path,
+    cells: Iterable[Cell],
+    settings: dict[str, Any] | None = None,
+    *,
+    is_new: bool = False,
+) -> None:
     """Write plan.json atomically, and create the run's folder if it does not exist.
 
     Raises:
-        RecordError: the folder cannot be written, or the plan has a number that is not finite.
+        RecordError: the folder cannot be written, or, with ``is_new``, has a plan already; or the
+            plan has a number that is not finite.
     """
     plan = Plan(SCHEMA, tuple(cells), settings or {})
     path = run / PLAN
     text = _encode(asdict(plan), PLAN, indent=1) + b"\n"
     with writing(path):
-        is_new = not run.exists()
+        is_new_folder = not run.exists()
         run.mkdir(parents=True, exist_ok=True)
         try:
-            atomic.write_bytes(path, text)
+            atomic.write_bytes(path, text, is_new=is_new)
+        except FileExistsError:
+            raise already_there(run, verb_of(settings or {})) from None
         except OSError:
-            if is_new:
+            if is_new_folder:
                 run.rmdir()
             raise
+
+
+def already_there(run: Path, verb: str) -> RecordError:
+    """Return the error for a new run in the folder of another one."""
+    return RecordError(
+        f"{run} already contains a run",
+        f"to resume that run: {resume_command(verb, run)}; for a new run, name another folder with"
+        " --out",
+    )
 
 
 def discard_unmeasured(run: Path) -> None:

@@ -1,7 +1,9 @@
 """Measure the commands of a run: start each command, watch it from outside, and build its result."""
 
+import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,10 +17,11 @@ from weighin.cell import Cell
 from weighin.checkpoint import staging
 from weighin.errors import ConfigError, Interrupted
 from weighin.isolation import select
-from weighin.isolation.base import Isolation
+from weighin.isolation.base import Isolation, RunningCommand
 from weighin.probes import page_cache
 from weighin.records import run_folder
 from weighin.records.thrashing import Reference
+from weighin.result import Outcome
 from weighin.run import command_output
 from weighin.run.command_settings import CommandSettings
 from weighin.run.command_watch import CommandWatch
@@ -28,8 +31,21 @@ from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import format_bytes
 
 _PREFIX: Final = "weighin-run-"
+_STOPPED: Final = "stopped; nothing is left running"
 _TIMES: Final = 10
 _LEAST_S: Final = 30.0
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PASSED: Final = (
+    *_ENDING,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGTSTP,
+    signal.SIGCONT,
+    signal.SIGWINCH,
+)
+_BY_KERNEL: Final = 0x80  # SI_KERNEL, of <signal.h>: the kernel sends the terminal's signals
 
 
 @dataclass(slots=True)
@@ -48,10 +64,11 @@ class CommandBench:
         """Run one command and return its measurement.
 
         Raises:
-            Interrupted: a signal during an earlier command ended the run.
+            Interrupted: a signal ended the run, during an earlier command or during this one. What
+                a signal broke off is no result, unless it is all that there is to measure.
         """
         if self.stopped:
-            raise Interrupted("stopped; nothing is left running")
+            raise Interrupted(_STOPPED)
         measured, self.stopped = take(
             self.task.isolation,
             self.how.of(planned.cell.strategy),
@@ -60,6 +77,8 @@ class CommandBench:
             self.environment,
             self.task.reference_for(planned.cell),
         )
+        if self.stopped and len(self.task.planned) > 1 and measured.result.outcome != Outcome.OK:
+            raise Interrupted(_STOPPED)
         return measured
 
     def _patience_s(self, cell: Cell) -> float:
@@ -116,8 +135,7 @@ def take(
             watch.abandon()
             raise
         try:
-            signals.passes_interrupts = not running.shares_terminal
-            signals.receiver = running.send_signal
+            signals.listen(running)
             limit = cell.ram_limit_bytes
             watch.begin(running, ThrashGuard(reference, limit) if reference and limit else None)
             output.start()
@@ -177,28 +195,65 @@ def files_in(paths: Sequence[str]) -> list[Path]:
 
 @dataclass(slots=True)
 class _Signals:
+    """Passes signals on to a command: all that this process gets, but what the command got as well.
+
+    Attributes:
+        shares_terminal: whether the terminal sends its signals (Ctrl-C, Ctrl-Z) to the command, too.
+    """
+
     receiver: Callable[[int], None] | None = None
     asked_to_end: bool = False
-    passes_interrupts: bool = False
+    shares_terminal: bool = False
+    numbers: frozenset[int] = frozenset()
+    _listener: threading.Thread | None = None
+    _over: bool = False
 
-    def take(self, number: int, _frame: object) -> None:
-        self.asked_to_end = True
-        # After Ctrl-C, the terminal itself sends SIGINT to a command in its foreground.
-        if self.receiver and (number != signal.SIGINT or self.passes_interrupts):
+    def take(self, number: int, _frame: object = None, *, by_terminal: bool | None = None) -> None:
+        """Pass one signal on. Without ``by_terminal``, a SIGINT counts as Ctrl-C of the terminal."""
+        self.asked_to_end |= number in _ENDING
+        if by_terminal is None:
+            by_terminal = number == signal.SIGINT
+        if self.receiver and not (by_terminal and self.shares_terminal):
             self.receiver(number)
+        if number == signal.SIGTSTP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def listen(self, running: RunningCommand) -> None:
+        """From now on, take signals in a thread: only there Linux says whether a terminal sent one."""
+        self.receiver, self.shares_terminal = running.send_signal, running.shares_terminal
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.numbers)
+        self._listener = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        while info := signal.sigwaitinfo(self.numbers):
+            if self._over:
+                return
+            resize = signal.getsignal(info.si_signo) if info.si_signo == signal.SIGWINCH else None
+            if callable(resize) and resize != self.take:
+                resize(info.si_signo, None)
+            if info.si_pid != os.getpid():
+                self.take(info.si_signo, by_terminal=info.si_code == _BY_KERNEL)
+
+    def stop(self) -> None:
+        if self._listener and self._listener.ident:
+            self._over = True
+            signal.pthread_kill(self._listener.ident, signal.SIGUSR1)
+            self._listener.join()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)
 
 
 @contextmanager
 def _passing_signals_on() -> Iterator[_Signals]:
-    """Pass SIGTERM and SIGHUP to the command, and SIGINT if the terminal sends it only to weighin."""
-    signals = _Signals()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, signals.take)
+    """Pass signals on to the command; one that this process ignores, as under nohup, stays ignored."""
+    before = {number: signal.getsignal(number) for number in _PASSED}
+    kept = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+    signals = _Signals(numbers=frozenset({*kept, signal.SIGUSR1}))
+    for number in kept:
+        signal.signal(number, signals.take)
     try:
         yield signals
     finally:
-        for number, handler in before.items():
+        signals.stop()
+        for number, handler in kept.items():
             signal.signal(number, handler)

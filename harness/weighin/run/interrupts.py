@@ -36,12 +36,13 @@ _state = _State()
 def stoppable(error: type[BaseException] = Interrupted) -> Iterator[None]:
     """In the ``with`` block, raise ``error`` at the first signal, and ignore later signals.
 
-    Blocks may be nested. A SIGHUP that this process ignores, as under nohup, stays ignored.
+    Blocks may be nested. A signal that this process ignores stays ignored: SIGHUP under nohup, SIGINT
+    in a script's background.
     """
     outer, _state.error = _state.error, error
     before = {each: signal.getsignal(each) for each in _SIGNALS}
     for each, handler in before.items():
-        if each != signal.SIGHUP or handler != signal.SIG_IGN:
+        if handler != signal.SIG_IGN:
             signal.signal(each, _take)
     try:
         yield

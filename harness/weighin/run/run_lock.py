@@ -68,6 +68,25 @@ def only_run(
         os.close(file)
 
 
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Lock a run's plan.json in the ``with`` block, so that two processes do not run the same cells.
+
+    Raises:
+        MachineBusy: another process holds the lock.
+    """
+    plan = os.open(folder / "plan.json", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if not try_lock(plan):
+            raise MachineBusy(
+                f"another process runs the plan in {folder}",
+                "wait for its end, then resume the run",
+            )
+        yield
+    finally:
+        os.close(plan)
+
+
 def _open(path: Path) -> int:
     """Open the lock file for reading, or create it if it does not exist."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

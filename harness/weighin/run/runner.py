@@ -12,6 +12,7 @@ from weighin.records import coverage, run_folder
 from weighin.result import Result
 from weighin.run import interrupts
 from weighin.run.measurement import CellMeasurement
+from weighin.run.run_lock import only_run, only_writer
 from weighin.run.task import AnyPlanned, Bench, Progress, Run, skipped
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
         HarnessError: no cell can be run. An error inside a cell is not raised: it becomes the
             cell's outcome, and the run continues.
     """
-    with discarding(task):
+    with only_writer(task.folder), discarding(task):
         results = _run(task, progress, following)
     if task.settings.command:
         return results
@@ -82,7 +83,6 @@ def _machine(task: Run, progress: Progress) -> Iterator[None]:
         else:
             from weighin.disk import mount
             from weighin.run import save_target, slow_disk
-            from weighin.run.run_lock import only_run
 
             waiting = lambda text: progress.preparing(text, None)  # noqa: E731
             lock.enter_context(only_run(task.patience_s, waiting))

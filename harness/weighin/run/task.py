@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -10,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from weighin.cell import Cell
-from weighin.errors import ConfigError, RecordError
+from weighin.errors import ConfigError
 from weighin.isolation.base import Isolation
 from weighin.probes import environment
 from weighin.records import run_folder
-from weighin.records.coverage import resume_command
 from weighin.records.floor import Aim, results_of, searched, unlimited_of
 from weighin.records.thrashing import Reference, reference_of
 from weighin.result import SCHEMA, Outcome, Result
@@ -136,13 +137,21 @@ def skipped(planned: AnyPlanned, known_environment: dict[str, Any]) -> Result:
 
 
 def new_folder(labels: Iterable[str], limits: Iterable[int | None], *, is_search: bool) -> Path:
-    """Return the path of a new run's folder: ``results/TIME-LABELS-LIMITS``."""
+    """Return the path of a new run's folder: ``results/TIME-LABELS-LIMITS``, or, where no folder can
+    be made here, below a new temporary folder.
+    """
     words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S")]
     words += [re.sub(r"[^\w.+-]+", "_", label).strip("._-") or "unnamed" for label in labels]
     words += (
         ["floor"] if is_search else [format_exact(limit) for limit in limits if limit is not None]
     )
-    return Path("results") / "-".join(words)
+    results = Path("results")
+    if not os.access(results if results.exists() else Path(), os.W_OK | os.X_OK):
+        results = Path(tempfile.mkdtemp(prefix="weighin-results-"))
+    name, number = "-".join(words), 1
+    while (folder := results / (f"{name}-{number}" if number > 1 else name)).exists():
+        number += 1  # of another run in the same second
+    return folder
 
 
 def write_plan(
@@ -154,17 +163,14 @@ def write_plan(
         RecordError: the folder already contains a run, or cannot be written.
         ConfigError: the plan has fewer cells than shards.
     """
-    if (folder / run_folder.PLAN).exists() or (folder / run_folder.RECORDS).exists():
-        raise RecordError(
-            f"{folder} already contains a run",
-            f"to resume that run: {resume_command(settings.verb, folder)}; for a new run, name"
-            " another folder with --out",
-        )
+    if (folder / run_folder.RECORDS).exists():
+        raise run_folder.already_there(folder, settings.verb)
     ours = settings.shard.of(planned) if settings.shard else planned
     if not ours:
         raise ConfigError(
             f"--shard {settings.shard}: the plan has only {len(planned)} cells",
             f"divide the plan into {len(planned)} shards at most",
         )
-    run_folder.write_plan(folder, [each.cell for each in planned], settings.as_json())
+    cells = [each.cell for each in planned]
+    run_folder.write_plan(folder, cells, settings.as_json(), is_new=True)
     return Run(folder, ours, isolation, settings, is_new=True)

@@ -94,9 +94,9 @@ def binds(folder: str, mounts: Sequence[str], keeper: Keeper) -> list[Bind]:
     Raises:
         ConfigError: the folder is the root, or a path to mount does not exist.
     """
-    if Path(folder) == Path("/"):
+    if folder in ("", "/"):
         raise ConfigError(
-            "the current folder / cannot be mounted into a container",
+            f"the current folder {folder or '(deleted)'} cannot be mounted into a container",
             "cd to the folder of the program",
         )
     wanted = dict.fromkeys(os.path.abspath(path) for path in mounts)  # noqa: PTH100 (links stay)
