@@ -7,7 +7,7 @@ from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from typing import Any, Final, Literal, Self
 
-from weighin.text import printable
+from weighin.text import one_line, printable
 from weighin.units import format_latency, format_rate
 from weighin.uses import FORWARD, NONE, TO_DEVICE
 
@@ -136,7 +136,9 @@ class Cell:
     @property
     def settings(self) -> tuple[str, ...]:
         """The cell's environment variables as sorted texts: ("MALLOC_ARENA_MAX=2",)."""
-        return tuple(f"{name}={value}" for name, value in sorted(self.environment.items()))
+        return tuple(
+            one_line(f"{name}={value}") for name, value in sorted(self.environment.items())
+        )
 
     @property
     def disk(self) -> tuple[str, ...]:

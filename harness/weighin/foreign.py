@@ -18,12 +18,17 @@ _MOST_DEPTH: Final = 100
 _MOST_VALUES: Final = 5_000_000
 
 
-def read_bytes(path: "Path", most_bytes: int = 16 * MIB) -> bytes:
+def read_bytes(path: "Path", most_bytes: int = 16 * MIB, *, within: "Path | None" = None) -> bytes:
     """Return the content of a regular file.
+
+    Args:
+        within: a folder of somebody else's, above ``path``: a link below it is not followed.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is longer than ``most_bytes``.
     """
+    if within:
+        no_link(path, within)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block
     with os.fdopen(descriptor, "rb") as file:
         about = os.fstat(descriptor)
@@ -35,6 +40,15 @@ def read_bytes(path: "Path", most_bytes: int = 16 * MIB) -> bytes:
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"longer than {most_bytes // MIB} MiB", str(path))
     return content
+
+
+def no_link(path: "Path", folder: "Path") -> None:
+    """Raise OSError if ``path``, or a folder between it and ``folder``, is a symbolic link."""
+    for each in (path, *path.parents):
+        if each == folder:
+            return
+        if each.is_symlink():
+            raise OSError(errno.ELOOP, "a symbolic link, which is not followed here", str(each))
 
 
 def parse_json(text: bytes | str, *, finite: bool = True) -> Any:

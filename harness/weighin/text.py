@@ -8,6 +8,11 @@ LINE_LENGTH: Final = 300
 """The number of characters to which ``one_line`` cuts a text, for tables and terminals."""
 
 
+_TOKEN: Final = re.compile(
+    r"\b(hf_|gh[oprsu]_|github_pat_|glpat-|sk-|xox[abeprs]-|AKIA|ya29\.|nvapi-|pypi-|eyJ)[\w.-]{12,}"
+)
+
+
 def one_line(text: str, length: int = LINE_LENGTH) -> str:
     """Return ``text`` as one line without control characters, cut to ``length`` characters."""
     line = printable(" ".join(text.split()))
@@ -17,6 +22,11 @@ def one_line(text: str, length: int = LINE_LENGTH) -> str:
 def printable(text: str, kept: str = "") -> str:
     """Replace each unprintable character by "?", except the characters in ``kept``."""
     return "".join(one if one.isprintable() or one in kept else "?" for one in text)
+
+
+def masked(text: str) -> str:
+    """Hide all but the prefix of each access token whose kind has a known prefix."""
+    return _TOKEN.sub(r"\1***", text)
 
 
 def few(names: Sequence[str], most: int = 3) -> str:

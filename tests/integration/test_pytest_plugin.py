@@ -370,3 +370,23 @@ def test_a_test_measures_what_follows_a_load(user: pytest.Pytester) -> None:
         """,
     )
     result.assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["raise KeyboardInterrupt", "signal.raise_signal(signal.SIGINT)", "pytest.exit('stop', 0)"],
+)
+def test_a_test_that_breaks_pytest_off_fails(user: pytest.Pytester, end: str) -> None:
+    result = run(
+        user,
+        f"""
+        import pytest, signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        @pytest.mark.limit_peak("1GiB")
+        def test_ends(): {end}
+        def test_after(): pass
+        """,
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    code = 0 if "exit" in end else 2
+    result.stdout.fnmatch_lines(f"*pytest in the test's process ended with exit code {code}*")

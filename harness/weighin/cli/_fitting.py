@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
@@ -14,11 +15,19 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
+from weighin.text import printable
+
 _ANY_WIDTH = 10_000  # columns
 
 
 class FittingConsole(Console):
-    """A console that breaks no word in tables: it prints each table that is too wide as lines."""
+    """A console that breaks no word in tables: it prints each table that is too wide as lines.
+
+    It prints no control character of a text: a record may be a stranger's.
+    """
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        return super().render_str(printable(text, "\n\t"), **how)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

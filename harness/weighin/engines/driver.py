@@ -11,6 +11,7 @@ from typing import Any, Final
 from weighin.engines.scheduler import MOST_LOSSES, Node, Scheduler
 from weighin.engines.transport import LostTask, Task, Transport
 from weighin.errors import HarnessError, NoNodeLeft, RecordError
+from weighin.foreign import no_link
 from weighin.probes import environment
 from weighin.protocol import decode_event
 from weighin.records import coverage, run_folder
@@ -297,6 +298,7 @@ class Driver:
         path = self._task.folder / event["path"]
         work.files.append(path)
         with run_folder.writing(path, f"; the measurement of {cell.id} is lost"):
+            no_link(path, self._task.folder)
             path.parent.mkdir(exist_ok=True)
             with path.open("wb" if event["is_first"] else "ab") as file:
                 file.write(base64.b64decode(event["content"]))

@@ -11,6 +11,7 @@ from typing import Any, Final
 from weighin import __version__
 from weighin.probes.cgroup import memory_hierarchy
 from weighin.result import USUAL_PAGE_BYTES
+from weighin.text import masked
 from weighin.units import KIB
 
 _GIT_TIMEOUT_S = 5.0  # git is slow on a network disk, and must not delay a run
@@ -21,14 +22,23 @@ _STATUS: Final = (
 _OWN_FILTER: Final = re.compile(
     r"^(?:local|worktree)\tfilter\..*\.(?:clean|process)$", re.MULTILINE
 )
+_SECRET: Final = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 _READ_AHEAD_BYTES: Final = 128 * KIB  # the default of Linux
 
-SETTINGS = ("MALLOC_", "PYTORCH_", "OMP_", "MKL_", "CUDA_", "NVIDIA_", "LD_PRELOAD", "TORCH_")
+SETTINGS = (
+    "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "PYTHONMALLOC", "PYTHONDEVMODE", "PYTHONOPTIMIZE",
+    "PYTORCH_", "TORCH_", "OMP_", "MKL_", "OPENBLAS_NUM_THREADS", "CUDA_", "NVIDIA_",
+)  # fmt: skip
 """Prefixes of the environment variables that affect allocators, threads or devices."""
 
 
 def settings() -> dict[str, str]:
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
+    """Return the variables whose names begin with ``SETTINGS``; a secret's value is hidden."""
+    return {
+        name: "***" if _SECRET.search(name) else masked(value)
+        for name, value in sorted(os.environ.items())
+        if name.startswith(SETTINGS)
+    }
 
 
 def machine() -> dict[str, Any]:

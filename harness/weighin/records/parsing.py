@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
 _FREE: Final = {"kwargs", "options", "environment"}  # a user may put any value there
+_CELLS: Final = {"cell", "cells", "model"}
 _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
 
 _T = TypeVar("_T")
@@ -75,16 +76,19 @@ def _first_complaint(error: "ValidationError") -> str:
     return f"{where}: {first['msg'].lower()}, got {one_line(short_repr(first['input']), 60)}"
 
 
-def clean(value: Any) -> Any:
+def clean(value: Any, *, is_cell: bool = False) -> Any:
     """Return a record's JSON value, with "?" for each unprintable character in its texts.
 
-    Newlines and tabs stay. Values that a user may choose freely, such as options, also stay as they
-    are, because reports escape them.
+    Newlines and tabs stay. What a user may choose freely in a cell, such as options, also stays as
+    it is, because the cell's name follows from it; the words of a cell replace such characters.
     """
     if isinstance(value, dict):
-        return {key: each if key in _FREE else clean(each) for key, each in value.items()}
+        return {
+            key: each if is_cell and key in _FREE else clean(each, is_cell=key in _CELLS)
+            for key, each in value.items()
+        }
     if isinstance(value, list):
-        return [clean(each) for each in value]
+        return [clean(each, is_cell=is_cell) for each in value]
     if isinstance(value, str):
         return printable(value, kept="\n\t")
     return value

@@ -16,7 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from shlex import quote
@@ -25,11 +25,12 @@ from typing import Any, Final
 from weighin import atomic
 from weighin.cell import Cell
 from weighin.errors import DamagedRecord, RecordError
-from weighin.foreign import parse_json, read_bytes
+from weighin.foreign import no_link, parse_json, read_bytes
 from weighin.records.coverage import Coverage, coverage, resume_command, verb_of
 from weighin.records.parsing import impossible, parse
 from weighin.records.repeats import grouped
 from weighin.result import SCHEMA, Outcome, Result
+from weighin.text import masked
 
 RECORDS: Final = "records.jsonl"
 PLAN: Final = "plan.json"
@@ -86,12 +87,14 @@ def append(run: Path, result: Result) -> Result:
         RecordError: the folder or file cannot be written, or the result is not valid JSON (a number
             is not finite); no line is added.
     """
-    line, result = _valid(result)
+    warnings = tuple(map(masked, result.warnings))
+    line, result = _valid(replace(result, message=masked(result.message), warnings=warnings))
     path = run / RECORDS
     with writing(path, f"; the measurement of {result.cell.id} is lost"):
         run.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
         (run / _ROOM).unlink(missing_ok=True)
+        no_link(path, run)
         path.touch()
         with path.open("r+b", buffering=0) as file:
             _mend_tail(file)
@@ -143,7 +146,9 @@ def room(run: Path) -> Iterator[None]:
     try:
         with writing(run / RECORDS):
             run.mkdir(parents=True, exist_ok=True)
-            kept.write_bytes(bytes(_ROOM_BYTES))
+            kept.unlink(missing_ok=True)  # also a link, whose file is not ours
+            with kept.open("xb") as file:
+                file.write(os.urandom(_ROOM_BYTES))  # a file system that compresses keeps its room
         yield
     finally:
         with suppress(OSError):  # for example, the disk was removed during the measurement
@@ -361,7 +366,7 @@ def _is_json(text: bytes) -> bool:
 
 def _read(path: Path) -> bytes:
     try:
-        return read_bytes(path, _MOST_BYTES)
+        return read_bytes(path, _MOST_BYTES, within=path.parent)
     except FileNotFoundError as error:
         raise RecordError(
             f"{path.parent} contains no {path.name}, so it is not the folder of a run",

@@ -6,10 +6,12 @@ from operator import attrgetter
 from pathlib import Path, PurePath
 from typing import Any, Final
 
+from weighin.foreign import read_bytes
 from weighin.result import Sample
 
 _NAMES: Final = tuple(field.name for field in fields(Sample))
 _REQUIRED: Final = sum(field.default is MISSING for field in fields(Sample))
+_MOST_BYTES: Final = 1024**3  # twelve days of samples, 5 ms apart, have this size
 _TOO_LARGE: Final = 2**63  # no counter of the kernel reaches this value
 
 
@@ -34,7 +36,7 @@ def read_columns(run: Path, path: str | None, names: Sequence[str]) -> Iterator[
     if path is None or PurePath(path).is_absolute() or ".." in PurePath(path).parts:
         return
     try:
-        text = (run / path).read_text(encoding="utf-8")
+        text = read_bytes(run / path, _MOST_BYTES, within=run).decode()
     except (OSError, ValueError):
         return
     head, *lines = text[: text.rfind("\n") + 1].splitlines() or [""]

@@ -117,7 +117,7 @@ def label_among(cell: Cell, cells: Iterable[Cell]) -> str:
     if any(other.format != cell.format for other in same):
         words.append(cell.format)
     if any(other.options != cell.options for other in same):
-        words += [f"{key}={value}" for key, value in cell.options.items()]
+        words += [one_line(f"{key}={value}") for key, value in cell.options.items()]
     if any(other.environment != cell.environment for other in same):
         words += cell.settings
     return " ".join(words)

@@ -11,6 +11,7 @@ from weighin.cell import Cell
 from weighin.records.repeats import grouped, latest, middle, outcome_of
 from weighin.report.figures import COLUMNS
 from weighin.result import NOT_DROPPED, Outcome, Result
+from weighin.text import one_line
 from weighin.units import format_exact, format_latency, format_rate
 
 Row = dict[str, Any]
@@ -143,7 +144,7 @@ def _options(cell: Cell) -> Iterator[str]:
     """Yield a text for the soft RAM limit, each strategy option and each environment variable of a cell."""
     if cell.ram_high_bytes is not None:
         yield f"ram_high={format_exact(cell.ram_high_bytes)}"
-    yield from (f"{key}={_short(value)}" for key, value in sorted(cell.options.items()))
+    yield from (one_line(f"{key}={_short(value)}") for key, value in sorted(cell.options.items()))
     yield from cell.settings
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from weighin.errors import HarnessError
+from weighin.foreign import no_link
 from weighin.probes.allocator_trace import Trace, write_trace
 from weighin.probes.sampler import write_samples
 from weighin.records import run_folder
@@ -63,6 +64,8 @@ def _write(
         return
     path = run / name
     with run_folder.writing(path, "; the record of its cell is kept"):
+        no_link(path.parent, run)
+        path.unlink(missing_ok=True)
         try:
             write(path, table)
         except OSError:

@@ -101,7 +101,10 @@ def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.Tes
         ended = f"{result.outcome}: {result.message}"
         why = f"the process of the test ended before pytest could report: {ended}"
         return [_failed(item, why, result)]
-    return [_judged(item, report, result, limit, allowed) for report in reports]
+    judged = [_judged(item, report, result, limit, allowed) for report in reports]
+    if result.outcome is Outcome.STRATEGY_FAILED and not any(each.failed for each in judged):
+        judged.append(_failed(item, f"the test broke off: {result.message}", result))
+    return judged
 
 
 def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> Result:

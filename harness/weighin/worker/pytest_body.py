@@ -107,7 +107,13 @@ def _run_test(body: Body, marks: Marks, measuring: Measuring) -> str:
     failed = [report["when"] for report in reports if report["outcome"] == "failed"]
     if failed:
         return f"the test failed in its {failed[0]} stage"
-    return "" if reports else f"pytest ended with exit code {int(code)}"
+    # KeyboardInterrupt and pytest.exit end pytest before it reports the test's call.
+    is_whole = any(each["when"] == "call" or each["outcome"] != "passed" for each in reports)
+    return (
+        ""
+        if is_whole and not code
+        else f"pytest in the test's process ended with exit code {int(code)}"
+    )
 
 
 def _call(body: Body, _: Marks, measuring: Measuring) -> str:
