@@ -28,7 +28,7 @@ def err() -> "Console":
     """Return a rich console that prints on standard error."""
     from rich.console import Console
 
-    return Console(stderr=True, emoji=False)
+    return Console(stderr=True, emoji=False, color_system=None if is_plain() else "auto")
 
 
 def working(text: str) -> "Status":
@@ -46,7 +46,7 @@ def show(*parts: "RenderableType", folds: bool = True) -> None:
     """Print tables and texts with rich; without ``folds``, rich neither wraps nor colours texts."""
     from weighin.cli._fitting import FittingConsole
 
-    console = FittingConsole(emoji=False)
+    console = FittingConsole(emoji=False, color_system=None if is_plain() else "auto")
     for part in parts:
         keeps_lines = isinstance(part, str) and not folds
         console.print(part, highlight=None if folds else False, soft_wrap=keeps_lines)
@@ -75,9 +75,14 @@ def fail(problem: HarnessError) -> None:
         tell(problem.repair)
 
 
+def is_plain() -> bool:
+    """Return whether NO_COLOR forbids colours, and with them bold text."""
+    return bool(os.environ.get("NO_COLOR"))
+
+
 def colour() -> bool | None:
     """Return False if NO_COLOR forbids colours, else None: click then decides about colours."""
-    return False if os.environ.get("NO_COLOR") else None
+    return False if is_plain() else None
 
 
 def deliver(json_file: str | None, document: Mapping[str, Any], show: Callable[[], None]) -> None:

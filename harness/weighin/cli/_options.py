@@ -1,12 +1,26 @@
 """Options of the command line that several verbs share, with their help texts."""
 
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
 PATH = click.Path(path_type=Path)
+
+
+class _Seconds(click.FloatRange):
+    """A time of 0 s or more."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if not isfinite(seconds):
+            self.fail(f"{value} is not a number of seconds", param, ctx)
+        return seconds
+
+
+SECONDS = _Seconds(min=0)
 
 Kind = Literal["models", "strategies", "suites"]
 
@@ -326,7 +340,7 @@ server = several(
     click.option(
         "--grace",
         "grace_s",
-        type=float,
+        type=SECONDS,
         default=10.0,
         metavar="SECONDS",
         help="How many seconds weighin waits between SIGTERM and SIGKILL when it ends a server that"
@@ -386,7 +400,7 @@ def timeout(seconds: float) -> Callable[[Any], Any]:
     return click.option(
         "--timeout",
         "timeout_s",
-        type=float,
+        type=SECONDS,
         default=seconds,
         metavar="SECONDS",
         help="Seconds after which weighin kills a measured process that has not ended.",

@@ -70,7 +70,7 @@ EXAMPLES = {
 @click.option(
     "--timeout",
     "timeout_s",
-    type=float,
+    type=_options.SECONDS,
     default=0.0,
     metavar="SECONDS",
     help="Seconds after which weighin kills the command; 0 for no time-out.",

@@ -111,6 +111,11 @@ class Relay:
             channel.close()
 
     @property
+    def given_up(self) -> int:
+        """How many lines were not searched to the end, because that took too long."""
+        return sum(each.given_up for each in self._patterns)
+
+    @property
     def marks(self) -> tuple[Mark, ...]:
         """The newest marks (at most ``MOST_MARKS``), sorted by time."""
         return tuple(sorted(self._noted, key=lambda mark: mark.t_ns))

@@ -156,6 +156,11 @@ def take(
             f"{output.number_of_marks:,} lines matched --mark; the record keeps the newest"
             f" {len(output.marks):,}",
         )
+    if output.given_up:
+        warnings += (
+            f"{output.given_up:,} lines were not searched to the end for --mark or --ready, which took"
+            " more than 0.1 s each: a repeat inside a repeat, such as (a+)+, can take forever",
+        )
     assert result.cost
     result = replace(
         result,

@@ -7,6 +7,7 @@ from typing import Final
 from weighin.errors import ConfigError
 
 _LONGEST_LINE: Final = 64 * 1024  # bytes; the rest of a longer line is not searched
+_PATIENCE_S: Final = 0.1  # for one search
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _SEES_LINE_ENDS: Final = re.compile(r"\(\?|\\[AZ]|[*+?}]\+")
 """Finds lookarounds, \\A, \\Z and possessive quantifiers, which match differently in longer texts."""
@@ -17,19 +18,35 @@ class Pattern:
 
     def __init__(self, option: str, text: str) -> None:
         """Raise ConfigError, which names ``option``, if ``text`` is not a regular expression."""
+        import regex  # takes 0.02 s; unlike re, it can stop a search that would take forever
+
         try:
-            self.search = re.compile(text).search
-            self._anywhere = re.compile(text, re.MULTILINE).search
-        except re.error as error:
+            self._pattern = regex.compile(text)
+            self._anywhere = regex.compile(text, regex.MULTILINE)
+        except regex.error as error:
             raise ConfigError(
                 f"{option} {text!r} is not a regular expression: {error}",
                 "write a backslash before a character that stands for itself: 'loss \\(train\\)'",
             ) from None
         self._sees_line_ends = bool(_SEES_LINE_ENDS.search(text))
+        self.given_up = 0
+        """How many lines were not searched to the end, because that took too long."""
+
+    def search(self, line: str) -> bool:
+        try:
+            return self._pattern.search(line, timeout=_PATIENCE_S) is not None
+        except TimeoutError:
+            self.given_up += 1
+            return False
 
     def may_be_in(self, lines: str) -> bool:
         """Return False only if no line matches; one search of the text is quicker than one a line."""
-        return self._sees_line_ends or self._anywhere(lines) is not None
+        if self._sees_line_ends:
+            return True
+        try:
+            return self._anywhere.search(lines, timeout=_PATIENCE_S) is not None
+        except TimeoutError:
+            return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,12 @@ def check(how: CommandSettings) -> None:
             "leave one of the two out",
         )
     if how.ready_url:
-        parts = urlsplit(how.ready_url)
-        if parts.scheme != "http" or not parts.hostname:
+        try:
+            parts = urlsplit(how.ready_url)
+            is_usable = parts.scheme == "http" and parts.hostname and parts.port != 0
+        except ValueError:  # http://[::1 or a port that is none
+            is_usable = False
+        if not is_usable:
             raise ConfigError(
                 f"--ready-url {how.ready_url!r} is not an HTTP address",
                 "write the address as in --ready-url http://127.0.0.1:8000/health",

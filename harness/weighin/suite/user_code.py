@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import ConfigError
+from weighin.foreign import read_bytes
 from weighin.text import printable
 
 _OURS: Final = "weighin.models."
@@ -116,8 +117,8 @@ def check_builder(builder: str, kwargs: Mapping[str, Any], folders: Iterable[str
     if spec is None or not (spec.origin and spec.has_location and spec.origin.endswith(".py")):
         return
     try:
-        tree = ast.parse(Path(spec.origin).read_bytes())
-    except (OSError, SyntaxError, ValueError) as error:
+        tree = _tree(Path(spec.origin))
+    except (OSError, *_NOT_PYTHON) as error:
         raise ConfigError(f"builder {builder!r}: {spec.origin} is not Python: {error}") from None
     bound = set(_bound(tree))
     if function not in bound and not bound & {"*", "__getattr__"}:
@@ -139,22 +140,45 @@ def parse(path: Path, what: str, function: str, example: str) -> ast.Module:
             missing; in the last case, ``example`` is the repair.
     """
     try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
+        tree = _tree(path)
     except FileNotFoundError:
         raise ConfigError(f"the {what} {path}: no such file or folder", "check the path") from None
     except OSError as error:
         raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from None
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{path} is not Python: {error}") from None
+    except _NOT_PYTHON as error:
+        raise ConfigError(f"{path} is not Python: {error or type(error).__name__}") from None
     if not path.stem.isprintable():
         raise ConfigError(
             f"the name of the {what} {printable(str(path))} has characters that cannot be shown",
             "rename the file",
         )
     name = function.partition("(")[0]
-    if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body):
+    found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
+    if not found:
         raise ConfigError(f"{path} has no function {function}", example)
+    if not found[-1].decorator_list and not _takes_one(found[-1].args):
+        line = f"{name}({ast.unparse(found[-1].args)})"
+        raise ConfigError(f"{path}: a {what} is {function}, and not {line}", example)
     return tree
+
+
+_NOT_PYTHON: Final = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""What ``ast.parse`` raises; the last two for code that nests too deeply."""
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(read_bytes(path), filename=str(path))
+
+
+def _takes_one(taken: ast.arguments) -> bool:
+    """Return whether a function with these arguments can be called with one positional argument."""
+    positional = len(taken.posonlyargs) + len(taken.args)
+    least = positional - len(taken.defaults)
+    return (
+        least <= 1
+        and (positional > 0 or taken.vararg is not None)
+        and None not in taken.kw_defaults
+    )
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:
