@@ -1,5 +1,6 @@
 """Run ``weighin convert``: start the subprocess that converts, and show its progress."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -157,10 +158,17 @@ def format_for(target: Path, fmt: str) -> str:
 
     Raises:
         UnknownName: no format has the name ``fmt``.
-        ConfigError: programs expect another format than ``fmt`` in a file with the target's suffix.
+        ConfigError: programs expect another format than ``fmt`` in a file with the target's suffix,
+            or, with ``AUTO``, the suffix is that of no format.
     """
     suffix = next((one for one in _SUFFIXES if target.name.lower().endswith(one)), "")
     expected = _SUFFIXES.get(suffix, ())
+    if fmt == AUTO and not suffix and re.fullmatch(r"\.[A-Za-z]{1,12}", target.suffix):
+        raise ConfigError(
+            f"{target}: no format of checkpoints has the suffix {target.suffix}",
+            f"name the target model.safetensors or model.pt; to write a folder of shards of this name,"
+            f" add --format {_FOLDER}",
+        )
     if fmt == AUTO:
         return expected[0] if expected else _FOLDER
     layout = formats.named(fmt)

@@ -28,6 +28,7 @@ from weighin.text import markdown, one_line
 
 _STYLES: Final = {LineVerdict.REGRESSED: "bold red", LineVerdict.IMPROVED: "green"}
 _SHORT_COMMIT: Final = 10
+_OUTCOME: Final = "outcome"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,7 @@ def _rows(
 ) -> Iterator[ComparedMetric]:
     outcomes = [each.outcome if each else None for each in series]
     if any(outcome != "ok" for outcome in outcomes):
-        yield ComparedMetric(name, "outcome", tuple(outcomes), (None,) * (len(series) - 1))
+        yield ComparedMetric(name, _OUTCOME, tuple(outcomes), (None,) * (len(series) - 1))
     for metric in metrics:
         figures = [each.figures.get(metric.name) if each else None for each in series]
         if not any(figures):
@@ -241,8 +242,13 @@ def _change(line: Line | None) -> str:
 def _summary(comparison: Comparison) -> str:
     verdicts = [line.verdict for row in comparison.rows for line in row.lines if line]
     worse, better = verdicts.count(LineVerdict.REGRESSED), verdicts.count(LineVerdict.IMPROVED)
+    outcomes = [row.texts for row in comparison.rows if row.what == _OUTCOME]
+    failed = sum(
+        was == "ok" and now not in (None, "ok") for was, *later in outcomes for now in later
+    )
     return (
         f"{len(verdicts)} figures compared with A: {worse} larger and {better} smaller beyond noise"
+        + (f"; {failed} measurement{'s' * (failed > 1)} no longer ok" if failed else "")
     )
 
 

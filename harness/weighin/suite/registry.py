@@ -287,6 +287,11 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
                 f"{name} takes no arguments, so --kwargs would be ignored", "leave --kwargs out"
             )
         return path
+    if "://" in name:
+        raise ConfigError(
+            f"{name} is an address, and weighin downloads nothing",
+            "download it first, then name the file or folder: hf download ORGANISATION/MODEL",
+        )
     if ":" in name:
         return None
     cached_snapshot(name, revision)  # raises an error for a missing path or Hub model

@@ -1,0 +1,107 @@
+"""A run's folder of somebody else: no link in it is followed, and no text in it commands a terminal."""
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from factories import ENVIRONMENT, make_cell, make_result
+
+from weighin.cli import app
+from weighin.errors import RecordError
+from weighin.records import run_folder, samples
+from weighin.run.measurement import CellMeasurement
+
+EVIL = "\x1b]52;c;Y3Vyb\x07\x1b[2J\n::error::PWNED\n::stop-commands::zz\u202e"
+READERS = (
+    ("report", "theirs"),
+    ("report", "theirs", "--format", "md,csv"),
+    ("check", "theirs", "--budget", "peak_rss <= 9 GiB", "--all"),
+    ("compare", "theirs", "theirs"),
+    ("history", "."),
+    ("bench", "--resume", "theirs"),
+    ("merge", "theirs", "--out", "merged"),
+)
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with two series whose free texts differ, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "theirs"
+    cells = [
+        make_cell(options={"x": EVIL}, environment={"OMP_NUM_THREADS": EVIL}),
+        make_cell(options={"x": 1}),
+    ]
+    run_folder.write_plan(folder, cells)
+    settings = {"MALLOC_X": EVIL}
+    for cell in cells:
+        result = make_result(cell, environment=ENVIRONMENT | {"settings": settings})
+        run_folder.append(folder, replace(result, warnings=(EVIL,)))
+    return folder
+
+
+def typed(arguments: Sequence[str]) -> str:
+    result = CliRunner().invoke(app.app, [*arguments])
+    return result.output + str(result.exception or "")
+
+
+@pytest.mark.parametrize("arguments", READERS, ids=lambda words: " ".join(words[:3]))
+def test_no_text_of_a_run_reaches_a_terminal_or_a_log_as_a_command(
+    theirs: Path, arguments: Sequence[str]
+) -> None:
+    texts = [typed(arguments)]
+    texts += [path.read_text() for path in theirs.glob("*.md")]
+    for text in texts:
+        assert not {"\x1b", "\x07", "\u202e"} & set(text)
+        assert not [line for line in text.splitlines() if line.strip("│| ").startswith("::")]
+
+
+def test_a_report_replaces_a_link_and_keeps_its_file(theirs: Path, tmp_path: Path) -> None:
+    (mine := tmp_path / "mine").write_text("mine")
+    for name in ("report.md", "report.html", "summary.csv", "peaks.png", "timeline.png"):
+        (theirs / name).symlink_to(mine)
+    typed(("report", "theirs"))
+    assert mine.read_text() == "mine"
+    assert (theirs / "summary.csv").read_text().startswith("model,")
+
+
+@pytest.mark.parametrize("name", ["records.jsonl", "plan.json", "samples", ".room"])
+def test_a_resumed_run_writes_through_no_link(theirs: Path, tmp_path: Path, name: str) -> None:
+    (mine := tmp_path / "mine").mkdir()
+    (mine / "photo").write_text("mine")
+    records = (theirs / "records.jsonl").read_text()
+    (theirs / "records.jsonl").write_text("".join(records.splitlines(keepends=True)[:1]))
+    (theirs / name).unlink(missing_ok=True)
+    (theirs / name).symlink_to(mine if name == "samples" else mine / "photo")
+    refused = pytest.raises(RecordError, match="symbolic link")
+    with refused if name == "records.jsonl" else nullcontext(), run_folder.room(theirs):
+        run_folder.append(theirs, make_result(make_cell(options={"x": 1})))
+    if name == "samples":
+        sampled = make_result(make_cell(options={"x": 1}), samples_path="samples/a.csv")
+        with pytest.raises(RecordError, match="symbolic link"):
+            CellMeasurement(sampled).finish(theirs)
+    assert [path.name for path in mine.iterdir()] == ["photo"]
+    assert (mine / "photo").read_text() == "mine"
+
+
+def test_samples_are_read_from_regular_files_of_the_run_alone(theirs: Path) -> None:
+    (theirs / "samples").mkdir()
+    (theirs / "samples" / "zero.csv").symlink_to("/dev/zero")
+    assert samples.read_samples(theirs, "samples/zero.csv") == []
+    (theirs / "samples" / "zero.csv").unlink()
+    (theirs / "samples").rmdir()
+    (theirs / "samples").symlink_to("/dev")
+    assert samples.read_samples(theirs, "samples/zero") == []
+
+
+def test_a_token_in_a_message_is_hidden(theirs: Path) -> None:
+    token = "hf_" + "aB3" * 10
+    result = make_result(make_cell("baseline"), message=f"401 for {token}", warnings=(token,))
+    assert run_folder.append(theirs, result).message == "401 for hf_***"
+    line = json.loads((theirs / "records.jsonl").read_text().splitlines()[-1])
+    assert (line["message"], line["warnings"]) == ("401 for hf_***", ["hf_***"])
