@@ -82,10 +82,10 @@ def choose(
         raise _instead(name, refused, limited, base_image, packages)
     problem = "no isolation can enforce a RAM limit here" if limited else "no isolation works here"
     # The last isolation has the easiest repair: a cgroup needs nothing but the permission.
-    repairs = [error.repair for error in reversed(refused) if error.repair]
+    repairs = ", or ".join(error.repair for error in reversed(refused) if error.repair)
     raise IsolationUnavailable(
         f"{problem}: {'; '.join(error.message for error in refused)}",
-        "; ".join([*repairs[:1], *([_WITHOUT_LIMIT] if limited else [])]),
+        "; ".join(filter(None, [repairs, _WITHOUT_LIMIT if limited else ""])),
     )
 
 

@@ -10,12 +10,28 @@ from weighin.foreign import MIB, bounded, read_bytes
 from weighin.text import one_line
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping with a key twice, of which YAML would keep the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            name = (key.tag, str(key.value))
+            if name in names and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {one_line(str(key.value))} is there twice",
+                    problem_mark=key.start_mark,
+                )
+            names.add(name)
+        return super().construct_mapping(node, deep)
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
     """Return a YAML file's top-level mapping; raise ConfigError if it is invalid. The error names
     the file and, for wrong YAML, the line.
     """
     try:
-        content = bounded(yaml.safe_load(read_bytes(path, MIB).decode()))
+        content = bounded(yaml.load(read_bytes(path, MIB).decode(), _Loader))  # noqa: S506 (a safe one)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
