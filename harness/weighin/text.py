@@ -8,6 +8,7 @@ LINE_LENGTH: Final = 300
 """The number of characters to which ``one_line`` cuts a text, for tables and terminals."""
 
 
+_LOG_COMMAND: Final = re.compile(r"(?<!\S)::")
 _TOKEN: Final = re.compile(
     r"\b(hf_|gh[oprsu]_|github_pat_|glpat-|sk-|xox[abeprs]-|AKIA|ya29\.|nvapi-|pypi-|eyJ)[\w.-]{12,}"
 )
@@ -20,8 +21,13 @@ def one_line(text: str, length: int = LINE_LENGTH) -> str:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Replace each unprintable character by "?", except the characters in ``kept``."""
-    return "".join(one if one.isprintable() or one in kept else "?" for one in text)
+    """Replace each unprintable character by "?", except the characters in ``kept``.
+
+    A word that begins with "::", which a line break could turn into a command of GitHub's log, then
+    begins with ": :".
+    """
+    text = "".join(one if one.isprintable() or one in kept else "?" for one in text)
+    return _LOG_COMMAND.sub(": :", text)
 
 
 def masked(text: str) -> str:

@@ -135,7 +135,7 @@ def test_a_signal_of_the_terminal_arrives_once(tmp_path: Path, isolation: str) -
 def test_an_ignored_signal_stays_ignored(run: Callable[..., Any]) -> None:
     script = (
         "trap '' INT HUP QUIT USR1; exec "
-        + " ".join(WEIGHIN)
+        + " ".join(WEIGHIN[2:])
         + " run --no-stacks -- grep SigIgn /proc/self/status"
     )
     plain = "trap '' INT HUP QUIT USR1; exec grep SigIgn /proc/self/status"
@@ -172,7 +172,7 @@ def test_a_closed_standard_error_changes_no_exit_code(run: Callable[..., Any], c
     reading, writing = os.pipe()
     os.close(reading)
     line = (*WEIGHIN, "run", "--no-stacks", "--", "sh", "-c", f"exit {code}")
-    done = run("sh", "-c", f'"$@" 2>&{writing}', "sh", *line, pass_fds=(writing,))
+    done = run("bash", "-c", f'"$@" 2>&{writing}', "sh", *line, pass_fds=(writing,))
     assert done.returncode == code
     os.close(writing)
 

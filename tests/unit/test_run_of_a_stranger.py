@@ -67,7 +67,7 @@ def test_a_report_replaces_a_link_and_keeps_its_file(theirs: Path, tmp_path: Pat
         (theirs / name).symlink_to(mine)
     typed(("report", "theirs"))
     assert mine.read_text() == "mine"
-    assert (theirs / "summary.csv").read_text().startswith("model,")
+    assert (theirs / "summary.csv").read_text().startswith("strategy,")
 
 
 @pytest.mark.parametrize("name", ["records.jsonl", "plan.json", "samples", ".room"])

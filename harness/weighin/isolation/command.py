@@ -49,6 +49,8 @@ class LocalCommand:
                 files.append(os.open(group / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
                 opened.callback(os.close, files[-1])
             variables = os.environ | dict(environment)
+            # Popen would go on to the next program of this name where the first is no binary.
+            program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
             start = partial(
                 subprocess.Popen,
                 cwd=folder or None,
@@ -61,12 +63,11 @@ class LocalCommand:
             )
             try:
                 try:
-                    self._popen = start(command)
+                    self._popen = start(command, executable=program)
                 except OSError as error:
-                    script = shutil.which(command[0], path=variables.get("PATH")) or command[0]
-                    if error.errno != errno.ENOEXEC or not _is_text(Path(folder, script)):
+                    if error.errno != errno.ENOEXEC or not _is_text(Path(folder, program)):
                         raise
-                    self._popen = start(("/bin/sh", script, *command[1:]))  # as a shell does
+                    self._popen = start(("/bin/sh", program, *command[1:]))  # as a shell does
             except OSError as error:
                 raise ConfigError(
                     f"cannot start {command[0]!r} in {folder}: {error.strerror}",

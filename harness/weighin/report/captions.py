@@ -167,7 +167,7 @@ def warnings(results: Sequence[Result], of_the_file: Sequence[str]) -> list[str]
     cells_of: dict[str, list[str]] = {}
     for result in results:
         for warning in result.warnings:
-            cells_of.setdefault(warning, []).append(result.cell.id)
+            cells_of.setdefault(" ".join(warning.split()), []).append(result.cell.id)
     of_cells = [f"{text} ({few(cells)})" for text, cells in cells_of.items()]
     return [*of_the_file, *_mixed_machines(results), *of_cells]
 

@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -146,12 +147,20 @@ def new_folder(labels: Iterable[str], limits: Iterable[int | None], *, is_search
         ["floor"] if is_search else [format_exact(limit) for limit in limits if limit is not None]
     )
     results = Path("results")
-    if not os.access(results if results.exists() else Path(), os.W_OK | os.X_OK):
+    if not _can_write(results):
         results = Path(tempfile.mkdtemp(prefix="weighin-results-"))
     name, number = "-".join(words), 1
     while (folder := results / (f"{name}-{number}" if number > 1 else name)).exists():
         number += 1  # of another run in the same second
     return folder
+
+
+def _can_write(results: Path) -> bool:
+    """Return whether folders can be made in ``results``, which may not exist yet."""
+    with suppress(FileNotFoundError):
+        here = results if results.exists() else Path.cwd()  # which may have been deleted
+        return os.access(here, os.W_OK | os.X_OK)
+    return False
 
 
 def write_plan(
