@@ -70,7 +70,8 @@ def test_the_whole_text(runs: list[Path]) -> None:
         " sequential  outcome               -     timeout",
         "",
         "all: gpt2-xl float32 cpu cold docker ram=8GiB",
-        "2 figures compared with A: 1 larger and 0 smaller beyond noise",
+        "2 figures compared with A: 1 larger and 0 smaller beyond noise; 1 measurement no",
+        "longer ok",
     ]
 
 
@@ -89,7 +90,7 @@ def test_the_whole_markdown(runs: list[Path]) -> None:
         "\n"
         "All: gpt2-xl float32 cpu cold docker ram=8GiB\n"
         "\n"
-        "1 figures compared with A: 1 larger and 0 smaller beyond noise\n"
+        "1 figures compared with A: 1 larger and 0 smaller beyond noise; 1 measurement no longer ok\n"
     )
 
 

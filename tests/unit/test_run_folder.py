@@ -365,7 +365,7 @@ def test_a_figure_that_reading_would_refuse_is_a_failed_measurement(tmp_path: Pa
 def test_a_plan_that_cannot_be_written_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(atomic, "write_bytes", fail)
@@ -378,7 +378,7 @@ def test_a_plan_that_cannot_be_written_leaves_no_folder(
 
 
 def test_an_unreadable_file_names_its_owner(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> bytes:
+    def fail(*_: object, **__: object) -> bytes:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(run_folder, "read_bytes", fail)

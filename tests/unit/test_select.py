@@ -82,7 +82,7 @@ def test_auto_never_takes_a_plain_process_for_a_limit(machine: Callable[..., lis
         select.choose("auto", limited=True)
     assert str(caught.value) == (
         "no isolation can enforce a RAM limit here: no engine answers; this user may make no"
-        " group\nrun as root; without a RAM limit, these work: weighin recommend, predict, and"
+        " group\nrun as root, or start one; without a RAM limit, these work: weighin recommend, predict, and"
         " bench without --ram"
     )
     assert tried == ["docker", "cgroup"]
@@ -95,7 +95,7 @@ def test_a_machine_on_which_nothing_works(machine: Callable[..., list[str]]) -> 
     assert str(caught.value) == (
         "no isolation works here: no engine answers; this user may make no group;"
         " there is no /proc\n"
-        "run on Linux"
+        "run on Linux, or run as root, or start one"
     )
 
 

@@ -176,8 +176,8 @@ def _mixed(results: Sequence[Result]) -> Iterator[str]:
     """Yield a warning for cells with several records, and for each series whose repeats differ in
     their code or in the model's size.
     """
-    numbers = Counter(one.cell.id for one in results)
-    if twice := [name for name, number in numbers.items() if number > 1]:
+    numbers = Counter((one.cell.id, str(one.environment.get("node"))) for one in results)
+    if twice := [name for (name, _), number in numbers.items() if number > 1]:
         yield (
             f"{', '.join(twice[:3])}{' and more' * (len(twice) > 3)}: several records of one cell, as"
             " when two runs write into one folder; the figures may have disturbed each other"
