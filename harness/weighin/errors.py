@@ -73,7 +73,8 @@ class UnknownName(ConfigError):
         from difflib import get_close_matches  # imported here to save a worker's memory
 
         names = sorted(known)
-        near = get_close_matches(name, names, n=1, cutoff=0.5)
+        small = [one for one in names if one == f"{name}-small"]  # "gpt2", as the Hub calls it
+        near = small or get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         listing = f"{hint}known: {', '.join(names) or 'none'}"
         super().__init__(

@@ -1,6 +1,7 @@
 """Run ``python -m weighin.checkpoint`` as a subprocess, and turn its errors into exceptions."""
 
 import json
+import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
@@ -9,6 +10,7 @@ from weighin import child_process
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError, UnknownName
 from weighin.pipes import printed_lines
 from weighin.protocol import decode_event
+from weighin.units import format_bytes
 
 _ERRORS: Final = {kind.__name__: kind for kind in (ConfigError, CheckpointError, FormatLimit)}
 _LAST_LINES: Final = 3
@@ -51,6 +53,12 @@ def run_maker(
         return done
 
 
+_REFUSED: Final = re.compile(
+    r"can't allocate memory: you tried to allocate (\d+) bytes|^MemoryError()"
+)
+"""The last line of a process that got no memory, of torch or of Python."""
+
+
 def _error(fields: dict[str, Any]) -> HarnessError:
     kind = ConfigError if fields["type"] == UnknownName.__name__ else _ERRORS.get(fields["type"])
     return (kind or HarnessError)(fields["message"], fields["repair"])
@@ -58,6 +66,12 @@ def _error(fields: dict[str, Any]) -> HarnessError:
 
 def _died(code: int, stderr_tail: bytes) -> CheckpointError:
     lines = printed_lines(stderr_tail)[-_LAST_LINES:]
+    if lines and (refused := _REFUSED.search(lines[-1])):
+        size = f" {format_bytes(int(refused[1]))} at once" if refused[1] else ""
+        return CheckpointError(
+            f"to make the checkpoint, the model needs{size or ' more memory'}, which this machine has not",
+            "give a smaller model; weighin predict tells the memory of a model without making it",
+        )
     if code < 0:
         end = f"was killed by {signal.Signals(-code).name}"
         repair = "run it again; if the kernel killed it (see `dmesg`), free some memory first"

@@ -236,7 +236,12 @@ def _without(prefix: str, slices: Slices) -> Slices:
 
 
 def refuse_empty(path: Path, slices: Sequence[TensorSlice]) -> None:
-    """Raise CheckpointError if all tensors of a checkpoint are empty."""
+    """Raise CheckpointError if a checkpoint has no tensors, or if all its tensors are empty."""
+    if not slices:
+        raise CheckpointError(
+            f"{path}: no tensors in it",
+            "if they are deeper inside, name the entry that holds them: --key model",
+        )
     if _is_empty(slices):
         raise all_empty(path)
 

@@ -146,7 +146,7 @@ def parse(path: Path, what: str, function: str, example: str) -> ast.Module:
     except OSError as error:
         raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from None
     except _NOT_PYTHON as error:
-        raise ConfigError(f"{path} is not Python: {error or type(error).__name__}") from None
+        raise ConfigError(f"{path} is not Python: {str(error) or type(error).__name__}") from None
     if not path.stem.isprintable():
         raise ConfigError(
             f"the name of the {what} {printable(str(path))} has characters that cannot be shown",
