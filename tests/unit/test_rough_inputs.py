@@ -1,0 +1,105 @@
+"""What a hand or a stranger types, and what weighin answers in two lines: no traceback and no hang."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from weighin.cli import _console, app
+from weighin.errors import ConfigError, HarnessError
+from weighin.run.output_lines import Pattern
+from weighin.suite.yaml_file import read_mapping
+
+TYPED = {
+    ("run", "--ready-url", "http://[::1", "--", "true"): "is not an HTTP address",
+    ("run", "--ready-url", "http://a:b", "--", "true"): "is not an HTTP address",
+    ("run", "--timeout", "nan", "--", "true"): "nan is not a number of seconds",
+    ("run", "--timeout", "-1", "--", "true"): "-1.0 is not in the range",
+    ("run", "--grace", "-1", "--", "true"): "-1.0 is not in the range",
+    ("bench", "gpt2-tiny", "--timeout", "inf"): "inf is not a number of seconds",
+    ("bench", "gpt2-tiny", "-s", "./deep.py"): "deep.py is not Python: ",
+    (
+        "bench",
+        "gpt2-tiny",
+        "-s",
+        "./fifo.py",
+    ): "cannot read the strategy fifo.py: not a regular file",
+    ("bench", "gpt2-tiny", "-s", "./none.py"): "none.py: a strategy is load(job), and not load()",
+    (
+        "bench",
+        "gpt2-tiny",
+        "-s",
+        "./two.py",
+    ): "two.py: a strategy is load(job), and not load(job, x)",
+    ("bench", "gpt2"): "did you mean 'gpt2-small'?",
+    (
+        "inspect",
+        "https://hub/gpt2",
+    ): "https://hub/gpt2 is an address, and weighin downloads nothing",
+    ("inspect", "empty.pt"): "empty.pt: no tensors in it",
+    ("convert", "model.pt", "out.xyz"): "no format of checkpoints has the suffix .xyz",
+}
+
+
+@pytest.fixture
+def _inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    Path("deep.py").write_text(f"def load(job): pass\nx = {'-' * 200_000}1\n")
+    os.mkfifo("fifo.py")
+    Path("none.py").write_text("def load(): pass\n")
+    Path("two.py").write_text("def load(job, x): pass\n")
+    torch.save({}, "empty.pt")
+    torch.save({"w": torch.zeros(3)}, "model.pt")
+
+
+@pytest.mark.usefixtures("_inputs")
+@pytest.mark.parametrize(("arguments", "text"), TYPED.items(), ids=lambda each: " ".join(each)[:40])
+def test_a_rough_input_is_refused_with_its_reason(arguments: tuple[str, ...], text: str) -> None:
+    result = CliRunner().invoke(app.app, [*arguments])
+    assert isinstance(result.exception, SystemExit | HarnessError)
+    said = result.output + str(result.exception)
+    assert text in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    "line", ["def load(job)", "def load(job, x=1)", "def load(*jobs)", "def load(job, *, x=1)"]
+)
+def test_what_can_be_called_with_a_job_is_a_strategy(tmp_path: Path, line: str) -> None:
+    from weighin.suite.registry import read_strategy
+
+    (path := tmp_path / "mine.py").write_text(f"{line}: pass\n")
+    assert read_strategy(path).name == "mine"
+
+
+def test_a_pattern_that_would_take_forever_is_given_up() -> None:
+    pattern = Pattern("--mark", r"(?:a|aa|aaa|aaaa)+$|^(\w+\s?)*\$")
+    assert not pattern.search("a" * 5_000 + "!")
+    assert not pattern.search("word " * 5_000 + "!")
+    assert pattern.given_up >= 1
+    assert pattern.search("aaaa")
+
+
+def test_a_key_twice_in_yaml_is_an_error_with_its_line(tmp_path: Path) -> None:
+    (path := tmp_path / "baseline.yaml").write_text("a: 1\nb:\n  c: 1\n  c: 2\n")
+    with pytest.raises(
+        ConfigError, match=r"baseline.yaml, line 4: not YAML: the key c is there twice"
+    ):
+        read_mapping(path)
+    path.write_text("base: &base {x: 1}\nb:\n  <<: *base\n  c: 2\n")
+    assert read_mapping(path)["b"] == {"x": 1, "c": 2}
+
+
+def test_no_color_means_no_bold(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    _console.show("[bold]text[/bold]")
+    _console.error("text")
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err
+    assert "text" in captured.out
