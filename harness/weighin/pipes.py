@@ -13,19 +13,32 @@ from time import monotonic
 _PART_BYTES = 4096  # small, so that the worker's heap does not grow
 
 
+_LONGEST_BYTES = 256 * 1024**2
+
+
 class LineBuffer:
-    """Splits bytes into lines; drops an incomplete last line, such as that of a killed writer."""
+    """Splits bytes into lines; drops an incomplete last line, such as that of a killed writer.
+
+    Of a line of more than 256 MiB, only the end is kept, which is no event.
+    """
 
     def __init__(self) -> None:
-        self._pending = b""
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
         self._lines: list[bytes] = []
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def feed(self, data: bytes) -> None:
-        *lines, self._pending = (self._pending + data).split(b"\n")
-        self._lines.extend(lines)
+        first, *lines = data.split(b"\n")
+        self._pending.append(first)  # joined at the line's end only: else long lines take forever
+        self._pending_bytes += len(first)
+        if self._pending_bytes > _LONGEST_BYTES:
+            self._pending, self._pending_bytes = [first], len(first)
+        if lines:
+            self._lines += [b"".join(self._pending), *lines[:-1]]
+            self._pending, self._pending_bytes = [lines[-1]], len(lines[-1])
 
     def pop(self) -> bytes | None:
         return self._lines.pop(0) if self._lines else None
