@@ -151,7 +151,13 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     sizes = {tensor.name: tensor.bytes for tensor in tensors if tensor.tied_to is None}
     sized, values = footprint(slices), slices.values
     in_place = not selection and slices.only_tensors
-    needs = expected(registry.strategies().values(), layout, sizes, sized if in_place else None)
+    library = registry.library_at(path if path.is_dir() else path.parent)
+    usable = [
+        info
+        for info in registry.strategies().values()
+        if not info.needs_adapter and info.pretrained in ("", library)
+    ]
+    needs = expected(usable, layout, sizes, sized if in_place else None)
     kinds = {name: type_name(value) for name, value in values.items()}
     return Inspected(
         path, layout, files, tensors, tuple(needs), sized, kinds,
