@@ -1,5 +1,6 @@
 """Run ``weighin convert``: start the subprocess that converts, and show its progress."""
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from weighin.text import one_line
 from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
 
 AUTO: Final = "auto"
+_BESIDE: Final = 64  # bytes by which the names of temporary files and checksums are longer
 
 _FOLDER: Final = "sharded"  # the format for a target without a file's suffix
 _SUFFIXES: Final = {
@@ -104,6 +106,7 @@ def convert(
         HarnessError: the conversion failed; ``convert`` has removed its unfinished files.
     """
     source = formats.detect(wish.source).NAME
+    _check_name(wish.target)
     # The source's checksums are those of all its tensors under their original names.
     checksums = None if wish.selection or wish.keys == "model" else sidecar.find(wish.source)
     request = _request(wish, checksums)
@@ -141,6 +144,16 @@ def convert(
         quantised=in_checkpoint(wish.source, slices),
         left_out=tuple(slices.values),
     )
+
+
+def _check_name(target: Path) -> None:
+    """Raise ConfigError if the files beside the target would have names that are too long."""
+    most = (os.pathconf(target.parent, "PC_NAME_MAX") if target.parent.is_dir() else 255) - _BESIDE
+    if (length := len(os.fsencode(target.name))) > most:
+        raise ConfigError(
+            f"the target's name has {length} bytes; files beside it get longer names",
+            f"give it a name of at most {most} bytes",
+        )
 
 
 def _clean(target: Path, error: BaseException) -> None:
