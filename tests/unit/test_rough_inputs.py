@@ -104,3 +104,10 @@ def test_no_color_means_no_bold(
     captured = capsys.readouterr()
     assert "\x1b" not in captured.out + captured.err
     assert "text" in captured.out
+
+
+def test_a_config_of_a_billion_layers_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1000000000}')
+    torch.save({"w": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
+    result = CliRunner().invoke(app.app, ["bench", str(tmp_path)])
+    assert "n_layer is 1,000,000,000, more layers than any model has" in str(result.exception)

@@ -21,6 +21,7 @@ from weighin.formats.pretrained_library import (
 )
 from weighin.formats.selection import Selection
 from weighin.formats.unknown_folder import no_model
+from weighin.text import one_line
 
 BUILDER: Final = TRANSFORMERS.builder
 CONFIG: Final = "config.json"
@@ -31,6 +32,7 @@ MODEL_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 """The dtypes in which a model can be built: those that ``torch.set_default_dtype`` accepts."""
 _DEEPEST: Final = 4  # folders between a file of weights and the config.json that names the file
 _EXPLICIT: Final = "transformers_weights"
+_MOST_LAYERS: Final = 100_000
 _EXPLICIT_ENDS: Final = (".safetensors", ".safetensors.index.json")
 _VARIANT: Final = re.compile(
     r"(?:model|pytorch_model|diffusion_pytorch_model)\."
@@ -225,6 +227,12 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
         raise unknown_file.not_json(path / CONFIG, text, f"not JSON: {error}", repair) from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / CONFIG}: not a JSON object", repair)
+    for key, value in config.items():
+        if "layers" in f"{key}s" and isinstance(value, int) and value > _MOST_LAYERS:
+            raise CheckpointError(
+                f"{path / CONFIG}: {one_line(key)} is {value:,}, more layers than any model has",
+                "correct the number: the model's library would build layers until no memory is left",
+            )
     return PretrainedFolder(path, config, weights_in(path, choice.variant), choice)
 
 
