@@ -5,7 +5,9 @@
 
 import atexit
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,15 @@ from hypothesis import settings
 
 from weighin import install
 from weighin.errors import IsolationUnavailable
+
+# A shell lets what it starts with "&" ignore SIGINT and SIGQUIT, and nohup SIGHUP; children inherit
+# that. They do not inherit a handler, so tests' children take these signals as from a terminal.
+for each in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(each) is signal.SIG_IGN:
+        signal.signal(each, lambda *_: None)
+
+# A tmpfs, as /tmp often is, keeps its files in the page cache, from which tests drop them.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
 
 # Each process of a test run has a lock of its own, because tests measure nothing that another run
 # could disturb. A process of xdist inherits the lock of the process that started it.
@@ -188,6 +199,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rewrite", action="store_true", help="write the texts of tests/contract again"
     )
     parser.addoption(
+        "--shuffle", metavar="SEED", help="run the files, and the tests of each, in a random order"
+    )
+    parser.addoption(
         "--require",
         default="",
         metavar="MARKERS",
@@ -205,9 +219,13 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--require {name}: known are {', '.join(_MISSING)}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first."""
-    ranks = {name: number for number, name in enumerate(LONGEST)}
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the longest files first; or shuffle all files, and the tests of each."""
+    ranks: dict[str, float] = {name: number for number, name in enumerate(LONGEST)}
+    if seed := config.getoption("--shuffle"):
+        draw = random.Random(seed)
+        draw.shuffle(items)
+        ranks = {item.path.name: draw.random() for item in items}
     items.sort(key=lambda item: ranks.get(item.path.name, len(LONGEST)))
 
 
