@@ -13,6 +13,7 @@ from weighin import child_process
 from weighin.formats import parallel_headers
 from weighin.loader import disk_readers
 from weighin.loader.disk_readers import TimedRead
+from weighin.probes import page_cache
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,6 +44,12 @@ def kernel(
     """A tree of cgroups of plain files, of each layout in turn."""
     with installed(tmp_path, monkeypatch, request.param) as kernel:
         yield kernel
+
+
+@pytest.fixture
+def all_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every page of a file look cached; the kernel may drop one at any moment."""
+    monkeypatch.setattr(page_cache, "cached_share", lambda *_: 1.0)
 
 
 @pytest.fixture
