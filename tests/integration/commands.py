@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,15 @@ import leftovers
 
 ROOT = Path(__file__).parents[2]
 NOT_LIMITED = "note: this run has no RAM limit: weighin measures peaks, but only a run with --ram shows whether a strategy fits\n"
+
+
+def free_port() -> int:
+    """Return a port of this machine that Linux gives to no program that asks for any port."""
+    while True:
+        port = secrets.randbelow(12_000) + 20_000
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass(frozen=True, slots=True)
