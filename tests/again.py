@@ -12,6 +12,7 @@ _T = TypeVar("_T")
 TIMES = 3
 
 EVICTED = "the kernel drops cached pages whenever another program needs memory"
+BUSY = "other work of this machine makes a disk slower, and never faster"
 KILLED_ELSEWHERE = "without a cgroup, a kill for lack of memory may be that of any other program"
 
 

@@ -4,6 +4,7 @@
 """
 
 import atexit
+import gc
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
@@ -262,6 +264,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             if marker in _required(item.config):
                 pytest.fail(reason, pytrace=False)
             pytest.skip(reason)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Free what the traceback of a test that failed holds open, lest a later test fail of it."""
+    if hasattr(sys, "last_value"):
+        for name in ("last_exc", "last_value", "last_traceback"):  # the first since Python 3.12
+            vars(sys).pop(name, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
 
 
 @pytest.fixture(scope="session")

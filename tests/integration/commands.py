@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,14 @@ class CommandLine:
 
     folder: Path
     cache: Path
+    _processes: list[subprocess.Popen[str]] = field(default_factory=list, compare=False)
+
+    def close(self) -> None:
+        """End what a test that failed left running, and close its pipes, lest a later test fail of it."""
+        for process in self._processes:
+            with process:
+                if process.poll() is None:
+                    process.kill()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -70,6 +78,7 @@ class CommandLine:
             text=True,
             start_new_session=True,
         )
+        self._processes.append(process)
         return Started(process, str(self.cache))
 
     def run(self, *arguments: str, patience_s: float = 120, **settings: Any) -> Ended:
