@@ -1,5 +1,6 @@
 """Fixtures of the unit tests."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import closing
 from math import inf
@@ -44,6 +45,12 @@ def kernel(
     """A tree of cgroups of plain files, of each layout in turn."""
     with installed(tmp_path, monkeypatch, request.param) as kernel:
         yield kernel
+
+
+@pytest.fixture
+def no_garbage() -> None:
+    """Free what earlier tests left, lest it be freed amidst a test that counts memory or files."""
+    gc.collect()
 
 
 @pytest.fixture
