@@ -61,6 +61,11 @@ LONGEST = (
     "test_checkpoints.py",
 )
 
+_OF_OTHERS = (
+    *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"),
+    *("GITHUB_ACTIONS", "GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY"),
+)
+
 settings.register_profile("untimed", deadline=None)  # a busy machine must not fail a test
 settings.register_profile("ci", deadline=None, print_blob=True)  # prints how to repeat a failure
 settings.load_profile("ci" if "CI" in os.environ else "untimed")
@@ -274,6 +279,15 @@ def pytest_runtest_logfinish() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             gc.collect()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _usual_variables() -> Iterator[None]:
+    """Leave out what a terminal and a runner of CI set, which commands would follow."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _OF_OTHERS:
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")
