@@ -12,6 +12,7 @@ from time import monotonic, sleep
 
 import known_commands
 import pytest
+from again import EVICTED, tried_again
 from known_commands import KNOWN, Known
 
 from weighin.isolation.cgroup import temporary_group
@@ -91,6 +92,7 @@ def test_a_program_takes_what_is_known_of_it(known: Known, programs: Path, file:
     assert within(counted.peak_bytes, total)
 
 
+@tried_again(EVICTED)
 def test_the_page_cache_of_a_file_is_charged_to_its_first_reader(
     programs: Path, file: Path
 ) -> None:

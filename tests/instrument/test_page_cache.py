@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from again import EVICTED, tried_again
 from cells import LARGE, Bench, Watched, phases_of
 from nightly import limits
 
@@ -37,12 +38,14 @@ def pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE)
 
 
+@tried_again(EVICTED)
 def test_a_dropped_file_is_proven_cold(file: Path) -> None:
     assert page_cache.cached([file]) == pages(SIZE) * mmap.PAGESIZE
     assert page_cache.drop([file]) == 0
     assert page_cache.cached([file]) == 0
 
 
+@tried_again(EVICTED)
 def test_both_ways_to_ask_agree(file: Path) -> None:
     if ask(file, page_cache._cachestat_pages) is None:
         pytest.skip("cachestat is missing here (Linux before 6.5) or refused")
@@ -96,6 +99,7 @@ def test_the_pages_of_a_cold_map_are_charged_to_the_cell(bench: Bench, limiting:
     assert result.peaks.file_sampled_bytes - result.baseline.file_bytes >= 0.95 * result.model_bytes
 
 
+@tried_again(EVICTED)
 @pytest.mark.parametrize("limiting", limits("docker"), indirect=True)
 def test_a_file_that_was_warm_outside_is_made_cold_and_charged(
     bench: Bench, limiting: Watched
@@ -139,6 +143,7 @@ def test_a_warm_cell_is_warmed_inside_its_own_cgroup(bench: Bench, limiting: Wat
     )
 
 
+@tried_again(EVICTED)
 @pytest.mark.parametrize(("state", "share"), [("cold", 0.0), ("warm", 1.0)])
 def test_the_load_finds_the_file_as_it_was_asked_for(
     bench: Bench, process: Watched, state: CacheState, share: float
@@ -155,6 +160,7 @@ def test_the_load_finds_the_file_as_it_was_asked_for(
     assert found["build"] == pytest.approx(share * size, abs=MIB)
 
 
+@tried_again(EVICTED)
 @pytest.mark.parametrize("cachestat", [True, False], ids=["cachestat", "mincore"])
 def test_a_stretch_behind_the_files_end_is_not_cached(
     file: Path, cachestat: bool, monkeypatch: pytest.MonkeyPatch

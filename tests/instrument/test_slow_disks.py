@@ -14,6 +14,7 @@ from pathlib import Path
 
 import leftovers
 import pytest
+from again import BUSY, tried_again
 from cells import LARGE, Bench, Watched, prepared_isolation
 
 from weighin.cell import Cell, Job
@@ -59,6 +60,7 @@ def source(disk: Path) -> Path:
     return folder
 
 
+@tried_again(BUSY)
 @pytest.mark.fuse
 def test_a_rate_and_a_latency_hold_through_fuse(isolation: Watched) -> None:
     found = proof(isolation, SLOW)
@@ -68,6 +70,7 @@ def test_a_rate_and_a_latency_hold_through_fuse(isolation: Watched) -> None:
     assert found.latency_ns == pytest.approx(5e6, rel=0.2)
 
 
+@tried_again(BUSY)
 def test_a_rate_alone_is_held_by_the_kernel(limiting: Watched) -> None:
     found = proof(limiting, Pace(50_000_000))
     print(found)
