@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import click
@@ -55,7 +56,7 @@ def _public(name: str, value: Any) -> Iterator[str]:
         if isinstance(attribute, property):
             yield f"    {each}{_annotation(': ', inspect.signature(attribute.fget).return_annotation)}"
         elif callable(attribute):
-            yield f"    {each}{_signature(attribute)}"
+            yield indent(f"{each}{_signature(attribute)}", "    ")
 
 
 @pytest.mark.parametrize("module", ["weighin", "weighin.strategy"])
