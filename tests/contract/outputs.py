@@ -91,8 +91,8 @@ def outline(data: Any, kept: Iterable[str]) -> Any:
     """Return data with only the values of the keys ``kept``: another machine measures others."""
     if isinstance(data, dict):
         return {key: one if key in kept else outline(one, kept) for key, one in data.items()}
-    if isinstance(data, list):
-        return [outline(data[0], kept)] if data else []
+    if isinstance(data, list) and data and isinstance(data[0], dict):
+        return [outline(data[0], kept)]
     return "..."
 
 
@@ -131,6 +131,11 @@ def changed(run: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]
     file.write_text("".join(f"{json.dumps(one)}\n" for one in records if one))
 
 
+def bare(cell: str) -> str:
+    """Return the text of a table's cell without the sign before it, such as a tick or a coloured dot."""
+    return re.sub(r"^(- (?=\w)|[^\w\s\-.≥+<(]+ )", "", " ".join(cell.split()))
+
+
 class _Tables(HTMLParser):
     """The cells of each table of a page, as Markdown writes them."""
 
@@ -154,7 +159,7 @@ class _Tables(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         if tag in ("th", "td") and self._cell is not None:
-            self.tables[-1][-1].append("".join(self._cell).strip())
+            self.tables[-1][-1].append(bare("".join(self._cell)))
             self._cell = None
         elif tag == "small" and self._cell is not None and self.tables[-1][1:]:
             self._cell.append(")")
@@ -181,7 +186,7 @@ def markdown_tables(text: str) -> list[list[list[str]]]:
             tables.append([])
         elif not line.startswith("| ---"):
             cells = re.split(r"(?<!\\)\|", line)[1:-1]
-            tables[-1].append([re.sub(r"\\(.)", r"\1", cell.strip()) for cell in cells])
+            tables[-1].append([bare(re.sub(r"\\(.)", r"\1", cell)) for cell in cells])
     return [table for table in tables if table]
 
 

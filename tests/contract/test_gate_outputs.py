@@ -34,6 +34,12 @@ def later(record: dict[str, Any]) -> dict[str, Any] | None:
     return record
 
 
+def elsewhere(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of another kind of machine."""
+    record["environment"] |= {"cpu": "Another CPU", "cpus": 64}
+    return record
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A folder with a published run, a run of a later day, and the baseline of the first."""
@@ -103,13 +109,15 @@ def test_budgets_and_expected_outcomes(tmp_path: Path, same: Compare) -> None:
         "above_import <= 1 x model",
     ]
     words = [word for budget in budgets for word in ("--budget", budget)]
-    expected = ("--expect", "baseline=oom_killed,sequential=ok", "--all")
+    expected = ("--expect", "baseline=oom_killed,streaming=timeout", "--all")
     printed = weighin(tmp_path, "check", name, *words, *expected, "--json", "-")
     same("gate/budgets.txt", f"exit code {printed.code}\n{outputs.flat(printed.data)}{printed.err}")
 
 
 @pytest.mark.parametrize("by", ["run", "machine"])
 def test_runs_side_by_side(by: str, runs: Path, same: Compare) -> None:
+    if by == "machine":
+        outputs.changed(runs / "after", elsewhere)
     to = ("--by", by, "--json", "-", "--markdown", "side.md")
     printed = weighin(runs, "compare", "before", "after", *to)
     assert printed.code == 0

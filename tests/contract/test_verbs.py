@@ -73,9 +73,11 @@ def test_what_the_cache_has_and_what_is_deleted(place: Path, same: Compare) -> N
 
 @pytest.mark.parametrize("kind", ["all", "strategies"])
 def test_what_is_listed(kind: str, tmp_path: Path, same: Compare) -> None:
-    same(
-        f"verbs/list-{kind}.txt", outputs.flat(weighin(tmp_path, "list", kind, "--json", "-").data)
-    )
+    document = weighin(tmp_path, "list", kind, "--json", "-").data
+    for one in (one for key in document.keys() - {"schema"} for one in document[key]):
+        assert one["summary"]
+        one["summary"] = "..."
+    same(f"verbs/list-{kind}.txt", outputs.flat(document))
 
 
 @pytest.mark.parametrize("order", ["file", "name", "size"])
