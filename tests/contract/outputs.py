@@ -28,6 +28,7 @@ from weighin.predict.prediction import Prediction, from_json
 from weighin.probes import environment
 from weighin.recommend import answer, calibration
 from weighin.records import run_folder
+from weighin.report import writing
 from weighin.run import floor_search
 from weighin.run.task import Run
 
@@ -38,6 +39,8 @@ SNAPSHOTS: Final = Path(__file__).with_name("snapshots")
 _KEPT: Final = Path(__file__).with_name("predictions.json")
 _SPEEDS: Final = (2 * 2**30, 2 * 2**30, 2 * 2**30, 2**30, 8 * 2**30, 2**30, 0.001, 0.002)
 """Of a machine: reading, reading directly, mapping, first writes, copies, random numbers; an archive, a module."""
+_ELSEWHERE_MISSING: Final = ("pressure", "limit_events", "watcher", "written", "ran", "stopped")
+"""Parts of a record that a kernel or an isolation may not give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +90,13 @@ def flat(data: Any) -> str:
     return "".join(parts)
 
 
-def outline(data: Any, kept: Iterable[str]) -> Any:
-    """Return data with only the values of the keys ``kept``: another machine measures others."""
-    if isinstance(data, dict):
-        return {key: one if key in kept else outline(one, kept) for key, one in data.items()}
+def outline(data: Any, kept: Iterable[str], key: str = "") -> Any:
+    """Return data with only the texts and numbers of the keys ``kept``: others differ between machines."""
+    if isinstance(data, dict) and key not in _ELSEWHERE_MISSING:
+        return {name: outline(one, kept, name) for name, one in data.items()}
     if isinstance(data, list) and data and isinstance(data[0], dict):
         return [outline(data[0], kept)]
-    return "..."
+    return data if key in kept and not isinstance(data, dict) else "..."
 
 
 def settled(kept: Any, now: Any, *, most_bytes: int, exact: Container[str], key: str = "") -> Any:
@@ -225,21 +228,20 @@ def _predict(planned: Sequence[Any], **_: Any) -> list[Prediction]:
 
 
 @contextmanager
-def found_floors(run: str, strategies: Sequence[str]) -> Iterator[None]:
-    """Let ``weighin floor`` find at once what a published search found for some strategies."""
+def found_floors(run: str) -> Iterator[None]:
+    """Let ``weighin floor`` find at once what a published search found, and draw no pictures of it."""
 
     def start(request: Any) -> tuple[Any, str]:
         return floor_search.Search(Run(request.folder, [], None), 0.01), ""  # type: ignore[arg-type]
 
     def perform(search: floor_search.Search, _: Any) -> Any:
-        for result in run_folder.read(PUBLISHED / run).results:
-            if result.cell.strategy in strategies:
-                run_folder.append(search.run.folder, result)
+        published(run, search.run.folder.parent, search.run.folder.name)
         return list(run_folder.read(search.run.folder).results)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(floor_search, "start", start)
         patch.setattr(floor_search.Search, "perform", perform)
+        patch.setattr(writing, "pictures", lambda *_: {})
         yield
 
 
