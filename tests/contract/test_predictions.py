@@ -16,7 +16,8 @@ from snapshots import Compare
 CASES = {
     "six-strategies": "gpt2-medium",
     "cuda": "llama-8b --device cuda --dtype bf16 -s streaming,baseline",
-    "ranks-and-a-use": "gpt2-small --ranks 2 --use adamw -s baseline,mmap_assign",
+    "ranks": "gpt2-small --ranks 2 -s mmap_assign",
+    "a-use": "gpt2-small --use adamw -s streaming",
     "a-library": "qwen3-0.6b --dtype bf16 -s transformers,safetensors_mmap",
 }
 MOST_BYTES = 8 * 2**20
@@ -48,7 +49,7 @@ def test_the_predicted_figures(name: str, tmp_path: Path, same: Compare) -> None
     found = []
     for one in printed.data["predictions"]:
         ranks = 2 if "--ranks" in CASES[name] else 1
-        host, files = one.pop("baseline_anon_bytes"), one.pop("baseline_file_bytes")
+        host, files = (one.pop(f"baseline_{kind}_bytes") or 0 for kind in ("anon", "file"))
         figures = above_import(one, host * ranks, files)
         for key in COUNTED:
             del figures["work"][key]
