@@ -10,11 +10,12 @@ from typing import Any
 
 import outputs
 import pytest
+from nightly import by_day
 from outputs import weighin
 from snapshots import Compare
 
 CASES = {
-    "six-strategies": "gpt2-medium",
+    "six-strategies": "gpt2-small",
     "cuda": "llama-8b --device cuda --dtype bf16 -s streaming,baseline",
     "ranks": "gpt2-small --ranks 2 -s mmap_assign",
     "a-use": "gpt2-small --use adamw -s streaming",
@@ -39,7 +40,7 @@ def above_import(data: Any, host: int, files: int, key: str = "") -> Any:
     return data
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_day(CASES, "six-strategies", "cuda", "a-use"))
 def test_the_predicted_figures(name: str, tmp_path: Path, same: Compare) -> None:
     with outputs.predicting():
         printed = weighin(

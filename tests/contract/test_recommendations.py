@@ -13,13 +13,10 @@ from outputs import weighin
 from snapshots import Compare
 
 LIMITS = {
-    "gpt2-small": "none 2g 1200m 800m 500m",
     "gpt2-medium": "none 4g 3g 2g 1g",
     "gpt2-large": "none 8g 5g 4g 2g",
     "gpt2-xl": "none 16g 8g 7g 3g",
     "llama-8b --dtype bf16": "none 40g 20g 16g 8g",
-    "llama-8b --dtype bf16 --device cuda --vram 24g": "none 40g 16g 2g",
-    "llama-8b --dtype bf16 --device cuda --vram 12g": "none",
     "qwen3-0.6b --dtype bf16": "none 4g 2g 1500m 1g",
     "gpt2-xl --allow none": "none 8g 3g",
     "gpt2-xl --allow packages": "8g",
