@@ -96,7 +96,7 @@ def test_a_rank_that_is_killed_in_a_container_is_named(bench: Bench) -> None:
     [
         pytest.param(
             *("raises", "strategy_failed"),
-            "rank 1: ValueError: the shard is broken (rank_ends.py:19)",
+            "rank 1: ValueError: the shard is broken (rank_ends.py:20)",
             marks=pytest.mark.nightly,
         ),
         (
