@@ -20,9 +20,6 @@ from filelock import FileLock
 from fork_server import ForkServer
 from hypothesis import settings
 
-from weighin import install
-from weighin.errors import IsolationUnavailable
-
 # Each process of a test run has a lock of its own, because tests measure nothing that another run
 # could disturb. A process of xdist inherits the lock of the process that started it.
 if "WEIGHIN_LOCK" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
@@ -55,36 +52,23 @@ settings.load_profile("ci" if "CI" in os.environ else "untimed")
 
 @cache
 def _docker_missing() -> str:
-    from weighin.isolation.docker.isolation import DockerIsolation
+    from cells import isolation_missing  # it imports torch, which some tests must not need
 
-    try:
-        isolation = DockerIsolation()
-        isolation.check()
-        isolation.remove_stale()  # of a killed test run: else the next run's output mentions it
-        isolation.prepare()
-    except IsolationUnavailable as error:
-        return str(error)
-    return ""
+    return isolation_missing("docker")
 
 
 @cache
 def _cgroup_missing() -> str:
-    from weighin.isolation.cgroup import CgroupIsolation
+    from cells import isolation_missing
 
-    try:
-        isolation = CgroupIsolation()
-        isolation.check()
-        isolation.remove_stale()
-    except IsolationUnavailable as error:
-        return str(error)
-    return ""
+    return isolation_missing("cgroup")
 
 
 @cache
 def _cuda_missing() -> str:
-    from weighin.run import gpu_check
+    from cells import cuda_missing
 
-    return gpu_check.look().why
+    return cuda_missing()
 
 
 @cache
@@ -132,7 +116,7 @@ def _fresh_missing() -> str:
 def _ray_missing() -> str:
     from importlib.util import find_spec
 
-    return "" if find_spec("ray") else f"ray is not installed: {install.command('ray')}"
+    return "" if find_spec("ray") else "ray is not installed: pip install ray"
 
 
 @cache
@@ -154,10 +138,9 @@ def _index_missing() -> str:
 
 @cache
 def _fuse_missing() -> str:
-    from weighin.disk import mount
+    from cells import fuse_missing
 
-    found = mount.obstacle(in_container=False)
-    return ": ".join(found) if found else ""
+    return fuse_missing()
 
 
 def _root_missing() -> str:
