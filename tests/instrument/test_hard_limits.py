@@ -131,7 +131,7 @@ def test_a_worker_that_goes_on_without_its_child_has_an_outcome_of_its_own(
     [
         (
             "cannot_go_on_without_the_one_that_is_killed",
-            "RuntimeError: a loader's process ended with status 9 (children.py:34)",
+            "RuntimeError: a loader's process ended with status 9 (children.py:35)",
         ),
         pytest.param(
             "exits_without_the_one_that_is_killed",
