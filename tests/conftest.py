@@ -24,9 +24,6 @@ from filelock import FileLock
 from fork_server import ForkServer
 from hypothesis import settings
 
-from weighin import install
-from weighin.errors import IsolationUnavailable
-
 # A shell lets what it starts with "&" ignore SIGINT and SIGQUIT, and nohup SIGHUP; children inherit
 # that. They do not inherit a handler, so tests' children take these signals as from a terminal.
 for each in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
@@ -73,36 +70,23 @@ settings.load_profile("ci" if "CI" in os.environ else "untimed")
 
 @cache
 def _docker_missing() -> str:
-    from weighin.isolation.docker.isolation import DockerIsolation
+    from cells import isolation_missing  # it imports torch, which some tests must not need
 
-    try:
-        isolation = DockerIsolation()
-        isolation.check()
-        isolation.remove_stale()  # of a killed test run: else the next run's output mentions it
-        isolation.prepare()
-    except IsolationUnavailable as error:
-        return str(error)
-    return ""
+    return isolation_missing("docker")
 
 
 @cache
 def _cgroup_missing() -> str:
-    from weighin.isolation.cgroup import CgroupIsolation
+    from cells import isolation_missing
 
-    try:
-        isolation = CgroupIsolation()
-        isolation.check()
-        isolation.remove_stale()
-    except IsolationUnavailable as error:
-        return str(error)
-    return ""
+    return isolation_missing("cgroup")
 
 
 @cache
 def _cuda_missing() -> str:
-    from weighin.run import gpu_check
+    from cells import cuda_missing
 
-    return gpu_check.look().why
+    return cuda_missing()
 
 
 @cache
@@ -150,7 +134,7 @@ def _fresh_missing() -> str:
 def _ray_missing() -> str:
     from importlib.util import find_spec
 
-    return "" if find_spec("ray") else f"ray is not installed: {install.command('ray')}"
+    return "" if find_spec("ray") else "ray is not installed: pip install ray"
 
 
 @cache
@@ -172,10 +156,9 @@ def _index_missing() -> str:
 
 @cache
 def _fuse_missing() -> str:
-    from weighin.disk import mount
+    from cells import fuse_missing
 
-    found = mount.obstacle(in_container=False)
-    return ": ".join(found) if found else ""
+    return fuse_missing()
 
 
 def _root_missing() -> str:

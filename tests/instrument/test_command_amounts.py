@@ -18,11 +18,9 @@ from typing import Any
 import leftovers
 import pytest
 from again import EVICTED, tried_again
+from cells import MIB, page_cache
 from known_commands import FILE_BYTES, KNOWN, VISIBLE_MS, Known
 from nightly import limits
-
-from weighin.probes import page_cache
-from weighin.units import MIB
 
 pytestmark = pytest.mark.compiler
 
