@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import Any, cast
 
 import click
 import pytest
@@ -54,7 +54,7 @@ def _public(name: str, value: Any) -> Iterator[str]:
             continue
         attribute = inspect.getattr_static(value, each)
         if isinstance(attribute, property):
-            yield f"    {each}{_annotation(': ', inspect.signature(attribute.fget).return_annotation)}"
+            yield f"    {each}{_annotation(': ', inspect.signature(cast(Any, attribute.fget)).return_annotation)}"
         elif callable(attribute):
             yield indent(f"{each}{_signature(attribute)}", "    ")
 
