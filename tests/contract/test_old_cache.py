@@ -88,11 +88,17 @@ def _flip(file: Path) -> None:
     os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
 
 
-def _link(path: Path, to: str) -> None:
-    """Put a link to a copy in the place of a file or folder; the copy lies outside of the cache."""
-    copy = path.parents[3] / to
-    path.rename(copy)
-    path.symlink_to(copy)
+def _link(entry: Path) -> None:
+    """Put a link to a copy in the place of the file; the copy is later and lies outside of the cache."""
+    copy = entry.parents[2] / "out"
+    (entry / "pt/model.pt").rename(copy)
+    (entry / "pt/model.pt").symlink_to(copy)
+    os.utime(copy)
+
+
+def _kill(entry: Path) -> None:
+    (entry / ".making-dead/pt").mkdir(parents=True)
+    (entry / "pt.json").unlink()
 
 
 HARMS: dict[str, Callable[[Path], object]] = {
@@ -124,14 +130,8 @@ HARMS: dict[str, Callable[[Path], object]] = {
     "a manifest without tensors": lambda e: _rewrite(
         e / "manifest.json", lambda one: one.pop("tensors")
     ),
-    "killed while it was made": lambda e: (
-        (e / ".making-dead/pt").mkdir(parents=True),
-        (e / "pt.json").unlink(),
-    ),
-    "a link to a later file": lambda e: (
-        _link(e / "pt/model.pt", "out"),
-        os.utime(e / "pt/model.pt"),
-    ),
+    "killed while it was made": _kill,
+    "a link to a later file": _link,
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import Any, cast
 
 import click
 import pytest
@@ -54,7 +54,7 @@ def _public(name: str, value: Any) -> Iterator[str]:
             continue
         attribute = inspect.getattr_static(value, each)
         if isinstance(attribute, property):
-            yield f"    {each}{_annotation(': ', inspect.signature(attribute.fget).return_annotation)}"
+            yield f"    {each}{_annotation(': ', inspect.signature(cast(Any, attribute.fget)).return_annotation)}"
         elif callable(attribute):
             yield indent(f"{each}{_signature(attribute)}", "    ")
 
@@ -63,14 +63,8 @@ def _public(name: str, value: Any) -> Iterator[str]:
 def test_the_functions_of_a_public_module(module: str, same: Compare) -> None:
     found = import_module(module)
     names = [name for name in found.__all__ if name != "__version__"]
-    assert set(names) <= {*dir(found)} or all(hasattr(found, name) for name in names)
     lines = [line for name in names for line in _public(name, getattr(found, name))]
     same(f"signatures/{module}.txt", "\n".join(lines) + "\n")
-
-
-def test_a_public_module_has_nothing_else() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'load_slowly'"):
-        import_module("weighin").load_slowly  # noqa: B018
 
 
 def _option(option: click.Parameter) -> str:
