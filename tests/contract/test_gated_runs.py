@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import outputs
+import outside
 import pytest
-from outputs import RUNS, weighin
+from outside import RUNS, weighin
 from snapshots import Compare
 
 BASE = "gpt2-xl-16GiB"
@@ -45,9 +45,9 @@ def elsewhere(record: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A folder with a published run, a run of a later day, and the baseline of the first."""
-    outputs.published(BASE, tmp_path, "before")
-    outputs.published(BASE, tmp_path, "after")
-    outputs.changed(tmp_path / "after", later)
+    outside.published(BASE, tmp_path, "before")
+    outside.published(BASE, tmp_path, "after")
+    outside.changed(tmp_path / "after", later)
     update = weighin(tmp_path, "check", "before", "--baseline", "baseline.yaml", "--update")
     assert update.code == 0
     return tmp_path
@@ -55,7 +55,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in MIXED])
 def test_a_run_passes_beside_a_baseline_made_of_it(name: str, tmp_path: Path) -> None:
-    outputs.published(name, tmp_path, "run")
+    outside.published(name, tmp_path, "run")
     made = ("check", "run", "--baseline", "baseline.yaml")
     assert weighin(tmp_path, *made, "--update", "--expect-failures").code == 0
     again = weighin(tmp_path, *made, "--json", "-")
@@ -72,7 +72,7 @@ def test_a_run_that_changed(runs: Path, same: Compare) -> None:
     )
     assert printed.code == 1
     marked = [line for line in printed.out.splitlines() if line.startswith("::")]
-    same("gate/check.txt", outputs.flat(json_of(runs / "check.json")))
+    same("gate/check.txt", outside.flat(json_of(runs / "check.json")))
     same("gate/annotations.txt", "".join(f"{line}\n" for line in marked))
     same("gate/junit.xml", (runs / "check.xml").read_text())
     same("gate/summary.md", (runs / "check.md").read_text())
@@ -92,18 +92,18 @@ def test_a_published_run_beside_another(
     before: str, after: str, tmp_path: Path, same: Compare
 ) -> None:
     for name in (before, after):
-        outputs.published(name, tmp_path)
+        outside.published(name, tmp_path)
     made = ("--baseline", "baseline.yaml", "--json")
     update = ("--update", "--expect-failures")
     assert weighin(tmp_path, "check", before, *made, "updated.json", *update).code == 0
     checked = weighin(tmp_path, "check", after, *made, "-")
     found = checked.data
     found["lines"] = [one for one in found["lines"] if one["verdict"] != "same"]
-    same(f"gate/{after}.txt", f"exit code {checked.code}\n{outputs.flat(found)}")
+    same(f"gate/{after}.txt", f"exit code {checked.code}\n{outside.flat(found)}")
 
 
 def test_budgets_and_expected_outcomes(tmp_path: Path, same: Compare) -> None:
-    name = outputs.published("gpt2-xl-8GiB", tmp_path)
+    name = outside.published("gpt2-xl-8GiB", tmp_path)
     budgets = [
         "peak_rss <= 1.1 x model + 64MiB above import",
         "streaming: anon <= 7GiB",
@@ -113,26 +113,26 @@ def test_budgets_and_expected_outcomes(tmp_path: Path, same: Compare) -> None:
     words = [word for budget in budgets for word in ("--budget", budget)]
     expected = ("--expect", "baseline=oom_killed,streaming=timeout", "--all")
     printed = weighin(tmp_path, "check", name, *words, *expected, "--json", "-")
-    same("gate/budgets.txt", f"exit code {printed.code}\n{outputs.flat(printed.data)}{printed.err}")
+    same("gate/budgets.txt", f"exit code {printed.code}\n{outside.flat(printed.data)}{printed.err}")
 
 
 @pytest.mark.parametrize("by", ["run", "machine"])
 def test_runs_side_by_side(by: str, runs: Path, same: Compare) -> None:
     if by == "machine":
-        outputs.changed(runs / "after", elsewhere)
+        outside.changed(runs / "after", elsewhere)
     to = ("--by", by, "--json", "-", "--markdown", "side.md")
     printed = weighin(runs, "compare", "before", "after", *to)
     assert printed.code == 0
-    same(f"gate/compare-{by}.txt", outputs.flat(printed.data))
+    same(f"gate/compare-{by}.txt", outside.flat(printed.data))
     same(f"gate/compare-{by}.md", (runs / "side.md").read_text())
 
 
 def test_one_metric_of_two_searches(tmp_path: Path, same: Compare) -> None:
     names = ("gpt2-medium-floors", "gpt2-medium-floors-again")
     for name in names:
-        outputs.published(name, tmp_path)
+        outside.published(name, tmp_path)
     printed = weighin(tmp_path, "compare", *names, "--metrics", "above_import", "--json", "-")
-    same("gate/compare-floors.txt", outputs.flat(printed.data))
+    same("gate/compare-floors.txt", outside.flat(printed.data))
 
 
 def test_a_metric_over_time(runs: Path, same: Compare) -> None:
@@ -141,8 +141,8 @@ def test_a_metric_over_time(runs: Path, same: Compare) -> None:
     found = printed.data
     for line in found["series"]:
         del line["steps"]
-    same("gate/history.txt", outputs.flat(found))
+    same("gate/history.txt", outside.flat(found))
 
 
 def json_of(file: Path) -> Any:
-    return outputs.Printed(0, file.read_text(), "").data
+    return outside.Printed(0, file.read_text(), "").data

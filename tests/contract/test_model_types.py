@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import outputs
+import outside
 import pytest
 from snapshots import Compare
 
@@ -28,7 +28,7 @@ SAID = 60
 
 @pytest.mark.parametrize("when", ["by-day", pytest.param("at-night", marks=pytest.mark.nightly)])
 def test_the_outcomes_of_drawn_types(when: str, tmp_path: Path, same: Compare) -> None:
-    script = outputs.ROOT / "benchmarks" / "model_types.py"
+    script = outside.ROOT / "benchmarks" / "model_types.py"
     words = ("--all", "--types", DRAWN[when], "--work", str(tmp_path))
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), *words],

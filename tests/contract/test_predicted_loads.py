@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import outputs
+import outside
 import pytest
 from nightly import by_day
-from outputs import weighin
+from outside import weighin
 from snapshots import Compare
 
 CASES = {
@@ -42,7 +42,7 @@ def above_import(data: Any, host: int, files: int, key: str = "") -> Any:
 
 @pytest.mark.parametrize("name", by_day(CASES, "six-strategies", "cuda", "a-use"))
 def test_the_predicted_figures(name: str, tmp_path: Path, same: Compare) -> None:
-    with outputs.predicting():
+    with outside.predicting():
         printed = weighin(
             tmp_path, "predict", *CASES[name].split(), "--json", "-", OMP_NUM_THREADS="2"
         )
@@ -55,11 +55,11 @@ def test_the_predicted_figures(name: str, tmp_path: Path, same: Compare) -> None
         for key in COUNTED:
             del figures["work"][key]
         found.append(figures)
-    file = outputs.SNAPSHOTS / f"predict/{name}.json"
+    file = outside.SNAPSHOTS / f"predict/{name}.json"
     if file.exists():
         kept = json.loads(file.read_text())
         found = [
-            outputs.settled(was, one, most_bytes=MOST_BYTES, exact=EXACT)
+            outside.settled(was, one, most_bytes=MOST_BYTES, exact=EXACT)
             for was, one in zip(kept, found, strict=True)
         ]
     same(f"predict/{name}.json", json.dumps(found, indent=1) + "\n")

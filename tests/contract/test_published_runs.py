@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import outputs
+import outside
 import pandas as pd
 import pytest
-from outputs import RUNS, weighin
+from outside import RUNS, weighin
 from snapshots import Compare
 
 FORMATS = "md,html,csv,bmf,gha"  # without openmetrics, which is to go, and without pictures
@@ -20,7 +20,7 @@ EXPORTED = ("converting-files", "gpt2-medium-ranks", "gpt2-xl-8GiB", "gpt2-xl-no
 def reported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A published run whose report is written, with the report's JSON beside it."""
     folder = tmp_path_factory.mktemp("published")
-    name = outputs.published(request.param, folder)
+    name = outside.published(request.param, folder)
     printed = weighin(folder, "report", name, "--format", FORMATS, "--json", "report.json")
     assert printed.code == 0
     assert printed.out
@@ -48,7 +48,7 @@ def test_the_json_has_the_figures_of_the_summary(reported: Path) -> None:
 def test_the_json_beside_the_figures(reported: Path, same: Compare) -> None:
     document = json.loads((reported.parent / "report.json").read_text())
     document["series"] = list(document["series"][0])
-    same(f"verbs/report-{reported.name}.txt", outputs.flat(document))
+    same(f"verbs/report-{reported.name}.txt", outside.flat(document))
 
 
 def test_the_page_has_the_cells_of_the_text(reported: Path) -> None:
@@ -56,25 +56,25 @@ def test_the_page_has_the_cells_of_the_text(reported: Path) -> None:
     text = (reported / "report.md").read_text()
     before, _, results = text.partition("## All results\n")
     results, _, after = results.partition("\n## ")
-    page = outputs.html_tables((reported / "report.html").read_text())
-    found = outputs.markdown_tables(before) + outputs.markdown_tables(after)
+    page = outside.html_tables((reported / "report.html").read_text())
+    found = outside.markdown_tables(before) + outside.markdown_tables(after)
     assert [table for table in page if table in found] == found
     shown = [row for table in page for row in table]
-    for row in (row for table in outputs.markdown_tables(results) for row in table[1:]):
+    for row in (row for table in outside.markdown_tables(results) for row in table[1:]):
         assert any(is_inside(row, one) for one in shown), row
 
 
 @pytest.mark.parametrize("name", EXPORTED)
 @pytest.mark.parametrize("kind", ["bmf", "gha"])
 def test_exports_for_dashboards(name: str, kind: str, tmp_path: Path, same: Compare) -> None:
-    outputs.published(name, tmp_path)
+    outside.published(name, tmp_path)
     assert weighin(tmp_path, "report", name, "--format", kind).code == 0
     content = json.loads((tmp_path / name / f"{kind}.json").read_text())
-    same(f"exports/{name}.{kind}.txt", outputs.flat(content))
+    same(f"exports/{name}.{kind}.txt", outside.flat(content))
 
 
 def test_the_columns_of_the_data_frame(tmp_path: Path, same: Compare) -> None:
-    name = outputs.published("gpt2-xl-8GiB", tmp_path)
+    name = outside.published("gpt2-xl-8GiB", tmp_path)
     assert weighin(tmp_path, "report", name, "--format", "parquet").code == 0
     table = pd.read_parquet(tmp_path / name / "cells.parquet")
     kinds = {"object": "text", "str": "text", "string": "text"}

@@ -7,9 +7,9 @@ it may be written in another way.
 from pathlib import Path
 from typing import Any
 
-import outputs
+import outside
 import pytest
-from outputs import weighin
+from outside import weighin
 from snapshots import Compare
 
 LIMITS = {
@@ -69,7 +69,7 @@ def asked(folder: Path, words: str, limits: str, *more: str) -> str:
 
 @pytest.mark.parametrize("words", LIMITS)
 def test_what_is_recommended_without_records(words: str, tmp_path: Path, same: Compare) -> None:
-    with outputs.machine_of("gpt2-xl-8GiB"):
+    with outside.machine_of("gpt2-xl-8GiB"):
         text = asked(tmp_path, words, LIMITS[words])
     name = words.replace("--", "").replace("/", "").replace(" ", "-")
     same(f"recommend/{name}.txt", text)
@@ -80,8 +80,8 @@ def test_what_is_recommended_with_the_records_of_a_run(
     run: str, tmp_path: Path, same: Compare
 ) -> None:
     model, limits = MEASURED[run]
-    outputs.published(run, tmp_path)
-    with outputs.machine_of(run):
+    outside.published(run, tmp_path)
+    with outside.machine_of(run):
         text = asked(tmp_path, model, limits, "--results", run)
     assert "measured measured" in text
     same(f"recommend/after-{run}.txt", text)
@@ -89,8 +89,8 @@ def test_what_is_recommended_with_the_records_of_a_run(
 
 def test_the_json_of_an_answer(tmp_path: Path, same: Compare) -> None:
     words = ("gpt2-xl", "--ram", "8g", "--json", "-")
-    with outputs.machine_of("gpt2-xl-8GiB"):
+    with outside.machine_of("gpt2-xl-8GiB"):
         advice = weighin(tmp_path, "recommend", *words).data
     advice["code"] = "..."
     advice["candidates"] = advice["candidates"][:2]
-    same("verbs/recommend.txt", outputs.flat(advice))
+    same("verbs/recommend.txt", outside.flat(advice))

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 from struct import pack
 
-import outputs
+import outside
 import pytest
-from outputs import weighin
+from outside import weighin
 from snapshots import Compare
 
 ELSEWHERE = {"report", "compare", "check", "history", "recommend", "predict"}
@@ -44,23 +44,23 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_verb_has_its_document_here() -> None:
-    assert outputs.verbs() == HERE | ELSEWHERE | LEFT_OUT
+    assert outside.verbs() == HERE | ELSEWHERE | LEFT_OUT
 
 
 def test_the_document_and_the_record_of_a_measured_load(place: Path, same: Compare) -> None:
     document = json.loads((place / "bench.json").read_text())
-    same("verbs/bench.json", json.dumps(outputs.outline(document, KEPT), indent=1) + "\n")
+    same("verbs/bench.json", json.dumps(outside.outline(document, KEPT), indent=1) + "\n")
     (line,) = (place / "run" / "records.jsonl").read_text().splitlines()
     record = json.loads(line)
     assert record.pop("environment")
-    same("verbs/record.json", json.dumps(outputs.outline(record, KEPT), indent=1) + "\n")
+    same("verbs/record.json", json.dumps(outside.outline(record, KEPT), indent=1) + "\n")
 
 
 def test_the_document_of_a_command(place: Path, same: Compare) -> None:
     words = ("--isolation", "process", "--out", "command", "--json", "command.json")
     assert weighin(place, "run", *words, "--", "true").code == 0
     document = json.loads((place / "command.json").read_text())
-    same("verbs/run.json", json.dumps(outputs.outline(document, KEPT), indent=1) + "\n")
+    same("verbs/run.json", json.dumps(outside.outline(document, KEPT), indent=1) + "\n")
 
 
 def test_what_the_cache_has_and_what_is_deleted(place: Path, same: Compare) -> None:
@@ -71,7 +71,7 @@ def test_what_the_cache_has_and_what_is_deleted(place: Path, same: Compare) -> N
         one |= {"bytes": "...", "last_used": "..."}
     assert deleted["freed_bytes"] > 2**20
     deleted["freed_bytes"] = "..."
-    text = outputs.flat(listed) + outputs.flat(deleted)
+    text = outside.flat(listed) + outside.flat(deleted)
     same("verbs/cache.txt", re.sub(r"(?<=gpt2-tiny-)[0-9a-f]{8}", "HASH", text))
 
 
@@ -81,14 +81,14 @@ def test_what_is_listed(kind: str, tmp_path: Path, same: Compare) -> None:
     for one in (one for key in document.keys() - {"schema"} for one in document[key]):
         assert one["summary"]
         one["summary"] = "..."
-    same(f"verbs/list-{kind}.txt", outputs.flat(document))
+    same(f"verbs/list-{kind}.txt", outside.flat(document))
 
 
 @pytest.mark.parametrize("order", ["file", "name", "size"])
 def test_the_tensors_of_a_checkpoint(order: str, place: Path, same: Compare) -> None:
     words = ("model.safetensors", "--sort", order)
     printed = weighin(place, "inspect", *words, "--json", "-")
-    same(f"verbs/inspect-{order}.txt", outputs.flat(printed.data))
+    same(f"verbs/inspect-{order}.txt", outside.flat(printed.data))
 
 
 def test_a_converted_checkpoint(place: Path, same: Compare) -> None:
@@ -96,19 +96,19 @@ def test_a_converted_checkpoint(place: Path, same: Compare) -> None:
     document = weighin(place, "convert", *words, "--json", "-").data
     assert document.pop("seconds") >= 0
     assert document.pop("bytes") > 166
-    same("verbs/convert.txt", outputs.flat(document))
+    same("verbs/convert.txt", outside.flat(document))
 
 
-@pytest.mark.parametrize("run", [name for name in outputs.RUNS if "floors" in name])
+@pytest.mark.parametrize("run", [name for name in outside.RUNS if "floors" in name])
 def test_the_floors_of_a_search(run: str, tmp_path: Path, same: Compare) -> None:
     words = ("gpt2-medium", "--isolation", "process", "--out", "floors", "--json", "-")
-    with outputs.found_floors(run):
+    with outside.found_floors(run):
         printed = weighin(tmp_path, "floor", *words)
-    same(f"verbs/floor-{run}.txt", outputs.flat(printed.data))
+    same(f"verbs/floor-{run}.txt", outside.flat(printed.data))
 
 
 def test_what_the_doctor_says(tmp_path: Path, same: Compare) -> None:
-    with outputs.examined():
+    with outside.examined():
         printed = weighin(tmp_path, "doctor", "--json", "-")
     assert printed.code == 0
-    same("verbs/doctor.txt", outputs.flat(printed.data))
+    same("verbs/doctor.txt", outside.flat(printed.data))
