@@ -1,17 +1,16 @@
-"""Start small commands of known sizes that go on step by step, in a cgroup or as plain processes."""
+"""Start small commands of known sizes that go on step by step: plain, in a cgroup, or under ``weighin run``."""
 
 import contextlib
+import csv
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from leftovers import wait_until
-
-from weighin.probes.command_sampler import CommandSampler
-from weighin.result import Sample
-from weighin.units import MIB
+HARNESS = Path(__file__).parents[1] / "harness"
 
 HOLDING = """
 import mmap, os, sys, time
@@ -30,6 +29,23 @@ def step(name):
 SHARED = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
 """
 """Functions for a command: hold and write so many MiB, and wait for its test after each step."""
+
+GROUPS = """
+def own_group():
+    \"\"\"Return the folder of this process's memory cgroup, and the version.\"\"\"
+    mounts = [line.split() for line in open("/proc/self/mounts")]
+    v1 = [place for _, place, kind, options, *_ in mounts if kind == "cgroup" and "memory" in options.split(",")]
+    v2 = [place for _, place, kind, *_ in mounts if kind == "cgroup2"]
+    for line in open("/proc/self/cgroup"):
+        number, names, path = line.strip().split(":", 2)
+        if "memory" in names.split(",") if v1 else number == "0":
+            name = path.rpartition("/")[2]  # a container may show only a part of the tree
+            folders = (folder for folder, *_ in os.walk((v1 or v2)[0]))
+            return next(each for each in folders if each.endswith("/" + name)), 1 if v1 else 2
+def enter(group):
+    open(group + "/cgroup.procs", "w").write(str(os.getpid()))
+"""
+"""Functions for a command in a cgroup of its own."""
 
 FAMILY = """
 step("started")
@@ -60,18 +76,21 @@ FAMILY_ANON_MIB, FAMILY_SHMEM_MIB = 128 + 3 * 32, 32
 class Command:
     """A running command that waits for ``go`` after each of its steps."""
 
-    def __init__(self, code: str, group: Path | None = None) -> None:
+    def __init__(
+        self, code: str, group: Path | None = None, before: tuple[str, ...] = (), **how: Any
+    ) -> None:
         def enter() -> None:
             if group:
                 (group / "cgroup.procs").write_text(str(os.getpid()))
 
         self.process = subprocess.Popen(
-            [sys.executable, "-S", "-c", HOLDING + code],
+            [*before, sys.executable, "-S", "-c", HOLDING + code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
             preexec_fn=enter,  # noqa: PLW1509 (the tests have no other thread when they start one)
+            **how,
         )
         self.pid = self.process.pid
 
@@ -89,9 +108,11 @@ class Command:
 
 
 @contextlib.contextmanager
-def command(code: str, group: Path | None = None) -> Iterator[Command]:
+def command(
+    code: str, group: Path | None = None, before: tuple[str, ...] = (), **how: Any
+) -> Iterator[Command]:
     """Start a command, and end it if the test has not ended it."""
-    started = Command(code, group)
+    started = Command(code, group, before, **how)
     with started.process:
         try:
             yield started
@@ -99,25 +120,72 @@ def command(code: str, group: Path | None = None) -> Iterator[Command]:
             started.process.kill()
 
 
-def last(sampler: CommandSampler) -> Sample:
-    """Return the newest sample of a running sampler."""
-    return sampler._samples[-1]
+_INSIDE = """
+set -e
+echo $$ > "$1/cgroup.procs"
+mount --bind "$1" "$2"
+umount -l "$3"
+mount --bind "$2" "$3"
+shift 3
+exec "$@"
+"""
 
 
-def settle(sampler: CommandSampler) -> None:
-    """Wait until a command that does not grow was sampled, and its table of processes kept."""
-    count = len(sampler._samples)
+def seen_from_inside(group: Path, folder: Path) -> tuple[str, ...]:
+    """Return the words before a command that enters a group and sees it as the root, as in a container.
 
-    def is_settled() -> bool:
-        kept, now = sampler._kept, last(sampler)
-        return (
-            len(sampler._samples) > count + 2
-            and kept is not None
-            and _size(now) < _size(kept) + 4 * MIB
-        )
+    They need root, for a mount namespace, and a ``folder``.
+    """
+    (view := folder / "view").mkdir()
+    return (
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        _INSIDE,
+        "sh",
+        str(group),
+        str(view),
+        str(group.parent),
+    )
 
-    wait_until(is_settled, "the table of processes was not kept")
+
+def weighing(out: Path, *options: str) -> tuple[str, ...]:
+    """Return the words before a command that weigh it in a cgroup; the run is in ``out``."""
+    weighin = (sys.executable, "-P", "-m", "weighin", "run", "--isolation", "cgroup")
+    return (*weighin, "--out", str(out), *options, "--")
 
 
-def _size(sample: Sample) -> int:
-    return sample.rss_bytes if sample.cgroup_bytes is None else sample.cgroup_bytes
+def variables() -> dict[str, str]:
+    """Return the environment for ``weighing``."""
+    return os.environ | {"PYTHONPATH": str(HARNESS)}
+
+
+@contextlib.contextmanager
+def weighed(code: str, out: Path, *options: str) -> Iterator[Command]:
+    """Start a command under ``weighin run``, and let it end; the record is then complete."""
+    before = weighing(out, "--no-stacks", *options)
+    with command(GROUPS + code, before=before, env=variables(), cwd=out.parent) as started:
+        try:
+            yield started
+            assert started.process.stdin
+            started.process.stdin.close()  # it ends at its last step
+        except BaseException:
+            started.process.terminate()
+            raise
+        finally:
+            started.process.wait(120)
+
+
+def record(out: Path) -> dict[str, Any]:
+    """Return the one record of a run."""
+    (line,) = (out / "records.jsonl").read_text().splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def samples(out: Path) -> list[dict[str, int]]:
+    """Return the samples of the one record of a run, the oldest first."""
+    with (out / record(out)["samples_path"]).open() as file:
+        rows = [*csv.DictReader(file)]
+    return [{name: int(value) for name, value in row.items() if value} for row in rows]

@@ -4,11 +4,15 @@
 """
 
 import atexit
+import gc
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
@@ -20,8 +24,14 @@ from filelock import FileLock
 from fork_server import ForkServer
 from hypothesis import settings
 
-from weighin import install
-from weighin.errors import IsolationUnavailable
+# A shell lets what it starts with "&" ignore SIGINT and SIGQUIT, and nohup SIGHUP; children inherit
+# that. They do not inherit a handler, so tests' children take these signals as from a terminal.
+for each in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(each) is signal.SIG_IGN:
+        signal.signal(each, lambda *_: None)
+
+# A tmpfs, as /tmp often is, keeps its files in the page cache, from which tests drop them.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
 
 # Each process of a test run has a lock of its own, because tests measure nothing that another run
 # could disturb. A process of xdist inherits the lock of the process that started it.
@@ -48,6 +58,11 @@ LONGEST = (
     "test_checkpoints.py",
 )
 
+_OF_OTHERS = (
+    *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"),
+    *("GITHUB_ACTIONS", "GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY"),
+)
+
 settings.register_profile("untimed", deadline=None)  # a busy machine must not fail a test
 settings.register_profile("ci", deadline=None, print_blob=True)  # prints how to repeat a failure
 settings.load_profile("ci" if "CI" in os.environ else "untimed")
@@ -55,36 +70,23 @@ settings.load_profile("ci" if "CI" in os.environ else "untimed")
 
 @cache
 def _docker_missing() -> str:
-    from weighin.isolation.docker.isolation import DockerIsolation
+    from cells import isolation_missing  # it imports torch, which some tests must not need
 
-    try:
-        isolation = DockerIsolation()
-        isolation.check()
-        isolation.remove_stale()  # of a killed test run: else the next run's output mentions it
-        isolation.prepare()
-    except IsolationUnavailable as error:
-        return str(error)
-    return ""
+    return isolation_missing("docker")
 
 
 @cache
 def _cgroup_missing() -> str:
-    from weighin.isolation.cgroup import CgroupIsolation
+    from cells import isolation_missing
 
-    try:
-        isolation = CgroupIsolation()
-        isolation.check()
-        isolation.remove_stale()
-    except IsolationUnavailable as error:
-        return str(error)
-    return ""
+    return isolation_missing("cgroup")
 
 
 @cache
 def _cuda_missing() -> str:
-    from weighin.run import gpu_check
+    from cells import cuda_missing
 
-    return gpu_check.look().why
+    return cuda_missing()
 
 
 @cache
@@ -132,7 +134,7 @@ def _fresh_missing() -> str:
 def _ray_missing() -> str:
     from importlib.util import find_spec
 
-    return "" if find_spec("ray") else f"ray is not installed: {install.command('ray')}"
+    return "" if find_spec("ray") else "ray is not installed: pip install ray"
 
 
 @cache
@@ -154,10 +156,9 @@ def _index_missing() -> str:
 
 @cache
 def _fuse_missing() -> str:
-    from weighin.disk import mount
+    from cells import fuse_missing
 
-    found = mount.obstacle(in_container=False)
-    return ": ".join(found) if found else ""
+    return fuse_missing()
 
 
 def _root_missing() -> str:
@@ -188,6 +189,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rewrite", action="store_true", help="write the texts of tests/contract again"
     )
     parser.addoption(
+        "--shuffle", metavar="SEED", help="run the files, and the tests of each, in a random order"
+    )
+    parser.addoption(
         "--require",
         default="",
         metavar="MARKERS",
@@ -205,9 +209,13 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--require {name}: known are {', '.join(_MISSING)}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first."""
-    ranks = {name: number for number, name in enumerate(LONGEST)}
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the longest files first; or shuffle all files, and the tests of each."""
+    ranks: dict[str, float] = {name: number for number, name in enumerate(LONGEST)}
+    if seed := config.getoption("--shuffle"):
+        draw = random.Random(seed)
+        draw.shuffle(items)
+        ranks = {item.path.name: draw.random() for item in items}
     items.sort(key=lambda item: ranks.get(item.path.name, len(LONGEST)))
 
 
@@ -244,6 +252,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             if marker in _required(item.config):
                 pytest.fail(reason, pytrace=False)
             pytest.skip(reason)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Free what the traceback of a test that failed holds open, lest a later test fail of it."""
+    if hasattr(sys, "last_value"):
+        for name in ("last_exc", "last_value", "last_traceback"):  # the first since Python 3.12
+            vars(sys).pop(name, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _usual_variables() -> Iterator[None]:
+    """Leave out what a terminal and a runner of CI set, which commands would follow."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _OF_OTHERS:
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

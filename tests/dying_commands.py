@@ -16,9 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from weighin.probes import page_cache
-from weighin.units import MIB
+from cells import MIB, page_cache
 
 SCRIPTS = Path(__file__).parent / "commands" / "dying"
 TAKEN = "# TAKEN"

@@ -11,8 +11,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from weighin.units import MIB
-
+MIB = 1024**2
 PROGRAMS = Path(__file__).parent / "commands" / "programs"
 BUILT = os.environ.get("WEIGHIN_TEST_PROGRAMS", "")
 """A folder of these programs, built elsewhere for a machine without a compiler; else empty."""

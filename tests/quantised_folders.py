@@ -7,13 +7,12 @@ shapes and dtypes.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-
-from weighin.models.pretrained import pretrained_class
 
 State = dict[str, torch.Tensor]
 Pack = Callable[[str, torch.Tensor], State]
@@ -315,7 +314,7 @@ def plain_model(name: str, sizes: Mapping[str, Any] | None = None) -> Any:
     kind, settings = ("LlamaForCausalLM", LLAMA)
     if name == "mxfp4":
         kind, settings = ("GptOssForCausalLM", GPT_OSS)
-    made = pretrained_class(kind)
+    made: Any = getattr(import_module("transformers"), kind)
     torch.manual_seed(0)
     return made(made.config_class(**{**settings, **(sizes or {})})).to(torch.bfloat16)
 

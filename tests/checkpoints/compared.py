@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from cells import HarnessError, arguments_to_dequantise
 from layouts import Layout, every
 from torch import nn
 
@@ -39,7 +40,6 @@ def make(name: str) -> None:
 def load(name: str) -> None:
     """Load the layout with weighin's loader, compare it with the truth, and print JSON."""
     import weighin
-    from weighin.errors import HarnessError
 
     layout = _named(name)
     made = json.loads(_MADE.read_text())
@@ -79,8 +79,6 @@ def converted() -> None:
 def _from_pretrained(path: Path, layout: Layout) -> nn.Module:
     """Return the model that its library loads; codes that weighin dequantises are dequantised here, too."""
     import transformers
-
-    from weighin.models.dequantising import arguments_to_dequantise
 
     config = json.loads((path / "config.json").read_text())
     if "_class_name" in config:

@@ -19,15 +19,13 @@ import numpy as np
 import pytest
 import quantised_folders as packing
 import torch
+from cells import UNDECODED, CheckpointError, ConfigError, arguments_to_dequantise
 from hypothesis import strategies as st
 from quantised_folders import State
 from safetensors.torch import load_file, save_file
 from small import transformers
 
 from weighin import load_pretrained
-from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import gguf as gguf_format
-from weighin.models.dequantising import arguments_to_dequantise
 
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -359,7 +357,7 @@ def gguf_format_types() -> set[str]:
     """Return the types of GGUF that from_pretrained reads."""
     import gguf
 
-    left_out = gguf_format.UNDECODED | {"F64", "I8", "I16", "I32", "I64"}
+    left_out = UNDECODED | {"F64", "I8", "I16", "I32", "I64"}
     return {kind.name for kind in gguf.GGMLQuantizationType} - left_out
 
 

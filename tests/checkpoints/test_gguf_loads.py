@@ -11,30 +11,23 @@ import gguf_files
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from cells import MIB, UNDECODED, CheckpointError, ConfigError
+from command_trees import variables
 from conversions import assert_equal
 from layouts import Made
 from nightly import by_day
 from safetensors.torch import load_file
 from small import llama, transformers
 
-from weighin import install, load_pretrained
-from weighin.cli.app import app
-from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import gguf as layout
-from weighin.isolation import select
-from weighin.run.machines import Machines
-from weighin.run.request import Request, resume, start
-from weighin.suite.config import check_suite
-from weighin.units import MIB
+from weighin import load_pretrained
 
-gguf = pytest.importorskip("gguf", reason=install.command("gguf"))
-pytest.importorskip("accelerate", reason=install.command("hf"))
+gguf = pytest.importorskip("gguf", reason="pip install gguf")
+pytest.importorskip("accelerate", reason="pip install accelerate")
 
 DECODED = [
     kind.name
     for kind in gguf.GGMLQuantizationType
-    if kind.name not in layout.UNDECODED | {"F64", "I8", "I16", "I32", "I64"}
+    if kind.name not in UNDECODED | {"F64", "I8", "I16", "I32", "I64"}
 ]
 MAKERS: dict[str, Callable[[Path], Made]] = {
     "tied": gguf_files._folder("Q8_0", tie_word_embeddings=True),
@@ -67,30 +60,6 @@ def reference(folder: Path, **options: Any) -> Any:
         return kind.from_pretrained(folder, gguf_file="model.gguf", **options)
 
 
-def test_a_container_gets_the_packages_that_a_gguf_file_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    MAKERS["tied"](tmp_path)
-    suite = {"models": str(tmp_path), "strategies": "streaming", "isolation": "process"}
-    chosen: list[tuple[str, ...]] = []
-
-    class Recording(Machines):
-        def choose(self, *words: str, packages: tuple[str, ...] = (), **options: Any) -> Any:
-            chosen.append(packages)
-            return super().choose(*words, packages=packages, **options)
-
-    start(Request(check_suite(suite), folder=tmp_path / "run"), Recording())
-    named = select.named
-
-    def recorded(*words: Any) -> Any:
-        chosen.append(words[2])
-        return named(*words)
-
-    monkeypatch.setattr(select, "named", recorded)
-    resume(tmp_path / "run", trusted=True)
-    assert [{"gguf", "accelerate", "transformers"} - {*one} for one in chosen] == [set(), set()]
-
-
 @pytest.mark.parametrize("kind", DECODED)
 def test_every_type_becomes_what_from_pretrained_makes_of_it(tmp_path: Path, kind: str) -> None:
     with np.errstate(all="ignore"):  # random codes have infinite scales
@@ -112,9 +81,10 @@ def test_a_model_is_equal_in_every_dtype(
 def test_convert_writes_the_values_under_the_keys_of_the_model(tmp_path: Path, name: str) -> None:
     MAKERS[name](tmp_path)
     target = tmp_path / "model.safetensors"
-    command = ["convert", str(tmp_path / "model.gguf"), str(target), "--keys", "model"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
+    words = ["convert", str(tmp_path / "model.gguf"), str(target), "--keys", "model"]
+    command = [sys.executable, "-P", "-m", "weighin", *words]
+    ended = subprocess.run(command, env=variables(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
     written = load_file(target)
     expected = reference(tmp_path).state_dict()
     assert expected.keys() - written.keys() <= {"lm_head.weight"}  # tied to the embedding

@@ -26,10 +26,11 @@ STRATEGIES: Final = ("streaming", "transformers", "baseline")
 _SETUP: Final = f"""
 import sys, warnings
 sys.path[:0] = {[str(HERE), str(HERE.parent), str(HERE.parents[1] / "harness")]!r}
-import torch, transformers, weighin.cli.app, weighin.models.pretrained
+import torch, transformers, cells
+cells.import_commands()
 torch.set_num_threads(1)
 """
-_MAIN: Final = "from weighin.cli.app import main; main()"
+_MAIN: Final = "import runpy; runpy.run_module('weighin', run_name='__main__')"
 _MAKE: Final = "import compared, sys; compared.make(*sys.argv[1:])"
 _LOAD: Final = "import compared, sys; compared.load(*sys.argv[1:])"
 _CONVERTED: Final = "import compared, sys; compared.converted(*sys.argv[1:])"

@@ -13,16 +13,15 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
+from cells import GIB, MIB, Group, new_group
 from dying_commands import DYING, Cause, Dying, empty, inputs
 from nightly import by_day
-
-from weighin.isolation.cgroup import limit, temporary_group
-from weighin.probes.cgroup import MemoryCgroup, parse_field
-from weighin.units import GIB, MIB
 
 pytestmark = pytest.mark.cgroup
 
 __all__ = ["inputs"]  # a fixture
+
+PATIENCE_S = 300  # the longest script computes for some ten seconds, and this machine may be busy
 
 ALARM = """
 import faulthandler, signal
@@ -39,14 +38,12 @@ class Ended:
 
 
 @pytest.fixture
-def group() -> Iterator[MemoryCgroup]:
-    with temporary_group() as folder:
-        yield MemoryCgroup(folder)
+def group() -> Iterator[Group]:
+    with new_group() as made:
+        yield made
 
 
-def start(
-    command: tuple[str, ...], group: MemoryCgroup, **variables: str
-) -> subprocess.Popen[bytes]:
+def start(command: tuple[str, ...], group: Group, **variables: str) -> subprocess.Popen[bytes]:
     script = 'echo $$ > "$1" && shift && exec "$@"'
     return subprocess.Popen(
         ("/bin/sh", "-c", script, "sh", str(group.path / "cgroup.procs"), *command),
@@ -57,32 +54,32 @@ def start(
     )
 
 
-def run(case: Dying, inputs: Mapping[str, Path], group: MemoryCgroup) -> Ended:
+def run(case: Dying, inputs: Mapping[str, Path], group: Group) -> Ended:
     case.prepare(inputs)
     with start(case.command(inputs), group) as process:
-        errors = process.communicate(timeout=60)[1].decode()
+        errors = process.communicate(timeout=PATIENCE_S)[1].decode()
     empty(inputs)
-    return Ended(process.returncode, errors, group.read_oom_kills() or 0)
+    return Ended(process.returncode, errors, group.oom_kills())
 
 
-def wait_at_limit(process: subprocess.Popen[bytes], group: MemoryCgroup, near_bytes: int) -> None:
+def wait_at_limit(process: subprocess.Popen[bytes], group: Group, near_bytes: int) -> None:
     """Return when a process of the group waits for memory, or the group has ``near_bytes``."""
-    deadline = monotonic() + 60
-    while process.poll() is None and "under_oom 1" not in group.oom_path.read_text():
+    deadline, control = monotonic() + PATIENCE_S, group.path / "memory.oom_control"
+    while process.poll() is None and "under_oom 1" not in control.read_text():
         assert monotonic() < deadline, "the script does not meet its limit"
-        if (parse_field(group.stat_path.read_text(), "rss") or 0) > near_bytes:
+        if group.stat()["rss"] > near_bytes:
             return
         sleep(0.002)
 
 
 @pytest.mark.parametrize("case", by_day(DYING, *DYING[::4]), ids=lambda case: case.script)
 def test_a_script_dies_under_its_limit_and_only_there(
-    case: Dying, inputs: Mapping[str, Path], group: MemoryCgroup
+    case: Dying, inputs: Mapping[str, Path], group: Group
 ) -> None:
-    limit(group.path, 2 * GIB)
+    group.limit(2 * GIB)
     free = run(case, inputs, group)
     assert (free.code, free.errors, free.oom_kills) == (0, "", 0)
-    limit(group.path, case.tightest_bytes)
+    group.limit(case.tightest_bytes)
     limited = run(case, inputs, group)
     assert bool(limited.oom_kills) == case.dies
     if case.cause is not Cause.COPY_ON_WRITE:  # the kernel kills the parent or a worker
@@ -95,25 +92,26 @@ WAITING = [case for case in DYING if case.dies and case.cause is not Cause.SHARE
 
 @pytest.mark.parametrize("case", by_day(WAITING, *WAITING[1::4]), ids=lambda case: case.script)
 def test_a_script_meets_its_limit_at_its_line(
-    case: Dying, inputs: Mapping[str, Path], group: MemoryCgroup, tmp_path: Path
+    case: Dying, inputs: Mapping[str, Path], group: Group, tmp_path: Path
 ) -> None:
     control = group.path / "memory.oom_control"
     if not control.exists():
         pytest.skip("only cgroup v1 can let a process wait at its limit (memory.oom_control)")
     (tmp_path / "sitecustomize.py").write_text(ALARM)
-    limit(group.path, case.tightest_bytes)
+    group.limit(case.tightest_bytes)
     case.prepare(inputs)
     control.write_text("1")  # whoever meets the limit waits, or gets an error from a system call
     process = start(case.command(inputs), group, PYTHONPATH=str(tmp_path))
     with ExitStack() as stack:
         stack.enter_context(process)
+        stack.callback(process.kill)  # one that waits at its limit would never end
         # A system call does not wait at the limit, but fails: one long call is met before it.
         margin_bytes = 64 * MIB if case.cause is Cause.READ else 0
         wait_at_limit(process, group, case.tightest_bytes - margin_bytes)
         for pid in (group.path / "cgroup.procs").read_text().split():
             os.kill(int(pid), signal.SIGUSR1)
-        group.raise_limit()
-        errors = process.communicate(timeout=60)[1].decode()
+        group.lift()
+        errors = process.communicate(timeout=PATIENCE_S)[1].decode()
     empty(inputs)
     stacks = [f"{name}:{line}" for name, line in re.findall(r'([^/"]+\.py)", line (\d+)', errors)]
     taken, *called = case.lines()

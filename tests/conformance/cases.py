@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from cells import CheckpointError
 from checkpoints import Checkpoint, State, checkpoints, make
 from hooked import WRITES_ON_LOAD
 from hypothesis import strategies as st
@@ -18,8 +19,7 @@ from standard import STANDARD
 from tensors import FLOATS
 from torch import nn
 
-from weighin.errors import CheckpointError
-from weighin.loader.load import Granularity, load_streaming
+from weighin import load_streaming
 
 SEED = 5
 
@@ -32,7 +32,7 @@ class Case:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     dtype: str | None = None
     built: bool = False
-    granularity: Granularity = "all"
+    granularity: Literal["all", "module", "tensor"] = "all"
     threads: int | None = None
 
     @property

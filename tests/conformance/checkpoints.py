@@ -2,22 +2,18 @@
 
 import shutil
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from cells import FORMATS, files_of, page_cache, suffix_of, write_state
 from hypothesis import strategies as st
 from model_differences import seed
 from modules import Recipe, leaves
 from standard import STANDARD
 from tensors import FLOATS, fill
 from torch import nn
-
-from weighin import formats
-from weighin.checkpoint.piecewise import pieces_of
-from weighin.formats.base import TensorPlan
-from weighin.probes import page_cache
 
 State = dict[str, Any]
 
@@ -45,7 +41,7 @@ def checkpoints() -> st.SearchStrategy[Checkpoint]:
     """Return a hypothesis strategy for a checkpoint: most in torch's formats, some damaged, few cold."""
     return st.builds(
         Checkpoint,
-        fmt=st.sampled_from(("pt", "pt", "pt", "pt_legacy", "safetensors", *formats.NAMES)),
+        fmt=st.sampled_from(("pt", "pt", "pt", "pt_legacy", "safetensors", *FORMATS)),
         seed=st.integers(1, 100),
         dtype=st.sampled_from((None, None, None, *FLOATS)),
         storage=st.sampled_from((*STORAGES, "as they are", "apart")),
@@ -64,23 +60,18 @@ def make(recipe: Recipe, how: Checkpoint, folder: Path) -> tuple[Path, State]:
     """
     state = _state(recipe, how)
     fmt = how.fmt if _holds(how.fmt, state) else "pt"
-    path = folder / f"model{formats.named(fmt).SUFFIX}"
+    path = folder / f"model{suffix_of(fmt)}"
     _remove(path)
     if fmt in PT:
         torch.save(state, path, _use_new_zipfile_serialization=fmt == "pt")
         state = torch.load(path, weights_only=True)
     else:
-        formats.named(fmt).write(
-            path, _plans(state), lambda name: pieces_of(_contiguous(state[name]))
-        )
-        state = {name: _contiguous(tensor) for name, tensor in state.items()}
+        write_state(path, fmt, state)
+        as_written = torch.contiguous_format
+        state = {name: one.clone(memory_format=as_written) for name, one in state.items()}
     if how.cold:
-        page_cache.drop(formats.files(path))
+        page_cache.drop(files_of(path))
     return path, state
-
-
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _state(recipe: Recipe, how: Checkpoint) -> State:
@@ -172,17 +163,6 @@ def _holds(fmt: str, state: State) -> bool:
     if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         return False
     return not (fmt in _SAFETENSORS and any(value.is_complex() for value in state.values()))
-
-
-def _plans(state: State) -> list[TensorPlan]:
-    firsts: dict[tuple[Any, ...], str] = {}
-    plans = []
-    for name, tensor in state.items():
-        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-        first = firsts.setdefault(place, name) if tensor.numel() else name
-        plan = TensorPlan(name, tuple(tensor.shape), tensor.dtype)
-        plans.append(plan if first == name else replace(plan, shared_with=first))
-    return plans
 
 
 def _remove(path: Path) -> None:

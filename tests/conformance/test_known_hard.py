@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, check
+from cells import FORMATS, CheckpointError
 from checkpoints import make
 from known import KNOWN
 
-from weighin import formats
-from weighin.loader.load import load_streaming
+from weighin import load_streaming
 
 
 @pytest.mark.parametrize("built", [False, True], ids=["builder", "built"])
@@ -20,7 +20,7 @@ def test_it_loads_as_torch_does(behaviour: str, built: bool, disk: Path) -> None
     check(replace(KNOWN[behaviour], built=built), disk)
 
 
-@pytest.mark.parametrize("fmt", formats.NAMES)
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("behaviour", ["position tables", "GRU", "two parameters over one memory"])
 def test_it_loads_as_torch_does_from_every_format(fmt: str, behaviour: str, disk: Path) -> None:
     case = KNOWN[behaviour]
@@ -39,8 +39,6 @@ def test_batch_norm_needs_its_count_where_the_checkpoint_has_metadata(disk: Path
 
 
 def assert_refused_as_by_torch(case: Case, path: Path) -> None:
-    from weighin.errors import CheckpointError
-
     model = case.recipe.prepare()[0]()
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict(torch.load(path, weights_only=True))
@@ -49,8 +47,6 @@ def assert_refused_as_by_torch(case: Case, path: Path) -> None:
 
 
 def test_a_lazy_model_without_one_of_its_keys_is_refused(disk: Path) -> None:
-    from weighin.errors import CheckpointError
-
     model = torch.nn.BatchNorm1d(3)
     state = model.state_dict()
     del state["running_mean"]

@@ -9,17 +9,13 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, cases, check
+from cells import CheckpointError, format_of, read_state
 from checkpoints import PT, make
 from hypothesis import HealthCheck, given, settings
 from known import KNOWN
 from model_differences import differences, output_differences, same_bytes, torch_leaves
 from torch import nn
 from torch.nn.parameter import is_lazy
-
-from weighin import formats
-from weighin.checkpoint.reader import read_pieces
-from weighin.errors import CheckpointError
-from weighin.formats.base import TensorSlice
 
 
 class Model(nn.Module):
@@ -150,10 +146,7 @@ def load_plainly(
     **_options: Any,
 ) -> nn.Module:
     """Load with torch's own load_state_dict; restore all tensors if torch raises."""
-    if formats.detect(path).NAME in PT:
-        state = torch.load(path, weights_only=True)
-    else:
-        state = {one.name: read_whole(one) for one in formats.read(path)[1]}
+    state = torch.load(path, weights_only=True) if format_of(path) in PT else read_state(path)
     model = source if isinstance(source, nn.Module) else source()
     held = [one for one in (*model.parameters(), *model.buffers()) if not is_lazy(one)]
     before = [one.detach().clone() for one in held]
@@ -167,11 +160,6 @@ def load_plainly(
         for names, old in owned:
             names.update(old)
         raise CheckpointError(str(error), "load another") from error
-
-
-def read_whole(one: TensorSlice) -> torch.Tensor:
-    pieces = [piece.reshape(-1) for piece in read_pieces(one)]
-    return torch.cat([torch.empty(0, dtype=one.dtype), *pieces]).view(one.shape)
 
 
 @settings(

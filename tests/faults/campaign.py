@@ -18,9 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import leftovers
+from cells import isolation_missing
 from faults import Fault
-
-from weighin.probes.cgroup import memory_hierarchy, pressure_hierarchy
 
 ROOT: Final = Path(__file__).parents[2]
 RUN: Final = "run"
@@ -247,15 +247,7 @@ def _digests(cache: Path) -> dict[str, str]:
 
 def _groups() -> set[str]:
     """Return the cgroups of all runs on this machine, and those below them."""
-    hierarchy = memory_hierarchy()
-    roots = {hierarchy[1] if hierarchy else None, pressure_hierarchy()} - {None}
-    return {
-        str(group)
-        for root in roots
-        if root
-        for group in root.rglob("*")
-        if "/weighin." in str(group) and group.is_dir()
-    }
+    return {*map(str, leftovers.all_groups())}
 
 
 def _is_of(group: str, pids: set[int], fault: Fault) -> bool:
@@ -272,7 +264,7 @@ def _is_of(group: str, pids: set[int], fault: Fault) -> bool:
 
 
 def _containers() -> set[str]:
-    if not has_docker():
+    if not leftovers.has_docker():
         return set()
     form = 'weighin.{{.Label "weighin.owner"}} {{.ID}}'
     asked = subprocess.run(
@@ -282,15 +274,6 @@ def _containers() -> set[str]:
         check=True,
     )
     return set(asked.stdout.splitlines())
-
-
-@cache
-def has_docker() -> bool:
-    try:
-        asked = subprocess.run(["docker", "info"], capture_output=True, check=False)
-    except FileNotFoundError:
-        return False
-    return asked.returncode == 0
 
 
 def _mounts() -> set[str]:
@@ -322,28 +305,11 @@ def _end(mark: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-@cache
-def _docker_lacks() -> str:
-    from weighin.errors import IsolationUnavailable
-    from weighin.isolation.docker.isolation import DockerIsolation
-
-    try:
-        isolation = DockerIsolation()
-        isolation.check()
-        isolation.prepare()
-    except IsolationUnavailable as error:
-        return str(error)
-    return ""
+_lacks = cache(isolation_missing)
 
 
 def missing(fault: Fault) -> str:
     """Return what this machine lacks for a fault; empty if it can be tried."""
-    if fault.needs == "docker":
-        return _docker_lacks()
-    if fault.needs == "root" and os.geteuid() != 0:
-        return "needs root"
-    if fault.needs == "cgroup":
-        from weighin.isolation.delegation import groups_root
-
-        return "" if groups_root() else "no memory cgroups"
-    return ""
+    if fault.needs == "root":
+        return "" if os.geteuid() == 0 else "needs root"
+    return _lacks(fault.needs) if fault.needs else ""

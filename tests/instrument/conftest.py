@@ -1,91 +1,15 @@
-"""Fixtures of the instrument's tests: isolations, prepared once, and cells to run under them.
+"""The fixtures of the tests in this folder: isolations, and cells to run under them."""
 
-Strategies are the files in ``strategies/`` beside this one, and the project's own; each is run in
-a real worker, and after each nothing may be left.
-"""
-
-from __future__ import annotations
-
-import os
-import shutil
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
-import pytest
-from cells import FILE_BYTES, Bench, Watched, known_file, prepared_isolation
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _cache_of_tests(disk: Path) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WEIGHIN_CACHE", os.environ.get("WEIGHIN_TEST_CACHE") or str(disk / "cache"))
-        yield
-
-
-@pytest.fixture(scope="session")
-def strategies(disk: Path) -> Path:
-    """The folder of the tests' strategies, and beside it that of ``known.bin``."""
-    folder = disk / "strategies"
-    shutil.copytree(
-        Path(__file__).with_name("strategies"), folder, ignore=shutil.ignore_patterns("__pycache__")
-    )
-    known = known_file(folder)
-    known.parent.mkdir()
-    known.write_bytes(os.urandom(FILE_BYTES))
-    return folder
-
-
-@pytest.fixture(
-    scope="session",
-    params=[
-        "process",
-        pytest.param("cgroup", marks=pytest.mark.cgroup),
-        pytest.param("docker", marks=pytest.mark.docker),
-    ],
+from cell_fixtures import (
+    bench,
+    cache_of_tests,
+    isolation,
+    limiting,
+    process,
+    seconds_to_load,
+    strategies,
 )
-def isolation(request: pytest.FixtureRequest) -> Watched:
-    """Each isolation of this machine in turn, prepared."""
-    return prepared_isolation(request.param)
 
-
-@pytest.fixture(
-    scope="session",
-    params=[
-        pytest.param("cgroup", marks=pytest.mark.cgroup),
-        pytest.param("docker", marks=pytest.mark.docker),
-    ],
-)
-def limiting(request: pytest.FixtureRequest) -> Watched:
-    """Each isolation that can hold a limit in turn, prepared."""
-    return prepared_isolation(request.param)
-
-
-@pytest.fixture(scope="session")
-def process() -> Watched:
-    """The plain process: for what does not depend on the isolation."""
-    return prepared_isolation("process")
-
-
-@pytest.fixture(scope="session")
-def bench(disk: Path, strategies: Path) -> Bench:
-    """Call it to run a cell: ``bench("baseline", isolation)``."""
-    run = disk / "run"
-    (run / "samples").mkdir(parents=True)
-    return Bench(run, strategies)
-
-
-@pytest.fixture(scope="session")
-def seconds_to_load(bench: Bench) -> Callable[[Watched], float]:
-    """How long a whole cell takes here, measured once for each isolation: for time-outs."""
-    known: dict[str, float] = {}
-
-    def seconds(isolation: Watched) -> float:
-        name = isolation.inner.name
-        if name not in known:
-            start = time.monotonic()
-            bench("baseline", isolation)
-            known[name] = time.monotonic() - start
-        return known[name]
-
-    return seconds
+__all__ = [
+    "bench", "cache_of_tests", "isolation", "limiting", "process", "seconds_to_load", "strategies",
+]  # fmt: skip

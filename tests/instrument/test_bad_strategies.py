@@ -8,12 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cells import Bench, Watched, phases_of
+from cells import MIB, Bench, Outcome, Result, Watched, hide_kills_elsewhere, phases_of
 from nightly import by_day, isolations, nightly
-
-from weighin.result import Outcome, Result
-from weighin.run import supervisor
-from weighin.units import MIB
 
 BAD_ENDS = (Path(__file__).parent / "strategies" / "bad_ends.py").read_text().splitlines()
 
@@ -76,8 +72,7 @@ SPOILED = {
 
 @pytest.fixture(autouse=True)
 def _no_kills_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the kernel's kills of cells in other test processes, which a plain process cannot tell."""
-    monkeypatch.setattr(supervisor, "read_machine_oom_kills", lambda: 0)
+    hide_kills_elsewhere(monkeypatch)
 
 
 def place_of(way: str) -> str:
@@ -207,7 +202,7 @@ def test_children_that_outlive_the_worker_are_ended(
 def test_dev_shm_is_charged_to_the_cell(bench: Bench, isolation: Watched) -> None:
     result = bench("fills_shm", isolation)
     assert_ok(result)
-    if isolation.inner.limits:
+    if isolation.limits:
         written, before = phases_of(result)["write"], phases_of(result)["prepare"]
         assert written.end.cgroup_bytes is not None
         assert before.end.cgroup_bytes is not None

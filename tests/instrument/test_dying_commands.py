@@ -2,61 +2,38 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from cells import MIB, Outcome, Result, explained, new_group
+from command_trees import seen_from_inside, variables, weighing
 from dying_commands import DYING, Cause, Dying, empty, inputs
-
-from weighin.isolation.cgroup import limit, temporary_group
-from weighin.records import run_folder
-from weighin.records.explanation import answer, cause_of
-from weighin.records.samples import read_samples
-from weighin.result import Outcome, Result
-from weighin.units import MIB
 
 pytestmark = [pytest.mark.cgroup, pytest.mark.slow]
 
 __all__ = ["inputs"]  # a fixture
 
-ROOT = Path(__file__).parents[2]
 
-INSIDE = """
-set -e
-echo $$ > "$1/cgroup.procs"
-mount --bind "$1" "$2"
-umount -l "$3"
-mount --bind "$2" "$3"
-shift 3
-exec "$@"
-"""
-"""Enter a group, and see it as the root of the hierarchy, as in a container (in a mount namespace)."""
-
-
-def run(case: Dying, inputs: Mapping[str, Path], folder: Path) -> tuple[Path, Result]:
-    """Run a script under its limit with weighin; return the run's folder and its record."""
+def run(case: Dying, inputs: Mapping[str, Path], folder: Path) -> tuple[Result, str | None, str]:
+    """Run a script under its limit with weighin; return its record, its cause and what weighin says."""
     case.prepare(inputs)
     out = folder / "run"
     own: tuple[str, ...] = () if case.around_bytes else ("--ram", str(case.limit_bytes))
     if case.cold:
         own += ("--cold", str(inputs["file"]))
-    weighin = (sys.executable, "-P", "-m", "weighin", "run", "--isolation", "cgroup", *own)
-    command = (*weighin, "--out", str(out), "--", *case.command(inputs))
-    with temporary_group() if case.around_bytes else nullcontext() as group:
+    command = (*weighing(out, *own), *case.command(inputs))
+    with new_group() if case.around_bytes else nullcontext() as group:
         if case.around_bytes and group:
-            limit(group, case.around_bytes)
-            (view := folder / "view").mkdir()
-            paths = (str(group), str(view), str(group.parent))
-            command = ("unshare", "--mount", "sh", "-c", INSIDE, "sh", *paths, *command)
+            group.limit(case.around_bytes)
+            command = (*seen_from_inside(group.path, folder), *command)
         process = subprocess.run(
             command,
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT / "harness")},
+            env=variables(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -65,9 +42,9 @@ def run(case: Dying, inputs: Mapping[str, Path], folder: Path) -> tuple[Path, Re
         )
     empty(inputs)
     assert (out / "records.jsonl").exists(), process.stderr
-    (result,) = run_folder.read(out).results
+    result, cause, text = explained(out)
     assert process.returncode == result.exit_code
-    return out, result
+    return result, cause, text
 
 
 TRIES = 3
@@ -80,12 +57,10 @@ def test_the_record_explains_why_a_script_died_and_where(
 ) -> None:
     for number in range(TRIES):
         (attempt := tmp_path / str(number)).mkdir()
-        folder, result = run(case, inputs, attempt)
-        text = "\n".join(answer(folder, result))
+        result, cause, text = run(case, inputs, attempt)
         print(result.message, text, sep="\n")
-        cause = cause_of(result, read_samples(folder, result.samples_path))
         assert result.outcome == (Outcome.OOM_KILLED if case.dies else Outcome.OK)
-        assert cause is None or cause.name == case.cause  # never a wrong one
+        assert cause in (None, case.cause)  # never a wrong one
         named = set(re.findall(r"\w+\.py:\d+", text))
         assert named <= set(case.lines())  # never a wrong line
         if cause and bool(named) == case.dies:

@@ -9,12 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
-from cells import Bench, Watched, known_file, names_of, phases_of
+from cells import (
+    MIB,
+    Bench,
+    Outcome,
+    Result,
+    Watched,
+    cgroup_version,
+    known_file,
+    names_of,
+    phases_of,
+)
 from nightly import limits, nightly
-
-from weighin.probes.cgroup import memory_hierarchy
-from weighin.result import Outcome, Result
-from weighin.units import MIB
 
 # `import torch` charges about 150 MiB of anonymous memory to its cgroup.
 LIMIT = 256 * MIB
@@ -125,7 +131,7 @@ def test_a_worker_that_goes_on_without_its_child_has_an_outcome_of_its_own(
     [
         (
             "cannot_go_on_without_the_one_that_is_killed",
-            "RuntimeError: a loader's process ended with status 9 (children.py:34)",
+            "RuntimeError: a loader's process ended with status 9 (children.py:35)",
         ),
         pytest.param(
             "exits_without_the_one_that_is_killed",
@@ -205,7 +211,7 @@ def test_thrashing_for_ever_ends_at_the_time_out_with_its_timeline(
     assert result.faults and result.faults.workingset_refault_file
     assert result.faults.workingset_refault_file > 16 * MIB // mmap.PAGESIZE
     assert result.faults.major > 50  # each brings its neighbours with it
-    if (memory_hierarchy() or (0,))[0] == 2:
+    if cgroup_version() == 2:
         assert result.limit_events and result.limit_events["max"] > 100
     late = bench.samples(result)[-20:]
     assert late[-1]["major_faults"] and (late[0]["major_faults"] or 0) < late[-1]["major_faults"]

@@ -9,11 +9,8 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from cells import Bench, Watched
+from cells import KIB, MANIFEST, MIB, WORKER, Bench, Outcome, Watched
 from nightly import isolations
-
-from weighin.result import Outcome
-from weighin.units import KIB, MIB
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_REPORTS = {"pandas", "matplotlib"}
@@ -36,6 +33,23 @@ def imported_by(statement: str) -> tuple[int, set[str]]:
     return peak_kib * KIB, set(modules)
 
 
+def imported_by_command(*words: str) -> set[str]:
+    """Return the modules that a command of weighin has when it ends."""
+    statement = f"""
+import runpy
+sys.argv = ["weighin", *{words!r}]
+try:
+    runpy.run_module("weighin", run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+sys.stdout.write(chr(0))
+"""
+    command = [sys.executable, "-P", "-c", MEASURED.format(statement=statement)]
+    done = subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT)
+    _, modules = json.loads(done.stdout.rpartition("\0")[2])
+    return set(modules)
+
+
 @pytest.fixture(autouse=True)
 def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     path = os.pathsep.join((str(ROOT / "harness"), str(ROOT)))  # as an isolation starts its worker
@@ -44,7 +58,7 @@ def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_worker_imports_before_torch_is_below_6_mib() -> None:
     bare = median(bare_peak() for _ in range(3))
-    worker = [imported_by("import weighin.worker.__main__") for _ in range(3)]
+    worker = [imported_by(f"import {WORKER}") for _ in range(3)]
     assert median(peak for peak, _ in worker) - bare < 6 * MIB
     (_, modules), *_ = worker
     assert modules & (HEAVY | {"torch", "numpy"}) == set()
@@ -75,39 +89,20 @@ def test_the_tests_own_check_of_modules_finds_them(bench: Bench, process: Watche
 
 @pytest.mark.parametrize("verb", ["list strategies", "list models", "--version"])
 def test_the_light_verbs_import_nothing_heavy(verb: str) -> None:
-    statement = f"""
-import weighin.cli.app
-try:
-    weighin.cli.app.app({verb.split()}, standalone_mode=False)
-except SystemExit:
-    pass
-sys.stdout.write(chr(0))
-"""
-    command = [sys.executable, "-P", "-c", MEASURED.format(statement=statement)]
-    done = subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT)
-    _, modules = json.loads(done.stdout.rpartition("\0")[2])
-    assert set(modules) & (OF_REPORTS | {"torch", "numpy", "docker"}) == set()
+    modules = imported_by_command(*verb.split())
+    assert modules & (OF_REPORTS | {"torch", "numpy", "docker"}) == set()
 
 
 def test_a_report_without_pictures_imports_neither_pandas_nor_matplotlib(tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(ROOT / "tests/integration/fixtures/gpt2-xl-8GiB", run)
-    statement = f"""
-from pathlib import Path
-from weighin.report.sections import terminal_table
-from weighin.report.writing import write_report
-from weighin.records.run_folder import read_whole
-records = read_whole(Path({str(run)!r}))
-terminal_table(records.results)
-write_report(Path({str(run)!r}), ("md", "html", "csv", "bmf", "gha"), records)
-"""
-    _, modules = imported_by(statement)
+    modules = imported_by_command("report", str(run), "--format", "md,html,csv,bmf,gha")
     assert modules & OF_REPORTS == set()
 
 
 def test_reading_a_manifest_before_the_baseline_imports_nothing_that_a_strategy_pays_for() -> None:
-    _, modules = imported_by("import weighin.checkpoint.manifest")
+    _, modules = imported_by(f"import {MANIFEST}")
     ours = {
         name for name in modules if name.startswith(("weighin.checkpoint.", "weighin.formats."))
     }
-    assert ours == {"weighin.checkpoint.manifest", "weighin.formats.dtypes"}
+    assert ours == {MANIFEST, "weighin.formats.dtypes"}

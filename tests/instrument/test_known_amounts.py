@@ -4,10 +4,18 @@ One worker takes them all, a phase each (strategies/known_amounts.py): every tes
 """
 
 import pytest
-from cells import FILE_BYTES, Bench, Watched, keeps_marks_of_phases, known_file, names_of, phases_of
-
-from weighin.result import Phase, Result
-from weighin.units import MIB
+from cells import (
+    FILE_BYTES,
+    MIB,
+    Bench,
+    Phase,
+    Result,
+    Watched,
+    keeps_marks_of_phases,
+    known_file,
+    names_of,
+    phases_of,
+)
 
 RSS_TOLERANCE = 2 * MIB
 CGROUP_TOLERANCE = 4 * MIB

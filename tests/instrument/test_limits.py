@@ -1,15 +1,10 @@
 """A limit holds, is as large as it says, and kills in the phase that overruns it."""
 
 import signal
-from pathlib import Path
 
 import pytest
-from cells import Bench, Watched, names_of, phases_of
+from cells import MIB, Bench, Group, Outcome, Result, Watched, names_of, phases_of
 from nightly import isolations
-
-from weighin.probes.cgroup import MemoryCgroup
-from weighin.result import Outcome, Result
-from weighin.units import MIB
 
 # `import torch` charges about 150 MiB of anonymous memory to its cgroup: 256 MiB hold an import and
 # 60 MiB more, and neither 400 MiB nor the import together with 200 MiB.
@@ -66,11 +61,10 @@ def held(bench: Bench, limiting: Watched) -> tuple[dict[str, str], str]:
 
     def look(phase: str) -> None:
         if phase == "hold":
-            assert limiting.running and limiting.running.cgroup
-            group = MemoryCgroup(limiting.running.cgroup)
-            swap = swap_settings(limiting.running.cgroup)
-            group.raise_limit()
-            seen.append((swap, group.limit_path.read_text().strip()))
+            group = limiting.group
+            swap = swap_settings(group)
+            group.lift()
+            seen.append((swap, group.read("memory.limit_in_bytes", "memory.max")))
 
     bench("overrun", limiting, limit_bytes=LIMIT, mib=16, on_phase=look)
     (found,) = seen
@@ -89,7 +83,7 @@ def test_the_limit_of_a_running_cell_can_be_lifted(held: tuple[dict[str, str], s
     assert held[1] == "max" or int(held[1]) > 2**60  # v1 rounds "no limit" to whole pages
 
 
-def swap_settings(cgroup: Path) -> dict[str, str]:
+def swap_settings(group: Group) -> dict[str, str]:
     v1 = ("memory.swappiness", "memory.memsw.limit_in_bytes")
-    names = v1 if MemoryCgroup(cgroup).version == 1 else ("memory.swap.max",)
-    return {n: (cgroup / n).read_text().strip() for n in names if (cgroup / n).exists()}
+    names = v1 if group.version == 1 else ("memory.swap.max",)
+    return {name: group.read(name, name) for name in names if (group.path / name).exists()}

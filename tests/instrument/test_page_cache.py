@@ -2,18 +2,23 @@
 
 import mmap
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cells import LARGE, Bench, Watched, phases_of
+from again import EVICTED, tried_again
+from cells import (
+    LARGE,
+    MIB,
+    Bench,
+    CacheState,
+    Outcome,
+    Result,
+    Watched,
+    checkpoint_of,
+    page_cache,
+    phases_of,
+)
 from nightly import limits
-
-from weighin.cell import CacheState
-from weighin.checkpoint import cache
-from weighin.probes import page_cache
-from weighin.result import Outcome, Result
-from weighin.units import MIB
 
 SIZE = 8 * MIB + 100  # no whole number of pages
 
@@ -25,39 +30,11 @@ def file(disk: Path) -> Path:
     return path
 
 
-def ask(file: Path, how: Callable[[int, int, int], int | None]) -> int | None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        return how(descriptor, 0, file.stat().st_size)
-    finally:
-        os.close(descriptor)
-
-
-def pages(size: int) -> int:
-    return -(-size // mmap.PAGESIZE)
-
-
+@tried_again(EVICTED)
 def test_a_dropped_file_is_proven_cold(file: Path) -> None:
-    assert page_cache.cached([file]) == pages(SIZE) * mmap.PAGESIZE
+    assert page_cache.cached([file]) == -(-SIZE // mmap.PAGESIZE) * mmap.PAGESIZE
     assert page_cache.drop([file]) == 0
     assert page_cache.cached([file]) == 0
-
-
-def test_both_ways_to_ask_agree(file: Path) -> None:
-    if ask(file, page_cache._cachestat_pages) is None:
-        pytest.skip("cachestat is missing here (Linux before 6.5) or refused")
-    page_cache.drop([file])
-    with file.open("rb") as source:
-        os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
-        os.pread(source.fileno(), MIB, 2 * MIB)
-    by_cachestat = ask(file, page_cache._cachestat_pages)
-    assert by_cachestat == ask(file, page_cache._mincore_pages) == pages(MIB)
-    with file.open("rb") as source:
-        assert page_cache.is_cached(source.fileno(), 2 * MIB + 5, MIB - 5)
-        assert not page_cache.is_cached(source.fileno(), 2 * MIB + 5, MIB)
-    file.read_bytes()
-    by_cachestat = ask(file, page_cache._cachestat_pages)
-    assert by_cachestat == ask(file, page_cache._mincore_pages) == pages(SIZE)
 
 
 def test_pages_that_are_mapped_elsewhere_are_owned_up_to(file: Path) -> None:
@@ -96,11 +73,12 @@ def test_the_pages_of_a_cold_map_are_charged_to_the_cell(bench: Bench, limiting:
     assert result.peaks.file_sampled_bytes - result.baseline.file_bytes >= 0.95 * result.model_bytes
 
 
+@tried_again(EVICTED)
 @pytest.mark.parametrize("limiting", limits("docker"), indirect=True)
 def test_a_file_that_was_warm_outside_is_made_cold_and_charged(
     bench: Bench, limiting: Watched
 ) -> None:
-    checkpoint = cache.ensure(LARGE, "pt").path
+    checkpoint = checkpoint_of(LARGE)
     checkpoint.read_bytes()
     assert (page_cache.cached([checkpoint]) or 0) >= checkpoint.stat().st_size
     result = bench("mmap_assign", limiting, spec=LARGE, limit_bytes=1024 * MIB)
@@ -139,11 +117,12 @@ def test_a_warm_cell_is_warmed_inside_its_own_cgroup(bench: Bench, limiting: Wat
     )
 
 
+@tried_again(EVICTED)
 @pytest.mark.parametrize(("state", "share"), [("cold", 0.0), ("warm", 1.0)])
 def test_the_load_finds_the_file_as_it_was_asked_for(
     bench: Bench, process: Watched, state: CacheState, share: float
 ) -> None:
-    checkpoint = cache.ensure(LARGE, "pt").path
+    checkpoint = checkpoint_of(LARGE)
     size = checkpoint.stat().st_size
     found: dict[str, int | None] = {}
 
@@ -153,26 +132,3 @@ def test_the_load_finds_the_file_as_it_was_asked_for(
     result = bench("mmap_assign", process, spec=LARGE, cache_state=state, on_phase=look)
     assert (result.outcome, result.cached_bytes_at_start) == (Outcome.OK, 0)
     assert found["build"] == pytest.approx(share * size, abs=MIB)
-
-
-@pytest.mark.parametrize("cachestat", [True, False], ids=["cachestat", "mincore"])
-def test_a_stretch_behind_the_files_end_is_not_cached(
-    file: Path, cachestat: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not cachestat:
-        monkeypatch.setattr(page_cache, "_SYS_CACHESTAT", 9999)
-    file.read_bytes()
-    with file.open("rb") as source:
-        assert page_cache.is_cached(source.fileno(), SIZE - 5000, 5000)
-        assert not page_cache.is_cached(source.fileno(), SIZE - 5000, 5000 + 64 * MIB)
-        assert not page_cache.is_cached(source.fileno(), SIZE + 64 * MIB, 5000)
-
-
-def test_where_nobody_tells_it_is_not_known(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As before Linux 6.5, where mincore says of another user's file that all of it is there."""
-    monkeypatch.setattr(page_cache, "_SYS_CACHESTAT", 9999)
-    monkeypatch.setattr(page_cache, "_mincore", lambda _, start, length: pages(length))
-    assert page_cache.cached([file]) is None
-    assert page_cache.drop([file]) is None
-    with file.open("rb") as source:
-        assert not page_cache.is_cached(source.fileno(), 0, SIZE)

@@ -3,11 +3,8 @@
 import mmap
 
 import pytest
-from cells import LARGE, Bench, Watched, names_of
+from cells import LARGE, MIB, Bench, Outcome, Phase, Result, Watched, names_of
 from nightly import isolations, limits
-
-from weighin.result import Outcome, Phase, Result
-from weighin.units import MIB
 
 # Anonymous memory of a mapped load is about 230 MiB: the model's 150 MiB do not fit beside it.
 TOO_SMALL = 288 * MIB

@@ -4,19 +4,8 @@ import csv
 from pathlib import Path
 
 import pytest
-from cells import Bench, Watched, prepared_isolation
+from cells import MIB, Bench, Outcome, Result, Watched, prepared_isolation, sharing_strategies
 from nightly import limits, nightly
-
-from weighin.result import Outcome, Result
-from weighin.suite.registry import strategies as all_strategies
-from weighin.units import MIB
-
-SHARING = sorted(
-    info.name
-    for info in all_strategies().values()
-    if info.shares_load and not info.pretrained and not info.missing
-)
-
 
 BY_DAY = pytest.mark.parametrize("limiting", limits("cgroup"), indirect=True)
 
@@ -96,7 +85,7 @@ def test_a_rank_that_is_killed_in_a_container_is_named(bench: Bench) -> None:
     [
         pytest.param(
             *("raises", "strategy_failed"),
-            "rank 1: ValueError: the shard is broken (rank_ends.py:19)",
+            "rank 1: ValueError: the shard is broken (rank_ends.py:20)",
             marks=pytest.mark.nightly,
         ),
         (
@@ -137,7 +126,7 @@ def test_a_cell_is_as_slow_as_its_slowest_rank(bench: Bench, process: Watched) -
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *nightly("float32")])
-@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("name", sharing_strategies())
 def test_strategies_that_divide_a_load_leave_the_right_model_in_each_rank(
     bench: Bench, process: Watched, name: str, dtype: str
 ) -> None:

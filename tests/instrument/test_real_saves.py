@@ -1,12 +1,8 @@
 """Saves by real workers: right ones are read back, wrong ones are told, and copies are seen."""
 
 import pytest
-from cells import LARGE, Bench, Watched, names_of, phases_of
+from cells import DEFAULT_SAVING, LARGE, MIB, Bench, Outcome, Watched, names_of, phases_of
 from nightly import isolations
-
-from weighin.result import Outcome
-from weighin.suite.config import DEFAULT_SAVING
-from weighin.units import MIB
 
 TIED_BYTES = 32768 * 768 * 4  # of LARGE: cloned name by name, its tied head is copied twice
 

@@ -1,12 +1,8 @@
 """The project's own strategies leave right models: tied weights and every kind of buffer."""
 
 import pytest
-from cells import LARGE, Bench, Watched, names_of, phases_of
+from cells import DEFAULT_STRATEGIES, LARGE, MIB, Bench, Outcome, Watched, names_of, phases_of
 from nightly import isolations, nightly
-
-from weighin.result import Outcome
-from weighin.suite.config import DEFAULT_STRATEGIES
-from weighin.units import MIB
 
 
 @pytest.mark.parametrize("isolation", isolations("process"), indirect=True)

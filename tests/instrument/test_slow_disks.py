@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
+from statistics import median
 
-import leftovers
 import pytest
-from cells import LARGE, Bench, Watched, prepared_isolation
-
-from weighin.cell import Cell, Job
-from weighin.checkpoint import cache
-from weighin.disk.mount import Mount, remove_stale
-from weighin.disk.pace import Pace
-from weighin.probes import stalled_reads
-from weighin.result import Outcome
-from weighin.run import disk_proof
-from weighin.suite.registry import model
-from weighin.units import MIB
+from again import BUSY, tried_again
+from cells import (
+    LARGE,
+    MIB,
+    Bench,
+    Mount,
+    Outcome,
+    Pace,
+    Watched,
+    phases_of,
+    prepared_isolation,
+    remove_stale,
+)
 
 SLOW = Pace(50_000_000, 5_000_000)
 FEW_BYTES = 16 * MIB
 REQUEST_BYTES = 128 * 1024
+READ_BYTES = 100 * MIB  # 2 s at the rate of SLOW
+TRIES = 3
 GRACE_S = 30.0  # for a container's end on a busy machine
-
-
-def proof(isolation: Watched, pace: Pace) -> disk_proof.Proof:
-    checkpoint = cache.ensure(model("tied-tiny"), "pt")
-    cell = Cell(
-        model("tied-tiny"),
-        "probe",
-        isolation.inner.name,
-        disk_bytes_per_s=pace.bytes_per_s,
-        disk_latency_ns=pace.latency_ns,
-    )
-    job = Job(cell, str(checkpoint.path), str(checkpoint.manifest_path), "")
-    return disk_proof.prove(isolation, job)
 
 
 @contextmanager
@@ -59,20 +49,26 @@ def source(disk: Path) -> Path:
     return folder
 
 
+@tried_again(BUSY)
 @pytest.mark.fuse
-def test_a_rate_and_a_latency_hold_through_fuse(isolation: Watched) -> None:
-    found = proof(isolation, SLOW)
+def test_a_rate_and_a_latency_hold_for_direct_reads(bench: Bench, isolation: Watched) -> None:
+    """Other programs can only make a direct read slower: the best of a few tries counts."""
+    found = []
+    for _ in range(TRIES):
+        result = bench("reads_directly", isolation, disk=SLOW, mib=READ_BYTES // MIB)
+        assert (result.outcome, result.message) == (Outcome.OK, "")
+        took_s = {
+            name: (phase.end_ns - phase.start_ns) / 1e9 for name, phase in phases_of(result).items()
+        }
+        rate = READ_BYTES / (took_s["together"] - 0.005)
+        page_s = mmap.PAGESIZE / 50e6  # a read of one page also takes the page's time at the rate
+        latency_s = median(took_s[f"page {number}"] for number in range(30)) - page_s
+        found.append((rate, latency_s))
+        if rate == pytest.approx(50e6, rel=0.05) and latency_s == pytest.approx(0.005, rel=0.1):
+            break
     print(found)
-    assert found.through == "FUSE"
-    assert found.bytes_per_s == pytest.approx(50e6, rel=0.1)  # 5 % on an idle machine
-    assert found.latency_ns == pytest.approx(5e6, rel=0.2)
-
-
-def test_a_rate_alone_is_held_by_the_kernel(limiting: Watched) -> None:
-    found = proof(limiting, Pace(50_000_000))
-    print(found)
-    assert found.through == "the kernel's throttle"
-    assert found.bytes_per_s == pytest.approx(50e6, rel=0.1)
+    assert rate == pytest.approx(50e6, rel=0.1)
+    assert latency_s == pytest.approx(0.005, rel=0.2)
 
 
 @pytest.mark.fuse
@@ -165,33 +161,6 @@ def test_a_read_without_an_answer_ends_as_a_timeout_that_names_it(
     assert not [text for text in result.warnings if "SIGKILL did not end it" in text]
     assert result.cost
     assert result.cost.wall_ns / 1e9 < timeout_s + GRACE_S  # bench itself sees that nothing is left
-
-
-@pytest.mark.fuse
-def test_a_read_that_waits_is_found_from_outside(source: Path, disk: Path) -> None:
-    asked = 4 * MIB
-    with mounted(source, Pace(stall_from_bytes=MIB), disk / "mounts") as folder:
-        path = folder / "known.bin"
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        failed: list[OSError] = []
-
-        def read() -> None:
-            try:
-                os.preadv(descriptor, [mmap.mmap(-1, REQUEST_BYTES)], asked)
-            except OSError as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=read)
-        thread.start()
-        leftovers.wait_until(
-            lambda: stalled_reads.waiting([os.getpid()]) == [(str(path), asked)],
-            "the read was not found",
-        )
-    thread.join()  # the unmounting made it fail
-    with suppress(OSError):  # it is closed although its file system has gone
-        os.close(descriptor)
-    assert [error.errno for error in failed] == [errno.ECONNABORTED]
-    assert stalled_reads.waiting([os.getpid()]) == []
 
 
 @pytest.mark.fuse

@@ -1,16 +1,20 @@
 """A real cell that reads a mapped file again and again under its limit is ended early."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
-from cells import FILE_BYTES, Bench, Watched, known_file, prepared_isolation
-
-from weighin.isolation.docker import container as docker_running
-from weighin.records.thrashing import Reference
-from weighin.records.verdict import Verdict, judge_result
-from weighin.result import Outcome, Result
-from weighin.units import MIB
+from cells import (
+    FILE_BYTES,
+    MIB,
+    Bench,
+    Outcome,
+    Reference,
+    Result,
+    Watched,
+    known_file,
+    prepared_isolation,
+    verdict_on,
+)
 
 LIMIT = 256 * MIB
 TIMEOUT_S = 300
@@ -21,16 +25,11 @@ REFERENCE = Reference(spent_ns=1000 * 10**9, size_bytes=FILE_BYTES)  # too long 
     params=[
         pytest.param("cgroup", marks=pytest.mark.cgroup),
         pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.nightly]),
-        pytest.param("watched inside", marks=pytest.mark.docker),
     ]
 )
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    """Each isolation that holds a limit, and a container that only a watcher inside can see."""
-    if request.param == "watched inside":
-        monkeypatch.setattr(docker_running, "is_here", lambda container, pid: False)
-        yield prepared_isolation("docker")
-    else:
-        yield prepared_isolation(request.param)
+def place(request: pytest.FixtureRequest) -> Watched:
+    """Each isolation that holds a limit."""
+    return prepared_isolation(request.param)
 
 
 def thrashing(bench: Bench, place: Watched, reference: Reference | None) -> Result:
@@ -59,10 +58,9 @@ def test_a_cell_that_thrashes_for_ever_is_ended_long_before_its_time_out(
     assert result.stopped.reread_bytes
     assert result.stopped.reread_bytes > 3 * FILE_BYTES
     assert result.stopped.after_ns < TIMEOUT_S / 3 * 10**9
-    judgement = judge_result(result)
-    assert judgement
-    assert judgement.verdict is Verdict.THRASHES
-    assert "read again" in judgement.reason
+    verdict, reason = verdict_on(result)
+    assert verdict == "thrashes"
+    assert "read again" in reason
 
 
 def test_a_load_that_fits_its_limit_is_not_ended(bench: Bench, place: Watched) -> None:

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-from cells import Bench, Watched
+from cells import Bench, Outcome, Watched
 from nightly import isolations
-
-from weighin.result import Outcome
 
 
 def test_the_worker_starts_with_the_variables_of_its_cell(bench: Bench, isolation: Watched) -> None:

@@ -28,6 +28,7 @@ def cluster(folder: Path, cache: Path) -> Iterator[Nodes]:
         yield Nodes(started, folder, cache)
     finally:
         started.shutdown()
+        leftovers.end(leftovers.processes(str(cache)))  # of a test that failed
 
 
 class Nodes:

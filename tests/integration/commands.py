@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,15 @@ import leftovers
 
 ROOT = Path(__file__).parents[2]
 NOT_LIMITED = "note: this run has no RAM limit: weighin measures peaks, but only a run with --ram shows whether a strategy fits\n"
+
+
+def free_port() -> int:
+    """Return a port of this machine that Linux gives to no program that asks for any port."""
+    while True:
+        port = secrets.randbelow(12_000) + 20_000
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +46,14 @@ class CommandLine:
 
     folder: Path
     cache: Path
+    _processes: list[subprocess.Popen[str]] = field(default_factory=list, compare=False)
+
+    def close(self) -> None:
+        """End what a test that failed left running, and close its pipes, lest a later test fail of it."""
+        for process in self._processes:
+            with process:
+                if process.poll() is None:
+                    process.kill()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -58,6 +78,7 @@ class CommandLine:
             text=True,
             start_new_session=True,
         )
+        self._processes.append(process)
         return Started(process, str(self.cache))
 
     def run(self, *arguments: str, patience_s: float = 120, **settings: Any) -> Ended:

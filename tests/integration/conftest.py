@@ -27,7 +27,9 @@ def command(disk: Path, shared_cache: Path, tmp_path: Path) -> Iterator[CommandL
     """The command line in an empty folder. Whatever still runs at the end is an error."""
     folder = disk / tmp_path.name
     folder.mkdir()
-    yield CommandLine(folder, shared_cache)
+    line = CommandLine(folder, shared_cache)
+    yield line
+    line.close()
     left = leftovers.processes(str(shared_cache))
     leftovers.end(left)  # or the tests that follow fail of it, too
     assert left == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +19,8 @@ from typing import Any
 import leftovers
 import on_terminals
 import pytest
-from commands import ROOT, CommandLine
+from again import KILLED_ELSEWHERE, tried_again
+from commands import ROOT, CommandLine, free_port
 from nightly import nightly
 
 from weighin.program_phases import VARIABLE
@@ -95,10 +96,12 @@ CODES = {
 }
 
 
+@tried_again(KILLED_ELSEWHERE)
 @pytest.mark.parametrize("kind", CODES)
 def test_a_command_has_its_own_output_input_and_exit_code(
     command: CommandLine, isolation: str, kind: str
 ) -> None:
+    shutil.rmtree(command.folder / OUT, ignore_errors=True)  # of a try before
     arguments = CODES[kind]
     plain = plainly(command, *arguments, typed="typed\n")
     assert weighed(command, isolation, *arguments, typed="typed\n") == plain
@@ -181,14 +184,8 @@ def test_four_ranks_of_torchrun_are_as_without_weighin(
     assert len(ranked) >= 4
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def test_a_server_answers_and_sigterm_ends_it(command: CommandLine, isolation: str) -> None:
-    port = _free_port()
+    port = free_port()
     process = subprocess.Popen(
         (*weighin(isolation), sys.executable, str(KINDS / "server.py"), str(port)),
         cwd=command.folder,
@@ -199,11 +196,10 @@ def test_a_server_answers_and_sigterm_ends_it(command: CommandLine, isolation: s
         text=True,
     )
 
+    straight = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
     def answer() -> str:
-        with (
-            suppress(OSError),
-            urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=5) as page,
-        ):
+        with suppress(OSError), straight.open(f"http://127.0.0.1:{port}", timeout=5) as page:
             return str(page.read().decode())
         return ""
 

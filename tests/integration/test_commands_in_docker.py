@@ -153,12 +153,13 @@ def test_the_peak_of_a_known_amount(command: CommandLine) -> None:
         words = ("--image", IMAGE, "--out", out, "--no-stacks", "--", "python3", "-c", code)
         assert command.run("run", *words).code == 0
         (found,) = command.records(out)
-        assert found["ran"]["needed_bytes"] == pytest.approx(
-            found["peaks"]["cgroup_bytes"], abs=2 * MIB
-        )
+        needed_bytes, peaks = int(found["ran"]["needed_bytes"]), found["peaks"]
+        # Python's own files are charged to the command, too, if they were not cached before.
+        above_bytes = peaks["cgroup_bytes"] - needed_bytes
+        assert -2 * MIB < above_bytes < peaks["file_sampled_bytes"] + 2 * MIB
         # The command alone: neither the keeper nor the child before it is in the table.
         assert [each["command"].split()[0] for each in found["ran"]["processes"]] == ["python3"]
-        return int(found["peaks"]["cgroup_bytes"])
+        return needed_bytes
 
     taken = peak(AMOUNT_BYTES, "with") - peak(0, "without")
     assert taken == pytest.approx(AMOUNT_BYTES, abs=AMOUNT_BYTES // 100 + SLACK_BYTES)

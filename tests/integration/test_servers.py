@@ -1,14 +1,13 @@
 """A server is measured until it is ready, and is stopped then."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import CommandLine
+from commands import CommandLine, free_port
 
 from weighin.units import MIB
 
@@ -33,9 +32,7 @@ server.serve_forever()
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

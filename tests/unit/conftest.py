@@ -1,5 +1,6 @@
 """Fixtures of the unit tests."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import closing
 from math import inf
@@ -13,6 +14,7 @@ from weighin import child_process
 from weighin.formats import parallel_headers
 from weighin.loader import disk_readers
 from weighin.loader.disk_readers import TimedRead
+from weighin.probes import page_cache
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,6 +45,18 @@ def kernel(
     """A tree of cgroups of plain files, of each layout in turn."""
     with installed(tmp_path, monkeypatch, request.param) as kernel:
         yield kernel
+
+
+@pytest.fixture
+def no_garbage() -> None:
+    """Free what earlier tests left, lest it be freed amidst a test that counts memory or files."""
+    gc.collect()
+
+
+@pytest.fixture
+def all_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every page of a file look cached; the kernel may drop one at any moment."""
+    monkeypatch.setattr(page_cache, "cached_share", lambda *_: 1.0)
 
 
 @pytest.fixture

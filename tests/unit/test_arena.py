@@ -96,6 +96,7 @@ def test_nothing_lies_nowhere() -> None:
     assert [len(one.members) for one in provide(given)] == [1, 1, 1]
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_tensor_gives_its_memory_back_and_leaves_the_others_theirs() -> None:
     area = Area(96 * MIB + 8, 8)
     area.whole.fill_(1)

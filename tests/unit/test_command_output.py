@@ -24,6 +24,14 @@ from weighin.run.command_output import MOST_MARKS, Relay, relaying
 from weighin.run.command_settings import CommandSettings
 
 NOTHING = "[^\\s\\S]"  # a search that finds nothing
+PASSED_ON = """
+import pathlib, sys, time
+def passed_on(file, text):
+    for _ in range(20_000):
+        if text in pathlib.Path(file).read_text(): return
+        time.sleep(0.001)
+"""
+"""Lets a program wait until the relay has read its output, however busy the machine is."""
 
 
 def relay(
@@ -75,9 +83,9 @@ def test_a_pipe_and_a_file_are_no_terminal_for_the_command(tmp_path: Path) -> No
 
 
 def test_lines_that_match_are_marks_in_the_order_of_time(tmp_path: Path) -> None:
-    program = (
-        "import sys, time\n"
-        "print('epoch 1', flush=True); time.sleep(0.1); print('loss', file=sys.stderr)\n"
+    program = PASSED_ON + (
+        f"print('epoch 1', flush=True); passed_on('{tmp_path}/out', 'epoch 1'); time.sleep(0.1)\n"
+        f"print('loss', file=sys.stderr, flush=True); passed_on('{tmp_path}/err', 'loss')\n"
         "time.sleep(0.1); print('the epoch 2 \\x1b[31mred\\x1b[0m')"
     )
     start_ns = time.monotonic_ns()
@@ -103,10 +111,10 @@ def test_a_pattern_does_not_reach_into_the_next_line(tmp_path: Path) -> None:
 
 
 def test_a_progress_bar_is_many_lines_each_at_its_own_time(tmp_path: Path) -> None:
-    program = (
-        "import sys, time\n"
+    program = PASSED_ON + (
         "for share in (10, 20, 30):\n"
-        "    print(f'\\r{share}%|##', end='', file=sys.stderr, flush=True); time.sleep(0.1)"
+        "    print(f'\\r{share}%|##', end='', file=sys.stderr, flush=True)\n"
+        f"    passed_on('{tmp_path}/err', str(share)); time.sleep(0.1)"
     )
     _, err, marks = to_files(tmp_path, program, marks=[r"\d+%"])
     ended_ns = time.monotonic_ns()
@@ -232,11 +240,11 @@ def test_a_command_is_told_when_its_terminal_changes_its_size() -> None:
         os.kill(os.getpid(), signal.SIGWINCH)  # a terminal tells its own session only
 
     program = (
-        "import os, signal, sys\n"
+        "import os, signal, sys, time\n"
         "sizes = []\n"
         "signal.signal(signal.SIGWINCH, lambda *_: sizes.append(os.get_terminal_size(1)))\n"
         "print('wait', flush=True)\n"
-        "while not sizes: signal.pause()\n"
+        "while not sizes: time.sleep(0.01)\n"
         "print(tuple(sizes[-1]))"
     )
     relay(program, [terminal.descriptor] * 2, during=resize)
@@ -247,9 +255,10 @@ def test_a_command_is_told_when_its_terminal_changes_its_size() -> None:
 
 def test_the_command_is_ready_when_a_line_says_so_that_does_not_end(tmp_path: Path) -> None:
     calls: list[int] = []
-    program = (
-        "import time; print('not yet', flush=True); time.sleep(0.1)\n"
-        "print('ready on port 80', end='', flush=True); time.sleep(0.3); print('80'); print('ready')"
+    program = PASSED_ON + (
+        "print('not yet', flush=True); time.sleep(0.1)\n"
+        f"print('ready on port 80', end='', flush=True); passed_on('{tmp_path}/out', 'port')\n"
+        "time.sleep(0.3); print('80'); print('ready')"
     )
     _, _, marks = to_files(
         tmp_path,
@@ -259,7 +268,7 @@ def test_the_command_is_ready_when_a_line_says_so_that_does_not_end(tmp_path: Pa
         at_ready=lambda: calls.append(time.monotonic_ns()),
     )
     (ready_ns,) = calls
-    assert time.monotonic_ns() - ready_ns >= 200_000_000  # a busy machine sees the line later
+    assert time.monotonic_ns() - ready_ns >= 200_000_000
     assert [mark.text for mark in marks] == ["ready on port 8080"]
 
 

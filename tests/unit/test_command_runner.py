@@ -239,6 +239,7 @@ def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_command_that_cannot_start_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
     before = descriptors()
     with pytest.raises(ConfigError, match="cannot start 'sh'"):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import time
+from contextlib import closing
 
 import pytest
 from command_trees import (
@@ -10,13 +11,39 @@ from command_trees import (
     FAMILY_ANON_MIB,
     FAMILY_SHMEM_MIB,
     command,
-    last,
-    settle,
 )
 from leftovers import wait_until
 
+from weighin.isolation.cgroup import temporary_group
+from weighin.probes.cgroup import MemoryCgroup
+from weighin.probes.command_memory import GroupMemory
 from weighin.probes.command_sampler import CommandSampler
+from weighin.result import Sample
 from weighin.units import MIB
+
+
+def last(sampler: CommandSampler) -> Sample:
+    """Return the newest sample of a running sampler."""
+    return sampler._samples[-1]
+
+
+def settle(sampler: CommandSampler) -> None:
+    """Wait until a command that does not grow was sampled, and its table of processes kept."""
+    count = len(sampler._samples)
+
+    def is_settled() -> bool:
+        kept, now = sampler._kept, last(sampler)
+        return (
+            len(sampler._samples) > count + 2
+            and kept is not None
+            and _size(now) < _size(kept) + 4 * MIB
+        )
+
+    wait_until(is_settled, "the table of processes was not kept")
+
+
+def _size(sample: Sample) -> int:
+    return sample.rss_bytes if sample.cgroup_bytes is None else sample.cgroup_bytes
 
 
 def test_pages_that_processes_share_are_counted_once() -> None:
@@ -163,3 +190,27 @@ def test_a_command_that_has_ended_leaves_no_samples() -> None:
         assert sampler.stop() == []
         assert (sampler.peak_ns, sampler.largest_anon_and_shmem_bytes) == (None, None)
         assert sampler.processes() == ()
+
+
+@pytest.mark.cgroup
+def test_sampling_takes_little_time() -> None:
+    code = 'step("started"); held = hold(100); step("held")'
+    with temporary_group() as group, command(code, group) as one:
+        one.reach("started")
+        start = time.thread_time_ns()
+        sampler = CommandSampler(one.pid, MemoryCgroup(group))
+        for _ in range(100):
+            sampler._look()
+        each_ns = (time.thread_time_ns() - start) / 100
+        sampler._memory.close()
+    assert each_ns < 2_000_000
+
+
+@pytest.mark.cgroup
+def test_a_group_that_was_removed_gives_no_sample() -> None:
+    with temporary_group() as made:
+        memory = GroupMemory(MemoryCgroup(made))
+    with closing(memory):
+        assert memory.sample(1, []) is None
+        assert memory.pids() == []
+        assert memory.oom_kills() is None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from again import EVICTED, tried_again
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
@@ -60,6 +61,7 @@ def test_any_stretch_cold_or_cached(
     assert read(reader, file, offset, size) == CONTENT[offset : offset + size]
 
 
+@pytest.mark.usefixtures("all_cached")
 @pytest.mark.parametrize("linux", ["of now", "before 5.14"])
 @pytest.mark.parametrize(("offset", "size"), [(0, SIZE), (4097, 2 * PIECE_BYTES), (SIZE - 5, 5)])
 def test_what_is_large_and_cached_is_copied_from_where_it_lies(
@@ -76,7 +78,6 @@ def test_what_is_large_and_cached_is_copied_from_where_it_lies(
     if linux != "of now":
         for advice in ("_MADV_POPULATE_READ", "_MADV_POPULATE_WRITE"):
             monkeypatch.setattr(mapped_copy, advice, 9999)
-    file.read_bytes()
     target = memoryview(mmap.mmap(-1, SIZE + 99))[99:][:size]
     reader.read(file, target, offset)
     assert target == CONTENT[offset : offset + size]
@@ -102,6 +103,7 @@ def test_the_processor_says_which_way_of_copying_is_fast(
     assert direct_io.copies_by_mapping(tmp_path / "cpuinfo") == by_mapping
 
 
+@pytest.mark.usefixtures("all_cached")
 @pytest.mark.parametrize("by_mapping", [True, False])
 def test_what_is_large_and_cached_comes_the_way_that_is_fast(
     reader: PieceReader, file: Path, by_mapping: bool, monkeypatch: MonkeyPatch
@@ -116,25 +118,25 @@ def test_what_is_large_and_cached_comes_the_way_that_is_fast(
         return looking(file, *how)
 
     monkeypatch.setattr(OpenedFile, "looking", noting)
-    file.read_bytes()
     target = memoryview(bytearray(SIZE))
     reader.read(file, target, 0)
     assert target == CONTENT
     assert looked == ([SIZE] if by_mapping else [])
 
 
+@pytest.mark.usefixtures("all_cached")
 def test_a_file_that_ends_within_a_copy_is_an_error(
     reader: PieceReader, file: Path, monkeypatch: MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct_io, "COPIED_BYTES", 4096)
     monkeypatch.setattr(direct_io, "copies_by_mapping", lambda: True)
-    file.read_bytes()
     with pytest.raises(CheckpointError) as caught:
         reader.read(file, memoryview(bytearray(5000)), SIZE - 4999)
     assert caught.value.message == f"{file}: truncated: it ends before byte {SIZE + 1:,}"
     assert caught.value.repair == "copy or download the file again"
 
 
+@tried_again(EVICTED)
 @pytest.mark.parametrize("cached_bytes", [0, PIECE_BYTES, SIZE])
 def test_a_stretch_longer_than_a_piece_whatever_of_it_is_cached(
     reader: PieceReader, file: Path, cached_bytes: int

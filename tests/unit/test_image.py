@@ -267,7 +267,9 @@ import pathlib, sys, time, os
 out = pathlib.Path(sys.argv[sys.argv.index("--dest") + 1])
 unfinished = pathlib.Path(os.environ["TMPDIR"]) / "part"
 unfinished.write_bytes(bytes(2 << 20))
-time.sleep(0.6)
+for _ in range(6000):
+    if pathlib.Path(sys.argv[0]).with_name("said").exists(): break
+    time.sleep(0.01)
 out.mkdir()
 unfinished.rename(out / "torch.whl")
 """
@@ -283,7 +285,13 @@ def test_fetching_says_how_many_bytes_are_there(
     monkeypatch.setattr(wheels, "_SAY_EVERY_S", 0.2)
     (context := tmp_path / "context").mkdir()
     said: list[str] = []
-    wheels.download(PINS, wheels.Target("3.11", "x86_64", 36), context, said.append)
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "2.000" in text:
+            (tmp_path / "said").touch()
+
+    wheels.download(PINS, wheels.Target("3.11", "x86_64", 36), context, say)
     assert "fetched 2.000 MiB of wheels" in said
     assert sorted(path.name for path in context.iterdir()) == ["constraints.txt", "wheels"]
 

@@ -152,6 +152,7 @@ def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_an_end_of_the_keeper_is_seen_by_its_shell_and_leaves_nothing() -> None:
     before = descriptors()
     kept = Keeper()
@@ -175,6 +176,7 @@ def test_an_end_before_the_container_starts_removes_the_pipes(kept: Keeper) -> N
     assert not folder.exists()
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_keeper_that_cannot_be_made_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from again import EVICTED, tried_again
 from model_differences import differences
 from safetensors.torch import save_model
 from torch._C._distributed_c10d import HashStore
@@ -93,6 +94,7 @@ def prefetch() -> Callable[..., None]:
     return function
 
 
+@tried_again(EVICTED)
 @pytest.mark.parametrize("mapping", [mmap.mmap, Refusing])
 def test_a_prefetch_leaves_the_file_in_the_page_cache(
     mapping: type[mmap.mmap], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

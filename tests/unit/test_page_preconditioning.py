@@ -7,6 +7,8 @@ from weighin.probes.process import read_status
 from weighin.run import page_preconditioning
 from weighin.units import MIB
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 
 def test_memory_is_touched_and_given_back() -> None:
     before = read_status()["VmRSS"]

@@ -72,6 +72,7 @@ def fill(area: mmap.mmap) -> None:
         area[offset] = 1
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_the_peak_of_a_phase_is_its_own(marks: Marks, parent: Parent, area: mmap.mmap) -> None:
     with marks.phase("clean"):
         before = read_status()["VmRSS"]
@@ -86,6 +87,7 @@ def test_the_peak_of_a_phase_is_its_own(marks: Marks, parent: Parent, area: mmap
     assert after.peak_rss_bytes == pytest.approx(before, abs=SLACK)
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_what_a_phase_holds_is_in_its_end(marks: Marks, parent: Parent, area: mmap.mmap) -> None:
     with marks.phase("clean"):
         pass

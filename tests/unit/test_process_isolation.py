@@ -99,6 +99,7 @@ def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+@pytest.mark.usefixtures("no_garbage")
 def test_a_program_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     cell = Cell.of_command("mine", ("no-such-program",), "process")
     before = descriptors()

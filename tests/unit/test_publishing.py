@@ -34,7 +34,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(root), *who, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 

@@ -72,6 +72,7 @@ def test_a_built_model_has_the_values_of_the_file(kind: str, tmp_path: Path) -> 
     assert_equal(narrow, right.to(torch.bfloat16))
 
 
+@pytest.mark.usefixtures("all_cached")
 def test_sixty_small_tensors_take_few_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from weighin.strategy import Load
+from weighin import Load
 
 
 def load(job: Load) -> torch.nn.Module | None:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 
 from strategies.baseline import load as load_rightly
-from weighin.strategy import Load
-from weighin.units import MIB
+from weighin import Load
+
+MIB = 1024**2
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from strategies.baseline import load as load_rightly
-from weighin.strategy import Load
-from weighin.units import MIB
+from weighin import Load
 
+MIB = 1024**2
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from strategies.baseline import load as load_rightly
-from weighin.strategy import Load
-from weighin.units import MIB
+from weighin import Load
+
+MIB = 1024**2
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -2,7 +2,7 @@
 
 import torch
 
-from weighin.strategy import Save
+from weighin import Save
 
 
 def save(job: Save) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from strategies.baseline import load as load_rightly
-from weighin.strategy import Load
+from weighin import Load
 
 
 def load(job: Load) -> torch.nn.Module:

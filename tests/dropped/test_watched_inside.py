@@ -4,15 +4,26 @@ The engine here is a local one: ``is_here`` is made to say that it is not.
 """
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
-from cells import LARGE, Bench, Watched, phases_of, prepared_isolation
+from cells import (
+    FILE_BYTES,
+    LARGE,
+    MIB,
+    Bench,
+    Outcome,
+    Reference,
+    Result,
+    Watched,
+    cgroup_version,
+    known_file,
+    phases_of,
+    prepared_isolation,
+)
 
 from weighin.isolation.docker import container as docker_running
-from weighin.probes.cgroup import memory_hierarchy
-from weighin.result import Outcome, Result
-from weighin.units import MIB
 
 pytestmark = pytest.mark.docker
 
@@ -56,8 +67,7 @@ def test_the_timeline_is_that_of_the_worker(bench: Bench, result: Result) -> Non
 def test_the_cgroups_figures_are_there(result: Result) -> None:
     assert result.oom_kills == 0
     assert result.peaks.cgroup_bytes is not None
-    version = (memory_hierarchy() or (0,))[0]
-    assert (result.limit_events is not None) == (version == 2)  # only v2 counts them
+    assert (result.limit_events is not None) == (cgroup_version() == 2)  # only v2 counts them
     assert result.faults and result.faults.workingset_refault_file is not None
     # Inside, nobody may put the mark back: it is the whole cell's.
     assert {phase.peak_cgroup_bytes for phase in result.phases} == {None}
@@ -97,6 +107,30 @@ def test_a_worker_that_hangs_is_killed_and_its_figures_are_kept(
     assert result.oom_kills == 0
     assert result.watcher
     assert len(bench.samples(result)) > 50
+
+
+def test_a_worker_that_thrashes_is_seen_to_do_so(bench: Bench, elsewhere: Watched) -> None:
+    start = time.monotonic()
+    result = bench(
+        "thrashes",
+        elsewhere,
+        limit_mib=LIMIT // MIB,
+        left_mib=40,  # of the 64 that it reads
+        limit_bytes=LIMIT,
+        timeout_s=300,
+        files=[known_file(bench.strategies)],
+        reference=Reference(spent_ns=1000 * 10**9, size_bytes=FILE_BYTES),
+    )
+    assert time.monotonic() - start < 100
+    assert (result.outcome, result.last_phase) == (Outcome.THRASHING, "thrash")
+    assert result.stopped and result.stopped.reread_bytes
+    assert result.stopped.reread_bytes > 3 * FILE_BYTES
+
+
+def test_a_worker_that_fits_its_limit_is_not_ended(bench: Bench, elsewhere: Watched) -> None:
+    reference = Reference(spent_ns=1000 * 10**9, size_bytes=FILE_BYTES)
+    result = bench("baseline", elsewhere, limit_bytes=512 * MIB, reference=reference)
+    assert (result.outcome, result.stopped) == (Outcome.OK, None)
 
 
 def test_where_no_watcher_can_be_started_the_record_says_why(

@@ -1,0 +1,148 @@
+"""``weighin check``, ``compare`` and ``history`` over published runs, in every form that they print."""
+
+from pathlib import Path
+from typing import Any
+
+import outside
+import pytest
+from outside import RUNS, weighin
+from snapshots import Compare
+
+BASE = "gpt2-xl-16GiB"
+MIXED = ("gpt2-medium-ranks",)
+"""Runs with more than one number of threads, of which no baseline can be made."""
+FACTORS = {
+    "baseline": 1.002,
+    "sequential": 1.02,
+    "meta_copy": 1.2,
+    "mmap_assign": 0.8,
+    "streaming": 1.0,
+}
+"""By how much the memory of each strategy is larger in a later run; per_param was not measured then."""
+
+
+def later(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a record of a run on another day, in which the code had changed."""
+    name = record["cell"]["strategy"]
+    if name not in FACTORS:
+        return None
+    for peaks in (record["peaks"], *record["phases"]):
+        for key, value in peaks.items():
+            if value and "peak" in key + "peaks" and key.endswith("_bytes"):
+                peaks[key] = round(value * FACTORS[name])
+    record["started_at"] = record["started_at"].replace("2026-", "2027-")
+    if name == "streaming":
+        record |= {"outcome": "timeout", "message": "not done after 600 s", "ready_ns": None}
+    return record
+
+
+def elsewhere(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of another kind of machine."""
+    record["environment"] |= {"cpu": "Another CPU", "cpus": 64}
+    return record
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A folder with a published run, a run of a later day, and the baseline of the first."""
+    outside.published(BASE, tmp_path, "before")
+    outside.published(BASE, tmp_path, "after")
+    outside.changed(tmp_path / "after", later)
+    update = weighin(tmp_path, "check", "before", "--baseline", "baseline.yaml", "--update")
+    assert update.code == 0
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in MIXED])
+def test_a_run_passes_beside_a_baseline_made_of_it(name: str, tmp_path: Path) -> None:
+    outside.published(name, tmp_path, "run")
+    made = ("check", "run", "--baseline", "baseline.yaml")
+    assert weighin(tmp_path, *made, "--update", "--expect-failures").code == 0
+    again = weighin(tmp_path, *made, "--json", "-")
+    assert again.code == 0
+    assert again.data["passed"]
+    assert {one["verdict"] for one in again.data["lines"]} <= {"same", "expected"}
+
+
+def test_a_run_that_changed(runs: Path, same: Compare) -> None:
+    to = ("--json", "check.json", "--junit", "check.xml", "--markdown", "check.md", "--github")
+    summary = runs / "summary.md"
+    printed = weighin(
+        runs, "check", "after", "--baseline", "baseline.yaml", *to, GITHUB_STEP_SUMMARY=str(summary)
+    )
+    assert printed.code == 1
+    marked = [line for line in printed.out.splitlines() if line.startswith("::")]
+    same("gate/check.txt", outside.flat(json_of(runs / "check.json")))
+    same("gate/annotations.txt", "".join(f"{line}\n" for line in marked))
+    same("gate/junit.xml", (runs / "check.xml").read_text())
+    same("gate/summary.md", (runs / "check.md").read_text())
+    assert summary.read_text() == (runs / "check.md").read_text()
+    same("gate/notes.txt", printed.err)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("gpt2-medium-floors", "gpt2-medium-floors-again"),
+        ("gpt2-xl-8GiB", "gpt2-xl-16GiB"),
+        ("after-the-load-floors", "after-the-load"),
+    ],
+)
+def test_a_published_run_beside_another(
+    before: str, after: str, tmp_path: Path, same: Compare
+) -> None:
+    for name in (before, after):
+        outside.published(name, tmp_path)
+    made = ("--baseline", "baseline.yaml", "--json")
+    update = ("--update", "--expect-failures")
+    assert weighin(tmp_path, "check", before, *made, "updated.json", *update).code == 0
+    checked = weighin(tmp_path, "check", after, *made, "-")
+    found = checked.data
+    found["lines"] = [one for one in found["lines"] if one["verdict"] != "same"]
+    same(f"gate/{after}.txt", f"exit code {checked.code}\n{outside.flat(found)}")
+
+
+def test_budgets_and_expected_outcomes(tmp_path: Path, same: Compare) -> None:
+    name = outside.published("gpt2-xl-8GiB", tmp_path)
+    budgets = [
+        "peak_rss <= 1.1 x model + 64MiB above import",
+        "streaming: anon <= 7GiB",
+        "ready <= 20 s",
+        "above_import <= 1 x model",
+    ]
+    words = [word for budget in budgets for word in ("--budget", budget)]
+    expected = ("--expect", "baseline=oom_killed,streaming=timeout", "--all")
+    printed = weighin(tmp_path, "check", name, *words, *expected, "--json", "-")
+    same("gate/budgets.txt", f"exit code {printed.code}\n{outside.flat(printed.data)}{printed.err}")
+
+
+@pytest.mark.parametrize("by", ["run", "machine"])
+def test_runs_side_by_side(by: str, runs: Path, same: Compare) -> None:
+    if by == "machine":
+        outside.changed(runs / "after", elsewhere)
+    to = ("--by", by, "--json", "-", "--markdown", "side.md")
+    printed = weighin(runs, "compare", "before", "after", *to)
+    assert printed.code == 0
+    same(f"gate/compare-{by}.txt", outside.flat(printed.data))
+    same(f"gate/compare-{by}.md", (runs / "side.md").read_text())
+
+
+def test_one_metric_of_two_searches(tmp_path: Path, same: Compare) -> None:
+    names = ("gpt2-medium-floors", "gpt2-medium-floors-again")
+    for name in names:
+        outside.published(name, tmp_path)
+    printed = weighin(tmp_path, "compare", *names, "--metrics", "above_import", "--json", "-")
+    same("gate/compare-floors.txt", outside.flat(printed.data))
+
+
+def test_a_metric_over_time(runs: Path, same: Compare) -> None:
+    """The steps of a level are left out, which an estimate finds."""
+    printed = weighin(runs, "history", ".", "--metric", "anon", "--json", "-")
+    found = printed.data
+    for line in found["series"]:
+        del line["steps"]
+    same("gate/history.txt", outside.flat(found))
+
+
+def json_of(file: Path) -> Any:
+    return outside.Printed(0, file.read_text(), "").data

@@ -1,0 +1,49 @@
+"""The names of cells and series: a new name parts a run from its records, and a baseline from its run."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import Identity, planned, recorded, weighin
+from snapshots import Compare
+
+ROOT = Path(__file__).parents[2]
+RUNS = sorted(path.parent for path in (ROOT / "results/published").glob("*/records.jsonl"))
+SUITES = [
+    path
+    for path in sorted((ROOT / "configs/suites").glob("*.yaml"))
+    # These read folders that their published runs made; the runs' records have the same cells.
+    if path.stem not in ("after-the-load", "converting")
+]
+
+
+def _lines(identities: list[Identity]) -> str:
+    return "".join(f"{one.files}  {one.series}\n" for one in identities)
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda path: path.stem)
+def test_the_cells_of_a_suite_keep_their_names(suite: Path, tmp_path: Path, same: Compare) -> None:
+    same(f"identities/suites/{suite.stem}.txt", _lines(planned(suite, tmp_path / "run")))
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda path: path.name)
+def test_the_cells_of_a_published_run_keep_their_names(run: Path, same: Compare) -> None:
+    same(f"identities/published/{run.name}.txt", _lines(recorded(run)))
+
+
+@pytest.mark.parametrize(
+    "name", ["converting-files", "gpt2-large-saving", "gpt2-xl-8GiB", "qwen3-0.6b-2GiB"]
+)
+def test_a_baseline_holds_the_series_of_its_run(name: str, tmp_path: Path) -> None:
+    run, file = ROOT / "results/published" / name, tmp_path / "baseline.yaml"
+    ended = weighin("check", run, "--baseline", file, "--update", "--expect-failures", "--partial")
+    assert ended.code == 0, ended.err
+    written = yaml.safe_load(file.read_text())["measured"]["series"]
+    assert {*written} == {one.series for one in recorded(run)}
+
+
+def test_the_gates_own_baseline_covers_its_suite() -> None:
+    """The file was written long ago, by containers and without a limit."""
+    written = yaml.safe_load((ROOT / ".ci/baseline.yaml").read_text())["measured"]["series"]
+    suite = ROOT / "configs/suites/ci.yaml"
+    assert {*written} == {one.series for one in planned(suite, Path("unused"))}

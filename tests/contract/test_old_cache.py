@@ -1,0 +1,236 @@
+"""A cache of an older weighin: used where it is right, replaced where it is not, never trusted wrongly."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Checkpoint, checkpoint, weighin
+from old_files import BEFORE, BUILDER, KWARGS, put_cache
+from snapshots import Compare
+
+MODEL = ("--model", BUILDER, "--kwargs", json.dumps(KWARGS), "--isolation", "process")
+
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+@pytest.fixture
+def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only entry of the old cache, in a cache that the commands of the test use."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    return put_cache(tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def fresh(warm: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """What a new cache would hold, by format."""
+    folder = tmp_path_factory.mktemp("fresh")
+    return {fmt: _sums(_ensure(folder, fmt).path) for fmt in ("pt", "per_param")}
+
+
+def _ensure(folder: Path, fmt: str = "pt", **choices: Any) -> Checkpoint:
+    kwargs = choices.pop("kwargs", KWARGS)
+    return checkpoint(BUILDER, kwargs, fmt, folder, **choices)
+
+
+def _sums(path: Path) -> dict[str, str]:
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def _state(path: Path) -> dict[str, tuple[int, int, int]]:
+    return {
+        str(file.relative_to(path)): (each.st_ino, each.st_size, each.st_mtime_ns)
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and (each := file.stat())
+    }
+
+
+@pytest.mark.parametrize("fmt", ["pt", "per_param"])
+def test_an_old_checkpoint_is_used_as_it_is(entry: Path, fmt: str) -> None:
+    before = _state(entry / fmt)
+    found = _ensure(entry.parents[1], fmt)
+    assert (found.made, found.said) == (False, [])
+    assert found.path == (entry / "pt/model.pt" if fmt == "pt" else entry / "per_param")
+    assert _state(entry / fmt) == before
+
+
+def test_a_load_from_the_old_cache_is_right(entry: Path) -> None:
+    before = _state(entry / "pt")
+    ended = weighin("bench", *MODEL, "-s", "baseline", "--use", "none", "--out", "run")
+    assert ended.code == 0, ended.err
+    assert "making" not in ended.err
+    assert _state(entry / "pt") == before
+
+
+def _rewrite(path: Path, change: Callable[[Any], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def _flip(file: Path) -> None:
+    """Change one byte of the weights, and nothing else that a cache could look at."""
+    state, content = file.stat(), bytearray(file.read_bytes())
+    with zipfile.ZipFile(file) as archive:
+        largest = max(archive.infolist(), key=lambda one: one.file_size)
+        content[content.index(archive.read(largest))] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(content)
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def _link(entry: Path) -> None:
+    """Put a link to a copy in the place of the file; the copy is later and lies outside of the cache."""
+    copy = entry.parents[2] / "out"
+    (entry / "pt/model.pt").rename(copy)
+    (entry / "pt/model.pt").symlink_to(copy)
+    os.utime(copy)
+
+
+def _kill(entry: Path) -> None:
+    (entry / ".making-dead/pt").mkdir(parents=True)
+    (entry / "pt.json").unlink()
+
+
+HARMS: dict[str, Callable[[Path], object]] = {
+    "other bytes": lambda e: _put(e / "pt/model.pt", b"x" * (e / "pt/model.pt").stat().st_size),
+    "cut off": lambda e: _put(e / "pt/model.pt", (e / "pt/model.pt").read_bytes()[:-1]),
+    "longer": lambda e: _put(e / "pt/model.pt", (e / "pt/model.pt").read_bytes() + b"x"),
+    "empty": lambda e: _put(e / "pt/model.pt", b""),
+    "changed now": lambda e: os.utime(e / "pt/model.pt"),
+    "no file": lambda e: (e / "pt/model.pt").unlink(),
+    "no folder": lambda e: shutil.rmtree(e / "pt"),
+    "no marker": lambda e: (e / "pt.json").unlink(),
+    "half a marker": lambda e: _put(e / "pt.json", (e / "pt.json").read_bytes()[:40]),
+    "an empty marker": lambda e: _put(e / "pt.json", b""),
+    "a marker of another format": lambda e: shutil.copy(e / "per_param.json", e / "pt.json"),
+    "a marker that is a list": lambda e: _put(e / "pt.json", b"[]"),
+    "a marker with another size": lambda e: _rewrite(
+        e / "pt.json", lambda one: one["files"]["model.pt"].__setitem__(0, 1)
+    ),
+    "no manifest": lambda e: (e / "manifest.json").unlink(),
+    "half a manifest": lambda e: _put(
+        e / "manifest.json", (e / "manifest.json").read_bytes()[:200]
+    ),
+    "a manifest of a later version": lambda e: _rewrite(
+        e / "manifest.json", lambda one: one.update(schema=2)
+    ),
+    "a manifest with a field more": lambda e: _rewrite(
+        e / "manifest.json", lambda one: one.update(colour="red")
+    ),
+    "a manifest without tensors": lambda e: _rewrite(
+        e / "manifest.json", lambda one: one.pop("tensors")
+    ),
+    "killed while it was made": _kill,
+    "a link to a later file": _link,
+}
+
+
+def _put(file: Path, content: bytes) -> None:
+    if file.exists():
+        file.chmod(0o644)
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", HARMS)
+def test_what_is_harmed_is_made_again(
+    entry: Path, fresh: dict[str, dict[str, str]], same: Compare, name: str
+) -> None:
+    whole = _state(entry / "per_param")
+    HARMS[name](entry)
+    outside = _sums(entry.parents[2] / "out") if (entry.parents[2] / "out").exists() else {}
+    found = _ensure(entry.parents[1])
+    assert found.made
+    assert _sums(found.path) == fresh["pt"]
+    assert not found.path.is_symlink()
+    assert not [*entry.glob(".making-*")]
+    if outside:
+        assert _sums(entry.parents[2] / "out") == outside
+    again = _ensure(entry.parents[1])
+    assert (again.made, again.said) == (False, [])
+    assert _state(entry / "per_param") == whole
+    said = "\n".join(found.said).replace(str(entry), "ENTRY")
+    same(
+        f"old_cache/{name}.txt", re.sub(r"[\d,]+ bytes, not [\d,]+", "N bytes, not M", said) + "\n"
+    )
+
+
+def test_a_load_finds_what_the_cache_cannot_see(entry: Path) -> None:
+    """Neither the size nor the time of the file has changed: the checksums of the load decide."""
+    _flip(entry / "pt/model.pt")
+    ended = weighin("bench", *MODEL, "-s", "baseline", "--use", "none", "--out", "run")
+    (record,) = map(json.loads, Path("run/records.jsonl").read_text().splitlines())
+    assert (ended.code, record["outcome"]) == (5, "wrong_weights")
+    assert "error: baseline: wrong_weights: " in ended.err
+
+
+def test_other_values_void_every_format_that_was_made_with_them(entry: Path) -> None:
+    """As with a torch whose random numbers are others."""
+    text = (entry / "manifest.json").read_text()
+    (entry / "manifest.json").write_text(text.replace('"float32": "', '"float32": "f', 1))
+    (entry / "per_param.json").unlink()
+    assert _ensure(entry.parents[1], "per_param").made
+    assert not (entry / "pt").exists()
+    assert _ensure(entry.parents[1], "pt").made
+
+
+def test_another_seed_or_model_is_another_checkpoint(entry: Path) -> None:
+    before, folder = _state(entry), entry.parents[1]
+    others = [_ensure(folder, seed=1), _ensure(folder, kwargs=KWARGS | {"n_layers": 2})]
+    assert all(one.made and entry not in one.path.parents for one in others)
+    assert _state(entry) == before
+
+
+def test_what_a_killed_weighin_left_beside_is_removed(entry: Path) -> None:
+    before = _state(entry / "pt")
+    (entry / ".making-dead/pt").mkdir(parents=True)
+    (entry / ".making-dead/pt/model.pt").write_bytes(b"half")
+    assert not _ensure(entry.parents[1]).made
+    assert _state(entry / "pt") == before
+    assert not (entry / ".making-dead").exists()
+
+
+def test_a_cache_on_another_disk_behind_a_link_is_used(entry: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache/models").rename(tmp_path / "elsewhere")
+    (tmp_path / "cache/models").symlink_to(tmp_path / "elsewhere")
+    assert not _ensure(tmp_path / "cache").made
+
+
+def test_the_old_cache_is_listed_and_cleared(entry: Path, tmp_path: Path, same: Compare) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").write_text("mine")
+    (tmp_path / "cache/models/link-0").symlink_to(tmp_path / "mine")
+    (tmp_path / "cache/notes.txt").write_text("mine")
+    for fmt in ("pt.json", "per_param.json"):
+        os.utime(entry / fmt, (1_800_000_000, 1_800_000_000 + (fmt == "pt.json")))
+    listed = weighin("cache", "list", "--json", "-").out.replace(str(tmp_path), "FOLDER")
+    same("old_cache/list.json", listed)
+    assert weighin("cache", "clear", "--yes").code == 0
+    assert not entry.exists()
+    assert (tmp_path / "mine/file").read_text() == "mine"
+    assert (tmp_path / "cache/notes.txt").exists()
+
+
+def test_old_checksums_beside_a_checkpoint_are_compared(tmp_path: Path) -> None:
+    for file in (BEFORE / "checkpoint").iterdir():
+        shutil.copy(file, tmp_path)
+    source = tmp_path / "tied.safetensors"
+    ended = weighin("convert", source, tmp_path / "new.pt")
+    assert ended.code == 0, ended.err
+    assert f"source matches {source}.weighin-checksums.json" in ended.out
+    content = bytearray(source.read_bytes())
+    content[-1] ^= 1
+    source.write_bytes(content)
+    ended = weighin("convert", source, tmp_path / "newer.pt")
+    assert (ended.code, ended.out) == (2, "")
+    assert f"error: {source}: has other values than" in ended.err
+    assert not (tmp_path / "newer.pt").exists()

@@ -1,0 +1,156 @@
+"""Runs and baselines of an older weighin: resumed, checked, and refused where that would be wrong."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import weighin
+from old_files import BEFORE, ROOT, put_cache, put_run
+from snapshots import Compare
+
+PUBLISHED = ROOT / "results/published"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
+
+
+def _resume(verb: str, run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Resume a run, and return its old and its new records; the old ones are as they were."""
+    before = (run / "records.jsonl").read_bytes()
+    ended = weighin(verb, "--resume", run, "--trust")
+    assert ended.code == 0, ended.err
+    after = (run / "records.jsonl").read_bytes()
+    assert after.startswith(before)
+    old = before.count(b"\n")
+    records = _records(run)
+    return records[:old], records[old:]
+
+
+def test_bench_measures_the_rest_of_an_old_run() -> None:
+    put_cache(Path("cache"))
+    run = put_run("bench", Path("run"))
+    old, new = _resume("bench", run)
+    assert [one["cell"]["repeat"] for one in old] == [0, 0, 1]
+    assert [(one["cell"]["strategy"], one["cell"]["repeat"], one["outcome"]) for one in new] == [
+        ("per_param", 1, "ok")
+    ]
+    differing = {key for key in new[0]["cell"] if new[0]["cell"][key] != old[1]["cell"][key]}
+    assert differing == {"repeat"}
+
+
+def _later(run: Path) -> None:
+    """Let the plan have settings that this weighin does not know."""
+    plan = json.loads((run / "plan.json").read_text())
+    plan["settings"]["colour"] = "red"
+    plan["colour"] = "blue"
+    (run / "plan.json").write_text(json.dumps(plan))
+
+
+def _torn(run: Path) -> None:
+    """Let the last record be cut off, as after a power cut."""
+    with (run / "records.jsonl").open("ab") as file:
+        file.write(b'{"schema": 1, "cell": {"mod')
+
+
+@pytest.mark.parametrize(
+    "change", [lambda _: None, _later, _torn], ids=["as it was", "later", "torn"]
+)
+def test_run_measures_the_rest_of_an_old_run(change: Callable[[Path], object]) -> None:
+    run = put_run("run", Path("run"))
+    old = _records(run)
+    before = (run / "records.jsonl").read_bytes()
+    change(run)
+    ended = weighin("run", "--resume", run, "--trust")
+    assert (ended.code, ended.out.splitlines()[0]) == (0, "line")
+    assert (run / "records.jsonl").read_bytes().startswith(before)
+    (new,) = _records(run)[len(old) :]
+    assert (new["cell"]["repeat"], new["outcome"]) == (1, "ok")
+    assert new["cell"] == old[0]["cell"] | {"repeat": 1}
+    assert len(new["ran"]["marks"]) == len(old[0]["ran"]["marks"]) == 1
+
+
+def test_a_run_that_is_complete_is_not_measured_again() -> None:
+    run = put_run("run", Path("run"))
+    assert len(_resume("run", run)[1]) == 1
+    assert _resume("run", run)[1] == []
+
+
+@pytest.mark.cgroup
+def test_floor_goes_on_with_an_old_search() -> None:
+    run = put_run("floor", Path("run"))
+    old, new = _resume("floor", run)
+    assert 0 < len(new) < 12
+    tried = {one["cell"]["ram_limit_bytes"] for one in old}
+    assert not tried & {one["cell"]["ram_limit_bytes"] for one in new}
+    right = [one["cell"]["ram_limit_bytes"] for one in old + new if one["outcome"] == "ok"]
+    assert 50 << 20 < min(filter(None, right)) < 80 << 20
+
+
+def test_a_run_of_commands_is_not_started_without_consent() -> None:
+    put_run("run", Path("run"))
+    ended = weighin("run", "--resume", "run")
+    assert (ended.code, ended.out) == (2, "")
+    assert "run/plan.json names code that is not part of weighin" in ended.err
+    assert len(_records(Path("run"))) == 1
+
+
+@pytest.mark.parametrize("verb", ["bench", "run", "floor"])
+def test_a_plan_of_a_later_weighin_is_refused_and_its_records_are_read(verb: str) -> None:
+    run = put_run(verb, Path("run"))
+    records = (run / "records.jsonl").read_bytes()
+    plan = (run / "plan.json").read_text()
+    (run / "plan.json").write_text(plan.replace('"schema": 1', '"schema": 2', 1))
+    ended = weighin(verb, "--resume", run, "--trust")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("error: run/plan.json: written by a newer weighin (schema 2;")
+    assert (run / "records.jsonl").read_bytes() == records
+    ended = weighin("report", run, "--format", "csv")
+    assert "weighin cannot tell whether the run is complete" in ended.err
+    assert len(Path("run/summary.csv").read_text().splitlines()) > 1
+
+
+@pytest.mark.parametrize("verb", ["bench", "run", "floor"])
+def test_a_report_says_how_to_go_on(verb: str) -> None:
+    put_run(verb, Path("run"))
+    ended = weighin("report", "run", "--format", "csv")
+    assert ended.code == 0
+    assert f"weighin {verb} --resume run measures the rest" in ended.err
+
+
+CHECKS = {
+    "the run itself": ("gpt2-xl-8GiB", "gpt2-xl-8GiB", ()),
+    "another run": ("gpt2-medium-floors", "gpt2-medium-floors-again", ()),
+    "commands": ("converting-files", "converting-files", ()),
+    "other limits": ("gpt2-xl-8GiB", "gpt2-xl-16GiB", ()),
+    "another kind of run": ("converting-files", "gpt2-xl-8GiB", ()),
+    "another outcome": ("gpt2-xl-8GiB", "gpt2-xl-8GiB", ("--expect", "streaming=timeout")),
+    "a rule of the user": ("rules", "gpt2-xl-8GiB", ()),
+    "one metric": ("gpt2-medium-floors", "gpt2-medium-floors-again", ("--metrics", "ready")),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_an_old_baseline_judges_as_before(name: str, same: Compare) -> None:
+    baseline, run, more = CHECKS[name]
+    file = BEFORE / "baselines" / f"{baseline}.yaml"
+    ended = weighin("check", PUBLISHED / run, "--baseline", file, *more)
+    said = f"exit code {ended.code}\n{ended.out}{ended.err}".replace(str(ROOT), "CHECKOUT")
+    same(f"old_runs/{name}.txt", "".join(f"{line.rstrip()}\n" for line in said.splitlines()))
+
+
+def test_an_old_baseline_is_kept_where_nothing_has_changed() -> None:
+    file = Path("baseline.yaml")
+    file.write_bytes((BEFORE / "baselines/converting-files.yaml").read_bytes())
+    before = file.read_text()
+    ended = weighin("check", PUBLISHED / "converting-files", "--baseline", file, "--update")
+    assert (ended.code, file.read_text()) == (0, before)
+    assert "baseline.yaml is up to date" in ended.out

@@ -1,0 +1,93 @@
+"""What ``weighin report`` says of every published run: verdicts, survival, floors and all figures."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import outside
+import pandas as pd
+import pytest
+from outside import RUNS, weighin
+from snapshots import Compare
+
+FORMATS = "md,html,csv,bmf,gha"  # without openmetrics, which is to go, and without pictures
+EXPORTED = ("converting-files", "gpt2-medium-ranks", "gpt2-xl-8GiB", "gpt2-xl-notebook")
+"""Runs whose exports are kept: a limit, ranks, a GPU, and commands. Others have the same columns."""
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def reported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published run whose report is written, with the report's JSON beside it."""
+    folder = tmp_path_factory.mktemp("published")
+    name = outside.published(request.param, folder)
+    printed = weighin(folder, "report", name, "--format", FORMATS, "--json", "report.json")
+    assert printed.code == 0
+    assert printed.out
+    assert not printed.err
+    return folder / name
+
+
+def test_the_text(reported: Path, same: Compare) -> None:
+    same(f"reports/{reported.name}.md", (reported / "report.md").read_text())
+
+
+def test_the_columns_and_figures_of_the_summary(reported: Path, same: Compare) -> None:
+    same(f"summaries/{reported.name}.csv", (reported / "summary.csv").read_text())
+
+
+def test_the_json_has_the_figures_of_the_summary(reported: Path) -> None:
+    document = json.loads((reported.parent / "report.json").read_text())
+    with (reported / "summary.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [as_csv(row) | {"missing_cells": ""} for row in document["series"]] == lines
+    names = ("report.md", "report.html", "summary.csv", "bmf.json", "gha.json")
+    assert document["files"] == [f"{reported.name}/{name}" for name in names]
+
+
+def test_the_json_beside_the_figures(reported: Path, same: Compare) -> None:
+    document = json.loads((reported.parent / "report.json").read_text())
+    document["series"] = list(document["series"][0])
+    same(f"verbs/report-{reported.name}.txt", outside.flat(document))
+
+
+def test_the_page_has_the_cells_of_the_text(reported: Path) -> None:
+    """The page has one table of all results, with a model or a device as a column and not a heading."""
+    text = (reported / "report.md").read_text()
+    before, _, results = text.partition("## All results\n")
+    results, _, after = results.partition("\n## ")
+    page = outside.html_tables((reported / "report.html").read_text())
+    found = outside.markdown_tables(before) + outside.markdown_tables(after)
+    assert [table for table in page if table in found] == found
+    shown = [row for table in page for row in table]
+    for row in (row for table in outside.markdown_tables(results) for row in table[1:]):
+        assert any(is_inside(row, one) for one in shown), row
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("kind", ["bmf", "gha"])
+def test_exports_for_dashboards(name: str, kind: str, tmp_path: Path, same: Compare) -> None:
+    outside.published(name, tmp_path)
+    assert weighin(tmp_path, "report", name, "--format", kind).code == 0
+    content = json.loads((tmp_path / name / f"{kind}.json").read_text())
+    same(f"exports/{name}.{kind}.txt", outside.flat(content))
+
+
+def test_the_columns_of_the_data_frame(tmp_path: Path, same: Compare) -> None:
+    name = outside.published("gpt2-xl-8GiB", tmp_path)
+    assert weighin(tmp_path, "report", name, "--format", "parquet").code == 0
+    table = pd.read_parquet(tmp_path / name / "cells.parquet")
+    kinds = {"object": "text", "str": "text", "string": "text"}
+    columns = [f"{key}: {kinds.get(str(kind), kind)}" for key, kind in table.dtypes.items()]
+    same("exports/parquet.txt", f"{len(table)} rows\n" + "".join(f"{one}\n" for one in columns))
+
+
+def as_csv(row: dict[str, Any]) -> dict[str, str]:
+    """Return a row of the JSON as the summary writes it."""
+    return {key: "" if value is None else str(value) for key, value in row.items()}
+
+
+def is_inside(cells: list[str], row: list[str]) -> bool:
+    """Return whether a row has all cells, in their order."""
+    rest = iter(row)
+    return all(cell in rest for cell in cells)

@@ -1,0 +1,187 @@
+"""Exit codes and texts for all that can be wrong: a table for each verb, in ``snapshots/wrong_inputs``.
+
+A table has the commands and what they answer. To add a command, add a line ``$ weighin ...`` to its
+table, and let ``pytest --rewrite`` write the answer. ``FILES`` are the files that the commands name.
+"""
+
+import fcntl
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Final
+
+import pytest
+from command_line import Ended, weighin
+from old_files import BUILDER, KWARGS, put_cache, put_run
+from snapshots import Compare
+
+TABLES: Final = sorted(Path(__file__).with_name("snapshots").glob("wrong_inputs/*.txt"))
+_LONGEST: Final = 160  # characters of a line: lists of known names grow
+BENCH: Final = (
+    "bench", "--model", BUILDER, "--kwargs", json.dumps(KWARGS), "--isolation", "process",
+)  # fmt: skip
+VARIES: Final = {
+    r"(weighin: Killed by SIGKILL).*": r"\1",
+    r"weighin: The command needs .*\n": "",
+    r"more than this machine has \(.*\)": "more than this machine has (RAM)",
+    r"(cannot enforce a RAM limit\n)use .*; without": r"\1use --isolation OTHER; without",
+    r", or use --isolation (cgroup|process)": ", or use --isolation OTHER",
+}
+
+FILES: Final = {
+    "no_load.py": '"""A strategy without a load."""\n',
+    "typo.py": "def load(job:\n",
+    "page.safetensors": "<!DOCTYPE html>\n<html><body>Sign in</body></html>\n",
+    "pointer.safetensors": "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 3\n",
+    "text.pt": "weights\n",
+    "empty.pt": "",
+    "folder/config.json": '{"model_type": "gpt2"}',
+    "unknown/config.json": '{"model_type": "nothing", "architectures": ["Nothing"]}',
+    "shards/config.json": '{"model_type": "gpt2"}',
+    "shards/model.safetensors.index.json": '{"weight_map": {"a": "model-1.safetensors"}}',
+    "suites/list.yaml": "- models\n",
+    "suites/tab.yaml": "models:\tx\n\tram: 8g\n",
+    "suites/unknown.yaml": "models: gpt2-tiny\nrams: 8g\n",
+    "suites/value.yaml": "models: gpt2-tiny\nrepeats: many\n",
+    "suites/none.yaml": "description: nothing\n",
+    "suites/model.yaml": "models: gpt2-tinny\n",
+    "suites/strategy.yaml": "models: gpt2-tiny\nstrategies: streeming\n",
+    "suites/option.yaml": "models: gpt2-tiny\nstrategies: [{name: streaming, options: {granularty: tensor}}]\n",
+    "suites/command.yaml": "commands: [{name: a, command: ./gone}]\nisolation: process\n",
+    "suites/twice.yaml": "commands: [{name: a, command: 'true'}, {name: a, command: 'false'}]\n",
+    "baselines/list.yaml": "- schema\n",
+    "baselines/future.yaml": "schema: 99\n",
+    "baselines/key.yaml": "schema: 1\nmeasure: {}\n",
+    "baselines/metric.yaml": "schema: 1\nmetrics: {peek: off}\n",
+    "baselines/budget.yaml": "schema: 1\nbudgets: ['* <= 3']\n",
+    "plans/text/plan.json": "{",
+    "plans/list/plan.json": "[]",
+    "plans/future/plan.json": '{"schema": 99, "cells": []}',
+    "plans/empty/plan.json": '{"schema": 1, "cells": []}',
+    "plans/key/plan.json": '{"schema": 1, "cells": [{"model": 3}]}',
+    "records/text/records.jsonl": "nothing\n",
+    "records/list/records.jsonl": "[]\n",
+    "records/future/records.jsonl": '{"schema": 99}\n',
+    "records/key/records.jsonl": '{"schema": 1}\n',
+    "taken": "mine\n",
+    "program": "not executable\n",
+}
+
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    entry = put_cache(folder / "cache")
+    _make_checkpoints(folder, (entry / "pt/model.pt").read_bytes())
+    return folder
+
+
+@pytest.fixture
+def inputs(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Go to a new folder with all that the commands name."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    for name in ("bench", "run", "floor"):
+        put_run(name, tmp_path / "runs" / name)
+    put_run("bench", tmp_path / "runs/elsewhere", checkout=Path("/home/them/weighin"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def _make_checkpoints(folder: Path, content: bytes) -> None:
+    at = content.index(b"data.pkl") + 100
+    file = b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
+    twice = b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[4],"data_offsets":[8,24]}}'
+    for name, data in {
+        "good.pt": content,
+        "truncated.pt": content[: len(content) // 2],
+        "pickle.pt": content[:at] + b"\xff" * 16 + content[at + 16 :],
+        "zeros.pt": bytes(5000),
+        "code.pt": b"\x80\x02cposix\nsystem\nX\x0b\x00\x00\x00touch PROOF\x85R.",
+        "short.safetensors": len(file).to_bytes(8, "little") + file + bytes(8),
+        "overlap.safetensors": len(twice).to_bytes(8, "little") + twice + bytes(24),
+        "header.safetensors": (2**40).to_bytes(8, "little") + file,
+        "short.gguf": b"GGUF" + (3).to_bytes(4, "little") + (7).to_bytes(8, "little"),
+    }.items():
+        (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda path: path.stem)
+def test_what_is_wrong_is_said_and_has_its_exit_code(
+    inputs: Path, same: Compare, table: Path
+) -> None:
+    before = _tree(inputs)
+    lines = [line for line in table.read_text().splitlines() if line.startswith("$ weighin ")]
+    assert lines
+    answers = []
+    for line in lines:
+        ended = weighin(*shlex.split(line)[2:])
+        answers.append(f"{line}\nexit code {ended.code}\n{_plain(ended, inputs)}")
+    same(f"wrong_inputs/{table.name}", "\n".join(answers))
+    left = {name.split("/")[0] for name in _tree(inputs) - before}
+    assert left <= {"cache", "1", "2", "3", "4", "5", "6", "j.json", "new"}
+
+
+def _tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def _plain(ended: Ended, folder: Path) -> str:
+    """Return what a command said, without what depends on the machine and the moment."""
+    text = ended.err.replace(str(folder), "FOLDER")
+    for pattern, word in VARIES.items():
+        text = re.sub(pattern, word, text)
+    lines = [line.rstrip() for line in text.splitlines()]
+    if ended.code == 1:
+        lines.append(f"last line: {ended.out.rstrip().splitlines()[-1]}")
+    return "".join(
+        f"{line[:_LONGEST]}...\n" if len(line) > _LONGEST else f"{line}\n" for line in lines
+    )
+
+
+def test_a_second_run_on_the_machine_is_refused(inputs: Path) -> None:
+    lock = inputs / "lock"
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        ended = weighin(*BENCH, "-s", "baseline", WEIGHIN_LOCK=str(lock))
+    assert (ended.code, ended.out) == (4, "")
+    assert ended.err.endswith(
+        f"error: another run is measuring on this machine (it holds the lock file {lock})\nwait for"
+        " its end: weighin bench --wait; parallel runs would distort each other's figures\n"
+    )
+
+
+def test_a_cache_that_cannot_be_written_is_named(inputs: Path) -> None:
+    words = ("bench", "gpt2-tiny", "--isolation", "process")
+    ended = weighin(*words, WEIGHIN_CACHE=str(inputs / "taken"))
+    assert ended.code == 2
+    assert ended.err.splitlines()[-2:] == [
+        f"error: cannot write to the cache {inputs}/taken: Not a directory",
+        "choose another folder: WEIGHIN_CACHE=/path weighin ...",
+    ]
+
+
+STRATEGIES: Final = {
+    "wrong": "model = job.build_model()\n    return model.to(job.dtype)",
+    "raising": "raise RuntimeError('no')",
+}
+
+
+def test_strategies_that_fail_are_results_and_end_with_5(inputs: Path, same: Compare) -> None:
+    for name, body in STRATEGIES.items():
+        Path(f"{name}.py").write_text(f'"""Fail."""\n\ndef load(job):\n    {body}\n')
+    ended = weighin(
+        *(*BENCH, "--use", "none", "--out", "run"),
+        *("-s", ",".join(f"./{name}.py" for name in STRATEGIES)),
+    )
+    assert ended.code == 5
+    said = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    same("failing_strategies.txt", "\n".join(said) + "\n")

@@ -1,0 +1,41 @@
+"""A container's image gets the packages that a checkpoint needs, also when its run is resumed."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weighin.isolation import select
+from weighin.run.machines import Machines
+from weighin.run.request import Request, resume, start
+from weighin.suite.config import check_suite
+
+pytest.importorskip("gguf", reason="pip install gguf")
+pytest.importorskip("accelerate", reason="pip install accelerate")
+
+
+def test_a_container_gets_the_packages_that_a_gguf_file_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1] / "checkpoints"), *sys.path])
+    import_module("gguf_files")._folder("Q8_0", tie_word_embeddings=True)(tmp_path)
+    suite = {"models": str(tmp_path), "strategies": "streaming", "isolation": "process"}
+    chosen: list[tuple[str, ...]] = []
+
+    class Recording(Machines):
+        def choose(self, *words: str, packages: tuple[str, ...] = (), **options: Any) -> Any:
+            chosen.append(packages)
+            return super().choose(*words, packages=packages, **options)
+
+    start(Request(check_suite(suite), folder=tmp_path / "run"), Recording())
+    named = select.named
+
+    def recorded(*words: Any) -> Any:
+        chosen.append(words[2])
+        return named(*words)
+
+    monkeypatch.setattr(select, "named", recorded)
+    resume(tmp_path / "run", trusted=True)
+    assert [{"gguf", "accelerate", "transformers"} - {*one} for one in chosen] == [set(), set()]
