@@ -7,11 +7,17 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from weighin.child_process import open_process, signal_each, wait_for_end
 from weighin.errors import ConfigError
 from weighin.isolation.base import Exit, Streams
 from weighin.parent_process import end_with_parent
+
+_UNSEEN: Final = (
+    "a plain process has no cgroup of its own, so these are not seen: kernel memory, huge pages, and"
+    " files in memory that no process maps (memfd, /dev/shm)"
+)
 
 
 class LocalCommand:
@@ -37,7 +43,7 @@ class LocalCommand:
         """Start the command; the resource limit ``limit`` marks the command and its descendants."""
         self.groups = tuple(groups)
         self.cgroup = groups[0] if groups else None
-        self.unseen = "" if groups else "a plain process has no cgroup of its own"
+        self.unseen = "" if groups else _UNSEEN
         with contextlib.ExitStack() as opened:
             files: list[int] = []
             for group in groups:

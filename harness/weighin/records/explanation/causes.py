@@ -164,22 +164,32 @@ def _import(facts: Facts) -> Evidence | None:
 
 
 def _copy_on_write(facts: Facts) -> Evidence | None:
-    """Test whether forked processes copied pages of their parent, because they wrote to them."""
+    """Test whether pages that processes shared with their parent have become private."""
     for parent in facts.ran.processes:
         children = [
             one
             for one in facts.present
-            if one.parent_pid == parent.pid and one.command == parent.command
+            if one.parent_pid == parent.pid and one.command == parent.command and one.copied_bytes
         ]
-        alone = parent.highest_rss_bytes or 0
+        copied = sum(one.copied_bytes or 0 for one in children)
         together = held_by(parent) + sum(map(held_by, children))
-        # A child begins with the pages of its parent: memory above the parent's RSS is the child's own.
-        added = sum(max((one.highest_rss_bytes or together) - alone, 0) for one in children)
-        copied = together - added - alone
-        if children and together > LEAST_BYTES and copied > together // 4:
+        if together > LEAST_BYTES and copied > together // 4:
             count = f"{len(children)} forked processes" if len(children) > 1 else "a forked process"
-            return {"count": count, "together": size(together), "alone": size(alone)}
+            return {"count": count, "together": size(together), "copied": size(copied)}
     return None
+
+
+def _kernel_memory(facts: Facts) -> Evidence | None:
+    kernel = facts.kernel_bytes
+    if kernel < LEAST_BYTES or kernel < (facts.ran.needed_bytes or 0) // 2:
+        return None
+    return {"kernel": size(kernel), "parts": facts.kernel_parts}
+
+
+def _locked(facts: Facts) -> Evidence | None:
+    if facts.locked_bytes < max(LEAST_BYTES, (facts.ran.needed_bytes or 0) // 2):
+        return None
+    return {"locked": size(facts.locked_bytes)}
 
 
 def _shared_memory(facts: Facts) -> Evidence | None:
@@ -188,12 +198,12 @@ def _shared_memory(facts: Facts) -> Evidence | None:
     return {"shared": size(facts.shmem_bytes)}
 
 
-def _outer_limit(facts: Facts) -> Evidence | None:
+def _other_limit(facts: Facts) -> Evidence | None:
     kill = next((kill for kill in facts.ran.kills if kill.limit_of.startswith("/")), None)
     if kill is None:
         return None
     of = f" of {size(kill.limit_bytes)}" if kill.limit_bytes else ""
-    return {"group": kill.limit_of, "of": of}
+    return {"group": f"{kill.limit_of} {kill.limit_place}".strip(), "of": of}
 
 
 def _child(facts: Facts) -> Evidence | None:
@@ -330,8 +340,8 @@ RULES: Final = (
     Rule(
         "copy-on-write",
         _copy_on_write,
-        "Copy-on-write: {count} wrote to pages shared with the parent process, so that all together have"
-        " {together}, and the parent alone has {alone}.",
+        "Copy-on-write: {count} wrote to pages shared with the parent process: {copied} of the {together}"
+        " that all have together are copies.",
         "In Python, reading an object writes the object's reference count: keep shared data in arrays, or"
         " start fewer processes.",
     ),
@@ -342,10 +352,22 @@ RULES: Final = (
         "A file in a tmpfs takes memory until the file is removed.",
     ),
     Rule(
-        "a limit around",
-        _outer_limit,
-        "The command reached the limit{of} of the cgroup {group} around it, not its own limit.",
+        "another limit",
+        _other_limit,
+        "The command reached the limit{of} of the cgroup {group}, not its own limit.",
         "Raise the limit of that cgroup.",
+    ),
+    Rule(
+        "kernel memory",
+        _kernel_memory,
+        "{kernel} of the memory is the kernel's own for the command{parts}.",
+        "The contents of pipes and sockets, page tables and threads take such memory.",
+    ),
+    Rule(
+        "locked pages",
+        _locked,
+        "{locked} of the memory are file pages that are locked (mlock), so the kernel cannot reclaim them.",
+        "Do not lock the file, if it may be read again.",
     ),
     Rule(
         "a child",
