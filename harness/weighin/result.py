@@ -301,6 +301,7 @@ class Kill:
     path of another cgroup. ``limit_bytes`` is the limit of that cgroup if it is the command's own
     or one around it; None for any other kill. ``limit_is`` says where another cgroup is, seen from
     the command's own: "around", "below" or "elsewhere"; empty if that is not known.
+    ``kernel_bytes`` is the kernel memory of the command's cgroup at a kill for its own limit.
     """
 
     pid: int
@@ -312,6 +313,7 @@ class Kill:
     shmem_bytes: int | None = None
     limit_bytes: int | None = None
     limit_is: str = ""
+    kernel_bytes: int | None = None
 
     @property
     def limit_place(self) -> str:

@@ -25,6 +25,7 @@ from weighin.probes.cgroup import (
 from weighin.probes.process import Shares, read_shares, read_status
 from weighin.probes.process_table import Pause
 from weighin.result import Sample
+from weighin.units import MIB
 
 _V1: Final = {
     "anon": "total_rss",
@@ -38,7 +39,7 @@ _V1: Final = {
     "inactive": "total_inactive_file",
     "unevictable": "total_unevictable",
 }
-_FREED_S: Final = 0.02  # the kernel frees some memory of ended processes a moment later
+_FREED_S, _FREED_TRIES = 0.02, 10  # the kernel frees some memory of ended processes later
 _LINKS_OF_EMPTY: Final = 2  # of a folder without subfolders
 _V2: Final = {
     "anon": "anon",
@@ -95,11 +96,13 @@ class GroupMemory:
 
     def caches_bytes(self) -> int:
         """Return v1's kernel memory that is left without processes; 0 if processes still run."""
-        if self._cgroup.version != 1 or members_of(self._cgroup.path):
+        if self._cgroup.version != 1 or set(members_of(self._cgroup.path)) - self._helpers:
             return 0
-        if left := (self._cgroup.read_kernel() or 0):
+        for _ in range(_FREED_TRIES):
+            if (left := self._cgroup.read_kernel() or 0) < MIB:
+                break
             time.sleep(_FREED_S)
-        return min(left, self._cgroup.read_kernel() or 0)
+        return left
 
     def sample(self, t_ns: int, _pids: list[int]) -> Sample | None:
         """Return a sample of the cgroup's memory; None if the cgroup was removed."""

@@ -32,6 +32,7 @@ _CAUSE: Final = re.compile(
     r"oom-kill:constraint=\w+,.*?(?:,oom_memcg=(?P<limited>.*?))?(?:,task_memcg=(?P<group>.*?))?"
     r",task=(?P<name>.*),pid=(?P<pid>\d+),uid=\d+\Z"
 )
+_KERNEL: Final = re.compile(r"(?:kmem: usage (?P<kib>\d+)kB,|kernel (?P<bytes>\d+)\Z)")  # v1 | v2
 _WHOLE_GROUP: Final = re.compile(r"Tasks in (?P<group>.*) are going to be killed due to memory")
 _VICTIM: Final = re.compile(
     r"(?P<kind>.*out of memory.*): Killed process (?P<pid>\d+) \((?P<name>.*)\),? total-vm:\d+kB,"
@@ -137,8 +138,12 @@ def parse_kills(
     kills: dict[int, Kill] = {}
     cause: _Cause | None = None
     is_whole_group = False
+    kernel_bytes: int | None = None  # of the group whose limit was met; the lines before the cause
     for line in lines:
         sizes: dict[str, int] = {}
+        if match := _KERNEL.match(line):
+            kernel_bytes = int(match["bytes"] or int(match["kib"]) * KIB)
+            continue
         if match := _CAUSE.search(line):
             # The constraint is not used: before Linux 5.3, it is CONSTRAINT_NONE also for a cgroup.
             limited, is_whole_group = match["limited"] or MACHINE, False
@@ -162,6 +167,7 @@ def parse_kills(
                 pid == main_pid,
                 limit_of,
                 limit_is=where if is_other else "",
+                kernel_bytes=None if limit_of else kernel_bytes,
                 **sizes,
             )
     return tuple(kills.values())

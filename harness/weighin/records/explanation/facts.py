@@ -91,10 +91,11 @@ class Facts:
     def kernel_bytes(self) -> int:
         """The kernel memory that could not be reclaimed, with TCP sockets.
 
-        On cgroup v1, the kernel's own mark counts if it is higher than the sample: such memory often
-        grows between two samples. It is then at most what no other kind of memory accounts for.
+        The kernel's own mark (v1) or its log of a kill counts if it is higher than the sample, up
+        to what no other kind of memory accounts for: such memory often grows between two samples.
         """
-        at, mark = self.at_peak, self.result.peaks.kernel_bytes or 0
+        at, logged = self.at_peak, [kill.kernel_bytes or 0 for kill in self.ran.kills]
+        mark = max(self.result.peaks.kernel_bytes or 0, *logged, 0)
         caches = (at.kernel_reclaimable_bytes if at else None) or 0
         known = self.held_bytes + self.locked_bytes
         unseen = min(mark - caches, (self.ran.needed_bytes or 0) - known)
