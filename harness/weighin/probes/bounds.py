@@ -50,7 +50,8 @@ class Bounds:
             self._search.end()
         for pid in suspects:
             if Path(f"/proc/{pid}").exists() and has_left(pid, self._cgroup.path):
-                self.escape = _words(pid)
+                where = memory_cgroup_of(pid) or "another"
+                self.escape = f"{_name(pid)} (pid {pid}) left the command's cgroup for {where}"
 
 
 def _descendants(family: Collection[int]) -> set[int]:
@@ -61,9 +62,8 @@ def _descendants(family: Collection[int]) -> set[int]:
     return found
 
 
-def _words(pid: int) -> str:
+def _name(pid: int) -> str:
     try:
-        name = one_line(read_kernel(Path(f"/proc/{pid}/comm")))
+        return one_line(read_kernel(Path(f"/proc/{pid}/comm")))
     except OSError:
-        name = "a process"
-    return f"{name} (pid {pid}) left the command's cgroup for {memory_cgroup_of(pid) or 'another'}"
+        return "a process"

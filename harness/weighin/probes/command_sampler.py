@@ -16,7 +16,7 @@ from typing import Final
 from weighin.probes.cgroup import MemoryCgroup
 from weighin.probes.command_memory import GroupMemory, TreeMemory
 from weighin.probes.process_table import Pause, ProcessTable
-from weighin.result import Process, Sample
+from weighin.result import Sample
 from weighin.units import MIB
 
 DEFAULT_INTERVAL_S: Final = 0.02
@@ -36,9 +36,9 @@ class CommandSampler:
     Attributes:
         oom_kills: the number of OOM kills in the cgroup and below it; None without a cgroup.
         peak: the sample at the peak; None without samples.
+        memory, table: what the samples were read from.
         caches_bytes: on cgroup v1, the kernel memory that was left when all processes had ended:
             caches of files' names, which the kernel reclaims. v1 does not count them apart.
-        escape: how the command got out of its cgroup or limit, such as "sh (pid 12) left ...".
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class CommandSampler:
         self.peak: Sample | None = None
         self.caches_bytes = 0
         self._samples: list[Sample] = []
-        self._memory = GroupMemory(cgroup, pid, helpers) if cgroup else TreeMemory(pid)
-        self._limit = self._memory.limit()
+        self.memory = GroupMemory(cgroup, pid, helpers) if cgroup else TreeMemory(pid)
+        self._limit = self.memory.limit()
         self._interval_s = interval_s
         self._at_maximum = at_maximum
-        self._table = ProcessTable()
+        self.table = ProcessTable()
         self._keeping = Pause()
         self._kept: Sample | None = None
         self._most_bytes = self._most_needed_bytes = 0
@@ -78,46 +78,19 @@ class CommandSampler:
         """Take a last sample, end the thread, and return all samples, the oldest first."""
         self._stop.set()
         self._thread.join()
-        self._memory.close()
+        self.memory.close()
         return self._samples
 
     def without_caches(self) -> list[Sample]:
         """Return the samples with ``caches_bytes``; call it when all processes have ended."""
-        self.caches_bytes = self._memory.caches_bytes()
+        self.caches_bytes = self.memory.caches_bytes()
         if self.caches_bytes:
-            self._samples = [_with_caches(one, self.caches_bytes) for one in self._samples]
             self.peak, self._most_needed_bytes = None, 0
-            for sample in self._samples:
-                self._note_peak(sample)
+            for index, sample in enumerate(self._samples):
+                caches_bytes = min(self.caches_bytes, sample.kernel_bytes or 0)
+                self._samples[index] = replace(sample, kernel_reclaimable_bytes=caches_bytes)
+                self._note_peak(self._samples[index])
         return self._samples
-
-    @property
-    def escape(self) -> str:
-        return self._memory.escape
-
-    @property
-    def most_anon_bytes(self) -> int:
-        """The most anonymous memory of a single process in one sample."""
-        return self._table.most_anon_bytes
-
-    @property
-    def largest_needed_bytes(self) -> int | None:
-        """The most needed memory in one sample; None without samples."""
-        return max((one.needed_bytes for one in self._samples), default=None)
-
-    @property
-    def largest_file_bytes(self) -> int | None:
-        """The most page cache in one sample that is not locked; without a cgroup, the most mapped."""
-        return max((one.page_cache_bytes for one in self._samples), default=None)
-
-    @property
-    def largest_reclaimable_bytes(self) -> int:
-        """The most memory in one sample that the kernel can reclaim."""
-        return max((one.reclaimable_bytes for one in self._samples), default=0)
-
-    def processes(self) -> tuple[Process, ...]:
-        """Return the command's processes, each with its share of the memory near the peak."""
-        return self._table.processes()
 
     def _run(self) -> None:
         _hasten()
@@ -144,10 +117,10 @@ class CommandSampler:
 
     def _look(self) -> Sample | None:
         t_ns = time.monotonic_ns()
-        pids = self._memory.pids()
-        self._table.look(pids, t_ns)
-        sample = self._memory.sample(t_ns, pids)
-        if (kills := self._memory.oom_kills()) is not None:
+        pids = self.memory.pids()
+        self.table.look(pids, t_ns)
+        sample = self.memory.sample(t_ns, pids)
+        if (kills := self.memory.oom_kills()) is not None:
             self.oom_kills = kills
         if sample is None:
             return None
@@ -162,10 +135,10 @@ class CommandSampler:
         self._note_peak(sample)
         step_bytes = max(MIB, _usage(sample) // 100)
         most = self._most_needed_bytes
-        is_new = self._memory.is_fresh and _is_more(sample, self._kept, most, step_bytes)
+        is_new = self.memory.is_fresh and _is_more(sample, self._kept, most, step_bytes)
         is_due = self._keeping.begin()
         if is_new and (is_due or _used(sample) > _MUCH_MORE * _used(self._kept or sample)):
-            self._table.keep(self._memory.shares(self._memory.pids()))
+            self.table.keep(self.memory.shares(self.memory.pids()))
             self._kept = sample
             self._keeping.end()
 
@@ -173,10 +146,6 @@ class CommandSampler:
         self._most_needed_bytes = max(self._most_needed_bytes, sample.needed_bytes)
         if _is_more(sample, self.peak, self._most_needed_bytes, step_bytes=1):
             self.peak = sample
-
-
-def _with_caches(sample: Sample, caches_bytes: int) -> Sample:
-    return replace(sample, kernel_reclaimable_bytes=min(caches_bytes, sample.kernel_bytes or 0))
 
 
 def _hasten() -> None:

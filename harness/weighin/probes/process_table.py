@@ -3,7 +3,7 @@
 import contextlib
 import heapq
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -85,12 +85,13 @@ class _Seen:
             self.parent_anon_bytes = max((self.parent_anon_bytes, *since))
             self.anon_bytes = (now, *self.anon_bytes[:1])
 
-    def note_copied(self) -> None:
-        """Compute how much memory has become private since the fork and is not newly allocated."""
+    def note_copied(self, parent: "_Seen | None") -> None:
+        """Compute what became private since the fork: not what is new, or what the parent gave back."""
         self.copied_bytes = None
-        if self.shares and self.anon_bytes and self.parent_anon_bytes:
+        if self.shares and self.anon_bytes and parent and parent.anon_bytes:
             grown = self.anon_bytes[0] - self.least_anon_bytes
-            self.copied_bytes = max(self.shares.private - grown, 0)
+            given_back = self.parent_anon_bytes - parent.anon_bytes[0]
+            self.copied_bytes = max(self.shares.private - grown - given_back, 0)
 
     def note_files(self, look: Callable[[int], tuple[OpenFile, ...]]) -> None:
         """Record the files that ``look`` finds as open, and files of earlier calls as closed.
@@ -157,30 +158,14 @@ class ProcessTable:
         for seen in _largest(found):
             seen.note_files(open_files)
         for seen in found:
-            seen.note_anon(self._running.get(seen.parent_pid))
-            seen.note_copied()
-        for parent in found:
-            if children := [seen for seen in found if seen.parent_pid == parent.pid]:
-                _bound_copies(parent, children)
+            seen.note_anon(parent := self._running.get(seen.parent_pid))
+            seen.note_copied(parent)
 
     def processes(self) -> tuple[Process, ...]:
         """Return the 200 processes with the most memory, sorted by their start."""
         known = (*self._ended, *self._running.values())
         largest = heapq.nlargest(MOST_PROCESSES, known, key=_Seen.weight)
         return tuple(map(_process, sorted(largest, key=lambda seen: seen.start_ns)))
-
-
-def _bound_copies(parent: _Seen, children: Sequence[_Seen]) -> None:
-    """Bound the copied memory of a parent's children by what the family has beside the parent's.
-
-    A parent may give back memory after a fork: it is then private in the child, and not copied.
-    """
-    copied = sum(child.copied_bytes or 0 for child in children)
-    together = sum(one.shares.anon for one in (parent, *children) if one.shares)
-    most = max(together - max(child.parent_anon_bytes for child in children), 0)
-    for child in children:
-        if child.copied_bytes and copied > most:
-            child.copied_bytes = child.copied_bytes * most // copied
 
 
 def _largest(processes: Iterable[_Seen]) -> list[_Seen]:

@@ -160,7 +160,7 @@ class CommandWatch:
     def result(self, elapsed_ns: int, timeout_s: float) -> Result:
         sampler, running = self._sampler, self._running
         machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
-        processes = sampler.processes()
+        processes = sampler.table.processes()
         kills = self._kills(processes) if machine_oom_kills != 0 else ()
         facts = command_outcome.Facts(
             cell=self._cell,
@@ -178,7 +178,7 @@ class CommandWatch:
         outcome, message = command_outcome.judge(facts)
         # weighin killed a command that thrashes, so its time is no result.
         spent_ns = None if outcome is Outcome.THRASHING else elapsed_ns
-        sampled, reclaimable = sampler.largest_needed_bytes, sampler.largest_reclaimable_bytes
+        sampled, reclaimable = self._most("needed_bytes"), self._most("reclaimable_bytes") or 0
         by_peak = None if self._peak_bytes is None else max(0, self._peak_bytes - reclaimable)
         by_kernel = self._kernel_bytes and max(0, self._kernel_bytes - sampler.caches_bytes)
         needed = largest((sampled, by_peak, by_kernel))
@@ -192,10 +192,10 @@ class CommandWatch:
             message=message,
             peaks=Peaks(
                 cgroup_bytes=self._peak_bytes,
-                anon_sampled_bytes=max((one.anon_bytes for one in self.samples), default=None),
-                file_sampled_bytes=sampler.largest_file_bytes,
+                anon_sampled_bytes=self._most("anon_bytes"),
+                file_sampled_bytes=self._most("page_cache_bytes"),
                 unreclaimable_sampled_bytes=sampled,
-                shmem_sampled_bytes=max((one.shmem_bytes for one in self.samples), default=None),
+                shmem_sampled_bytes=self._most("shmem_bytes"),
                 kernel_bytes=self._kernel_bytes,
             ),
             last_phase=self._listener.last_phase,
@@ -229,16 +229,20 @@ class CommandWatch:
             ),
             stopped=self._stopped if outcome in (Outcome.TIMEOUT, Outcome.THRASHING) else None,
         )
-        if not (escape := sampler.escape or self._filled_outside()):
+        if not (escape := sampler.memory.escape or self._filled_outside()):
             return result
         assert result.ran
         why = f"{escape}, so the figures are of a part of it and its limit is not valid (--isolation process measures all processes)"
         result = replace(result, ran=replace(result.ran, needed_is_sampled=True))
         return plausible.void(result, Outcome.MEASUREMENT_FAILED, why)
 
+    def _most(self, part: str) -> int | None:
+        """Return the most memory of a kind in one sample; None without samples."""
+        return largest(getattr(one, part) for one in self.samples)
+
     def _filled_outside(self) -> str:
         """Say if a process had more memory than its cgroup ever had: it left meanwhile."""
-        most_bytes = self._sampler.most_anon_bytes
+        most_bytes = self._sampler.table.most_anon_bytes
         if not self._cgroup or not plausible.is_beyond(most_bytes, self._peak_bytes):
             return ""
         return (

@@ -8,6 +8,8 @@ from weighin.units import MIB, format_bytes, format_seconds
 
 _SLACK_BYTES = 4 * MIB  # the kernel counts pages for each processor, and adds them up later
 _SLACK_SHARE = 0.01
+_OUTSIDE = "it had memory outside of its cgroup"
+_RESET = "the peak was reset"
 
 
 def is_beyond(bytes_: int | None, bound_bytes: int | None) -> bool:
@@ -30,29 +32,19 @@ def checked(result: Result) -> Result:
 
 
 def _contradictions(result: Result) -> Iterator[str]:
-    peaks, base = result.peaks, result.baseline
-    anon, limit = peaks.anon_sampled_bytes, result.cell.ram_limit_bytes
-    if is_beyond(anon, peaks.cgroup_bytes):
-        yield f"{_both(anon, peaks.cgroup_bytes)} of its cgroup: it had memory outside of its cgroup"
-    if is_beyond(peaks.cgroup_bytes, limit):
-        yield f"the peak of the cgroup, {format_bytes(peaks.cgroup_bytes or 0)}, is above its limit"
-    if len(result.ranks) <= 1 and is_beyond(anon, peaks.rss_bytes):
-        yield f"{_both(anon, peaks.rss_bytes)} of the process: the peak was reset"
-    if base and is_beyond(base.rss_bytes, peaks.rss_bytes):
-        yield (
-            f"the peak of {format_bytes(peaks.rss_bytes or 0)} is below the baseline of"
-            f" {format_bytes(base.rss_bytes)}: the peak was reset"
-        )
+    peaks, limit = result.peaks, result.cell.ram_limit_bytes
+    anon, base = peaks.anon_sampled_bytes, result.baseline and result.baseline.rss_bytes
+    own_peak = peaks.rss_bytes if len(result.ranks) <= 1 else None  # else of one of the ranks
+    for size, what, bound, than, cause in (
+        (anon, "sampled anonymous memory", peaks.cgroup_bytes, "peak of the cgroup", _OUTSIDE),
+        (peaks.cgroup_bytes, "peak of the cgroup", limit, "limit", "the limit was changed"),
+        (anon, "sampled anonymous memory", own_peak, "exact peak of the process", _RESET),
+        (base, "memory before the load", peaks.rss_bytes, "exact peak of the load", _RESET),
+    ):
+        if is_beyond(size, bound):
+            sizes = [format_bytes(each or 0) for each in (size, bound)]
+            yield f"the {what}, {sizes[0]}, is more than the {than}, {sizes[1]}: {cause}"
     spent_ns = max(result.ready_ns or 0, result.load_ns or 0)
     if result.cost and spent_ns > result.cost.wall_ns:
-        yield (
-            f"a time of {format_seconds(spent_ns)} is longer than the whole measurement of"
-            f" {format_seconds(result.cost.wall_ns)}: the clock was changed"
-        )
-
-
-def _both(sampled: int | None, exact: int | None) -> str:
-    return (
-        f"{format_bytes(sampled or 0)} of anonymous memory were sampled, more than the exact peak of"
-        f" {format_bytes(exact or 0)}"
-    )
+        times = [format_seconds(each) for each in (spent_ns, result.cost.wall_ns)]
+        yield f"a time, {times[0]}, is longer than the whole measurement, {times[1]}"

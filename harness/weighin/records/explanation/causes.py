@@ -179,19 +179,6 @@ def _copy_on_write(facts: Facts) -> Evidence | None:
     return None
 
 
-def _kernel_memory(facts: Facts) -> Evidence | None:
-    kernel = facts.kernel_bytes
-    if kernel < LEAST_BYTES or kernel < (facts.ran.needed_bytes or 0) // 2:
-        return None
-    return {"kernel": size(kernel), "parts": facts.kernel_parts}
-
-
-def _locked(facts: Facts) -> Evidence | None:
-    if facts.locked_bytes < max(LEAST_BYTES, (facts.ran.needed_bytes or 0) // 2):
-        return None
-    return {"locked": size(facts.locked_bytes)}
-
-
 def _shared_memory(facts: Facts) -> Evidence | None:
     if facts.held_bytes < LEAST_BYTES or facts.shmem_bytes < facts.held_bytes // 2:
         return None
@@ -356,18 +343,6 @@ RULES: Final = (
         _other_limit,
         "The command reached the limit{of} of the cgroup {group}, not its own limit.",
         "Raise the limit of that cgroup.",
-    ),
-    Rule(
-        "kernel memory",
-        _kernel_memory,
-        "{kernel} of the memory is the kernel's own for the command{parts}.",
-        "The contents of pipes and sockets, page tables and threads take such memory.",
-    ),
-    Rule(
-        "locked pages",
-        _locked,
-        "{locked} of the memory are file pages that are locked (mlock), so the kernel cannot reclaim them.",
-        "Do not lock the file, if it may be read again.",
     ),
     Rule(
         "a child",

@@ -102,21 +102,6 @@ class Facts:
         return max(at.needed_bytes - known if at else 0, unseen, 0)
 
     @property
-    def kernel_parts(self) -> str:
-        """The known parts of the kernel memory: ": 120 MiB of page tables"; empty if none is known."""
-        at = self.at_peak
-        if at is None:
-            return ""
-        slab = (at.slab_bytes or 0) - (at.kernel_reclaimable_bytes or 0)
-        parts = (
-            (at.page_tables_bytes, "page tables"),
-            (at.socket_bytes, "sockets"),
-            (slab, "slab"),
-        )
-        texts = [f"{size(each)} of {name}" for each, name in parts if (each or 0) >= MIB]
-        return f": {', '.join(texts)}" if texts else ""
-
-    @property
     def anon_bytes(self) -> int:
         return self.split[0] if self.split else 0
 
