@@ -99,8 +99,9 @@ def test_the_limit_of_a_cgroup_beside_is_not_one_around(
     programs: Path, elsewhere: Path, tmp_path: Path
 ) -> None:
     (elsewhere / "memory.limit_in_bytes").write_text(str(50 * MIB))
-    command = (str(programs / "leaves"), str(elsewhere), "100", "child")
+    command = (str(programs / "leaves"), str(elsewhere), "100", "late")
     found = measured(tmp_path / "run", command)
+    print(found.said, found.record["message"])
     (kill,) = found.record["ran"]["kills"]
     assert kill["limit_is"] == "elsewhere"
     assert "outside its own" in found.record["message"]

@@ -43,7 +43,7 @@ def test_a_family_is_counted_once_and_named(group: Path) -> None:
         settle(sampler)
         family.go("alone")
         samples = sampler.stop()
-        found = sampler.processes()
+        found = sampler.table.processes()
     most = max(samples, key=lambda one: one.anon_bytes)
     assert most.anon_bytes - before.anon_bytes == pytest.approx(
         FAMILY_ANON_MIB * MIB, abs=0.01 * FAMILY_ANON_MIB * MIB + MIB
@@ -56,8 +56,9 @@ def test_a_family_is_counted_once_and_named(group: Path) -> None:
     assert found[0].highest_rss_bytes
     assert found[0].highest_rss_bytes >= (128 + FAMILY_SHMEM_MIB) * MIB
     together = sum((one.anon_bytes or 0) + (one.shmem_bytes or 0) for one in found)
-    assert together == pytest.approx(sampler.largest_anon_and_shmem_bytes, rel=0.05)
-    assert (sampler.largest_kernel_bytes or 0) > 0
+    assert sampler.peak
+    assert together == pytest.approx(sampler.peak.anon_bytes + sampler.peak.shmem_bytes, rel=0.05)
+    assert (sampler.peak.kernel_bytes or 0) > 0
 
 
 READING = """
@@ -86,7 +87,7 @@ def test_the_files_that_are_read_and_mapped_at_the_peak(group: Path, disk: Path)
         settle(sampler)
         one.go("freed")
         sampler.stop()
-        (process,) = sampler.processes()
+        (process,) = sampler.table.processes()
     read, mapped = process.files
     assert (read.path, read.size_bytes, read.position_bytes) == (str(files[0]), 30 * MIB, 24 * MIB)
     assert (mapped.path, mapped.size_bytes, mapped.position_bytes, mapped.mapped_bytes) == (
@@ -125,16 +126,15 @@ def test_page_cache_at_the_limit_does_not_hide_the_peak(group: Path, disk: Path)
         settle(sampler)
         one.go("freed")
         samples = sampler.stop()
-        (process,) = sampler.processes()
+        (process,) = sampler.table.processes()
     # The kernel's counters lag by up to 64 pages for each processor. The sampler reads the processes
     # again only if the memory grew by 1 MiB or 1 %.
     least = 60 * MIB - 64 * mmap.PAGESIZE * (os.cpu_count() or 1)
     assert process.anon_bytes
     assert process.anon_bytes >= least - max(MIB, 128 * MIB // 100)
-    (peak,) = [each for each in samples if each.t_ns == sampler.peak_ns]
-    assert peak.anon_bytes >= least
-    assert sampler.largest_file_bytes
-    assert sampler.largest_file_bytes > 100 * MIB
+    assert sampler.peak
+    assert sampler.peak.anon_bytes >= least
+    assert max(each.page_cache_bytes for each in samples) > 100 * MIB
     file.unlink()
 
 
@@ -158,7 +158,7 @@ step("done")
         sampler = sampled(one, group)
         one.go("done")
         sampler.stop()
-        children = sampler.processes()[1:]
+        children = sampler.table.processes()[1:]
         assert [child.command for child in children] == ["sleep 1"] * 2 + ["sleep 1.5"]
         assert {child.parent_pid for child in children} == {one.pid}
         for child, lived_s in zip(children, (1, 1, 1.5), strict=True):
@@ -184,8 +184,8 @@ step("survived")
         one.go("survived")
         sampler.stop()
     assert sampler.oom_kills == 1
-    assert sampler.largest_anon_and_shmem_bytes
-    assert 40 * MIB < sampler.largest_anon_and_shmem_bytes <= 64 * MIB
+    assert sampler.peak
+    assert 40 * MIB < sampler.peak.needed_bytes <= 64 * MIB
 
 
 def test_a_kill_in_a_group_below_is_counted_also_after_its_removal(group: Path) -> None:
@@ -213,7 +213,7 @@ def test_sampling_takes_little_time(group: Path) -> None:
         for _ in range(100):
             sampler._look()
         each_ns = (time.thread_time_ns() - start) / 100
-        sampler._memory.close()
+        sampler.memory.close()
     assert each_ns < 2_000_000
 
 

@@ -2,7 +2,8 @@
  *
  * Anonymous: MIB, which is charged to the cgroup with the folder GROUP. HOW is "stays" if the program
  * stays there, "returns" if it enters its own cgroup HOME again, a further argument, before it holds the
- * memory for MS (400) milliseconds, and "child" if only a child goes there.
+ * memory for MS (400) milliseconds, "child" if only a child goes there, and "late" if the child does so
+ * after 100 ms.
  */
 #include "memory.h"
 
@@ -18,11 +19,14 @@ int main(int count, char **arguments) {
     if (count < 4)
         return 2;
     const char *how = arguments[3];
-    if (!strcmp(how, "child") && fork_child()) {
+    int late = !strcmp(how, "late");
+    if ((late || !strcmp(how, "child")) && fork_child()) {
         int status;
         wait(&status);
         return status ? 1 : 0;
     }
+    if (late)
+        hold(100);
     enter(arguments[1]);
     take((size_t)argument(count, arguments, 2, 100) * MIB);
     if (!strcmp(how, "returns"))

@@ -111,13 +111,15 @@ def _need(facts: Facts) -> str:
     text = f"The command needs {least}{amount}"
     if peak is None:
         return f"{text}, as sampled."
-    cached = facts.result.peaks.file_sampled_bytes or 0
     freed = (facts.at_peak.freed_bytes if facts.at_peak else None) or 0
-    with_cache = "with page cache" if cached >= MIB else "of its cgroup"
-    with_cache += f", with {size(freed)} that it gave back (MADV_FREE)," if freed >= MIB else ""
-    if limit and peak >= _NEAR_LIMIT * limit and cached >= (peak - needed) // 2 >= MIB // 2:
+    if freed >= MIB:
+        return f"{text}; the peak with {size(freed)} that it gave back (MADV_FREE) is {size(peak)}."
+    cached = facts.result.peaks.file_sampled_bytes
+    if peak - needed < MIB or (cached is not None and cached < MIB):
+        return f"{text}; the peak of its cgroup is {size(peak)}."
+    if limit and peak >= _NEAR_LIMIT * limit:
         return f"{text}: page cache filled memory up to the limit of {size(peak)}."
-    return f"{text}; the peak {with_cache} is {size(peak)}."
+    return f"{text}; the peak with page cache is {size(peak)}."
 
 
 def _kinds(facts: Facts, needed: int) -> str:
@@ -130,7 +132,7 @@ def _kinds(facts: Facts, needed: int) -> str:
     }
     sizes["anonymous"] = min(sizes["anonymous"], needed)
     seen = sum(sizes.values())
-    least = max(MIB, needed // 50)
+    least = max(MIB, needed // 100)
     named = {name: number for name, number in sizes.items() if number >= least}
     if not named:
         return "memory"
@@ -165,6 +167,8 @@ def _where(facts: Facts, place: Place | None) -> str:
 def _cache(facts: Facts) -> str:
     """Name the size of the page cache, its files, and the files that were cold at the start."""
     most, cold = facts.result.peaks.file_sampled_bytes, facts.ran.cold
+    if most is not None:  # locked pages can be reclaimed when the program has ended
+        most = max(most - facts.locked_bytes, 0)
     found = {file.path: file for process in facts.present for file in process.files}
     files = sorted(found.values(), key=lambda file: -file.size_bytes)
     is_charged = most is not None and most >= MIB
