@@ -38,7 +38,10 @@ def test_the_sample_of_a_group(tmp_path: Path, kernel: str) -> None:
             parts = (sample.socket_bytes, sample.slab_bytes, sample.kernel_reclaimable_bytes)
             assert parts == (stat["sock"], stat["slab"], stat["slab_reclaimable"])
         files = stat[f"{prefix}active_file"] + stat[f"{prefix}inactive_file"]
-        assert sample.page_cache_bytes + sample.freed_bytes == files
+        found = sample.page_cache_bytes + sample.freed_bytes
+        assert found == pytest.approx(
+            files, abs=64 * 4096
+        )  # some pages are on no list for a moment
     assert memory.pids() == []
 
 

@@ -452,8 +452,8 @@ def at_peak(**sizes: int) -> Sample:
     [
         (at_peak(anon=1, kernel=150), 151, "kernel memory"),
         (at_peak(anon=40, kernel=60), 100, "anonymous and kernel memory (40 MiB and 60 MiB)"),
-        (at_peak(anon=1, kernel=90, kernel_reclaimable=85), 60, "memory that the kernel cannot reclaim (samples saw 5.0 MiB kernel)"),
-        (at_peak(anon=1, socket=70), 71, "kernel memory"),
+        (at_peak(kernel=90, kernel_reclaimable=85), 60, "memory that the kernel cannot reclaim (samples saw 5.0 MiB kernel)"),
+        (at_peak(socket=70), 70, "kernel memory"),
         (at_peak(file=100, locked=100), 100, "locked memory"),
         (at_peak(anon=200, freed=200), 200, "anonymous memory"),
         (at_peak(anon=5), 60, "memory that the kernel cannot reclaim (samples saw 5.0 MiB anonymous)"),
@@ -470,7 +470,7 @@ def test_a_need_is_named_by_the_kinds_that_were_read(
 
 
 def test_the_kernels_mark_and_its_log_count_where_the_samples_saw_less() -> None:
-    result = made(Outcome.OOM_KILLED, needed=60 * MIB, at_peak=at_peak(anon=1))
+    result = made(Outcome.OOM_KILLED, needed=60 * MIB, at_peak=at_peak())
     assert result.ran
     marked = replace(result, peaks=Peaks(cgroup_bytes=60 * MIB, kernel_bytes=59 * MIB))
     kill = Kill(PID, "x", is_main=True, kernel_bytes=59 * MIB)

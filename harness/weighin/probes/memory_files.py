@@ -20,11 +20,11 @@ def left(started_s: float, last: Sample | None) -> str:
     ``last`` is the cgroup's sample after the end of all processes, with the shared memory that they
     left. Without it (and a cgroup), a file may be another program's.
     """
-    if last and last.shmem_bytes < MIB:
+    if last and last.shmem_bytes <= MIB:
         return ""
     sizes = dict(_files(started_s - _CLOCK_S))
     total = last.shmem_bytes if last else sum(sizes.values())
-    if total < MIB:
+    if total <= MIB:
         return ""
     largest = sorted(sizes, key=lambda path: -sizes[path])
     named = few([f"{one_line(path)} ({format_bytes(sizes[path])})" for path in largest])

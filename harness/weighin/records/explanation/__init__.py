@@ -112,14 +112,15 @@ def _need(facts: Facts) -> str:
     if peak is None:
         return f"{text}, as sampled."
     freed = (facts.at_peak.freed_bytes if facts.at_peak else None) or 0
-    if freed >= MIB:
-        return f"{text}; the peak with {size(freed)} that it gave back (MADV_FREE) is {size(peak)}."
     cached = facts.result.peaks.file_sampled_bytes
-    if peak - needed < MIB or (cached is not None and cached < MIB):
-        return f"{text}; the peak of its cgroup is {size(peak)}."
-    if limit and peak >= _NEAR_LIMIT * limit:
+    what = "with page cache"
+    if freed >= MIB:
+        what = f"with {size(freed)} that it gave back (MADV_FREE)"
+    elif peak - needed < MIB or (cached is not None and cached < MIB):
+        what = "of its cgroup"
+    elif limit and peak >= _NEAR_LIMIT * limit:
         return f"{text}: page cache filled memory up to the limit of {size(peak)}."
-    return f"{text}; the peak with page cache is {size(peak)}."
+    return f"{text}; the peak {what} is {size(peak)}."
 
 
 def _kinds(facts: Facts, needed: int) -> str:
