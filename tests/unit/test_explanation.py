@@ -441,10 +441,8 @@ def test_a_kill_says_where_the_other_limit_is(limit_is: str, place: str) -> None
 
 def at_peak(**sizes: int) -> Sample:
     """Return a sample of a cgroup; sizes are in MiB."""
-    fixed = ("rss", "anon", "file", "shmem", "swap")
-    known = [sizes.pop(name, 0) * MIB for name in fixed]
-    others = {f"{name}_bytes": size * MIB for name, size in sizes.items()}
-    return Sample(1, *known, 0, 0, **others)
+    named = {f"{name}_bytes": size * MIB for name, size in sizes.items()}
+    return replace(Sample(1, 0, 0, 0, 0, 0, 0, 0), **named)
 
 
 @pytest.mark.parametrize(

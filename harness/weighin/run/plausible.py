@@ -33,7 +33,8 @@ def checked(result: Result) -> Result:
 
 def _contradictions(result: Result) -> Iterator[str]:
     peaks, limit = result.peaks, result.cell.ram_limit_bytes
-    anon, base = peaks.anon_sampled_bytes, result.baseline and result.baseline.rss_bytes
+    anon = peaks.anon_sampled_bytes
+    base = result.baseline.rss_bytes if result.baseline else None
     own_peak = peaks.rss_bytes if len(result.ranks) <= 1 else None  # else of one of the ranks
     for size, what, bound, than, cause in (
         (anon, "sampled anonymous memory", peaks.cgroup_bytes, "peak of the cgroup", _OUTSIDE),
