@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from factories import make_result
 
-from weighin.result import Cost, Memory, Outcome, Peaks, Result
+from weighin.result import Cost, Memory, Outcome, Peaks, Rank, Result
 from weighin.run.plausible import checked, is_beyond
 from weighin.units import MIB
 
@@ -54,6 +54,11 @@ def test_a_contradiction_voids_a_result(changes: dict[str, object], words: str) 
     assert found.outcome is Outcome.MEASUREMENT_FAILED
     assert words in found.message
     assert found.message.endswith("; it ended with ok")
+
+
+def test_several_ranks_may_share_more_than_their_cgroup_has() -> None:
+    ranks = result(ranks=(Rank(), Rank()), peaks=peaks(anon_sampled_bytes=410 * MIB))
+    assert checked(ranks) == ranks
 
 
 def test_a_failed_load_keeps_its_outcome() -> None:

@@ -61,9 +61,10 @@ def kills_since(
 ) -> tuple[Kill, ...] | None:
     """Return the kills in ``group`` or below it, of the process ``main_pid``, and of ``pids``.
 
-    ``home`` is the cgroup in which a command without a ``group`` started. ``start`` is a result of ``position``; earlier messages do not count. The result is None
-    if this user may not read the log. In a container with its own pid namespace, no killed process
-    is recognised as the main process, because the log has the machine's pids.
+    ``home`` is the cgroup in which a command without a ``group`` started. ``start`` is a result of
+    ``position``; earlier messages do not count. The result is None if this user may not read the
+    log. In a container with its own pid namespace, no killed process is recognised as the main
+    process, because the log has the machine's pids.
     """
     if start is None:
         return None

@@ -26,7 +26,8 @@ def left(started_s: float, last: Sample | None) -> str:
     total = last.shmem_bytes if last else sum(sizes.values())
     if total <= MIB:
         return ""
-    largest = sorted(sizes, key=lambda path: -sizes[path])
+    own = [path for path, size in sizes.items() if size <= total]  # a larger one is another's
+    largest = sorted(own, key=lambda path: -sizes[path])
     named = few([f"{one_line(path)} ({format_bytes(sizes[path])})" for path in largest])
     who = "the command left" if last else "while it ran, files of a tmpfs got"
     return f"{who} {format_bytes(total)} of shared memory: {named or 'in no file that is visible'}"

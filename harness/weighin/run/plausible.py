@@ -33,13 +33,13 @@ def checked(result: Result) -> Result:
 
 def _contradictions(result: Result) -> Iterator[str]:
     peaks, limit = result.peaks, result.cell.ram_limit_bytes
-    anon = peaks.anon_sampled_bytes
+    # The sum over several ranks is not of one instant, and has the pages that they share twice.
+    anon = peaks.anon_sampled_bytes if len(result.ranks) <= 1 else None
     base = result.baseline.rss_bytes if result.baseline else None
-    own_peak = peaks.rss_bytes if len(result.ranks) <= 1 else None  # else of one of the ranks
     for size, what, bound, than, cause in (
         (anon, "sampled anonymous memory", peaks.cgroup_bytes, "peak of the cgroup", _OUTSIDE),
         (peaks.cgroup_bytes, "peak of the cgroup", limit, "limit", "the limit was changed"),
-        (anon, "sampled anonymous memory", own_peak, "exact peak of the process", _RESET),
+        (anon, "sampled anonymous memory", peaks.rss_bytes, "exact peak of the process", _RESET),
         (base, "memory before the load", peaks.rss_bytes, "exact peak of the load", _RESET),
     ):
         if is_beyond(size, bound):
