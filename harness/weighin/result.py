@@ -65,7 +65,13 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A reading that weighin made at ``t_ns`` of the measured process's or processes' memory."""
+    """A reading that weighin made at ``t_ns`` of the measured process's or processes' memory.
+
+    The fields from ``locked_bytes`` on are of commands. The anonymous memory of a command is without
+    ``freed_bytes``: pages that the command gave back with MADV_FREE, and that the kernel reclaims.
+    ``locked_bytes`` are file pages that the kernel cannot reclaim, because they are locked.
+    ``kernel_bytes`` is all kernel memory but that of TCP sockets (``socket_bytes``).
+    """
 
     t_ns: int
     rss_bytes: int
@@ -80,6 +86,33 @@ class Sample:
     cuda_allocated_bytes: int | None = None
     cuda_driver_bytes: int | None = None
     cgroup_shmem_bytes: int | None = None
+    locked_bytes: int | None = None
+    freed_bytes: int | None = None
+    kernel_bytes: int | None = None
+    kernel_reclaimable_bytes: int | None = None
+    socket_bytes: int | None = None
+    slab_bytes: int | None = None
+    page_tables_bytes: int | None = None
+
+    @property
+    def page_cache_bytes(self) -> int:
+        """The page cache that the kernel can reclaim; without a cgroup, only mapped page cache."""
+        if self.cgroup_file_bytes is None:
+            return max(self.file_bytes - (self.locked_bytes or 0), 0)
+        return max(self.cgroup_file_bytes - self.shmem_bytes - (self.locked_bytes or 0), 0)
+
+    @property
+    def reclaimable_bytes(self) -> int:
+        """What the kernel can reclaim without swap: page cache, freed pages and its own caches."""
+        caches = (self.freed_bytes or 0) + (self.kernel_reclaimable_bytes or 0)
+        return self.page_cache_bytes + caches
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the kernel cannot reclaim without swap."""
+        own = (self.kernel_bytes or 0) - (self.kernel_reclaimable_bytes or 0)
+        pages = self.anon_bytes + self.shmem_bytes + (self.locked_bytes or 0)
+        return pages + max(own, 0) + (self.socket_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +159,8 @@ class Peaks:
     all other sizes of a process's memory are of the worker alone. In a cell with several ranks
     (processes), ``rss_bytes`` is the highest peak of a rank, and the sampled maxima are sums over
     all ranks, with shared pages counted once. ``pss_bytes`` is the sum of all ranks' proportional
-    set sizes when all ranks had read every byte.
+    set sizes when all ranks had read every byte. ``kernel_bytes`` is the peak of a command's kernel
+    memory, which only cgroup v1 keeps.
     """
 
     rss_bytes: int | None = None
@@ -142,6 +176,7 @@ class Peaks:
     shmem_sampled_bytes: int | None = None
     pss_bytes: int | None = None
     others_private_sampled_bytes: int | None = None
+    kernel_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +276,7 @@ class Process:
     ``anon_bytes``, ``file_bytes`` and ``shmem_bytes`` are the process's proportional shares (PSS) when
     the whole command used most memory; None if the process did not run then. ``highest_rss_bytes`` is
     the highest RSS (VmHWM) up to the last sample; a peak after that sample is missing.
+    ``copied_bytes`` are pages that the process shared with its parent, and that became private.
     """
 
     pid: int
@@ -253,6 +289,7 @@ class Process:
     file_bytes: int | None = None
     shmem_bytes: int | None = None
     files: tuple[OpenFile, ...] = ()
+    copied_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +299,9 @@ class Kill:
     ``limit_of`` names the cgroup that reached its limit: empty for the command's own cgroup,
     "machine" if the whole machine had no memory left, "unknown" if the log does not say, else the
     path of another cgroup. ``limit_bytes`` is the limit of that cgroup if it is the command's own
-    or one around it; None for any other kill.
+    or one around it; None for any other kill. ``limit_is`` says where another cgroup is, seen from
+    the command's own: "around", "below" or "elsewhere"; empty if that is not known.
+    ``kernel_bytes`` is the kernel memory of the command's cgroup at a kill for its own limit.
     """
 
     pid: int
@@ -273,6 +312,14 @@ class Kill:
     file_bytes: int | None = None
     shmem_bytes: int | None = None
     limit_bytes: int | None = None
+    limit_is: str = ""
+    kernel_bytes: int | None = None
+
+    @property
+    def limit_place(self) -> str:
+        """Where the cgroup with the limit is, for a sentence: "around it"; empty if unknown."""
+        places = {"around": "around it", "below": "below its own", "elsewhere": "outside its own"}
+        return places.get(self.limit_is, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,9 +366,10 @@ class Ran:
     Attributes:
         pid: the pid of the command's first process, as weighin's process sees it.
         peak_ns: the time of the sample with the most memory; None without samples.
-        needed_bytes: the memory that the command needed: the largest sum of its anonymous and
-            shared memory, without page cache. If ``needed_is_sampled``, the command may have needed
-            more, because a short peak can fall between two samples.
+        needed_bytes: the memory that the command needed, as ``Sample.needed_bytes``. If
+            ``needed_is_sampled``, the command may have needed more, because a short peak can fall
+            between two samples.
+        at_peak: the sample with the most needed memory.
         signal: the signal that ended the first process; None if the process exited.
         survived: False if SIGKILL ended the first process, else True, for example if the kernel
             killed only another process.
@@ -345,6 +393,7 @@ class Ran:
     cold: tuple[str, ...] = ()
     frozen_ns: int = 0
     tracks: tuple[Track, ...] = ()
+    at_peak: Sample | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from weighin import child_process
 from weighin.formats import parallel_headers
 from weighin.loader import disk_readers
 from weighin.loader.disk_readers import TimedRead
-from weighin.probes import page_cache
+from weighin.probes import bounds, page_cache
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,7 +42,11 @@ def torch_threads_restored() -> Iterator[None]:
 def kernel(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Kernel]:
-    """A tree of cgroups of plain files, of each layout in turn."""
+    """A tree of cgroups of plain files, of each layout in turn.
+
+    No process is really in such a cgroup, so that none is seen to leave it.
+    """
+    monkeypatch.setattr(bounds, "has_left", lambda *_: False)
     with installed(tmp_path, monkeypatch, request.param) as kernel:
         yield kernel
 

@@ -27,6 +27,7 @@ class FakeSampler:
     seen: tuple[Sample, ...] = ()
     last_peak_rss_bytes: int | None = None
     oom_kills: int | None = None
+    has_left = False
 
     def __init__(self, *_: Any) -> None:
         self.samples: list[Sample] = []

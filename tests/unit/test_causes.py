@@ -207,28 +207,32 @@ def test_an_import_names_the_module_and_the_line_that_imports_it() -> None:
     assert found(replace(result, ran=replace(result.ran, stacks=mostly_before)), samples) is None
 
 
-def forked(hi: int, command: str = "/usr/bin/python load.py") -> tuple[Result, list[Sample]]:
-    """A first process of 140 MiB, and three children that hold 110 MiB each."""
+def forked(
+    copied: int | None, command: str = "/usr/bin/python load.py"
+) -> tuple[Result, list[Sample]]:
+    """Three children that hold 110 MiB each, of which ``copied`` MiB each were their parent's."""
+    copied_bytes = None if copied is None else copied * MIB
     children = [
-        process(n, anon=110 * MIB, parent=PID, command=command, highest_rss_bytes=hi)
+        process(n, anon=110 * MIB, parent=PID, command=command, copied_bytes=copied_bytes)
         for n in (101, 102, 103)
     ]
-    return killed([330 * MIB], processes=(process(anon=0, highest_rss_bytes=140 * MIB), *children))
+    return killed([330 * MIB], processes=(process(anon=0), *children))
 
 
 def test_copy_on_write_after_a_fork() -> None:
-    cause = found(*forked(hi=141 * MIB))
+    cause = found(*forked(60))
     assert cause
     assert (cause.name, cause.words) == (
         "copy-on-write",
-        "Copy-on-write: 3 forked processes wrote to pages shared with the parent process,"
-        " so that all together have 330 MiB, and the parent alone has 140 MiB.",
+        "Copy-on-write: 3 forked processes wrote to pages shared with the parent process: 180 MiB of"
+        " the 330 MiB that all have together are copies.",
     )
 
 
 def test_children_with_memory_of_their_own_copy_nothing() -> None:
-    assert found(*forked(hi=200 * MIB)) is None
-    assert found(*forked(hi=141 * MIB, command="python worker.py")) is None
+    assert found(*forked(0)) is None
+    assert found(*forked(None)) is None
+    assert found(*forked(60, command="python worker.py")) is None
 
 
 def test_workers_of_a_small_parent_have_memory_of_their_own() -> None:
@@ -249,7 +253,7 @@ def test_shared_memory() -> None:
 
 def test_the_limit_of_a_group_around() -> None:
     result, samples = killed([270 * MIB])
-    for limit_of, name in (("/user.slice", "a limit around"), ("machine", None), ("", None)):
+    for limit_of, name in (("/user.slice", "another limit"), ("machine", None), ("", None)):
         kills = (Kill(PID, "python", is_main=True, limit_of=limit_of),)
         assert result.ran
         cause = found(replace(result, ran=replace(result.ran, kills=kills)), samples)
@@ -408,10 +412,9 @@ def test_the_bounds_of_page_cache(peak: int, held: int, name: str) -> None:
     assert name_of((replace(result, peaks=Peaks()), [sample])) == ""
 
 
-@pytest.mark.parametrize(("highest", "name"), [(175, "copy-on-write"), (176, "")])
-def test_what_children_add_themselves_is_no_copy(highest: int, name: str) -> None:
-    """Three children hold 330 MiB: 140 MiB as their parent, and a quarter of it must be copies."""
-    assert name_of(forked(hi=highest * MIB)) == name
+@pytest.mark.parametrize(("copied", "name"), [(28, "copy-on-write"), (27, "")])
+def test_a_quarter_of_the_memory_must_be_copies(copied: int, name: str) -> None:
+    assert name_of(forked(copied)) == name
 
 
 @pytest.mark.parametrize(
@@ -419,8 +422,8 @@ def test_what_children_add_themselves_is_no_copy(highest: int, name: str) -> Non
 )
 def test_one_forked_process_copies_too(together: int, name: str) -> None:
     processes = (
-        process(anon=0, highest_rss_bytes=10 * MIB),
-        process(101, anon=together, parent=PID, highest_rss_bytes=10 * MIB),
+        process(anon=0),
+        process(101, anon=together, parent=PID, copied_bytes=40 * MIB),
     )
     case = killed([together], processes=processes)
     assert name_of(case) == name

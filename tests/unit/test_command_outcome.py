@@ -73,6 +73,7 @@ def test_a_kill_has_the_size_of_its_limit_where_it_is_known(
 def test_the_message_names_the_limit_that_was_met(
     limit_of: str, limit_bytes: int | None, words: str
 ) -> None:
-    kill = Kill(1, "python", is_main=True, limit_of=limit_of, limit_bytes=limit_bytes)
+    place = "around" if limit_of.startswith("/") else ""
+    kill = Kill(1, "python", True, limit_of, limit_bytes=limit_bytes, limit_is=place)
     _, message = judge(facts(kills=[kill]))
     assert message == f"the kernel killed python (pid 1) for lack of memory: {words}"

@@ -63,11 +63,12 @@ def test_pages_that_processes_share_are_counted_once() -> None:
     assert max(one.anon_bytes for one in samples) == pytest.approx(expected, rel=0.05)
     assert settled.anon_bytes == pytest.approx(expected, rel=0.02)
     assert settled.shmem_bytes == pytest.approx(FAMILY_SHMEM_MIB * MIB, rel=0.05)
-    assert sampler.largest_anon_and_shmem_bytes == pytest.approx(
+    assert sampler.peak
+    assert sampler.peak.needed_bytes == pytest.approx(
         before.anon_bytes + (FAMILY_ANON_MIB + FAMILY_SHMEM_MIB) * MIB, rel=0.05
     )
     assert sampler.oom_kills is None
-    assert sampler.peak_ns in [one.t_ns for one in samples]
+    assert sampler.peak in samples
 
 
 def test_each_process_has_its_share_when_the_command_used_most() -> None:
@@ -79,9 +80,9 @@ def test_each_process_has_its_share_when_the_command_used_most() -> None:
         wait_until(lambda: last(sampler).anon_bytes > FAMILY_ANON_MIB * MIB, "not all was seen")
         settle(sampler)
         family.go("alone")
-        wait_until(lambda: len(sampler._memory.pids()) == 1, "the children's end was not seen")
+        wait_until(lambda: len(sampler.memory.pids()) == 1, "the children's end was not seen")
         sampler.stop()
-        found = sampler.processes()
+        found = sampler.table.processes()
     assert [one.pid == family.pid for one in found] == [True, False, False, False]
     assert {one.parent_pid for one in found} == {os.getpid(), family.pid}
     assert all("import mmap, os, sys, time" in one.command for one in found)
@@ -150,7 +151,9 @@ def test_an_orphan_that_this_process_adopts_belongs_to_the_command(sampled_first
                 "the orphan was not seen",
             )
             sampler.stop()
-            orphans = [one.pid for one in sampler.processes() if one.parent_pid == os.getpid()]
+            orphans = [
+                one.pid for one in sampler.table.processes() if one.parent_pid == os.getpid()
+            ]
             orphans.remove(daemon.pid)
             assert len(orphans) == 1
     finally:
@@ -188,8 +191,8 @@ def test_a_command_that_has_ended_leaves_no_samples() -> None:
         sampler = CommandSampler(one.pid, None)
         sampler.start()
         assert sampler.stop() == []
-        assert (sampler.peak_ns, sampler.largest_anon_and_shmem_bytes) == (None, None)
-        assert sampler.processes() == ()
+        assert sampler.peak is None
+        assert sampler.table.processes() == ()
 
 
 @pytest.mark.cgroup
@@ -202,7 +205,7 @@ def test_sampling_takes_little_time() -> None:
         for _ in range(100):
             sampler._look()
         each_ns = (time.thread_time_ns() - start) / 100
-        sampler._memory.close()
+        sampler.memory.close()
     assert each_ns < 2_000_000
 
 

@@ -15,7 +15,7 @@ from factories import make_result
 from weighin.probes.sampler import write_samples
 from weighin.records.explanation import answer, explain
 from weighin.report.run_json import of_run
-from weighin.result import Kill, Mark, OpenFile, Outcome, Peaks
+from weighin.result import Kill, Mark, OpenFile, Outcome, Peaks, Sample
 from weighin.units import GIB, MIB
 
 
@@ -41,7 +41,7 @@ def test_a_kill_names_its_limit_its_victim_and_its_need() -> None:
 
 
 def test_a_kill_by_a_limit_around_says_that_it_is_not_the_own_one() -> None:
-    kill = Kill(PID, "python", is_main=True, limit_of="/user.slice")
+    kill = Kill(PID, "python", is_main=True, limit_of="/user.slice", limit_is="around")
     result = killed()
     lines = explain(replace(result, ran=replace(result.ran, kills=(kill,))))
     assert lines[0] == (
@@ -55,7 +55,14 @@ def test_a_kill_by_a_limit_around_says_that_it_is_not_the_own_one() -> None:
 
 
 def test_a_kill_by_a_limit_around_names_its_size() -> None:
-    kill = Kill(PID, "python", is_main=True, limit_of="/user.slice", limit_bytes=800 * MIB)
+    kill = Kill(
+        PID,
+        "python",
+        is_main=True,
+        limit_of="/user.slice",
+        limit_bytes=800 * MIB,
+        limit_is="around",
+    )
     result = killed()
     lines = explain(replace(result, ran=replace(result.ran, kills=(kill,))))
     assert lines[0] == (
@@ -345,7 +352,7 @@ def test_a_command_of_which_nothing_was_seen_is_said_with_its_end_alone() -> Non
     ]
     assert explain(made(needed=5 * MIB)) == [
         "The command ended well.",
-        "The command needs at least 5.0 MiB of anonymous and shared memory, as sampled.",
+        "The command needs at least 5.0 MiB of memory, as sampled.",
     ]
     assert explain(made(Outcome.SKIPPED)) == ["Ended: skipped."]
 
@@ -413,3 +420,58 @@ def test_page_cache_without_files_is_said_only_if_there_is_any() -> None:
 def test_processes_of_one_command_line_that_were_left_are_counted() -> None:
     result = made(ended=("sh", "/usr/bin/sleep 9", "sleep 9"))
     assert explain(result)[0].endswith("at the end: sleep 9 (2), sh.")
+
+
+@pytest.mark.parametrize(
+    ("limit_is", "place"),
+    [
+        ("around", " around it"),
+        ("below", " below its own"),
+        ("elsewhere", " outside its own"),
+        ("", ""),
+    ],
+)
+def test_a_kill_says_where_the_other_limit_is(limit_is: str, place: str) -> None:
+    kill = Kill(PID, "python", is_main=True, limit_of="/a/b", limit_is=limit_is)
+    result = killed()
+    assert result.ran
+    lines = explain(replace(result, ran=replace(result.ran, kills=(kill,))))
+    assert lines[0].startswith(f"Killed by the limit of the cgroup /a/b{place}, not by its own of")
+
+
+def at_peak(**sizes: int) -> Sample:
+    """Return a sample of a cgroup; sizes are in MiB."""
+    named = {f"{name}_bytes": size * MIB for name, size in sizes.items()}
+    return replace(Sample(1, 0, 0, 0, 0, 0, 0, 0), **named)
+
+
+@pytest.mark.parametrize(
+    ("sample", "needed", "kinds"),
+    [
+        (at_peak(anon=1, kernel=150), 151, "kernel memory"),
+        (at_peak(anon=40, kernel=60), 100, "anonymous and kernel memory (40 MiB and 60 MiB)"),
+        (at_peak(kernel=90, kernel_reclaimable=85), 60, "memory that the kernel cannot reclaim (samples saw 5.0 MiB kernel)"),
+        (at_peak(socket=70), 70, "kernel memory"),
+        (at_peak(file=100, locked=100), 100, "locked memory"),
+        (at_peak(anon=200, freed=200), 200, "anonymous memory"),
+        (at_peak(anon=5), 60, "memory that the kernel cannot reclaim (samples saw 5.0 MiB anonymous)"),
+        (at_peak(), 60, "memory"),
+    ],
+)  # fmt: skip
+def test_a_need_is_named_by_the_kinds_that_were_read(
+    sample: Sample, needed: int, kinds: str
+) -> None:
+    result = made(Outcome.OK, needed=needed * MIB, at_peak=sample, needed_is_sampled=False)
+    result = replace(result, peaks=Peaks(cgroup_bytes=(needed + 1) * MIB))
+    (_, line) = explain(result)[:2]
+    assert line.startswith(f"The command needs {needed} MiB of {kinds}")
+
+
+def test_the_kernels_mark_and_its_log_count_where_the_samples_saw_less() -> None:
+    result = made(Outcome.OOM_KILLED, needed=60 * MIB, at_peak=at_peak())
+    assert result.ran
+    marked = replace(result, peaks=Peaks(cgroup_bytes=60 * MIB, kernel_bytes=59 * MIB))
+    kill = Kill(PID, "x", is_main=True, kernel_bytes=59 * MIB)
+    logged = replace(result, ran=replace(result.ran, kills=(kill,)))
+    for one in (marked, logged):
+        assert "had 60 MiB of kernel memory, not counting page cache" in explain(one)[1]

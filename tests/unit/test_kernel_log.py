@@ -39,7 +39,8 @@ Memory cgroup out of memory: Killed process 7 (other) total-vm:2568kB, anon-rss:
 
 def kill(pid: int, name: str, sizes: tuple[int, int, int], limit_of: str = "") -> Kill:
     anon, file, shmem = (size * KIB for size in sizes)
-    return Kill(pid, name, False, limit_of, anon, file, shmem)
+    place = "around" if limit_of.startswith("/") else ""
+    return Kill(pid, name, False, limit_of, anon, file, shmem, limit_is=place)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,45 @@ def kill(pid: int, name: str, sizes: tuple[int, int, int], limit_of: str = "") -
 )
 def test_the_kills_of_a_group(text: str, group: str | None, expected: list[Kill]) -> None:
     assert list(parse_kills(text.splitlines(), group, 1)) == expected
+
+
+@pytest.mark.parametrize(
+    ("limited", "victim", "home", "limit_is"),
+    [
+        ("/a", "/a/own", None, "around"),
+        ("/a/own", "/a/own/in", None, ""),  # the own limit
+        ("/a/own/in", "/a/own/in", None, "below"),
+        ("/b", "/b", None, ""),  # of a process that has left; nobody knows its start
+        ("/b", "/b/x", "/a/own", "elsewhere"),
+        ("/a/owner", "/a/owner", "/a/own", "elsewhere"),
+        ("/a/own", "/a/own", "/a/own", "around"),
+        ("/", "/a/own", "/a/own", "around"),
+        ("/a/own/in", "/a/own/in", "/a/own", "below"),
+    ],
+)
+def test_where_the_cgroup_is_whose_limit_was_met(
+    limited: str, victim: str, home: str | None, limit_is: str
+) -> None:
+    text = V2_5_15.replace("oom_memcg=/user.slice/hello-cg", f"oom_memcg={limited}")
+    text = text.replace("task_memcg=/user.slice/hello-cg", f"task_memcg={victim}")
+    group = None if home else "/a/own"
+    (found,) = parse_kills(text.splitlines(), group, 1284158, (), home)
+    assert found.limit_is == limit_is
+
+
+@pytest.mark.parametrize(
+    "line", ["kmem: usage 61348kB, limit 9007199254740988kB, failcnt 0", "kernel 62820352"]
+)
+@pytest.mark.parametrize(
+    ("group", "kernel_bytes"),
+    [("/user.slice/hello-cg", 61348 * KIB), ("/user.slice/hello-cg/in", None)],
+)
+def test_the_kernels_memory_at_a_kill_for_the_own_limit(
+    line: str, group: str, kernel_bytes: int | None
+) -> None:
+    text = V2_5_15.replace("task_memcg=/user.slice/hello-cg", "task_memcg=/user.slice/hello-cg/in")
+    (found,) = parse_kills([line, *text.splitlines()], group, 1284158)
+    assert found.kernel_bytes == kernel_bytes
 
 
 def test_the_main_process_is_told_from_its_children() -> None:

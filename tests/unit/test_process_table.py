@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from weighin.probes.cgroup import is_exiting
+from weighin.probes.process import Shares
 from weighin.probes.process_table import ProcessTable
 from weighin.units import MIB
 
@@ -20,7 +21,7 @@ READER = (
 
 
 def _keep(table: ProcessTable, pid: int) -> None:
-    table.keep({pid: (MIB, 0, 0)})
+    table.keep({pid: Shares(MIB, 0, 0)})
 
 
 def _look(table: ProcessTable, pid: int) -> None:

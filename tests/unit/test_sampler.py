@@ -181,13 +181,14 @@ def test_samples_as_text(tmp_path: Path) -> None:
         path,
         [
             Sample(1, 60, 30, 20, 10, 0, 5, 6),
-            Sample(2, 61, 31, 20, 10, 0, 7, 6, 90, 40, 8, 900, 30),
+            Sample(2, 61, 31, 20, 10, 0, 7, 6, 90, 40, 8, 900, 30, 1, 2, 3, 4, 5, 6, 7),
         ],
     )
     assert path.read_bytes().decode() == (
         "t_ns,rss_bytes,anon_bytes,file_bytes,shmem_bytes,swap_bytes,minor_faults,major_faults,"
         "cgroup_bytes,cgroup_file_bytes,cuda_allocated_bytes,cuda_driver_bytes,"
-        "cgroup_shmem_bytes\r\n"
-        "1,60,30,20,10,0,5,6,,,,,\r\n"
-        "2,61,31,20,10,0,7,6,90,40,8,900,30\r\n"
+        "cgroup_shmem_bytes,locked_bytes,freed_bytes,kernel_bytes,kernel_reclaimable_bytes,"
+        "socket_bytes,slab_bytes,page_tables_bytes\r\n"
+        "1,60,30,20,10,0,5,6,,,,,,,,,,,,\r\n"
+        "2,61,31,20,10,0,7,6,90,40,8,900,30,1,2,3,4,5,6,7\r\n"
     )

@@ -191,8 +191,8 @@ def _end(
         _measuring.end(context, results)
         return
     (result,) = results
-    lines = [*explanation.answer(task.folder, result), f"weighin report {quote(str(task.folder))}"]
-    for line in lines:
+    lines = [*explanation.answer(task.folder, result), *(f"note: {one}" for one in result.warnings)]
+    for line in [*lines, f"weighin report {quote(str(task.folder))}"]:
         _console.tell(f"weighin: {line}")
     if json_file:
         from weighin.report.run_json import of_run

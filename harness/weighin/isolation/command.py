@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from weighin.child_process import PATIENCE_S, open_process, signal_each, wait_for_end
 from weighin.errors import ConfigError, StillRunning
@@ -17,6 +18,11 @@ from weighin.isolation.base import Exit, Streams
 from weighin.parent_process import end_with_parent
 from weighin.probes import mounts
 from weighin.probes.cgroup import read_kernel
+
+_UNSEEN: Final = (
+    "a plain process has no cgroup of its own, so these are not seen: kernel memory, huge pages, and"
+    " files in memory that no process maps (memfd, /dev/shm)"
+)
 
 
 class LocalCommand:
@@ -42,7 +48,7 @@ class LocalCommand:
         """Start the command; the resource limit ``limit`` marks the command and its descendants."""
         self.groups = tuple(groups)
         self.cgroup = groups[0] if groups else None
-        self.unseen = "" if groups else "a plain process has no cgroup of its own"
+        self.unseen = "" if groups else _UNSEEN
         with contextlib.ExitStack() as opened:
             files: list[int] = []
             for group in groups:

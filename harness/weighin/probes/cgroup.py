@@ -264,6 +264,11 @@ class MemoryCgroup:
         text = _read(self.usage_path)
         return int(text) if text else None
 
+    def read_kernel(self, name: str = "usage_in_bytes") -> int | None:
+        """Return a counter of the kernel memory that v1 counts for the cgroup, in bytes; None on v2."""
+        text = _read(self.path / f"memory.kmem.{name}")
+        return int(text) if text else None
+
     def read_in_use(self) -> int:
         """Return the charge less inactive file pages (the kernel reclaims them first), in bytes."""
         inactive = "total_inactive_file" if self.version == 1 else "inactive_file"

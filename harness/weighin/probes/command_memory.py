@@ -7,10 +7,12 @@ a PSS takes long, because the kernel walks the whole address space.
 
 import contextlib
 import os
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
+from weighin.probes.bounds import Bounds
 from weighin.probes.cgroup import (
     MemoryCgroup,
     all_pids,
@@ -20,9 +22,10 @@ from weighin.probes.cgroup import (
     room_in,
     start_time,
 )
-from weighin.probes.process import read_shares, read_status
-from weighin.probes.process_table import Pause, Shares
+from weighin.probes.process import Shares, read_shares, read_status
+from weighin.probes.process_table import Pause
 from weighin.result import Sample
+from weighin.units import MIB
 
 _V1: Final = {
     "anon": "total_rss",
@@ -32,7 +35,11 @@ _V1: Final = {
     "swap": "total_swap",
     "faults": "total_pgfault",
     "major": "total_pgmajfault",
+    "active": "total_active_file",
+    "inactive": "total_inactive_file",
+    "unevictable": "total_unevictable",
 }
+_FREED_S, _FREED_TRIES = 0.02, 10  # the kernel frees some memory of ended processes later
 _LINKS_OF_EMPTY: Final = 2  # of a folder without subfolders
 _V2: Final = {
     "anon": "anon",
@@ -41,7 +48,12 @@ _V2: Final = {
     "mapped": "file_mapped",
     "faults": "pgfault",
     "major": "pgmajfault",
+    "active": "active_file",
+    "inactive": "inactive_file",
+    "unevictable": "unevictable",
 }
+_KERNEL_PARTS: Final = ("slab", "kernel_stack", "pagetables", "percpu", "vmalloc")
+"""The parts of kernel memory in memory.stat of v2, for kernels before 5.18, which give no sum."""
 
 
 class GroupMemory:
@@ -49,24 +61,48 @@ class GroupMemory:
 
     A sample's ``file_bytes`` is the mapped page cache: the mapped memory that the kernel reports,
     less all shared memory. A sum of PSS would miss shared memory that is written, but not mapped.
+    The kernel reclaims the pages of its lists active_file and inactive_file: page cache that is not
+    locked, and anonymous pages that were given back with MADV_FREE.
     """
 
     is_fresh = True
 
-    def __init__(self, cgroup: MemoryCgroup, helpers: Collection[int] = ()) -> None:
-        """``helpers`` are the pids of weighin's own isolation processes in the command's cgroup."""
+    def __init__(
+        self, cgroup: MemoryCgroup, pid: int | None = None, helpers: Collection[int] = ()
+    ) -> None:
+        """Open the files of the cgroup.
+
+        Args:
+            pid: the command's first process, to notice if it or a descendant leaves the cgroup.
+            helpers: the pids of weighin's own isolation processes in the command's cgroup.
+        """
         self._cgroup = cgroup
+        self._bounds = Bounds(cgroup, pid)
         self._helpers = frozenset(helpers)
         self._names = _V1 if cgroup.version == 1 else _V2
         self._usage = os.open(cgroup.usage_path, os.O_RDONLY)
         self._stat = os.open(cgroup.stat_path, os.O_RDONLY)
-        self._kernel_path = cgroup.path / "memory.kmem.usage_in_bytes"  # v1 only
         self._kills: dict[str, int] = {}
-        self.kernel_bytes: int | None = None
 
     def pids(self) -> list[int]:
         """Return the pids of the command's processes that are visible in this pid namespace."""
-        return [pid for pid in members_of(self._cgroup.path) if pid not in self._helpers]
+        found = [pid for pid in members_of(self._cgroup.path) if pid not in self._helpers]
+        self._bounds.look(found)
+        return found
+
+    @property
+    def escape(self) -> str:
+        return self._bounds.escape
+
+    def caches_bytes(self) -> int:
+        """Return v1's kernel memory that is left without processes; 0 if processes still run."""
+        if self._cgroup.version != 1 or set(members_of(self._cgroup.path)) - self._helpers:
+            return 0
+        for _ in range(_FREED_TRIES):
+            if (left := self._cgroup.read_kernel() or 0) < MIB:
+                break
+            time.sleep(_FREED_S)
+        return left
 
     def sample(self, t_ns: int, _pids: list[int]) -> Sample | None:
         """Return a sample of the cgroup's memory; None if the cgroup was removed."""
@@ -76,12 +112,15 @@ class GroupMemory:
         except OSError:
             return None
         now = {name: figures.get(field, 0) for name, field in self._names.items()}
-        anon, shmem = now["anon"], now["shmem"]
+        listed, file = now["active"] + now["inactive"], now["file"] - now["shmem"]
+        freed = min(max(listed - file, 0), now["anon"])
+        locked = min(max(file - listed, 0), now["unevictable"])
+        anon, shmem = now["anon"] - freed, now["shmem"]
         mapped = max(now["mapped"] - shmem, 0)
-        self.kernel_bytes = figures.get("kernel")
+        parts = [figures[part] for part in _KERNEL_PARTS if part in figures]
+        kernel = figures.get("kernel", sum(parts) if parts else None)
         if self._cgroup.version == 1:
-            with contextlib.suppress(OSError):
-                self.kernel_bytes = int(self._kernel_path.read_text())
+            kernel = self._cgroup.read_kernel()
         return Sample(
             t_ns=t_ns,
             rss_bytes=anon + mapped + shmem,
@@ -94,6 +133,13 @@ class GroupMemory:
             cgroup_bytes=usage,
             cgroup_file_bytes=now["file"],
             cgroup_shmem_bytes=shmem,
+            locked_bytes=locked,
+            freed_bytes=freed,
+            kernel_bytes=kernel,
+            kernel_reclaimable_bytes=figures.get("slab_reclaimable"),
+            socket_bytes=figures.get("sock"),
+            slab_bytes=figures.get("slab"),
+            page_tables_bytes=figures.get("pagetables"),
         )
 
     def shares(self, pids: list[int]) -> dict[int, Shares]:
@@ -130,9 +176,9 @@ class TreeMemory:
     memory of just one process has changed since the last sum, the sample includes this change.
     """
 
-    kernel_bytes = None
     is_fresh = False
     """Whether the last sample is a new sum of proportional set sizes."""
+    escape = ""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -181,7 +227,7 @@ class TreeMemory:
         if not self._shares or not status:
             return None
         anon = max(_anon(self._status) + self._grown(status) - self._counted_twice, 0)
-        _, file, shmem = map(sum, zip(*self._shares.values(), strict=True))
+        _, file, shmem, locked, _ = map(sum, zip(*self._shares.values(), strict=True))
         return Sample(
             t_ns=t_ns,
             rss_bytes=anon + file + shmem,
@@ -191,6 +237,7 @@ class TreeMemory:
             swap_bytes=sum(one.get("VmSwap", 0) for one in status.values()),
             minor_faults=0,
             major_faults=0,
+            locked_bytes=locked,
         )
 
     def _add_up(self, status: dict[int, dict[str, int]]) -> None:
@@ -201,7 +248,7 @@ class TreeMemory:
         the bounds, else it becomes the nearer bound.
         """
         self._shares, self._status = _read_shares(list(status)), status
-        shared = sum(anon for anon, _, _ in self._shares.values())
+        shared = sum(anon for anon, *_ in self._shares.values())
         least, most = sorted(_anon(each) - shared for each in (status, _read_statuses([*status])))
         self._counted_twice = min(max(self._counted_twice, least), most)
 
@@ -215,6 +262,9 @@ class TreeMemory:
     def shares(self, _pids: list[int]) -> dict[int, Shares]:
         """Return the parts (``Shares``) of each process's PSS by pid, as in the last sum."""
         return self._shares
+
+    def caches_bytes(self) -> int:
+        return 0
 
     def oom_kills(self) -> None:
         return None

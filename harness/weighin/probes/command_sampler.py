@@ -10,12 +10,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Final
 
 from weighin.probes.cgroup import MemoryCgroup
 from weighin.probes.command_memory import GroupMemory, TreeMemory
 from weighin.probes.process_table import Pause, ProcessTable
-from weighin.result import Process, Sample
+from weighin.result import Sample
 from weighin.units import MIB
 
 DEFAULT_INTERVAL_S: Final = 0.02
@@ -28,17 +29,16 @@ _NEAR: Final = 4  # the limit is near if the command's growth meets it within so
 class CommandSampler:
     """Samples a command until ``stop`` is called.
 
-    The peak is the sample with the largest sum of anonymous and shared memory. Among samples whose
-    sum is within 1 % (at least 1 MiB) of the largest, the one with the highest total usage is the
-    peak. Page cache counts only in this total, because the kernel can reclaim page cache.
+    The peak is the sample with the most needed memory (``Sample.needed_bytes``). Among samples with
+    needed memory within 1 % (at least 1 MiB) of the most, the one with the highest total usage is
+    the peak. Page cache counts only in this total, because the kernel can reclaim page cache.
 
     Attributes:
         oom_kills: the number of OOM kills in the cgroup and below it; None without a cgroup.
-        peak_ns: the time of the peak, in monotonic nanoseconds.
-        largest_anon_and_shmem_bytes: the largest sum of anonymous and shared memory in one sample.
-        largest_file_bytes: the most page cache in one sample; without a cgroup, the most mapped
-            page cache.
-        largest_kernel_bytes: the most kernel memory in one sample; None if it cannot be read.
+        peak: the sample at the peak; None without samples.
+        memory, table: what the samples were read from.
+        caches_bytes: on cgroup v1, the kernel memory that was left when all processes had ended:
+            caches of files' names, which the kernel reclaims. v1 does not count them apart.
     """
 
     def __init__(
@@ -57,20 +57,17 @@ class CommandSampler:
             helpers: the pids in the cgroup that belong to weighin's isolation, not to the command.
         """
         self.oom_kills: int | None = None
-        self.peak_ns: int | None = None
-        self.largest_anon_and_shmem_bytes: int | None = None
-        self.largest_file_bytes: int | None = None
-        self.largest_kernel_bytes: int | None = None
+        self.peak: Sample | None = None
+        self.caches_bytes = 0
         self._samples: list[Sample] = []
-        self._memory = GroupMemory(cgroup, helpers) if cgroup else TreeMemory(pid)
-        self._limit = self._memory.limit()
+        self.memory = GroupMemory(cgroup, pid, helpers) if cgroup else TreeMemory(pid)
+        self._limit = self.memory.limit()
         self._interval_s = interval_s
         self._at_maximum = at_maximum
-        self._table = ProcessTable()
+        self.table = ProcessTable()
         self._keeping = Pause()
-        self._peak: Sample | None = None
         self._kept: Sample | None = None
-        self._most_bytes = 0
+        self._most_bytes = self._most_needed_bytes = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="command sampler", daemon=True)
 
@@ -81,12 +78,19 @@ class CommandSampler:
         """Take a last sample, end the thread, and return all samples, the oldest first."""
         self._stop.set()
         self._thread.join()
-        self._memory.close()
+        self.memory.close()
         return self._samples
 
-    def processes(self) -> tuple[Process, ...]:
-        """Return the command's processes, each with its share of the memory near the peak."""
-        return self._table.processes()
+    def without_caches(self) -> list[Sample]:
+        """Return the samples with ``caches_bytes``; call it when all processes have ended."""
+        self.caches_bytes = self.memory.caches_bytes()
+        if self.caches_bytes:
+            self.peak, self._most_needed_bytes = None, 0
+            for index, sample in enumerate(self._samples):
+                caches_bytes = min(self.caches_bytes, sample.kernel_bytes or 0)
+                self._samples[index] = replace(sample, kernel_reclaimable_bytes=caches_bytes)
+                self._note_peak(self._samples[index])
+        return self._samples
 
     def _run(self) -> None:
         _hasten()
@@ -113,10 +117,10 @@ class CommandSampler:
 
     def _look(self) -> Sample | None:
         t_ns = time.monotonic_ns()
-        pids = self._memory.pids()
-        self._table.look(pids, t_ns)
-        sample = self._memory.sample(t_ns, pids)
-        if (kills := self._memory.oom_kills()) is not None:
+        pids = self.memory.pids()
+        self.table.look(pids, t_ns)
+        sample = self.memory.sample(t_ns, pids)
+        if (kills := self.memory.oom_kills()) is not None:
             self.oom_kills = kills
         if sample is None:
             return None
@@ -128,22 +132,20 @@ class CommandSampler:
         return sample
 
     def _note_largest(self, sample: Sample) -> None:
-        held = sample.anon_bytes + sample.shmem_bytes
-        cached = _page_cache(sample)
-        self.largest_anon_and_shmem_bytes = max(self.largest_anon_and_shmem_bytes or 0, held)
-        self.largest_file_bytes = max(self.largest_file_bytes or 0, cached)
-        if (kernel := self._memory.kernel_bytes) is not None:
-            self.largest_kernel_bytes = max(self.largest_kernel_bytes or 0, kernel)
-        most = self.largest_anon_and_shmem_bytes
-        if _is_more(sample, self._peak, most, step_bytes=1):
-            self._peak, self.peak_ns = sample, sample.t_ns
+        self._note_peak(sample)
         step_bytes = max(MIB, _usage(sample) // 100)
-        is_new = self._memory.is_fresh and _is_more(sample, self._kept, most, step_bytes)
+        most = self._most_needed_bytes
+        is_new = self.memory.is_fresh and _is_more(sample, self._kept, most, step_bytes)
         is_due = self._keeping.begin()
         if is_new and (is_due or _used(sample) > _MUCH_MORE * _used(self._kept or sample)):
-            self._table.keep(self._memory.shares(self._memory.pids()))
+            self.table.keep(self.memory.shares(self.memory.pids()))
             self._kept = sample
             self._keeping.end()
+
+    def _note_peak(self, sample: Sample) -> None:
+        self._most_needed_bytes = max(self._most_needed_bytes, sample.needed_bytes)
+        if _is_more(sample, self.peak, self._most_needed_bytes, step_bytes=1):
+            self.peak = sample
 
 
 def _hasten() -> None:
@@ -160,29 +162,23 @@ def _hasten() -> None:
 def _is_more(sample: Sample, before: Sample | None, most_bytes: int, step_bytes: int) -> bool:
     """Return whether a sample uses more memory than ``before``, by the rule of ``CommandSampler``.
 
-    ``most_bytes`` is the largest sum of anonymous and shared memory in all samples so far. If the
-    sums of the two samples are about equal, the total usage must be higher by ``step_bytes``.
+    ``most_bytes`` is the most needed memory in all samples so far. If the needed memory of the two
+    samples is about equal, the total usage must be higher by ``step_bytes``.
     """
     if before is None:
         return True
-    held, held_before = (one.anon_bytes + one.shmem_bytes for one in (sample, before))
     slack = max(MIB, most_bytes // 100)
-    if held > held_before + slack:
+    if sample.needed_bytes > before.needed_bytes + slack:
         return True
-    return held >= most_bytes - slack and _usage(sample) >= _usage(before) + step_bytes
+    return (
+        sample.needed_bytes >= most_bytes - slack and _usage(sample) >= _usage(before) + step_bytes
+    )
 
 
 def _usage(sample: Sample) -> int:
     return sample.rss_bytes if sample.cgroup_bytes is None else sample.cgroup_bytes
 
 
-def _page_cache(sample: Sample) -> int:
-    """Return a sample's page cache less shared memory; without a cgroup, only mapped page cache."""
-    if sample.cgroup_file_bytes is None:
-        return sample.file_bytes
-    return max(sample.cgroup_file_bytes - sample.shmem_bytes, 0)
-
-
 def _used(sample: Sample) -> int:
-    """Return a sample's total usage less its page cache, in bytes."""
-    return _usage(sample) - _page_cache(sample)
+    """Return a sample's total usage less what the kernel can reclaim, in bytes."""
+    return max(_usage(sample) - sample.reclaimable_bytes, 0)

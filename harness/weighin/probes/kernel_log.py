@@ -32,6 +32,7 @@ _CAUSE: Final = re.compile(
     r"oom-kill:constraint=\w+,.*?(?:,oom_memcg=(?P<limited>.*?))?(?:,task_memcg=(?P<group>.*?))?"
     r",task=(?P<name>.*),pid=(?P<pid>\d+),uid=\d+\Z"
 )
+_KERNEL: Final = re.compile(r"(?:kmem: usage (?P<kib>\d+)kB,|kernel (?P<bytes>\d+)\Z)")  # v1 | v2
 _WHOLE_GROUP: Final = re.compile(r"Tasks in (?P<group>.*) are going to be killed due to memory")
 _VICTIM: Final = re.compile(
     r"(?P<kind>.*out of memory.*): Killed process (?P<pid>\d+) \((?P<name>.*)\),? total-vm:\d+kB,"
@@ -52,23 +53,28 @@ def position() -> int | None:
 
 
 def kills_since(
-    start: int | None, group: Path | None, main_pid: int, pids: Collection[int] = ()
+    start: int | None,
+    group: Path | None,
+    main_pid: int,
+    pids: Collection[int] = (),
+    home: Path | None = None,
 ) -> tuple[Kill, ...] | None:
     """Return the kills in ``group`` or below it, of the process ``main_pid``, and of ``pids``.
 
-    ``start`` is a result of ``position``; earlier messages do not count. The result is None
-    if this user may not read the log. In a container with its own pid namespace, no killed process
-    is recognised as the main process, because the log has the machine's pids.
+    ``home`` is the cgroup in which a command without a ``group`` started. ``start`` is a result of
+    ``position``; earlier messages do not count. The result is None if this user may not read the
+    log. In a container with its own pid namespace, no killed process is recognised as the main
+    process, because the log has the machine's pids.
     """
     if start is None:
         return None
-    inside = _inside(group)
+    inside, start_group = _inside(group), _inside(group or home)
     for _ in range(2):
         try:
             lines = [_text(message) for message in _read() if _number(message) >= start]
         except OSError:
             return None
-        found = parse_kills(lines, inside, main_pid, pids)
+        found = parse_kills(lines, inside, main_pid, pids, start_group)
         if all(kill.anon_bytes is not None for kill in found):
             break
         time.sleep(_LATE_S)
@@ -80,7 +86,7 @@ def _inside(group: Path | None) -> str | None:
     hierarchy = memory_hierarchy()
     if group is None or hierarchy is None or not group.is_relative_to(hierarchy[1]):
         return None
-    return f"/{group.relative_to(hierarchy[1])}"
+    return f"/{group.relative_to(hierarchy[1])}".rstrip(".")
 
 
 def _read() -> Iterator[bytes]:
@@ -119,17 +125,26 @@ class _Cause:
 
 
 def parse_kills(
-    lines: list[str], group: str | None, main_pid: int, pids: Collection[int] = ()
+    lines: list[str],
+    group: str | None,
+    main_pid: int,
+    pids: Collection[int] = (),
+    home: str | None = None,
 ) -> tuple[Kill, ...]:
     """Return the kills in ``lines`` whose victim ran in ``group``, is ``main_pid`` or is in ``pids``.
 
-    ``group`` is a cgroup's path; the paths in the log may have more folders before it.
+    ``group`` and ``home`` are cgroups' paths; the paths in the log may have more folders before
+    them.
     """
     kills: dict[int, Kill] = {}
     cause: _Cause | None = None
     is_whole_group = False
+    kernel_bytes: int | None = None  # of the group whose limit was met; the lines before the cause
     for line in lines:
         sizes: dict[str, int] = {}
+        if match := _KERNEL.match(line):
+            kernel_bytes = int(match["bytes"] or int(match["kib"]) * KIB)
+            continue
         if match := _CAUSE.search(line):
             # The constraint is not used: before Linux 5.3, it is CONSTRAINT_NONE also for a cgroup.
             limited, is_whole_group = match["limited"] or MACHINE, False
@@ -145,8 +160,33 @@ def parse_kills(
         pid, own = int(match["pid"]), _up_to(cause.group, group)
         if own is not None or pid == main_pid or pid in pids:
             limit_of = "" if cause.limited == own else cause.limited
-            kills[pid] = Kill(pid, one_line(match["name"]), pid == main_pid, limit_of, **sizes)
+            where = _where(cause.limited, own or _up_to(cause.group, home) or home)
+            is_other = limit_of.startswith("/")
+            kills[pid] = Kill(
+                pid,
+                one_line(match["name"]),
+                pid == main_pid,
+                limit_of,
+                limit_is=where if is_other else "",
+                kernel_bytes=None if limit_of else kernel_bytes,
+                **sizes,
+            )
     return tuple(kills.values())
+
+
+def _where(limited: str, own: str | None) -> str:
+    """Return where the cgroup ``limited`` is, seen from the cgroup ``own`` (``Kill.limit_is``)."""
+    if own is None:
+        return ""
+    if limited == own:
+        return "around"  # of a command without a cgroup of its own
+    if _is_below(limited, own):
+        return "below"
+    return "around" if _is_below(own, limited) else "elsewhere"
+
+
+def _is_below(path: str, other: str) -> bool:
+    return path.startswith(f"{other.rstrip('/')}/")
 
 
 def _up_to(path: str, group: str | None) -> str | None:

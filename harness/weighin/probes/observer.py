@@ -127,7 +127,7 @@ class LocalObserver:
     def _escape(self, cgroup: MemoryCgroup | None) -> str:
         if cgroup is None:
             return ""
-        if has_left(self._pid, cgroup.path):
+        if self._sampler.has_left or has_left(self._pid, cgroup.path):
             return "left its cgroup"
         if cgroup.path.exists() and cgroup.read_limit() != self._limit_bytes:
             return "changed the limit of its cgroup"

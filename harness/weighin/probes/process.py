@@ -5,10 +5,26 @@ import pathlib, which would take 1 MiB in the worker. Source: Documentation/file
 the kernel.
 """
 
+from typing import NamedTuple
+
 from weighin.result import Memory
 from weighin.units import KIB
 
 _STATUS_FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmSwap")
+
+
+class Shares(NamedTuple):
+    """The parts of a process's proportional set size, in bytes.
+
+    Anonymous pages that were given back with MADV_FREE are left out. ``locked`` is of files, and a
+    part of ``file``. ``private`` is anonymous memory that no other process maps.
+    """
+
+    anon: int
+    file: int
+    shmem: int
+    locked: int = 0
+    private: int = 0
 
 
 def read_status(pid: int | str = "self") -> dict[str, int]:
@@ -34,17 +50,23 @@ def read_pss(pid: int | str = "self") -> int:
     return _read_rollup(pid)["Pss"]
 
 
-def read_shares(pid: int | str = "self") -> tuple[int, int, int] | None:
-    """Return the anonymous, file-backed and shared parts of a process's PSS, in bytes.
+def read_shares(pid: int | str = "self") -> Shares | None:
+    """Return the parts of a process's PSS; None before Linux 5.4, and without memory, at its end.
 
-    ``read_shares`` returns None before Linux 5.4, and for a process that has just ended and has no
-    memory. The kernel walks the whole address space, as for ``read_pss``.
+    The kernel walks the whole address space, as for ``read_pss``.
     """
     rollup = _read_rollup(pid)
     try:
-        return rollup["Pss_Anon"], rollup["Pss_File"], rollup["Pss_Shmem"]
+        anon, file, shmem = rollup["Pss_Anon"], rollup["Pss_File"], rollup["Pss_Shmem"]
     except KeyError:
         return None
+    return Shares(
+        max(anon - rollup["LazyFree"], 0),
+        file,
+        shmem,
+        locked=min(max(rollup["Locked"] - anon - shmem, 0), file),
+        private=min(max(rollup["Private_Dirty"] - shmem, 0), rollup["Anonymous"]),
+    )
 
 
 def read_private(pid: int) -> int:

@@ -10,12 +10,9 @@ from typing import Final
 
 from weighin.probes.cgroup import is_exiting, parent_of, read_kernel
 from weighin.probes.open_files import files_read, open_files
-from weighin.probes.process import read_status
+from weighin.probes.process import Shares, read_status
 from weighin.result import OpenFile, Process
 from weighin.text import one_line
-
-Shares = tuple[int, int, int]
-"""The anonymous, file-backed and shared-memory parts of a proportional set size, in bytes."""
 
 SHARE: Final = 0.05
 """The largest share of a processor's time in which to examine processes, as this disturbs them."""
@@ -47,7 +44,11 @@ class Pause:
 
 @dataclass(slots=True)
 class _Seen:
-    """What is recorded of one process; ``parent_pid`` is the pid of its first parent."""
+    """What is recorded of one process; ``parent_pid`` is the pid of its first parent.
+
+    ``anon_bytes`` are the last two readings of its anonymous memory, the newest first, and
+    ``least_anon_bytes`` the least since the fork, when the memory was its parent's.
+    """
 
     pid: int
     start_ns: int
@@ -57,6 +58,10 @@ class _Seen:
     highest_rss_bytes: int | None = None
     shares: Shares | None = None
     files: tuple[OpenFile, ...] = ()
+    anon_bytes: tuple[int, ...] = ()
+    least_anon_bytes: int = 0
+    parent_anon_bytes: int = 0
+    copied_bytes: int | None = None
 
     def read(self) -> None:
         """Read the process's peak RSS, command line and parent; if the process has ended, keep what
@@ -70,6 +75,24 @@ class _Seen:
         except OSError:
             return
 
+    def note_anon(self, parent: "_Seen | None") -> None:
+        """Read the process's anonymous memory, and note the most that its parent has had meanwhile."""
+        with contextlib.suppress(OSError, KeyError):  # the process has ended
+            now = read_status(self.pid)["RssAnon"]
+            since = (parent.anon_bytes if parent else ())[: 1 if self.anon_bytes else 2]
+            known = (self.least_anon_bytes,) if self.anon_bytes else since
+            self.least_anon_bytes = min((now, *known))
+            self.parent_anon_bytes = max((self.parent_anon_bytes, *since))
+            self.anon_bytes = (now, *self.anon_bytes[:1])
+
+    def note_copied(self, parent: "_Seen | None") -> None:
+        """Compute what became private since the fork: not what is new, or what the parent gave back."""
+        self.copied_bytes = None
+        if self.shares and self.anon_bytes and parent and parent.anon_bytes:
+            grown = self.anon_bytes[0] - self.least_anon_bytes
+            given_back = self.parent_anon_bytes - parent.anon_bytes[0]
+            self.copied_bytes = max(self.shares.private - grown - given_back, 0)
+
     def note_files(self, look: Callable[[int], tuple[OpenFile, ...]]) -> None:
         """Record the files that ``look`` finds as open, and files of earlier calls as closed.
 
@@ -82,7 +105,7 @@ class _Seen:
                 self.files = _with_closed(found, self.files, maps=look is open_files)
 
     def weight(self) -> tuple[int, int]:
-        return (sum(self.shares) if self.shares else 0, self.highest_rss_bytes or 0)
+        return (sum(self.shares[:3]) if self.shares else 0, self.highest_rss_bytes or 0)
 
 
 class ProcessTable:
@@ -93,6 +116,9 @@ class ProcessTable:
         self._ended: list[_Seen] = []
         self._reread = Pause(_REREAD_S)
         self._files = Pause()
+        self._anon = Pause()
+        self.most_anon_bytes = 0
+        """The most anonymous memory of a single process."""
 
     def look(self, pids: Collection[int], t_ns: int) -> None:
         """Record that the processes ``pids`` run at the time ``t_ns``."""
@@ -108,6 +134,11 @@ class ProcessTable:
                 seen.read()
         if rereads:
             self._reread.end()
+        if self._anon.begin():
+            for seen in self._running.values():
+                seen.note_anon(self._running.get(seen.parent_pid))
+                self.most_anon_bytes = max((self.most_anon_bytes, *seen.anon_bytes))
+            self._anon.end()
         if self._files.begin():
             for seen in _largest(self._running.values()):
                 seen.note_files(files_read)
@@ -118,7 +149,7 @@ class ProcessTable:
     def keep(self, shares: Mapping[int, Shares]) -> None:
         """Store each process's share of the memory, and list the files of the 8 largest processes."""
         for seen in (*self._ended, *self._running.values()):
-            seen.shares = None
+            seen.shares = seen.copied_bytes = None
         found = [self._running[pid] for pid in shares if pid in self._running]
         for seen in found:
             seen.read()
@@ -126,6 +157,9 @@ class ProcessTable:
             seen.read()
         for seen in _largest(found):
             seen.note_files(open_files)
+        for seen in found:
+            seen.note_anon(parent := self._running.get(seen.parent_pid))
+            seen.note_copied(parent)
 
     def processes(self) -> tuple[Process, ...]:
         """Return the 200 processes with the most memory, sorted by their start."""
@@ -174,7 +208,7 @@ def command_of(pid: int, source: str = "cmdline") -> str:
 
 
 def _process(seen: _Seen) -> Process:
-    anon, file, shmem = seen.shares or (None, None, None)
+    anon, file, shmem = seen.shares[:3] if seen.shares else (None, None, None)
     return Process(
         pid=seen.pid,
         parent_pid=seen.parent_pid,
@@ -186,4 +220,5 @@ def _process(seen: _Seen) -> Process:
         file_bytes=file,
         shmem_bytes=shmem,
         files=seen.files,
+        copied_bytes=seen.copied_bytes,
     )

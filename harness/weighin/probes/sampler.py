@@ -14,7 +14,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from weighin.probes.cgroup import MemoryCgroup, all_pids, parent_of, parse_field
+from weighin.probes.cgroup import (
+    MemoryCgroup,
+    all_pids,
+    has_left,
+    memory_cgroup_of,
+    parent_of,
+    parse_field,
+)
 from weighin.probes.other_processes import OtherProcesses, variable_of
 from weighin.probes.process import parse_faults, parse_status
 from weighin.result import Sample
@@ -37,6 +44,9 @@ class Sampler:
         self.samples: list[Sample] = []
         self.oom_kills: int | None = None
         self.last_peak_rss_bytes: int | None = None
+        self.has_left = False  # the cgroup, once it had entered it; a return changes nothing
+        self._pid, self._group = pid, cgroup.path if cgroup else None
+        self._groups, self._has_entered = "", False
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._cache_field = "cache" if cgroup and cgroup.version == 1 else "file"
@@ -49,6 +59,7 @@ class Sampler:
                 "usage": cgroup.usage_path,
                 "memory": cgroup.stat_path,
                 "oom": cgroup.oom_path,
+                "groups": Path(f"/proc/{pid}/cgroup"),
             }
         self._files: dict[str, int] = {}
         for name, path in paths.items():
@@ -93,6 +104,7 @@ class Sampler:
         self.last_peak_rss_bytes = status["VmHWM"]
         minor, major = parse_faults(self._read("stat"))
         self._read_oom_kills()
+        self._read_groups()
         usage, stat = self._read_cgroup("usage"), self._read_cgroup("memory")
         return Sample(
             t_ns=now,
@@ -112,6 +124,16 @@ class Sampler:
         """Update ``oom_kills`` at each sample, because Docker removes an ended worker's cgroup."""
         if text := self._read_cgroup("oom"):
             self.oom_kills = parse_field(text, "oom_kill")
+
+    def _read_groups(self) -> None:
+        """Update ``has_left`` if the process is in other cgroups than at the last sample."""
+        groups = self._read_cgroup("groups")
+        if self._group is None or self.has_left or groups == self._groups:
+            return
+        self._groups = groups
+        self.has_left = self._has_entered and has_left(self._pid, self._group)
+        now = memory_cgroup_of(self._pid)
+        self._has_entered |= now is not None and now.is_relative_to(self._group)
 
     def _read_cgroup(self, name: str) -> str:
         """Return the text of a file of the cgroup; empty without a cgroup, or if it was removed."""

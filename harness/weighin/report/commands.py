@@ -1,4 +1,4 @@
-"""Tabulate which processes of a measured command used the memory, and which ones were killed."""
+"""Tabulate the kinds of a measured command's memory, its processes, and which ones were killed."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -24,6 +24,14 @@ PROCESSES_NOTE: Final = (
     " several processes share is divided among them."
 )
 _SIZES: Final = ("anonymous\nMiB", "file\nMiB", "shared\nMiB")
+KINDS: Final = (
+    "anonymous", "shared", "locked", "kernel", "sockets", "page tables", "slab",
+    "page cache", "given back", "kernel's caches",
+)  # fmt: skip
+CHARGE_NOTE: Final = (
+    "In the sample with the most needed memory. The command needs the first five kinds; page tables and"
+    " slab are parts of the kernel's. The kernel reclaims the last three."
+)
 KILLS_NOTE: Final = (
     "The memory is that of the killed process at the instant of the kill, from the kernel's log."
 )
@@ -32,8 +40,8 @@ _LIMITS: Final = {"": "its own", "machine": "the machine's memory", "unknown": "
 
 
 def listings(results: Sequence[Result]) -> Iterator[Found]:
-    """Yield the tables of kills, of processes and of marked output lines; leave out empty tables."""
-    for build in (kills, processes, marks):
+    """Yield the tables of kills, kinds of memory, processes and marked lines that are not empty."""
+    for build in (kills, charge, processes, marks):
         if found := build(results):
             yield found
 
@@ -56,6 +64,23 @@ def processes(results: Sequence[Result]) -> Found | None:
             notes.append(f"{title} left these running, which weighin ended: {left_running}.")
     heads = ["of", "command", "reads", "pid", "parent", *_SIZES]
     return _found("Processes at the peak", heads, 3, rows, notes, chosen)
+
+
+def charge(results: Sequence[Result]) -> Found | None:
+    """Return a table of the kinds of memory at each command's peak; None without a cgroup."""
+    chosen = _largest(results)
+    rows = []
+    for title, result in chosen:
+        at = result.ran.at_peak if result.ran else None
+        if at and at.kernel_bytes is not None:
+            caches = at.kernel_reclaimable_bytes or 0
+            slab = None if at.slab_bytes is None else at.slab_bytes - caches
+            needed = (at.anon_bytes, at.shmem_bytes, at.locked_bytes, at.kernel_bytes - caches)
+            parts = (at.socket_bytes, at.page_tables_bytes, slab)
+            rest = (at.page_cache_bytes, at.freed_bytes, caches)
+            rows.append([title, *(scaled(size, MIB, 1) for size in (*needed, *parts, *rest))])
+    heads = ["of", *(f"{name}\nMiB" for name in KINDS)]
+    return _found("Kinds of memory at the peak", heads, 1, rows, [CHARGE_NOTE], chosen)
 
 
 def kills(results: Sequence[Result]) -> Found | None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _HEADROOM: Final = 1.4  # height of the axis / highest memory, so that the names of phases fit above
 _POINTS: Final = 400  # about the width of a panel in pixels; more points only enlarge the SVG
 _SHARED: Final = "shmem_bytes"
+_KERNEL: Final = "kernel_bytes"
 _DOTS: Final = ".."  # 45 KiB in an SVG, which contains each dot; "...." would take 180 KiB
 _LEAST_APART: Final = 0.03  # between the texts of two marked lines, as a share of the panel's width
 _MARK_LENGTH: Final = 28
@@ -91,14 +92,15 @@ def _limit(axes: "Axes", limit: int | None) -> None:
 
 
 def _areas(axes: "Axes", track: data.Track) -> None:
-    """Draw anonymous, file-backed and shared memory as stacked areas."""
+    """Draw anonymous, file-backed, shared and kernel memory as stacked areas."""
     points = data.thin(track.samples, _POINTS)
     seconds = [(point.t_ns - track.zero_ns) / 1e9 for point in points]
     shade = look.colour(track.result.cell.strategy)
-    fills: dict[str, Any] = dict(zip(data.PARTS, (shade, look.tint(shade), "white"), strict=True))
+    shades_of = (shade, look.tint(shade), "white", look.GREY)
+    fills: dict[str, Any] = dict(zip(data.PARTS, shades_of, strict=True))
     # An area that is always zero is left out, because an SVG would contain each of its points.
     parts = [name for name in data.PARTS if name == data.PARTS[0] or data.has_part(points, name)]
-    layers = [[getattr(point, name) / GIB for point in points] for name in parts]
+    layers = [[(getattr(point, name) or 0) / GIB for point in points] for name in parts]
     colours, labels = [fills[name] for name in parts], list(parts)
     total = [sum(heights) for heights in zip(*layers, strict=True)]
     if track.ranks:  # an area of anonymous memory for each rank, alternately in two shades
@@ -111,6 +113,8 @@ def _areas(axes: "Axes", track: data.Track) -> None:
     drawn = axes.stackplot(seconds, *layers, colors=colours, labels=labels)
     if _SHARED in parts:
         drawn[parts.index(_SHARED)].set_hatch(_DOTS)
+    if _KERNEL in parts:
+        drawn[parts.index(_KERNEL)].set_hatch("//")
     axes.plot(seconds, total, color=look.INK, linewidth=0.8)
 
 
@@ -198,6 +202,8 @@ def _legend(tracks: Sequence[data.Track], top: float, cached: str) -> list[Any]:
     ]
     if any(data.has_part(track.samples, _SHARED) for track in tracks):
         handles.append(Patch(facecolor="white", hatch=_DOTS, label="shared", **look.EDGE))
+    if any(data.has_part(track.samples, _KERNEL) for track in tracks):
+        handles.append(Patch(facecolor=look.GREY, hatch="//", label="kernel", **look.EDGE))
     if any(track.gpu for track in tracks):
         handles.append(Line2D([], [], color="black", linewidth=1, label="on the GPU"))
     if any(data.marks(track) for track in tracks):

@@ -21,7 +21,7 @@ CUT_OFF: Final = frozenset(Outcome) - {
 # weighin itself ended these measurements, so their length says nothing about the strategy.
 _STOPPED: Final = (Outcome.TIMEOUT, Outcome.THRASHING)
 _TRACED: Final = ("t_ns", "requested_bytes")
-PARTS: Final = ("anon_bytes", "file_bytes", "shmem_bytes")
+PARTS: Final = ("anon_bytes", "file_bytes", "shmem_bytes", "kernel_bytes")
 _Point = TypeVar("_Point")
 
 
@@ -171,12 +171,13 @@ def _track(label: str, run: Path, result: Result) -> Track:
 
 
 def _of_group(sample: Sample) -> Sample:
-    """Replace the file-backed memory of a command's sample by the page cache charged to the cgroup."""
+    """Replace file-backed memory by the cgroup's page cache, and count TCP sockets as the kernel's."""
     if sample.cgroup_file_bytes is None or sample.cgroup_shmem_bytes is None:
         return sample
     file = max(0, sample.cgroup_file_bytes - sample.cgroup_shmem_bytes)
-    total = sample.anon_bytes + sample.shmem_bytes + file
-    return replace(sample, file_bytes=file, rss_bytes=total)
+    kernel = (sample.kernel_bytes or 0) + (sample.socket_bytes or 0)
+    total = sample.anon_bytes + sample.shmem_bytes + file + kernel
+    return replace(sample, file_bytes=file, rss_bytes=total, kernel_bytes=kernel)
 
 
 def _gpu(run: Path, result: Result, samples: Sequence[Sample]) -> list[tuple[int, int]]:

@@ -19,6 +19,7 @@ from weighin.result import Outcome, Result
 from weighin.run import interrupts, slow_disk
 from weighin.run import page_preconditioning as steady
 from weighin.run.measurement import CellMeasurement, trouble_of
+from weighin.run.plausible import checked, void
 from weighin.run.supervisor import Watch
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import format_bytes
@@ -119,7 +120,7 @@ def take(
     result = watch.result(job, ended)
     if watch.escape:
         why = f"the measured process {watch.escape}, so its figures and its limit are not valid"
-        result = _void(result, Outcome.STRATEGY_FAILED, why)
+        result = void(result, Outcome.STRATEGY_FAILED, why)
     if changed:
         result = _of_a_changed_checkpoint(result, changed, read_only=running.read_only)
     warnings = result.warnings
@@ -146,6 +147,7 @@ def take(
             for number, rank in enumerate(result.ranks)
         ),
     )
+    result = checked(result)
     return CellMeasurement(result, watch.samples, trace, watch.rank_samples, changed, trouble)
 
 
@@ -181,15 +183,9 @@ def _of_a_changed_checkpoint(result: Result, changed: Sequence[Path], *, read_on
         outcome, who = Outcome.MEASUREMENT_FAILED, "another program"
     else:
         outcome, who = Outcome.STRATEGY_FAILED, "the strategy"
-    return _void(
+    return void(
         result, outcome, f"{who} changed the checkpoint's files during the measurement: {files}"
     )
-
-
-def _void(result: Result, outcome: Outcome, why: str) -> Result:
-    """Return a result with ``outcome``; its message is ``why``, then the former outcome and message."""
-    end = f"it ended with {result.outcome}" + f": {result.message}" * bool(result.message)
-    return replace(result, outcome=outcome, message=f"{why}; {end}")
 
 
 def _doubts(cached_bytes: int | None) -> tuple[str, ...]:

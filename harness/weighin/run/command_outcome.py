@@ -105,11 +105,17 @@ def _limit(facts: Facts) -> str:
     for kill in facts.kills or ():
         if kill.limit_of in of - {""}:
             size = f" of {format_bytes(kill.limit_bytes)}" if kill.limit_bytes else ""
-            return f"the command reached the limit{size} of the outer cgroup {kill.limit_of}"
+            return f"the command reached the limit{size} of {_group(kill)}"
     if facts.limits and (own is None or facts.limits[0][0] < own):
         limit, group = facts.limits[0]
         return f"the command reached the limit of {format_bytes(limit)} of the outer cgroup {group}"
     return "the command reached the limit of an outer cgroup, or the end of the machine's memory"
+
+
+def _group(kill: Kill) -> str:
+    if kill.limit_is == "around":
+        return f"the outer cgroup {kill.limit_of}"
+    return f"the cgroup {kill.limit_of}" + f" {kill.limit_place}" * bool(kill.limit_is)
 
 
 def with_limits(

@@ -26,6 +26,7 @@ from weighin.run import command_output
 from weighin.run.command_settings import CommandSettings
 from weighin.run.command_watch import CommandWatch
 from weighin.run.measurement import CellMeasurement, trouble_of
+from weighin.run.plausible import checked
 from weighin.run.task import PlannedCommand, Progress, Run
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import format_bytes
@@ -171,7 +172,7 @@ def take(
         environment=environment,
         warnings=warnings,
     )
-    return CellMeasurement(result, watch.samples, trouble=trouble), signals.asked_to_end
+    return CellMeasurement(checked(result), watch.samples, trouble=trouble), signals.asked_to_end
 
 
 def remove_leftovers() -> list[str]:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
 from weighin.isolation.base import RunningCommand
-from weighin.probes import kernel_log
+from weighin.probes import kernel_log, memory_files
 from weighin.probes.cgroup import (
     MemoryCgroup,
     PeakMark,
     limits_around,
+    memory_cgroup_of,
     pressure_file_of,
     read_machine_oom_kills,
 )
@@ -35,10 +36,11 @@ from weighin.result import (
     Stack,
     Stopped,
 )
-from weighin.run import command_outcome, readiness
+from weighin.run import command_outcome, plausible, readiness
 from weighin.run.command_settings import CommandSettings
 from weighin.run.program_phases import PhaseListener
 from weighin.run.thrash_guard import ThrashGuard
+from weighin.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from weighin.probes.stacks import StackTaker
@@ -66,6 +68,8 @@ class CommandWatch:
         self._stopped: Stopped | None = None
         self._in_time = True
         self._ended: tuple[str, ...] = ()
+        self._kernel_bytes: int | None = None
+        self._left = ""
 
     def cell_with_phases(self) -> Cell:
         """Return the cell with an environment variable that names the socket for reporting phases."""
@@ -83,6 +87,7 @@ class CommandWatch:
             MemoryCgroup(running.cgroup, pressure_file_of(running.pid)) if running.cgroup else None
         )
         self._limits = limits_around(running.cgroup.parent) if running.cgroup else []
+        self._home = None if running.cgroup else memory_cgroup_of(running.pid)
         self._mark = PeakMark(self._cgroup) if self._cgroup else None
         self._stacks = _stack_taker(running) if self._how.stacks else None
         self._sampler = CommandSampler(
@@ -118,6 +123,8 @@ class CommandWatch:
         """Read the cgroup's figures; called when the server is ready or the command has ended."""
         self._last = observe(self._mark)
         self._peak_bytes = largest((self._last.peak_bytes, self._listener.peak_bytes))
+        if self._cgroup:
+            self._kernel_bytes = self._cgroup.read_kernel("max_usage_in_bytes")
 
     def end(self, *, in_time: bool) -> None:
         """Read the last figures, end all processes of the command, and reap its first process."""
@@ -143,13 +150,17 @@ class CommandWatch:
         self._phases, self._tracks = self._listener.close()
         if not is_ready:
             self._peak_bytes = largest((self._peak_bytes, self._listener.peak_bytes))
+        self.samples = self._sampler.without_caches()
+        if running.shares_terminal and not running.members():  # else a container's files are gone
+            last = self.samples[-1] if self._cgroup and self.samples and not is_ready else None
+            self._left = memory_files.left(self._started_s, last)
         if self._mark:
             self._mark.close()
 
     def result(self, elapsed_ns: int, timeout_s: float) -> Result:
         sampler, running = self._sampler, self._running
         machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
-        processes = sampler.processes()
+        processes = sampler.table.processes()
         kills = self._kills(processes) if machine_oom_kills != 0 else ()
         facts = command_outcome.Facts(
             cell=self._cell,
@@ -167,28 +178,25 @@ class CommandWatch:
         outcome, message = command_outcome.judge(facts)
         # weighin killed a command that thrashes, so its time is no result.
         spent_ns = None if outcome is Outcome.THRASHING else elapsed_ns
-        largest_file, sampled = sampler.largest_file_bytes, sampler.largest_anon_and_shmem_bytes
-        by_peak = (
-            None
-            if self._peak_bytes is None
-            else max(
-                0, self._peak_bytes - (largest_file or 0) - (sampler.largest_kernel_bytes or 0)
-            )
-        )
-        needed = largest((sampled, by_peak))
+        sampled, reclaimable = self._most("needed_bytes"), self._most("reclaimable_bytes") or 0
+        by_peak = None if self._peak_bytes is None else max(0, self._peak_bytes - reclaimable)
+        by_kernel = self._kernel_bytes and max(0, self._kernel_bytes - sampler.caches_bytes)
+        needed = largest((sampled, by_peak, by_kernel))
+        is_exact = needed == by_peak and reclaimable <= max(MIB, (needed or 0) // 100)
         some_ns, full_ns = self._last.some_ns, self._last.full_ns
         why = self._stacks.why if self._stacks else ""
-        return Result(
+        result = Result(
             schema=SCHEMA,
             cell=self._cell,
             outcome=outcome,
             message=message,
             peaks=Peaks(
                 cgroup_bytes=self._peak_bytes,
-                anon_sampled_bytes=max((one.anon_bytes for one in self.samples), default=None),
-                file_sampled_bytes=largest_file,
+                anon_sampled_bytes=self._most("anon_bytes"),
+                file_sampled_bytes=self._most("page_cache_bytes"),
                 unreclaimable_sampled_bytes=sampled,
-                shmem_sampled_bytes=max((one.shmem_bytes for one in self.samples), default=None),
+                shmem_sampled_bytes=self._most("shmem_bytes"),
+                kernel_bytes=self._kernel_bytes,
             ),
             last_phase=self._listener.last_phase,
             phases=self._phases,
@@ -200,12 +208,15 @@ class CommandWatch:
             limit_events=self._last.limit_events,
             exit_code=self._exit.shell_code,
             cost=Cost(wall_ns=0, load_ns=spent_ns),
-            warnings=tuple(filter(None, (running.unseen, *self._listener.warnings, why))),
+            warnings=tuple(
+                filter(None, (running.unseen, *self._listener.warnings, why, self._left))
+            ),
             ran=Ran(
                 pid=running.pid,
-                peak_ns=sampler.peak_ns,
+                peak_ns=sampler.peak.t_ns if sampler.peak else None,
                 needed_bytes=needed,
-                needed_is_sampled=needed == sampled,
+                needed_is_sampled=not is_exact,
+                at_peak=sampler.peak,
                 signal=self._exit.signal,
                 survived=self._exit.signal != signal.SIGKILL,
                 processes=tuple(map(self._with_highest, processes)),
@@ -218,11 +229,31 @@ class CommandWatch:
             ),
             stopped=self._stopped if outcome in (Outcome.TIMEOUT, Outcome.THRASHING) else None,
         )
+        if not (escape := sampler.memory.escape or self._filled_outside()):
+            return result
+        assert result.ran
+        why = f"{escape}, so the figures are of a part of it and its limit is not valid (--isolation process measures all processes)"
+        result = replace(result, ran=replace(result.ran, needed_is_sampled=True))
+        return plausible.void(result, Outcome.MEASUREMENT_FAILED, why)
+
+    def _most(self, part: str) -> int | None:
+        """Return the most memory of a kind in one sample; None without samples."""
+        return largest(getattr(one, part) for one in self.samples)
+
+    def _filled_outside(self) -> str:
+        """Say if a process had more memory than its cgroup ever had: it left meanwhile."""
+        most_bytes = self._sampler.table.most_anon_bytes
+        if not self._cgroup or not plausible.is_beyond(most_bytes, self._peak_bytes):
+            return ""
+        return (
+            f"a process had {format_bytes(most_bytes)} of anonymous memory, and the command's cgroup"
+            f" never more than {format_bytes(self._peak_bytes or 0)}"
+        )
 
     def _kills(self, processes: Sequence[Process]) -> tuple[Kill, ...] | None:
         """Return the kernel log's OOM kills in the command; None if this user may not read the log."""
         running, pids = self._running, [each.pid for each in processes]
-        found = kernel_log.kills_since(self._log, running.cgroup, running.pid, pids)
+        found = kernel_log.kills_since(self._log, running.cgroup, running.pid, pids, self._home)
         own_bytes = self._cell.ram_limit_bytes
         return found and command_outcome.with_limits(found, own_bytes, self._limits)
 

@@ -13,6 +13,7 @@ from weighin.units import MIB
 
 __all__ = ["Cause", "answer", "cause_of", "explain"]
 
+_UNSEEN_SHARE, _UNSEEN_BYTES = 0.1, 8 * MIB  # of the need; a kind of memory was not seen
 _NEAR_LIMIT = 0.98  # page cache fills memory up to a limit, so that a peak this near shows no need
 
 
@@ -87,37 +88,62 @@ def _limit(result: Result, kills: Sequence[Kill]) -> str:
     own = result.cell.ram_limit_bytes
     if any(kill.limit_of == "machine" for kill in kills):
         return "when the whole machine had no memory left"
-    around = next((kill for kill in kills if kill.limit_of.startswith("/")), None)
-    if around:
-        of = f" of {size(around.limit_bytes)}" if around.limit_bytes else ""
+    other = next((kill for kill in kills if kill.limit_of.startswith("/")), None)
+    if other:
+        of = f" of {size(other.limit_bytes)}" if other.limit_bytes else ""
+        place = f"{other.limit_of} {other.limit_place}".strip()
         others = f", not by its own of {size(own)}" if own else ""
-        return f"by the limit{of} of the cgroup {around.limit_of} around it{others}"
+        return f"by the limit{of} of the cgroup {place}{others}"
     if own and all(not kill.limit_of for kill in kills):
         return f"by the limit of {size(own)}"
     return "for lack of memory"
 
 
 def _need(facts: Facts) -> str:
-    needed, split = facts.ran.needed_bytes, facts.split
+    needed = facts.ran.needed_bytes
     if needed is None:
         return ""
-    kinds = "anonymous and shared memory"
-    if split and split[1] < max(MIB, facts.held_bytes // 100):
-        kinds = "anonymous memory"
-    elif split and split[0] < max(MIB, facts.held_bytes // 100):
-        kinds = "shared memory"
-    elif split:
-        kinds += f" ({size(split[0])} and {size(split[1])})"
+    amount = f"{size(needed)} of {_kinds(facts, needed)}"
     if facts.killed:
-        return f"The command had {size(needed)} of {kinds}, not counting page cache, and tried to allocate more."
+        return f"The command had {amount}, not counting page cache, and tried to allocate more."
     least = "at least " if facts.ran.needed_is_sampled else ""
     peak, limit = facts.result.peaks.cgroup_bytes, facts.result.cell.ram_limit_bytes
-    text = f"The command needs {least}{size(needed)} of {kinds}"
+    text = f"The command needs {least}{amount}"
     if peak is None:
         return f"{text}, as sampled."
-    if limit and peak >= _NEAR_LIMIT * limit:
+    freed = (facts.at_peak.freed_bytes if facts.at_peak else None) or 0
+    cached = facts.result.peaks.file_sampled_bytes
+    what = "with page cache"
+    if freed >= MIB:
+        what = f"with {size(freed)} that it gave back (MADV_FREE)"
+    elif peak - needed < MIB or (cached is not None and cached < MIB):
+        what = "of its cgroup"
+    elif limit and peak >= _NEAR_LIMIT * limit:
         return f"{text}: page cache filled memory up to the limit of {size(peak)}."
-    return f"{text}; the peak with page cache is {size(peak)}."
+    return f"{text}; the peak {what} is {size(peak)}."
+
+
+def _kinds(facts: Facts, needed: int) -> str:
+    """Name the kinds of memory that were read, each with its size if there are several."""
+    sizes = {
+        "anonymous": max(facts.anon_bytes, facts.anon_of_killed),
+        "shared": facts.shmem_bytes,
+        "locked": facts.locked_bytes,
+        "kernel": facts.kernel_bytes,
+    }
+    sizes["anonymous"] = min(sizes["anonymous"], needed)
+    seen = sum(sizes.values())
+    least = max(MIB, needed // 100)
+    named = {name: number for name, number in sizes.items() if number >= least}
+    if not named:
+        return "memory"
+    *others, last = named
+    kinds = f"{', '.join(others)} and {last}" if others else last
+    each = " and ".join(map(size, named.values())) if others else ""
+    if seen < needed - max(_UNSEEN_SHARE * needed, _UNSEEN_BYTES):
+        each = "; ".join(f"{size(number)} {name}" for name, number in named.items())
+        return f"memory that the kernel cannot reclaim (samples saw {each})"
+    return f"{kinds} memory" + f" ({each})" * bool(each)
 
 
 def _where(facts: Facts, place: Place | None) -> str:
@@ -142,6 +168,8 @@ def _where(facts: Facts, place: Place | None) -> str:
 def _cache(facts: Facts) -> str:
     """Name the size of the page cache, its files, and the files that were cold at the start."""
     most, cold = facts.result.peaks.file_sampled_bytes, facts.ran.cold
+    if most is not None:  # locked pages can be reclaimed when the program has ended
+        most = max(most - facts.locked_bytes, 0)
     found = {file.path: file for process in facts.present for file in process.files}
     files = sorted(found.values(), key=lambda file: -file.size_bytes)
     is_charged = most is not None and most >= MIB

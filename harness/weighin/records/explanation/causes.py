@@ -164,21 +164,18 @@ def _import(facts: Facts) -> Evidence | None:
 
 
 def _copy_on_write(facts: Facts) -> Evidence | None:
-    """Test whether forked processes copied pages of their parent, because they wrote to them."""
+    """Test whether pages that processes shared with their parent have become private."""
     for parent in facts.ran.processes:
         children = [
             one
             for one in facts.present
-            if one.parent_pid == parent.pid and one.command == parent.command
+            if one.parent_pid == parent.pid and one.command == parent.command and one.copied_bytes
         ]
-        alone = parent.highest_rss_bytes or 0
+        copied = sum(one.copied_bytes or 0 for one in children)
         together = held_by(parent) + sum(map(held_by, children))
-        # A child begins with the pages of its parent: memory above the parent's RSS is the child's own.
-        added = sum(max((one.highest_rss_bytes or together) - alone, 0) for one in children)
-        copied = together - added - alone
-        if children and together > LEAST_BYTES and copied > together // 4:
+        if together > LEAST_BYTES and copied > together // 4:
             count = f"{len(children)} forked processes" if len(children) > 1 else "a forked process"
-            return {"count": count, "together": size(together), "alone": size(alone)}
+            return {"count": count, "together": size(together), "copied": size(copied)}
     return None
 
 
@@ -188,12 +185,12 @@ def _shared_memory(facts: Facts) -> Evidence | None:
     return {"shared": size(facts.shmem_bytes)}
 
 
-def _outer_limit(facts: Facts) -> Evidence | None:
+def _other_limit(facts: Facts) -> Evidence | None:
     kill = next((kill for kill in facts.ran.kills if kill.limit_of.startswith("/")), None)
     if kill is None:
         return None
     of = f" of {size(kill.limit_bytes)}" if kill.limit_bytes else ""
-    return {"group": kill.limit_of, "of": of}
+    return {"group": f"{kill.limit_of} {kill.limit_place}".strip(), "of": of}
 
 
 def _child(facts: Facts) -> Evidence | None:
@@ -330,8 +327,8 @@ RULES: Final = (
     Rule(
         "copy-on-write",
         _copy_on_write,
-        "Copy-on-write: {count} wrote to pages shared with the parent process, so that all together have"
-        " {together}, and the parent alone has {alone}.",
+        "Copy-on-write: {count} wrote to pages shared with the parent process: {copied} of the {together}"
+        " that all have together are copies.",
         "In Python, reading an object writes the object's reference count: keep shared data in arrays, or"
         " start fewer processes.",
     ),
@@ -342,9 +339,9 @@ RULES: Final = (
         "A file in a tmpfs takes memory until the file is removed.",
     ),
     Rule(
-        "a limit around",
-        _outer_limit,
-        "The command reached the limit{of} of the cgroup {group} around it, not its own limit.",
+        "another limit",
+        _other_limit,
+        "The command reached the limit{of} of the cgroup {group}, not its own limit.",
         "Raise the limit of that cgroup.",
     ),
     Rule(

@@ -64,13 +64,8 @@ class Facts:
     @cached_property
     def split(self) -> tuple[int, int, int] | None:
         """Anonymous memory, shared memory and page cache at the peak, in bytes; None if unknown."""
-        if self.samples and self.ran.peak_ns is not None:
-            peak_ns = self.ran.peak_ns
-            at = min(self.samples, key=lambda sample: abs(sample.t_ns - peak_ns))
-            cached = at.file_bytes
-            if at.cgroup_file_bytes is not None:
-                cached = max(at.cgroup_file_bytes - at.shmem_bytes, 0)
-            return at.anon_bytes, at.shmem_bytes, cached
+        if at := self.at_peak:
+            return at.anon_bytes, at.shmem_bytes, at.page_cache_bytes
         if self.present:
             parts = [
                 (p.anon_bytes or 0, p.shmem_bytes or 0, p.file_bytes or 0) for p in self.present
@@ -79,9 +74,41 @@ class Facts:
             return anon, shmem, file
         return None
 
+    @cached_property
+    def at_peak(self) -> Sample | None:
+        """The sample at the peak; None without samples."""
+        peak_ns = self.ran.peak_ns
+        if self.ran.at_peak or not self.samples or peak_ns is None:
+            return self.ran.at_peak
+        return min(self.samples, key=lambda sample: abs(sample.t_ns - peak_ns))
+
+    @property
+    def locked_bytes(self) -> int:
+        """The file pages that were locked, so that the kernel could not reclaim them."""
+        return (self.at_peak.locked_bytes if self.at_peak else None) or 0
+
+    @property
+    def kernel_bytes(self) -> int:
+        """The kernel memory that could not be reclaimed, with TCP sockets.
+
+        The kernel's own mark (v1) or its log of a kill counts if it is higher than the sample, up
+        to what no other kind of memory accounts for: such memory often grows between two samples.
+        """
+        at, logged = self.at_peak, [kill.kernel_bytes or 0 for kill in self.ran.kills]
+        mark = max(self.result.peaks.kernel_bytes or 0, *logged, 0)
+        caches = (at.kernel_reclaimable_bytes if at else None) or 0
+        known = self.held_bytes + self.locked_bytes
+        unseen = min(mark - caches, (self.ran.needed_bytes or 0) - known)
+        return max(at.needed_bytes - known if at else 0, unseen, 0)
+
     @property
     def anon_bytes(self) -> int:
         return self.split[0] if self.split else 0
+
+    @property
+    def anon_of_killed(self) -> int:
+        """The anonymous memory of the killed process with most of it, from the kernel's log."""
+        return max((kill.anon_bytes or 0 for kill in self.ran.kills), default=0)
 
     @property
     def shmem_bytes(self) -> int:

@@ -122,7 +122,9 @@ def _areas(
     lines = {}
     heights = [0] * len(points)
     for part in timeline_data.PARTS:
-        heights = [h + getattr(point, part) for h, point in zip(heights, points, strict=True)]
+        heights = [
+            h + (getattr(point, part) or 0) for h, point in zip(heights, points, strict=True)
+        ]
         lines[part] = list(zip(xs, (memory.at(h / GIB) for h in heights), strict=True))
     parts = [
         part

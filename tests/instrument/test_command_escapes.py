@@ -1,0 +1,158 @@
+"""A command that gets out of its cgroup or its limit is told, and passes no gate."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from unusual_commands import ROOT, Measured, measured, weighin
+
+from weighin.isolation.cgroup import temporary_group
+from weighin.probes.cgroup import memory_hierarchy
+from weighin.units import MIB
+
+pytestmark = [pytest.mark.cgroup, pytest.mark.compiler, pytest.mark.root]
+
+OWN = "own=$(sed -n 's/.*:memory://p' /proc/self/cgroup); "
+"""Shell code that sets ``own`` to the path of the shell's memory cgroup (v1)."""
+VERSION1 = pytest.mark.skipif(
+    (memory_hierarchy() or (0,))[0] != 1, reason="writes the files of cgroup v1"
+)
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Path]:
+    """A cgroup that is not the command's."""
+    with temporary_group() as group:
+        yield group
+
+
+def refused(found: Measured, folder: Path) -> bool:
+    """Tell whether a run ends with an error, and passes no gate."""
+    gate = weighin("check", str(folder), "--budget", "anon <= 10 GiB")
+    return bool(found.code and gate.returncode)
+
+
+@pytest.mark.parametrize("how", ["stays", "child"])
+@pytest.mark.parametrize("limit", ["none", "64m"])
+def test_a_process_that_leaves_the_cgroup(
+    how: str, limit: str, programs: Path, elsewhere: Path, tmp_path: Path
+) -> None:
+    command = (str(programs / "leaves"), str(elsewhere), "100", how)
+    found = measured(tmp_path / "run", command, "--ram", limit)
+    print(found.said)
+    assert found.record["outcome"] == "measurement_failed"
+    assert "left the command's cgroup for" in found.said
+    assert "ended well" not in found.said
+    assert found.record["ran"]["needed_is_sampled"]
+    assert refused(found, tmp_path / "run")
+
+
+@VERSION1
+def test_a_process_that_leaves_the_cgroup_and_returns(
+    programs: Path, elsewhere: Path, tmp_path: Path
+) -> None:
+    home = f"{(memory_hierarchy() or (0, ''))[1]}$own"
+    script = f"{OWN}exec {programs}/leaves {elsewhere} 200 returns 400 {home}"
+    found = measured(tmp_path / "run", ("/bin/sh", "-c", script), "--ram", "100m")
+    assert found.record["outcome"] == "measurement_failed"
+    assert refused(found, tmp_path / "run")
+
+
+@VERSION1
+def test_a_command_that_raises_its_limit(programs: Path, tmp_path: Path) -> None:
+    files = "memory.memsw.limit_in_bytes memory.limit_in_bytes"
+    script = (
+        f"{OWN}for file in {files}; do echo -1 > {(memory_hierarchy() or (0, ''))[1]}$own/$file; done;"
+        f" exec {programs}/spend 200 200"
+    )
+    found = measured(tmp_path / "run", ("/bin/sh", "-c", script), "--ram", "100m")
+    assert found.record["outcome"] == "measurement_failed"
+    assert "the command changed the limit of its cgroup" in found.record["message"]
+    assert refused(found, tmp_path / "run")
+
+
+@VERSION1
+@pytest.mark.parametrize("isolation", ["cgroup", "process"])
+def test_the_limit_of_a_cgroup_below_is_not_one_around(
+    isolation: str, programs: Path, tmp_path: Path
+) -> None:
+    mount = (memory_hierarchy() or (0, ""))[1]
+    script = (
+        f"{OWN}inner={mount}$own/inner-$$; mkdir $inner; echo 50M > $inner/memory.limit_in_bytes;"
+        f" (echo 0 > $inner/cgroup.procs; exec {programs}/spend 100 100);"
+        " code=$?; rmdir $inner; exit $code"
+    )
+    found = measured(tmp_path / "run", ("/bin/sh", "-c", script), isolation=isolation)
+    print(found.said)
+    (kill,) = found.record["ran"]["kills"]
+    assert kill["limit_is"] == "below"
+    assert "below its own" in found.said
+    assert "around" not in found.said
+    assert "outer" not in found.record["message"]
+
+
+@VERSION1
+def test_the_limit_of_a_cgroup_beside_is_not_one_around(
+    programs: Path, elsewhere: Path, tmp_path: Path
+) -> None:
+    (elsewhere / "memory.limit_in_bytes").write_text(str(50 * MIB))
+    command = (str(programs / "leaves"), str(elsewhere), "100", "late")
+    found = measured(tmp_path / "run", command)
+    print(found.said, found.record["message"])
+    (kill,) = found.record["ran"]["kills"]
+    assert kill["limit_is"] == "elsewhere"
+    assert "outside its own" in found.record["message"]
+    assert "around" not in found.said
+
+
+LEAVING = """
+import mmap
+from pathlib import Path
+from strategies.baseline import load as load_rightly
+
+
+def load(job):
+    with job.phase("away"):
+        own = [line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines()
+               if ":memory:" in line][0]
+        Path("{elsewhere}/cgroup.procs").write_text("0")
+        held = mmap.mmap(-1, 200 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for offset in range(0, 200 << 20, 4096):
+            held[offset] = 1
+        {free}
+        Path("{mount}" + own + "/cgroup.procs").write_text("0")
+    return load_rightly(job)
+"""
+
+
+@VERSION1
+@pytest.mark.slow
+@pytest.mark.parametrize("free", ["pass", "held.close()"])
+def test_a_load_that_leaves_fills_and_returns(free: str, elsewhere: Path, tmp_path: Path) -> None:
+    mount = (memory_hierarchy() or (0, ""))[1]
+    code = LEAVING.replace("{elsewhere}", str(elsewhere)).replace("{mount}", str(mount))
+    (tmp_path / "leaving.py").write_text(code.replace("{free}", free))
+    run = tmp_path / "run"
+    options = ("--isolation", "cgroup", "--out", str(run))
+    ended = weighin("bench", "gpt2-tiny", "-s", str(tmp_path / "leaving.py"), *options)
+    text = (run / "records.jsonl").read_text()
+    print(text[:600], ended.stderr)
+    assert '"outcome": "strategy_failed"' in text or '"outcome":"strategy_failed"' in text
+    assert "left its cgroup" in text
+    assert ended.returncode
+
+
+def test_weighin_may_run_in_weighin(programs: Path, tmp_path: Path) -> None:
+    """The inner weighin's command is in a cgroup that may be outside the outer one's."""
+    variables = (f"PYTHONPATH={ROOT / 'harness'}", f"WEIGHIN_LOCK={tmp_path / 'lock'}")
+    inner = (sys.executable, "-P", "-m", "weighin", "run", "--no-stacks", "--ram", "50m")
+    options = ("--isolation", "cgroup", "--out", str(tmp_path / "in"))
+    command = (str(programs / "spend"), "100", "100")
+    found = measured(
+        tmp_path / "run", ("/usr/bin/env", *variables, *inner, *options, "--", *command)
+    )
+    print(found.said)
+    assert "around it" not in found.said
