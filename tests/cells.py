@@ -154,6 +154,11 @@ def cgroup_version() -> int:
     return (memory_hierarchy() or (0,))[0]
 
 
+def cgroup_root() -> Path:
+    """Return where the hierarchy that counts memory is mounted; a path that is not there without one."""
+    return (memory_hierarchy() or (0, Path("/no-cgroups")))[1]
+
+
 @cache
 def keeps_marks_of_phases() -> bool:
     """Tell whether this kernel puts a cgroup's mark back: v1 does, v2 since Linux 6.12."""

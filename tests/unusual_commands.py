@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cells import MIB
 from known_commands import FILE, FILE_BYTES
-
-from weighin.units import MIB
 
 ROOT = Path(__file__).parents[1]
 

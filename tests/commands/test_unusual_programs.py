@@ -7,13 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cells import MIB, new_group, page_cache
 from known_commands import FILE_BYTES
 from unusual_commands import UNUSUAL, Unusual
-
-from weighin.isolation.cgroup import limit, temporary_group
-from weighin.probes import page_cache
-from weighin.probes.cgroup import MemoryCgroup, PeakMark
-from weighin.units import MIB
 
 pytestmark = [pytest.mark.cgroup, pytest.mark.compiler]
 
@@ -27,17 +23,13 @@ def file(disk: Path) -> Path:
 
 def ended(command: tuple[str, ...], limit_bytes: int) -> tuple[int, int]:
     """Run a command in a group with a limit; return its exit code and the peak of the group."""
-    with temporary_group() as group:
-        limit(group, limit_bytes)
-        mark = PeakMark(MemoryCgroup(group))
+    with new_group() as group:
+        group.limit(limit_bytes)
         script = 'echo $$ > "$1" && shift && exec "$@"'
         process = subprocess.run(
-            ("/bin/sh", "-c", script, "sh", str(group / "cgroup.procs"), *command), check=False
+            ("/bin/sh", "-c", script, "sh", str(group.path / "cgroup.procs"), *command), check=False
         )
-        peak = mark.read()
-        mark.close()
-        assert peak is not None
-        return process.returncode, peak
+        return process.returncode, group.peak_bytes()
 
 
 @pytest.mark.parametrize("known", UNUSUAL, ids=lambda known: known.id)

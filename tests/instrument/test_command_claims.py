@@ -6,9 +6,8 @@ from pathlib import Path
 
 import leftovers
 import pytest
+from cells import MIB
 from unusual_commands import measured
-
-from weighin.units import MIB
 
 pytestmark = [pytest.mark.cgroup, pytest.mark.compiler]
 

@@ -7,26 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cells import MIB, cgroup_root, cgroup_version, new_group
 from unusual_commands import ROOT, Measured, measured, weighin
-
-from weighin.isolation.cgroup import temporary_group
-from weighin.probes.cgroup import memory_hierarchy
-from weighin.units import MIB
 
 pytestmark = [pytest.mark.cgroup, pytest.mark.compiler, pytest.mark.root]
 
 OWN = "own=$(sed -n 's/.*:memory://p' /proc/self/cgroup); "
 """Shell code that sets ``own`` to the path of the shell's memory cgroup (v1)."""
-VERSION1 = pytest.mark.skipif(
-    (memory_hierarchy() or (0,))[0] != 1, reason="writes the files of cgroup v1"
-)
+VERSION1 = pytest.mark.skipif(cgroup_version() != 1, reason="writes the files of cgroup v1")
 
 
 @pytest.fixture
 def elsewhere() -> Iterator[Path]:
     """A cgroup that is not the command's."""
-    with temporary_group() as group:
-        yield group
+    with new_group() as group:
+        yield group.path
 
 
 def refused(found: Measured, folder: Path) -> bool:
@@ -54,7 +49,7 @@ def test_a_process_that_leaves_the_cgroup(
 def test_a_process_that_leaves_the_cgroup_and_returns(
     programs: Path, elsewhere: Path, tmp_path: Path
 ) -> None:
-    home = f"{(memory_hierarchy() or (0, ''))[1]}$own"
+    home = f"{cgroup_root()}$own"
     script = f"{OWN}exec {programs}/leaves {elsewhere} 200 returns 400 {home}"
     found = measured(tmp_path / "run", ("/bin/sh", "-c", script), "--ram", "100m")
     assert found.record["outcome"] == "measurement_failed"
@@ -65,7 +60,7 @@ def test_a_process_that_leaves_the_cgroup_and_returns(
 def test_a_command_that_raises_its_limit(programs: Path, tmp_path: Path) -> None:
     files = "memory.memsw.limit_in_bytes memory.limit_in_bytes"
     script = (
-        f"{OWN}for file in {files}; do echo -1 > {(memory_hierarchy() or (0, ''))[1]}$own/$file; done;"
+        f"{OWN}for file in {files}; do echo -1 > {cgroup_root()}$own/$file; done;"
         f" exec {programs}/spend 200 200"
     )
     found = measured(tmp_path / "run", ("/bin/sh", "-c", script), "--ram", "100m")
@@ -79,7 +74,7 @@ def test_a_command_that_raises_its_limit(programs: Path, tmp_path: Path) -> None
 def test_the_limit_of_a_cgroup_below_is_not_one_around(
     isolation: str, programs: Path, tmp_path: Path
 ) -> None:
-    mount = (memory_hierarchy() or (0, ""))[1]
+    mount = cgroup_root()
     script = (
         f"{OWN}inner={mount}$own/inner-$$; mkdir $inner; echo 50M > $inner/memory.limit_in_bytes;"
         f" (echo 0 > $inner/cgroup.procs; exec {programs}/spend 100 100);"
@@ -132,7 +127,7 @@ def load(job):
 @pytest.mark.slow
 @pytest.mark.parametrize("free", ["pass", "held.close()"])
 def test_a_load_that_leaves_fills_and_returns(free: str, elsewhere: Path, tmp_path: Path) -> None:
-    mount = (memory_hierarchy() or (0, ""))[1]
+    mount = cgroup_root()
     code = LEAVING.replace("{elsewhere}", str(elsewhere)).replace("{mount}", str(mount))
     (tmp_path / "leaving.py").write_text(code.replace("{free}", free))
     run = tmp_path / "run"

@@ -11,12 +11,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from cells import MIB, cgroup_version, page_cache
 from known_commands import FILE_BYTES
 from unusual_commands import UNUSUAL, Measured, Unusual, measured, weighin
-
-from weighin.probes import page_cache
-from weighin.probes.cgroup import memory_hierarchy
-from weighin.units import MIB
 
 pytestmark = [pytest.mark.cgroup, pytest.mark.compiler]
 
@@ -30,7 +27,7 @@ PARTS = {
 
 
 def is_v1() -> bool:
-    return (memory_hierarchy() or (0,))[0] == 1
+    return cgroup_version() == 1
 
 
 def within(figure: int, known_bytes: int) -> bool:
