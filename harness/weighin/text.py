@@ -8,10 +8,9 @@ LINE_LENGTH: Final = 300
 """The number of characters to which ``one_line`` cuts a text, for tables and terminals."""
 
 
-_LOG_COMMAND: Final = re.compile(r"(?<!\S)::")
-_TOKEN: Final = re.compile(
-    r"\b(hf_|gh[oprsu]_|github_pat_|glpat-|sk-|xox[abeprs]-|AKIA|ya29\.|nvapi-|pypi-|eyJ)[\w.-]{12,}"
-)
+# Not compiled here: a worker imports this module before torch, and must stay small.
+_LOG_COMMAND: Final = r"(?<!\S)::"
+_ACCESS: Final = r"\b(hf_|gh[oprsu]_|github_pat_|glpat-|sk-|xox[abeprs]-|AKIA|ya29\.|nvapi-|pypi-|eyJ)[\w.-]{12,}"
 
 
 def one_line(text: str, length: int = LINE_LENGTH) -> str:
@@ -27,12 +26,12 @@ def printable(text: str, kept: str = "") -> str:
     begins with ": :".
     """
     text = "".join(one if one.isprintable() or one in kept else "?" for one in text)
-    return _LOG_COMMAND.sub(": :", text)
+    return re.sub(_LOG_COMMAND, ": :", text)
 
 
 def masked(text: str) -> str:
     """Hide all but the prefix of each access token whose kind has a known prefix."""
-    return _TOKEN.sub(r"\1***", text)
+    return re.sub(_ACCESS, r"\1***", text)
 
 
 def few(names: Sequence[str], most: int = 3) -> str:

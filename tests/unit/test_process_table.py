@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from weighin.probes.cgroup import is_exiting
-from weighin.probes.process import Shares
-from weighin.probes.process_table import ProcessTable
+from weighin.probes.process_table import ProcessTable, Shares
 from weighin.units import MIB
 
 READER = (

@@ -22,8 +22,8 @@ from weighin.probes.cgroup import (
     room_in,
     start_time,
 )
-from weighin.probes.process import Shares, read_shares, read_status
-from weighin.probes.process_table import Pause
+from weighin.probes.process import read_status
+from weighin.probes.process_table import Pause, Shares, read_shares
 from weighin.result import Sample
 from weighin.units import MIB
 

@@ -5,26 +5,10 @@ import pathlib, which would take 1 MiB in the worker. Source: Documentation/file
 the kernel.
 """
 
-from typing import NamedTuple
-
 from weighin.result import Memory
 from weighin.units import KIB
 
 _STATUS_FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmSwap")
-
-
-class Shares(NamedTuple):
-    """The parts of a process's proportional set size, in bytes.
-
-    Anonymous pages that were given back with MADV_FREE are left out. ``locked`` is of files, and a
-    part of ``file``. ``private`` is anonymous memory that no other process maps.
-    """
-
-    anon: int
-    file: int
-    shmem: int
-    locked: int = 0
-    private: int = 0
 
 
 def read_status(pid: int | str = "self") -> dict[str, int]:
@@ -47,39 +31,20 @@ def read_pss(pid: int | str = "self") -> int:
 
     The result is in bytes. The kernel walks the whole address space: about 25 ms at 4 GiB.
     """
-    return _read_rollup(pid)["Pss"]
-
-
-def read_shares(pid: int | str = "self") -> Shares | None:
-    """Return the parts of a process's PSS; None before Linux 5.4, and without memory, at its end.
-
-    The kernel walks the whole address space, as for ``read_pss``.
-    """
-    rollup = _read_rollup(pid)
-    try:
-        anon, file, shmem = rollup["Pss_Anon"], rollup["Pss_File"], rollup["Pss_Shmem"]
-    except KeyError:
-        return None
-    return Shares(
-        max(anon - rollup["LazyFree"], 0),
-        file,
-        shmem,
-        locked=min(max(rollup["Locked"] - anon - shmem, 0), file),
-        private=min(max(rollup["Private_Dirty"] - shmem, 0), rollup["Anonymous"]),
-    )
+    return read_rollup(pid)["Pss"]
 
 
 def read_private(pid: int) -> int:
     """Return the private memory of a process, in bytes: the pages that no other process maps."""
-    return sum(size for name, size in _read_rollup(pid).items() if name.startswith("Private_"))
+    return sum(size for name, size in read_rollup(pid).items() if name.startswith("Private_"))
 
 
 def read_private_dirty(pid: int | str = "self") -> int:
     """Return the private memory that a process has written, in bytes."""
-    return _read_rollup(pid)["Private_Dirty"]
+    return read_rollup(pid)["Private_Dirty"]
 
 
-def _read_rollup(pid: int | str) -> dict[str, int]:
+def read_rollup(pid: int | str) -> dict[str, int]:
     """Return the fields of /proc/PID/smaps_rollup, in bytes."""
     lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()[
         1:
