@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, cast
@@ -12,6 +13,7 @@ import torch
 
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import lora
 from weighin.formats.adapters import ARGUMENT
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import misfit
@@ -203,6 +205,7 @@ def merged(model: Any, adapter: Path | str) -> Any:
 
     Raises:
         ConfigError: peft is not installed.
+        CheckpointError: peft cannot load the adapter into this model.
     """
     try:
         from peft import PeftModel
@@ -211,7 +214,10 @@ def merged(model: Any, adapter: Path | str) -> Any:
             f"weighin compares a merged model with that of peft, which cannot be imported: {error}",
             "pip install peft",
         ) from None
-    return PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    try:
+        return PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    except Exception as error:
+        raise lora.failed(adapter, repr(error)) from error
 
 
 def _of_another_shape(kind: Any, arguments: Mapping[str, Any], checkpoint: Path) -> CheckpointError:
@@ -258,6 +264,9 @@ def is_own(model: torch.nn.Module) -> bool:
 def import_class(kwargs: Mapping[str, Any]) -> None:
     """Import the class that ``from_config`` builds, so that no later phase of a load imports it."""
     pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
+    if kwargs.get(ARGUMENT) and find_spec("peft"):
+        with contextlib.suppress(Exception):  # the merge says why
+            import_module("peft")
 
 
 def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
