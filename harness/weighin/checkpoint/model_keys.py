@@ -154,7 +154,9 @@ def _merged(
     wanted = model.state_dict(keep_vars=True)
     for one, module in merge.modules_of(model, adapter):
         names = [name for name, tensor in wanted.items() if tensor is module.weight]
-        base = one.base or sources[names[0]]
+        base = changed[names[0]]
+        if base is sources[names[0]]:  # else the addition to a tied weight has changed it
+            base = one.base or base
         kind = dtype or sources[names[0]].dtype
         fill = partial(_fill_merged, base, one, is_turned=merge.is_turned(one, module))
         for name in names:

@@ -1,13 +1,16 @@
 """Read a LoRA adapter that peft saved: two matrices and a factor for each module that it changes.
 
 A plain adapter adds a scaled product of two matrices to some weights. This module refuses any other
-adapter, because peft merges other adapters by other formulas.
+adapter, because peft merges other adapters by other formulas. Which modules change, and by which
+factor, is peft's decision: see ``weighin.loader.merge``. Without peft, this module reads only
+adapters whose settings leave nothing to decide.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from importlib.util import find_spec
+from math import nan, sqrt
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +22,8 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.bounded_json import read_object
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_library import TRANSFORMERS
+from weighin.formats.unknown_file import short
+from weighin.text import one_line
 
 WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX: Final = "base_model.model."
@@ -30,6 +35,11 @@ _NEUTRAL: Final = frozenset({
     "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 })  # fmt: skip
 """The keys of ``adapter_config.json`` that do not change the merge, or that ``read`` respects."""
+_DECIDING: Final = (
+    "alpha_pattern", "exclude_modules", "layers_pattern", "layers_to_transform", "rank_pattern",
+)  # fmt: skip
+_PLAIN_TASKS: Final = (None, "CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_2_SEQ_LM")
+"""The tasks for which peft trains no further module, such as a classifier."""
 _KEY: Final = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 
 
@@ -37,7 +47,7 @@ _KEY: Final = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
 class Addition:
     """The change of one module's weight by an adapter: add the product of b and a, times ``scaling``.
 
-    ``base`` is the weight before the change, if the adapter's file has this weight; else None. peft
+    ``scaling`` is NaN until peft has chosen it. ``base`` is the weight before the change, if the adapter's file has this weight; else None. peft
     saves this weight for embeddings that the training changed, for example.
     """
 
@@ -59,7 +69,7 @@ def read(adapter: Path) -> dict[str, Addition]:
     file = next((adapter / name for name in WEIGHTS if (adapter / name).is_file()), None)
     if file is None:
         raise CheckpointError(
-            f"{adapter}: holds {ADAPTER}, but no weights: neither {' nor '.join(WEIGHTS)}",
+            f"--adapter {adapter}: holds {ADAPTER}, but no weights: neither {' nor '.join(WEIGHTS)}",
             "give the folder that peft's save_pretrained wrote",
         )
     found: dict[tuple[str, bool], dict[str, TensorSlice]] = {}
@@ -80,12 +90,14 @@ def read(adapter: Path) -> dict[str, Addition]:
     ]
     if others:
         raise _other(file, first_names(others))
-    return {
-        module: Addition(
-            module, pair["A"], pair["B"], _scaling(config, module), is_embedding, bases.get(module)
-        )
+    additions = {
+        module: Addition(module, pair["A"], pair["B"], nan, is_embedding, bases.get(module))
         for (module, is_embedding), pair in found.items()
     }
+    if find_spec("peft"):
+        return additions
+    scaling = _plain_scaling(adapter, config, additions)
+    return {module: replace(one, scaling=scaling) for module, one in additions.items()}
 
 
 def merged_into(spec: ModelSpec, adapter: Path) -> ModelSpec:
@@ -131,30 +143,50 @@ def _config(file: Path) -> Mapping[str, Any]:
 
 def _other(file: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{file}: weighin merges plain LoRA only, and this adapter has {what}",
+        f"--adapter {file}: weighin merges plain LoRA only, and this adapter has {what}",
         "merge it with peft: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload()",
     )
 
 
-def _scaling(config: Mapping[str, Any], module: str) -> float:
-    """Return the factor of a module's matrix product, by peft's own floating-point operations."""
-    rank = _pattern(config.get("rank_pattern") or {}, module, config["r"])
-    alpha = _pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+def _plain_scaling(
+    adapter: Path, config: Mapping[str, Any], additions: Mapping[str, Addition]
+) -> float:
+    """Return the factor of all products; raise CheckpointError if the settings need peft."""
+    chosen: Any = map(config.get, ("r", "lora_alpha", "target_modules"))
+    rank, alpha, names = chosen
+    is_list = isinstance(names, list) and all(isinstance(one, str) for one in names)
+    is_plain = {
+        "r": type(rank) is int and rank > 0,
+        "lora_alpha": type(alpha) in (int, float),
+        "target_modules": is_list,
+        "task_type": config.get("task_type") in _PLAIN_TASKS,
+        "init_lora_weights": config.get("init_lora_weights", True) in (True, "gaussian"),
+    } | {key: config.get(key) in (None, [], {}, "") for key in _DECIDING}
+    wrong = [f"{key} = {short(config.get(key))}" for key, value in is_plain.items() if not value]
+    for module, one in additions.items() if not wrong else ():
+        if one.a.shape[0] != rank or not f".{module}".endswith(tuple(f".{one}" for one in names)):
+            wrong.append(f"matrices for {module} that r or target_modules do not mean")
+    if wrong:
+        raise CheckpointError(
+            f"--adapter {adapter}: has {', '.join(wrong[:3])}: peft decides what to merge here, and is"
+            " not installed",
+            "pip install peft",
+        )
     return float(alpha / sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
-def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches a module's name; else ``default``."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+def failed(adapter: Path | str, reason: str) -> CheckpointError:
+    """Return the error for an adapter that peft cannot load into a model."""
+    return CheckpointError(
+        f"--adapter {adapter}: peft fails: {one_line(reason)}",
+        f"correct {ADAPTER}, or give the model that the adapter was trained for",
+    )
 
 
 def missing(file: Path, modules: Sequence[str], model: str) -> CheckpointError:
     """Return the error for an adapter whose modules a model lacks, or has with other sizes."""
     return CheckpointError(
-        f"{file}: adds to {first_names(modules)}, but this {model} has no linear layer or embedding of"
-        " this name and these sizes",
+        f"--adapter {file}: adds to {first_names(modules)}, but this {model} has no linear layer or"
+        " embedding of this name and these sizes",
         "give the model that the adapter was trained for, or merge it with peft",
     )

@@ -1,5 +1,6 @@
 """Describe the model of a Hugging Face folder as a ``ModelSpec``, by its configuration and its weights."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any, Final
@@ -17,10 +18,11 @@ from weighin.formats.pretrained_folder import (
     index_in,
 )
 from weighin.formats.selection import WHOLE, Selection
-from weighin.formats.storages import are_equal
+from weighin.formats.storages import are_equal, are_equal_in
 from weighin.formats.unknown_file import RESAVE
 
 _TIES: Final = "tie_word_embeddings"
+_NUMBERED: Final = re.compile(r"\.\d+\.")
 
 
 def spec_of(
@@ -51,7 +53,7 @@ def spec_of(
         kwargs["code"] = code
     slices = catalog.read(folder.checkpoint, selection)[1]
     if apart := kept_apart(config, slices):
-        kwargs["apart"] = list(apart)
+        kwargs["apart"] = apart
     if found := quantised.of_folder(folder.path, folder.config, slices):
         kwargs["quantised"] = found.as_argument()
     return ModelSpec(name_of(folder.path.resolve()), library.builder, kwargs)
@@ -72,32 +74,48 @@ def plain_spec_of(
     return spec
 
 
-def kept_apart(config: Mapping[str, Any], slices: Sequence[TensorSlice]) -> tuple[str, ...]:
-    """Return the sorted names of tensors that the model's class may tie, but that differ in the file.
+def kept_apart(
+    config: Mapping[str, Any], slices: Sequence[TensorSlice]
+) -> dict[str, list[tuple[str, str]]]:
+    """Return the pairs of tensors that the model's class may tie, but that differ in a model's dtype.
 
     ``from_pretrained`` does not tie an output head to the embedding if the file has different
-    values for the two. ``kept_apart`` compares the tensors of equal shape that have a row for each
-    token of the vocabulary, up to their first difference. The result is empty if ``config.json``
-    ties no tensors.
+    values for the two. ``kept_apart`` compares the matrices of equal shape that have a row for each
+    token of the vocabulary, but no two matrices of numbered layers. The pairs for float32 are also
+    those for dtypes that the result lacks. The result is empty if ``config.json`` ties no tensors.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: a file cannot be read.
     """
     parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
     if not any(part.get(_TIES, True) for part in parts):
-        return ()
+        return {}
     sizes = {
         value
         for part in parts
         for key, value in part.items()
         if "vocab_size" in key and isinstance(value, int)
     }
-    apart: set[str] = set()
-    rows = [one for one in slices if one.shape and one.shape[0] in sizes]
-    for one, other in combinations(rows, 2):
-        if one.shape == other.shape and not are_equal(one, other):
-            apart |= {one.name, other.name}
-    return tuple(sorted(apart))
+    if not sizes:  # config.json may leave a usual size out
+        sizes = {max((one.shape[0] for one in slices if len(one.shape) > 1), default=0)}
+    rows = [one for one in slices if one.nbytes and one.shape and one.shape[0] in sizes]
+    different = [
+        (one, other)
+        for one, other in combinations(rows, 2)
+        if one.shape == other.shape
+        and not (_NUMBERED.search(one.name) and _NUMBERED.search(other.name))
+        and not are_equal(one, other)
+    ]
+    apart = {
+        dtype: [(a.name, b.name) for a, b in different if not are_equal_in(dtype, a, b)]
+        for dtype in MODEL_DTYPES
+    }
+    usual = apart["float32"]
+    return (
+        {name: pairs for name, pairs in apart.items() if name == "float32" or pairs != usual}
+        if different
+        else {}
+    )
 
 
 def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:

@@ -54,6 +54,10 @@ PACKED: Final = {"float4_e2m1fn_x2": 2}
 """Maps a dtype of torch to the count of numbers that one element packs. In the header, the last
 size of such a tensor's shape counts numbers, not elements."""
 
+_SHARDS: Final = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint.HuggingFaceStorageWriter
+_LATER: Final = re.compile(r'"saved_offsets":\s*\[[^\]]*[1-9]')
+_WHOLE: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # written by one rank for all
+
 MOST_TENSORS: Final = 200_000  # in one file: some 100 MiB of Python objects
 MOST_METADATA_BYTES: Final = 8 * 1024**2
 _MOST_ENTRY_BYTES: Final = 64 * 1024
@@ -116,6 +120,15 @@ def read_header(path: Path) -> tuple[dict[str, TensorSlice], dict[str, str]]:
         else:
             tensors[name] = _entry(path, name, value, data_start)
     _check_cover(path, list(tensors.values()), data_start, file_bytes)
+    parts = metadata.get(_SHARDS)
+    # The first rank's parts begin at 0, as whole tensors do: only the file's name tells them apart.
+    if parts is not None and (_LATER.search(parts) or not _WHOLE.fullmatch(path.name)):
+        raise CheckpointError(
+            f"{path}: a shard of torch's distributed checkpoint ({_SHARDS} in its header), which may"
+            " hold only one rank's part of each tensor",
+            "join the shards of all ranks: consolidate_safetensors_files(FOLDER, OUT, {name: 1 for"
+            " each tensor}) in torch.distributed.checkpoint._consolidate_hf_safetensors",
+        )
     return tensors, metadata
 
 

@@ -71,6 +71,7 @@ class Archive:
         at, length = self._directory()
         late = is_late(start)
         self.records: dict[str, ZipRecord] = {}
+        folded: dict[bytes, str] = {}
         entries = list(islice(self._entries(self._read(at, length)), MOST_RECORDS + 1))
         if recognised := by_records(path, [entry.name for entry in entries]):
             what, repair = recognised
@@ -88,6 +89,14 @@ class Archive:
                 raise CheckpointError(f"{path}: record {shown(name)} is compressed", resaving(path))
             if name in self.records:
                 raise self._damaged(f"record {shown(name)} occurs twice")
+            plain = name.encode(
+                "utf-8", "surrogateescape"
+            ).lower()  # torch.load ignores ASCII's case
+            if (other := folded.setdefault(plain, name)) != name:
+                raise self._damaged(
+                    f"the names of the records {shown(other)} and {shown(name)} differ only in case,"
+                    " and torch.load reads one of them for both"
+                )
             if len(self.records) == MOST_RECORDS:
                 raise self._beyond(f"has more than {MOST_RECORDS:,} records")
             self.records[name] = self._record(name, entry.local_at, entry.size, at)

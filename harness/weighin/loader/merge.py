@@ -5,6 +5,11 @@ product to the weight in place. peft scales a copy of the product. ``merge`` sca
 itself, so that the peak memory is only the model and the largest product with its two matrices.
 """
 
+import warnings
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -36,10 +41,11 @@ def merge_adapter(model: torch.nn.Module, adapter: Path) -> None:
             if one.base:
                 module.weight.copy_(read_whole(one.base))
         memory: dict[torch.device, torch.Tensor] = {}
-        for one, module in sorted(modules, key=lambda each: -elements(each[0])):
+        most = max((elements(one) for one, _ in modules), default=0)
+        for one, module in modules:  # peft's order, which counts for tied weights
             device = module.weight.device
             if device not in memory:
-                memory[device] = allocate(elements(one), torch.float32, device)
+                memory[device] = allocate(most, torch.float32, device)
             add(one, module.weight, memory[device], is_turned=is_turned(one, module))
     give_back_heap()
 
@@ -51,13 +57,64 @@ def modules_of(model: torch.nn.Module, adapter: Path) -> list[tuple[Addition, An
         CheckpointError: for the same reasons as ``merge_adapter``.
     """
     additions = lora.read(adapter)
+    if find_spec("peft"):
+        additions = _chosen_by_peft(model, adapter, additions)
+    return _with_modules(model, adapter, additions)
+
+
+def _with_modules(
+    model: torch.nn.Module, adapter: Path, additions: Mapping[str, Addition]
+) -> list[tuple[Addition, Any]]:
     modules = [
-        (additions.pop(name), module) for name, module in model.named_modules() if name in additions
+        (additions[name], module) for name, module in model.named_modules() if name in additions
     ]
     others = [one.module for one, module in modules if not fits(one, module)]
-    if others or additions:
-        raise lora.missing(adapter, [*others, *additions], type(model).__name__)
+    others += additions.keys() - {one.module for one, _ in modules}
+    if others:
+        raise lora.missing(adapter, others, type(model).__name__)
     return modules
+
+
+def _chosen_by_peft(
+    model: Any, adapter: Path, additions: Mapping[str, Addition]
+) -> dict[str, Addition]:
+    """Return what peft would add to the weights: some of ``additions``, with peft's factors.
+
+    peft puts its layers into a copy of the model on the meta device, and into these layers stand-ins
+    for the adapter's matrices.
+    """
+    given = {
+        where.name: torch.nn.Parameter(torch.empty(where.shape, device="meta"))
+        for one in additions.values()
+        for where in (one.a, one.b)
+    }
+    try:
+        from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+
+        with warnings.catch_warnings(action="ignore"), torch.device("meta"):
+            config = PeftConfig.from_pretrained(str(adapter))
+            config.inference_mode = True
+            bare = type(model)(deepcopy(model.config))
+            made: Any = get_peft_model(bare, config, low_cpu_mem_usage=True)
+            result: Any = set_peft_model_state_dict(made, given, low_cpu_mem_usage=True)
+    except Exception as error:
+        _with_modules(model, adapter, additions)  # peft's text for another model is long
+        raise lora.failed(adapter, repr(error)) from error
+    ignored = {name.replace(".default", "") for name in result.unexpected_keys}
+    places = {id(one): name.split(".lora_")[0] for name, one in made.named_parameters()}
+    chosen = {}
+    for one in additions.values():
+        at = places.get(id(given[one.a.name]))
+        if at and at == places.get(id(given[one.b.name])):
+            name = at.removeprefix("base_model.model.")
+            chosen[name] = replace(
+                one, module=name, scaling=made.get_submodule(at).scaling["default"]
+            )
+        elif not ignored >= {one.a.name, one.b.name}:
+            raise lora.missing(adapter, [one.module], type(model).__name__)
+    if not config.init_lora_weights and any(".lora_" in name for name in result.missing_keys):
+        raise lora.failed(adapter, "it gives matrices that the file lacks random values")
+    return chosen
 
 
 def fits(one: Addition, module: Any) -> bool:

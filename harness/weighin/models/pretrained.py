@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, cast
@@ -12,7 +13,9 @@ import torch
 
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError
+from weighin.formats import lora
 from weighin.formats.adapters import ARGUMENT
+from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import misfit
 from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
 from weighin.formats.pretrained_folder import dtype_of, from_pretrained_arguments
@@ -31,7 +34,7 @@ def from_config(
     architecture: str,
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
-    apart: Sequence[str] = (),
+    apart: Mapping[str, Sequence[Sequence[str]]] | None = None,
     quantised: Mapping[str, Any] | None = None,
     adapter: str = "",
 ) -> torch.nn.Module:
@@ -44,7 +47,8 @@ def from_config(
         config: the content of ``config.json``.
         code: the folder with the class's code and a digest of the code, if the class is not in
             transformers; see ``weighin.formats.pretrained_code``.
-        apart: the names of tensors that the class ties, but that have different values in the file.
+        apart: the pairs of tensors that differ in the file, for each dtype of a model; see
+            ``weighin.formats.pretrained_spec.kept_apart``.
         quantised: how the file's weights are quantised, see ``weighin.formats.quantised``. The weights
             of the model have torch's default dtype; ``load_streaming`` dequantises the codes.
         adapter: the folder of an adapter of LoRA, which ``load_streaming`` merges into the weights.
@@ -63,7 +67,7 @@ def from_config(
     model = kind(settings)
     attach_quantiser(model, config, quantised)
     if apart:
-        _untie(model, apart)
+        _untie(model, apart.get(dtype_name(dtype), apart["float32"]))
     _keep_in_float32(model, dtype)
     _compute_in_float32(model, dtype)
     model.keeps_dtypes = True
@@ -73,16 +77,32 @@ def from_config(
     return cast(torch.nn.Module, model)
 
 
-def _untie(model: Any, apart: Sequence[str]) -> None:
-    """Untie the weights that have different values in the file, as ``from_pretrained`` does."""
+def _untie(model: Any, apart: Sequence[Sequence[str]]) -> None:
+    """Untie the weights that have different values in the file, as ``from_pretrained`` does.
+
+    As in ``tie_weights`` of transformers, a weight that the file lacks becomes one that it has.
+    """
     names = ModelNames(model)
-    stored = {names.of(name)[0] for name in apart}
-    for target, source in list(model.all_tied_weights_keys.items()):
-        if {target, source} <= stored:
-            path, _, leaf = target.rpartition(".")
-            owner = model.get_submodule(path)
-            owner._parameters[leaf] = torch.nn.Parameter(torch.empty_like(owner._parameters[leaf]))
+    differ = {frozenset(names.of(name)[0] for name in pair) for pair in apart}
+    has = {name: name for pair in differ for name in pair}  # a weight, and where its values are
+    ties = list(model.all_tied_weights_keys.items())
+    owners = {name: name for name in (*dict(ties).values(), *dict(ties))}
+    for at, (target, source) in enumerate(ties):
+        if {has.get(target), has.get(source)} in differ:
             del model.all_tied_weights_keys[target]
+            continue
+        to, of = (source, target) if target in has and source not in has else (target, source)
+        if of not in has:
+            of = next((one for one, its in ties[at + 1 :] if its == of and one in has), of)
+        owners[to] = owners[of]
+        has |= {to: has[of]} if of in has else {}
+    kept: dict[int, str] = {}
+    made: dict[str, torch.nn.Parameter] = {}
+    for name, owner in owners.items():
+        path, _, leaf = name.rpartition(".")
+        parameters = model.get_submodule(path)._parameters
+        if (old := parameters.get(leaf)) is not None and kept.setdefault(id(old), owner) != owner:
+            parameters[leaf] = made.setdefault(owner, torch.nn.Parameter(torch.empty_like(old)))
 
 
 def _settings(kind: Any, config: Mapping[str, Any]) -> Any:
@@ -185,6 +205,7 @@ def merged(model: Any, adapter: Path | str) -> Any:
 
     Raises:
         ConfigError: peft is not installed.
+        CheckpointError: peft cannot load the adapter into this model.
     """
     try:
         from peft import PeftModel
@@ -193,7 +214,10 @@ def merged(model: Any, adapter: Path | str) -> Any:
             f"weighin compares a merged model with that of peft, which cannot be imported: {error}",
             "pip install peft",
         ) from None
-    return PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    try:
+        return PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    except Exception as error:
+        raise lora.failed(adapter, repr(error)) from error
 
 
 def _of_another_shape(kind: Any, arguments: Mapping[str, Any], checkpoint: Path) -> CheckpointError:
@@ -240,6 +264,9 @@ def is_own(model: torch.nn.Module) -> bool:
 def import_class(kwargs: Mapping[str, Any]) -> None:
     """Import the class that ``from_config`` builds, so that no later phase of a load imports it."""
     pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
+    if kwargs.get(ARGUMENT) and find_spec("peft"):
+        with contextlib.suppress(Exception):  # the merge says why
+            import_module("peft")
 
 
 def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
@@ -317,7 +344,7 @@ def example_inputs(
     architecture: str,
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
-    apart: Sequence[str] = (),  # noqa: ARG001 (the builder's arguments)
+    apart: Mapping[str, Any] | None = None,  # noqa: ARG001 (the builder's arguments)
     quantised: Mapping[str, Any] | None = None,  # noqa: ARG001
     adapter: str = "",  # noqa: ARG001
 ) -> dict[str, torch.Tensor] | None:

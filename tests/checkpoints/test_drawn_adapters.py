@@ -1,0 +1,191 @@
+"""peft decides which modules an adapter changes, and by which factors: drawn settings merge as peft does."""
+
+import json
+import os
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from small import llama, transformers
+
+from weighin import load_pretrained
+from weighin.checkpoint.convert import Conversion, convert
+from weighin.errors import CheckpointError
+from weighin.formats import lora
+from weighin.formats.pretrained_choice import FolderChoice
+from weighin.loader import merge
+
+DRAWS: Final = int(os.environ.get("WEIGHIN_DRAWS", "40"))
+SUFFIXES: Final = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "embed_tokens"],
+    "gpt2": ["c_attn", "c_proj", "c_fc", "wte", "lm_head"],
+    "t5": ["q", "v", "o", "wi", "wo", "lm_head"],
+}
+LAYERS: Final = {"llama": "layers", "gpt2": "h", "t5": "block"}
+
+
+def model_of(kind: str) -> Any:
+    package = transformers()
+    if kind == "gpt2":
+        sizes = {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+        return package.GPT2LMHeadModel(package.GPT2Config(**sizes))
+    if kind == "t5":
+        sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3}
+        return package.T5ForConditionalGeneration(package.T5Config(num_heads=4, **sizes))
+    return llama(torch.float32)
+
+
+def settings_for(kind: str, draw: random.Random) -> dict[str, Any]:
+    """Return drawn arguments of a LoraConfig."""
+    names = draw.sample(SUFFIXES[kind], draw.randrange(1, 4))
+    targets: list[Any] = [
+        names, names, f"{LAYERS[kind]}.1.{names[0]}", rf".*\.({'|'.join(names)})", "all-linear",
+    ]  # fmt: skip
+    drawn: dict[str, Any] = {
+        "target_modules": draw.choice(targets), "r": draw.choice((2, 4, 8)),
+        "lora_alpha": draw.choice((1, 5, 16, 2.5)),
+    }  # fmt: skip
+    chances: list[tuple[float, str, Any]] = [
+        (0.3, "layers_to_transform", draw.choice(([0, 2], 1, [1], 0, []))),
+        (0.2, "layers_pattern", draw.choice((LAYERS[kind], [LAYERS[kind], "other"], []))),
+        (0.3, "exclude_modules", draw.choice(([names[0]], rf".*\.0\..*{names[0]}", ["none"]))),
+        (0.3, "rank_pattern", {draw.choice((names[0], rf".*\.1\..*{names[0]}")): 3}),
+        (0.3, "alpha_pattern", {draw.choice((names[-1], rf"^{names[-1]}", r".*\.0\..*")): 11}),
+        (0.3, "use_rslora", True),
+        (0.3, "fan_in_fan_out", draw.choice((True, False))),
+        (0.5, "init_lora_weights", draw.choice((False, "gaussian", True))),
+        (0.3, "task_type", {"t5": "SEQ_2_SEQ_LM"}.get(kind, "CAUSAL_LM")),
+    ]
+    return drawn | {key: value for chance, key, value in chances if draw.random() < chance}
+
+
+def changed(config: dict[str, Any], kind: str, draw: random.Random) -> None:
+    """Change a saved configuration, so that it says something else than the matrices in the file."""
+    one = draw.choice(SUFFIXES[kind])
+    changes: list[Callable[[], object]] = [
+        lambda: config.pop("r"),
+        lambda: config.pop("lora_alpha"),
+        lambda: config.pop("target_modules"),
+        lambda: config.update(r=draw.choice((3, 0, -1, "8", 8.0, None))),
+        lambda: config.update(lora_alpha=draw.choice((3, 0, "8", None))),
+        lambda: config.update(target_modules=draw.choice(([one], one, "all-linear", [], None))),
+        lambda: config.update(layers_to_transform=draw.choice(([0], 1, [], [9]))),
+        lambda: config.update(exclude_modules=draw.choice(([one], rf".*{one}", []))),
+        lambda: config.update(rank_pattern={one: draw.choice((2, 3, 8))}),
+        lambda: config.update(alpha_pattern={one: draw.choice((2, 3.5))}),
+        lambda: config.update(use_rslora=not config.get("use_rslora")),
+        lambda: config.update(fan_in_fan_out=not config.get("fan_in_fan_out")),
+        lambda: config.update(init_lora_weights=draw.choice((False, True, None))),
+        lambda: config.update(task_type=draw.choice((None, "SEQ_CLS", "NONE"))),
+    ]
+    for change in draw.sample(changes, draw.choice((0, 1, 1, 2))):
+        change()
+
+
+def draw_adapter(folder: Path, peft: Any, kind: str, draw: random.Random) -> tuple[Path, Path]:
+    """Write a model and a drawn adapter; return their folders."""
+    base, adapter = folder / "base", folder / "adapter"
+    model_of(kind).save_pretrained(base)
+    for _ in range(50):
+        model = type(model_of(kind)).from_pretrained(base)
+        try:
+            made = peft.get_peft_model(model, peft.LoraConfig(**settings_for(kind, draw)))
+        except ValueError:  # the settings name no module
+            continue
+        break
+    for name, parameter in made.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter)
+    made.save_pretrained(adapter)
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text())
+    changed(config, kind, draw)
+    file.write_text(json.dumps(config))
+    return base, adapter
+
+
+def merged_by_peft(peft: Any, model: Any, adapter: Path) -> dict[str, torch.Tensor] | None:
+    """Return the merged weights; None if peft fails, or gives matrices random values."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loaded = peft.PeftModel.from_pretrained(model, adapter)
+    except Exception:
+        return None
+    is_random = not loaded.peft_config["default"].init_lora_weights
+    if is_random and any("missing adapter keys" in str(one.message) for one in caught):
+        return None
+    state: dict[str, torch.Tensor] = loaded.merge_and_unload().state_dict()
+    return state
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("number", range(DRAWS))
+def test_a_drawn_adapter_is_merged_or_refused_as_by_peft(tmp_path: Path, number: int) -> None:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    draw = random.Random(number)
+    torch.manual_seed(number)
+    kind = draw.choice(list(SUFFIXES))
+    base, adapter = draw_adapter(tmp_path, peft, kind, draw)
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    model = type(model_of(kind)).from_pretrained(base, dtype=dtype)
+    expected = merged_by_peft(peft, model, adapter)
+    choice = FolderChoice(adapter=str(adapter))
+    order = Conversion("pt", dtype, 2**30, model_keys=True, choice=choice)
+    if expected is None:
+        with pytest.raises(CheckpointError, match="--adapter "):
+            load_pretrained(base, dtype=dtype, adapter=adapter)
+        with pytest.raises(CheckpointError, match="--adapter "):
+            convert(base, tmp_path / "merged.pt", order)
+        return
+    found = load_pretrained(base, dtype=dtype, adapter=adapter).state_dict()
+    assert not [name for name, one in expected.items() if not torch.equal(one, found[name])]
+    convert(base, tmp_path / "merged.pt", order)
+    converted = torch.load(tmp_path / "merged.pt")
+    assert not [name for name, one in expected.items() if not torch.equal(one, converted[name])]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("number", range(DRAWS))
+def test_without_peft_an_adapter_is_merged_as_by_peft_or_refused(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    draw = random.Random(f"without-{number}")
+    torch.manual_seed(number)
+    kind = draw.choice(list(SUFFIXES))
+    base, adapter = draw_adapter(tmp_path, peft, kind, draw)
+    expected = merged_by_peft(peft, type(model_of(kind)).from_pretrained(base), adapter)
+    monkeypatch.setattr(lora, "find_spec", lambda _: None)
+    monkeypatch.setattr(merge, "find_spec", lambda _: None)
+    try:
+        found = load_pretrained(base, adapter=adapter).state_dict()
+    except CheckpointError as error:
+        assert "--adapter " in str(error)  # a refusal is right, whatever peft does
+        return
+    assert expected is not None
+    assert not [name for name, one in expected.items() if not torch.equal(one, found[name])]
+
+
+def test_without_peft_a_setting_that_peft_interprets_is_refused_with_the_repair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    model_of("llama").save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(target_modules=["q_proj"], alpha_pattern={"q_proj": 3})
+    with warnings.catch_warnings(action="ignore"):
+        peft.get_peft_model(model_of("llama"), config).save_pretrained(tmp_path / "adapter")
+    monkeypatch.setattr(lora, "find_spec", lambda _: None)
+    with pytest.raises(CheckpointError) as caught:
+        lora.read(tmp_path / "adapter")
+    assert str(caught.value) == (
+        f"--adapter {tmp_path / 'adapter'}: has alpha_pattern = {{'q_proj': 3}}: peft decides what to"
+        " merge here, and is not installed\n"
+        "pip install peft"
+    )
