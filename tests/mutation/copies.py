@@ -21,15 +21,30 @@ from pytest import ExitCode
 ROOT: Final = Path(__file__).resolve().parents[2]
 _MARKERS: Final = "vm fresh nightly cgroup docker cuda ray browser fuse compiler index root slow"
 _WITHOUT: Final = " and ".join(f"not {marker}" for marker in _MARKERS.split())
-_OPTIONS: Final = ("-q", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", _WITHOUT)
-_IMPORTS: Final = "import pytest, torch; torch.set_num_threads(1)"
+_OPTIONS: Final = (
+    "-q", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", _WITHOUT,
+    "-W", "ignore::pytest.PytestAssertRewriteWarning",  # of what was imported before
+)  # fmt: skip
+_IMPORTS: Final = "import gc, pytest, torch, transformers; torch.set_num_threads(1); gc.freeze()"
 # A limit of processor time ends an endless loop, however busy the machine is. A mutant may also
 # take all memory that it finds. Tests that fail run again: they may fail only now and then.
 _RUN: Final = """
-import json, sys, pytest
+import json, os, sys, threading, time, pytest
 from resource import *
-setrlimit(RLIMIT_CPU, (int(sys.argv[1]),) * 2)
+limit_s = int(sys.argv[1])
+setrlimit(RLIMIT_CPU, (limit_s,) * 2)
 setrlimit(RLIMIT_DATA, (8 << 30,) * 2)
+
+def processor_s():
+    used = [getrusage(who) for who in (RUSAGE_SELF, RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+def watch():  # the limit above is of each process
+    while processor_s() < limit_s:
+        time.sleep(1)
+    os.kill(os.getpid(), 9)
+
+threading.Thread(target=watch, daemon=True).start()
 
 class Failed:
     def __init__(self):
@@ -38,18 +53,22 @@ class Failed:
         if report.failed:
             self.tests[report.nodeid] = None
 
+def run(failed, *arguments):
+    try:
+        return int(pytest.main([*arguments], plugins=[failed]))
+    except (ExceptionGroup, Warning):  # of what a failed test left open
+        return 1
+
 *options, file = sys.argv[2:]
 failed, again = Failed(), Failed()
-status = pytest.main([*options, file], plugins=[failed])
-used = [getrusage(who) for who in (RUSAGE_SELF, RUSAGE_CHILDREN)]
-if failed.tests and pytest.main([*options, *failed.tests], plugins=[again]) not in (0, 1):
+status = run(failed, *options, file)
+used_s = processor_s()
+if failed.tests and run(again, *options, *failed.tests) and not again.tests:
     again = failed  # they cannot run again in this process
-processor_s = sum(one.ru_utime + one.ru_stime for one in used)
 print()
-print(json.dumps({"processor_s": processor_s, "failed": [*failed.tests], "again": [*again.tests]}))
-sys.exit(int(status))
+print(json.dumps({"processor_s": used_s, "failed": [*failed.tests], "again": [*again.tests]}))
+sys.exit(status)
 """
-_RAN: Final = (ExitCode.OK, ExitCode.TESTS_FAILED)
 _LARGE: Final = (".git", ".venv", ".mypy", ".ruff", ".pytest", ".hypothesis", "results")
 
 
@@ -145,7 +164,7 @@ class Copy:
         start = monotonic()
         done = self._run(self._most_s + 1, 20 * self._most_s, file)
         wall_s, processor_s, failing = monotonic() - start, inf, list[str]()
-        if done and done.returncode in _RAN and (report := _report(done)):
+        if done and (report := _report(done)) and (done.returncode == 0 or report["failed"]):
             processor_s, failing = report["processor_s"], report["again"]
         if processor_s == inf or failing:
             why = ", ".join(failing) or "does not end here"
@@ -165,7 +184,7 @@ class Copy:
             if done.returncode in (ExitCode.OK, ExitCode.NO_TESTS_COLLECTED):
                 return ""  # without tests: all fail here without a change
             report = _report(done)
-            if done.returncode != ExitCode.TESTS_FAILED or not report:
+            if not report.get("failed"):
                 return f"{file.name} ends with {done.returncode}"
             if report["again"]:
                 return str(report["again"][0])

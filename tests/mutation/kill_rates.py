@@ -122,16 +122,16 @@ def kept_rates(kept: Mapping[str, Any]) -> dict[str, Rate]:
 def table(now: Mapping[str, Rate], before: Mapping[str, Rate]) -> str:
     """Return rates beside earlier ones, in Markdown: those of ``MANY``, then the others, and sums."""
     names = sorted({*now, *before} - {*MANY})
-    rows = [(name, now.get(name), before.get(name)) for name in (*MANY, *names)]
-    sums = [
-        (title, *(sum((rates[n] for n in of if n in rates), Rate(0, 0)) for rates in (now, before)))
-        for title, of in (("all others", names), ("all", [*MANY, *names]))
-    ]
+    every = (*MANY, *names)
+    rows = [(name, now.get(name), before.get(name)) for name in every]
+    for title, of in (("all others", names), ("all", every)):
+        sums = [
+            sum((each[name] for name in of if name in each), Rate(0, 0)) for each in (now, before)
+        ]
+        rows.append((title, sums[0], sums[1]))
     head = ["| package | drawn | killed | % | before: drawn | killed | % |", "|---|" + "--:|" * 6]
-    return "\n".join(
-        head
-        + [f"| {title} | {_cells(one)} | {_cells(other)} |" for title, one, other in rows + sums]
-    )
+    lines = [f"| {title} | {_cells(one)} | {_cells(other)} |" for title, one, other in rows]
+    return "\n".join([*head, *lines])
 
 
 def _cells(rate: Rate | None) -> str:
