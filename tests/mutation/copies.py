@@ -33,7 +33,7 @@ import json, os, sys, threading, time, pytest
 from resource import *
 limit_s = int(sys.argv[1])
 setrlimit(RLIMIT_CPU, (limit_s,) * 2)
-setrlimit(RLIMIT_DATA, (8 << 30,) * 2)
+setrlimit(RLIMIT_DATA, (12 << 30,) * 2)
 
 def processor_s():
     used = [getrusage(who) for who in (RUSAGE_SELF, RUSAGE_CHILDREN)]
