@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from select import select
 from tempfile import NamedTemporaryFile
@@ -49,11 +49,15 @@ class ForkServer:
 
     A fork runs code as ``python -c CODE ARGUMENTS`` does, with output and exit status of its own.
     Packages in ``missing`` cannot be imported, as if they were not installed. Nor can those that this
-    process itself cannot import, unless ``python`` names another interpreter.
+    process itself cannot import, unless ``python`` names another interpreter. ``environment`` changes variables.
     """
 
     def __init__(
-        self, setup: str, missing: Sequence[str] = (), python: Path | str = sys.executable
+        self,
+        setup: str,
+        missing: Sequence[str] = (),
+        python: Path | str = sys.executable,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         hidden = [*missing]
         if python == sys.executable:
@@ -64,6 +68,7 @@ class ForkServer:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env=os.environ | dict(environment or {}),
         )
 
     def run(

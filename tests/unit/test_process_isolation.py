@@ -102,7 +102,10 @@ def descriptors() -> int:
 
 
 @pytest.mark.usefixtures("no_garbage")
-def test_a_program_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
+def test_a_program_that_does_not_exist_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin")  # without folders that this user may not read
     cell = Cell.of_command("mine", ("no-such-program",), "process")
     before = descriptors()
     with pytest.raises(ConfigError) as caught:

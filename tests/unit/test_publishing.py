@@ -34,8 +34,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def git(root: Path, *arguments: str) -> str:
-    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    command = ["git", "-C", str(root), *who, *arguments]
+    who = ("user.name=a", "user.email=a@b", "commit.gpgsign=false", "safe.directory=*")
+    settings = [word for setting in who for word in ("-c", setting)]
+    command = ["git", "-C", str(root), *settings, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
