@@ -234,6 +234,27 @@ def arguments_to_dequantise(path: Path) -> dict[str, Any]:
 # Records ------------------------------------------------------------------------------------------
 
 
+def write_merged(base: Path, adapter: Path, target: Path, dtype: torch.dtype) -> None:
+    """Write a folder's model with an adapter in it, by the names of the model's state dict."""
+    from weighin.checkpoint.convert import Conversion, convert
+    from weighin.formats.pretrained_choice import FolderChoice
+
+    choice = FolderChoice(adapter=str(adapter))
+    convert(base, target, Conversion("pt", dtype, 2**30, model_keys=True, choice=choice))
+
+
+def read_adapter(adapter: Path) -> None:
+    from weighin.formats import lora
+
+    lora.read(adapter)
+
+
+def hide_peft(patch: pytest.MonkeyPatch) -> None:
+    """Let weighin find no peft."""
+    for module in ("weighin.formats.lora", "weighin.loader.merge"):
+        patch.setattr(f"{module}.find_spec", lambda _: None)
+
+
 def names_of(result: Result) -> list[str]:
     """Return the names of a result's phases, without what lay between two of them."""
     names = [

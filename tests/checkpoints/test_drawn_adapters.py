@@ -10,14 +10,10 @@ from typing import Any, Final
 
 import pytest
 import torch
+from cells import CheckpointError, hide_peft, read_adapter, write_merged
 from small import llama, transformers
 
 from weighin import load_pretrained
-from weighin.checkpoint.convert import Conversion, convert
-from weighin.errors import CheckpointError
-from weighin.formats import lora
-from weighin.formats.pretrained_choice import FolderChoice
-from weighin.loader import merge
 
 DRAWS: Final = int(os.environ.get("WEIGHIN_DRAWS", "40"))
 SUFFIXES: Final = {
@@ -135,17 +131,15 @@ def test_a_drawn_adapter_is_merged_or_refused_as_by_peft(tmp_path: Path, number:
     dtype = draw.choice((torch.float32, torch.bfloat16))
     model = type(model_of(kind)).from_pretrained(base, dtype=dtype)
     expected = merged_by_peft(peft, model, adapter)
-    choice = FolderChoice(adapter=str(adapter))
-    order = Conversion("pt", dtype, 2**30, model_keys=True, choice=choice)
     if expected is None:
         with pytest.raises(CheckpointError, match="--adapter "):
             load_pretrained(base, dtype=dtype, adapter=adapter)
         with pytest.raises(CheckpointError, match="--adapter "):
-            convert(base, tmp_path / "merged.pt", order)
+            write_merged(base, adapter, tmp_path / "merged.pt", dtype)
         return
     found = load_pretrained(base, dtype=dtype, adapter=adapter).state_dict()
     assert not [name for name, one in expected.items() if not torch.equal(one, found[name])]
-    convert(base, tmp_path / "merged.pt", order)
+    write_merged(base, adapter, tmp_path / "merged.pt", dtype)
     converted = torch.load(tmp_path / "merged.pt")
     assert not [name for name, one in expected.items() if not torch.equal(one, converted[name])]
 
@@ -162,8 +156,7 @@ def test_without_peft_an_adapter_is_merged_as_by_peft_or_refused(
     kind = draw.choice(list(SUFFIXES))
     base, adapter = draw_adapter(tmp_path, peft, kind, draw)
     expected = merged_by_peft(peft, type(model_of(kind)).from_pretrained(base), adapter)
-    monkeypatch.setattr(lora, "find_spec", lambda _: None)
-    monkeypatch.setattr(merge, "find_spec", lambda _: None)
+    hide_peft(monkeypatch)
     try:
         found = load_pretrained(base, adapter=adapter).state_dict()
     except CheckpointError as error:
@@ -181,9 +174,9 @@ def test_without_peft_a_setting_that_peft_interprets_is_refused_with_the_repair(
     config = peft.LoraConfig(target_modules=["q_proj"], alpha_pattern={"q_proj": 3})
     with warnings.catch_warnings(action="ignore"):
         peft.get_peft_model(model_of("llama"), config).save_pretrained(tmp_path / "adapter")
-    monkeypatch.setattr(lora, "find_spec", lambda _: None)
+    hide_peft(monkeypatch)
     with pytest.raises(CheckpointError) as caught:
-        lora.read(tmp_path / "adapter")
+        read_adapter(tmp_path / "adapter")
     assert str(caught.value) == (
         f"--adapter {tmp_path / 'adapter'}: has alpha_pattern = {{'q_proj': 3}}: peft decides what to"
         " merge here, and is not installed\n"
