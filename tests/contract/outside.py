@@ -16,11 +16,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Final
 
+import command_line
 import pytest
-from click.testing import CliRunner
 
 from weighin import __version__
-from weighin.cli.app import app
 from weighin.doctor import doctor
 from weighin.doctor.capabilities import Capability
 from weighin.predict import client
@@ -58,15 +57,10 @@ class Printed:
 
 def weighin(folder: Path, *arguments: str, **variables: str) -> Printed:
     """Type a command in ``folder``, in a terminal of 120 columns without colours."""
-    around = {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "WEIGHIN_CACHE": f"{folder}/cache"}
+    around = {"COLUMNS": "120", "WEIGHIN_CACHE": f"{folder}/cache"}
     with chdir(folder):
-        ended = CliRunner().invoke(app, arguments, env=around | variables, catch_exceptions=False)
-    return Printed(ended.exit_code, plain(ended.stdout, folder), plain(ended.stderr, folder))
-
-
-def verbs() -> set[str]:
-    """Return the verbs of ``weighin``."""
-    return set(getattr(app, "commands"))  # noqa: B009 (it is a group, though typed as a command)
+        ended = command_line.weighin(*arguments, **(around | variables))
+    return Printed(ended.code, plain(ended.out, folder), plain(ended.err, folder))
 
 
 def plain(text: str, folder: Path) -> str:

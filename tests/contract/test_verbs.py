@@ -7,6 +7,7 @@ from struct import pack
 
 import outside
 import pytest
+from command_line import verbs
 from outside import weighin
 from snapshots import Compare
 
@@ -44,7 +45,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_verb_has_its_document_here() -> None:
-    assert outside.verbs() == HERE | ELSEWHERE | LEFT_OUT
+    typed = {name.split()[1] for name in verbs() if " " in name}
+    assert typed == HERE | ELSEWHERE | LEFT_OUT
 
 
 def test_the_document_and_the_record_of_a_measured_load(place: Path, same: Compare) -> None:
