@@ -191,7 +191,8 @@ def _end(
         _measuring.end(context, results)
         return
     (result,) = results
-    lines = [*explanation.answer(task.folder, result), *(f"note: {one}" for one in result.warnings)]
+    notes = result.ran.notes if result.ran else ()
+    lines = [*explanation.answer(task.folder, result), *(f"note: {each}" for each in notes)]
     for line in [*lines, f"weighin report {quote(str(task.folder))}"]:
         _console.tell(f"weighin: {line}")
     if json_file:
