@@ -107,6 +107,7 @@ class Prediction:
     Attributes:
         use: the use that follows the load; None if no use is predicted. Only ``floor_bytes`` and
             ``phases`` include the memory of the use.
+        checkpoint_dtype: the dtype of most bytes of the checkpoint that is loaded.
         model_bytes: the size of all parameters and buffers; tied tensors count once.
         baseline_anon_bytes: the anonymous memory before the load, after the import of torch.
         baseline_file_bytes: the resident pages of files mapped before the load (torch's libraries).
@@ -151,6 +152,7 @@ class Prediction:
     phases: tuple[PredictedPhase, ...] = ()
     reasons: tuple[str, ...] = field(default_factory=tuple)
     use: PredictedUse | None = None
+    checkpoint_dtype: str = ""
 
     @property
     def floor_least_bytes(self) -> int | None:
