@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from weighin.errors import CheckpointError, UnknownName
 from weighin.formats.pretrained_folder import read_folder
 from weighin.formats.pretrained_spec import spec_of
 from weighin.predict.prediction import PredictedUse, Prediction, Work
-from weighin.recommend import answer, calibration
+from weighin.recommend import answer
 from weighin.recommend.answer import Advice, Question, check_allowed, gather, parts
-from weighin.recommend.calibration import Calibration
 from weighin.recommend.candidates import FitVerdict, Limits
 from weighin.recommend.prior_runs import Evidence
+from weighin.recommend.speeds import Speeds
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.units import GIB, MIB
@@ -53,9 +53,8 @@ def asked(monkeypatch: MonkeyPatch) -> Asked:
         found.append(planned)
         return [_predicted(one) for one in planned]
 
-    speed = Calibration(GIB, GIB, GIB, GIB, GIB, GIB, 0, 0)
     monkeypatch.setattr(answer, "predict", predict)
-    monkeypatch.setattr(calibration, "stored", lambda: speed)
+    monkeypatch.setattr(answer, "USUAL", Speeds(GIB, GIB, GIB, GIB, GIB, GIB, 0, 0))
     return found
 
 
@@ -291,20 +290,6 @@ def test_a_machine_that_was_slow_when_it_measured_is_named_the_same(
     assert advice.best.strategy == "mmap_assign"
     times = {one.strategy: one.ready_s for one in advice.candidates}
     assert times == pytest.approx({name: 4.5 * (seconds or 0) for name, seconds in quiet.items()})
-
-
-def test_a_machine_that_was_never_calibrated_is(monkeypatch: MonkeyPatch) -> None:
-    speed = calibration.stored()
-    monkeypatch.setattr(calibration, "stored", lambda: None)
-    done: list[Callable[[str], None]] = []
-
-    def calibrate(say: Callable[[str], None]) -> Calibration | None:
-        done.append(say)
-        return speed
-
-    monkeypatch.setattr(calibration, "calibrate", calibrate)
-    advised()
-    assert len(done) == 1
 
 
 def test_a_strategy_that_cannot_be_written_out_is_named_by_its_file(

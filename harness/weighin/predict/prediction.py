@@ -42,6 +42,8 @@ class Work:
         random_bytes: the size of the random numbers that constructors draw.
         archives: the number of files that ``torch.load`` opened.
         modules: the number of Python modules that were imported.
+        cpu_ns: the processor time of the symbolic run, which does for each tensor what the load does
+            in Python.
     """
 
     read_bytes: int = 0
@@ -52,6 +54,7 @@ class Work:
     random_bytes: int = 0
     archives: int = 0
     modules: int = 0
+    cpu_ns: int = 0
 
     @property
     def disk_read_bytes(self) -> int:

@@ -32,8 +32,6 @@ from weighin.formats.quantisation_config import dequantising
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
-from weighin.recommend import calibration as calibrating
-from weighin.recommend.calibration import Calibration
 from weighin.recommend.candidates import (
     OWN_CODE,
     SAVED_AS,
@@ -48,6 +46,7 @@ from weighin.recommend.prior_runs import Evidence, find
 from weighin.recommend.ranking import ranked
 from weighin.recommend.slow_disk import behind
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
+from weighin.recommend.speeds import USUAL
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.suite.registry import StrategyInfo
@@ -200,13 +199,12 @@ class PriorKnowledge:
     planned: tuple[Planned, ...]
     predictions: tuple[Prediction, ...]
     evidence: dict[tuple[str, str], Evidence]
-    calibration: Calibration
     checkpoint_format: str
     left_out: tuple[str, ...] = ()
 
 
 def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
-    """Predict every strategy, read earlier records, and calibrate a machine without a calibration.
+    """Predict every strategy, and read earlier records.
 
     Raises:
         HarnessError: the checkpoint, the model or the records of a run cannot be read.
@@ -231,10 +229,7 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
         forward=question.use == FORWARD,
         use_paths={question.use: question.use_path},
     )
-    calibration = calibrating.stored() or calibrating.calibrate(say)
-    return PriorKnowledge(
-        tuple(planned), tuple(predictions), evidence, calibration, fmt, tuple(left_out)
-    )
+    return PriorKnowledge(tuple(planned), tuple(predictions), evidence, fmt, tuple(left_out))
 
 
 def advise(question: Question, prior: PriorKnowledge) -> Advice:
@@ -245,11 +240,11 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         for prediction, evidence in zip(prior.predictions, records, strict=True)
         if evidence
     ]
-    calibration = behind(prior.calibration, question.disk)
-    calibration = calibration.slowed(slowness(measured, calibration))
+    speeds = behind(USUAL, question.disk)
+    speeds = speeds.slowed(slowness(measured, speeds))
     judged = [
         assess(
-            one.strategy, prediction, evidence, calibration, question.limits,
+            one.strategy, prediction, evidence, speeds, question.limits,
             "" if question.selection and not one.cell.options else prior.checkpoint_format,
         )
         for one, prediction, evidence in zip(prior.planned, prior.predictions, records, strict=True)
