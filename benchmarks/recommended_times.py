@@ -174,9 +174,9 @@ def _seconds(
 
 
 def _enough(results: Sequence[Result]) -> int:
-    """Return a RAM limit in bytes under which the whole model stays in memory, beside the imports."""
+    """Return a RAM limit in bytes under which the whole model stays in memory."""
     return max(
-        (one.model_bytes or 0) + (one.peaks.anon_sampled_bytes or 0)
+        max(one.model_bytes or 0, one.peaks.anon_sampled_bytes or 0)
         for one in results
         if one.outcome is Outcome.OK
     )

@@ -17,6 +17,7 @@ from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, UnknownName
 from weighin.formats.pretrained_folder import read_folder
 from weighin.formats.pretrained_spec import spec_of
+from weighin.formats.selection import Selection
 from weighin.predict.prediction import PredictedUse, Prediction, Work
 from weighin.recommend import answer
 from weighin.recommend.answer import Advice, Question, check_allowed, gather, parts
@@ -202,6 +203,35 @@ def test_where_nothing_fits_no_code_is_given() -> None:
     assert text.endswith(
         "No strategy certainly fits. A smaller dtype (--dtype bf16) or a higher limit may help.\n"
     )
+
+
+def test_a_reason_that_is_not_memory_gives_no_advice_on_memory(
+    monkeypatch: MonkeyPatch,
+) -> None:
+    def unknown(planned: Sequence[Planned], **_: Any) -> list[Prediction]:
+        return [Prediction(one.cell, cannot="the class is missing") for one in planned]
+
+    monkeypatch.setattr(answer, "predict", unknown)
+    assert printed(advised(8 * GIB)).endswith(
+        "weighin knows of no strategy whether it loads this model: the class is missing.\n"
+    )
+    monkeypatch.setattr(registry, "strategies", lambda: {})
+    assert printed(advised(8 * GIB, allow=())).endswith(
+        "No strategy is left: --allow none leaves out all that load this model on cpu.\n"
+    )
+
+
+def test_a_part_of_a_training_checkpoint_is_loaded_without_a_conversion(tmp_path: Path) -> None:
+    file = tmp_path / "train.pt"
+    torch.save({"model": {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, "step": 1}, file)
+    advice = advised(8 * GIB, checkpoint=file, selection=Selection("model"), allow=())
+    asks = {one.strategy: one.asks for one in advice.candidates}
+    assert asks == {"mmap_assign": (), "baseline": ()}
+    assert "state = state['model']" in advice.code
+    everything = advised(8 * GIB, checkpoint=file, selection=Selection("model"))
+    asks = {one.strategy: one.asks for one in everything.candidates}
+    assert asks["streaming"] == ("weighin",)
+    assert asks["load_assign"] == ("saved as pt",)
 
 
 def test_the_json_has_every_candidate_and_the_limits() -> None:

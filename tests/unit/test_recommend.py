@@ -236,6 +236,27 @@ def test_predictions_alone_are_ordered_by_time_and_what_they_ask_where_that_is_t
     ]  # fmt: skip
 
 
+def test_no_conversion_is_named_if_a_package_does_as_well() -> None:
+    predicted: dict[str, Any] = {"time_from": "predicted"}
+    order = names([
+        timed("mmap_assign", 2.0, asks=("saved as pt",), need_bytes=1, **predicted),
+        timed("streaming", 2.1, asks=("weighin", "another"), need_bytes=2, **predicted),
+        timed("safetensors_mmap", 2.1, asks=("safetensors",), need_bytes=3, **predicted),
+    ])  # fmt: skip
+    assert order == ["safetensors_mmap", "streaming", "mmap_assign"]
+
+
+def test_what_python_does_for_each_tensor_takes_time() -> None:
+    one = replace(prediction("x", 1.0), work=Work(cpu_ns=2_000_000_000))
+    assert predicted_ready_s(one, SPEEDS) == pytest.approx(2.5)  # read once at last
+
+
+def test_direct_reads_of_several_ranks_hinder_each_other() -> None:
+    one = replace(prediction("x", 1.0), work=Work(read_direct_bytes=2 * MODEL))
+    two = replace(one, cell=replace(one.cell, ranks=2))
+    assert predicted_ready_s(two, SPEEDS) - predicted_ready_s(one, SPEEDS) == pytest.approx(4.0)
+
+
 def test_a_checkpoint_of_another_layout_must_be_saved_again() -> None:
     found = assess(
         info("streaming"), prediction("streaming", 1.0), None, None, Limits(), "safetensors"

@@ -7,7 +7,7 @@ from weighin.recommend.candidates import MEASURED, SAVED_AS, Candidate, FitVerdi
 
 _DOUBT_TIMES: Final = 2.0
 """A strategy with a predicted time precedes a measured one only if it is faster by this factor."""
-_SAME_TIME: Final = 1.25
+_SAME_TIME: Final = 1.1
 """Predicted times within this factor count as equal, because predictions are no more accurate."""
 
 
@@ -17,7 +17,7 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     If any strategy of a verdict was measured, predicted times count double. Strategies about as fast
     as the fastest one are ordered: measured before predicted, without a conversion of the checkpoint
     before with one, then by their number of other requirements, then by RAM. "About as fast" means
-    within ``noise_s`` of the fastest one, or within 25 % if that was not measured. Strategies that
+    within ``noise_s`` of the fastest one, or within 10 % if that was not measured. Strategies that
     thrash are ordered by requirements and RAM before the time.
     """
     return [
