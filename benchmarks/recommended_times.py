@@ -5,7 +5,8 @@
 Each model, device, dtype and RAM limit of a run under which at least two strategies were measured is
 a question. weighin answers it without records, from predictions alone. The answer is right if the
 measured ready time of the named strategy is within the range of the fastest one's times, or at most
-15 % longer than the fastest one's median. Only strategies that the run measured can be named. A load
+15 % longer than the fastest one's median. Only strategies that the run measured can be named, and the
+fastest is the fastest that needs no conversion of the checkpoint, unless recommend names one. A load
 that ran once has no range: the loads under the run's other limits count, too, if the strategy fits
 under both. Exits with 1 if fewer than 90 % of the answers are right, or if one takes more than 1.5
 times as long as the fastest.
@@ -25,7 +26,7 @@ from weighin.disk.pace import Pace
 from weighin.formats.pretrained_folder import is_folder
 from weighin.predict.client import predict
 from weighin.recommend.answer import PriorKnowledge, Question, advise
-from weighin.recommend.candidates import FitVerdict, Limits
+from weighin.recommend.candidates import SAVED_AS, FitVerdict, Limits
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.suite import registry
@@ -138,6 +139,10 @@ def _answers(run: str, results: Sequence[Result]) -> Iterator[Answer]:
     question, known = known_of(results)
     for limit in sorted(limits, key=lambda one: one or sys.maxsize):
         advice = advise(replace(question, limits=Limits(limit)), known)
+        converts = {
+            (one.strategy, one.format): any(asked.startswith(SAVED_AS) for asked in one.asks)
+            for one in advice.candidates
+        }
         fitting = {
             (one.strategy, one.format): seconds
             for one in advice.candidates
@@ -151,6 +156,8 @@ def _answers(run: str, results: Sequence[Result]) -> Iterator[Answer]:
             ),
             None,
         )
+        if named and not converts[named]:
+            fitting = {load: times for load, times in fitting.items() if not converts[load]}
         if advice.best and named and len(fitting) > 1:
             cell = replace(results[0].cell, ram_limit_bytes=limit)
             yield Answer(run, cell, named, fitting)

@@ -232,7 +232,7 @@ def test_predictions_alone_are_ordered_by_time_and_what_they_ask_where_that_is_t
         replace(timed("nobody knows", 0.0), ready_s=None, time_from=""),
     ])  # fmt: skip
     assert order == [
-        "mmap_assign", "safetensors_mmap", "streaming", "load_assign", "nobody knows",
+        "mmap_assign", "streaming", "load_assign", "safetensors_mmap", "nobody knows",
     ]  # fmt: skip
 
 

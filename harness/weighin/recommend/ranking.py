@@ -7,8 +7,10 @@ from weighin.recommend.candidates import MEASURED, SAVED_AS, Candidate, FitVerdi
 
 _DOUBT_TIMES: Final = 2.0
 """A strategy with a predicted time precedes a measured one only if it is faster by this factor."""
-_SAME_TIME: Final = 1.1
+_SAME_TIME: Final = 1.2
 """Predicted times within this factor count as equal, because predictions are no more accurate."""
+_CONVERSION_S: Final = 1.0
+"""A conversion takes this time, and as long as a load: that much longer a predicted load counts."""
 
 
 def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -17,7 +19,7 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     If any strategy of a verdict was measured, predicted times count double. Strategies about as fast
     as the fastest one are ordered: measured before predicted, without a conversion of the checkpoint
     before with one, then by their number of other requirements, then by RAM. "About as fast" means
-    within ``noise_s`` of the fastest one, or within 10 % if that was not measured. Strategies that
+    within ``noise_s`` of the fastest one, or within 20 % if that was not measured. Strategies that
     thrash are ordered by requirements and RAM before the time.
     """
     return [
@@ -34,8 +36,10 @@ def _by_time(alike: Sequence[Candidate]) -> list[Candidate]:
     def counted_s(candidate: Candidate) -> float:
         if candidate.ready_s is None:
             return float("inf")
-        is_doubted = is_any_measured and candidate.time_from != MEASURED
-        return candidate.ready_s * _DOUBT_TIMES if is_doubted else candidate.ready_s
+        if candidate.time_from == MEASURED:
+            return candidate.ready_s
+        time_s = candidate.ready_s * (_DOUBT_TIMES if is_any_measured else 1)
+        return 2 * time_s + _CONVERSION_S if _demands(candidate)[0] else time_s
 
     fastest = min(alike, key=counted_s, default=None)
     as_fast_s = _as_fast_s(fastest, counted_s(fastest)) if fastest else 0.0

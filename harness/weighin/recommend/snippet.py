@@ -231,8 +231,9 @@ class _Plain(ast.NodeTransformer):
         if isinstance(node.func, ast.Attribute) and self._is_attribute(node.func.value, "options"):
             default = node.args[1] if len(node.args) > 1 else ast.Constant(None)
             name = ast.literal_eval(node.args[0])
-            given = ast.Constant(self._options[name]) if name in self._options else None
-            return given or self.visit(default)  # type: ignore[no-any-return]
+            if name in self._options:
+                return ast.Constant(self._options[name])
+            return self.visit(default)  # type: ignore[no-any-return]
         # job.build_model applies the dtype, but the function of a user does not.
         if ast.unparse(node.func) == "load_streaming" and not self._keeps_dtypes:
             node.keywords.append(ast.keyword("dtype", ast.Name("dtype", ast.Load())))
