@@ -4,8 +4,7 @@
     .venv/bin/python benchmarks/disk_model.py results/slow-disk
 
 Prints the median ready time of each strategy on each disk, the predicted one and its error, and how often
-the strategy that the model puts first is the fastest, or at most 10 % slower. The predictions use
-the calibration of this machine, which must be the one of the run.
+the strategy that the model puts first is the fastest, or at most 10 % slower.
 """
 
 import argparse
@@ -19,9 +18,9 @@ from weighin.cell import Cell
 from weighin.disk.pace import Pace
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
-from weighin.recommend import calibration
 from weighin.recommend.candidates import predicted_ready_s
 from weighin.recommend.slow_disk import behind
+from weighin.recommend.speeds import USUAL
 from weighin.records import run_folder
 from weighin.result import Outcome
 from weighin.suite import registry
@@ -62,11 +61,10 @@ def _predictions(cells: Mapping[Load, Cell]) -> dict[Load, Prediction]:
 def _print(
     measured: Mapping[Pace, Mapping[Load, list[float]]], predictions: Mapping[Load, Prediction]
 ) -> None:
-    machine = calibration.stored() or calibration.calibrate(print)
     errors, right = [], 0
     print(f"{'disk':<16}{'strategy':<22}{'measured s':>11}{'model s':>9}{'error':>8}")
     for pace, loads in sorted(measured.items(), key=lambda item: str(item[0])):
-        slow = behind(machine, pace)
+        slow = behind(USUAL, pace)
         actual = {load: statistics.median(seconds) for load, seconds in loads.items()}
         model = {load: predicted_ready_s(predictions[load], slow) for load in loads}
         for load, seconds in sorted(actual.items(), key=lambda item: item[1]):

@@ -33,8 +33,8 @@ _COMPLETION = (
 )
 
 _ENVIRONMENT = {
-    "WEIGHIN_CACHE": "Folder for the checkpoints that weighin generates, and for the figures of"
-    " `weighin doctor --calibrate`. Default: the user's cache folder.",
+    "WEIGHIN_CACHE": "Folder for the checkpoints that weighin generates. Default: the user's cache"
+    " folder.",
     "WEIGHIN_BASE_IMAGE": "The image with Python on which weighin builds the Docker image of the"
     " measured processes.",
     "WEIGHIN_LOCK": "File that a run of weighin locks while it measures, so that only one run at"

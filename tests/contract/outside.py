@@ -25,7 +25,7 @@ from weighin.doctor.capabilities import Capability
 from weighin.predict import client
 from weighin.predict.prediction import Prediction, from_json
 from weighin.probes import environment
-from weighin.recommend import answer, calibration
+from weighin.recommend import answer
 from weighin.records import run_folder
 from weighin.report import writing
 from weighin.run import floor_search
@@ -36,8 +36,6 @@ PUBLISHED: Final = ROOT / "results" / "published"
 RUNS: Final = sorted(one.parent.name for one in PUBLISHED.glob("*/records.jsonl"))
 SNAPSHOTS: Final = Path(__file__).with_name("snapshots")
 _KEPT: Final = Path(__file__).with_name("predictions.json")
-_SPEEDS: Final = (2 * 2**30, 2 * 2**30, 2 * 2**30, 2**30, 8 * 2**30, 2**30, 0.0007, 0.002)
-"""Of a machine: reading, reading directly, mapping, first writes, copies, random numbers; an archive, a module."""
 _ELSEWHERE_MISSING: Final = ("pressure", "limit_events", "watcher", "written", "ran", "stopped")
 """Parts of a record that a kernel or an isolation may not give."""
 
@@ -195,7 +193,6 @@ def machine_of(run: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(environment, "machine", lambda: there)
         patch.setattr(os, "cpu_count", lambda: there["cpus"])
-        patch.setattr(calibration, "stored", lambda: calibration.Calibration(*_SPEEDS))
         patch.setattr(answer, "predict", _predict)
         yield
 

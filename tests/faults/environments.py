@@ -45,7 +45,7 @@ _READING: Final = {
 }
 FAULTS: Final = [
     *(
-        Fault(f"{verb} beside a foreign {module}.py", "Environment", words, outcomes=_RIGHT if verb == "bench" else {}, prepare=partial(_module_and_model, module), absent=("RAN",), makes="calibration.json" if verb == "recommend" else "")
+        Fault(f"{verb} beside a foreign {module}.py", "Environment", words, outcomes=_RIGHT if verb == "bench" else {}, prepare=partial(_module_and_model, module), absent=("RAN",))
         for verb, words in _READING.items()
         for module in ("torch", "random")
     ),

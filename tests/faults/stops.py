@@ -66,7 +66,6 @@ FAULTS: Final = [
         stop_s=round(_moments.uniform(0.3, 6 if verb in ("bench", "floor") else 2), 2),
         then=_then(verb),
         needs="cgroup" if verb == "floor" else "",
-        makes="calibration.json",
     )
     for verb, (words, prepare) in _STOPPED.items()
     for number, code in _SIGNALS.items()

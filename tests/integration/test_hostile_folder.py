@@ -48,7 +48,7 @@ def test_convert_and_predict_run_no_file_of_the_current_folder(
         ("bench", "model.pt", "-s", "streaming", "--isolation", "process", "--out", "run"),
         ("bench", "gpt2-tiny", "-s", "streaming", "--isolation", "process", "--out", "run"),
         ("list", "models"),
-        ("doctor", "--calibrate"),
+        ("doctor",),
         pytest.param(
             ("floor", "model.pt", "-s", "streaming", "--isolation", "cgroup", "--out", "run"),
             marks=pytest.mark.cgroup,

@@ -47,12 +47,8 @@ def test_a_command_says_what_fits_with_its_code(command: CommandLine) -> None:
     assert (first["strategy"], first["verdict"]) == (found["recommended"], "fits")
     assert first["memory_from"] == first["time_from"] == "predicted"
     compile(found["code"], "pasted", "exec")
-    progress = [line for line in asked.err.splitlines() if line.startswith("predicting ")]
-    names = [line.split()[1] for line in progress]
-    assert progress == [
-        f"predicting {name} ({number} of {len(names)})" for number, name in enumerate(names, 1)
-    ]
-    assert sorted(names) == sorted(one["strategy"] for one in found["candidates"])
+    progress = f"predicting the memory and time of {len(found['candidates'])} strategies\n"
+    assert asked.err == progress
     nothing = command.run("recommend", "gpt2-tiny", "--ram", "64m", patience_s=400)
     assert nothing.code == 1, nothing.err
     assert "No strategy certainly fits." in nothing.out

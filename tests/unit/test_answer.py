@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, UnknownName
 from weighin.formats.pretrained_folder import read_folder
 from weighin.formats.pretrained_spec import spec_of
+from weighin.formats.selection import Selection
 from weighin.predict.prediction import PredictedUse, Prediction, Work
-from weighin.recommend import answer, calibration
+from weighin.recommend import answer
 from weighin.recommend.answer import Advice, Question, check_allowed, gather, parts
-from weighin.recommend.calibration import Calibration
 from weighin.recommend.candidates import FitVerdict, Limits
 from weighin.recommend.prior_runs import Evidence
+from weighin.recommend.speeds import Speeds
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
 from weighin.units import GIB, MIB
@@ -53,9 +54,8 @@ def asked(monkeypatch: MonkeyPatch) -> Asked:
         found.append(planned)
         return [_predicted(one) for one in planned]
 
-    speed = Calibration(GIB, GIB, GIB, GIB, GIB, GIB, 0, 0)
     monkeypatch.setattr(answer, "predict", predict)
-    monkeypatch.setattr(calibration, "stored", lambda: speed)
+    monkeypatch.setattr(answer, "USUAL", Speeds(GIB, GIB, GIB, GIB, GIB, GIB, 0, 0))
     return found
 
 
@@ -205,6 +205,35 @@ def test_where_nothing_fits_no_code_is_given() -> None:
     )
 
 
+def test_a_reason_that_is_not_memory_gives_no_advice_on_memory(
+    monkeypatch: MonkeyPatch,
+) -> None:
+    def unknown(planned: Sequence[Planned], **_: Any) -> list[Prediction]:
+        return [Prediction(one.cell, cannot="the class is missing") for one in planned]
+
+    monkeypatch.setattr(answer, "predict", unknown)
+    assert printed(advised(8 * GIB)).endswith(
+        "weighin knows of no strategy whether it loads this model: the class is missing.\n"
+    )
+    monkeypatch.setattr(registry, "strategies", lambda: {})
+    assert printed(advised(8 * GIB, allow=())).endswith(
+        "No strategy is left: --allow none leaves out all that load this model on cpu.\n"
+    )
+
+
+def test_a_part_of_a_training_checkpoint_is_loaded_without_a_conversion(tmp_path: Path) -> None:
+    file = tmp_path / "train.pt"
+    torch.save({"model": {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}, "step": 1}, file)
+    advice = advised(8 * GIB, checkpoint=file, selection=Selection("model"), allow=())
+    asks = {one.strategy: one.asks for one in advice.candidates}
+    assert asks == {"mmap_assign": (), "baseline": ()}
+    assert "state = state['model']" in advice.code
+    everything = advised(8 * GIB, checkpoint=file, selection=Selection("model"))
+    asks = {one.strategy: one.asks for one in everything.candidates}
+    assert asks["streaming"] == ("weighin",)
+    assert asks["load_assign"] == ("saved as pt",)
+
+
 def test_the_json_has_every_candidate_and_the_limits() -> None:
     advice = advised(3 * GIB)
     found = json.loads(json.dumps(advice.as_json()))
@@ -291,20 +320,6 @@ def test_a_machine_that_was_slow_when_it_measured_is_named_the_same(
     assert advice.best.strategy == "mmap_assign"
     times = {one.strategy: one.ready_s for one in advice.candidates}
     assert times == pytest.approx({name: 4.5 * (seconds or 0) for name, seconds in quiet.items()})
-
-
-def test_a_machine_that_was_never_calibrated_is(monkeypatch: MonkeyPatch) -> None:
-    speed = calibration.stored()
-    monkeypatch.setattr(calibration, "stored", lambda: None)
-    done: list[Callable[[str], None]] = []
-
-    def calibrate(say: Callable[[str], None]) -> Calibration | None:
-        done.append(say)
-        return speed
-
-    monkeypatch.setattr(calibration, "calibrate", calibrate)
-    advised()
-    assert len(done) == 1
 
 
 def test_a_strategy_that_cannot_be_written_out_is_named_by_its_file(

@@ -17,7 +17,7 @@ VERBS = {
         "Test which limits this machine can enforce, and which figures it can measure.",
         [
             "weighin doctor",
-            "weighin doctor --calibrate --json -",
+            "weighin doctor --json -",
             "weighin doctor --clean",
             "weighin doctor --engine ray --address head:6379",
         ],

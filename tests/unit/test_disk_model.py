@@ -5,11 +5,11 @@ from dataclasses import asdict
 import pytest
 
 from weighin.disk.pace import Pace
-from weighin.recommend.calibration import Calibration
 from weighin.recommend.slow_disk import behind, rate
+from weighin.recommend.speeds import Speeds
 
 MB, MS = 1e6, 1_000_000
-QUICK = Calibration(2e9, 3e9, 1e9, 4e9, 8e9, 1e9, 0.01, 0.001)
+QUICK = Speeds(2e9, 3e9, 1e9, 4e9, 8e9, 1e9, 0.01, 0.001)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_flux_has_the_published_shapes() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 11_901_408_320
     assert state["transformer_blocks.18.ff.net.0.proj.weight"].shape == (12_288, 3072)
     assert state["single_transformer_blocks.37.proj_out.weight"].shape == (3072, 15_360)
-    assert own_dtype(registry.model("flux")) == "float32"
+    assert own_dtype(registry.model("flux")) == "bfloat16"
 
 
 def test_every_model_of_transformers_has_a_published_size() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from factories import planned
+from nightly import nightly
 
 from weighin import install
 from weighin.cell import ModelSpec
@@ -18,7 +19,7 @@ from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
-from weighin.units import KIB, MIB
+from weighin.units import GIB, KIB, MIB
 
 # Untied, so that a state dict has every tensor. So large that copies can be told from imports: the
 # first use of the meta device takes 34 MiB in torch 2.6.
@@ -123,6 +124,64 @@ def test_cuda_sums_are_the_allocators() -> None:
     assert baseline.cuda_reserved_bytes == 2 * WEIGHT_BYTES + 2 * MIB
     assert mapped.cuda_requested_bytes == WEIGHT_BYTES + BIAS_BYTES
     assert [phase.name for phase in mapped.phases] == ["build", "map", "assign", "buffers", "touch"]
+
+
+MOVES = (
+    "to('cuda')",
+    "to(device='cuda')",
+    "to(device=torch.device('cuda', 0), dtype=torch.float32)",
+    "to(0)",
+    "to(torch.empty(0, device='cuda'))",
+    "cuda()",
+    "cuda(device=0)",
+)
+
+
+def test_a_model_on_the_gpu_stays_there_if_it_is_moved_again(tmp_path: Path) -> None:
+    lines = ["import torch", "def load(job):", "    model = job.build_model().to(job.device)"]
+    for number, move in enumerate(MOVES):
+        lines.append(f"    with job.phase('{number}'): model.{move}")
+    text = "\n".join([*lines, "    return model", "DEVICES = ('cuda',)"])
+    (one,) = predicted(str(written(tmp_path / "twice.py", text)), device="cuda")
+    assert one.cannot == ""
+    for move, phase in zip(MOVES, one.phases, strict=False):
+        assert phase.cuda_requested_bytes == WEIGHT_BYTES + BIAS_BYTES, move
+        assert phase.host_anon_peak_bytes - (one.baseline_anon_bytes or 0) < WEIGHT_BYTES / 2, move
+
+
+WITH_BUFFERS = [
+    "tied-tiny",
+    "minilm",
+    "llama-70b",
+    *nightly(
+        "qwen3-0.6b",
+        "gemma-3-1b",
+        "bert-base",
+        "clip-base",
+        "gpt-oss-20b-bf16",
+        "qwen3-30b-a3b",
+        "llama-8b",
+        "mistral-7b",
+        "qwen3-8b",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", WITH_BUFFERS)
+def test_streaming_to_a_gpu_needs_little_ram_for_a_model_with_buffers_of_its_own(name: str) -> None:
+    """The buffers are built on the CPU, so that the loader moves the loaded model once more."""
+    (one,) = predicted("streaming", device="cuda", dtype="bfloat16", spec=registry.model(name))
+    assert one.cannot == ""
+    assert one.floor_bytes and one.floor_bytes < 3 * GIB
+    assert one.cuda_requested_bytes and one.model_bytes
+    assert one.model_bytes <= one.cuda_requested_bytes < 1.01 * one.model_bytes + 64 * MIB
+
+
+def test_the_checkpoint_of_a_model_has_the_dtype_of_its_published_files() -> None:
+    (half,) = predicted("streaming", dtype="bfloat16", spec=registry.model("llama-70b"))
+    assert half.checkpoint_dtype == "bfloat16"
+    assert half.disk_read_bytes == pytest.approx(70_553_706_496 * 2, abs=MIB)
+    assert predicted("streaming")[0].checkpoint_dtype == "float32"
 
 
 def test_the_checkpoint_has_the_dtype_that_was_asked_for() -> None:

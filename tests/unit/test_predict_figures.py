@@ -180,6 +180,14 @@ def test_phases_stand_below_their_strategy() -> None:
     assert phase.index("6.000") == strategy.rindex("1.000")  # what the allocator gave
 
 
+def test_the_caption_names_the_dtype_of_the_checkpoint() -> None:
+    one = Prediction(CELL, model_bytes=GIB, host_anon_peak_bytes=GIB, floor_bytes=2 * GIB)
+    assert "checkpoint" not in shown([one])
+    assert "loaded from a checkpoint in bfloat16" in shown(
+        [replace(one, checkpoint_dtype="bfloat16")]
+    )
+
+
 def cells_of(text: str, name: str) -> list[str]:
     """Return the cells of the first row of a table that begins with a name."""
     return next(line.split() for line in text.splitlines() if line.split()[:1] == [name])

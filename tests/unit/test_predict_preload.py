@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_a_prediction_does_not_depend_on_the_predictions_before_it() -> None:
     (alone,) = predict([planned("mmap_assign")])
     assert alone.work.modules > 100
     after = together[-1]
-    assert after.work == alone.work
+    assert replace(after.work, cpu_ns=0) == replace(alone.work, cpu_ns=0)
     for kind in ("host_anon_peak_bytes", "host_anon_most_bytes", "floor_bytes"):
         assert abs(figure(after, kind) - figure(alone, kind)) < 4 * MIB, kind
     for kind in ("model_bytes", "tensor_peak_bytes", "disk_read_bytes", "reasons"):

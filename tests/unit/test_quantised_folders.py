@@ -27,10 +27,8 @@ from weighin.formats import quantised
 from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import from_config, pretrained_class
 from weighin.predict.client import predict
-from weighin.recommend.calibration import Calibration
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
-from weighin.units import GIB
 from weighin.worker import touch, verify
 from weighin.worker.loading import WorkerLoad, import_strategy
 
@@ -55,7 +53,6 @@ UNREAD = {
 }
 """Why from_pretrained does not give the weights, either."""
 
-CALIBRATION = Calibration(GIB, GIB, GIB, GIB, GIB, GIB, 0.001, 0.002)
 DEQUANTISED = ("fp8", "mxfp4")
 ALONE = ("bitsandbytes int8", "bitsandbytes nf4", "gptq", "awq")
 """The folders that weighin dequantises without the packages of their methods."""
@@ -400,7 +397,6 @@ def test_who_dequantises_is_recommended_once_it_is_measured(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("weighin.recommend.calibration.stored", lambda: CALIBRATION)
     results = tmp_path / "results"
     code, text = run(
         "bench", make("fp8"), "--strategies", "streaming,transformers,baseline", "--isolation", "process",

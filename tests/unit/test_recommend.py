@@ -8,7 +8,6 @@ import pytest
 
 from weighin.cell import Cell, ModelSpec
 from weighin.predict.prediction import Prediction, Work
-from weighin.recommend.calibration import Calibration
 from weighin.recommend.candidates import (
     Candidate,
     FitVerdict,
@@ -19,11 +18,12 @@ from weighin.recommend.candidates import (
 )
 from weighin.recommend.prior_runs import Evidence
 from weighin.recommend.ranking import ranked
+from weighin.recommend.speeds import Speeds
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB, MIB
 
 MODEL = 4 * GIB
-CALIBRATION = Calibration(
+SPEEDS = Speeds(
     read_bytes_per_s=GIB,
     read_direct_bytes_per_s=2 * GIB,
     map_bytes_per_s=GIB // 2,
@@ -64,7 +64,7 @@ def judged(
     mapped: bool = False,
 ) -> Candidate:
     found = prediction(name, copies, mapped=mapped)
-    return assess(info(name), found, evidence, CALIBRATION, Limits(ram), "pt")
+    return assess(info(name), found, evidence, SPEEDS, Limits(ram), "pt")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_measured_need_has_the_room_that_a_predicted_one_has() -> None:
 
 def test_what_was_not_followed_is_not_known() -> None:
     unknown = Prediction(Cell(ModelSpec("m", "a:b"), "x", "process"), cannot="ValueError: odd")
-    found = assess(info("x"), unknown, None, CALIBRATION, Limits(GIB), "pt")
+    found = assess(info("x"), unknown, None, SPEEDS, Limits(GIB), "pt")
     assert (found.verdict, found.why, found.ready_s) == (
         FitVerdict.UNKNOWN,
         "ValueError: odd",
@@ -148,7 +148,7 @@ def test_what_was_not_followed_is_not_known() -> None:
 
 def test_a_gpu_that_is_too_small_refuses() -> None:
     big = replace(prediction("x", 0.1), cuda_reserved_bytes=2 * GIB)
-    found = assess(info("x"), big, None, CALIBRATION, Limits(None, GIB), "pt")
+    found = assess(info("x"), big, None, SPEEDS, Limits(None, GIB), "pt")
     assert (found.verdict, found.why) == (FitVerdict.TOO_LARGE, "needs 2.0 GiB of GPU memory")
 
 
@@ -166,12 +166,12 @@ def test_a_gpu_that_is_too_small_refuses() -> None:
 )
 def test_the_time_is_that_of_all_that_a_load_does(work: Work, seconds: float) -> None:
     one = replace(prediction("x", 1.0), work=work)
-    assert predicted_ready_s(one, CALIBRATION) == pytest.approx(seconds + 0.5)  # read once at last
+    assert predicted_ready_s(one, SPEEDS) == pytest.approx(seconds + 0.5)  # read once at last
 
 
 def test_pages_of_a_file_are_read_once() -> None:
     mapped = prediction("x", 0.0, mapped=True)
-    assert predicted_ready_s(mapped, CALIBRATION) == pytest.approx(8.0)
+    assert predicted_ready_s(mapped, SPEEDS) == pytest.approx(8.0)
 
 
 def timed(strategy: str, ready_s: float, noise_s: float | None = None, **more: Any) -> Candidate:
@@ -232,8 +232,29 @@ def test_predictions_alone_are_ordered_by_time_and_what_they_ask_where_that_is_t
         replace(timed("nobody knows", 0.0), ready_s=None, time_from=""),
     ])  # fmt: skip
     assert order == [
-        "mmap_assign", "safetensors_mmap", "streaming", "load_assign", "nobody knows",
+        "mmap_assign", "streaming", "load_assign", "safetensors_mmap", "nobody knows",
     ]  # fmt: skip
+
+
+def test_no_conversion_is_named_if_a_package_does_as_well() -> None:
+    predicted: dict[str, Any] = {"time_from": "predicted"}
+    order = names([
+        timed("mmap_assign", 2.0, asks=("saved as pt",), need_bytes=1, **predicted),
+        timed("streaming", 2.1, asks=("weighin", "another"), need_bytes=2, **predicted),
+        timed("safetensors_mmap", 2.1, asks=("safetensors",), need_bytes=3, **predicted),
+    ])  # fmt: skip
+    assert order == ["safetensors_mmap", "streaming", "mmap_assign"]
+
+
+def test_what_python_does_for_each_tensor_takes_time() -> None:
+    one = replace(prediction("x", 1.0), work=Work(cpu_ns=2_000_000_000))
+    assert predicted_ready_s(one, SPEEDS) == pytest.approx(2.5)  # read once at last
+
+
+def test_direct_reads_of_several_ranks_hinder_each_other() -> None:
+    one = replace(prediction("x", 1.0), work=Work(read_direct_bytes=2 * MODEL))
+    two = replace(one, cell=replace(one.cell, ranks=2))
+    assert predicted_ready_s(two, SPEEDS) - predicted_ready_s(one, SPEEDS) == pytest.approx(4.0)
 
 
 def test_a_checkpoint_of_another_layout_must_be_saved_again() -> None:
@@ -252,7 +273,7 @@ def test_what_an_import_takes_is_no_copy_of_a_tiny_model() -> None:
         tensor_peak_bytes=20 * MIB,
         floor_bytes=256 * MIB,
     )
-    found = assess(info("x"), tiny, None, CALIBRATION, Limits(GIB), "pt")
+    found = assess(info("x"), tiny, None, SPEEDS, Limits(GIB), "pt")
     assert found.why == "keeps one copy: 256.0 MiB"
 
 
@@ -307,8 +328,8 @@ def test_measured_loads_say_how_slow_the_machine_is() -> None:
         prediction("x", 0.0), model_bytes=0, work=Work()
     )  # takes no time, as predicted
     loads = [(prediction("x", copies), Evidence(ready_s={None: [9.0]})) for copies in (1.0, 2.0)]
-    quiet_s = predicted_ready_s(loads[0][0], CALIBRATION)
-    assert slowness([*loads, (nothing, loads[0][1])], CALIBRATION) == pytest.approx(9.0 / quiet_s)
-    assert slowness([], CALIBRATION) == slowness([(nothing, loads[0][1])], CALIBRATION) == 1.0
-    slow = CALIBRATION.slowed(2.0)
+    quiet_s = predicted_ready_s(loads[0][0], SPEEDS)
+    assert slowness([*loads, (nothing, loads[0][1])], SPEEDS) == pytest.approx(9.0 / quiet_s)
+    assert slowness([], SPEEDS) == slowness([(nothing, loads[0][1])], SPEEDS) == 1.0
+    slow = SPEEDS.slowed(2.0)
     assert predicted_ready_s(loads[0][0], slow) == pytest.approx(2 * quiet_s)

@@ -10,7 +10,6 @@ from weighin.predict.prediction import Prediction, Work
 from weighin.probes import environment
 from weighin.recommend import answer
 from weighin.recommend.answer import PriorKnowledge, Question, advise
-from weighin.recommend.calibration import Calibration
 from weighin.recommend.candidates import FitVerdict, Limits
 from weighin.recommend.prior_runs import find
 from weighin.records import run_folder
@@ -71,7 +70,6 @@ def test_after_a_full_run_the_measured_fastest_is_named(
         planned,
         tuple(predicted(one, size) for one in planned),
         find([PUBLISHED / run], planned[0].cell),
-        Calibration(2 * GIB, 2 * GIB, 2 * GIB, GIB, 8 * GIB, GIB, 0.001, 0.002),
         "pt",
     )
     advice = advise(question, known)

@@ -13,8 +13,7 @@ from weighin.doctor import doctor
 from weighin.doctor.capabilities import Capability
 from weighin.predict import client
 from weighin.predict.prediction import Prediction, Work
-from weighin.recommend import answer, calibration
-from weighin.recommend.calibration import Calibration
+from weighin.recommend import answer
 from weighin.records import run_folder
 from weighin.run import floor_search, runner
 from weighin.run.command_settings import CommandSettings
@@ -69,8 +68,6 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(floor_search, "start", _start_search)
     monkeypatch.setattr(client, "predict", _predict)
     monkeypatch.setattr(answer, "predict", _predict)
-    speed = Calibration(GIB, GIB, GIB, GIB, GIB, GIB, 0, 0)
-    monkeypatch.setattr(calibration, "stored", lambda: speed)
 
 
 EXAMINATION = doctor.Examination((

@@ -2,6 +2,7 @@
 run's cells are finished.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -50,11 +51,17 @@ def progress(console: Console, cells: int | None) -> Iterator[Progress]:
 
 @contextmanager
 def steps(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current step: in a terminal beside a spinner, elsewhere in a
-    new line.
+    """Yield a function that shows the current step: in a terminal beside a spinner. Elsewhere it
+    prints only the first step.
     """
     if not console.is_terminal:
-        yield lambda text: console.print(escape(text), highlight=False, soft_wrap=True)
+        numbers = itertools.count()
+
+        def say(text: str) -> None:
+            if next(numbers) == 0:
+                console.print(escape(text), highlight=False, soft_wrap=True)
+
+        yield say
         return
     with console.status("starting") as status:
         yield lambda text: status.update(escape(text))

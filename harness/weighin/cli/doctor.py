@@ -15,16 +15,10 @@ NO_LIMIT_EXIT = 3
     codes=True,
     examples={
         "Test what this machine can limit and measure": "weighin doctor",
-        "Measure the speed of this machine as well, and print JSON": "weighin doctor --calibrate --json -",
+        "Print the result as JSON": "weighin doctor --json -",
         "Remove what killed runs left on this machine": "weighin doctor --clean",
         "Test each machine of a Ray cluster": "weighin doctor --engine ray --address head:6379",
     },
-)
-@click.option(
-    "--calibrate",
-    is_flag=True,
-    help="Measure how fast this machine reads, copies and allocates, so that `weighin recommend`"
-    " can predict times.",
 )
 @click.option(
     "--clean",
@@ -49,7 +43,7 @@ def doctor(context: click.Context, /, **typed: Any) -> None:
     from weighin.engines import base
 
     if settings := base.settings(typed["engine"], typed["address"], typed["labels"]):
-        ignored, reason = ("calibrate", "clean"), "--engine ray tests the cluster, not this machine"
+        ignored, reason = ("clean",), "--engine ray tests the cluster, not this machine"
         _arguments.refuse(context, ignored, reason, "leave out --engine ray")
         from weighin.engines.ray import doctor as of_fleet
 
@@ -63,14 +57,6 @@ def doctor(context: click.Context, /, **typed: Any) -> None:
         examination = of_machine.examine(_console.note, clean=typed["clean"])
         tables, document = [of_machine.table(examination)], examination.as_json()
         is_fit = examination.holds_a_limit
-        if typed["calibrate"]:
-            from dataclasses import asdict
-
-            from weighin.recommend import calibration
-
-            measured = calibration.calibrate(_console.note)
-            tables.append(calibration.table(measured))
-            document["calibration"] = asdict(measured)
     _console.deliver(typed["json_file"], document, lambda: _console.show(*tables))
     if not is_fit:
         context.exit(NO_LIMIT_EXIT)

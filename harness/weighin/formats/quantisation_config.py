@@ -134,6 +134,22 @@ def description_in(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
+def to_dequantise(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a configuration, with ``dequantize`` set to true."""
+    found = description_in(config)
+    return {} if found is None else {**found, "dequantize": True}
+
+
+def dequantising(folder: Path) -> dict[str, Any]:
+    """Return the ``quantization_config`` with which from_pretrained dequantises on every device.
+
+    The result is empty if the folder is not quantised, or from_pretrained cannot dequantise it.
+    """
+    config = object_in(folder / CONFIG)
+    named = named_in(folder, config)
+    return to_dequantise(config) if named.dequantised and not named.own else {}
+
+
 def layout_of(method: str, described: Mapping[str, Any]) -> str | None:
     """Return the codes' layout, such as "gemm", by the method and its ``quantization_config``."""
     if method not in (GPTQ, AWQ):

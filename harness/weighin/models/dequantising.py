@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from weighin.errors import ConfigError
-from weighin.foreign import object_in
-from weighin.formats.pretrained_folder import CONFIG, folder_of
-from weighin.formats.quantisation_config import description_in, named_in
+from weighin.formats.pretrained_folder import folder_of
+from weighin.formats.quantisation_config import dequantising, description_in, to_dequantise
 from weighin.formats.quantised import Quantised
 from weighin.models.own_dequantiser import Dequantiser
 from weighin.text import one_line
@@ -41,7 +40,7 @@ def attach_quantiser(
         return
     auto: Any = import_module("transformers.quantizers.auto")
     settings = model.config
-    settings.quantization_config = _dequantising(config)
+    settings.quantization_config = to_dequantise(config)
     try:
         made, _, _ = auto.get_hf_quantizer(settings, None, None, True, {})
         made.preprocess_model(model=model, dtype=model.dtype, device_map=None)
@@ -59,18 +58,11 @@ def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
 
     The result is empty if the folder is not quantised, or ``from_pretrained`` cannot dequantise it.
     """
-    config = object_in(folder_of(checkpoint) / CONFIG)
-    named = named_in(folder_of(checkpoint), config)
-    if named.own or not named.dequantised:
+    named = dequantising(folder_of(checkpoint))
+    if not named:
         return {}
     auto: Any = import_module("transformers.quantizers.auto")
-    return {_KEY: auto.AutoQuantizationConfig.from_dict(_dequantising(config))}
-
-
-def _dequantising(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``quantization_config`` of a configuration, with ``dequantize`` set to true."""
-    found = description_in(config)
-    return {} if found is None else {**found, "dequantize": True}
+    return {_KEY: auto.AutoQuantizationConfig.from_dict(named)}
 
 
 def quantiser_of(model: Any) -> Any | None:

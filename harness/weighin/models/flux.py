@@ -58,9 +58,13 @@ def _single_block(dim: int, head_dim: int) -> nn.Module:
 
 def flux(
     *, n_heads: int, head_dim: int, n_double: int, n_single: int, channels: int = 64,
-    text_dim: int = 4096, pooled_dim: int = 768, time_dim: int = 256,
+    text_dim: int = 4096, pooled_dim: int = 768, time_dim: int = 256, dtype: str = "",
 ) -> nn.Module:  # fmt: skip
-    """Return the model in evaluation mode."""
+    """Return the model in evaluation mode, in torch's default dtype.
+
+    The function ignores ``dtype``, the dtype of the published file, which weighin itself reads.
+    """
+    del dtype
     dim = n_heads * head_dim
     times = {name: _embedder(time_dim, dim) for name in ("timestep_embedder", "guidance_embedder")}
     return named(

@@ -124,9 +124,18 @@ class LlamaModel(nn.Module):
 
 
 def llama(
-    *, emb_dim: int, vocab_size: int = 128_256, theta: float = 500_000.0, **sizes: int
+    *,
+    emb_dim: int,
+    vocab_size: int = 128_256,
+    theta: float = 500_000.0,
+    dtype: str = "",
+    **sizes: int,
 ) -> LlamaModel:
-    """Return a Llama 3 model in evaluation mode; ``sizes`` are the other arguments of ``Decoder``."""
+    """Return a Llama 3 model in evaluation mode; ``sizes`` are the other arguments of ``Decoder``.
+
+    The function ignores ``dtype``, the dtype of the published files, which weighin itself reads.
+    """
+    del dtype
     decoder = Decoder(vocab_size=vocab_size, emb_dim=emb_dim, theta=theta, **sizes)
     return LlamaModel(decoder, vocab_size, emb_dim).eval()
 

@@ -137,7 +137,7 @@ def _check(cell: Cell, checked: dict[str, Any]) -> dict[str, Any]:
 
 def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
     from weighin.formats.selection import Selection
-    from weighin.predict.sparse import make_sparse, write_manifest
+    from weighin.predict.sparse import main_dtype, make_sparse, write_manifest
 
     source = Path(make["source"]) if make["source"] else None
     folder = Path(make["folder"])
@@ -145,11 +145,15 @@ def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
     selection = Selection(**make["selection"])
     path = (
         source
-        if own
+        if own and source
         else make_sparse(cell.model, cell.format, make["dtype"], folder, source, selection)
     )
     manifest = write_manifest(cell.model, cell.dtype, folder)
-    return {"checkpoint": str(path), "manifest": str(manifest)}
+    return {
+        "checkpoint": str(path),
+        "manifest": str(manifest),
+        "checkpoint_dtype": main_dtype(path),
+    }
 
 
 def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:

@@ -183,6 +183,7 @@ class _Source:
             return Prediction(planned.cell, cannot=place["cannot"])
         strategy = {"strategy_path": str(planned.strategy.path)}
         of_one = from_json(cell, self.ask(fields | place | strategy | after))
+        of_one = replace(of_one, checkpoint_dtype=place["checkpoint_dtype"])
         return of_one if planned.cell.ranks == 1 else of_ranks(planned.cell, of_one)
 
 

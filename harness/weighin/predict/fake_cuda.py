@@ -38,6 +38,7 @@ class Devices(TorchFunctionMode):
             torch.Tensor.cuda: self._cuda,
             torch.Tensor.cpu: self._cpu,
             torch.Tensor.pin_memory: self._pin_memory,
+            torch._C._nn._parse_to: self._parsed,  # Module.to() calls it, and it creates no tensor
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,12 +82,16 @@ class Devices(TorchFunctionMode):
         pinned.copy_(tensor)
         return pinned
 
-    def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        copy = kwargs.pop("copy", False)
+    def _parsed(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the device, dtype, non_blocking and memory format that arguments of ``to`` name."""
         if args and isinstance(args[0], torch.Tensor):
             args = (self._device(args[0]), args[0].dtype, *args[1:])
-        args, kwargs = tuple(map(_named, args)), {name: _named(kwargs[name]) for name in kwargs}
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        named = {name: _named(value) for name, value in kwargs.items()}
+        return torch._C._nn._parse_to(*map(_named, args), **named)
+
+    def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copy = kwargs.pop("copy", False)
+        device, dtype, _, memory_format = self._parsed(*args, **kwargs)
         if device is None or device.type == self._device(tensor).type:
             return tensor.to(dtype or tensor.dtype, copy=copy, memory_format=memory_format)
         if device.type == "meta" or tensor.is_meta:

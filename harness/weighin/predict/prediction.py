@@ -42,6 +42,8 @@ class Work:
         random_bytes: the size of the random numbers that constructors draw.
         archives: the number of files that ``torch.load`` opened.
         modules: the number of Python modules that were imported.
+        cpu_ns: the processor time of the symbolic run, which does for each tensor what the load does
+            in Python.
     """
 
     read_bytes: int = 0
@@ -52,6 +54,7 @@ class Work:
     random_bytes: int = 0
     archives: int = 0
     modules: int = 0
+    cpu_ns: int = 0
 
     @property
     def disk_read_bytes(self) -> int:
@@ -107,6 +110,7 @@ class Prediction:
     Attributes:
         use: the use that follows the load; None if no use is predicted. Only ``floor_bytes`` and
             ``phases`` include the memory of the use.
+        checkpoint_dtype: the dtype of most bytes of the checkpoint that is loaded.
         model_bytes: the size of all parameters and buffers; tied tensors count once.
         baseline_anon_bytes: the anonymous memory before the load, after the import of torch.
         baseline_file_bytes: the resident pages of files mapped before the load (torch's libraries).
@@ -151,6 +155,7 @@ class Prediction:
     phases: tuple[PredictedPhase, ...] = ()
     reasons: tuple[str, ...] = field(default_factory=tuple)
     use: PredictedUse | None = None
+    checkpoint_dtype: str = ""
 
     @property
     def floor_least_bytes(self) -> int | None:

@@ -1,6 +1,7 @@
 """Run a strategy on tensors without values, from its import until every tensor was read once."""
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -76,7 +77,9 @@ def run(
         modules = len(sys.modules)
         load = import_strategy(strategy)
         with safetensors_reads(ledger, load.__globals__):
+            start_ns = time.process_time_ns()
             model = load(job)
+            ledger.work["cpu_ns"] = time.process_time_ns() - start_ns
         ledger.work["modules"] += len(sys.modules) - modules
     loaded = _ready(ledger, model, cell, read_ahead_bytes, kernels_bytes)
     if use is None:

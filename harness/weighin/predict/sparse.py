@@ -1,5 +1,6 @@
 """Write checkpoints without values: sparse files, which use almost no disk space."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def make_sparse(
     with leaving_holes():
         formats.named(fmt).write(target, tensors, lambda _name: ())
     return target
+
+
+def main_dtype(checkpoint: Path) -> str:
+    """Return the dtype that most bytes of a checkpoint have; "" for an empty checkpoint."""
+    sizes: Counter[str] = Counter()
+    for one in formats.read(checkpoint)[1]:
+        sizes[one.dtype_name] += one.nbytes
+    return next((name for name, _ in sizes.most_common(1)), "")
 
 
 def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:

@@ -114,6 +114,8 @@ def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table
         f"{escape(model)} ({format_bytes(first.model_bytes or 0)}) · device {first.cell.device}"
         f" · {first.cell.dtype} · predicted peaks, GiB"
     )
+    if first.checkpoint_dtype:
+        table.caption = f"loaded from a checkpoint in {first.checkpoint_dtype}"
     columns = figure_columns(uses=uses, on_gpu=on_gpu) | {"disk\nread": "disk_read_bytes"}
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)

@@ -1,6 +1,7 @@
 """Answer ``weighin recommend``: judge every strategy, and print the code of the best one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -14,17 +15,23 @@ from rich.table import Table
 from weighin import formats
 from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.disk.pace import Pace
-from weighin.errors import UnknownName
+from weighin.errors import CheckpointError, UnknownName
+from weighin.foreign import object_in
 from weighin.formats import gguf, quantised
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_code import auto_class
-from weighin.formats.pretrained_folder import folder_of, variant_of
-from weighin.formats.pretrained_library import TRANSFORMERS, library_in, library_of
+from weighin.formats.pretrained_folder import (
+    CONFIG,
+    find_weights,
+    folder_of,
+    is_folder,
+    variant_of,
+)
+from weighin.formats.pretrained_library import TRANSFORMERS, library_in
+from weighin.formats.quantisation_config import dequantising
 from weighin.formats.selection import WHOLE, Selection
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
-from weighin.recommend import calibration as calibrating
-from weighin.recommend.calibration import Calibration
 from weighin.recommend.candidates import (
     OWN_CODE,
     SAVED_AS,
@@ -39,8 +46,10 @@ from weighin.recommend.prior_runs import Evidence, find
 from weighin.recommend.ranking import ranked
 from weighin.recommend.slow_disk import behind
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
+from weighin.recommend.speeds import USUAL
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
+from weighin.suite.registry import StrategyInfo
 from weighin.units import format_bytes
 from weighin.uses import FORWARD, TRAINING
 
@@ -190,13 +199,12 @@ class PriorKnowledge:
     planned: tuple[Planned, ...]
     predictions: tuple[Prediction, ...]
     evidence: dict[tuple[str, str], Evidence]
-    calibration: Calibration
     checkpoint_format: str
     left_out: tuple[str, ...] = ()
 
 
 def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
-    """Predict every strategy, read earlier records, and calibrate a machine without a calibration.
+    """Predict every strategy, and read earlier records.
 
     Raises:
         HarnessError: the checkpoint, the model or the records of a run cannot be read.
@@ -204,16 +212,16 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
             measured how a library loads them.
     """
     fmt = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
-    # The selected part becomes a new file, because no strategy reads a part of a file.
-    fmt = "" if question.selection else fmt
     planned = [*_planned(question, fmt)]
     left_out: list[str] = []
-    evidence = find([question.results], planned[0].cell, left_out.append)
+    whole = [replace(one, cell=replace(one.cell, options={})) for one in planned]
+    evidence = find([question.results], whole[0].cell, left_out.append) if whole else {}
     found = quantised.of_model(question.model)
     if found and question.checkpoint and not (evidence or found.dequantises):
         raise found.error(question.checkpoint)
+    say(f"predicting the memory and time of {len(planned)} strategies")
     predictions = predict(
-        planned,
+        whole,  # a part of a file loads as a file that holds only this part
         checkpoint=question.checkpoint,
         selection=question.selection,
         python_path=question.python_path,
@@ -221,10 +229,7 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
         forward=question.use == FORWARD,
         use_paths={question.use: question.use_path},
     )
-    calibration = calibrating.stored() or calibrating.calibrate(say)
-    return PriorKnowledge(
-        tuple(planned), tuple(predictions), evidence, calibration, fmt, tuple(left_out)
-    )
+    return PriorKnowledge(tuple(planned), tuple(predictions), evidence, fmt, tuple(left_out))
 
 
 def advise(question: Question, prior: PriorKnowledge) -> Advice:
@@ -235,12 +240,12 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         for prediction, evidence in zip(prior.predictions, records, strict=True)
         if evidence
     ]
-    calibration = behind(prior.calibration, question.disk)
-    calibration = calibration.slowed(slowness(measured, calibration))
+    speeds = behind(USUAL, question.disk)
+    speeds = speeds.slowed(slowness(measured, speeds))
     judged = [
         assess(
-            one.strategy, prediction, evidence, calibration, question.limits,
-            prior.checkpoint_format,
+            one.strategy, prediction, evidence, speeds, question.limits,
+            "" if question.selection and not one.cell.options else prior.checkpoint_format,
         )
         for one, prediction, evidence in zip(prior.planned, prior.predictions, records, strict=True)
     ]  # fmt: skip
@@ -257,15 +262,17 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
             each.use_floor_bytes for each in prior.predictions if each.use_floor_bytes is not None
         ),
     )
-    return replace(advice, code=_code(advice, prior.checkpoint_format))
+    options = {one.cell.strategy: one.cell.options for one in prior.planned}
+    return replace(advice, code=_code(advice, prior.checkpoint_format, options))
 
 
-def _code(advice: Advice, checkpoint_format: str) -> str:
+def _code(advice: Advice, checkpoint_format: str, options: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the code of the recommended strategy; an empty text without a recommended strategy."""
     question, best, checkpoint = advice.question, advice.best, advice.question.checkpoint
     if not best:
         return ""
     info = registry.strategy(best.strategy)
+    adapter = str(adapter_of(question.model) or "")
     if checkpoint and (folder := _folder(question)) and info.maps_keys and not info.shares_load:
         model = question.model.kwargs
         return pretrained_snippet(
@@ -277,12 +284,18 @@ def _code(advice: Advice, checkpoint_format: str) -> str:
             is_chosen=library_in(model["config"]) is TRANSFORMERS
             and model["architecture"] not in (model["config"].get("architectures") or [""])[:1],
             extra=library_in(model["config"]).extra,
+            adapter=adapter,
+            quantisation=None if checkpoint_format == gguf.NAME else dequantising(Path(folder)),
         )  # fmt: skip
     path = str(checkpoint or "model.pt")
     if advice.saves_again:
         path = _file_name(best.format)
     try:
-        return snippet(info, device=question.device, dtype=question.dtype, checkpoint=path)
+        return snippet(
+            info, device=question.device, dtype=question.dtype, checkpoint=path,
+            options={} if advice.saves_again else options[best.strategy], adapter=adapter,
+            keeps_dtypes=is_folder(question.model),
+        )  # fmt: skip
     except CannotWriteOut as why:
         return (
             f"# {info.name} cannot be written as one function: {why}. Its code is in {info.path}\n"
@@ -290,10 +303,19 @@ def _code(advice: Advice, checkpoint_format: str) -> str:
 
 
 def _folder(question: Question) -> str | None:
-    """Return the path of a model that is a Hugging Face folder; None for another kind of model."""
-    if library_of(question.model.builder) is None or question.checkpoint is None:
+    """Return the Hugging Face folder that holds both the model and its checkpoint; None without one.
+
+    The user may give the weights of another folder or file with --checkpoint.
+    """
+    checkpoint = question.checkpoint
+    if checkpoint is None or not is_folder(question.model):
         return None
-    return str(folder_of(question.checkpoint))
+    folder, config = folder_of(checkpoint), question.model.kwargs["config"]
+    of_checkpoint = object_in(folder / CONFIG)
+    has_model = all(config.get(key) == value for key, value in of_checkpoint.items())
+    has_weights = find_weights(folder, variant_of(checkpoint)) == checkpoint
+    is_gguf = gguf.is_file(checkpoint)
+    return str(folder) if is_gguf or (of_checkpoint and has_model and has_weights) else None
 
 
 def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
@@ -338,12 +360,24 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
     yield table
     yield from (f"{escape(note)}\n" for note in advice.notes)
     if advice.best is None:
-        yield f"No strategy certainly fits. {_help(asked.dtype)}"
+        yield escape(_no_best(advice))
         return
     if advice.best.verdict is FitVerdict.THRASHES:
         yield f"No strategy fits with the whole model in memory. This one works, but slowly. {_help(asked.dtype)}\n"
     yield f"Use {advice.best.strategy}:\n"
     yield escape(advice.code)
+
+
+def _no_best(advice: Advice) -> str:
+    """Say why no strategy is recommended; only where memory is the reason, advise on memory."""
+    asked = advice.question
+    if not advice.candidates:
+        allow = ",".join(asked.allow) or "none"
+        return f"No strategy is left: --allow {allow} leaves out all that load this model on {asked.device}."
+    if all(one.verdict is FitVerdict.UNKNOWN for one in advice.candidates):
+        why = ", ".join(dict.fromkeys(one.why for one in advice.candidates))
+        return f"weighin knows of no strategy whether it loads this model: {why}."
+    return f"No strategy certainly fits. {_help(asked.dtype)}"
 
 
 def _of_use(use: str, least_bytes: int, most_bytes: int) -> str:
@@ -381,13 +415,15 @@ def _requirement(asked: str) -> str:
 
 
 def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
+    selected = {key: value for key, value in asdict(question.selection).items() if value}
     for info in registry.strategies().values():
         if question.device.partition(":")[0] not in info.devices:
             continue
         fmt = checkpoint_format if checkpoint_format in info.formats else info.formats[0]
+        reads_part = fmt == checkpoint_format and _reads_part(info, question)
         cell = Cell(
             question.model, info.name, "process", device=question.device, dtype=question.dtype,
-            format=fmt, ranks=question.ranks, disk_bytes_per_s=question.disk.bytes_per_s,
+            format=fmt, options=selected if reads_part else {}, ranks=question.ranks, disk_bytes_per_s=question.disk.bytes_per_s,
             disk_latency_ns=question.disk.latency_ns,
             use="" if question.use == FORWARD else question.use, passes=int(question.use == FORWARD),
         )  # fmt: skip
@@ -400,6 +436,21 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
         if checkpoint_format == gguf.NAME and checkpoint_format not in info.formats:
             continue  # a dequantised checkpoint would be up to 8 times as large
         yield Planned.of(cell, info)
+
+
+def _reads_part(info: StrategyInfo, question: Question) -> bool:
+    """Tell whether a strategy itself reads the selected part of the user's checkpoint."""
+    asked = {name for name, value in asdict(question.selection).items() if value}
+    if not question.checkpoint or not asked <= set(info.options):
+        return False
+    if not info.weights_only:
+        return True
+    # Such a strategy unpickles the whole file, and takes one key of a dict.
+    with suppress(CheckpointError):
+        formats.read(question.checkpoint)
+        return False  # no key of a dict, but the beginning of names
+    inside = formats.read(question.checkpoint, question.selection)[1]
+    return inside.only_tensors and "." not in question.selection.key
 
 
 def _is_allowed(candidate: Candidate, allow: Sequence[str]) -> bool:

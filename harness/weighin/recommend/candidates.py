@@ -10,8 +10,8 @@ from weighin.cell import Cell
 from weighin.formats.pretrained_folder import is_folder
 from weighin.formats.pretrained_library import LIBRARIES
 from weighin.predict.prediction import Prediction
-from weighin.recommend.calibration import Calibration
 from weighin.recommend.prior_runs import Evidence
+from weighin.recommend.speeds import Speeds
 from weighin.suite.packages import name_of
 from weighin.suite.registry import StrategyInfo
 from weighin.units import MIB, format_bytes, format_exact
@@ -88,7 +88,7 @@ def assess(
     info: StrategyInfo,
     prediction: Prediction,
     evidence: Evidence | None,
-    calibration: Calibration | None,
+    speeds: Speeds | None,
     limits: Limits,
     checkpoint_format: str,
 ) -> Candidate:
@@ -97,8 +97,8 @@ def assess(
     measured_s = evidence.median_ready_s(limits.ram_bytes) if evidence else None
     if measured_s is not None:
         ready_s, time_from = measured_s, MEASURED
-    elif calibration and not prediction.cannot:
-        ready_s, time_from = predicted_ready_s(prediction, calibration), "predicted"
+    elif speeds and not prediction.cannot:
+        ready_s, time_from = predicted_ready_s(prediction, speeds), "predicted"
     need, memory_from = prediction.floor_bytes, "predicted"
     if evidence and evidence.anon_bytes is not None:
         need, memory_from = evidence.anon_bytes + prediction.above_peak_bytes, "measured"
@@ -125,37 +125,39 @@ def assess(
     )
 
 
-def predicted_ready_s(prediction: Prediction, calibration: Calibration) -> float:
+def predicted_ready_s(prediction: Prediction, machine: Speeds) -> float:
     """Return the predicted seconds until every byte was read.
 
-    They are a sum over all kinds of work: the amount of each kind, divided by the machine's speed.
+    They are a sum over all kinds of work: the amount of each kind, divided by the machine's speed,
+    and the processor time of the symbolic run, for what Python does for each tensor.
     """
-    work, machine = prediction.work, calibration
+    work = prediction.work
     stays_in_memory = max(0, (prediction.model_bytes or 0) - work.mapped_bytes)
     return (
         work.read_bytes / machine.read_bytes_per_s
-        + work.read_direct_bytes / machine.read_direct_bytes_per_s
+        # Direct reads of several ranks share no page cache, and hinder each other.
+        + work.read_direct_bytes * prediction.cell.ranks / machine.read_direct_bytes_per_s
         + work.mapped_bytes / machine.map_bytes_per_s
         + work.fresh_bytes / machine.fault_bytes_per_s
         + work.written_bytes / machine.copy_bytes_per_s
         + work.random_bytes / machine.init_bytes_per_s
         + work.archives * machine.archive_s
         + work.modules * machine.module_s
+        + work.cpu_ns / 1e9
         + stays_in_memory / machine.copy_bytes_per_s  # the time to read every byte once
     )
 
 
-def slowness(measured: Iterable[tuple[Prediction, Evidence]], calibration: Calibration) -> float:
+def slowness(measured: Iterable[tuple[Prediction, Evidence]], speeds: Speeds) -> float:
     """Return the median ratio of measured to predicted times; 1 if nothing was measured.
 
-    Other programs change a machine's speed. A predicted time, multiplied by this ratio, can be
-    compared with measured times, even if the machine was less busy when it was calibrated. For each
+    A predicted time, multiplied by this ratio, can be compared with measured times. For each
     strategy, the ratio uses the times without a RAM limit, or else those under the largest one.
     """
     ratios = [
         seconds / predicted_s
         for prediction, evidence in measured
-        if (predicted_s := predicted_ready_s(prediction, calibration))
+        if (predicted_s := predicted_ready_s(prediction, speeds))
         and (seconds := evidence.median_ready_s(None)) is not None
     ]
     return statistics.median(ratios) if ratios else 1.0

@@ -27,5 +27,5 @@ def reset_buffers(model, build_model, device, dtype):  # type: ignore[no-untyped
     for module, other in zip(model.modules(), fresh.modules(), strict=True):
         for name in module._non_persistent_buffers_set:
             if (buffer := other._buffers[name]) is not None:
-                kind = dtype if buffer.is_floating_point() else buffer.dtype
+                kind = dtype if dtype and buffer.is_floating_point() else buffer.dtype
                 module._buffers[name] = buffer.to(device, kind)

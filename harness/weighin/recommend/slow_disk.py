@@ -13,7 +13,7 @@ from typing import Final
 from weighin.disk.pace import Pace
 from weighin.disk.passthrough import LARGEST_READ_BYTES
 from weighin.loader.disk_readers import TimedRead, choose
-from weighin.recommend.calibration import Calibration
+from weighin.recommend.speeds import Speeds
 
 READ_AHEAD: Final = 2
 """The number of requests that the kernel sends at once for sequential reads: the one for which the
@@ -22,19 +22,19 @@ reader waits, and the next one (read-ahead)."""
 _OPENING: Final = 6  # requests in sequence, to open a file of torch.save and read its index
 
 
-def behind(calibration: Calibration, pace: Pace) -> Calibration:
-    """Return this machine's calibration as if its disk had the rate and the latency of ``pace``."""
+def behind(speeds: Speeds, pace: Pace) -> Speeds:
+    """Return a machine's speeds as if its disk had the rate and the latency of ``pace``."""
     if not pace:
-        return calibration
+        return speeds
     mapped = READ_AHEAD * (os.cpu_count() or 1)  # one thread per processor reads a mapped model
     return replace(
-        calibration,
-        read_bytes_per_s=min(calibration.read_bytes_per_s, rate(pace, READ_AHEAD)),
+        speeds,
+        read_bytes_per_s=min(speeds.read_bytes_per_s, rate(pace, READ_AHEAD)),
         read_direct_bytes_per_s=min(
-            calibration.read_direct_bytes_per_s, rate(pace, _direct_requests(pace))
+            speeds.read_direct_bytes_per_s, rate(pace, _direct_requests(pace))
         ),
-        map_bytes_per_s=min(calibration.map_bytes_per_s, rate(pace, mapped)),
-        archive_s=calibration.archive_s + _OPENING * (pace.latency_ns or 0) / 1e9,
+        map_bytes_per_s=min(speeds.map_bytes_per_s, rate(pace, mapped)),
+        archive_s=speeds.archive_s + _OPENING * (pace.latency_ns or 0) / 1e9,
     )
 
 

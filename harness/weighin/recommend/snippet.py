@@ -6,8 +6,10 @@ loader is too long to paste, so that code that uses the loader still imports it.
 
 import ast
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
+from types import MappingProxyType
 from typing import Any, Final
 
 from weighin import install
@@ -29,9 +31,21 @@ class CannotWriteOut(Exception):
 
 
 def snippet(
-    info: StrategyInfo, *, device: str = "cpu", dtype: str = "float32", checkpoint: str = "model.pt"
+    info: StrategyInfo,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    checkpoint: str = "model.pt",
+    options: Mapping[str, Any] = MappingProxyType({}),
+    adapter: str = "",
+    keeps_dtypes: bool = False,
 ) -> str:
     """Return the code of a strategy as a Python program that runs without changes.
+
+    ``options`` are the values of the strategy's options that differ from their defaults. The last
+    lines, which the user completes, also merge the adapter in the folder ``adapter``. With
+    ``keeps_dtypes``, the user's function builds the model in ``dtype``, and the code converts no
+    tensor: a library's models have buffers that stay in float32.
 
     Raises:
         CannotWriteOut: the strategy cannot become a plain function; the message says why.
@@ -39,7 +53,7 @@ def snippet(
     if info.pretrained:
         raise CannotWriteOut("the strategy loads Hugging Face folders only")
     tree = ast.parse(info.path.read_text(encoding="utf-8"))
-    plain = _Plain(convert=dtype != "float32")
+    plain = _Plain(options, convert=dtype != "float32", keeps_dtypes=keeps_dtypes)
     imports, functions = ["import torch"], []
     parts: list[str] = []
     for node in tree.body:
@@ -56,6 +70,10 @@ def snippet(
     if needed := _needed(info, lines):
         lines.insert(0, f"# pip install torch {' '.join(map(quote, needed))}")
     use = f"# model = load_model(build_model, {checkpoint!r})   # build_model() returns your model"
+    use += f" in torch.{dtype}" if keeps_dtypes else ""
+    if adapter:
+        use += "\n# from peft import PeftModel"
+        use += f"\n# model = PeftModel.from_pretrained(model, {adapter!r}).merge_and_unload()"
     return "\n".join(lines) + f"\n\n\n{body}\n\n\n{use}\n"
 
 
@@ -71,6 +89,8 @@ def pretrained_snippet(
     is_chosen: bool = False,
     gguf_file: str = "",
     extra: str = TRANSFORMERS.extra,
+    adapter: str = "",
+    quantisation: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the code that loads a folder of transformers, diffusers or timm in one call.
 
@@ -81,30 +101,51 @@ def pretrained_snippet(
         is_chosen: whether the user chose another class than config.json names.
         gguf_file: the name of the GGUF file with the weights; empty for other weights.
         extra: the extra of weighin that installs the library: EXTRA in ``pip install weighin[EXTRA]``.
+        adapter: the folder of the adapter to merge; empty for none.
+        quantisation: the ``quantization_config`` with which transformers dequantises the weights.
     """
     more = f", variant={variant!r}" if variant else ""
     more += ", trust_remote_code=True" if auto else ""
+    move = f".to({device!r})"
+    merge = ""
     if info.pretrained == DIFFUSERS.name:
-        needed, line = (
-            "pip install torch diffusers accelerate",
-            f"from diffusers import {architecture}",
-        )
-        call = f"{architecture}.from_pretrained({folder!r}, torch_dtype=torch.{dtype}{more}).to({device!r})"
+        needed = "pip install torch diffusers accelerate"
+        lines = [f"from diffusers import {architecture}"]
+        call = f"{architecture}.from_pretrained({folder!r}, torch_dtype=torch.{dtype}{more}){move}"
     elif info.pretrained == TIMM.name:
-        needed, line = "pip install torch timm", "from timm import create_model"
+        needed, lines = "pip install torch timm", ["from timm import create_model"]
         name = f"local-dir:{folder}"
         call = f"create_model({name!r}, pretrained=True).to({device!r}, torch.{dtype})"
     elif info.pretrained:
         kind = auto or architecture
-        needed, line = "pip install torch transformers", f"from transformers import {kind}"
+        needed, lines = "pip install torch transformers", [f"from transformers import {kind}"]
         if gguf_file:
             needed, more = f"{needed} accelerate gguf", f", gguf_file={gguf_file!r}"
-        call = f"{kind}.from_pretrained({folder!r}, dtype=torch.{dtype}{more}).to({device!r})"
+        if quantisation:
+            lines.append("from transformers.quantizers.auto import AutoQuantizationConfig")
+            more += (
+                f", quantization_config=AutoQuantizationConfig.from_dict({dict(quantisation)!r})"
+            )
+        call = f"{kind}.from_pretrained({folder!r}, dtype=torch.{dtype}{more})"
+        if adapter:
+            needed, lines = f"{needed} peft", ["from peft import PeftModel", *lines]
+            merge = (
+                f"model = PeftModel.from_pretrained(model, {adapter!r}).merge_and_unload(){move}\n"
+            )
+        else:
+            call += move
     else:
-        needed, line = install.command(extra, anywhere=True), "from weighin import load_pretrained"
+        needed, lines = (
+            install.command(extra, anywhere=True),
+            ["from weighin import load_pretrained"],
+        )
+        if gguf_file:
+            folder = str(Path(folder, gguf_file))
         more += f", model_class={architecture!r}" if is_chosen else ""
+        more += f", adapter={adapter!r}" if adapter else ""
         call = f"load_pretrained({folder!r}, dtype=torch.{dtype}, device={device!r}{more})"
-    return f"# {needed}\nimport torch\n{line}\n\nmodel = {call}\n"
+    imports = "\n".join(["import torch", *lines])
+    return f"# {needed}\n{imports}\n\nmodel = {call}\n{merge}"
 
 
 def _needed(info: StrategyInfo, lines: list[str]) -> list[str]:
@@ -167,10 +208,12 @@ def _function(node: ast.FunctionDef, plain: "_Plain", device: str, dtype: str) -
 class _Plain(ast.NodeTransformer):
     """Remove ``job`` from a function: ``job.phase`` disappears, and ``job.device`` becomes ``device``."""
 
-    def __init__(self, *, convert: bool) -> None:
+    def __init__(self, options: Mapping[str, Any], *, convert: bool, keeps_dtypes: bool) -> None:
         self.job: str | None = None
         self.resets = False
-        self._convert = convert
+        self._convert = convert and not keeps_dtypes
+        self._keeps_dtypes = keeps_dtypes
+        self._options = options
 
     def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
@@ -183,17 +226,29 @@ class _Plain(ast.NodeTransformer):
         if self._is_call(node, "reset_buffers"):
             self.resets = True
             model = ast.unparse(node.args[0])
-            return _expression(f"reset_buffers({model}, build_model, device, dtype)")
+            dtype = None if self._keeps_dtypes else "dtype"
+            return _expression(f"reset_buffers({model}, build_model, device, {dtype})")
         if isinstance(node.func, ast.Attribute) and self._is_attribute(node.func.value, "options"):
             default = node.args[1] if len(node.args) > 1 else ast.Constant(None)
+            name = ast.literal_eval(node.args[0])
+            if name in self._options:
+                return ast.Constant(self._options[name])
             return self.visit(default)  # type: ignore[no-any-return]
         # job.build_model applies the dtype, but the function of a user does not.
-        if ast.unparse(node.func) == "load_streaming":
+        if ast.unparse(node.func) == "load_streaming" and not self._keeps_dtypes:
             node.keywords.append(ast.keyword("dtype", ast.Name("dtype", ast.Load())))
+        given = [ast.keyword(name, ast.Constant(one)) for name, one in self._options.items()]
         node.keywords = [
-            one for one in node.keywords
-            if one.arg is not None or not self._is_attribute(one.value, "options")
+            keyword for one in node.keywords
+            for keyword in (
+                given if one.arg is None and self._is_attribute(one.value, "options") else [one]
+            )
         ]  # fmt: skip
+        return self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if self._is_attribute(node.value, "options"):
+            return ast.Constant(self._options.get(ast.literal_eval(node.slice)))
         return self.generic_visit(node)
 
     def visit_If(self, node: ast.If | ast.IfExp) -> Any:
