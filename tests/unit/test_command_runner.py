@@ -157,6 +157,7 @@ def test_a_command_that_fails(
 def test_a_command_that_is_killed_when_the_machine_has_no_memory(
     result_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(command_watch.kernel_log, "has_our_pids", lambda: False)
     monkeypatch.setattr(command_watch, "read_machine_oom_kills", count(3).__next__)
     result = result_of("kill -KILL $$")
     assert (result.outcome, result.message) == (
@@ -311,7 +312,12 @@ def test_a_signal_is_passed_on_and_asks_for_the_end(take: Take, number: signal.S
 
 
 @pytest.mark.usefixtures("usual_signals")
-def test_ctrl_c_reaches_a_command_of_the_same_terminal_without_us(take: Take) -> None:
+def test_ctrl_c_reaches_a_command_of_the_same_terminal_without_us(
+    take: Take, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, asked_to_end = take("exec sleep 60", signalling(signal.SIGINT))
+    assert (measured.result.message, asked_to_end) == ("ended by SIGINT", True)
+    monkeypatch.setattr(command_runner, "_BY_KERNEL", 0)  # as if the terminal had sent it
     measured, asked_to_end = take("sleep 0.2", signalling(signal.SIGINT))
     assert (measured.result.outcome, asked_to_end) == (Outcome.OK, True)
     elsewhere = signalling(signal.SIGINT, shares_terminal=False)
@@ -466,3 +472,15 @@ def test_without_a_limit_or_a_reference_nothing_is_ended(
     assert result_of(script, CgroupIsolation(), reference=reference).outcome is Outcome.OK
     limited = result_of(script, CgroupIsolation(), cell={"ram_limit_bytes": 64 * MIB})
     assert limited.outcome is Outcome.OK
+
+
+def test_a_kill_of_another_program_is_not_this_commands(
+    result_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the log names the machine's processes, and none of these."""
+    monkeypatch.setattr(command_watch, "read_machine_oom_kills", count(3).__next__)
+    monkeypatch.setattr(command_watch.kernel_log, "has_our_pids", lambda: True)
+    monkeypatch.setattr(command_watch.kernel_log, "kills_since", lambda *_, **__: ())
+    result = result_of("kill -KILL $$")
+    assert result.outcome is Outcome.COMMAND_FAILED
+    assert result.message.startswith("killed by SIGKILL, not for lack of memory")

@@ -41,6 +41,9 @@ _VICTIM: Final = re.compile(
 )
 
 
+_FIRST_NAMESPACE: Final = 0xEFFF_FFFC  # PROC_PID_INIT_INO, of the kernel's proc_ns.h
+
+
 def position() -> int | None:
     """Return the number that the log's next message gets; None if this user may not read the log."""
     last = b""
@@ -50,6 +53,11 @@ def position() -> int | None:
     except OSError:
         return None
     return _number(last) + 1 if last else 0
+
+
+def has_our_pids() -> bool:
+    """Return whether this process is in the machine's own pid namespace, whose pids the log has."""
+    return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_NAMESPACE
 
 
 def kills_since(

@@ -238,8 +238,9 @@ class _Signals:
             resize = signal.getsignal(info.si_signo) if info.si_signo == signal.SIGWINCH else None
             if callable(resize) and resize != self.take:
                 resize(info.si_signo, None)
-            if info.si_pid != os.getpid():
-                self.take(info.si_signo, by_terminal=info.si_code == _BY_KERNEL)
+                if info.si_pid == os.getpid():  # ``resize`` sent it to the command as well
+                    continue
+            self.take(info.si_signo, by_terminal=info.si_code == _BY_KERNEL)
 
     def stop(self) -> None:
         if self._listener and self._listener.ident:

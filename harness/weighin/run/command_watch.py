@@ -162,6 +162,8 @@ class CommandWatch:
         machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
         processes = sampler.table.processes()
         kills = self._kills(processes) if machine_oom_kills != 0 else ()
+        if kills is not None and kernel_log.has_our_pids():
+            machine_oom_kills = 0  # the log names the killed: those of other programs are not ours
         facts = command_outcome.Facts(
             cell=self._cell,
             ended=self._exit,

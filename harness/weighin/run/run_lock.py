@@ -70,21 +70,22 @@ def only_run(
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Lock a run's plan.json in the ``with`` block, so that two processes do not run the same cells.
+    """Lock a run's folder in the ``with`` block, so that two processes do not run the same cells.
 
     Raises:
         MachineBusy: another process holds the lock.
     """
-    plan = os.open(folder / "plan.json", os.O_RDONLY | os.O_CLOEXEC)
+    folder.mkdir(parents=True, exist_ok=True)
+    locked = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        if not try_lock(plan):
+        if not try_lock(locked):
             raise MachineBusy(
                 f"another process runs the plan in {folder}",
                 "wait for its end, then resume the run",
             )
         yield
     finally:
-        os.close(plan)
+        os.close(locked)
 
 
 def _open(path: Path) -> int:
