@@ -14,9 +14,12 @@ from rich.table import Table
 from weighin import formats
 from weighin.checkpoint.expected_memory import Expected, expected
 from weighin.errors import UnknownName
+from weighin.foreign import object_in
 from weighin.formats import adapters, gguf, quantised
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import first_names, plain
+from weighin.formats.pretrained_folder import CONFIG, is_pretrained
+from weighin.formats.pretrained_library import library_in
 from weighin.formats.quantised import Quantised
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.storages import Footprint, footprint, ties
@@ -151,7 +154,8 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     sizes = {tensor.name: tensor.bytes for tensor in tensors if tensor.tied_to is None}
     sized, values = footprint(slices), slices.values
     in_place = not selection and slices.only_tensors
-    library = registry.library_at(path if path.is_dir() else path.parent)
+    is_folder = is_pretrained(root)
+    library = library_in(object_in(root / CONFIG)).name if is_folder else ""
     usable = [
         info
         for info in registry.strategies().values()
