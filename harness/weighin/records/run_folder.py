@@ -87,8 +87,10 @@ def append(run: Path, result: Result) -> Result:
         RecordError: the folder or file cannot be written, or the result is not valid JSON (a number
             is not finite); no line is added.
     """
-    warnings = tuple(map(masked, result.warnings))
-    line, result = _valid(replace(result, message=masked(result.message), warnings=warnings))
+    line, result = _valid(result)
+    message, warnings = masked(result.message), tuple(map(masked, result.warnings))
+    if (message, warnings) != (result.message, result.warnings):
+        line, result = _valid(replace(result, message=message, warnings=warnings))
     path = run / RECORDS
     with writing(path, f"; the measurement of {result.cell.id} is lost"):
         run.mkdir(parents=True, exist_ok=True)
