@@ -70,13 +70,16 @@ def only_run(
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Lock a run's folder in the ``with`` block, so that two processes do not run the same cells.
+    """Lock a run's plan in the ``with`` block, so that two processes do not run the same cells.
 
     Raises:
         MachineBusy: another process holds the lock.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    locked = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        locked = os.open(folder / "plan.json", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:  # nobody can resume a run without a plan
+        yield
+        return
     try:
         if not try_lock(locked):
             raise MachineBusy(
