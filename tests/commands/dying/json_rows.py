@@ -1,0 +1,17 @@
+"""Parse a large JSON file at once."""
+
+import json
+import sys
+
+
+def read_rows(path: str) -> list[dict[str, object]]:
+    with open(path) as file:
+        return json.load(file)  # TAKEN
+
+
+def main() -> None:
+    rows = read_rows(sys.argv[1])  # CALLED
+    print(sum(len(row) for row in rows))
+
+
+main()
