@@ -253,7 +253,7 @@ def test_shared_memory() -> None:
 
 def test_the_limit_of_a_group_around() -> None:
     result, samples = killed([270 * MIB])
-    for limit_of, name in (("/user.slice", "another limit"), ("machine", None), ("", None)):
+    for limit_of, name in (("/user.slice", "a limit around"), ("machine", None), ("", None)):
         kills = (Kill(PID, "python", is_main=True, limit_of=limit_of),)
         assert result.ran
         cause = found(replace(result, ran=replace(result.ran, kills=kills)), samples)

@@ -339,7 +339,7 @@ RULES: Final = (
         "A file in a tmpfs takes memory until the file is removed.",
     ),
     Rule(
-        "another limit",
+        "a limit around",
         _other_limit,
         "The command reached the limit{of} of the cgroup {group}, not its own limit.",
         "Raise the limit of that cgroup.",
