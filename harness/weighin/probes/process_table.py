@@ -13,6 +13,7 @@ from weighin.probes.open_files import files_read, open_files
 from weighin.probes.process import Shares, read_status
 from weighin.result import OpenFile, Process
 from weighin.text import one_line
+from weighin.units import MIB
 
 SHARE: Final = 0.05
 """The largest share of a processor's time in which to examine processes, as this disturbs them."""
@@ -23,6 +24,7 @@ _WITH_FILES: Final = 8
 _MOST_FILES: Final = 32  # of one process, including files that it has closed
 _SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this time
 _REREAD_S: Final = 0.5
+_MORE: Final = 1.1
 
 
 class Pause:
@@ -62,6 +64,7 @@ class _Seen:
     least_anon_bytes: int = 0
     parent_anon_bytes: int = 0
     copied_bytes: int | None = None
+    grown_bytes: int | None = None
 
     def read(self) -> None:
         """Read the process's peak RSS, command line and parent; if the process has ended, keep what
@@ -86,8 +89,13 @@ class _Seen:
             self.anon_bytes = (now, *self.anon_bytes[:1])
 
     def note_copied(self, parent: "_Seen | None") -> None:
-        """Compute what became private since the fork: not what is new, or what the parent gave back."""
-        self.copied_bytes = None
+        """Compute what became private since the fork: not what is new, or what the parent gave back.
+
+        When the parent has ended, the copies that were seen before remain.
+        """
+        known, self.copied_bytes = self.copied_bytes, None
+        if self.shares and known and not parent:
+            self.copied_bytes = min(known, self.shares.private)
         if self.shares and self.anon_bytes and parent and parent.anon_bytes:
             grown = self.anon_bytes[0] - self.least_anon_bytes
             given_back = self.parent_anon_bytes - parent.anon_bytes[0]
@@ -117,6 +125,7 @@ class ProcessTable:
         self._reread = Pause(_REREAD_S)
         self._files = Pause()
         self._anon = Pause()
+        self._past: list[tuple[int, dict[int, int]]] = [(0, {})]
         self.most_anon_bytes = 0
         """The most anonymous memory of a single process."""
 
@@ -138,6 +147,7 @@ class ProcessTable:
             for seen in self._running.values():
                 seen.note_anon(self._running.get(seen.parent_pid))
                 self.most_anon_bytes = max((self.most_anon_bytes, *seen.anon_bytes))
+            self._note_past()
             self._anon.end()
         if self._files.begin():
             for seen in _largest(self._running.values()):
@@ -149,7 +159,7 @@ class ProcessTable:
     def keep(self, shares: Mapping[int, Shares]) -> None:
         """Store each process's share of the memory, and list the files of the 8 largest processes."""
         for seen in (*self._ended, *self._running.values()):
-            seen.shares = seen.copied_bytes = None
+            seen.shares = seen.grown_bytes = None
         found = [self._running[pid] for pid in shares if pid in self._running]
         for seen in found:
             seen.read()
@@ -160,6 +170,17 @@ class ProcessTable:
         for seen in found:
             seen.note_anon(parent := self._running.get(seen.parent_pid))
             seen.note_copied(parent)
+        total_bytes, now = self._note_past()
+        before = next((one for total, one in reversed(self._past) if total <= total_bytes / 2), {})
+        for seen in found:
+            seen.grown_bytes = max(now.get(seen.pid, 0) - before.get(seen.pid, 0), 0)
+
+    def _note_past(self) -> tuple[int, dict[int, int]]:
+        """Store the anonymous memory of each process when all together have a tenth more than before."""
+        now = {seen.pid: seen.anon_bytes[0] for seen in self._running.values() if seen.anon_bytes}
+        if (total_bytes := sum(now.values())) >= self._past[-1][0] * _MORE + MIB:
+            self._past.append((total_bytes, now))
+        return total_bytes, now
 
     def processes(self) -> tuple[Process, ...]:
         """Return the 200 processes with the most memory, sorted by their start."""
@@ -221,4 +242,5 @@ def _process(seen: _Seen) -> Process:
         shmem_bytes=shmem,
         files=seen.files,
         copied_bytes=seen.copied_bytes,
+        grown_bytes=seen.grown_bytes,
     )

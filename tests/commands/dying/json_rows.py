@@ -2,10 +2,11 @@
 
 import json
 import sys
+from pathlib import Path
 
 
 def read_rows(path: str) -> list[dict[str, object]]:
-    with open(path) as file:
+    with Path(path).open() as file:
         return json.load(file)  # TAKEN
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from multiprocessing.queues import SimpleQueue
 
 
 class Captions:
     def __init__(self, count: int) -> None:
-        self.captions = [f"a photo of object {number:08d}" for number in range(count)]  # TAKEN: none
+        self.captions = [
+            f"a photo of {number:012d}" for number in range(count)
+        ]  # TAKEN: growth or none
 
     def __getitem__(self, number: int) -> int:
         caption = self.captions[number]  # TAKEN
@@ -20,7 +23,7 @@ class Captions:
 
 def work(dataset: Captions, done: SimpleQueue[int]) -> None:
     total = 0
-    for number in range(len(dataset)):
+    for number in range(len(dataset)):  # TAKEN
         total += dataset[number]  # TAKEN
     done.put(total)
 
@@ -32,7 +35,11 @@ def main() -> None:
     workers = [context.Process(target=work, args=(dataset, done)) for _ in range(3)]
     for worker in workers:
         worker.start()
-    print(sum(done.get() for _ in workers))  # CALLED
+    for worker in workers:
+        worker.join()  # CALLED
+    if any(worker.exitcode for worker in workers):
+        sys.exit("a worker died")
+    print(sum(done.get() for _ in workers))
 
 
 main()

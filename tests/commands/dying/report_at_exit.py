@@ -10,7 +10,8 @@ class Report:
     def write(self) -> None:
         lines = []
         for step in range(self.steps):
-            lines.append(f"step {step:012d}: loss {step / 3:.12f}, rate {step / 7:.12f}")  # TAKEN
+            text = f"step {step:012d}: loss {step / 3:.12f}, rate {step / 7:.12f}"  # TAKEN
+            lines.append(text)  # TAKEN
         print(len("\n".join(lines)))  # TAKEN
 
 

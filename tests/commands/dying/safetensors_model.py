@@ -5,8 +5,8 @@ import sys
 import torch  # TAKEN: import
 from safetensors.torch import load_file
 
-layers = torch.nn.ModuleList(
-    torch.nn.utils.skip_init(torch.nn.Linear, 2048, 2048) for _ in range(16)
+layers = torch.nn.ModuleList(  # TAKEN: import
+    torch.nn.utils.skip_init(torch.nn.Linear, 2048, 2048, bias=False) for _ in range(16)
 )
 with torch.no_grad():
     for parameter in layers.parameters():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from multiprocessing.synchronize import Barrier
 
 
 def gather(rank: int) -> int:
     results: list[list[float]] = []
     for step in range(120):
-        results.append([float(step + number) for number in range(100_000)])  # TAKEN
+        result = [float(step + number) for number in range(100_000)]  # TAKEN
+        results.append(result)  # TAKEN
     return len(results)
 
 
@@ -25,5 +27,8 @@ if __name__ == "__main__":
     ranks = [context.Process(target=main_of_rank, args=(rank, barrier)) for rank in range(2)]
     for process in ranks:
         process.start()
-    for process in ranks:
-        process.join()  # CALLED
+    ranks[0].join()  # CALLED
+    if ranks[0].exitcode:
+        ranks[1].terminate()
+    ranks[1].join()
+    sys.exit(ranks[0].exitcode)

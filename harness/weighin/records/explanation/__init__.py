@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weighin.records.explanation.causes import Cause, find
-from weighin.records.explanation.facts import Facts, Place, held_by, names, program, size
+from weighin.records.explanation.facts import (
+    Facts,
+    Place,
+    grown_by,
+    held_by,
+    names,
+    program,
+    size,
+)
 from weighin.records.samples import read_samples
 from weighin.result import Kill, Outcome, Result, Sample
 from weighin.text import few
@@ -74,7 +82,19 @@ def _killed(result: Result, kills: Sequence[Kill]) -> str:
         first = ", and the first process lived on"
     else:
         first = ""
-    return f"Killed {_limit(result, kills)}: the kernel killed {who}{first}"
+    return (
+        f"Killed {_limit(result, kills)}: the kernel killed {who}{first}{_culprit(result, kills)}"
+    )
+
+
+def _culprit(result: Result, kills: Sequence[Kill]) -> str:
+    """Name the process that grew most, if the kernel killed others: it kills what holds most."""
+    assert result.ran
+    grower = Facts(result, result.ran).grower
+    if grower is None or grower.pid in {kill.pid for kill in kills} or grown_by(grower) < MIB:
+        return ""
+    who = f"{program(grower.command)} (pid {grower.pid})"
+    return f". The process that grew most is {who}, by {size(grown_by(grower))}"
 
 
 def _counted(commands: Sequence[str]) -> str:

@@ -45,6 +45,12 @@ _WHOLE: Final = re.compile(
 )
 _PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
 _MORE_THAN_ONE: Final = 1.15  # memory of this many times the bytes read is more than one copy
+_WHOLE_SHARE: Final = 0.95  # of a file that was read to its end
+_MOST_OF_FILE: Final = 1.1  # strings and buffers may take a tenth more than the file
+_BEGUN: Final = 16  # a copy has begun if this part of it is in memory
+_READERS: Final = re.compile(r".*\b(?:torch/serialization|numpy/lib/\w+|json/\w+|pandas/io/.+)\.py")
+_IN_PLACE: Final = re.compile(r"[\w.\[\]]+\.\w+_\(.*\)")
+_KEEPERS: Final = ("torch/optim/", "torch/autograd/", "torch/nn/init.py", *_READS)
 _SLICES: Final = 4
 _LEAST_SAMPLES: Final = 12
 _STEADY_S: Final = 0.3
@@ -96,15 +102,31 @@ def _two_copies(facts: Facts) -> Evidence | None:
     read_bytes = sum(file.size_bytes for file in files)
     first = min(files, key=lambda file: file.seen_ns or 0)
     grown = facts.grown_since(first)
-    before = facts.anon_bytes - grown
-    built = any(_builds(one) for one in facts.places if one.stack.pid == place.stack.pid)
-    copied = _copies(place) and grown > _MORE_THAN_ONE * read_bytes
-    beside = built and before > read_bytes and grown > read_bytes // 4
-    if not copied and not (beside and (_reads(place) or _copies(place))):
+    mine = [one for one in facts.places if one.stack.pid == place.stack.pid]
+    copying = facts.held_bytes - min(
+        (one.stack.usage_bytes for one in mine if _copies(one)), default=facts.held_bytes
+    )
+    begun = read_bytes // _BEGUN
+    # Of several files, one may have been read after another was freed.
+    second = files[0].size_bytes if len(files) > 1 else int((_MORE_THAN_ONE - 1) * read_bytes)
+    is_read = len(files) == 1 and grown > _WHOLE_SHARE * read_bytes
+    copied = _copies(place) and (grown > read_bytes + second or (is_read and copying > begun))
+    built_bytes = (facts.anon_bytes - grown) - min(
+        (one.stack.usage_bytes for one in mine if _builds(one)), default=facts.anon_bytes
+    )
+    beside = built_bytes > read_bytes // 2 and grown > begun and (_reads(place) or _copies(place))
+    if not copied and not beside:
         return None
-    if not files[0].path.endswith(_PICKLES):
-        return _about(files) | _recommend(facts, files) | {"try": "Try"}
-    return _about(files) | _recommend(facts, files) | {"try": "Try torch.load(..., mmap=True):"}
+    about = _about(files) | _recommend(facts, files)
+    at = "" if facts.killed else " at the peak"
+    what = f"Two copies of the weights were in memory{at}: {about['read']} read from {about['files']}, and the model's own."
+    if not copied and grown < _WHOLE_SHARE * read_bytes:
+        what = f"A second copy of the weights was being read into memory{at}: {about['read']} of {about['files']}, beside the model's own."
+    return about | {"what": what, "try": _try(files)}
+
+
+def _try(files: Sequence[OpenFile]) -> str:
+    return "Try torch.load(..., mmap=True):" if files[0].path.endswith(_PICKLES) else "Try"
 
 
 def _dtype_conversion(facts: Facts) -> Evidence | None:
@@ -122,7 +144,15 @@ def _dtype_conversion(facts: Facts) -> Evidence | None:
 
 def _whole_file(facts: Facts) -> Evidence | None:
     found = _whole_read(facts)
-    return _about([found[1]]) if found else None
+    if found is None:
+        return None
+    place, file = found
+    grown = facts.grown_since(file)
+    more = f", and memory grew by {size(grown)}" if grown > _MOST_OF_FILE * file.size_bytes else ""
+    hint = "Read the file in parts, or map the file (mmap)."
+    if _reads(place):
+        hint = f"{_try([file])} {_recommend(facts, [file])['recommend']}"
+    return _about([file]) | {"more": more, "hint": hint}
 
 
 def _whole_read(facts: Facts) -> tuple[Place, OpenFile] | None:
@@ -133,13 +163,21 @@ def _whole_read(facts: Facts) -> tuple[Place, OpenFile] | None:
     """
     last = facts.place or next(iter(facts.places[-1:]), None)
     process = facts.process(last.stack.pid) if last else None
-    if last is None or process is None or not _WHOLE.search(last.stack.code):
+    if last is None or process is None:
         return None
+    calls = [_READERS.fullmatch(one.path) for one in last.frames[: last.frames.index(last.frame)]]
+    if not _WHOLE.search(last.stack.code) and not any(calls):
+        return None
+    parses = any(call and "torch" not in call[0] and "numpy" not in call[0] for call in calls)
     for file in process.files:
-        if not file.is_open or file.mapped_bytes or file.position_bytes is None:
+        if file.mapped_bytes or file.position_bytes is None:
             continue
-        is_reading = facts.place is not None or file.position_bytes < file.size_bytes
-        if is_reading and LEAST_BYTES < facts.grown_since(file) < 1.1 * file.size_bytes:
+        is_reading = facts.place is not None or (
+            file.is_open and file.position_bytes < file.size_bytes
+        )
+        grown, most = facts.grown_since(file), _MOST_OF_FILE * file.size_bytes
+        is_its = file.is_open or grown > _WHOLE_SHARE * file.size_bytes
+        if is_reading and is_its and grown > LEAST_BYTES and (parses or grown < most):
             return last, file
     return None
 
@@ -203,10 +241,17 @@ def _child(facts: Facts) -> Evidence | None:
 
 
 def _growth(facts: Facts) -> Evidence | None:
+    """Test whether anonymous memory grew while one line ran, again and again or for long."""
+    place = facts.place
+    if place is None or _fills(place):
+        return None
+    return _steady_growth(facts, place) or _growth_at_line(facts, place)
+
+
+def _steady_growth(facts: Facts, place: Place) -> Evidence | None:
     """Test whether anonymous memory grew by a similar amount in each quarter of its rise."""
     rising = _rising(facts.samples)
-    place = facts.place
-    if place is None or len(rising) < _LEAST_SAMPLES or is_waiting(place):
+    if len(rising) < _LEAST_SAMPLES:
         return None
     first, last = rising[0], rising[-1]
     span_ns, grown = last.t_ns - first.t_ns, last.anon_bytes - first.anon_bytes
@@ -214,15 +259,38 @@ def _growth(facts: Facts) -> Evidence | None:
     levels = [min(rising, key=lambda one: abs(one.t_ns - end)).anon_bytes for end in ends]
     is_steady = all(1 / 3 < (b - a) / (grown / _SLICES) < 2 for a, b in pairwise(levels))
     mine = [one.stack.usage_bytes for one in facts.places if one.stack.pid == place.stack.pid]
-    stays = facts.grown(place.stack.pid, lambda one: _shares_line(one, place))
+    usual = (_usual_place(facts) or place).frame
+    stays = facts.grown(place.stack.pid, lambda one: (usual.path, usual.line) in _lines(one))
     is_long = span_ns >= _STEADY_S * 1e9 and grown >= LEAST_BYTES and len(mine) >= _LEAST_STACKS
     if not is_long or not is_steady or stays < (max(mine) - min(mine)) / 2:
         return None
-    return {
-        "low": size(first.anon_bytes),
-        "high": size(last.anon_bytes),
-        "seconds": f"{span_ns / 1e9:.1f} s",
-    }
+    return _grew(first.anon_bytes, last.anon_bytes, span_ns) | {"how": "steadily "}
+
+
+def _growth_at_line(facts: Facts, place: Place) -> Evidence | None:
+    """Test whether three readings found the same line of the program, and memory grew in between."""
+    same = [
+        one.stack
+        for one in facts.places
+        if one.stack.pid == place.stack.pid and one.frame == place.frame
+    ]
+    grown = same[-1].usage_bytes - same[0].usage_bytes
+    if len({one.t_ns for one in same}) < _LEAST_STACKS or grown < LEAST_BYTES:
+        return None
+    return _grew(same[0].usage_bytes, same[-1].usage_bytes, same[-1].t_ns - same[0].t_ns)
+
+
+def _grew(low: int, high: int, span_ns: int) -> dict[str, str]:
+    times = {"seconds": f"{span_ns / 1e9:.1f} s", "how": ""}
+    return {"low": size(low), "high": size(high)} | times
+
+
+def _fills(place: Place) -> bool:
+    """Return whether a line only fills tensors that another made, or calls what keeps its own."""
+    inner = place.frames[: place.frames.index(place.frame)]
+    return bool(_IN_PLACE.fullmatch(place.stack.code)) or any(
+        part in frame.path for frame in inner for part in _KEEPERS
+    )
 
 
 def _usual_place(facts: Facts) -> Place | None:
@@ -286,10 +354,6 @@ def _builds(place: Place) -> bool:
     ) and not _copies(place)
 
 
-def _shares_line(one: Place, other: Place) -> bool:
-    return bool({*_lines(one)} & {*_lines(other)} - {None})
-
-
 def _about(files: Sequence[OpenFile]) -> dict[str, str]:
     read = size(sum(file.size_bytes for file in files))
     return {"read": read, "files": names(files)}
@@ -307,7 +371,7 @@ RULES: Final = (
     Rule(
         "two copies",
         _two_copies,
-        "Two copies of the weights were in memory: {read} read from {files}, and the model's own.",
+        "{what}",
         "{try} {recommend}",
     ),
     Rule(
@@ -319,8 +383,8 @@ RULES: Final = (
     Rule(
         "a whole file",
         _whole_file,
-        "The program read a whole file into memory: {files} has {read}.",
-        "Read the file in parts, or map the file (mmap).",
+        "The program read a whole file into memory: {files} has {read}{more}.",
+        "{hint}",
         _place_of_read,
     ),
     Rule("import", _import, "Most of the memory was allocated while {module} was imported{by}."),
@@ -352,7 +416,7 @@ RULES: Final = (
     Rule(
         "growth",
         _growth,
-        "Anonymous memory grew steadily from {low} to {high} in {seconds}.",
+        "Anonymous memory grew {how}from {low} to {high} in {seconds}.",
         "Look for objects that this line of code keeps.",
         _usual_place,
     ),
