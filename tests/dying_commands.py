@@ -3,7 +3,7 @@
 The scripts are in ``commands/dying/``. Each marks the lines that take the memory with ``# TAKEN``, the
 most of it first, and a line that calls such a one with ``# CALLED``. Where a script may die earlier for
 another cause, under a lower limit, the mark of that line names it: ``# TAKEN: import``; where nothing
-proves a cause, ``# TAKEN: none``. ``page_cache_only.py`` is the one that lives.
+proves a cause, ``# TAKEN: none``. ``# HELD`` marks a line at which the program still has it all. ``page_cache_only.py`` is the one that lives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weighin.probes import page_cache
 from weighin.units import MIB
 
 SCRIPTS = Path(__file__).parent / "commands" / "dying"
-_MARK = re.compile(r".*# (?P<mark>TAKEN|CALLED)(?:: (?P<causes>.*))?")
+_MARK = re.compile(r".*# (?P<mark>TAKEN|CALLED|HELD)(?:: (?P<causes>.*))?")
 
 
 class Cause(StrEnum):
@@ -113,7 +113,7 @@ class Dying:
             for number, text in enumerate(file.read_text().splitlines(), 1):
                 if match := _MARK.fullmatch(text):
                     causes = tuple((match["causes"] or "").split(" or ")) if match["causes"] else ()
-                    lines.append((f"{file.name}:{number}", causes, match["mark"] == "CALLED"))
+                    lines.append((f"{file.name}:{number}", causes, match["mark"] != "TAKEN"))
         own = (self.cause, *self.also)
         every = {*own, *(cause for _, causes, _ in lines for cause in causes)}
         found = [

@@ -137,7 +137,7 @@ def answers(case: Dying, inputs: Mapping[str, Path], folder: Path) -> Iterator[t
             out, result = run(under, inputs, here)
         assert result.ran
         if share is None:
-            need_bytes = max(result.ran.needed_bytes or 0, 60 * MIB)
+            need_bytes = result.ran.needed_bytes or 0 if case.dies else case.limit_bytes
         place = f"{tightest // MIB} MiB" if share else "no limit"
         died = "" if result.outcome is Outcome.OK else " (died)"
         yield place + died, read(case, out, result)

@@ -120,8 +120,7 @@ def test_a_copy_that_is_not_read_to_its_end_is_said_to_be_read() -> None:
     assert cause
     assert (cause.name, cause.words) == (
         "two copies",
-        "A second copy of the weights was being read into memory: 256 MiB of my weights.pt, beside the"
-        " model's own.",
+        "A second copy of the weights was being read, beside the model's own: 256 MiB of my weights.pt.",
     )
     assert cause.hint.startswith("Try torch.load(..., mmap=True): ")
 

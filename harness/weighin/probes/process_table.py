@@ -25,6 +25,7 @@ _MOST_FILES: Final = 32  # of one process, including files that it has closed
 _SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this time
 _REREAD_S: Final = 0.5
 _MORE: Final = 1.1
+_RECENT: Final = 0.75  # growth counts since all processes together had this share of the memory
 
 
 class Pause:
@@ -125,7 +126,7 @@ class ProcessTable:
         self._reread = Pause(_REREAD_S)
         self._files = Pause()
         self._anon = Pause()
-        self._past: list[tuple[int, dict[int, int]]] = [(0, {})]
+        self._past: list[dict[int, int]] = [{}]  # the anonymous memory of each, at each rise
         self.most_anon_bytes = 0
         """The most anonymous memory of a single process."""
 
@@ -147,7 +148,9 @@ class ProcessTable:
             for seen in self._running.values():
                 seen.note_anon(self._running.get(seen.parent_pid))
                 self.most_anon_bytes = max((self.most_anon_bytes, *seen.anon_bytes))
-            self._note_past()
+            now = self._anon_now()
+            if sum(now.values()) >= _MORE * sum(self._past[-1].values()) + MIB:
+                self._past.append(now)
             self._anon.end()
         if self._files.begin():
             for seen in _largest(self._running.values()):
@@ -170,17 +173,14 @@ class ProcessTable:
         for seen in found:
             seen.note_anon(parent := self._running.get(seen.parent_pid))
             seen.note_copied(parent)
-        total_bytes, now = self._note_past()
-        before = next((one for total, one in reversed(self._past) if total <= total_bytes / 2), {})
+        now = self._anon_now()
+        recent_bytes = _RECENT * sum(now.values())
+        before = next((p for p in reversed(self._past) if sum(p.values()) <= recent_bytes), {})
         for seen in found:
             seen.grown_bytes = max(now.get(seen.pid, 0) - before.get(seen.pid, 0), 0)
 
-    def _note_past(self) -> tuple[int, dict[int, int]]:
-        """Store the anonymous memory of each process when all together have a tenth more than before."""
-        now = {seen.pid: seen.anon_bytes[0] for seen in self._running.values() if seen.anon_bytes}
-        if (total_bytes := sum(now.values())) >= self._past[-1][0] * _MORE + MIB:
-            self._past.append((total_bytes, now))
-        return total_bytes, now
+    def _anon_now(self) -> dict[int, int]:
+        return {pid: seen.anon_bytes[0] for pid, seen in self._running.items() if seen.anon_bytes}
 
     def processes(self) -> tuple[Process, ...]:
         """Return the 200 processes with the most memory, sorted by their start."""

@@ -28,8 +28,7 @@ from weighin.units import MIB
 SHARE: Final = 0.05
 """The largest share of the time for which readings freeze a command.
 
-The first reading near the command's limit is always made, even if it exceeds this share, and so is one
-at a usage that is higher than the last one's by a third (and 64 MiB).
+The first reading near the command's limit, and one at a much higher usage, is made even beyond it.
 """
 KEPT: Final = 8
 """The number of readings whose stacks are kept: the last ones, which have the highest usage."""
@@ -120,8 +119,8 @@ class StackTaker:
 
         Near the limit, the kernel may kill the command at any moment, so that the first reading near
         it is always made. Later readings near it need no pause between them, as long as all readings
-        together take at most ``SHARE`` of the time since the start. Nor does a usage that is higher by a
-        third wait for the pause: memory can grow from a few hundred MiB to its peak within it.
+        together take at most ``SHARE`` of the time since the start. A usage that is
+        higher by a third does not wait for a pause either: memory may reach its peak within it.
         """
         now_s = time.monotonic()
         growth = usage_bytes - self._taken_bytes

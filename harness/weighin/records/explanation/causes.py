@@ -7,7 +7,7 @@ does not.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
@@ -17,13 +17,14 @@ from typing import Final
 from weighin.records.explanation.facts import (
     Facts,
     Place,
+    grown_by,
     held_by,
     is_import,
     is_waiting,
     names,
     place_at,
-    program,
     size,
+    title_of,
 )
 from weighin.result import OpenFile, Outcome, Sample
 from weighin.units import MIB, format_exact
@@ -48,9 +49,12 @@ _MORE_THAN_ONE: Final = 1.15  # memory of this many times the bytes read is more
 _WHOLE_SHARE: Final = 0.95  # of a file that was read to its end
 _MOST_OF_FILE: Final = 1.1  # strings and buffers may take a tenth more than the file
 _BEGUN: Final = 16  # a copy has begun if this part of it is in memory
-_READERS: Final = re.compile(r".*\b(?:torch/serialization|numpy/lib/\w+|json/\w+|pandas/io/.+)\.py")
+_READERS: Final = re.compile(
+    r".*\b(?:torch/serialization|numpy/lib/\w+|(?P<parser>json/\w+|pandas/io/.+))\.py"
+)
 _IN_PLACE: Final = re.compile(r"[\w.\[\]]+\.\w+_\(.*\)")
 _KEEPERS: Final = ("torch/optim/", "torch/autograd/", "torch/nn/init.py", *_READS)
+_MOST_OF_ALL: Final = 0.7
 _SLICES: Final = 4
 _LEAST_SAMPLES: Final = 12
 _STEADY_S: Final = 0.3
@@ -103,30 +107,25 @@ def _two_copies(facts: Facts) -> Evidence | None:
     first = min(files, key=lambda file: file.seen_ns or 0)
     grown = facts.grown_since(first)
     mine = [one for one in facts.places if one.stack.pid == place.stack.pid]
-    copying = facts.held_bytes - min(
-        (one.stack.usage_bytes for one in mine if _copies(one)), default=facts.held_bytes
-    )
+    copying = facts.held_bytes - _first_usage(facts, filter(_copies, mine))
+    building = facts.held_bytes - grown - _first_usage(facts, filter(_builds, mine))
     begun = read_bytes // _BEGUN
     # Of several files, one may have been read after another was freed.
     second = files[0].size_bytes if len(files) > 1 else int((_MORE_THAN_ONE - 1) * read_bytes)
     is_read = len(files) == 1 and grown > _WHOLE_SHARE * read_bytes
     copied = _copies(place) and (grown > read_bytes + second or (is_read and copying > begun))
-    built_bytes = (facts.anon_bytes - grown) - min(
-        (one.stack.usage_bytes for one in mine if _builds(one)), default=facts.anon_bytes
-    )
-    beside = built_bytes > read_bytes // 2 and grown > begun and (_reads(place) or _copies(place))
+    beside = building > read_bytes // 2 and grown > begun and (_reads(place) or _copies(place))
     if not copied and not beside:
         return None
-    about = _about(files) | _recommend(facts, files)
     at = "" if facts.killed else " at the peak"
-    what = f"Two copies of the weights were in memory{at}: {about['read']} read from {about['files']}, and the model's own."
+    what = f"Two copies of the weights were in memory{at}: {{read}} read from {{files}}, and the model's own."
     if not copied and grown < _WHOLE_SHARE * read_bytes:
-        what = f"A second copy of the weights was being read into memory{at}: {about['read']} of {about['files']}, beside the model's own."
-    return about | {"what": what, "try": _try(files)}
+        what = f"A second copy of the weights was being read{at}, beside the model's own: {{read}} of {{files}}."
+    return {"what": what.format(**_about(files)), "try": _try(facts, files)}
 
 
-def _try(files: Sequence[OpenFile]) -> str:
-    return "Try torch.load(..., mmap=True):" if files[0].path.endswith(_PICKLES) else "Try"
+def _first_usage(facts: Facts, places: Iterable[Place]) -> int:
+    return min((one.stack.usage_bytes for one in places), default=facts.held_bytes)
 
 
 def _dtype_conversion(facts: Facts) -> Evidence | None:
@@ -139,7 +138,8 @@ def _dtype_conversion(facts: Facts) -> Evidence | None:
     if grown < max(LEAST_BYTES, _MORE_THAN_ONE * read_bytes):
         return None
     call = f"{code[0]})" if code[0].count("(") > code[0].count(")") else code[0]
-    return _about(files) | _recommend(facts, files) | {"call": call, "grown": size(grown)}
+    recommend = {"recommend": _recommend(facts, files)}
+    return _about(files) | recommend | {"call": call, "grown": size(grown)}
 
 
 def _whole_file(facts: Facts) -> Evidence | None:
@@ -150,8 +150,7 @@ def _whole_file(facts: Facts) -> Evidence | None:
     grown = facts.grown_since(file)
     more = f", and memory grew by {size(grown)}" if grown > _MOST_OF_FILE * file.size_bytes else ""
     hint = "Read the file in parts, or map the file (mmap)."
-    if _reads(place):
-        hint = f"{_try([file])} {_recommend(facts, [file])['recommend']}"
+    hint = _try(facts, [file]) if _reads(place) else hint
     return _about([file]) | {"more": more, "hint": hint}
 
 
@@ -168,16 +167,15 @@ def _whole_read(facts: Facts) -> tuple[Place, OpenFile] | None:
     calls = [_READERS.fullmatch(one.path) for one in last.frames[: last.frames.index(last.frame)]]
     if not _WHOLE.search(last.stack.code) and not any(calls):
         return None
-    parses = any(call and "torch" not in call[0] and "numpy" not in call[0] for call in calls)
+    parses = any(call and call["parser"] for call in calls)
     for file in process.files:
         if file.mapped_bytes or file.position_bytes is None:
             continue
-        is_reading = facts.place is not None or (
-            file.is_open and file.position_bytes < file.size_bytes
-        )
+        if facts.place is None and not (file.is_open and file.position_bytes < file.size_bytes):
+            continue
         grown, most = facts.grown_since(file), _MOST_OF_FILE * file.size_bytes
-        is_its = file.is_open or grown > _WHOLE_SHARE * file.size_bytes
-        if is_reading and is_its and grown > LEAST_BYTES and (parses or grown < most):
+        least = LEAST_BYTES if file.is_open else max(LEAST_BYTES, _WHOLE_SHARE * file.size_bytes)
+        if grown > least and (parses or grown < most):
             return last, file
     return None
 
@@ -232,65 +230,62 @@ def _other_limit(facts: Facts) -> Evidence | None:
 
 
 def _child(facts: Facts) -> Evidence | None:
-    holder = facts.holder
-    if holder is None or facts.held_bytes < LEAST_BYTES or holder.pid == facts.ran.pid:
-        return None
-    if held_by(holder) < 0.7 * sum(map(held_by, facts.present)):
-        return None
-    return {"child": f"{program(holder.command)} (pid {holder.pid})", "held": size(held_by(holder))}
+    """Test whether a child has most of the memory, or by far most of what was taken last."""
+    for child, what, amount, least in (
+        (facts.holder, "has most of the memory: {} has {}", held_by, 0),
+        (facts.grower, "grew most before the peak: {}, by {}", grown_by, LEAST_BYTES),
+    ):
+        if child is None or facts.held_bytes < LEAST_BYTES or child.pid == facts.ran.pid:
+            continue
+        if amount(child) >= max(least, _MOST_OF_ALL * sum(map(amount, facts.present))):
+            return {"what": what.format(title_of(child), size(amount(child)))}
+    return None
 
 
 def _growth(facts: Facts) -> Evidence | None:
-    """Test whether anonymous memory grew while one line ran, again and again or for long."""
+    """Test whether anonymous memory grew steadily, or between three readings at one line."""
     place = facts.place
-    if place is None or _fills(place):
+    if place is None or _keeps(place):
         return None
-    return _steady_growth(facts, place) or _growth_at_line(facts, place)
-
-
-def _steady_growth(facts: Facts, place: Place) -> Evidence | None:
-    """Test whether anonymous memory grew by a similar amount in each quarter of its rise."""
-    rising = _rising(facts.samples)
-    if len(rising) < _LEAST_SAMPLES:
-        return None
-    first, last = rising[0], rising[-1]
-    span_ns, grown = last.t_ns - first.t_ns, last.anon_bytes - first.anon_bytes
-    ends = [first.t_ns + span_ns * number // _SLICES for number in range(_SLICES + 1)]
-    levels = [min(rising, key=lambda one: abs(one.t_ns - end)).anon_bytes for end in ends]
-    is_steady = all(1 / 3 < (b - a) / (grown / _SLICES) < 2 for a, b in pairwise(levels))
-    mine = [one.stack.usage_bytes for one in facts.places if one.stack.pid == place.stack.pid]
-    usual = (_usual_place(facts) or place).frame
-    stays = facts.grown(place.stack.pid, lambda one: (usual.path, usual.line) in _lines(one))
-    is_long = span_ns >= _STEADY_S * 1e9 and grown >= LEAST_BYTES and len(mine) >= _LEAST_STACKS
-    if not is_long or not is_steady or stays < (max(mine) - min(mine)) / 2:
-        return None
-    return _grew(first.anon_bytes, last.anon_bytes, span_ns) | {"how": "steadily "}
-
-
-def _growth_at_line(facts: Facts, place: Place) -> Evidence | None:
-    """Test whether three readings found the same line of the program, and memory grew in between."""
-    same = [
-        one.stack
+    rising = [(one.t_ns, one.anon_bytes) for one in _rising(facts.samples)]
+    at_line = [
+        (one.stack.t_ns, one.stack.usage_bytes)
         for one in facts.places
-        if one.stack.pid == place.stack.pid and one.frame == place.frame
+        if one.stack.pid == place.stack.pid and one.frame.place == place.frame.place
     ]
-    grown = same[-1].usage_bytes - same[0].usage_bytes
-    if len({one.t_ns for one in same}) < _LEAST_STACKS or grown < LEAST_BYTES:
-        return None
-    return _grew(same[0].usage_bytes, same[-1].usage_bytes, same[-1].t_ns - same[0].t_ns)
+    if how := "steadily " if _is_steady(facts, place, rising) else "":
+        first, last = rising[0], rising[-1]
+    else:
+        first, last = at_line[0], at_line[-1]
+        if len({*at_line}) < _LEAST_STACKS or last[1] - first[1] < LEAST_BYTES:
+            return None
+    seconds = f"{(last[0] - first[0]) / 1e9:.1f} s"
+    return {"how": how, "low": size(first[1]), "high": size(last[1]), "seconds": seconds}
 
 
-def _grew(low: int, high: int, span_ns: int) -> dict[str, str]:
-    times = {"seconds": f"{span_ns / 1e9:.1f} s", "how": ""}
-    return {"low": size(low), "high": size(high)} | times
+def _is_steady(facts: Facts, place: Place, rising: Sequence[tuple[int, int]]) -> bool:
+    """Return whether memory grew by a similar amount in each quarter of its rise, at one line."""
+    if len(rising) < _LEAST_SAMPLES:
+        return False
+    (start_ns, low), (end_ns, high) = rising[0], rising[-1]
+    span_ns, grown = end_ns - start_ns, high - low
+    ends = [start_ns + span_ns * number // _SLICES for number in range(_SLICES + 1)]
+    levels = [min(rising, key=lambda one: abs(one[0] - end))[1] for end in ends]
+    if not all(1 / 3 < (b - a) / (grown / _SLICES) < 2 for a, b in pairwise(levels)):
+        return False
+    mine = [one.stack.usage_bytes for one in facts.places if one.stack.pid == place.stack.pid]
+    usual = _usual_place(facts) or place
+    has_it = lambda one: usual.frame.place in {frame.place for frame in one.frames}  # noqa: E731
+    stays = facts.grown(place.stack.pid, has_it) >= (max(mine) - min(mine)) / 2
+    is_long = span_ns >= _STEADY_S * 1e9 and grown >= LEAST_BYTES and len(mine) >= _LEAST_STACKS
+    return is_long and stays and not _keeps(usual)
 
 
-def _fills(place: Place) -> bool:
-    """Return whether a line only fills tensors that another made, or calls what keeps its own."""
+def _keeps(place: Place) -> bool:
+    """Return whether a line only fills tensors that exist, or a library keeps what the line makes."""
     inner = place.frames[: place.frames.index(place.frame)]
-    return bool(_IN_PLACE.fullmatch(place.stack.code)) or any(
-        part in frame.path for frame in inner for part in _KEEPERS
-    )
+    keeps = any(is_import(one) or any(part in one.path for part in _KEEPERS) for one in inner)
+    return keeps or bool(_IN_PLACE.fullmatch(place.stack.code))
 
 
 def _usual_place(facts: Facts) -> Place | None:
@@ -359,12 +354,17 @@ def _about(files: Sequence[OpenFile]) -> dict[str, str]:
     return {"read": read, "files": names(files)}
 
 
-def _recommend(facts: Facts, files: Sequence[OpenFile]) -> dict[str, str]:
+def _recommend(facts: Facts, files: Sequence[OpenFile]) -> str:
     limit = facts.result.cell.ram_limit_bytes
     ram = f" --ram {format_exact(limit)}" if limit else ""
     path = PurePath(files[0].path)
     what = path if len(files) == 1 else path.parent
-    return {"recommend": f"weighin recommend {quote(str(what))}{ram}"}
+    return f"weighin recommend {quote(str(what))}{ram}"
+
+
+def _try(facts: Facts, files: Sequence[OpenFile]) -> str:
+    maps = "torch.load(..., mmap=True): " if files[0].path.endswith(_PICKLES) else ""
+    return f"Try {maps}{_recommend(facts, files)}"
 
 
 RULES: Final = (
@@ -372,7 +372,7 @@ RULES: Final = (
         "two copies",
         _two_copies,
         "{what}",
-        "{try} {recommend}",
+        "{try}",
     ),
     Rule(
         "dtype conversion",
@@ -411,7 +411,7 @@ RULES: Final = (
     Rule(
         "a child",
         _child,
-        "A child process of the command has most of the memory: {child} has {held}.",
+        "A child process of the command {what}.",
     ),
     Rule(
         "growth",

@@ -122,6 +122,10 @@ class Facts:
         return self.anon_bytes + self.shmem_bytes
 
     @property
+    def needed_bytes(self) -> int:
+        return max(self.ran.needed_bytes or 0, self.held_bytes)
+
+    @property
     def present(self) -> list[Process]:
         """The processes that ran when the command used most memory."""
         return [process for process in self.ran.processes if process.anon_bytes is not None]
@@ -133,22 +137,23 @@ class Facts:
 
     @cached_property
     def grower(self) -> Process | None:
-        """The process whose memory grew most before the peak; None if none grew."""
-        return max(filter(grown_by, self.present), key=grown_by, default=None)
+        """The process whose memory grew most before the peak; None if none grew by 1 MiB."""
+        grown = (process for process in self.present if grown_by(process) >= MIB)
+        return max(grown, key=grown_by, default=None)
 
     @cached_property
     def place(self) -> Place | None:
         """The line that ran last near the memory peak; None without a stack, or if all threads waited."""
-        least = _NEAR * max(self.ran.needed_bytes or 0, self.held_bytes)
+        least = _NEAR * self.needed_bytes
         near = [place for place in self.places if place.stack.usage_bytes >= least]
         last = None
         for t_ns in dict.fromkeys(place.stack.t_ns for place in reversed(near)):
             now = [place for place in near if place.stack.t_ns == t_ns]
-            busy = [place for place in now if not is_waiting(place)]
-            for best in sorted(busy, key=self._weight, reverse=True):
-                if found := _walk_up(best, now):
-                    return found
-                last = last or best
+            for place in sorted(now, key=self._weight, reverse=True):
+                if not is_waiting(place):
+                    if found := _walk_up(place, now):
+                        return found
+                    last = last or place
         return last
 
     @cached_property
@@ -238,10 +243,7 @@ def _function(frames: Sequence[Frame]) -> str:
 
 
 def _walk_up(place: Place, now: Sequence[Place]) -> Place | None:
-    """Return the user's line: for a thread of a library, the line in which another thread waits for it.
-
-    None for a stack without the program's code, such as that of an exit hook of a library.
-    """
+    """Return the user's line: for a library's own thread, a line of another thread, which waits for it."""
     if own(place.frames) or place.frames[-1].function == "<module>":
         return place
     same = (one for one in now if one.stack.pid == place.stack.pid and own(one.frames))
@@ -266,8 +268,11 @@ def held_by(process: Process) -> int:
     return (process.anon_bytes or 0) + (process.shmem_bytes or 0)
 
 
+def title_of(process: Process) -> str:
+    return f"{program(process.command)} (pid {process.pid})"
+
+
 def grown_by(process: Process) -> int:
-    """Return by how much a process grew before the peak, in bytes."""
     return process.grown_bytes or 0
 
 
