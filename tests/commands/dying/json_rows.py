@@ -7,7 +7,8 @@ from pathlib import Path
 
 def read_rows(path: str) -> list[dict[str, object]]:
     with Path(path).open() as file:
-        return json.load(file)  # TAKEN
+        rows: list[dict[str, object]] = json.load(file)  # TAKEN
+    return rows
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ model = nn.Sequential(*(nn.utils.skip_init(nn.Linear, 2048, 2048, bias=False) fo
 with torch.no_grad():
     for parameter in model.parameters():
         parameter.fill_(0.01)  # TAKEN
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)  # TAKEN: none
 loss = model(torch.ones(1, 2048)).square().mean()
 loss.backward()  # TAKEN
 optimizer.step()  # TAKEN

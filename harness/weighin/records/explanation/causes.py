@@ -17,7 +17,6 @@ from typing import Final
 from weighin.records.explanation.facts import (
     Facts,
     Place,
-    grown_by,
     held_by,
     is_import,
     is_waiting,
@@ -48,13 +47,11 @@ _PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
 _MORE_THAN_ONE: Final = 1.15  # memory of this many times the bytes read is more than one copy
 _WHOLE_SHARE: Final = 0.95  # of a file that was read to its end
 _MOST_OF_FILE: Final = 1.1  # strings and buffers may take a tenth more than the file
-_BEGUN: Final = 16  # a copy has begun if this part of it is in memory
 _READERS: Final = re.compile(
     r".*\b(?:torch/serialization|numpy/lib/\w+|(?P<parser>json/\w+|pandas/io/.+))\.py"
 )
 _IN_PLACE: Final = re.compile(r"[\w.\[\]]+\.\w+_\(.*\)")
-_KEEPERS: Final = ("torch/optim/", "torch/autograd/", "torch/nn/init.py", *_READS)
-_MOST_OF_ALL: Final = 0.7
+_KEEPERS: Final = ("torch/optim/", "torch/autograd/", "torch/nn/init.py", "numpy/lib/", *_READS)
 _SLICES: Final = 4
 _LEAST_SAMPLES: Final = 12
 _STEADY_S: Final = 0.3
@@ -109,7 +106,7 @@ def _two_copies(facts: Facts) -> Evidence | None:
     mine = [one for one in facts.places if one.stack.pid == place.stack.pid]
     copying = facts.held_bytes - _first_usage(facts, filter(_copies, mine))
     building = facts.held_bytes - grown - _first_usage(facts, filter(_builds, mine))
-    begun = read_bytes // _BEGUN
+    begun = read_bytes // 16  # so much of a copy shows that there is one
     # Of several files, one may have been read after another was freed.
     second = files[0].size_bytes if len(files) > 1 else int((_MORE_THAN_ONE - 1) * read_bytes)
     is_read = len(files) == 1 and grown > _WHOLE_SHARE * read_bytes
@@ -149,9 +146,8 @@ def _whole_file(facts: Facts) -> Evidence | None:
     place, file = found
     grown = facts.grown_since(file)
     more = f", and memory grew by {size(grown)}" if grown > _MOST_OF_FILE * file.size_bytes else ""
-    hint = "Read the file in parts, or map the file (mmap)."
-    hint = _try(facts, [file]) if _reads(place) else hint
-    return _about([file]) | {"more": more, "hint": hint}
+    parts = "Read the file in parts, or map the file (mmap)."
+    return _about([file]) | {"more": more, "hint": _try(facts, [file]) if _reads(place) else parts}
 
 
 def _whole_read(facts: Facts) -> tuple[Place, OpenFile] | None:
@@ -174,8 +170,8 @@ def _whole_read(facts: Facts) -> tuple[Place, OpenFile] | None:
         if facts.place is None and not (file.is_open and file.position_bytes < file.size_bytes):
             continue
         grown, most = facts.grown_since(file), _MOST_OF_FILE * file.size_bytes
-        least = LEAST_BYTES if file.is_open else max(LEAST_BYTES, _WHOLE_SHARE * file.size_bytes)
-        if grown > least and (parses or grown < most):
+        is_its = file.is_open or max(file.position_bytes, grown) > _WHOLE_SHARE * file.size_bytes
+        if is_its and grown > LEAST_BYTES and (parses or grown < most):
             return last, file
     return None
 
@@ -190,10 +186,12 @@ def _import(facts: Facts) -> Evidence | None:
     if place is None:
         return None
     at = [index for index, frame in enumerate(place.frames) if is_import(frame)]
-    grown = facts.grown(place.stack.pid, lambda one: any(map(is_import, one.frames)))
-    if not at or at[0] == 0 or grown < max(LEAST_BYTES, facts.held_bytes // 4):
+    if not at or at[0] == 0:
         return None
     outside = [frame for frame in place.frames[at[0] :] if not frame.is_library]
+    by_it = lambda one: any(map(is_import, one.frames)) and {*outside} <= {*one.frames}  # noqa: E731
+    if facts.grown(place.stack.pid, by_it) < max(LEAST_BYTES, facts.held_bytes // 4):
+        return None
     module = next(frame for frame in reversed(place.frames[: at[0]]))
     by = f" by {outside[0].place}" if outside else ""
     return {"module": module.place.rpartition(":")[0], "by": by}
@@ -230,16 +228,14 @@ def _other_limit(facts: Facts) -> Evidence | None:
 
 
 def _child(facts: Facts) -> Evidence | None:
-    """Test whether a child has most of the memory, or by far most of what was taken last."""
-    for child, what, amount, least in (
-        (facts.holder, "has most of the memory: {} has {}", held_by, 0),
-        (facts.grower, "grew most before the peak: {}, by {}", grown_by, LEAST_BYTES),
-    ):
-        if child is None or facts.held_bytes < LEAST_BYTES or child.pid == facts.ran.pid:
-            continue
-        if amount(child) >= max(least, _MOST_OF_ALL * sum(map(amount, facts.present))):
-            return {"what": what.format(title_of(child), size(amount(child)))}
-    return None
+    holder = facts.holder
+    if holder is None or facts.held_bytes < LEAST_BYTES or holder.pid == facts.ran.pid:
+        return None
+    if held_by(holder) < 0.7 * sum(map(held_by, facts.present)):
+        return None
+    if facts.ran.pid not in {one.pid for one in facts.present}:
+        return None  # it is what a killed parent left
+    return {"child": title_of(holder), "held": size(held_by(holder))}
 
 
 def _growth(facts: Facts) -> Evidence | None:
@@ -411,7 +407,7 @@ RULES: Final = (
     Rule(
         "a child",
         _child,
-        "A child process of the command {what}.",
+        "A child process of the command has most of the memory: {child} has {held}.",
     ),
     Rule(
         "growth",
