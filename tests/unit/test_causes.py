@@ -597,8 +597,9 @@ def test_an_import_takes_a_quarter_and_48_mib(first: int, last: int, held: int, 
 
 def test_an_import_by_another_line_counts_for_itself() -> None:
     """Most was allocated by an import before, and little by the one that the last reading found."""
-    before = (stack(20 * MIB, *IMPORTS), stack(200 * MIB, *IMPORTS))
-    late = (*IMPORTS[:-1], "<module> (load.py:30)")
+    frames = ("<module> (/v/site-packages/x/a.py:3)", *IMPORTS[2:])
+    before = (stack(20 * MIB, *frames), stack(200 * MIB, *frames))
+    late = (*frames[:-1], "<module> (load.py:30)")
     assert name_of(killed([300 * MIB], stacks=(*before, stack(299 * MIB, *late)))) == ""
 
 
