@@ -372,6 +372,7 @@ class Ran:
             ``needed_is_sampled``, the command may have needed more, because a short peak can fall
             between two samples.
         at_peak: the sample with the most needed memory.
+        notes: the warnings about memory that is not in the figures, or that the command left.
         signal: the signal that ended the first process; None if the process exited.
         survived: False if SIGKILL ended the first process, else True, for example if the kernel
             killed only another process.
@@ -396,6 +397,7 @@ class Ran:
     frozen_ns: int = 0
     tracks: tuple[Track, ...] = ()
     at_peak: Sample | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

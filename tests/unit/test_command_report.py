@@ -19,6 +19,7 @@ from weighin.records.parsing import parse
 from weighin.records.series import name_of
 from weighin.records.survival import matrices
 from weighin.report import (
+    commands,
     findings,
     html_page,
     peaks_plot,
@@ -27,6 +28,7 @@ from weighin.report import (
     survival,
     survival_plots,
     timeline,
+    timeline_data,
 )
 from weighin.report import floors as floors_report
 from weighin.report.exports import bencher, openmetrics, parquet
@@ -35,7 +37,7 @@ from weighin.report.run_json import of_run
 from weighin.report.sections import terminal_table
 from weighin.report.tables import write_summary
 from weighin.report.writing import write_markdown
-from weighin.result import Outcome, Process, Result
+from weighin.result import Outcome, Process, Result, Sample
 from weighin.units import MIB
 
 OF_LOADS = ("model", "dtype", "format", "device", "import", "x model", "peak RSS", "load")
@@ -304,3 +306,26 @@ def test_a_record_of_a_command_can_be_read_again() -> None:
 def test_sections_of_loads_have_no_tables_of_commands() -> None:
     headings = [section.heading for section in sections.of([make_result(make_cell("mmap_assign"))])]
     assert headings == ["All results", "How to read the figures"]
+
+
+AT_PEAK = Sample(
+    1, 6 * MIB, 2 * MIB, 0, 4 * MIB, 0, 0, 0, 160 * MIB, 9 * MIB, cgroup_shmem_bytes=4 * MIB,
+    locked_bytes=MIB, freed_bytes=3 * MIB, kernel_bytes=150 * MIB, kernel_reclaimable_bytes=10 * MIB,
+    socket_bytes=7 * MIB, slab_bytes=30 * MIB, page_tables_bytes=100 * MIB,
+)  # fmt: skip
+
+
+def test_the_kinds_of_memory_at_the_peak_are_a_table() -> None:
+    found = commands.charge([make_ran(ran=replace(RAN, at_peak=AT_PEAK))])
+    assert found
+    assert [each.text for each in found.rows[0]] == [
+        "2.0", "4.0", "1.0", "140.0", "7.0", "100.0", "20.0", "4.0", "3.0", "10.0"
+    ]  # fmt: skip
+    assert commands.charge([make_ran()]) is None
+
+
+def test_a_timeline_of_a_command_has_the_kernels_memory() -> None:
+    drawn = timeline_data._of_group(AT_PEAK)
+    assert drawn.kernel_bytes == 157 * MIB
+    assert drawn.rss_bytes == (2 + 4 + 5 + 157) * MIB
+    assert timeline_data.has_part([drawn], "kernel_bytes")

@@ -184,8 +184,8 @@ def _end(
     (result,) = results
     for line in explanation.answer(task.folder, result):
         click.echo(f"weighin: {line}", err=True)
-    for warning in result.warnings:
-        click.echo(f"weighin: note: {warning}", err=True)
+    for note in result.ran.notes if result.ran else ():
+        click.echo(f"weighin: note: {note}", err=True)
     click.echo(f"weighin: weighin report {quote(str(task.folder))}", err=True)
     if json_file:
         from weighin.report.run_json import of_run

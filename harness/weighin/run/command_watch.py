@@ -185,6 +185,7 @@ class CommandWatch:
         is_exact = needed == by_peak and reclaimable <= max(MIB, (needed or 0) // 100)
         some_ns, full_ns = self._last.some_ns, self._last.full_ns
         why = self._stacks.why if self._stacks else ""
+        notes = tuple(filter(None, (running.unseen, self._left)))
         result = Result(
             schema=SCHEMA,
             cell=self._cell,
@@ -208,15 +209,14 @@ class CommandWatch:
             limit_events=self._last.limit_events,
             exit_code=self._exit.shell_code,
             cost=Cost(wall_ns=0, load_ns=spent_ns),
-            warnings=tuple(
-                filter(None, (running.unseen, *self._listener.warnings, why, self._left))
-            ),
+            warnings=tuple(filter(None, (*notes, *self._listener.warnings, why))),
             ran=Ran(
                 pid=running.pid,
                 peak_ns=sampler.peak.t_ns if sampler.peak else None,
                 needed_bytes=needed,
                 needed_is_sampled=not is_exact,
                 at_peak=sampler.peak,
+                notes=notes,
                 signal=self._exit.signal,
                 survived=self._exit.signal != signal.SIGKILL,
                 processes=tuple(map(self._with_highest, processes)),
