@@ -103,20 +103,19 @@ class Dying:
         return {self.cause, *self.also, *(name for line in self.marked() for name in line.causes)}
 
     def marked(self) -> list[Line]:
-        """Return the marked lines, with the right answers to "why" for each: lines that call others last."""
+        """Return the marked lines, with the right answers to "why" for each."""
         lines = []
         for file in (SCRIPTS / name for name in (self.script, *self.parts)):
             for number, text in enumerate(file.read_text().splitlines(), 1):
                 if match := _MARK.fullmatch(text):
-                    causes = tuple((match["causes"] or "").split(" or ")) if match["causes"] else ()
-                    lines.append((f"{file.name}:{number}", causes, match["mark"] != "TAKEN"))
+                    causes = tuple(match["causes"].split(" or ")) if match["causes"] else ()
+                    lines.append((f"{file.name}:{number}", causes, match["mark"] == "CALLED"))
         own = (self.cause, *self.also)
-        every = {*own, *(cause for _, causes, _ in lines for cause in causes)}
-        found = [
-            Line(place, causes or (tuple(every) if calls else own), calls)
+        every = (*own, *(cause for _, causes, _ in lines for cause in causes))
+        return [
+            Line(place, causes or (every if calls else own), calls)
             for place, causes, calls in lines
         ]
-        return sorted(found, key=lambda line: line.calls)
 
 
 DYING = (

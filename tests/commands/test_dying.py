@@ -112,6 +112,7 @@ def test_a_script_meets_its_limit_at_its_line(
         wait_at_limit(process, group, case.tightest_bytes - margin_bytes)
         for pid in (group.path / "cgroup.procs").read_text().split():
             os.kill(int(pid), signal.SIGUSR1)
+            sleep(0.2)  # their stacks must not mix
         group.raise_limit()
         errors = process.communicate(timeout=60)[1].decode()
     empty(inputs)

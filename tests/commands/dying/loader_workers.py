@@ -34,7 +34,7 @@ def main() -> None:
     done: SimpleQueue[int] = context.SimpleQueue()
     workers = [context.Process(target=work, args=(dataset, done)) for _ in range(3)]
     for worker in workers:
-        worker.start()
+        worker.start()  # CALLED
     for worker in workers:
         worker.join()  # CALLED
     if any(worker.exitcode for worker in workers):

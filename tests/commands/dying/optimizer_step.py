@@ -12,4 +12,4 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)  # TAKEN: none
 loss = model(torch.ones(1, 2048)).square().mean()
 loss.backward()  # TAKEN
 optimizer.step()  # TAKEN
-print(float(loss))
+print(loss.item())
