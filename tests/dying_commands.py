@@ -122,7 +122,9 @@ DYING = (
     Dying("double_load.py", 560 * MIB, Cause.TWO_COPIES, ("float32",)),
     Dying("dtype_conversion.py", 440 * MIB, Cause.DTYPE, ("bfloat16",)),
     Dying("tokenizer_cache.py", 300 * MIB, Cause.GROWTH),
-    Dying("large_child.py", 300 * MIB, Cause.CHILD, parts=("parts/worker.py",)),
+    Dying(
+        "large_child.py", 300 * MIB, Cause.CHILD, parts=("parts/worker.py",), also=(Cause.GROWTH,)
+    ),
     Dying("shared_files.py", 300 * MIB, Cause.SHARED, ("shm",)),
     Dying(
         "outer_limit.py", 700 * MIB, Cause.OUTER_LIMIT, around_bytes=300 * MIB, also=(Cause.GROWTH,)

@@ -472,6 +472,17 @@ def test_what_is_filled_or_kept_by_a_library_is_no_growth_of_the_line(case: Any)
     assert found(*case) is None
 
 
+@pytest.mark.parametrize(("copied", "name"), [(None, ""), (51, ""), (50, "growth")])
+def test_a_forked_process_that_may_copy_does_not_grow(copied: int | None, name: str) -> None:
+    stacks = tuple(stack(mib * MIB, "work (load.py:5)", pid=101) for mib in (100, 150, 299))
+    copies = None if copied is None else copied * MIB
+    processes = (
+        process(anon=100 * MIB),
+        process(101, anon=200 * MIB, parent=PID, copied_bytes=copies),
+    )
+    assert name_of(killed(sizes(10, 300), processes=processes, stacks=stacks)) == name
+
+
 def test_in_place_work_on_a_new_tensor_grows() -> None:
     code = "return batch.repeat(1, 4096).add_(1)"
     assert name_of(at_one_line(100, 150, 250, code=code)) == "growth"

@@ -13,7 +13,7 @@ class Captions:
             f"a photo of {number:012d}" for number in range(count)
         ]  # TAKEN: growth or none
 
-    def __getitem__(self, number: int) -> int:
+    def __getitem__(self, number: int) -> int:  # TAKEN
         caption = self.captions[number]  # TAKEN
         return len(caption)  # TAKEN
 

@@ -25,7 +25,7 @@ from weighin.records.explanation.facts import (
     size,
     title_of,
 )
-from weighin.result import OpenFile, Outcome, Sample
+from weighin.result import OpenFile, Outcome, Process, Sample
 from weighin.units import MIB, format_exact
 
 Evidence = Mapping[str, str]
@@ -241,7 +241,7 @@ def _child(facts: Facts) -> Evidence | None:
 def _growth(facts: Facts) -> Evidence | None:
     """Test whether anonymous memory grew steadily, or between three readings at one line."""
     place = facts.place
-    if place is None or _keeps(place):
+    if place is None or _keeps(place) or _may_be_copies(facts, facts.process(place.stack.pid)):
         return None
     rising = [(one.t_ns, one.anon_bytes) for one in _rising(facts.samples)]
     at_line = [
@@ -275,6 +275,14 @@ def _is_steady(facts: Facts, place: Place, rising: Sequence[tuple[int, int]]) ->
     stays = facts.grown(place.stack.pid, has_it) >= (max(mine) - min(mine)) / 2
     is_long = span_ns >= _STEADY_S * 1e9 and grown >= LEAST_BYTES and len(mine) >= _LEAST_STACKS
     return is_long and stays and not _keeps(usual)
+
+
+def _may_be_copies(facts: Facts, process: Process | None) -> bool:
+    """Return whether a process was forked, and it is not known that it copied little."""
+    parent = facts.process(process.parent_pid) if process else None
+    if process is None or parent is None or parent.command != process.command:
+        return False
+    return process.copied_bytes is None or process.copied_bytes > held_by(process) // 4
 
 
 def _keeps(place: Place) -> bool:
