@@ -277,6 +277,7 @@ class Process:
     the whole command used most memory; None if the process did not run then. ``highest_rss_bytes`` is
     the highest RSS (VmHWM) up to the last sample; a peak after that sample is missing.
     ``copied_bytes`` are pages that the process shared with its parent, and that became private.
+    ``grown_bytes`` is what its anonymous memory grew by since all processes together had 3/4 as much.
     """
 
     pid: int
@@ -290,6 +291,7 @@ class Process:
     shmem_bytes: int | None = None
     files: tuple[OpenFile, ...] = ()
     copied_bytes: int | None = None
+    grown_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

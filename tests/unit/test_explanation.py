@@ -115,6 +115,33 @@ def test_a_kill_that_the_first_process_survived() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("victim", "words"),
+    [
+        (
+            PID,
+            ", the first process. The process that grew most is python w.py (pid 101), by 90 MiB.",
+        ),
+        (101, ", and the first process lived on."),
+    ],
+)
+def test_the_process_that_grew_is_named_beside_the_one_that_was_killed(
+    victim: int, words: str
+) -> None:
+    result = made(
+        Outcome.OOM_KILLED,
+        limit=GIB,
+        needed=1000 * MIB,
+        kills=(Kill(victim, "python", is_main=victim == PID),),
+        survived=victim != PID,
+        processes=(
+            process(anon=900 * MIB, grown_bytes=MIB),
+            process(101, anon=100 * MIB, command="python w.py", grown_bytes=90 * MIB),
+        ),
+    )
+    assert explain(result)[0].endswith(words)
+
+
 def test_a_kill_without_a_log_gives_the_proof_of_the_counters() -> None:
     result = killed(
         message="the kernel killed a process for lack of memory: the command reached its RAM limit of 600 MiB"
@@ -254,7 +281,7 @@ def test_a_thread_that_waits_is_not_where_the_memory_went() -> None:
 def test_if_all_threads_wait_no_line_is_named(frame: str) -> None:
     result = killed()
     ran = replace(result.ran, stacks=(stack(590 * MIB, frame),))
-    assert "Most of it" not in "".join(explain(replace(result, ran=ran)))
+    assert "in use when" not in "".join(explain(replace(result, ran=ran)))
 
 
 def test_without_a_stack_the_last_mark_before_the_peak_tells_where_it_was() -> None:

@@ -201,12 +201,56 @@ def test_the_function_of_a_line(frames: tuple[str, ...], function: str) -> None:
     assert found and found.function == function
 
 
+FOR_IT = ("Condition.wait (/usr/lib/python3.11/threading.py:320)", "load_all (app.py:7)")
+INSIDE = (
+    "pread (/v/site-packages/loader/io.py:80)",
+    "Thread.run (/usr/lib/python3.11/threading.py:982)",
+)
+HOOK = ("_exit_function (/usr/lib/python3.11/multiprocessing/util.py:360)",)
+
+
+@pytest.mark.parametrize(
+    ("readings", "line"),
+    [
+        ([(90, FOR_IT), (90, INSIDE)], "app.py:7"),  # a library's thread works for this line
+        ([(90, INSIDE)], "loader/io.py:80"),  # nobody's line is known
+        ([(80, ("main (app.py:9)",)), (90, FOR_IT)], "app.py:9"),  # at the peak it waits
+        ([(80, ("main (app.py:9)",)), (90, HOOK)], "app.py:9"),
+        ([(74, ("main (app.py:9)",)), (90, FOR_IT)], ""),  # too far below the peak
+        ([(90, FOR_IT)], ""),
+    ],
+)
+def test_the_line_is_walked_up_to_the_users_own(
+    readings: list[tuple[int, tuple[str, ...]]], line: str
+) -> None:
+    stacks = tuple(stack(mib * MIB, *frames) for mib, frames in readings)
+    result = made(needed=100 * MIB, processes=(process(anon=100 * MIB),), stacks=stacks)
+    assert result.ran
+    place = Facts(result, result.ran).place
+    assert (place.frame.place if place else "") == line
+
+
+def test_the_line_is_that_of_the_process_that_grew_most() -> None:
+    lines = {100: "<module> (server.py:3)", 101: "<module> (indexer.py:5)"}
+    stacks = tuple(stack(95 * MIB, line, pid=pid, t_ns=1) for pid, line in lines.items())
+    processes = (
+        process(anon=60 * MIB, grown_bytes=0),
+        process(101, anon=40 * MIB, grown_bytes=40 * MIB),
+    )
+    result = made(needed=100 * MIB, processes=processes, stacks=stacks)
+    assert result.ran
+    facts = Facts(result, result.ran)
+    assert facts.place and facts.place.frame.place == "indexer.py:5"
+    assert facts.grower and facts.grower.pid == 101
+
+
 @pytest.mark.parametrize(
     ("frames", "code", "waits"),
     [
         (("wait (a.py:1)",), "", True),
         (("Queue._wait (a.py:1)",), "", True),
         (("waits (a.py:1)",), "", False),
+        (("barrier (/v/site-packages/torch/distributed/distributed_c10d.py:4800)",), "", True),
         (("get (/usr/lib/python3.11/queue.py:1)",), "", True),
         (("run (/usr/lib/python3.11/concurrent/futures/thread.py:1)",), "", True),
         (("get (queue.py:1)",), "", False),

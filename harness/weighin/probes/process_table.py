@@ -13,6 +13,7 @@ from weighin.probes.open_files import files_read, open_files
 from weighin.probes.process import read_rollup, read_status
 from weighin.result import OpenFile, Process
 from weighin.text import one_line
+from weighin.units import MIB
 
 SHARE: Final = 0.05
 """The largest share of a processor's time in which to examine processes, as this disturbs them."""
@@ -23,6 +24,8 @@ _WITH_FILES: Final = 8
 _MOST_FILES: Final = 32  # of one process, including files that it has closed
 _SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this time
 _REREAD_S: Final = 0.5
+_MORE: Final = 1.1
+_RECENT: Final = 0.75  # growth counts since all processes together had this share of the memory
 
 
 class Shares(NamedTuple):
@@ -95,6 +98,7 @@ class _Seen:
     least_anon_bytes: int = 0
     parent_anon_bytes: int = 0
     copied_bytes: int | None = None
+    grown_bytes: int | None = None
 
     def read(self) -> None:
         """Read the process's peak RSS, command line and parent; if the process has ended, keep what
@@ -119,8 +123,13 @@ class _Seen:
             self.anon_bytes = (now, *self.anon_bytes[:1])
 
     def note_copied(self, parent: "_Seen | None") -> None:
-        """Compute what became private since the fork: not what is new, or what the parent gave back."""
-        self.copied_bytes = None
+        """Compute what became private since the fork: not what is new, or what the parent gave back.
+
+        When the parent has ended, the copies that were seen before remain.
+        """
+        known, self.copied_bytes = self.copied_bytes, None
+        if self.shares and known and not parent:
+            self.copied_bytes = min(known, self.shares.private)
         if self.shares and self.anon_bytes and parent and parent.anon_bytes:
             grown = self.anon_bytes[0] - self.least_anon_bytes
             given_back = self.parent_anon_bytes - parent.anon_bytes[0]
@@ -150,6 +159,7 @@ class ProcessTable:
         self._reread = Pause(_REREAD_S)
         self._files = Pause()
         self._anon = Pause()
+        self._past: list[dict[int, int]] = [{}]  # the anonymous memory of each, at each rise
         self.most_anon_bytes = 0
         """The most anonymous memory of a single process."""
 
@@ -171,6 +181,9 @@ class ProcessTable:
             for seen in self._running.values():
                 seen.note_anon(self._running.get(seen.parent_pid))
                 self.most_anon_bytes = max((self.most_anon_bytes, *seen.anon_bytes))
+            now = self._anon_now()
+            if sum(now.values()) >= _MORE * sum(self._past[-1].values()) + MIB:
+                self._past.append(now)
             self._anon.end()
         if self._files.begin():
             for seen in _largest(self._running.values()):
@@ -182,7 +195,7 @@ class ProcessTable:
     def keep(self, shares: Mapping[int, Shares]) -> None:
         """Store each process's share of the memory, and list the files of the 8 largest processes."""
         for seen in (*self._ended, *self._running.values()):
-            seen.shares = seen.copied_bytes = None
+            seen.shares = seen.grown_bytes = None
         found = [self._running[pid] for pid in shares if pid in self._running]
         for seen in found:
             seen.read()
@@ -193,6 +206,14 @@ class ProcessTable:
         for seen in found:
             seen.note_anon(parent := self._running.get(seen.parent_pid))
             seen.note_copied(parent)
+        now = self._anon_now()
+        recent_bytes = _RECENT * sum(now.values())
+        before = next((p for p in reversed(self._past) if sum(p.values()) <= recent_bytes), {})
+        for seen in found:
+            seen.grown_bytes = max(now.get(seen.pid, 0) - before.get(seen.pid, 0), 0)
+
+    def _anon_now(self) -> dict[int, int]:
+        return {pid: seen.anon_bytes[0] for pid, seen in self._running.items() if seen.anon_bytes}
 
     def processes(self) -> tuple[Process, ...]:
         """Return the 200 processes with the most memory, sorted by their start."""
@@ -254,4 +275,5 @@ def _process(seen: _Seen) -> Process:
         shmem_bytes=shmem,
         files=seen.files,
         copied_bytes=seen.copied_bytes,
+        grown_bytes=seen.grown_bytes,
     )

@@ -28,7 +28,7 @@ from weighin.units import MIB
 SHARE: Final = 0.05
 """The largest share of the time for which readings freeze a command.
 
-The first reading near the command's limit is always made, even if it exceeds this share.
+The first reading near the command's limit, and one at a much higher usage, is made even beyond it.
 """
 KEPT: Final = 8
 """The number of readings whose stacks are kept: the last ones, which have the highest usage."""
@@ -38,6 +38,8 @@ _MOST_THREADS: Final = 8
 _PATIENCE_S: Final = 3.0
 _GROWTH: Final = 0.05
 _GROWTH_BYTES: Final = 16 * MIB
+_MUCH: Final = 4 / 3  # times the last reading's usage: so one is at 3/4 of any peak, or above it
+_MUCH_BYTES: Final = 64 * MIB
 _MARGIN: Final = 0.1
 _MARGIN_BYTES: Final = 32 * MIB
 _STEPS_IN_MARGIN: Final = 16  # readings while the usage rises through the margin, at most
@@ -117,7 +119,8 @@ class StackTaker:
 
         Near the limit, the kernel may kill the command at any moment, so that the first reading near
         it is always made. Later readings near it need no pause between them, as long as all readings
-        together take at most ``SHARE`` of the time since the start.
+        together take at most ``SHARE`` of the time since the start. A usage that is
+        higher by a third does not wait for a pause either: memory may reach its peak within it.
         """
         now_s = time.monotonic()
         growth = usage_bytes - self._taken_bytes
@@ -128,7 +131,8 @@ class StackTaker:
             is_allowed = self.frozen_ns / 1e9 <= self._share * (now_s - self._start_s)
             return is_allowed and growth >= self._margin_bytes // _STEPS_IN_MARGIN
         is_higher = growth >= max(_GROWTH_BYTES, self._taken_bytes * _GROWTH)
-        return is_higher and now_s >= self._due_s
+        is_much = growth >= max(_MUCH_BYTES, self._taken_bytes * (_MUCH - 1))
+        return is_higher and (now_s >= self._due_s or is_much)
 
     def _find_pythons(self) -> list[int]:
         """Return the 4 largest processes that may run Python, the largest first."""

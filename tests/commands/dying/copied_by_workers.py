@@ -11,7 +11,7 @@ def work(samples: list[str]) -> int:
     return sum(len(sample) for sample in samples)  # TAKEN
 
 
-samples = [f"sample {number:012d}" for number in range(1_600_000)]
+samples = [f"sample {number:012d}" for number in range(1_600_000)]  # TAKEN: growth or none
 for _ in range(3):
     if not os.fork():
         print(work(samples))  # CALLED

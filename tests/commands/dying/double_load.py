@@ -2,7 +2,7 @@
 
 import sys
 
-import torch
+import torch  # TAKEN: import
 
 
 class Model(torch.nn.Module):
@@ -13,7 +13,7 @@ class Model(torch.nn.Module):
 
 with torch.device("meta"):
     model = Model()
-model.to_empty(device="cpu")
-state = torch.load(sys.argv[1])
+model.to_empty(device="cpu")  # TAKEN: import
+state = torch.load(sys.argv[1])  # TAKEN: a whole file
 model.load_state_dict(state)  # TAKEN
 print("loaded")

@@ -2,9 +2,9 @@
 
 import sys
 
-import torch
+import torch  # TAKEN: import
 
-state: dict[str, torch.Tensor] = torch.load(sys.argv[1])
+state: dict[str, torch.Tensor] = torch.load(sys.argv[1])  # TAKEN: a whole file
 converted = {}
 for name, tensor in state.items():
     converted[name] = tensor.float()  # TAKEN

@@ -4,8 +4,17 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from weighin.records.explanation.causes import Cause, find
-from weighin.records.explanation.facts import Facts, Place, held_by, names, program, size
+from weighin.records.explanation.causes import LEAST_BYTES, Cause, find
+from weighin.records.explanation.facts import (
+    Facts,
+    Place,
+    grown_by,
+    held_by,
+    names,
+    program,
+    size,
+    title_of,
+)
 from weighin.records.samples import read_samples
 from weighin.result import Kill, Outcome, Result, Sample
 from weighin.text import few
@@ -74,7 +83,10 @@ def _killed(result: Result, kills: Sequence[Kill]) -> str:
         first = ", and the first process lived on"
     else:
         first = ""
-    return f"Killed {_limit(result, kills)}: the kernel killed {who}{first}"
+    grower, grew = Facts(result, result.ran).grower, ""
+    if grower and grower.pid not in {kill.pid for kill in kills}:  # it kills what holds most
+        grew = f". The process that grew most is {title_of(grower)}, by {size(grown_by(grower))}"
+    return f"Killed {_limit(result, kills)}: the kernel killed {who}{first}{grew}"
 
 
 def _counted(commands: Sequence[str]) -> str:
@@ -148,17 +160,18 @@ def _kinds(facts: Facts, needed: int) -> str:
 
 def _where(facts: Facts, place: Place | None) -> str:
     """Name the line of code and the process that took most of the memory."""
-    holder, first = facts.holder, facts.ran.pid
-    by = ""
+    holder, by, of = facts.holder, "", ""
+    if facts.needed_bytes < LEAST_BYTES and not facts.killed:
+        place = None
     if holder and len(facts.present) > 1 and held_by(holder) > facts.held_bytes // 2:
-        who = (
-            "the first process"
-            if holder.pid == first
-            else f"{program(holder.command)} (pid {holder.pid})"
-        )
+        who = "the first process" if holder.pid == facts.ran.pid else title_of(holder)
         by = f" in {who}"
+        if place and place.stack.pid != holder.pid:
+            runner = facts.process(place.stack.pid)
+            by = f" in {title_of(runner)}" if runner else ""
+            of = f"; {who} had {size(held_by(holder))} of it"
     if place:
-        return f"Most of this memory was in use when {place.title} ran{by}."
+        return f"Most of this memory was in use when {place.title} ran{by}{of}."
     marks = [mark for mark in facts.ran.marks if mark.t_ns <= (facts.ran.peak_ns or 0)]
     if marks:
         return f"Most of this memory was in use after the command printed {marks[-1].text!r}{by}."

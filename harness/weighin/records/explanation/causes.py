@@ -7,7 +7,7 @@ does not.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
@@ -22,10 +22,10 @@ from weighin.records.explanation.facts import (
     is_waiting,
     names,
     place_at,
-    program,
     size,
+    title_of,
 )
-from weighin.result import OpenFile, Outcome, Sample
+from weighin.result import OpenFile, Outcome, Process, Sample
 from weighin.units import MIB, format_exact
 
 Evidence = Mapping[str, str]
@@ -45,6 +45,13 @@ _WHOLE: Final = re.compile(
 )
 _PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
 _MORE_THAN_ONE: Final = 1.15  # memory of this many times the bytes read is more than one copy
+_WHOLE_SHARE: Final = 0.95  # of a file that was read to its end
+_MOST_OF_FILE: Final = 1.1  # strings and buffers may take a tenth more than the file
+_READERS: Final = re.compile(
+    r".*\b(?:torch/serialization|numpy/lib/\w+|(?P<parser>json/\w+|pandas/io/.+))\.py"
+)
+_IN_PLACE: Final = re.compile(r"[\w.\[\]]+\.\w+_\(.*\)")
+_KEEPERS: Final = ("torch/optim/", "torch/autograd/", "torch/nn/init.py", "numpy/lib/", *_READS)
 _SLICES: Final = 4
 _LEAST_SAMPLES: Final = 12
 _STEADY_S: Final = 0.3
@@ -96,15 +103,26 @@ def _two_copies(facts: Facts) -> Evidence | None:
     read_bytes = sum(file.size_bytes for file in files)
     first = min(files, key=lambda file: file.seen_ns or 0)
     grown = facts.grown_since(first)
-    before = facts.anon_bytes - grown
-    built = any(_builds(one) for one in facts.places if one.stack.pid == place.stack.pid)
-    copied = _copies(place) and grown > _MORE_THAN_ONE * read_bytes
-    beside = built and before > read_bytes and grown > read_bytes // 4
-    if not copied and not (beside and (_reads(place) or _copies(place))):
+    mine = [one for one in facts.places if one.stack.pid == place.stack.pid]
+    copying = facts.held_bytes - _first_usage(facts, filter(_copies, mine))
+    building = facts.held_bytes - grown - _first_usage(facts, filter(_builds, mine))
+    begun = read_bytes // 16  # so much of a copy shows that there is one
+    # Of several files, one may have been read after another was freed.
+    second = files[0].size_bytes if len(files) > 1 else int((_MORE_THAN_ONE - 1) * read_bytes)
+    is_read = len(files) == 1 and grown > _WHOLE_SHARE * read_bytes
+    copied = _copies(place) and (grown > read_bytes + second or (is_read and copying > begun))
+    beside = building > read_bytes // 2 and grown > begun and (_reads(place) or _copies(place))
+    if not copied and not beside:
         return None
-    if not files[0].path.endswith(_PICKLES):
-        return _about(files) | _recommend(facts, files) | {"try": "Try"}
-    return _about(files) | _recommend(facts, files) | {"try": "Try torch.load(..., mmap=True):"}
+    at = "" if facts.killed else " at the peak"
+    what = f"Two copies of the weights were in memory{at}: {{read}} read from {{files}}, and the model's own."
+    if not copied and grown < _WHOLE_SHARE * read_bytes:
+        what = f"A second copy of the weights was being read{at}, beside the model's own: {{read}} of {{files}}."
+    return {"what": what.format(**_about(files)), "try": _try(facts, files)}
+
+
+def _first_usage(facts: Facts, places: Iterable[Place]) -> int:
+    return min((one.stack.usage_bytes for one in places), default=facts.held_bytes)
 
 
 def _dtype_conversion(facts: Facts) -> Evidence | None:
@@ -117,12 +135,19 @@ def _dtype_conversion(facts: Facts) -> Evidence | None:
     if grown < max(LEAST_BYTES, _MORE_THAN_ONE * read_bytes):
         return None
     call = f"{code[0]})" if code[0].count("(") > code[0].count(")") else code[0]
-    return _about(files) | _recommend(facts, files) | {"call": call, "grown": size(grown)}
+    recommend = {"recommend": _recommend(facts, files)}
+    return _about(files) | recommend | {"call": call, "grown": size(grown)}
 
 
 def _whole_file(facts: Facts) -> Evidence | None:
     found = _whole_read(facts)
-    return _about([found[1]]) if found else None
+    if found is None:
+        return None
+    place, file = found
+    grown = facts.grown_since(file)
+    more = f", and memory grew by {size(grown)}" if grown > _MOST_OF_FILE * file.size_bytes else ""
+    parts = "Read the file in parts, or map the file (mmap)."
+    return _about([file]) | {"more": more, "hint": _try(facts, [file]) if _reads(place) else parts}
 
 
 def _whole_read(facts: Facts) -> tuple[Place, OpenFile] | None:
@@ -133,13 +158,20 @@ def _whole_read(facts: Facts) -> tuple[Place, OpenFile] | None:
     """
     last = facts.place or next(iter(facts.places[-1:]), None)
     process = facts.process(last.stack.pid) if last else None
-    if last is None or process is None or not _WHOLE.search(last.stack.code):
+    if last is None or process is None:
         return None
+    calls = [_READERS.fullmatch(one.path) for one in last.frames[: last.frames.index(last.frame)]]
+    if not _WHOLE.search(last.stack.code) and not any(calls):
+        return None
+    parses = any(call and call["parser"] for call in calls)
     for file in process.files:
-        if not file.is_open or file.mapped_bytes or file.position_bytes is None:
+        if file.mapped_bytes or file.position_bytes is None:
             continue
-        is_reading = facts.place is not None or file.position_bytes < file.size_bytes
-        if is_reading and LEAST_BYTES < facts.grown_since(file) < 1.1 * file.size_bytes:
+        if facts.place is None and not (file.is_open and file.position_bytes < file.size_bytes):
+            continue
+        grown, most = facts.grown_since(file), _MOST_OF_FILE * file.size_bytes
+        is_its = file.is_open or max(file.position_bytes, grown) > _WHOLE_SHARE * file.size_bytes
+        if is_its and grown > LEAST_BYTES and (parses or grown < most):
             return last, file
     return None
 
@@ -154,10 +186,12 @@ def _import(facts: Facts) -> Evidence | None:
     if place is None:
         return None
     at = [index for index, frame in enumerate(place.frames) if is_import(frame)]
-    grown = facts.grown(place.stack.pid, lambda one: any(map(is_import, one.frames)))
-    if not at or at[0] == 0 or grown < max(LEAST_BYTES, facts.held_bytes // 4):
+    if not at or at[0] == 0:
         return None
     outside = [frame for frame in place.frames[at[0] :] if not frame.is_library]
+    by_it = lambda one: any(map(is_import, one.frames)) and {*outside} <= {*one.frames}  # noqa: E731
+    if facts.grown(place.stack.pid, by_it) < max(LEAST_BYTES, facts.held_bytes // 4):
+        return None
     module = next(frame for frame in reversed(place.frames[: at[0]]))
     by = f" by {outside[0].place}" if outside else ""
     return {"module": module.place.rpartition(":")[0], "by": by}
@@ -199,30 +233,63 @@ def _child(facts: Facts) -> Evidence | None:
         return None
     if held_by(holder) < 0.7 * sum(map(held_by, facts.present)):
         return None
-    return {"child": f"{program(holder.command)} (pid {holder.pid})", "held": size(held_by(holder))}
+    if facts.ran.pid not in {one.pid for one in facts.present}:
+        return None  # it is what a killed parent left
+    return {"child": title_of(holder), "held": size(held_by(holder))}
 
 
 def _growth(facts: Facts) -> Evidence | None:
-    """Test whether anonymous memory grew by a similar amount in each quarter of its rise."""
-    rising = _rising(facts.samples)
+    """Test whether anonymous memory grew steadily, or between three readings at one line."""
     place = facts.place
-    if place is None or len(rising) < _LEAST_SAMPLES or is_waiting(place):
+    if place is None or _keeps(place) or _may_be_copies(facts, facts.process(place.stack.pid)):
         return None
-    first, last = rising[0], rising[-1]
-    span_ns, grown = last.t_ns - first.t_ns, last.anon_bytes - first.anon_bytes
-    ends = [first.t_ns + span_ns * number // _SLICES for number in range(_SLICES + 1)]
-    levels = [min(rising, key=lambda one: abs(one.t_ns - end)).anon_bytes for end in ends]
-    is_steady = all(1 / 3 < (b - a) / (grown / _SLICES) < 2 for a, b in pairwise(levels))
+    rising = [(one.t_ns, one.anon_bytes) for one in _rising(facts.samples)]
+    at_line = [
+        (one.stack.t_ns, one.stack.usage_bytes)
+        for one in facts.places
+        if one.stack.pid == place.stack.pid and one.frame.place == place.frame.place
+    ]
+    if how := "steadily " if _is_steady(facts, place, rising) else "":
+        first, last = rising[0], rising[-1]
+    else:
+        first, last = at_line[0], at_line[-1]
+        if len({*at_line}) < _LEAST_STACKS or last[1] - first[1] < LEAST_BYTES:
+            return None
+    seconds = f"{(last[0] - first[0]) / 1e9:.1f} s"
+    return {"how": how, "low": size(first[1]), "high": size(last[1]), "seconds": seconds}
+
+
+def _is_steady(facts: Facts, place: Place, rising: Sequence[tuple[int, int]]) -> bool:
+    """Return whether memory grew by a similar amount in each quarter of its rise, at one line."""
+    if len(rising) < _LEAST_SAMPLES:
+        return False
+    (start_ns, low), (end_ns, high) = rising[0], rising[-1]
+    span_ns, grown = end_ns - start_ns, high - low
+    ends = [start_ns + span_ns * number // _SLICES for number in range(_SLICES + 1)]
+    levels = [min(rising, key=lambda one: abs(one[0] - end))[1] for end in ends]
+    if not all(1 / 3 < (b - a) / (grown / _SLICES) < 2 for a, b in pairwise(levels)):
+        return False
     mine = [one.stack.usage_bytes for one in facts.places if one.stack.pid == place.stack.pid]
-    stays = facts.grown(place.stack.pid, lambda one: _shares_line(one, place))
+    usual = _usual_place(facts) or place
+    has_it = lambda one: usual.frame.place in {frame.place for frame in one.frames}  # noqa: E731
+    stays = facts.grown(place.stack.pid, has_it) >= (max(mine) - min(mine)) / 2
     is_long = span_ns >= _STEADY_S * 1e9 and grown >= LEAST_BYTES and len(mine) >= _LEAST_STACKS
-    if not is_long or not is_steady or stays < (max(mine) - min(mine)) / 2:
-        return None
-    return {
-        "low": size(first.anon_bytes),
-        "high": size(last.anon_bytes),
-        "seconds": f"{span_ns / 1e9:.1f} s",
-    }
+    return is_long and stays and not _keeps(usual)
+
+
+def _may_be_copies(facts: Facts, process: Process | None) -> bool:
+    """Return whether a process was forked, and it is not known that it copied little."""
+    parent = facts.process(process.parent_pid) if process else None
+    if process is None or parent is None or parent.command != process.command:
+        return False
+    return process.copied_bytes is None or process.copied_bytes > held_by(process) // 4
+
+
+def _keeps(place: Place) -> bool:
+    """Return whether a line only fills tensors that exist, or a library keeps what the line makes."""
+    inner = place.frames[: place.frames.index(place.frame)]
+    keeps = any(is_import(one) or any(part in one.path for part in _KEEPERS) for one in inner)
+    return keeps or bool(_IN_PLACE.fullmatch(place.stack.code))
 
 
 def _usual_place(facts: Facts) -> Place | None:
@@ -286,29 +353,30 @@ def _builds(place: Place) -> bool:
     ) and not _copies(place)
 
 
-def _shares_line(one: Place, other: Place) -> bool:
-    return bool({*_lines(one)} & {*_lines(other)} - {None})
-
-
 def _about(files: Sequence[OpenFile]) -> dict[str, str]:
     read = size(sum(file.size_bytes for file in files))
     return {"read": read, "files": names(files)}
 
 
-def _recommend(facts: Facts, files: Sequence[OpenFile]) -> dict[str, str]:
+def _recommend(facts: Facts, files: Sequence[OpenFile]) -> str:
     limit = facts.result.cell.ram_limit_bytes
     ram = f" --ram {format_exact(limit)}" if limit else ""
     path = PurePath(files[0].path)
     what = path if len(files) == 1 else path.parent
-    return {"recommend": f"weighin recommend {quote(str(what))}{ram}"}
+    return f"weighin recommend {quote(str(what))}{ram}"
+
+
+def _try(facts: Facts, files: Sequence[OpenFile]) -> str:
+    maps = "torch.load(..., mmap=True): " if files[0].path.endswith(_PICKLES) else ""
+    return f"Try {maps}{_recommend(facts, files)}"
 
 
 RULES: Final = (
     Rule(
         "two copies",
         _two_copies,
-        "Two copies of the weights were in memory: {read} read from {files}, and the model's own.",
-        "{try} {recommend}",
+        "{what}",
+        "{try}",
     ),
     Rule(
         "dtype conversion",
@@ -319,8 +387,8 @@ RULES: Final = (
     Rule(
         "a whole file",
         _whole_file,
-        "The program read a whole file into memory: {files} has {read}.",
-        "Read the file in parts, or map the file (mmap).",
+        "The program read a whole file into memory: {files} has {read}{more}.",
+        "{hint}",
         _place_of_read,
     ),
     Rule("import", _import, "Most of the memory was allocated while {module} was imported{by}."),
@@ -352,7 +420,7 @@ RULES: Final = (
     Rule(
         "growth",
         _growth,
-        "Anonymous memory grew steadily from {low} to {high} in {seconds}.",
+        "Anonymous memory grew {how}from {low} to {high} in {seconds}.",
         "Look for objects that this line of code keeps.",
         _usual_place,
     ),

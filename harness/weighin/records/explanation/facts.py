@@ -17,7 +17,9 @@ _NEAR: Final = 0.75
 """A stack counts only if the command then used at least this share of its highest memory."""
 _SHORT_CODE: Final = 48
 _COMMAND_LENGTH: Final = 72
-_WAITING: Final = re.compile(r"_?wait|waitpid|wait4|poll|select|join|acquire|sleep|_?recv|accept")
+_WAITING: Final = re.compile(
+    r"_?wait|waitpid|wait4|poll|select|join|acquire|sleep|_?recv|accept|(?:monitored_)?barrier"
+)
 _WAITING_FILE: Final = re.compile(
     r"(?:.*/)?(?:threading|selectors|queue|socket|subprocess|multiprocessing/\w+|concurrent/futures/\w+)\.py"
 )
@@ -120,6 +122,10 @@ class Facts:
         return self.anon_bytes + self.shmem_bytes
 
     @property
+    def needed_bytes(self) -> int:
+        return max(self.ran.needed_bytes or 0, self.held_bytes)
+
+    @property
     def present(self) -> list[Process]:
         """The processes that ran when the command used most memory."""
         return [process for process in self.ran.processes if process.anon_bytes is not None]
@@ -130,16 +136,25 @@ class Facts:
         return max(self.present, key=held_by, default=None)
 
     @cached_property
+    def grower(self) -> Process | None:
+        """The process whose memory grew most before the peak; None if none grew by 1 MiB."""
+        grown = (process for process in self.present if grown_by(process) >= MIB)
+        return max(grown, key=grown_by, default=None)
+
+    @cached_property
     def place(self) -> Place | None:
-        """The line that ran near the memory peak; None without a stack, or if its thread waited."""
-        places = self.places
-        needed = max(self.ran.needed_bytes or 0, self.held_bytes)
-        if not places or places[-1].stack.usage_bytes < _NEAR * needed:
-            return None
-        last_ns = places[-1].stack.t_ns
-        now = [place for place in places if place.stack.t_ns == last_ns]
-        best = max(now, key=self._weight)
-        return None if is_waiting(best) else best
+        """The line that ran last near the memory peak; None without a stack, or if all threads waited."""
+        least = _NEAR * self.needed_bytes
+        near = [place for place in self.places if place.stack.usage_bytes >= least]
+        last = None
+        for t_ns in dict.fromkeys(place.stack.t_ns for place in reversed(near)):
+            now = [place for place in near if place.stack.t_ns == t_ns]
+            for place in sorted(now, key=self._weight, reverse=True):
+                if not is_waiting(place):
+                    if found := _walk_up(place, now):
+                        return found
+                    last = last or place
+        return last
 
     @cached_property
     def places(self) -> list[Place]:
@@ -147,9 +162,10 @@ class Facts:
         found = [place for stack in self.ran.stacks if (place := place_of(stack))]
         return sorted(found, key=lambda place: (place.stack.usage_bytes, place.stack.t_ns))
 
-    def _weight(self, place: Place) -> tuple[bool, int]:
+    def _weight(self, place: Place) -> tuple[int, bool, int]:
         process = self.process(place.stack.pid)
-        return not is_waiting(place), held_by(process) if process else 0
+        grown, held = (grown_by(process), held_by(process)) if process else (0, 0)
+        return grown, own(place.frames) is not None, held
 
     def process(self, pid: int) -> Process | None:
         """Return the last process that had the pid ``pid``."""
@@ -226,6 +242,14 @@ def _function(frames: Sequence[Frame]) -> str:
     return ""
 
 
+def _walk_up(place: Place, now: Sequence[Place]) -> Place | None:
+    """Return the user's line: for a library's own thread, a line of another thread, which waits for it."""
+    if own(place.frames) or place.frames[-1].function == "<module>":
+        return place
+    same = (one for one in now if one.stack.pid == place.stack.pid and own(one.frames))
+    return next(same, None)
+
+
 def is_import(frame: Frame) -> bool:
     return frame.path.startswith("<frozen importlib")
 
@@ -242,6 +266,14 @@ def is_waiting(place: Place) -> bool:
 def held_by(process: Process) -> int:
     """Return the anonymous and shared memory of a process at the peak, in bytes."""
     return (process.anon_bytes or 0) + (process.shmem_bytes or 0)
+
+
+def title_of(process: Process) -> str:
+    return f"{program(process.command)} (pid {process.pid})"
+
+
+def grown_by(process: Process) -> int:
+    return process.grown_bytes or 0
 
 
 def names(files: Sequence[OpenFile]) -> str:

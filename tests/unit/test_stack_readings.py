@@ -1,0 +1,28 @@
+"""When the stacks of a command are read: near its limit, and as its memory grows."""
+
+import pytest
+
+from weighin.probes.stacks import StackTaker
+from weighin.units import MIB
+
+
+@pytest.mark.parametrize(
+    ("last", "now", "in_pause", "reads"),
+    [
+        (150, 166, False, True),  # by 16 MiB
+        (150, 165, False, False),
+        (400, 419, False, False),  # by less than 5 %
+        (150, 166, True, False),
+        (150, 214, True, True),  # by 64 MiB, more than a third
+        (150, 213, True, False),
+        (300, 400, True, True),
+        (300, 399, True, False),
+    ],
+)
+def test_a_usage_that_is_higher_by_a_third_does_not_wait_for_the_pause(
+    last: int, now: int, in_pause: bool, reads: bool
+) -> None:
+    taker = StackTaker(())
+    taker._taken_bytes = last * MIB
+    taker._due_s = float("inf") if in_pause else 0.0
+    assert taker._is_worth(now * MIB) == reads
