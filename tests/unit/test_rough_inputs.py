@@ -37,7 +37,7 @@ TYPED = {
     (
         "inspect",
         "https://hub/gpt2",
-    ): "https://hub/gpt2 is an address, and weighin downloads nothing",
+    ): "https://hub/gpt2 is an address, and weighin fetches nothing",
     ("inspect", "empty.pt"): "empty.pt: no tensors in it",
     ("convert", "model.pt", f"{243 * 'a'}.safetensors"): "the target's name has 255 bytes",
     ("convert", "model.pt", "out.xyz"): "no format of checkpoints has the suffix .xyz",

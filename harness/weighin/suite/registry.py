@@ -289,8 +289,8 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
         return path
     if "://" in name:
         raise ConfigError(
-            f"{name} is an address, and weighin downloads nothing",
-            "download it first, then name the file or folder: hf download ORGANISATION/MODEL",
+            f"{name} is an address, and weighin fetches nothing",
+            "fetch it first, then name the file or folder",
         )
     if ":" in name:
         return None
