@@ -16,7 +16,7 @@ from weighin.errors import ConfigError, StillRunning
 from weighin.isolation.base import RunningCommand, Streams
 from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.process import ProcessIsolation
-from weighin.probes import page_cache
+from weighin.probes import kernel_log, page_cache
 from weighin.records.thrashing import Reference
 from weighin.result import Faults, Outcome, Peaks, Result
 from weighin.run import command_runner, command_watch
@@ -157,7 +157,7 @@ def test_a_command_that_fails(
 def test_a_command_that_is_killed_when_the_machine_has_no_memory(
     result_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_watch.kernel_log, "has_our_pids", lambda: False)
+    monkeypatch.setattr(kernel_log, "has_our_pids", lambda: False)
     monkeypatch.setattr(command_watch, "read_machine_oom_kills", count(3).__next__)
     result = result_of("kill -KILL $$")
     assert (result.outcome, result.message) == (
@@ -479,8 +479,8 @@ def test_a_kill_of_another_program_is_not_this_commands(
 ) -> None:
     """Where the log names the machine's processes, and none of these."""
     monkeypatch.setattr(command_watch, "read_machine_oom_kills", count(3).__next__)
-    monkeypatch.setattr(command_watch.kernel_log, "has_our_pids", lambda: True)
-    monkeypatch.setattr(command_watch.kernel_log, "kills_since", lambda *_, **__: ())
+    monkeypatch.setattr(kernel_log, "has_our_pids", lambda: True)
+    monkeypatch.setattr(kernel_log, "kills_since", lambda *_, **__: ())
     result = result_of("kill -KILL $$")
     assert result.outcome is Outcome.COMMAND_FAILED
     assert result.message.startswith("killed by SIGKILL, not for lack of memory")

@@ -166,7 +166,13 @@ def test_the_documentation_has_the_models_size(path: Path) -> None:
 
 
 def test_a_small_llama_runs_and_looks_only_back() -> None:
-    sizes = {"emb_dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2}
+    sizes: dict[str, Any] = {
+        "emb_dim": 64,
+        "hidden_dim": 96,
+        "n_layers": 2,
+        "n_heads": 8,
+        "n_kv_heads": 2,
+    }
     torch.manual_seed(0)
     model = llama.llama(vocab_size=256, **sizes)
     (tokens,) = llama.example_inputs(vocab_size=256)
