@@ -14,6 +14,7 @@ def proof(isolation: Watched, pace: Pace) -> disk_proof.Proof:
     return disk_proof.prove(isolation, disk_proof.job_of(isolation, model("tied-tiny"), pace))
 
 
+@tried_again(BUSY)
 @pytest.mark.fuse
 def test_the_proof_tells_the_rate_and_the_latency_of_fuse(isolation: Watched) -> None:
     found = proof(isolation, Pace(50_000_000, 5_000_000))
