@@ -301,30 +301,6 @@ def signalling(number: int, *, shares_terminal: bool = True) -> Watched:
     return Watched(prepare)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.usefixtures("usual_signals")
-def test_a_signal_is_passed_on_and_asks_for_the_end(take: Take, number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    measured, asked_to_end = take("exec sleep 60", signalling(number))
-    assert asked_to_end
-    assert measured.result.message == f"ended by {number.name}"
-    assert signal.getsignal(number) is before
-
-
-@pytest.mark.usefixtures("usual_signals")
-def test_ctrl_c_reaches_a_command_of_the_same_terminal_without_us(
-    take: Take, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured, asked_to_end = take("exec sleep 60", signalling(signal.SIGINT))
-    assert (measured.result.message, asked_to_end) == ("ended by SIGINT", True)
-    monkeypatch.setattr(command_runner, "_BY_KERNEL", 0)  # as if the terminal had sent it
-    measured, asked_to_end = take("sleep 0.2", signalling(signal.SIGINT))
-    assert (measured.result.outcome, asked_to_end) == (Outcome.OK, True)
-    elsewhere = signalling(signal.SIGINT, shares_terminal=False)
-    measured, asked_to_end = take("exec sleep 60", elsewhere)
-    assert (measured.result.message, asked_to_end) == ("ended by SIGINT", True)
-
-
 @pytest.mark.usefixtures("usual_signals")
 def test_a_signal_that_is_ignored_stays_ignored(take: Take) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

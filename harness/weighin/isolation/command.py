@@ -25,6 +25,13 @@ _UNSEEN: Final = (
 )
 
 
+PASSED: Final = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+    signal.SIGALRM, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH,
+)  # fmt: skip
+"""The signals that weighin passes on to a command, and blocks in itself meanwhile."""
+
+
 class LocalCommand:
     """A command that is a child of this process, in this process's session and process group.
 
@@ -145,6 +152,7 @@ def _entering(files: Sequence[int], limit: int | None) -> Callable[[], None]:
     _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
 
     def enter() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
         for file in files:
             os.write(file, b"0")  # 0 stands for the process that writes
         if limit is not None:

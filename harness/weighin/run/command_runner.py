@@ -18,6 +18,7 @@ from weighin.checkpoint import staging
 from weighin.errors import ConfigError, Interrupted
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, RunningCommand
+from weighin.isolation.command import PASSED
 from weighin.probes import page_cache
 from weighin.records import run_folder
 from weighin.records.thrashing import Reference
@@ -36,16 +37,6 @@ _STOPPED: Final = "stopped; nothing is left running"
 _TIMES: Final = 10
 _LEAST_S: Final = 30.0
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PASSED: Final = (
-    *_ENDING,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGALRM,
-    signal.SIGTSTP,
-    signal.SIGCONT,
-    signal.SIGWINCH,
-)
 _BY_KERNEL: Final = 0x80  # SI_KERNEL, of <signal.h>: the kernel sends the terminal's signals
 
 
@@ -227,7 +218,6 @@ class _Signals:
     def listen(self, running: RunningCommand) -> None:
         """From now on, take signals in a thread: only there Linux says whether a terminal sent one."""
         self.receiver, self.shares_terminal = running.send_signal, running.shares_terminal
-        signal.pthread_sigmask(signal.SIG_BLOCK, self.numbers)
         self._listener = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._listener.start()
 
@@ -253,11 +243,14 @@ class _Signals:
 @contextmanager
 def _passing_signals_on() -> Iterator[_Signals]:
     """Pass signals on to the command; one that this process ignores, as under nohup, stays ignored."""
-    before = {number: signal.getsignal(number) for number in _PASSED}
+    before = {number: signal.getsignal(number) for number in PASSED}
     kept = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
     signals = _Signals(numbers=frozenset({*kept, signal.SIGUSR1}))
     for number in kept:
         signal.signal(number, signals.take)
+    # Before any thread starts, which would take a signal that nobody then looks at. What comes before
+    # ``listen`` waits for it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.numbers)
     try:
         yield signals
     finally:
