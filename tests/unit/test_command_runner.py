@@ -285,11 +285,11 @@ def usual_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def signalling(number: int, *, shares_terminal: bool = True) -> Watched:
+def signalling(number: int) -> Watched:
     """Return an isolation whose command sends a signal to this process when it is waited for."""
 
     def prepare(running: Any) -> None:
-        wait, running.shares_terminal = running.wait, shares_terminal
+        wait = running.wait
 
         def waiting(timeout_s: float) -> bool:
             running.wait = wait

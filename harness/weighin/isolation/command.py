@@ -24,7 +24,6 @@ _UNSEEN: Final = (
     " files in memory that no process maps (memfd, /dev/shm)"
 )
 
-
 PASSED: Final = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
     signal.SIGALRM, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH,
