@@ -35,9 +35,9 @@ from typing import Any, Final
 
 from weighin import __version__
 from weighin.checkpoint import cache, staging
+from weighin.child_process import Parent
 from weighin.errors import HarnessError, Interrupted, explain
 from weighin.isolation import delegation, select
-from weighin.parent_process import Parent
 from weighin.records import run_folder, sources
 from weighin.result import SCHEMA
 from weighin.run import gpu_check, interrupts, request, runner

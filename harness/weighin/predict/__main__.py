@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.parent_process import Parent, adopt_orphans, end_with_parent
+from weighin.child_process import Parent, adopt_orphans, end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()  # before the imports that take seconds

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.cell import Cell
+from weighin.child_process import pass_on, ready
 from weighin.isolation.base import Streams
-from weighin.pipes import pass_on, ready
 from weighin.result import Mark
 from weighin.run.command_settings import CommandSettings
 from weighin.run.output_lines import Ended, Lines, Pattern

@@ -11,12 +11,12 @@ from weighin import formats
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.checkpoint import cache
 from weighin.checkpoint.entries import discard
+from weighin.child_process import last_line
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
 from weighin.formats import quantised
 from weighin.formats.lora import files_of
 from weighin.isolation import select
 from weighin.isolation.base import Running
-from weighin.pipes import last_line
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.result import Memory
 from weighin.run import disk_proof, interrupts, save_target

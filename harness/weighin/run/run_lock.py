@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from weighin.atomic import try_lock
 from weighin.errors import ConfigError, MachineBusy
-from weighin.locks import try_lock
 from weighin.probes.cgroup import LOCK_VARIABLE
 
 _FOLDERS: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 (never written, links not followed)

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from weighin.cell import Job
+from weighin.child_process import Lifeline
 from weighin.probes.process import read_pss
 from weighin.protocol import decode_job
 from weighin.result import Outcome
 from weighin.uses import FORWARD
-from weighin.worker.connection import Lifeline
 from weighin.worker.failures import StrategyFailed, classify, describe, fail
 from weighin.worker.model_package import import_model_package
 from weighin.worker.phases import Marks

@@ -16,7 +16,7 @@ from weighin.probes.process import read_text
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from weighin.worker.connection import Lifeline
+    from weighin.child_process import Lifeline
     from weighin.worker.phases import Marks
 
 _WARM_PIECE_BYTES = 1024**2

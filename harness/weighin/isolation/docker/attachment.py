@@ -20,9 +20,9 @@ from math import inf
 from time import monotonic
 from typing import Any, Final
 
+from weighin.child_process import pass_on, ready
 from weighin.isolation.base import Streams
 from weighin.isolation.docker.stream import CANCEL, STDERR, STDOUT, FrameBuffer, close_stream
-from weighin.pipes import pass_on, ready
 
 _AT_ONCE: Final = 64 * 1024
 _RESIZE_S: Final = 0.25
