@@ -69,9 +69,7 @@ def main() -> int:
 
 
 def _fail(events: Parent, error: HarnessError) -> int:
-    events.send(
-        "error", message=error.message, repair=error.repair, exit_code=type(error).exit_code
-    )
+    events.send("error", message=error.message, repair=error.repair, exit_code=error.exit_code)
     return error.exit_code
 
 

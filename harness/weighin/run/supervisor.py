@@ -14,7 +14,6 @@ from signal import SIGKILL
 from typing import Any, TypeVar
 
 from weighin.cell import Job
-from weighin.exit_codes import BROKEN
 from weighin.isolation.base import Exit, Running
 from weighin.probes import kernel_log
 from weighin.probes.cgroup import limits_around, pids_in, read_machine_oom_kills
@@ -25,6 +24,7 @@ from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
 from weighin.records import thrashing
 from weighin.records.repeats import largest
 from weighin.result import (
+    BROKEN,
     SCHEMA,
     Faults,
     Kill,
