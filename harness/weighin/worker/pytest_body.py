@@ -92,7 +92,7 @@ def _run_test(body: Body, marks: Marks, measuring: Measuring) -> str:
             self.config = config
 
         @pytest.hookimpl(wrapper=True, trylast=True)
-        def pytest_pyfunc_call(self) -> Generator[None, object, object]:
+        def pytest_runtest_call(self) -> Generator[None, object, object]:
             with measuring():
                 return (yield)
 
