@@ -109,7 +109,7 @@ class Weighin:
             TypeError: a strategy got positional arguments.
         """
         from weighin.testing import bodies, loads
-        from weighin.testing.not_ok import guarded
+        from weighin.testing.results import guarded
 
         chosen = isolation or isolation_of(self._config)
         if callable(what):
@@ -187,7 +187,7 @@ def pytest_runtest_makereport(
     """Add a table of the phases of each measurement to the report of a failed test."""
     report = yield
     if report.failed and (results := item.stash.get(MEASURED, [])):
-        from weighin.testing.phases import phase_table
+        from weighin.testing.results import phase_table
 
         for result in results:
             title = f"weighin: {result.cell.strategy} {result.outcome}"
