@@ -157,10 +157,10 @@ def _progress(events: Parent) -> Progress:
 
 
 def _examine(_: Mapping[str, Any], events: Parent) -> None:
-    from weighin.doctor import capabilities, doctor  # imports what measurements do not need
+    from weighin.doctor import doctor  # imports what measurements do not need
 
     examination = doctor.examine(lambda text: events.send("preparing", text=text, share=None))
-    found = [*examination.capabilities, capabilities.nested()]
+    found = [*examination.capabilities, doctor.nested()]
     code = {"weighin": __version__, "code": sources.digest_of_all()}
     events.send("examined", capabilities=[asdict(each) for each in found], **code)
 
