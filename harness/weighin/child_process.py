@@ -357,16 +357,8 @@ def ready(descriptors: list[int], timeout_s: float) -> list[int]:
     return [descriptor for descriptor, _ in found]
 
 
-def write(descriptor: int, data: bytes) -> None:
-    """Write all bytes to a pipe, in several parts if the pipe is full; stop if nobody reads the pipe."""
-    left = memoryview(data)
-    with contextlib.suppress(BrokenPipeError):
-        while left:
-            left = left[os.write(descriptor, left) :]
-
-
-def pass_on(descriptor: int, data: bytes) -> bool:
-    """Write all bytes to a descriptor, also a non-blocking one; return False if the write fails."""
+def write(descriptor: int, data: bytes) -> bool:
+    """Write all bytes, in several parts if a pipe is full; return False if nobody reads any more."""
     left = memoryview(data)
     while left:
         try:
