@@ -142,7 +142,12 @@ def test_a_line_above_the_size_of_a_pipe_is_whole_though_signals_interrupt_the_w
     reading, writing = os.pipe()
     line = b"x" * 1_000_000
     got: list[bytes] = []
-    reader = threading.Thread(target=lambda: got.append(os.fdopen(reading, "rb").readline()))
+
+    def read() -> None:
+        with os.fdopen(reading, "rb") as file:
+            got.append(file.readline())
+
+    reader = threading.Thread(target=read)
 
     def start_reading(*_: object) -> None:
         if reader.ident is None:
