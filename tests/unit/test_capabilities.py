@@ -11,6 +11,7 @@ from test_memory_cgroup import make_group
 from weighin.doctor import doctor
 from weighin.doctor.doctor import Capability, Verdict, gpu, of_group, pressure
 from weighin.probes.cgroup import PeakMark
+from weighin.run import gpu_check
 from weighin.run.gpu_check import Gpu, GpuAnswer
 from weighin.units import GIB
 
@@ -126,7 +127,7 @@ def test_a_gpu_is_looked_for_in_a_subprocess(
     monkeypatch: pytest.MonkeyPatch, seen: GpuAnswer, verdict: Verdict, detail: str
 ) -> None:
     monkeypatch.setattr(doctor, "_GPU_FILES", ("/proc",))
-    monkeypatch.setattr(doctor.gpu_check, "look", lambda: seen)
+    monkeypatch.setattr(gpu_check, "look", lambda: seen)
     assert gpu() == Capability("CUDA GPU", verdict, detail)
 
 
