@@ -223,8 +223,7 @@ def _run_one(job: dict[str, Any]) -> tuple[float, float]:
     from weighin.checkpoint.manifest import read_manifest
     from weighin.construction.skeleton import resolve_builder
     from weighin.worker.loading import WorkerLoad, import_strategy
-    from weighin.worker.touch import named_tensors, touch
-    from weighin.worker.verify import check_values
+    from weighin.worker.verify import check_values, named_tensors, touch
 
     path = Path(job["path"])
     if job["raw"]:

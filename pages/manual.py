@@ -13,9 +13,10 @@ from inspect import cleandoc
 
 import click
 
-from weighin import __version__, exit_codes
+from weighin import __version__
 from weighin.cli._verb import Verb, Verbs, summary
 from weighin.cli.app import app
+from weighin.errors import MEANINGS
 
 _SETTINGS = """\
 [tool.weighin]
@@ -108,7 +109,7 @@ def _sections() -> Iterator[str]:
     )
     yield from _literal("", _SETTINGS.splitlines())
     yield '.SH "EXIT STATUS"'
-    for code, meaning in exit_codes.MEANINGS.items():
+    for code, meaning in MEANINGS.items():
         yield from (".TP", f"\\fB{code}\\fR", _text(meaning))
     yield '.SH "ENVIRONMENT"'
     for name, meaning in _ENVIRONMENT.items():

@@ -10,7 +10,7 @@ from mkdocs.structure.files import File, Files
 
 from weighin.cli._verb import Verb, Verbs
 from weighin.cli.app import app
-from weighin.exit_codes import EXPLAINED
+from weighin.errors import EXPLAINED
 
 PAGE: Final = "commands.md"
 _HEAD: Final = """# Commands

@@ -1,5 +1,8 @@
-"""Write files and rename folders so that a crash leaves either the old or the new content whole."""
+"""Write files and rename folders so that a crash leaves either the old or the new content whole, and
+lock them; the kernel releases a lock when the locking process ends.
+"""
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -44,6 +47,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock a file or folder that is open at least for reading; return False if another process has
+    locked it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 def drop_written(descriptor: int) -> None:

@@ -1,26 +1,32 @@
-"""Start child processes, and exchange lines with them. A child uses ``weighin.parent_process``.
+"""Exchange lines between weighin and the processes that it starts.
 
-``Child`` uses nothing but the standard library and ``weighin.pipes``, because Ray pickles the class
-``Child`` by value and sends it to other machines.
+``Child`` is weighin's end of the pipes. ``Parent`` is the end of a child that runs weighin's code,
+and ``Lifeline`` that of a measured process. This module imports little, because a measured process
+imports it before torch. Ray pickles ``Child``, and what ``Child`` uses, by value, and sends both to
+machines that may lack weighin: they need the standard library alone.
 """
 
 import contextlib
+import ctypes
 import os
+import select
 import signal
-import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from time import monotonic
 from typing import Any, Self
 
-from weighin.pipes import LineBuffer, last_line, ready, write
-from weighin.protocol import decode_event
+from weighin.protocol import decode_event, encode_event
 
 STDERR_KEPT_BYTES = 64 * 1024
 PATIENCE_S = 10.0
 """The longest wait from SIGKILL to the end of a process."""
+_ORPHANED = 125
+_LONGEST_BYTES = 256 * 1024**2
+_SMALL_BYTES = 4096  # of a part, so that the worker's heap does not grow
 _PART_BYTES = 65536
 _MOST_READS = 32  # 32 parts are 2 MiB, more than a pipe can hold
 _PAUSE_S = 0.02  # before Linux 5.3, which has no pidfd, a process is polled at this interval
@@ -48,32 +54,48 @@ def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dic
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-class PipeChannel:
-    """The parent's ends of the pipes to a child's standard streams; ``close`` closes them.
+class Child:
+    """A running child process, in a session and process group of its own.
 
-    ``process`` is a descriptor that becomes readable when the child ends. Without ``process``, the
-    lines end when standard output closes. This may be after the child's end, because a process that
-    the child forked can keep standard output open. ``copy`` is a descriptor to which the channel
-    also writes the child's standard error.
+    Ctrl-C in a terminal does not reach the child; ``close`` kills the child. The child's lines end
+    with the child, although a process that the child forked may keep standard output open.
+    ``copy`` is a descriptor to which the child's standard error is also written.
 
     Attributes:
         stderr_tail: the last 64 KiB that the child printed to standard error.
     """
 
     def __init__(
-        self,
-        stdin: int,
-        stdout: int,
-        stderr: int,
-        process: int | None = None,
-        copy: int | None = None,
+        self, command: Sequence[str], variables: Mapping[str, str], copy: int | None = None
     ) -> None:
-        self._stdin, self._stdout, self._stderr = stdin, stdout, stderr
-        self._process, self._copy = process, copy
-        self._open = [stdout, stderr]
+        import subprocess  # imported here to save a worker's memory
+
+        pipe = subprocess.PIPE
+        self._popen = subprocess.Popen(
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            bufsize=0,
+            start_new_session=True,
+            env=variables,
+        )
+        streams = (self._popen.stdin, self._popen.stdout, self._popen.stderr)
+        self._streams = [each for each in streams if each]
+        self._stdin, self._stdout, self._stderr = (each.fileno() for each in self._streams)
+        self.pid = self._popen.pid
+        self._process = open_process(self.pid)
+        self._copy = copy
+        self._open = [self._stdout, self._stderr]
         self._lines = LineBuffer()
-        self._owned = {stdin, stdout, stderr, *([] if process is None else [process])}
+        self._is_closed = False
         self.stderr_tail = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def receive(self, timeout_s: float = inf) -> bytes | None:
         """Return the child's next line, or None after the last line.
@@ -103,86 +125,11 @@ class PipeChannel:
 
     def send(self, line: bytes) -> None:
         """Write a line to the child; do nothing if the child has ended."""
-        if self._stdin in self._owned:
+        if not self._streams[0].closed:
             write(self._stdin, line)
 
     def end_input(self) -> None:
-        self._close(self._stdin)
-
-    def close(self) -> None:
-        self._open = []
-        for descriptor in list(self._owned):
-            self._close(descriptor)
-
-    def _close(self, descriptor: int) -> None:
-        if descriptor in self._owned:
-            self._owned.remove(descriptor)
-            os.close(descriptor)
-
-    def _read_ready(self, awaited: list[int], timeout_s: float) -> bool:
-        """Wait for data or the child's end, and read the data; return False if the time ran out."""
-        ended = [] if self._process is None else [self._process]
-        found = ready([*awaited, *ended], timeout_s)
-        if self._process in found:  # all that the child wrote is now in the pipes
-            self._drain(self._stdout)
-            self._open = [descriptor for descriptor in self._open if descriptor == self._stderr]
-        else:
-            for descriptor in found:
-                self._read(descriptor)
-        return bool(found)
-
-    def _read(self, descriptor: int) -> None:
-        data = os.read(descriptor, _PART_BYTES)
-        if not data:
-            self._open.remove(descriptor)
-        elif descriptor == self._stdout:
-            self._lines.feed(data)
-        else:
-            self.stderr_tail = (self.stderr_tail + data)[-STDERR_KEPT_BYTES:]
-            if self._copy is not None:
-                write(self._copy, data)
-
-    def _drain(self, descriptor: int) -> None:
-        """Read a pipe until it is empty, but at most 2 MiB: a process may write without end."""
-        for _ in range(_MOST_READS):
-            if descriptor not in self._open or not ready([descriptor], 0):
-                return
-            self._read(descriptor)
-
-
-class Child(PipeChannel):
-    """A running child process, in a session and process group of its own.
-
-    Ctrl-C in a terminal does not reach the child; ``close`` kills the child.
-    """
-
-    def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str], copy: int | None = None
-    ) -> None:
-        self._popen = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            env=variables,
-        )
-        self.pid = self._popen.pid
-        streams = [
-            each for each in (self._popen.stdin, self._popen.stdout, self._popen.stderr) if each
-        ]
-        # The channel owns duplicates, because Popen closes the original descriptors.
-        stdin, stdout, stderr = (os.dup(stream.fileno()) for stream in streams)
-        for stream in streams:
-            stream.close()
-        super().__init__(stdin, stdout, stderr, open_process(self.pid), copy)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._streams[0].close()
 
     def wait(self, timeout_s: float = inf) -> int:
         """Wait for the child's end while reading its output; return the exit code, -n for signal n.
@@ -211,13 +158,47 @@ class Child(PipeChannel):
         Raises:
             TimeoutError: the child still runs ``PATIENCE_S`` after SIGKILL.
         """
-        if not self._owned:
+        if self._is_closed:
             return
         self.kill()
         try:
             self.wait(PATIENCE_S)
         finally:
-            super().close()
+            self._is_closed, self._open = True, []
+            for each in self._streams:
+                each.close()
+            if self._process is not None:
+                os.close(self._process)
+
+    def _read_ready(self, awaited: list[int], timeout_s: float) -> bool:
+        """Wait for data or the child's end, and read the data; return False if the time ran out."""
+        ended = [] if self._process is None else [self._process]
+        found = ready([*awaited, *ended], timeout_s)
+        if self._process in found:  # all that the child wrote is now in the pipes
+            self._drain(self._stdout)
+            self._open = [each for each in self._open if each == self._stderr]
+        else:
+            for descriptor in found:
+                self._read(descriptor)
+        return bool(found)
+
+    def _drain(self, descriptor: int) -> None:
+        """Read a pipe until it is empty, but at most 2 MiB: a process may write without end."""
+        for _ in range(_MOST_READS):
+            if descriptor not in self._open or not ready([descriptor], 0):
+                return
+            self._read(descriptor)
+
+    def _read(self, descriptor: int) -> None:
+        data = os.read(descriptor, _PART_BYTES)
+        if not data:
+            self._open.remove(descriptor)
+        elif descriptor == self._stdout:
+            self._lines.feed(data)
+        else:
+            self.stderr_tail = (self.stderr_tail + data)[-STDERR_KEPT_BYTES:]
+            if self._copy is not None:
+                write(self._copy, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +235,154 @@ def ask(
         return Answer(code, list(filter(None, map(decode_event, lines))), child.stderr_tail)
 
 
+class Parent:
+    """The connection of this process to the process that started it, which takes its events.
+
+    Events go to the original standard output. Descriptor 1 becomes standard error, so that prints of
+    a strategy or a model do not mix with the events.
+    """
+
+    def __init__(self) -> None:
+        self._input, self._events = os.dup(0), os.dup(1)
+        self._lines = LineBuffer()
+        os.dup2(2, 1)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+
+    def receive(self, timeout_s: float = inf) -> bytes | None:
+        """Return the parent's next line, or None at the end of the input.
+
+        Raises:
+            TimeoutError: no line arrived within ``timeout_s``.
+        """
+        deadline = monotonic() + timeout_s
+        while (line := self._lines.pop()) is None:
+            if not ready([self._input], deadline - monotonic()):
+                raise TimeoutError
+            if not (data := os.read(self._input, _SMALL_BYTES)):
+                return None
+            self._lines.feed(data)
+        return line
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Send one event; do nothing if the parent has ended."""
+        write(self._events, encode_event({"event": event, **fields}))
+
+
+class Lifeline(Parent):
+    """A measured process's connection to weighin, which acknowledges events with empty lines."""
+
+    def __init__(self) -> None:
+        # If a strategy hangs while it holds the GIL, no thread can notice the end of standard input.
+        # The kernel then ends this process; in a container, the engine does.
+        end_with_parent()
+        super().__init__()
+        self._acknowledged = threading.Semaphore(0)
+
+    def receive_job(self) -> bytes:
+        """Return the first line of stdin. From then on, the worker ends when its stdin ends."""
+        if (line := self.receive()) is None:
+            os._exit(_ORPHANED)
+        threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
+        return line
+
+    def send_and_wait(self, event: str, **fields: Any) -> None:
+        """Send one event, and wait until weighin acknowledges it. At the end of a phase, weighin
+        first reads and resets the cgroup's high-water mark.
+        """
+        self.send(event, **fields)
+        self._acknowledged.acquire()
+
+    def _listen(self) -> None:
+        while self.receive() is not None:
+            self._acknowledged.release()
+        sys.stderr.flush()
+        os._exit(_ORPHANED)
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started this process ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG in linux/prctl.h
+
+
+def adopt_orphans(*, adopt: bool = True) -> bool:
+    """Make this process a child subreaper, which becomes the parent of its orphaned descendants.
+
+    With ``adopt=False``, make it an ordinary process. Return whether this process was a subreaper
+    before the call.
+    """
+    libc, before = ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(37, ctypes.byref(before))  # PR_GET_CHILD_SUBREAPER in linux/prctl.h
+    libc.prctl(36, int(adopt))  # PR_SET_CHILD_SUBREAPER
+    return bool(before.value)
+
+
+class LineBuffer:
+    """Splits bytes into lines; drops an incomplete last line, such as that of a killed writer.
+
+    Of a line of more than 256 MiB, only the end is kept, which is no event.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[bytes] = []
+        self._begun = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def feed(self, data: bytes) -> None:
+        rest, *later = data.split(b"\n")
+        self._begun += rest  # in place: else long lines take forever
+        if len(self._begun) > _LONGEST_BYTES:
+            self._begun[:] = rest
+        for rest in later:
+            self._lines.append(bytes(self._begun))
+            self._begun[:] = rest
+
+    def pop(self) -> bytes | None:
+        return self._lines.pop(0) if self._lines else None
+
+
+def ready(descriptors: list[int], timeout_s: float) -> list[int]:
+    """Wait at most ``timeout_s`` until a descriptor can be read; return all that can then be read.
+
+    ``ready`` uses poll, because select cannot wait for descriptors above 1023, which a process with
+    many open files has.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    found = poll.poll(None if timeout_s == inf else ceil(max(0.0, timeout_s) * 1000))
+    return [descriptor for descriptor, _ in found]
+
+
+def write(descriptor: int, data: bytes) -> bool:
+    """Write all bytes, in several parts if a pipe is full; return False if nobody reads any more."""
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(descriptor, left) :]
+        except BlockingIOError:
+            writable = select.poll()
+            writable.register(descriptor, select.POLLOUT)
+            writable.poll()
+        except OSError:  # for example, nobody reads the pipe any more
+            return False
+    return True
+
+
+def printed_lines(printed: bytes) -> list[str]:
+    """Return the lines that a process printed, without blank lines at the beginning and the end."""
+    return printed.decode(errors="replace").strip().splitlines()
+
+
+def last_line(printed: bytes) -> str:
+    """Return the last line that a process printed; empty if the process printed nothing."""
+    lines = printed_lines(printed)
+    return lines[-1].strip() if lines else ""
+
+
 def signal_each(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
     """Send the signal ``number`` to each process; ignore processes that have ended."""
     for pid in pids:
@@ -279,5 +408,5 @@ def open_process(pid: int) -> int | None:
     """Return a pidfd, which is readable when the process ends; None if the kernel gives none."""
     try:
         return os.pidfd_open(pid)
-    except (OSError, AttributeError):  # AttributeError: not Linux
+    except (OSError, AttributeError):  # AttributeError: Python was built for an older kernel
         return None

@@ -1,32 +1,46 @@
-"""Define the exceptions that stop weighin. A measurement (cell) that fails raises no error of this
-module: its record gets an ``Outcome``.
+"""Define the exceptions that stop weighin, and explain its exit codes. A measurement (cell) that fails
+raises no error of this module: its record gets an ``Outcome``.
 
 ::
 
-    HarnessError              message, repair, exit_code
-     x ConfigError            a model, suite, option or command line is invalid            exit 2
+    HarnessError              message (the cause), repair (what the user can do)          exit 2
+     x ConfigError            a model, suite, option or command line is invalid; the
+                              option, if one is at fault
         - FormatLimit         a checkpoint format cannot hold a model; other formats can
-        - UnknownName         a name of a strategy, metric, format ... is unknown
-     x IsolationUnavailable   this machine cannot run cells in this isolation              exit 3
-     x CheckpointError        a checkpoint is damaged or of an unsupported kind            exit 2
+        - UnknownName         a name of a strategy, metric, format ... is unknown; the
+                              repair suggests a similar name
+     x IsolationUnavailable   this machine cannot run cells in this isolation             exit 3
+     x CheckpointError        a checkpoint is damaged or of an unsupported kind; the
+                              message names the file and where the fault is
         - WholePipeline       a pipeline of several models was given as one model
-     x NoBaseline             a run's results must not become a baseline file              exit 1
-     x RecordError            a run's folder or records cannot be read, written or used    exit 2
-        - SchemaTooNew        a later version of weighin wrote the record or file
+     x RecordError            a run's folder or records cannot be read, written or used
         - DamagedRecord       a line of a record file is not a record
-     x StillRunning           a process has not ended after SIGKILL                        exit 4
-     x MachineBusy            another run is measuring on this machine                     exit 4
-     x NoNodeLeft             no machine of a cluster can run the remaining cells          exit 4
-     x Interrupted            Ctrl-C, SIGTERM, SIGHUP, raised when all is cleaned up       exit 130
+     x StillRunning           a process has not ended after SIGKILL                       exit 4
+     x NoNodeLeft             no machine of a cluster can run the remaining cells         exit 4
+     x Interrupted            Ctrl-C, SIGTERM, SIGHUP, raised when all is cleaned up      exit 130
 
-``weighin.exit_codes`` explains the exit codes 0 to 5 and 130. The command line turns an ``OSError``
-into a HarnessError (``explain``).
+The command line turns an ``OSError`` into a HarnessError (``explain``).
 """
 
 import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Final
+
+MEANINGS: Final = {
+    0: "done (a cell killed for lack of memory is a valid result)",
+    1: "a comparison of `weighin check` failed, no strategy fits into the memory, or the user"
+    " declined a confirmation",
+    2: "bad input",
+    3: "the isolation that limits the memory of the measured processes does not work on this"
+    " machine",
+    4: "a cell (one measurement) could not be made, or another run is measuring on this machine",
+    5: "a strategy loaded wrong weights or failed, a use of the loaded model failed, or one of"
+    " several measured commands failed",
+    130: "stopped by Ctrl-C, SIGTERM or SIGHUP",
+}
+EXPLAINED: Final = f"Exit codes: {'; '.join(f'{code} {why}' for code, why in MEANINGS.items())}."
 
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _ROOM = "free some space there, or set TMPDIR or WEIGHIN_CACHE to a folder on another disk"
@@ -41,34 +55,29 @@ _REPAIRS = {
 
 
 class HarnessError(Exception):
-    """Base of weighin's errors: ``message`` says the cause, and ``repair`` what the user can do."""
-
     exit_code = 2
 
-    def __init__(self, message: str, repair: str = "") -> None:
+    def __init__(self, message: str, repair: str = "", *, exit_code: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.repair = repair
+        if exit_code is not None:
+            self.exit_code = exit_code
 
     def __str__(self) -> str:
         return f"{self.message}\n{self.repair}" if self.repair else self.message
 
 
 class ConfigError(HarnessError):
-    """A configuration file, an argument or an option is invalid; ``option`` names the option."""
-
     def __init__(self, message: str, repair: str = "", *, option: str = "") -> None:
         super().__init__(message, repair)
         self.option = option
 
 
-class FormatLimit(ConfigError):
-    """A checkpoint format cannot hold a model; other formats can."""
+class FormatLimit(ConfigError): ...
 
 
 class UnknownName(ConfigError):
-    """No strategy, metric, format ... has this name; the repair suggests a similar name."""
-
     def __init__(self, kind: str, name: str, known: Iterable[str], repair: str = "") -> None:
         from difflib import get_close_matches  # imported here to save a worker's memory
 
@@ -84,20 +93,16 @@ class UnknownName(ConfigError):
 
 
 class IsolationUnavailable(HarnessError):
-    """An isolation (such as Docker) does not work on this machine; ``repair`` makes it work."""
-
     exit_code = 3
 
 
-class CheckpointError(HarnessError):
-    """A checkpoint is damaged or unsupported; the message names the file and where the fault is."""
+class CheckpointError(HarnessError): ...
 
 
 class WholePipeline(CheckpointError):
-    """A pipeline of several models was given in place of one model.
+    """``folder`` is the pipeline's folder, and ``largest`` the folder of its largest model.
 
-    ``folder`` is the pipeline's folder, and ``largest`` is the folder of its largest model. The
-    command line then shows the typed command with ``largest`` in place of ``folder`` as the repair.
+    The command line shows the typed command with ``largest`` in place of ``folder`` as the repair.
     """
 
     def __init__(
@@ -107,29 +112,13 @@ class WholePipeline(CheckpointError):
         self.folder, self.largest = os.fspath(folder), os.fspath(largest)
 
 
-class NoBaseline(HarnessError):
-    """A run's results must not become a baseline file (the accepted figures of ``weighin check``),
-    or the user has not confirmed that they may.
-    """
-
-    exit_code = 1
+class RecordError(HarnessError): ...
 
 
-class RecordError(HarnessError):
-    """A run's folder, or a file in it, cannot be read, written, resumed or joined."""
-
-
-class SchemaTooNew(RecordError):
-    """A record or baseline file has a schema version that this version of weighin cannot read."""
-
-
-class DamagedRecord(RecordError):
-    """A line of a record file is not a complete record."""
+class DamagedRecord(RecordError): ...
 
 
 class StillRunning(HarnessError):
-    """A process waits in the kernel, so that SIGKILL does not end it and free its memory."""
-
     exit_code = 4
 
     def __init__(self, message: str) -> None:
@@ -140,21 +129,11 @@ class StillRunning(HarnessError):
         )
 
 
-class MachineBusy(HarnessError):
-    """Another run is measuring on this machine; two runs together would distort both results."""
-
-    exit_code = 4
-
-
 class NoNodeLeft(HarnessError):
-    """No machine of a cluster can run the cells (measurements) that have no record yet."""
-
     exit_code = 4
 
 
 class Interrupted(HarnessError):
-    """The user stopped the run; every process that the run started has already ended."""
-
     exit_code = 130
 
 

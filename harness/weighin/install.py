@@ -22,12 +22,13 @@ def command(*extras: str, anywhere: bool = False) -> str:
     not a clone or wheel on this machine.
     """
     chosen = f"[{','.join(extras)}]" if extras else ""
-    origin, editable = ("", False) if anywhere else _origin()
-    if editable:
-        return f"pip install --editable '{origin}{chosen}'"
-    if origin:
-        return f"pip install '{origin}{chosen}'"
-    address = _repository() or PLACEHOLDER
+    record = _direct_url()
+    parts = urlsplit(record.get("url", ""))
+    path = unquote(parts.path)
+    if not anywhere and parts.scheme == "file" and Path(path).exists():
+        editable = "--editable " if record.get("dir_info", {}).get("editable") else ""
+        return f"pip install {editable}'{path}{chosen}'"
+    address = _repository(record) or PLACEHOLDER
     line = f"pip install 'weighin{chosen} @ {address}'"
     return f"{line}, {EXPLAINED}" if address == PLACEHOLDER else line
 
@@ -36,9 +37,8 @@ def upgrade() -> str:
     return command(anywhere=True).replace("pip install", "pip install --upgrade")
 
 
-def _repository() -> str:
+def _repository(record: dict[str, Any]) -> str:
     """Return the repository's address in pip's form ("git+https://..."); empty if it is unknown."""
-    record = _direct_url()
     if "vcs_info" in record:
         return f"{record['vcs_info']['vcs']}+{record['url']}"
     try:
@@ -57,18 +57,3 @@ def _direct_url() -> dict[str, Any]:
         return {}
     record: dict[str, Any] = json.loads(text or "{}")
     return record
-
-
-def _origin() -> tuple[str, bool]:
-    """Return the clone or wheel that weighin was installed from, and whether it was installed with
-    ``--editable``.
-
-    The path is empty if weighin was not installed from a path on this machine, or if nothing is at
-    this path any more.
-    """
-    record = _direct_url()
-    parts = urlsplit(record.get("url", ""))
-    path = unquote(parts.path)
-    if parts.scheme != "file" or not Path(path).exists():
-        return "", False
-    return path, record.get("dir_info", {}).get("editable", False)

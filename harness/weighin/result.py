@@ -63,6 +63,15 @@ class Outcome(StrEnum):
     USE_FAILED = "use_failed"
 
 
+BROKEN: Final = (
+    Outcome.WRONG_WEIGHTS,
+    Outcome.STRATEGY_FAILED,
+    Outcome.COMMAND_FAILED,
+    Outcome.USE_FAILED,
+)
+"""Outcomes that show a fault of the strategy, command or use, and not a limit that is too small."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A reading that weighin made at ``t_ns`` of the measured process's or processes' memory.

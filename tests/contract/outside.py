@@ -21,7 +21,7 @@ import pytest
 
 from weighin import __version__
 from weighin.doctor import doctor
-from weighin.doctor.capabilities import Capability
+from weighin.doctor.doctor import Capability
 from weighin.predict import client
 from weighin.predict.prediction import Prediction, from_json
 from weighin.probes import environment

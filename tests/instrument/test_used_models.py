@@ -92,7 +92,7 @@ def test_a_use_that_fails_is_an_outcome_that_names_it(
     (file := tmp_path / "probe.py").write_text(FAILS)
     result = bench("baseline", process, use="probe", use_path=str(file))
     assert result.outcome is Outcome.USE_FAILED
-    assert result.message == "probe: ValueError: no such layer (probe.py:2)"
+    assert result.message == "probe: ValueError: no such layer (probe.py:2); every weight is right"
     assert (result.last_phase, result.ready_ns is not None) == ("use: probe", True)
 
 

@@ -1,4 +1,4 @@
-"""A model whose own forward pass fails is blamed once, and a load that is right stays ok."""
+"""A model whose forward pass fails is named once, and a load that is right stays ok."""
 
 from typing import Any
 
@@ -27,25 +27,10 @@ def example_inputs():
 """
 INFINITE = BROKEN.replace("self.line(self.line(x))", "self.line(x) / 0")
 KILLED = BROKEN.replace("self.line(self.line(x))", "__import__('os').abort()")
-SOUND = BROKEN.replace("self.line(self.line(x))", "self.line(x + self.shift)").replace(
-    "torch.nn.Linear(4, 8)", "torch.nn.Linear(4, 8)\n        self.shift = torch.ones(4)"
-)
-LEFT_ON_META = """
-import torch
-
-FORMATS = ("pt",)
-
-def load(job):
-    with torch.device("meta"):
-        model = job.build_model()
-    model.load_state_dict(torch.load(job.checkpoint), assign=True)
-    return model
-"""
 
 
 def benched(command: CommandLine, nets: str, *more: str) -> tuple[int, str, str]:
     (command.folder / "nets.py").write_text(nets)
-    (command.folder / "mine.py").write_text(LEFT_ON_META)
     torch.save({"line.weight": torch.ones(8, 4), "line.bias": torch.ones(8)}, "own.pt")
     ended = command.run(
         "bench", "--model", "nets.py:build", "--checkpoint", "own.pt", "--isolation", "process",
@@ -72,7 +57,11 @@ def in_the_folder(command: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None
             "the forward pass returns values that are not finite",
             marks=pytest.mark.nightly,
         ),
-        pytest.param(KILLED, "it ends with SIGABRT", marks=pytest.mark.nightly),
+        pytest.param(
+            KILLED,
+            "the measured process was ended by SIGABRT in phase 'forward'",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_the_model_is_blamed_once_for_all_strategies(
@@ -84,12 +73,9 @@ def test_the_model_is_blamed_once_for_all_strategies(
     assert [record["outcome"] for record in records] == ["ok", "ok"]
     assert {record["message"] for record in records} == {""}
     (warning,) = {text for record in records for text in blames(record)}
-    assert warning.startswith(
-        "the forward pass of nets:build fails, also after a load without the strategy"
-    )
-    assert how in warning
-    assert warning.endswith("To measure the load alone: --use none")
-    assert out.count("also after a load without the strategy") == 1
+    assert warning.startswith(f"the forward pass of nets:build fails: {how}")
+    assert warning.endswith("Every weight is right. To measure the load alone: --use none")
+    assert out.count("the forward pass of nets:build fails") == 1
 
 
 def test_without_a_forward_pass_there_is_nothing_to_blame(command: CommandLine) -> None:
@@ -97,12 +83,3 @@ def test_without_a_forward_pass_there_is_nothing_to_blame(command: CommandLine) 
     assert code == 0, err
     (record,) = command.records("run")
     assert (record["outcome"], blames(record)) == ("ok", [])
-
-
-def test_a_strategy_is_blamed_if_only_its_model_does_not_run(command: CommandLine) -> None:
-    code, _, _ = benched(command, SOUND, "-s", "baseline,./mine.py")
-    baseline, mine = command.records("run")
-    assert baseline["outcome"] == "ok"
-    assert mine["outcome"] == "strategy_failed"
-    assert "meta" in mine["message"]
-    assert code == 5

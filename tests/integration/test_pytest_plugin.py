@@ -124,6 +124,51 @@ def test_bodies_whose_peaks_are_limited(
     ) in text
 
 
+def test_a_setting_limits_all_tests_of_a_session(user: pytest.Pytester) -> None:
+    user.makepyprojecttoml('[tool.pytest.ini_options]\nlimit_peak = "60MiB"\n')
+    result = run(
+        user,
+        """
+        import pytest, torch, unittest
+        def ones(mib):
+            return torch.ones(mib * 2**20 // 4)
+
+        def test_fits():
+            kept = ones(40)
+
+        def test_too_much():
+            kept = ones(80)
+
+        @pytest.mark.limit_peak("1GiB")
+        def test_with_a_limit_of_its_own():
+            kept = ones(80)
+
+        class TestOfUnittest(unittest.TestCase):
+            def test_fits(self):
+                self.kept = ones(40)
+            def test_too_much(self):
+                self.kept = ones(80)
+
+        def test_example():
+            '''
+            >>> 1 + 1
+            2
+            '''
+        """,
+        "--doctest-modules",
+    )
+    result.assert_outcomes(passed=5, failed=2)
+    text = result.stdout.str()
+    assert text.count("MiB during the test's body, more than its limit of 60.000 MiB") == 2
+
+
+def test_a_setting_that_is_no_size_ends_the_session(user: pytest.Pytester) -> None:
+    user.makeini("[pytest]\nlimit_peak = much\n")
+    result = run(user, "def test_body(): ...")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines("ERROR: the ini option limit_peak: *much*")
+
+
 def test_loads_and_functions_are_measured(user: pytest.Pytester) -> None:
     result = run(
         user,

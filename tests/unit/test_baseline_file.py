@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weighin import __version__
-from weighin.errors import ConfigError, HarnessError, SchemaTooNew
+from weighin.errors import ConfigError, HarnessError, RecordError
 from weighin.gate import baseline, freeze
 from weighin.gate.baseline import read
 from weighin.gate.freeze import update
@@ -160,7 +160,7 @@ def test_any_name_and_any_setting_come_back(name: str, value: str | int | bool |
     [
         (
             "schema: 2\nnew: things\n",
-            SchemaTooNew,
+            RecordError,
             "{path}: written by a newer weighin (schema 2; this version reads up to 1)\npip install --upgrade 'weighin @ git+URL', where URL is the address of weighin's repository",
         ),
         ("metrics: {}\n", ConfigError, "{path}: schema: missing\nknown keys: schema, metrics, budgets, expect, environment, measured"),

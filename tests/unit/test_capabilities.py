@@ -1,14 +1,19 @@
 """What the doctor says of each figure, on kernels that have it and on those that have not."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from test_cgroup_probe import HYBRID
 from test_memory_cgroup import make_group
 
-from weighin.doctor import capabilities
-from weighin.doctor.capabilities import Capability, of_group, pressure
+from weighin.doctor import doctor
+from weighin.doctor.doctor import Capability, Verdict, gpu, of_group, pressure
 from weighin.probes.cgroup import PeakMark
+from weighin.run import gpu_check
+from weighin.run.gpu_check import Gpu, GpuAnswer
+from weighin.units import GIB
 
 KILLS = Capability("kills for lack of memory", "good", "exact: oom_kill in memory.events.local")
 REFAULTS = Capability("refaults", "good", "exact: workingset_refault_file in memory.stat")
@@ -96,10 +101,44 @@ def test_pressure(
     on: bool,
     tree: str | None,
     version: int,
-    verdict: capabilities.Verdict,
+    verdict: Verdict,
     detail: str,
 ) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: on)
-    monkeypatch.setattr(capabilities, "pressure_hierarchy", lambda: Path(tree) if tree else None)
-    monkeypatch.setattr(capabilities, "memory_hierarchy", lambda: (version, Path("/m")))
+    monkeypatch.setattr(doctor, "pressure_hierarchy", lambda: Path(tree) if tree else None)
+    monkeypatch.setattr(doctor, "memory_hierarchy", lambda: (version, Path("/m")))
     assert pressure() == Capability("memory pressure (PSI)", verdict, detail)
+
+
+@pytest.mark.parametrize(
+    ("seen", "verdict", "detail"),
+    [
+        (GpuAnswer((Gpu("Example", GIB),)), "good", "Example, 1.000 GiB, peaks are exact"),
+        (
+            GpuAnswer(
+                why="torch finds no CUDA GPU", repair="nvidia-smi shows whether the driver does"
+            ),
+            "bad",
+            "there is one, but torch finds no CUDA GPU: nvidia-smi shows whether the driver does",
+        ),
+    ],
+)
+def test_a_gpu_is_looked_for_in_a_subprocess(
+    monkeypatch: pytest.MonkeyPatch, seen: GpuAnswer, verdict: Verdict, detail: str
+) -> None:
+    monkeypatch.setattr(doctor, "_GPU_FILES", ("/proc",))
+    monkeypatch.setattr(gpu_check, "look", lambda: seen)
+    assert gpu() == Capability("CUDA GPU", verdict, detail)
+
+
+def test_without_the_file_of_a_driver_nobody_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_GPU_FILES", ())
+    assert gpu() == Capability("CUDA GPU", "poor", "none: cells load to the CPU only")
+
+
+def test_the_doctor_imports_no_torch() -> None:
+    code = "import sys, weighin.doctor.doctor; print('torch' in sys.modules)"
+    asked = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert asked.stdout == "False\n"

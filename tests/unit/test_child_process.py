@@ -7,15 +7,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from weighin import child_process
-from weighin.child_process import STDERR_KEPT_BYTES, Child, PipeChannel
-from weighin.pipes import LineBuffer, LineReader, ready, write
+from weighin.child_process import STDERR_KEPT_BYTES, Child, LineBuffer, ready, write
 
 TEXT = b"one\n\ntwo\ntorn"
 
@@ -40,191 +37,117 @@ def test_lines_survive_single_bytes() -> None:
     assert popped(buffer) == [b"one", b"", b"two"]
 
 
-@dataclass
-class Worker:
-    """The worker's ends of the pipes."""
-
-    stdin: int
-    stdout: int
-    stderr: int
-
-    def say(self, text: bytes) -> None:
-        os.write(self.stdout, text)
-
-    def stderr_tail(self, text: bytes) -> None:
-        os.write(self.stderr, text)
-
-    def end(self) -> None:
-        os.close(self.stdout)
-        os.close(self.stderr)
-
-
-@pytest.fixture
-def worker() -> Iterator[Worker]:
-    worker = Worker(-1, -1, -1)
-    yield worker
-    for descriptor in (worker.stdin, worker.stdout, worker.stderr):
-        try:
-            os.close(descriptor)
-        except OSError:  # the test has closed it
-            continue
-
-
-@pytest.fixture
-def channel(worker: Worker) -> Iterator[PipeChannel]:
-    worker.stdin, theirs = os.pipe()
-    ours, worker.stdout = os.pipe()
-    noise, worker.stderr = os.pipe()
-    channel = PipeChannel(theirs, ours, noise)
-    yield channel
-    channel.close()
-
-
-def test_lines_come_in_their_order(channel: PipeChannel, worker: Worker) -> None:
-    worker.say(b"one\ntw")
-    assert channel.receive(60) == b"one"
-    worker.say(b"o\nthree\n")
-    assert channel.receive(60) == b"two"
-    assert channel.receive(0) == b"three"
-
-
-def test_a_torn_last_line_is_dropped(channel: PipeChannel, worker: Worker) -> None:
-    worker.say(b"one\nto")
-    worker.end()
-    assert channel.receive(60) == b"one"
-    assert channel.receive(60) is None
-    assert channel.receive(60) is None
-
-
-def test_an_event_longer_than_a_pipe(channel: PipeChannel, worker: Worker) -> None:
-    line = b"x" * 1_000_000
-    writer = threading.Thread(target=worker.say, args=(line + b"\n",))
-    writer.start()
-    assert channel.receive(60) == line
-    writer.join()
-
-
-def test_silence_times_out(channel: PipeChannel) -> None:
-    with pytest.raises(TimeoutError):
-        channel.receive(0.01)
-
-
-def test_half_a_line_times_out_and_is_kept(channel: PipeChannel, worker: Worker) -> None:
-    worker.say(b"on")
-    with pytest.raises(TimeoutError):
-        channel.receive(0.01)
-    worker.say(b"e\n")
-    assert channel.receive(60) == b"one"
-
-
-def test_a_line_that_waits_is_found_without_waiting(channel: PipeChannel, worker: Worker) -> None:
-    worker.say(b"one\n")
-    assert channel.receive(0) == b"one"
-
-
-def test_a_worker_that_prints_without_end_times_out_too() -> None:
-    ours, theirs = os.pipe()
-    stdin, other = os.pipe()
-    channel = PipeChannel(other, ours, os.open("/dev/zero", os.O_RDONLY))
-    # Only where the time-out is missed: the test fails then, and does not hang.
-    rescue = threading.Timer(5, os.write, [theirs, b"rescued\n"])
-    rescue.start()
-    try:
-        with pytest.raises(TimeoutError):
-            channel.receive(0.05)
-        os.write(theirs, b"one\n")
-        assert channel.receive(0) == b"one"
-    finally:
-        rescue.cancel()
-        channel.close()
-        os.close(theirs)
-        os.close(stdin)
-
-
-def test_an_event_is_found_behind_stderr(channel: PipeChannel, worker: Worker) -> None:
-    worker.stderr_tail(b"noise\n")
-    worker.say(b"one\n")
-    assert channel.receive(60) == b"one"
-
-
-def test_stderr_is_kept_apart_and_the_last_of_it_read_at_the_end(
-    channel: PipeChannel, worker: Worker
-) -> None:
-    worker.say(b"one\n")
-    worker.stderr_tail(b"a traceback\n")
-    worker.end()
-    assert channel.receive(60) == b"one"
-    assert channel.receive(60) is None
-    assert channel.stderr_tail == b"a traceback\n"
-
-
-def test_only_the_last_64_kib_of_stderr_are_kept(channel: PipeChannel, worker: Worker) -> None:
-    def print_much() -> None:
-        for number in range(3 * STDERR_KEPT_BYTES // 8):
-            worker.stderr_tail(b"%07d\n" % number)
-        worker.end()
-
-    printer = threading.Thread(target=print_much)
-    printer.start()
-    assert channel.receive(60) is None
-    printer.join()
-    assert len(channel.stderr_tail) == 64 * 1024
-    assert channel.stderr_tail.endswith(b"%07d\n" % (3 * STDERR_KEPT_BYTES // 8 - 1))
-
-
-def test_a_closed_error_stream_is_no_end_of_events(channel: PipeChannel, worker: Worker) -> None:
-    os.close(worker.stderr)
-    worker.say(b"one\n")
-    assert channel.receive(60) == b"one"
-    with pytest.raises(TimeoutError):
-        channel.receive(0.01)
-
-
-def test_a_child_that_keeps_the_error_stream_open_holds_nobody_up(
-    channel: PipeChannel, worker: Worker
-) -> None:
-    worker.stderr_tail(b"said\n")
-    os.close(worker.stdout)
-    assert channel.receive(60) is None
-    assert channel.stderr_tail == b"said\n"
-
-
-def test_what_is_sent_arrives(channel: PipeChannel, worker: Worker) -> None:
-    channel.send(b"{}\n")
-    assert os.read(worker.stdin, 100) == b"{}\n"
-
-
-def test_sending_to_a_worker_that_is_gone_is_no_error(channel: PipeChannel, worker: Worker) -> None:
-    os.close(worker.stdin)
-    channel.send(b"\n")
-
-
-def test_the_end_of_the_worker_is_the_end_even_where_a_child_holds_its_pipes(
-    worker: Worker,
-) -> None:
-    worker.stdin, theirs = os.pipe()
-    ours, worker.stdout = os.pipe()
-    noise, worker.stderr = os.pipe()
-    process, ended = os.pipe()  # stands for a pidfd: readable when the worker has ended
-    channel = PipeChannel(theirs, ours, noise, process)
-    worker.say(b"one\ntwo\nto")
-    worker.stderr_tail(b"said\n")
-    os.write(ended, b"!")
-    os.close(ended)
-    assert [channel.receive(60) for _ in range(4)] == [b"one", b"two", None, None]
-    assert channel.stderr_tail == b"said\n"
-    channel.close()
+def shell(script: str) -> Child:
+    return Child(("sh", "-c", script), os.environ)
 
 
 def python(code: str) -> Child:
     return Child((sys.executable, "-P", "-c", code), child_process.environment())
 
 
+def test_lines_come_in_their_order() -> None:
+    with shell(r"printf 'one\ntw'; read -r _; printf 'o\nthree\n'; read -r _") as child:
+        assert child.receive(60) == b"one"
+        child.send(b"\n")
+        assert child.receive(60) == b"two"
+        assert child.receive(0) == b"three"
+
+
+def test_a_torn_last_line_is_dropped() -> None:
+    with shell(r"printf 'one\nto'") as child:
+        assert [child.receive(60) for _ in range(3)] == [b"one", None, None]
+
+
+def test_an_event_longer_than_a_pipe() -> None:
+    with shell("head -c 1000000 /dev/zero | tr '\\0' x; echo") as child:
+        assert child.receive(60) == b"x" * 1_000_000
+
+
+def test_silence_times_out() -> None:
+    with shell("exec sleep 60") as child, pytest.raises(TimeoutError):
+        child.receive(0.01)
+
+
+def test_half_a_line_times_out_and_is_kept() -> None:
+    with shell("printf on; read -r _; echo e") as child:
+        assert ready(child.filenos(), 60)
+        with pytest.raises(TimeoutError):
+            child.receive(0.01)
+        child.send(b"\n")
+        assert child.receive(60) == b"one"
+
+
+def test_a_line_that_waits_is_found_without_waiting() -> None:
+    with shell("echo one; read -r _") as child:
+        assert ready(child.filenos(), 60)
+        assert child.receive(0) == b"one"
+
+
+def test_a_worker_that_prints_without_end_times_out_too() -> None:
+    with shell("cat /dev/zero >&2 & read -r _; echo one; wait") as child:
+        with pytest.raises(TimeoutError):
+            child.receive(0.05)
+        child.send(b"\n")
+        assert ready(child.filenos()[:1], 60)
+        assert child.receive(0) == b"one"
+
+
+def test_stderr_is_kept_apart_and_the_last_of_it_read_at_the_end() -> None:
+    with shell("echo noise >&2; echo one; echo a traceback >&2") as child:
+        assert child.receive(60) == b"one"
+        assert child.receive(60) is None
+        assert child.stderr_tail == b"noise\na traceback\n"
+
+
+def test_only_the_last_64_kib_of_stderr_are_kept() -> None:
+    lines = 3 * STDERR_KEPT_BYTES // 8
+    with shell(f"seq -f %07g 1 {lines} >&2") as child:
+        assert child.receive(60) is None
+        assert len(child.stderr_tail) == 64 * 1024
+        assert child.stderr_tail.endswith(b"%07d\n" % lines)
+
+
+def test_a_closed_error_stream_is_no_end_of_events() -> None:
+    with shell("exec 2>&-; echo one; exec sleep 60") as child:
+        assert child.receive(60) == b"one"
+        with pytest.raises(TimeoutError):
+            child.receive(0.01)
+
+
+def test_an_open_error_stream_holds_nobody_up() -> None:
+    with shell("echo said >&2; exec >&-; exec sleep 60") as child:
+        assert child.receive(60) is None
+        assert child.stderr_tail == b"said\n"
+
+
+def test_what_is_sent_arrives() -> None:
+    with shell('read -r line; echo "$line"') as child:
+        child.send(b"{}\n")
+        assert child.receive(60) == b"{}"
+
+
+def test_sending_to_a_worker_that_is_gone_is_no_error() -> None:
+    with shell("exec <&-; echo closed; exec sleep 60") as child:
+        assert child.receive(60) == b"closed"
+        child.send(b"\n")
+
+
+def test_the_end_of_the_worker_is_the_end_even_where_a_child_holds_its_pipes() -> None:
+    with shell(r"sleep 60 & printf 'one\ntwo\nto'; echo said >&2") as child:
+        assert [child.receive(60) for _ in range(4)] == [b"one", b"two", None, None]
+        assert child.stderr_tail == b"said\n"
+
+
 def test_a_line_above_the_size_of_a_pipe_is_whole_though_signals_interrupt_the_write() -> None:
     reading, writing = os.pipe()
     line = b"x" * 1_000_000
-    got: list[bytes | None] = []
-    reader = threading.Thread(target=lambda: got.append(LineReader(reading).receive(60)))
+    got: list[bytes] = []
+
+    def read() -> None:
+        with os.fdopen(reading, "rb") as file:
+            got.append(file.readline())
+
+    reader = threading.Thread(target=read)
 
     def start_reading(*_: object) -> None:
         if reader.ident is None:
@@ -239,8 +162,7 @@ def test_a_line_above_the_size_of_a_pipe_is_whole_though_signals_interrupt_the_w
         signal.signal(signal.SIGALRM, before)
         os.close(writing)
     reader.join()
-    os.close(reading)
-    assert got == [line]
+    assert got == [line + b"\n"]
 
 
 def test_descriptors_above_1023_are_waited_for() -> None:
@@ -251,7 +173,6 @@ def test_descriptors_above_1023_are_waited_for() -> None:
         high = fcntl.fcntl(ours, fcntl.F_DUPFD, 2000)
         os.write(theirs, b"one\n")
         assert ready([high], 1) == [high]
-        assert LineReader(high).receive(60) == b"one"
         os.close(high)
     finally:
         os.close(ours)

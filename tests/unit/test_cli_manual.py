@@ -9,7 +9,7 @@ import pytest
 from test_cli_help import VERBS
 
 from pages.manual import manual
-from weighin import exit_codes
+from weighin import errors
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "weighin.1"
@@ -25,7 +25,7 @@ def test_every_verb_example_and_exit_code_is_in_it() -> None:
         assert f'.SS "weighin {" ".join(verb)} ' in text
         assert f"\n{summary}\n" in text
         assert all(f"\n{example}\n" in text for example in examples)
-    assert all(f"\\fB{code}\\fR\n" in text for code in exit_codes.MEANINGS)
+    assert all(f"\\fB{code}\\fR\n" in text for code in errors.MEANINGS)
 
 
 WRITE_AND_ASK = """

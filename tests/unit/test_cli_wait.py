@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from weighin.cli import app
-from weighin.errors import MachineBusy
+from weighin.errors import HarnessError
 from weighin.isolation.cgroup import CgroupIsolation
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.run import load_bench, run_lock
@@ -43,7 +43,7 @@ def typed(verb: str, *more: str) -> Any:
 def test_a_second_run_ends_at_once_with_exit_code_4(verb: str) -> None:
     with run_lock.only_run():
         result = typed(verb)
-    assert isinstance(result.exception, MachineBusy)
+    assert isinstance(result.exception, HarnessError)
     assert result.exception.exit_code == 4
     assert not Path("run").exists()
 
@@ -80,6 +80,6 @@ def test_a_run_that_is_resumed_can_wait_too() -> None:
     assert isinstance(typed("bench").exception, LockIsFree)
     with run_lock.only_run():
         result = CliRunner().invoke(app.app, ["bench", "--resume", "run"])
-    assert isinstance(result.exception, MachineBusy)
+    assert isinstance(result.exception, HarnessError)
     result = CliRunner().invoke(app.app, ["bench", "--resume", "run", "--wait"])
     assert isinstance(result.exception, LockIsFree)

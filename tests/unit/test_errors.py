@@ -23,9 +23,9 @@ def test_an_error_without_a_repair_is_one_line() -> None:
         ("ConfigError", 2),
         ("UnknownName", 2),
         ("CheckpointError", 2),
-        ("NoBaseline", 1),
         ("RecordError", 2),
-        ("SchemaTooNew", 2),
+        ("StillRunning", 4),
+        ("NoNodeLeft", 4),
         ("DamagedRecord", 2),
         ("IsolationUnavailable", 3),
         ("Interrupted", 130),
@@ -33,6 +33,10 @@ def test_an_error_without_a_repair_is_one_line() -> None:
 )
 def test_the_exit_codes(name: str, exit_code: int) -> None:
     assert getattr(errors, name).exit_code == exit_code
+
+
+def test_one_error_may_have_an_exit_code_of_its_own() -> None:
+    assert [HarnessError("no", exit_code=4).exit_code, HarnessError("no").exit_code] == [4, 2]
 
 
 def test_the_tree_of_the_docstring_is_whole() -> None:

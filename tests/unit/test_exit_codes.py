@@ -7,7 +7,8 @@ import pytest
 from factories import make_cell, make_result
 from test_cli_help import shown
 
-from weighin import errors, exit_codes
+from weighin import errors
+from weighin.cli._measuring import broken, exit_code_of
 from weighin.result import Outcome
 from weighin.units import GIB
 
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_the_exit_code_of_a_run(outcomes: list[Outcome], code: int) -> None:
     results = [make_result(make_cell(f"s{n}"), outcome=one) for n, one in enumerate(outcomes)]
-    assert exit_codes.of_results(results) == code
+    assert exit_code_of(results) == code
 
 
 def test_each_broken_strategy_is_named_once_with_its_limit_and_why() -> None:
@@ -51,9 +52,9 @@ def test_each_broken_strategy_is_named_once_with_its_limit_and_why() -> None:
         for repeat in range(2)
         for limit in (None, GIB)
     ]
-    broken = make_result(make_cell("broken"), outcome=Outcome.STRATEGY_FAILED, message="")
+    failed = make_result(make_cell("broken"), outcome=Outcome.STRATEGY_FAILED, message="")
     killed = make_result(make_cell("baseline"), outcome=Outcome.OOM_KILLED)
-    assert exit_codes.broken([*lossy, broken, killed]) == [
+    assert broken([*lossy, failed, killed]) == [
         "lossy: wrong_weights: 1 tensor differs",
         "lossy under 1GiB: wrong_weights: 1 tensor differs",
         "broken under 8GiB: strategy_failed",
@@ -62,17 +63,17 @@ def test_each_broken_strategy_is_named_once_with_its_limit_and_why() -> None:
 
 @pytest.mark.parametrize("verb", [(), ("bench",), ("floor",), ("check",), ("doctor",)])
 def test_the_help_says_what_each_exit_code_means(verb: tuple[str, ...]) -> None:
-    assert exit_codes.EXPLAINED in " ".join(shown(*verb, "--help")[1].split())
+    assert errors.EXPLAINED in " ".join(shown(*verb, "--help")[1].split())
 
 
 def test_the_page_of_the_command_line_has_them_all() -> None:
     text = (ROOT / "docs" / "command-line.md").read_text()
     codes = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
-    assert list(map(int, codes)) == list(exit_codes.MEANINGS)
+    assert list(map(int, codes)) == list(errors.MEANINGS)
 
 
 def test_every_error_has_an_exit_code_that_is_explained() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     used = {kind.exit_code for kind in kinds if issubclass(kind, errors.HarnessError)}
-    assert used == {1, 2, 3, 4, 130}
-    assert used < set(exit_codes.MEANINGS)
+    assert used == {2, 3, 4, 130}
+    assert used < set(errors.MEANINGS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from factories import make_cell, make_result
 
-from weighin.errors import NoBaseline
+from weighin.errors import HarnessError
 from weighin.gate.baseline import Baseline, default_rules
 from weighin.gate.budgets import parse
 from weighin.gate.check import MeasuredRuns, check, narrowed, read_runs, update
@@ -55,7 +55,7 @@ def test_a_part_becomes_no_baseline_unless_it_is_asked_for(
     tmp_path: Path, measured: MeasuredRuns
 ) -> None:
     path = tmp_path / "baseline.yaml"
-    with pytest.raises(NoBaseline, match="cannot make a baseline from an incomplete run"):
+    with pytest.raises(HarnessError, match="cannot make a baseline from an incomplete run"):
         update(measured, path, accept=lambda _: True)
     assert not path.exists()
     assert update(measured, path, partial=True, accept=lambda _: True)

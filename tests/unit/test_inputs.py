@@ -9,7 +9,7 @@ import torch
 from pytest import MonkeyPatch
 from torch import nn
 
-from weighin.worker.inputs import example_inputs
+from weighin.worker.loading import example_inputs
 from weighin.worker.verify import WrongWeights, check_forward
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 
 import fakes
 import pytest
-from fakes import PlayedIsolation, begin, failed, memory, phase, ready
+from fakes import PlayedIsolation, begin, failed, memory, ready
 from scripts import BASELINE, DONE, LOADED
 
 from weighin.checkpoint import cache
@@ -15,7 +15,7 @@ from weighin.errors import CheckpointError, FormatLimit, HarnessError
 from weighin.probes import page_cache
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
-from weighin.run import disk_proof, load_bench, model_fault, runner
+from weighin.run import disk_proof, load_bench, runner
 from weighin.run.load_bench import set_up
 from weighin.run.request import Request, start
 from weighin.run.settings import RunSettings
@@ -310,44 +310,6 @@ def test_what_saves_gets_a_folder_that_is_removed(suite: dict[str, Any]) -> None
     assert not Path(jobs_of(run)[-1].target).exists()
     assert jobs_of(run)[0].cell.operation == "load"
     assert Path(jobs_of(run)[-1].checkpoint).suffix == ".pt"
-
-
-IN_FORWARD = [*LOADED, begin("touch"), phase("touch", 450), ready(), begin("forward"),
-              failed("strategy_failed", "boom")]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("how", "outcome", "message"),
-    [
-        ("it ends with SIGSEGV", Outcome.OK, ""),
-        ("", Outcome.STRATEGY_FAILED, "boom"),
-        (None, Outcome.STRATEGY_FAILED, "boom"),
-    ],
-)
-def test_a_forward_pass_that_always_fails_is_the_models_fault(
-    monkeypatch: pytest.MonkeyPatch, how: str | None, outcome: Outcome, message: str
-) -> None:
-    tried: list[Path] = []
-
-    def failure(_job: object, checkpoint: Path, _selection: object) -> str | None:
-        tried.append(checkpoint)
-        return how
-
-    monkeypatch.setattr(model_fault, "failure", failure)
-    run = asked(BASELINE, IN_FORWARD, strategies=["baseline", "sequential"])
-    results = runner.run(run, Progress())
-    assert [(each.outcome, each.message) for each in results] == 2 * [(outcome, message)]
-    assert tried == [Path(jobs_of(run)[1].checkpoint)]  # once for a model
-    warning = f"the forward pass of gpt2-tiny fails, also after a load without the strategy: {how}."
-    assert [warning in "".join(each.warnings) for each in results] == 2 * [bool(how)]
-
-
-def test_a_failure_before_the_forward_pass_is_not_the_models() -> None:
-    assert not any(
-        model_fault.is_right_load(one)
-        for run in [asked(BASELINE, [*LOADED, failed("strategy_failed", "boom")])]
-        for one in runner.run(run, Progress())
-    )
 
 
 def test_the_packages_of_a_strategy_are_in_the_record() -> None:

@@ -12,7 +12,7 @@ from weighin.errors import ConfigError
 from weighin.formats.pretrained_folder import BUILDER
 from weighin.records.metrics import phases_of_load
 from weighin.result import IMPORT_TRANSFORMERS
-from weighin.worker.model_package import import_model_package
+from weighin.worker.warmup import import_model_package
 
 
 def names(model: ModelSpec) -> list[str]:

@@ -4,7 +4,7 @@ import pytest
 from factories import make_cell, make_result
 
 from weighin.result import Outcome
-from weighin.testing.not_ok import guarded
+from weighin.testing.results import guarded
 
 
 @pytest.mark.parametrize("name", ["peaks", "above_import_bytes"])

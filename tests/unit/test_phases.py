@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
+from weighin.child_process import Lifeline
 from weighin.probes.process import read_status
 from weighin.result import Memory, Phase
 from weighin.units import KIB, MIB
 from weighin.worker import phases as module
-from weighin.worker.connection import Lifeline
 from weighin.worker.cuda import CudaMemory
 from weighin.worker.phases import Marks
 

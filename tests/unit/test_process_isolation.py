@@ -14,11 +14,11 @@ from leftovers import lives, wait_until
 from scripts import JOB
 
 from weighin.cell import Cell
+from weighin.child_process import adopt_orphans
 from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
 from weighin.isolation import command, process, process_tree, read_only
 from weighin.isolation.base import Exit, RunningCommand, Streams
 from weighin.isolation.process import LocalRunning, ProcessIsolation
-from weighin.parent_process import adopt_orphans
 from weighin.probes.cgroup import this_process
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job

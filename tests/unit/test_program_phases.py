@@ -258,6 +258,8 @@ with weighin.phase("before"):
 def test_names_are_made_safe(listener: PhaseListener, name: object, recorded: str) -> None:
     phases, _ = phases_of(listener, f"import weighin\nwith weighin.phase({name!r}): pass")
     assert names(phases) == [recorded]
+    said = [text for text in listener.warnings if f" as {recorded!r}): a name has" in text]
+    assert len(said) == (recorded != str(name))
 
 
 def test_a_loop_of_phases_keeps_the_first_thousand_and_the_highest(listener: PhaseListener) -> None:

@@ -97,11 +97,11 @@ def test_a_record_without_one_is_stale_by_git_for_those_files_alone(copy: Path) 
         "OLDER than the current code: streaming (load.py, reads.py changed)"
     )
     git(copy, "commit", "--quiet", "-a", "-m", "the loader again")
-    change(copy, "harness/weighin/worker/touch.py")
+    change(copy, "harness/weighin/worker/verify.py")
     git(copy, "commit", "--quiet", "-a", "-m", "the worker")
     assert str(standing(results, copy)) == (
-        "OLDER than the current code: baseline, sequential (touch.py changed);"
-        " streaming (load.py, reads.py, touch.py changed)"
+        "OLDER than the current code: baseline, sequential (verify.py changed);"
+        " streaming (load.py, reads.py, verify.py changed)"
     )
     for name in ("loader/arena.py", "loader/fill.py"):
         change(copy, f"harness/weighin/{name}")

@@ -29,7 +29,7 @@ from weighin.models.pretrained import from_config, pretrained_class
 from weighin.predict.client import predict
 from weighin.suite import registry
 from weighin.suite.matrix import Planned
-from weighin.worker import touch, verify
+from weighin.worker import verify
 from weighin.worker.loading import WorkerLoad, import_strategy
 
 Make = Callable[[str], Path]
@@ -296,11 +296,11 @@ def test_the_load_is_measured_and_verified(
     assert manifest.keys == f"quantised with {LAYOUTS[name].method}"
     cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
     load = WorkerLoad(checkpoint, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
-    tensors = touch.named_tensors(import_strategy(registry.strategy(strategy).path)(load))
+    tensors = verify.named_tensors(import_strategy(registry.strategy(strategy).path)(load))
     verify.check_structure(tensors, manifest, cpu, dtype)
-    verify.check_values(touch.touch(tensors), manifest, dtype)
+    verify.check_values(verify.touch(tensors), manifest, dtype)
     wanted = pretrained_class(read_folder(folder).architecture).from_pretrained(folder, dtype=dtype)
-    sizes = {id(one): one.nbytes for one in touch.named_tensors(wanted).values()}
+    sizes = {id(one): one.nbytes for one in verify.named_tensors(wanted).values()}
     model_bytes = manifest.model_bytes(str(dtype).removeprefix("torch."))
     assert model_bytes == pytest.approx(
         sum(sizes.values()), rel=0.01

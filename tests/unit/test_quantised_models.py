@@ -18,7 +18,7 @@ from weighin.construction.skeleton import resolve_builder
 from weighin.errors import ConfigError
 from weighin.predict.client import predict
 from weighin.suite import registry
-from weighin.worker import touch, verify
+from weighin.worker import verify
 from weighin.worker.loading import WorkerLoad, import_strategy
 
 GPT_OSS = ModelSpec(
@@ -78,9 +78,9 @@ def check_load(
     cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
     load = WorkerLoad(path, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
     model = import_strategy(registry.strategy(name).path)(load)
-    tensors = touch.named_tensors(model)
+    tensors = verify.named_tensors(model)
     verify.check_structure(tensors, manifest, cpu, dtype)
-    verify.check_values(touch.touch(tensors), manifest, dtype)
+    verify.check_values(verify.touch(tensors), manifest, dtype)
     assert {key: tensors[key].dtype for key in KEPT[spec.name]} == KEPT[spec.name]
     assert tensors["lm_head.weight"].dtype == dtype
     first = tensors[next(iter(KEPT[spec.name]))].view(torch.uint8)

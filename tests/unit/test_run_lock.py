@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weighin.errors import ConfigError, MachineBusy
+from weighin.errors import ConfigError, HarnessError
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.run import run_lock
 
@@ -35,7 +35,7 @@ def test_two_caches_share_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(LOCK_VARIABLE, str(path := tmp_path / "lock"))
     first = held(path, WEIGHIN_CACHE=str(tmp_path / "one"))
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "two"))
-    with pytest.raises(MachineBusy) as caught, run_lock.only_run():
+    with pytest.raises(HarnessError) as caught, run_lock.only_run():
         pytest.fail("both measured")
     assert caught.value.exit_code == 4
     assert str(caught.value) == (

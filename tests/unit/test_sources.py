@@ -33,7 +33,7 @@ def test_a_strategy_is_decided_by_itself_the_model_and_the_worker() -> None:
         "harness/weighin/models/gpt2.py",
         "harness/weighin/worker/__main__.py",
         "harness/weighin/worker/loading.py",
-        "harness/weighin/worker/touch.py",
+        "harness/weighin/worker/verify.py",
     } <= found
     assert not {"harness/weighin/loader/load.py", "harness/weighin/worker/pytest_body.py"} & found
     assert not [

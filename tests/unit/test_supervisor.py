@@ -194,6 +194,54 @@ def test_what_comes_after_ready_is_no_part_of_the_peak(
     assert watched(FakeRunning(script, KILLED, pid=1)).peaks.rss_bytes == 500 * MIB
 
 
+CRASHED = Exit(None, signal=6)
+WHOLE = (*LOADED, begin("touch"), phase("touch", 450), ready())
+
+
+@pytest.mark.parametrize(
+    ("script", "ended", "outcome", "message", "says"),
+    [
+        ([*WHOLE, begin("forward"), failed("strategy_failed", "boom")], Exit(1), "ok", "", "boom"),
+        ([*WHOLE, begin("forward"), failed("wrong_weights", "nan")], Exit(1), "ok", "", "nan"),
+        (
+            [*WHOLE, begin("forward")],
+            CRASHED,
+            "ok",
+            "",
+            "the measured process was ended by SIGABRT in phase 'forward'",
+        ),
+        (
+            [*WHOLE, begin("forward")],
+            KILLED,
+            "strategy_failed",
+            "the measured process was ended by SIGKILL in phase 'forward'",
+            "",
+        ),
+        ([*WHOLE, begin("forward"), failed("cuda_oom", "full")], Exit(1), "cuda_oom", "full", ""),
+        ([*LOADED, failed("strategy_failed", "boom")], Exit(1), "strategy_failed", "boom", ""),
+        ([*WHOLE, failed("wrong_weights", "a")], Exit(1), "wrong_weights", "a", ""),
+        (
+            [*WHOLE, begin("use: mine"), failed("use_failed", "mine: boom")],
+            Exit(1),
+            "use_failed",
+            "mine: boom; every weight is right",
+            "",
+        ),
+    ],
+)
+def test_only_a_forward_pass_that_fails_after_a_right_load_is_the_models_fault(
+    script: list[Any], ended: Exit, outcome: str, message: str, says: str
+) -> None:
+    result = watched(FakeRunning(script, ended))
+    assert (result.outcome, result.message) == (outcome, message)
+    assert (result.last_phase is None) == (outcome == "ok")
+    warning = (
+        f"the forward pass of m fails: {says}. Every weight is right. To measure the load alone:"
+        " --use none"
+    )
+    assert result.warnings == ((warning,) if says else ())
+
+
 def test_looks_at_the_gpu_join_the_samples_that_follow_them(sampler: type[FakeSampler]) -> None:
     sampler.seen = tuple(map(sample, (5, 10, 19, 20, 99)))
     points = event("cuda", points=[[10, 1, 100], [20, 2, 200]])

@@ -18,7 +18,7 @@ from weighin.errors import CheckpointError, ConfigError, FormatLimit
 from weighin.formats import tensorizer
 from weighin.formats.base import TensorPlan
 from weighin.suite import registry
-from weighin.worker import touch, verify
+from weighin.worker import verify
 from weighin.worker.loading import WorkerLoad, import_strategy
 
 SPEC = ModelSpec(
@@ -80,9 +80,9 @@ def test_the_strategy_loads_a_tied_model_with_the_right_values(
         NoPhases(),
     )
     model = import_strategy(registry.strategy("tensorizer").path)(load)
-    tensors = touch.named_tensors(model)
+    tensors = verify.named_tensors(model)
     verify.check_structure(tensors, made.manifest, cpu, dtype)
-    verify.check_values(touch.touch(tensors), made.manifest, dtype)
+    verify.check_values(verify.touch(tensors), made.manifest, dtype)
     assert formats.detect(path).NAME == "tensorizer"
     assert formats.files(path) == [path]
 

@@ -20,8 +20,7 @@ from weighin.suite.registry import model, strategy
 from weighin.units import MIB
 from weighin.uses import FORWARD, NONE, USES, is_of_use, phase_of
 from weighin.worker import uses
-from weighin.worker.forks import forked
-from weighin.worker.inputs import Inputs
+from weighin.worker.loading import Inputs
 from weighin.worker.phases import named_by_strategy
 
 CELL = Cell(ModelSpec("m", "a:b"), "baseline", "process")
@@ -206,4 +205,4 @@ def test_each_forked_process_has_a_private_copy_of_what_it_writes() -> None:
 
 def test_a_forked_process_that_fails_is_an_error_and_leaves_none_behind() -> None:
     with pytest.raises(RuntimeError, match="a forked process ended with exit code 1"):
-        forked(lambda: 1 / 0, 2)
+        uses.in_forks(lambda: 1 / 0)

@@ -9,9 +9,15 @@ from torch import nn
 
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Manifest, TensorEntry
-from weighin.worker.inputs import Inputs
-from weighin.worker.touch import named_tensors, touch
-from weighin.worker.verify import WrongWeights, check_forward, check_structure, check_values
+from weighin.worker.loading import Inputs
+from weighin.worker.verify import (
+    WrongWeights,
+    check_forward,
+    check_structure,
+    check_values,
+    named_tensors,
+    touch,
+)
 
 CPU = torch.device("cpu")
 HALVES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -10,7 +10,7 @@ from torch import save, zeros
 
 from weighin.cell import Cell
 from weighin.doctor import doctor
-from weighin.doctor.capabilities import Capability
+from weighin.doctor.doctor import Capability
 from weighin.predict import client
 from weighin.predict.prediction import Prediction, Work
 from weighin.recommend import answer

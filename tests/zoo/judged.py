@@ -24,9 +24,8 @@ from weighin.cell import ModelSpec
 from weighin.checkpoint.index import index
 from weighin.checkpoint.manifest import Manifest
 from weighin.suite import registry
-from weighin.worker import touch, verify
-from weighin.worker.inputs import Inputs
-from weighin.worker.loading import WorkerLoad, import_strategy
+from weighin.worker import verify
+from weighin.worker.loading import Inputs, WorkerLoad, import_strategy
 
 _ALL_FORMATS_BYTES = 100 * 1024**2  # larger models are tested as pt and safetensors only
 _ALL_PLANTS_BYTES = 20 * 1024**2  # for larger models, only every fourth strategy gets a wrong byte
@@ -229,9 +228,9 @@ def judge(
     """Return the fault that the worker's checks find in a model; an empty string if it is right."""
     device = torch.device("cpu")
     try:
-        tensors = touch.named_tensors(model)
+        tensors = verify.named_tensors(model)
         verify.check_structure(tensors, truth.manifest, device, dtype)
-        verify.check_values(touch.touch(tensors), truth.manifest, dtype)
+        verify.check_values(verify.touch(tensors), truth.manifest, dtype)
         inputs = (
             builders.example_inputs(**case.kwargs) if forward and dtype == torch.float32 else ()
         )

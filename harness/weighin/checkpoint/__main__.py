@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.cell import ModelSpec
+from weighin.child_process import Parent, end_with_parent
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.selection import Selection
-from weighin.parent_process import Parent, end_with_parent
 
 _PROGRESS_EVERY_S: Final = 0.1
 

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -61,9 +61,38 @@ def planned(
 
 def end(context: click.Context, results: Sequence["Result"]) -> None:
     """Print each failed strategy, use or command; exit with the run's exit code if it is not 0."""
-    from weighin import exit_codes
-
-    for text in exit_codes.broken(results):
+    for text in broken(results):
         _console.error(text)
-    if code := exit_codes.of_results(results):
+    if code := exit_code_of(results):
         context.exit(code)
+
+
+def exit_code_of(results: "Iterable[Result]") -> int:
+    """Return a run's exit code: 5 if an outcome is in ``BROKEN``, else 4 if a measurement could not
+    be made, else 0.
+
+    After only one measurement, ``weighin run`` exits with the command's own code instead.
+    """
+    from weighin.result import BROKEN, Outcome
+
+    outcomes = {result.outcome for result in results}
+    if outcomes & {*BROKEN}:
+        return 5
+    return 4 if Outcome.MEASUREMENT_FAILED in outcomes else 0
+
+
+def broken(results: "Iterable[Result]") -> list[str]:
+    """Return a line with the strategy, RAM limit, outcome and message of each result whose outcome
+    is in ``BROKEN``; equal lines appear once.
+    """
+    from weighin.result import BROKEN
+    from weighin.units import format_exact
+
+    lines = []
+    for result in results:
+        if result.outcome in BROKEN:
+            limit = result.cell.ram_limit_bytes
+            under_limit = f" under {format_exact(limit)}" if limit else ""
+            message = f": {result.message}" if result.message else ""
+            lines.append(f"{result.cell.strategy}{under_limit}: {result.outcome}{message}")
+    return list(dict.fromkeys(lines))

@@ -12,7 +12,7 @@ from typing import Any, cast
 import click
 
 from weighin.cli import _settings, _wrap
-from weighin.errors import ConfigError, WholePipeline
+from weighin.errors import EXPLAINED, ConfigError, WholePipeline
 
 _WIDEST = 100  # columns
 _WORDS = "weighin.words"
@@ -207,10 +207,8 @@ class Verbs(click.Group):
 
 
 def _write_codes(formatter: click.HelpFormatter) -> None:
-    from weighin import exit_codes  # imported here to save time, because only the help needs codes
-
     formatter.write_paragraph()
-    formatter.write_text(exit_codes.EXPLAINED)
+    formatter.write_text(EXPLAINED)
 
 
 def summary(command: click.Command) -> str:

@@ -29,8 +29,8 @@ from mmap import MAP_PRIVATE, PAGESIZE, mmap
 from pathlib import Path
 from typing import Any, Final
 
+from weighin.child_process import Parent
 from weighin.disk.pace import Pace, Schedule
-from weighin.parent_process import Parent
 from weighin.units import KIB, parse_bytes, parse_rate, parse_seconds
 
 LARGEST_READ_BYTES: Final = 128 * KIB  # of one request in libfuse 2

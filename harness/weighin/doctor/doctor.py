@@ -1,14 +1,17 @@
 """``weighin doctor``: test which limits this machine can enforce and which figures it can measure.
 
-weighin tests each capability of the machine, and infers none from version numbers.
+weighin tests each capability of the machine, and infers none from version numbers: what a cgroup can
+measure is tested in a temporary cgroup.
 """
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -18,15 +21,14 @@ from weighin.cell import Cell, Job
 from weighin.checkpoint import cache
 from weighin.disk import mount
 from weighin.disk.pace import Pace
-from weighin.doctor.capabilities import Capability, figures
 from weighin.errors import HarnessError
 from weighin.isolation import delegation, select
 from weighin.isolation.base import Isolation
 from weighin.isolation.cgroup import limit, temporary_group
-from weighin.probes import environment
-from weighin.probes.cgroup import memory_hierarchy, pressure_hierarchy
+from weighin.probes import environment, page_cache
+from weighin.probes.cgroup import MemoryCgroup, PeakMark, memory_hierarchy, pressure_hierarchy
 from weighin.result import Outcome
-from weighin.run import command_runner, disk_proof, slow_disk
+from weighin.run import command_runner, disk_proof, gpu_check, slow_disk
 from weighin.run.cell_runner import Setting, measure
 from weighin.suite.registry import model, read_strategy
 from weighin.units import MIB, format_bytes
@@ -37,13 +39,26 @@ _DISKS = (
     ("rate of a disk (--disk)", Pace(100_000_000)),
     ("latency of a disk (--disk-latency)", Pace(100_000_000, 5_000_000)),
 )
+_INNER_BYTES = 64 * MIB
+_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of WSL and of AMD
 _WORDS = {"good": "yes", "poor": "partly", "bad": "no"}
 _STYLES = {"good": "green", "poor": "yellow", "bad": "red"}
+
+Verdict = Literal["good", "poor", "bad"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """A row of the table that ``weighin doctor`` prints; "good" means yes, "poor" partly and "bad" no."""
+
+    subject: str
+    verdict: Verdict
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The results of all tests of ``weighin doctor``, in the order of the table's rows."""
+    """The rows of the table."""
 
     capabilities: tuple[Capability, ...]
 
@@ -150,63 +165,161 @@ def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:
     return Capability(subject, "bad", survived.rstrip())
 
 
+def figures() -> Iterator[Capability]:
+    """Yield a row for each kind of memory figure in records, and a row for the cold page cache."""
+    yield _row(
+        "peak RSS of each phase",
+        os.access("/proc/self/clear_refs", os.W_OK),
+        "exact: VmHWM, reset through clear_refs",
+        "bad",
+        "/proc/self/clear_refs cannot be written, as in a sandbox that is not Linux itself",
+    )
+    yield Capability(
+        "anonymous, file, shared memory",
+        "good",
+        "sampled, and exact at the end of each phase, because the kernel keeps no peak of them",
+    )
+    try:
+        with temporary_group() as group:
+            yield from of_group(MemoryCgroup(group))
+    except HarnessError as error:
+        why = f"{error.message}: not measured with --isolation cgroup; docker has its own cgroups"
+        verdict: Verdict = "bad" if memory_hierarchy() is None else "poor"
+        yield Capability("figures of the cell's cgroup", verdict, why)
+    yield pressure()
+    folder = cache.folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.write(bytes(MIB))
+        file.flush()
+        left = page_cache.drop([Path(file.name)])
+    why = f"{folder} keeps its pages: is it a tmpfs?"
+    if left is None:
+        why = f"{folder}: this kernel does not tell which pages are cached"
+    yes = f"files in {folder} are evicted, and checked"
+    yield _row("cold page cache", left == 0, yes, "bad", why)
+
+
+def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
+    """Yield a row each for the peak, OOM kills, refaults and the soft limit of a cgroup."""
+    name, kills = cgroup.peak_path.name, cgroup.oom_path.name
+    with closing(PeakMark(cgroup)) as mark:
+        if mark.read() is None:
+            why = f"missing: {name} needs Linux 5.19; only samples are available"
+            yield Capability("cgroup peak", "bad", why)
+        else:
+            exact = f"exact for each phase: {name}, reset at the end of each"
+            why = f"exact for the whole cell, not for a phase: resetting {name} needs Linux 6.12"
+            yield _row("cgroup peak", mark.reset(), exact, "poor", why)
+    yield _row(
+        "kills for lack of memory",
+        cgroup.read_oom_kills() is not None,
+        f"exact: oom_kill in {kills}",
+        "bad",
+        f"missing: oom_kill in {kills} needs Linux 5.2 (v2) or 4.13 (v1)",
+    )
+    yield _row(
+        "refaults",
+        cgroup.read_refaults() is not None,
+        "exact: workingset_refault_file in memory.stat",
+        "poor",
+        "missing: this counter needs Linux 5.9; only major page faults are available",
+    )
+    yield _row(
+        "soft limit (--ram-high)",
+        cgroup.soft_limit_path is not None,
+        "memory.high, with --isolation cgroup",
+        "poor",
+        "cgroup v1 has no memory.high",
+    )
+
+
+def pressure() -> Capability:
+    """Test whether memory pressure can be measured: PSI needs a cgroup v2 tree."""
+    tree, hierarchy = pressure_hierarchy(), memory_hierarchy()
+    verdict: Verdict = "poor"
+    if not Path("/proc/pressure/memory").exists():
+        detail = "missing: disabled in this kernel; boot with psi=1"
+    elif tree is None:
+        detail = "missing: it needs a cgroup v2 tree, and none is mounted"
+    elif hierarchy and hierarchy[0] == 1:
+        verdict = "good"
+        detail = f"exact with --isolation cgroup, through {tree}; not with docker on cgroup v1"
+    else:
+        verdict, detail = "good", "exact: memory.pressure of the cell's cgroup"
+    return Capability("memory pressure (PSI)", verdict, detail)
+
+
+def nested() -> Capability:
+    """Test whether a cgroup with a limit can have child cgroups with smaller limits."""
+    subject = "nested memory limits"
+    try:
+        with temporary_group() as group:
+            limit(group, 2 * _INNER_BYTES)
+            if (outer := MemoryCgroup(group)).version == 2:
+                (group / "cgroup.subtree_control").write_text("+memory")
+            inner = MemoryCgroup(group / "inner")
+            inner.path.mkdir()
+            try:
+                limit(inner.path, _INNER_BYTES)
+                is_limited = int(inner.limit_path.read_text()) == _INNER_BYTES
+            finally:
+                inner.path.rmdir()
+    except (HarnessError, OSError) as error:
+        reason = error.message if isinstance(error, HarnessError) else str(error)
+        return Capability(subject, "bad", f"cells cannot have limits of their own here: {reason}")
+    name = outer.limit_path.name
+    yes, no = f"{name} of a group inside a limited group", f"{name} of an inner group has no effect"
+    return _row(subject, is_limited, yes, "bad", no)
+
+
 def _machine() -> Iterator[Capability]:
-    machine = environment.machine()
-    yield _hierarchy()
+    machine, hierarchy = environment.machine(), memory_hierarchy()
+    if hierarchy is None:
+        why = "no memory controller: boot with cgroup_enable=memory"
+        yield Capability("cgroup version", "bad", why)
+    elif hierarchy[0] == 2:
+        yield Capability("cgroup version", "good", f"v2 at {hierarchy[1]}")
+    else:
+        tree = pressure_hierarchy()
+        beside = f"beside a v2 tree at {tree}" if tree else "without a v2 tree"
+        yield Capability("cgroup version", "poor", f"v1 at {hierarchy[1]}, {beside}")
     total, free = delegation.ram_bytes()
     limited = " (the limit of a cgroup around weighin)" if total < machine["ram_bytes"] else ""
     yield Capability("RAM", "good", f"{format_bytes(free)} free of {format_bytes(total)}{limited}")
     disk = shutil.disk_usage(cache.folder()).free
-    yield Capability(
-        "disk for checkpoints", "good", f"{format_bytes(disk)} free at {cache.folder()}"
-    )
+    detail = f"{format_bytes(disk)} free at {cache.folder()}"
+    yield Capability("disk for checkpoints", "good", detail)
     yield _swap(machine["swap_bytes"])
-    yield Capability(
-        "transparent huge pages",
-        "good",
-        f"{machine['thp']} (affects memory figures; part of each record)",
-    )
+    detail = f"{machine['thp']} (affects memory figures; part of each record)"
+    yield Capability("transparent huge pages", "good", detail)
     yield gpu()
 
 
-def _hierarchy() -> Capability:
-    subject, hierarchy = "cgroup version", memory_hierarchy()
-    if hierarchy is None:
-        return Capability(subject, "bad", "no memory controller: boot with cgroup_enable=memory")
-    version, mount = hierarchy
-    tree = pressure_hierarchy()
-    if version == 2:
-        return Capability(subject, "good", f"v2 at {mount}")
-    beside = f"beside a v2 tree at {tree}" if tree else "without a v2 tree"
-    return Capability(subject, "poor", f"v1 at {mount}, {beside}")
-
-
 def _swap(swap_bytes: int) -> Capability:
+    size = format_bytes(swap_bytes)
     if not swap_bytes:
         return Capability("swap", "good", "none")
     try:
         with temporary_group() as group:
             limit(group, _PROBE_LIMIT_BYTES)
     except HarnessError as error:
-        return Capability("swap", "poor", f"{format_bytes(swap_bytes)}; {error.message}")
-    return Capability(
-        "swap", "good", f"{format_bytes(swap_bytes)}, turned off for each limited cell"
-    )
+        return Capability("swap", "poor", f"{size}; {error.message}")
+    return Capability("swap", "good", f"{size}, turned off for each limited cell")
 
 
 def gpu() -> Capability:
-    """Test whether torch can use a GPU."""
-    import torch  # takes 2 s, as the earlier tests have brought torch into the page cache
+    """Test, in a subprocess, whether torch can use a GPU."""
+    if not any(Path(file).exists() for file in _GPU_FILES):
+        return Capability("CUDA GPU", "poor", "none: cells load to the CPU only")
+    seen = gpu_check.look()
+    if not seen.gpus:
+        return Capability("CUDA GPU", "bad", f"there is one, but {seen.why}: {seen.repair}")
+    first = seen.gpus[0]
+    detail = f"{first.name}, {format_bytes(first.total_bytes)}, peaks are exact"
+    return Capability("CUDA GPU", "good", detail)
 
-    subject = "CUDA GPU"
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        name = torch.cuda.get_device_name()
-        detail = f"{name}, {format_bytes(free)} free of {format_bytes(total)}, peaks are exact"
-        return Capability(subject, "good", detail)
-    if not Path("/dev/nvidiactl").exists():
-        return Capability(subject, "poor", "none: cells load to the CPU only")
-    if torch.version.cuda is None:
-        why = f"torch {torch.__version__} is a build without CUDA: install one from pytorch.org"
-        return Capability(subject, "bad", f"there is one, but {why}")
-    return Capability(subject, "bad", "there is one, but torch cannot use it: see nvidia-smi")
+
+def _row(subject: str, works: bool, yes: str, verdict: Verdict, no: str) -> Capability:
+    """Return the row of a capability that works (good: ``yes``), or else ``verdict``: ``no``."""
+    return Capability(subject, "good", yes) if works else Capability(subject, verdict, no)

@@ -84,7 +84,7 @@ class Driver:
 
         Raises:
             NoNodeLeft: no node can run the remaining cells.
-            MachineBusy: another process runs this plan.
+            HarnessError: another process runs this plan.
             RecordError: the run's folder cannot be read or written, or a node sent a file that
                 no record names.
         """
@@ -206,9 +206,8 @@ class Driver:
         if not work.result:
             _remove(work.files)
         if work.error:
-            error = HarnessError(work.error["message"], work.error["repair"])
-            error.exit_code = work.error["exit_code"]
-            self._leave_out(member, error)
+            told = {name: work.error[name] for name in ("message", "repair", "exit_code")}
+            self._leave_out(member, HarnessError(**told))
             if work.index is not None and not work.result:
                 self._scheduler.give_back(work.index)
         elif work.index is not None and not work.result:
@@ -246,8 +245,8 @@ class Driver:
 
     def _leave_out(self, member: _Member, error: HarnessError) -> None:
         self._members.pop(member.node.id, None)
-        self._troubles.append(HarnessError(f"{member.node.name}: {error.message}", error.repair))
-        self._troubles[-1].exit_code = error.exit_code
+        message = f"{member.node.name}: {error.message}"
+        self._troubles.append(HarnessError(message, error.repair, exit_code=error.exit_code))
         self._progress.preparing(f"no further cell for {member.node.name}: {error.message}", None)
 
     def _take_new_nodes(self) -> None:
@@ -269,9 +268,8 @@ class Driver:
         if not self._troubles:
             return NoNodeLeft(f"{waiting}: no node can use {self._task.isolation.name}")
         last = self._troubles[-1]
-        error = NoNodeLeft(f"{waiting}, no node is left: {last.message}", last.repair)
-        error.exit_code = last.exit_code
-        return error
+        message = f"{waiting}, no node is left: {last.message}"
+        return NoNodeLeft(message, last.repair, exit_code=last.exit_code)
 
     def _record(self, result: Result) -> None:
         self._progress.finished(run_folder.append(self._task.folder, result))

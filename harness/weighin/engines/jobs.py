@@ -13,11 +13,11 @@ from typing import Any
 
 from weighin import child_process
 from weighin.checkpoint import cache
+from weighin.child_process import last_line, ready
 from weighin.engines.driver import Driver
 from weighin.engines.scheduler import Node
 from weighin.errors import ConfigError
 from weighin.isolation import delegation
-from weighin.pipes import last_line, ready
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.protocol import encode_event
 from weighin.records import run_folder

@@ -35,9 +35,9 @@ from typing import Any, Final
 
 from weighin import __version__
 from weighin.checkpoint import cache, staging
+from weighin.child_process import Parent
 from weighin.errors import HarnessError, Interrupted, explain
 from weighin.isolation import delegation, select
-from weighin.parent_process import Parent
 from weighin.records import run_folder, sources
 from weighin.result import SCHEMA
 from weighin.run import gpu_check, interrupts, request, runner
@@ -69,9 +69,7 @@ def main() -> int:
 
 
 def _fail(events: Parent, error: HarnessError) -> int:
-    events.send(
-        "error", message=error.message, repair=error.repair, exit_code=type(error).exit_code
-    )
+    events.send("error", message=error.message, repair=error.repair, exit_code=error.exit_code)
     return error.exit_code
 
 
@@ -159,10 +157,10 @@ def _progress(events: Parent) -> Progress:
 
 
 def _examine(_: Mapping[str, Any], events: Parent) -> None:
-    from weighin.doctor import capabilities, doctor  # imports what measurements do not need
+    from weighin.doctor import doctor  # imports what measurements do not need
 
     examination = doctor.examine(lambda text: events.send("preparing", text=text, share=None))
-    found = [*examination.capabilities, capabilities.nested()]
+    found = [*examination.capabilities, doctor.nested()]
     code = {"weighin": __version__, "code": sources.digest_of_all()}
     events.send("examined", capabilities=[asdict(each) for each in found], **code)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BeforeValidator, Field, StrictInt
 
 from weighin import install
-from weighin.errors import ConfigError, HarnessError, SchemaTooNew
+from weighin.errors import ConfigError, HarnessError, RecordError
 from weighin.gate import budgets, expected
 from weighin.gate.budgets import Budget
 from weighin.gate.expected import Expectation
@@ -101,7 +101,7 @@ def read(path: Path) -> Baseline:
 
     Raises:
         ConfigError: the file cannot be read, or is invalid; the message names the invalid key or line.
-        SchemaTooNew: a newer version of weighin wrote the file.
+        RecordError: a newer version of weighin wrote the file.
     """
     if not path.exists():
         raise ConfigError(
@@ -112,7 +112,7 @@ def read(path: Path) -> Baseline:
     content = read_mapping(path)
     schema = content.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
-        raise SchemaTooNew(
+        raise RecordError(
             f"{path}: written by a newer weighin (schema {schema}; this version reads up to {SCHEMA})",
             install.upgrade(),
         )

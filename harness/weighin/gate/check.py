@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 
-from weighin.errors import ConfigError, NoBaseline, RecordError
-from weighin.exit_codes import BROKEN
+from weighin.errors import ConfigError, HarnessError, RecordError
 from weighin.gate import baseline as baselines
 from weighin.gate import budgets, freeze
 from weighin.gate.baseline import Baseline, Rules
@@ -20,7 +19,7 @@ from weighin.records.machine import Setting, fingerprint, settings_of
 from weighin.records.metrics import named
 from weighin.records.repeats import grouped
 from weighin.records.series import Series, SeriesRun, name_of, summarise
-from weighin.result import Outcome
+from weighin.result import BROKEN, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +191,17 @@ def update(
     Raises:
         ConfigError: a cell could not be measured, settings differ between cells, or the file is
             invalid or not writable.
-        NoBaseline: a run is incomplete (without ``partial``), weights were wrong, a strategy, command
-            or use failed, repeats failed in different ways, or ``accept`` returned False.
+        HarnessError: with exit code 1, if a run is incomplete (without ``partial``), weights were
+            wrong, a strategy, command or use failed, repeats failed in different ways, or ``accept``
+            returned False.
     """
     if measured.incomplete and not partial:
         run, covered = next(iter(measured.incomplete.items()))
-        raise NoBaseline(
+        raise HarnessError(
             f"cannot make a baseline from an incomplete run: {run}: {covered}",
             f"measure the missing cells: {covered.again}; or make a baseline of the measured cells alone:"
             " add --partial",
+            exit_code=1,
         )
     _refuse(measured)
     typed = _parsed(expected)
@@ -217,9 +218,10 @@ def _refuse(measured: MeasuredRuns) -> None:
                 "measure the run again: a baseline without a figure would accept any value of it",
             )
     if broken := [name for name, series in measured.series.items() if series.failures & {*BROKEN}]:
-        raise NoBaseline(
+        raise HarnessError(
             f"cannot make a baseline of failed strategies: {'; '.join(_described(measured, broken))}",
             "repair these strategies and measure again, or leave them out of --strategies",
+            exit_code=1,
         )
     if mixed := [name for name, value in measured.environment.items() if " | " in str(value)]:
         shown = "; ".join(f"{name}: {measured.environment[name]}" for name in mixed[:3])
@@ -238,7 +240,7 @@ def _accepted(
 ) -> list[Expectation]:
     """Return the expected outcomes to add to ``known``.
 
-    Raise NoBaseline if repeats failed in different ways, or if ``accept`` returns False.
+    Raise HarnessError if repeats failed in different ways, or if ``accept`` returns False.
     """
     series = measured.series
     failed = [name for name in series if not is_expected(name, series[name], known)]
@@ -247,17 +249,19 @@ def _accepted(
     wanted = suggest(failed, series)
     mixed = [name for name in failed if not is_expected(name, series[name], wanted)]
     if mixed:
-        raise NoBaseline(
+        raise HarnessError(
             f"repeats of one measurement failed in different ways: {'; '.join(_described(measured, mixed))}",
             "a baseline file has one outcome for each measurement: measure again, or leave these"
             " strategies out",
+            exit_code=1,
         )
     lines = _described(measured, failed)
     if not accept(lines):
         again = f"weighin check RUN --baseline {quote(str(baseline_file))} --update"
-        raise NoBaseline(
+        raise HarnessError(
             f"cannot make a baseline of outcomes that are not expected: {'; '.join(lines)}",
             f"if these outcomes are intended: {again} --expect-failures",
+            exit_code=1,
         )
     return wanted
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from weighin.errors import ConfigError
-from weighin.exit_codes import BROKEN
 from weighin.records.series import STRATEGY, Series, selects
-from weighin.result import Outcome
+from weighin.result import BROKEN, Outcome
 
 EXPECTABLE: Final = (
     Outcome.OOM_KILLED,

@@ -8,11 +8,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from weighin.exit_codes import BROKEN
 from weighin.gate.budgets import Budget
 from weighin.gate.expected import Expectation, is_expected
 from weighin.gate.lines import Line, LineVerdict
 from weighin.records.series import Series
+from weighin.result import BROKEN
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from weighin.child_process import PATIENCE_S, open_process, signal_each, wait_for_end
+from weighin.child_process import (
+    PATIENCE_S,
+    end_with_parent,
+    open_process,
+    signal_each,
+    wait_for_end,
+)
 from weighin.errors import ConfigError, StillRunning
 from weighin.isolation.base import Exit, Streams
-from weighin.parent_process import end_with_parent
 from weighin.probes import mounts
 from weighin.probes.cgroup import read_kernel
 

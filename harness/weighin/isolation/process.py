@@ -8,11 +8,11 @@ from time import monotonic, sleep
 
 from weighin import child_process
 from weighin.cell import Cell, Job
+from weighin.child_process import adopt_orphans
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import process_tree, read_only
 from weighin.isolation.base import Exit, Isolation, RunningCommand, Streams
 from weighin.isolation.command import LocalCommand, thaw
-from weighin.parent_process import adopt_orphans
 from weighin.probes.other_processes import limit_of
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job

@@ -14,11 +14,11 @@ from typing import Any
 
 from weighin import child_process, install
 from weighin.cell import ModelSpec
+from weighin.child_process import Parent, end_with_parent
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.gguf import architecture, check_decoded, files, read
 from weighin.formats.pretrained_folder import BUILDER
 from weighin.models.without_torchvision import imported_again
-from weighin.parent_process import Parent, end_with_parent
 from weighin.text import one_line
 
 

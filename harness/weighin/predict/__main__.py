@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.parent_process import Parent, adopt_orphans, end_with_parent
+from weighin.child_process import Parent, adopt_orphans, end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()  # before the imports that take seconds
@@ -31,10 +31,9 @@ from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory
 from weighin.text import one_line
 from weighin.uses import FORWARD
-from weighin.worker import loading, uses  # noqa: F401 (a worker imports them too)
-from weighin.worker.inputs import example_inputs
-from weighin.worker.model_package import import_model_package
-from weighin.worker.warmup import settle_math
+from weighin.worker import uses
+from weighin.worker.loading import example_inputs
+from weighin.worker.warmup import import_model_package, settle_math
 
 if TYPE_CHECKING:
     from weighin.predict.using import UseToFollow

@@ -11,7 +11,7 @@ import torch
 
 from weighin.probes.process import memory_of, read_status
 from weighin.units import MIB
-from weighin.worker.touch import touch
+from weighin.worker.verify import touch
 
 
 class GpuContext:

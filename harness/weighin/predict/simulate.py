@@ -24,7 +24,7 @@ from weighin.predict.using import UseToFollow, follow
 from weighin.result import WINDOWS_IN_FLIGHT, Memory
 from weighin.units import MIB
 from weighin.worker.loading import WorkerLoad, import_strategy
-from weighin.worker.touch import identity, named_tensors, touch
+from weighin.worker.verify import identity, named_tensors, touch
 
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
 _USE_SHARE: Final = 100

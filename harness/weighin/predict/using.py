@@ -18,9 +18,9 @@ from weighin.predict.prediction import PredictedUse
 from weighin.predict.storage import extent
 from weighin.units import MIB
 from weighin.uses import FORK, TRAINING, phase_of
-from weighin.worker.inputs import Inputs
-from weighin.worker.touch import named_tensors
+from weighin.worker.loading import Inputs
 from weighin.worker.uses import CHILDREN, Done, Given
+from weighin.worker.verify import named_tensors
 
 _OF_A_CHILD_BYTES: Final = 4 * MIB
 """The private memory of a forked Python process, without the weights that it writes."""

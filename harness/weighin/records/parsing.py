@@ -8,7 +8,7 @@ from functools import cache
 from reprlib import repr as short_repr
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from weighin.errors import DamagedRecord, SchemaTooNew
+from weighin.errors import DamagedRecord, RecordError
 from weighin.foreign import parse_json
 from weighin.result import SCHEMA
 from weighin.text import one_line, printable
@@ -27,7 +27,7 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
     """Parse a text of JSON as the dataclass ``kind``; ``place`` names the text in errors.
 
     Raises:
-        SchemaTooNew: a newer version of weighin wrote the text.
+        RecordError: a newer version of weighin wrote the text.
         DamagedRecord: the text is not a valid ``kind``, or has an ``impossible`` value.
     """
     from pydantic import ValidationError
@@ -41,7 +41,7 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
         raise DamagedRecord(f"{place}: not JSON: {one_line(str(error))}", repair) from None
     schema = value.get("schema") if isinstance(value, dict) else None
     if isinstance(schema, int) and schema > SCHEMA:
-        raise SchemaTooNew(
+        raise RecordError(
             f"{place}: written by a newer weighin (schema {short_repr(schema)}; this version reads up to {SCHEMA})",
             install.upgrade(),
         )

@@ -165,7 +165,7 @@ def read(run: Path) -> Records:
 
     Raises:
         RecordError: the folder is not a run, or cannot be read.
-        SchemaTooNew: a newer version of weighin wrote a record or the plan.
+        RecordError: a newer version of weighin wrote a record or the plan.
         DamagedRecord: a line is not a record, or the plan is damaged; the message names the field.
     """
     records = read_whole(run)
@@ -312,7 +312,7 @@ def read_plan(run: Path) -> Plan:
 
     Raises:
         RecordError: the plan does not exist or cannot be read.
-        SchemaTooNew: a newer version of weighin wrote the plan.
+        RecordError: a newer version of weighin wrote the plan.
         DamagedRecord: the file is not a valid plan; the message names the field.
     """
     path = run / PLAN

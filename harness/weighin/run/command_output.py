@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.cell import Cell
+from weighin.child_process import ready, write
 from weighin.isolation.base import Streams
-from weighin.pipes import pass_on, ready
 from weighin.result import Mark
 from weighin.run.command_settings import CommandSettings
 from weighin.run.output_lines import Ended, Lines, Pattern
@@ -128,7 +128,7 @@ class Relay:
                 if self._ends.is_set():
                     break
                 continue
-            if not (data := channel.take()) or not pass_on(channel.target, data):
+            if not (data := channel.take()) or not write(channel.target, data):
                 break  # the target has no reader, so the command's next write must fail as well
             self._note(lines.feed(data, time.monotonic_ns()))
         self._note(lines.rest())

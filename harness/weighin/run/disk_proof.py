@@ -14,11 +14,11 @@ from typing import Any, Final
 from weighin import formats
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.checkpoint import cache
+from weighin.child_process import last_line
 from weighin.disk.pace import Pace
 from weighin.disk.passthrough import LARGEST_READ_BYTES
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Isolation, Streams
-from weighin.pipes import last_line
 from weighin.probes import page_cache
 from weighin.run import slow_disk
 from weighin.run.slow_disk import SlowDisk

@@ -4,8 +4,8 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any
 
+from weighin.child_process import printed_lines
 from weighin.isolation.base import Exit
-from weighin.pipes import printed_lines
 from weighin.probes.allocator_trace import Trace
 from weighin.result import Cost, Faults, Memory, Outcome, Phase, Use, Written
 from weighin.text import one_line

@@ -9,8 +9,8 @@ from functools import cache
 from typing import Final
 
 from weighin import child_process
+from weighin.child_process import Parent, end_with_parent
 from weighin.errors import IsolationUnavailable
-from weighin.parent_process import Parent, end_with_parent
 from weighin.text import one_line
 from weighin.units import format_bytes, format_exact
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,15 @@ from weighin import formats
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.checkpoint import cache
 from weighin.checkpoint.entries import discard
+from weighin.child_process import last_line
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
 from weighin.formats import quantised
 from weighin.formats.lora import files_of
 from weighin.isolation import select
 from weighin.isolation.base import Running
-from weighin.pipes import last_line
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
-from weighin.result import Memory, Result
-from weighin.run import disk_proof, interrupts, model_fault, save_target
+from weighin.result import Memory
+from weighin.run import disk_proof, interrupts, save_target
 from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import Setting, take
 from weighin.run.events import checked
@@ -39,15 +39,13 @@ class LoadBench:
     """The checkpoints and settings that all loads and saves of a run share.
 
     ``prepared`` has the checkpoints, and ``refused`` the reasons why other checkpoints cannot be
-    written. The keys of both are results of ``_checkpoint_key``. ``model_faults`` caches the
-    results of ``model_fault.failure``.
+    written. The keys of both are results of ``_checkpoint_key``.
     """
 
     task: Run
     setting: Setting
     prepared: dict[tuple[str, str], cache.Prepared]
     refused: dict[tuple[str, str], str]
-    model_faults: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -71,10 +69,9 @@ class LoadBench:
                 job = replace(job, target=str(folder))
                 measured = take(setting, job, files, model_bytes, reference)
                 result = save_target.with_warnings(measured.result, folder)
+                measured = replace(measured, result=result)
         else:
             measured = take(setting, job, files, model_bytes, reference)
-            result = self._blaming(measured.result, job)
-        measured = replace(measured, result=result)
         return self._restored(measured, planned, key) if measured.changed else measured
 
     def _unmet_keys(self, planned: Planned, key: tuple[str, str]) -> str:
@@ -107,20 +104,6 @@ class LoadBench:
         discard(checkpoint.manifest_path.parent, checkpoint.format)
         self.prepared[key] = _ensure(self.task, planned, key[1])
         return measured
-
-    def _blaming(self, result: Result, job: Job) -> Result:
-        """Change a failure to ok if the model's forward pass also fails after a load by plain torch."""
-        if not model_fault.is_right_load(result):
-            return result
-        cell = result.cell
-        key = f"{cell.model.title} {cell.dtype} {cell.device}"
-        if key not in self.model_faults:
-            checkpoint = self.task.settings.checkpoint_of(cell.model) or Path(job.checkpoint)
-            self.model_faults[key] = model_fault.failure(
-                job, checkpoint, self.task.settings.selection
-            )
-        how = self.model_faults[key]
-        return model_fault.blamed(result, how) if how else result
 
 
 def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBench:

@@ -15,6 +15,7 @@ from weighin.worker.phases import named_by_strategy
 
 _MOST_PHASES: Final = 1000  # of one process, because a training loop may have millions
 _LONGEST_NAME: Final = 64
+_MOST_RENAMED: Final = 3  # in a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class ProcessTrack:
         self._phases: list[Phase] = []
         self._highest: dict[str, int] = {}
         self._number_lost = 0
+        self._renamed: dict[str, str] = {}
         self._resets = True
         self._resets_group = True
         self._last: _Seen | None = None
@@ -91,6 +93,13 @@ class ProcessTrack:
                 f"process {self._pid} had more than {_MOST_PHASES} phases: {self._number_lost} are"
                 " not recorded, but for each name, the one with the highest peak RSS is"
             )
+        if self._renamed:
+            names = [f"{was!r} as {name!r}" for was, name in self._renamed.items()]
+            found.append(
+                f"process {self._pid} has phases that are recorded under other names"
+                f" ({', '.join(names)}): a name has at most 64 letters, digits, spaces and"
+                " _ . + / ( ) -, and is not that of one of weighin's own phases"
+            )
         return found
 
     def take(self, event: dict[str, Any]) -> None:
@@ -99,7 +108,10 @@ class ProcessTrack:
         if seen is None:
             return
         if event["event"] == "begin":
-            self._begin(event["id"], _cleaned(event["name"]), seen)
+            was, name = one_line(event["name"], 2 * _LONGEST_NAME), _cleaned(event["name"])
+            if name != was and len(self._renamed) < _MOST_RENAMED:
+                self._renamed[was] = name
+            self._begin(event["id"], name, seen)
         elif phase := self._open.pop(event["id"], None):
             # The process sends the end's time, which may be invalid: keep it between begin and now.
             end_ns = min(max(phase.first.t_ns, event["t_ns"]), seen.t_ns)

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from weighin.errors import ConfigError, MachineBusy
-from weighin.locks import try_lock
+from weighin.atomic import try_lock
+from weighin.errors import ConfigError, HarnessError
 from weighin.probes.cgroup import LOCK_VARIABLE
 
 _FOLDERS: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 (never written, links not followed)
@@ -43,7 +43,7 @@ def only_run(
     with the reason.
 
     Raises:
-        MachineBusy: another run still holds the lock after ``patience_s``.
+        HarnessError: another run still holds the lock after ``patience_s``.
         ConfigError: the lock file cannot be created or opened.
     """
     path = lock_path()
@@ -73,7 +73,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     """Lock a run's plan in the ``with`` block, so that two processes do not run the same cells.
 
     Raises:
-        MachineBusy: another process holds the lock.
+        HarnessError: another process holds the lock.
     """
     try:
         locked = os.open(folder / "plan.json", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -82,9 +82,10 @@ def only_writer(folder: Path) -> Iterator[None]:
         return
     try:
         if not try_lock(locked):
-            raise MachineBusy(
+            raise HarnessError(
                 f"another process runs the plan in {folder}",
                 "wait for its end, then resume the run",
+                exit_code=4,
             )
         yield
     finally:
@@ -108,14 +109,15 @@ def _open(path: Path) -> int:
 
 
 def _wait(file: int, path: Path, deadline: float) -> None:
-    """Take the lock when it is free; raise MachineBusy at ``deadline`` (``time.monotonic``)."""
+    """Take the lock when it is free; raise HarnessError at ``deadline`` (``time.monotonic``)."""
     pause_s, longest_s = _PAUSES_S
     while time.monotonic() < deadline:
         time.sleep(pause_s)
         if try_lock(file):
             return
         pause_s = min(2 * pause_s, longest_s)
-    raise MachineBusy(
+    raise HarnessError(
         f"another run is measuring on this machine (it holds the lock file {path})",
         "wait for its end: weighin bench --wait; parallel runs would distort each other's figures",
+        exit_code=4,
     )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any, TypeVar
 
 from weighin.cell import Job
@@ -23,6 +24,7 @@ from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
 from weighin.records import thrashing
 from weighin.records.repeats import largest
 from weighin.result import (
+    BROKEN,
     SCHEMA,
     Faults,
     Kill,
@@ -42,7 +44,7 @@ from weighin.run.events import checked
 from weighin.run.slow_disk import SlowDisk
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import MIB, format_bytes
-from weighin.uses import FORK, is_of_use
+from weighin.uses import FORK, FORWARD, is_of_use
 
 _Point = TypeVar("_Point", bound=tuple[int, ...])
 
@@ -191,18 +193,30 @@ class Watch:
                 self._running.channel.stderr_tail,
                 grown(self._machine_oom_kills, read_machine_oom_kills()),
             )
+        culprit = self._logs[rank_logs.culprit(self._logs, self._ends, self._oom_kills)]
+        is_killed = SIGKILL in (ended.signal, *(end.signal for end in self._ends.values()))
+        in_forward = self._is_ready and culprit.current == FORWARD and not is_killed
+        doubts: list[str] = []
+        if outcome is Outcome.USE_FAILED:
+            message += "; every weight is right"
+        elif outcome in BROKEN and in_forward:  # the load is right, so that the model fails
+            doubts.append(
+                f"the forward pass of {job.cell.model.title} fails: {message}. Every weight is"
+                " right. To measure the load alone: --use none"
+            )
+            outcome, message = Outcome.OK, ""
+        is_whole = outcome is Outcome.OK or all(log.done for log in self._logs)
         is_cut = outcome is Outcome.THRASHING  # such a cell was killed, so its times are no results
         if outcome is Outcome.OOM_KILLED:
             message += self._met_elsewhere(job.cell.ram_limit_bytes)
         if outcome is Outcome.CHILD_KILLED or LOST_CHILD in message:
             message += self._killed_children()
-        culprit = self._logs[rank_logs.culprit(self._logs, self._ends, self._oom_kills)]
         return Result(
             schema=SCHEMA,
             cell=job.cell,
             outcome=outcome,
             message=message,
-            last_phase=None if all(log.done for log in self._logs) else culprit.current,
+            last_phase=None if is_whole else culprit.current,
             baseline=event_log.baseline,
             peaks=self._peaks(),
             phases=tuple(event_log.phases),
@@ -217,7 +231,7 @@ class Watch:
             cost=rank_logs.slowest(self._logs).cost(),
             watcher=self._observer.watcher if self._observer else None,
             allocator_summary=event_log.allocator_summary,
-            warnings=tuple(self._warnings(outcome, ended, forks=job.cell.use == FORK)),
+            warnings=(*self._warnings(outcome, ended, forks=job.cell.use == FORK), *doubts),
             ranks=rank_logs.ranks(self._logs, self._ends),
             stopped=self._stopped,
             use=self._use(),

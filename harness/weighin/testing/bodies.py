@@ -1,4 +1,4 @@
-"""Measure a test function or any function in a new process, with the phases and limits of a load.
+"""Measure a test or any function in a new process, with the phases and limits of a load.
 
 The new process has the isolation ``cgroup`` or ``process``. It cannot run in a container, because
 the container lacks the modules that a test imports.
@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -19,10 +19,18 @@ from weighin.cell import Body, Cell, Job, ModelSpec
 from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, UnknownName
 from weighin.isolation import select
 from weighin.probes import environment
-from weighin.result import Memory, Outcome, Result
+from weighin.result import Outcome, Result
 from weighin.run.cell_runner import Setting, measure
-from weighin.testing.phases import phase_table
+from weighin.testing.results import phase_table
 from weighin.units import format_bytes, parse_bytes
+
+METRICS: Final[dict[str, tuple[str, str]]] = {
+    "rss": ("rss_bytes", "rss_bytes"),
+    "anon": ("anon_sampled_bytes", "anon_bytes"),
+    "cgroup": ("cgroup_bytes", "cgroup_bytes"),
+    "cuda": ("cuda_allocated_bytes", "cuda_allocated_bytes"),
+}
+"""Maps a metric to its fields in ``Peaks`` and in ``Memory``. All but ``anon`` are high-water marks."""
 
 Call = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
 
@@ -36,29 +44,6 @@ class Limit:
     ram: str | None = None
     timeout_s: float = 600.0
     device: str = "cpu"
-
-
-def above_baseline(result: Result, metric: str) -> int | None:
-    """Return the peak of a metric minus its value before the load or test body, in bytes; None if
-    one of the two was not measured.
-
-    ``rss`` and ``cgroup`` are high-water marks of the kernel, ``cuda`` is the peak of the CUDA
-    allocator, and ``anon`` is a sampled maximum.
-
-    Raises:
-        UnknownName: ``metric`` is neither rss, cgroup, cuda nor anon.
-    """
-    peaks, before = result.peaks, result.baseline or Memory(0, 0, 0, 0)
-    figures = {
-        "rss": (peaks.rss_bytes, before.rss_bytes),
-        "anon": (peaks.anon_sampled_bytes, before.anon_bytes),
-        "cgroup": (peaks.cgroup_bytes, before.cgroup_bytes),
-        "cuda": (peaks.cuda_allocated_bytes, before.cuda_allocated_bytes),
-    }
-    if metric not in figures:
-        raise UnknownName("metric", metric, figures)
-    peak, start = figures[metric]
-    return None if peak is None or start is None else peak - start
 
 
 def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: float) -> Result:
@@ -89,7 +74,8 @@ def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.Tes
     """
     try:
         allowed = parse_bytes(limit.size)
-        above_baseline(Result(1, _cell("", "", limit), Outcome.OK), limit.metric)
+        if limit.metric not in METRICS:
+            raise UnknownName("metric", limit.metric, METRICS)
         with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
             path = Path(folder) / "reports.json"
             body = Body(str(path), _arguments(item))
@@ -115,7 +101,13 @@ def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> R
         )
     chosen, _ = select.choose(isolation, limited=limit.ram is not None, containers=False)
     job = Job(
-        cell=_cell(name, chosen.name, limit),
+        cell=Cell(
+            ModelSpec("none", "none:none"),
+            name,
+            chosen.name,
+            ram_limit_bytes=parse_bytes(limit.ram) if limit.ram else None,
+            device=limit.device,
+        ),
         checkpoint="",
         manifest="",
         strategy_path="",
@@ -126,12 +118,6 @@ def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> R
     (folder / "samples").mkdir()
     setting = Setting(chosen, folder, environment.machine())
     return measure(setting, job, files=(), model_bytes=None)
-
-
-def _cell(name: str, isolation: str, limit: Limit) -> Cell:
-    ram = parse_bytes(limit.ram) if limit.ram else None
-    spec = ModelSpec("none", "none:none")
-    return Cell(spec, name, isolation, ram_limit_bytes=ram, device=limit.device)
 
 
 def _arguments(item: pytest.Item) -> tuple[str, ...]:
@@ -167,26 +153,28 @@ def _judged(
     than ``allowed``, or if the kernel killed a child process.
     """
     if report.when == "call" and report.passed:
-        growth, held = above_baseline(result, limit.metric), _held_by_children(result, limit.metric)
         if result.outcome is Outcome.CHILD_KILLED:
             return _failed(item, f"{result.outcome}: {result.message}", result)
-        if growth is None:
-            return _failed(item, _not_measured(result, limit), result)
-        if growth + held > allowed:
-            return _failed(item, _too_much(result, limit, growth, held, allowed), result)
+        metric, (of_peak, of_start) = limit.metric, METRICS[limit.metric]
+        peak, start = getattr(result.peaks, of_peak), getattr(result.baseline, of_start, 0)
+        if peak is None or start is None:
+            needs = {"cgroup": "the isolation cgroup", "cuda": 'device="cuda"'}.get(metric)
+            why = f"{metric} was not measured under the isolation {result.cell.isolation}"
+            return _failed(item, f"{why}: needs {needs}", result)
+        # rss and anon leave out the memory of a test's child processes, which weighin samples.
+        others = result.peaks.others_private_sampled_bytes if metric in ("rss", "anon") else 0
+        if peak - start + (others or 0) > allowed:
+            return _failed(
+                item, _too_much(result, metric, peak - start, others or 0, allowed), result
+            )
     if report.failed:
         report.sections.append(_section(result))
     return report
 
 
-def _held_by_children(result: Result, metric: str) -> int:
-    """Return the sampled memory of a test's child processes if ``metric`` leaves it out, else 0."""
-    return (result.peaks.others_private_sampled_bytes or 0) if metric in ("rss", "anon") else 0
-
-
-def _too_much(result: Result, limit: Limit, growth: int, held: int, allowed: int) -> str:
-    kind = "sampled" if limit.metric == "anon" else "exact"
-    text = f"{limit.metric} ({kind}) grew by {format_bytes(growth)} during the test's body"
+def _too_much(result: Result, metric: str, growth: int, held: int, allowed: int) -> str:
+    kind = "sampled" if metric == "anon" else "exact"
+    text = f"{metric} ({kind}) grew by {format_bytes(growth)} during the test's body"
     if growth > allowed:
         lines = [f"{text}, more than its limit of {format_bytes(allowed)}"]
     else:
@@ -204,16 +192,10 @@ def _too_much(result: Result, limit: Limit, growth: int, held: int, allowed: int
     return "\n".join(lines)
 
 
-def _not_measured(result: Result, limit: Limit) -> str:
-    why = {"cgroup": "needs the isolation cgroup", "cuda": 'needs device="cuda"'}.get(limit.metric)
-    return f"{limit.metric} was not measured under the isolation {result.cell.isolation}: {why}"
-
-
 def _section(result: Result) -> tuple[str, str]:
-    after = replace(
-        result, phases=tuple(phase for phase in result.phases if phase.name != "import")
-    )
-    return f"weighin: phases under {result.cell.isolation}", phase_table(after)
+    phases = tuple(phase for phase in result.phases if phase.name != "import")
+    table = phase_table(replace(result, phases=phases))
+    return f"weighin: phases under {result.cell.isolation}", table
 
 
 def _failed(item: pytest.Item, message: str, result: Result | None = None) -> pytest.TestReport:

@@ -1,4 +1,4 @@
-"""The pytest plugin: the ``weighin`` fixture, and the marker ``limit_peak`` for tests.
+"""The pytest plugin: the ``weighin`` fixture, and ``limit_peak``, a marker and an ini option.
 
 ::
 
@@ -23,7 +23,6 @@ import pytest
 
 if TYPE_CHECKING:
     from weighin.result import Result
-    from weighin.testing.bodies import Limit
 
 MARKER = "limit_peak"
 
@@ -40,6 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addini("weighin_isolation", "isolation of measured processes", default="auto")
     parser.addini(
+        MARKER,
+        "how much the memory of each test may grow, such as 2GiB: each test then runs in a new process;"
+        " the marker limit_peak of a test replaces it",
+        default="",
+    )
+    parser.addini(
         "weighin_body_args",
         "arguments of the pytest that runs a test with limit_peak; that pytest ignores addopts",
         type="args",
@@ -54,6 +59,17 @@ def pytest_configure(config: pytest.Config) -> None:
         " and fail if its memory grows by more than size;"
         " metric: rss, anon, cgroup or cuda; ram: a limit that the kernel enforces",
     )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if size := session.config.getini(MARKER):
+        from weighin.errors import HarnessError
+        from weighin.units import parse_bytes
+
+        try:
+            parse_bytes(size)
+        except HarnessError as error:
+            raise pytest.UsageError(f"the ini option {MARKER}: {error}") from None
 
 
 class Weighin:
@@ -93,7 +109,7 @@ class Weighin:
             TypeError: a strategy got positional arguments.
         """
         from weighin.testing import bodies, loads
-        from weighin.testing.not_ok import guarded
+        from weighin.testing.results import guarded
 
         chosen = isolation or isolation_of(self._config)
         if callable(what):
@@ -114,7 +130,7 @@ class Weighin:
         return guarded(result)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure the ``with`` block as a phase; without the marker ``limit_peak``, do nothing."""
+        """Measure the ``with`` block as a phase; without a limit of ``limit_peak``, do nothing."""
         from weighin.protocol import BODY_PLUGIN
         from weighin.worker.phases import named_by_strategy
 
@@ -145,17 +161,18 @@ def isolation_of(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test with the marker ``limit_peak`` in a new process, and report the test's result."""
-    marker = item.get_closest_marker(MARKER)
-    if marker is None:
+    """Run a test with a limit in a new process, and report the test's result."""
+    marker, size = item.get_closest_marker(MARKER), item.config.getini(MARKER)
+    if marker is None and not (size and isinstance(item, pytest.Function)):  # not for a doctest
         return None
     from weighin.protocol import BODY_PLUGIN
     from weighin.testing import bodies
 
     if item.config.pluginmanager.has_plugin(BODY_PLUGIN):
         return None  # this process is the new process
+    limit = bodies.Limit(*marker.args, **marker.kwargs) if marker else bodies.Limit(size)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in bodies.run_item(item, _limit(marker), isolation_of(item.config)):
+    for report in bodies.run_item(item, limit, isolation_of(item.config)):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     # Tear down the fixtures of earlier tests, as the usual protocol does.
@@ -170,15 +187,9 @@ def pytest_runtest_makereport(
     """Add a table of the phases of each measurement to the report of a failed test."""
     report = yield
     if report.failed and (results := item.stash.get(MEASURED, [])):
-        from weighin.testing.phases import phase_table
+        from weighin.testing.results import phase_table
 
         for result in results:
             title = f"weighin: {result.cell.strategy} {result.outcome}"
             report.sections.append((title, phase_table(result)))
     return report
-
-
-def _limit(marker: pytest.Mark) -> Limit:
-    from weighin.testing.bodies import Limit
-
-    return Limit(*marker.args, **marker.kwargs)

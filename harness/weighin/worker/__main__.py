@@ -16,22 +16,27 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from weighin.cell import Job
+from weighin.child_process import Lifeline
 from weighin.probes.process import read_pss
 from weighin.protocol import decode_job
 from weighin.result import Outcome
 from weighin.uses import FORWARD
-from weighin.worker.connection import Lifeline
 from weighin.worker.failures import StrategyFailed, classify, describe, fail
-from weighin.worker.model_package import import_model_package
 from weighin.worker.phases import Marks
-from weighin.worker.warmup import check_preloaded, read_through, report_baseline, settle_math
+from weighin.worker.warmup import (
+    check_preloaded,
+    import_model_package,
+    join_group,
+    read_through,
+    report_baseline,
+    settle_math,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from weighin.worker.cuda import CudaMemory
-    from weighin.worker.inputs import Inputs
-    from weighin.worker.loading import WorkerLoad
+    from weighin.worker.loading import Inputs, WorkerLoad
 
 _TRACE_PIECE = 10_000  # the most events in one line, so that the parent parses short lines
 
@@ -93,8 +98,7 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
 
         from weighin.checkpoint.manifest import read_manifest
         from weighin.construction.skeleton import resolve_builder
-        from weighin.worker.inputs import example_inputs
-        from weighin.worker.loading import WorkerLoad
+        from weighin.worker.loading import WorkerLoad, example_inputs
 
         sys.path[:0] = job.python_path
         cell = job.cell
@@ -131,8 +135,6 @@ def prepare(job: Job, lifeline: Lifeline, marks: Marks) -> PreparedWorker:
 
             model = saving.load_model(load)
         if job.rank is not None:
-            from weighin.worker.ranks import join_group
-
             join_group(device, job.timeout_s)
         manifest = read_manifest(Path(job.manifest))
         prepared = PreparedWorker(job, lifeline, marks, load, inputs, manifest, model)
@@ -218,24 +220,22 @@ def check(worker: PreparedWorker, model: "torch.nn.Module") -> None:
     If tensors are sharded over ranks, each rank reads its own shards. The ranks compare whole
     tensors only after all ranks have reported that they have read their shards.
     """
-    from weighin.worker import touch, verify
+    from weighin.worker import verify
 
     job, lifeline, marks, load = worker.job, worker.lifeline, worker.marks, worker.load
     expected = [entry.name for entry in worker.manifest.tensors]
-    tensors = touch.named_tensors(model, expected)
+    tensors = verify.named_tensors(model, expected)
     verify.check_structure(tensors, worker.manifest, load.device, load.dtype)
     marks.restart()
     start_ns = time.monotonic_ns()
     with marks.phase("touch"):
-        checksums = touch.touch(tensors)
+        checksums = verify.touch(tensors)
         end_ns = time.monotonic_ns()
     tell = lifeline.send if job.rank is None else lifeline.send_and_wait
     tell("ready", t_ns=end_ns, touch_ns=end_ns - start_ns)
     if job.rank is not None:
-        from weighin.worker import ranks
-
         lifeline.send_and_wait("shared", pss_bytes=read_pss())
-        checksums |= ranks.checksums_of_sharded(tensors)
+        checksums |= verify.checksums_of_sharded(tensors)
     for note in verify.check_values(checksums, worker.manifest, load.dtype):
         if not job.rank:  # only rank 0 sends notes
             lifeline.send("note", text=note)

@@ -5,9 +5,9 @@ import sys
 import traceback
 from typing import NoReturn
 
+from weighin.child_process import Lifeline
 from weighin.result import Outcome
 from weighin.text import one_line
-from weighin.worker.connection import Lifeline
 
 
 class StrategyFailed(Exception):

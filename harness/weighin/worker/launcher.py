@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from weighin import child_process
 from weighin.cell import Job
+from weighin.child_process import Lifeline
 from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, MET, decode_event, encode_job
-from weighin.worker.connection import Lifeline
 
 _KEPT_BYTES = 4096  # of a rank's standard error
 _GRACE_S = 0.5  # between the ends of ranks that fail because one of them failed

@@ -13,9 +13,9 @@ from dataclasses import asdict, replace
 from reprlib import repr as short_repr
 from typing import TYPE_CHECKING
 
+from weighin.child_process import Lifeline
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
 from weighin.result import OURS, UNNAMED, Memory, Phase
-from weighin.worker.connection import Lifeline
 
 if TYPE_CHECKING:
     from weighin.worker.cuda import CudaMemory

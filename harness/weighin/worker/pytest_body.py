@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 from weighin.cell import Body, Job
+from weighin.child_process import Lifeline
 from weighin.protocol import BODY_PLUGIN
 from weighin.result import Outcome
-from weighin.worker.connection import Lifeline
 from weighin.worker.failures import describe, fail
 from weighin.worker.phases import Marks
 from weighin.worker.warmup import report_baseline
@@ -92,7 +92,7 @@ def _run_test(body: Body, marks: Marks, measuring: Measuring) -> str:
             self.config = config
 
         @pytest.hookimpl(wrapper=True, trylast=True)
-        def pytest_pyfunc_call(self) -> Generator[None, object, object]:
+        def pytest_runtest_call(self) -> Generator[None, object, object]:
             with measuring():
                 return (yield)
 

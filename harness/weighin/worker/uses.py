@@ -4,28 +4,31 @@ A use runs after the verification of all weights, and so may change the weights.
 use makes stay alive until its phase has ended, so that the memory at the phase's end includes them.
 """
 
+import os
+import traceback
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from typing import Any, Final
 
 import torch
 
 from weighin.cell import Job
 from weighin.construction.operations import tensors_in
+from weighin.probes.process import read_private_dirty
 from weighin.uses import FORK, SAVE, TO_DEVICE, TRAINING, phase_of
 from weighin.worker.failures import UseFailed
-from weighin.worker.forks import forked
-from weighin.worker.inputs import Inputs
-from weighin.worker.loading import import_strategy
+from weighin.worker.loading import Inputs, import_strategy
 from weighin.worker.phases import Marks
-from weighin.worker.touch import named_tensors
+from weighin.worker.verify import named_tensors
 
 SAVED: Final = "saved.pt"
 CHILDREN: Final = 2
 _GRADIENT: Final = 1e-3
 _RATE: Final = 1e-3
+_NUMBER_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +138,58 @@ def _save(model: torch.nn.Module, given: Given) -> Done:
     return Done()
 
 
-def _fork(model: torch.nn.Module, _: Given) -> Done:
-    return Done(children_private_bytes=forked(lambda: write(model), CHILDREN))
+def in_forks(function: Callable[[], object]) -> Done:
+    """Run a function in forked processes at once, and read the private dirty memory of each.
+
+    This is the memory that a process copied because it wrote to it: its resident set size includes
+    the pages that it shares with its parent. All live until the last one has run the function.
+
+    Raises:
+        RuntimeError: a process ended before the function did.
+    """
+    until, end = os.pipe()  # all processes end when ``end`` is closed
+    answers: dict[int, int] = {}
+    try:
+        for _ in range(CHILDREN):
+            answer, told = os.pipe()
+            if not (pid := os.fork()):
+                os.close(end)
+                _run(function, told, until)
+            os.close(told)
+            answers[pid] = answer
+        return Done(children_private_bytes=tuple(_answered(*each) for each in answers.items()))
+    finally:
+        os.close(end)
+        for pid, answer in answers.items():
+            os.waitpid(pid, 0)
+            os.close(answer)
+        os.close(until)
+
+
+def _answered(pid: int, answer: int) -> int:
+    if len(number := os.read(answer, _NUMBER_BYTES)) == _NUMBER_BYTES:
+        return int.from_bytes(number)
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert ended
+    how = f"ended with exit code {ended.si_status}"
+    if ended.si_code != os.CLD_EXITED:
+        how = f"was ended by {Signals(ended.si_status).name}"
+    raise RuntimeError(f"a forked process {how}")
+
+
+def _run(function: Callable[[], object], told: int, until: int) -> None:
+    """Run the function in the child, and end the child when the parent has closed ``until``."""
+    code = 1
+    try:
+        torch.set_num_threads(1)  # the threads of the parent do not exist here
+        function()
+        os.write(told, read_private_dirty().to_bytes(_NUMBER_BYTES))
+        os.read(until, 1)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 FUNCTIONS: Final[dict[str, Callable[[torch.nn.Module, Given], Done]]] = {
@@ -147,6 +200,6 @@ FUNCTIONS: Final[dict[str, Callable[[torch.nn.Module, Given], Done]]] = {
     TO_DEVICE: _to_device,
     "deepcopy": lambda model, _: Done(deepcopy(model)),
     SAVE: _save,
-    FORK: _fork,
+    FORK: lambda model, _: in_forks(lambda: write(model)),
 }
 """The function of each built-in use, by name; the use ``forward`` is not among them."""

@@ -8,18 +8,44 @@ import of torch as a phase.
 import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from weighin.cell import ModelSpec
+from weighin.formats.pretrained_library import library_of
 from weighin.probes.process import read_text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from weighin.worker.connection import Lifeline
+    import torch
+
+    from weighin.child_process import Lifeline
     from weighin.worker.phases import Marks
 
 _WARM_PIECE_BYTES = 1024**2
+
+
+def import_model_package(
+    model: ModelSpec, phase: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    """Import a model's class of transformers, diffusers or timm in a ``phase`` of its own.
+
+    These packages import a module when a class in it is first used. Without the phase of its own,
+    this import would be part of the phase "prepare".
+
+    Raises:
+        ConfigError: the library is not installed, or has no such class.
+    """
+    library = library_of(model.builder)
+    if library is None:
+        return
+    with phase(f"import {library.name}"):
+        from weighin.models.pretrained_modules import module_of  # after torch
+
+        module_of(library.builder).import_class(model.kwargs)
 
 
 def settle_math() -> None:
@@ -47,6 +73,19 @@ def read_through(checkpoint: "Path") -> None:
         with file.open("rb", buffering=0) as source:
             while source.readinto(piece):
                 pass
+
+
+def join_group(device: "torch.device", timeout_s: float) -> None:
+    """Join the process group of all ranks: gloo for the CPU, gloo and nccl for CUDA."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
 
 
 def check_preloaded() -> None:

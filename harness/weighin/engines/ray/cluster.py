@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from weighin import child_process, install, pipes
+from weighin import child_process, install
 from weighin.engines.ray import relay
 from weighin.engines.transport import LostTask
 from weighin.errors import ConfigError, extra
@@ -94,7 +94,7 @@ class Cluster:
 
     def __init__(self, labels: Mapping[str, str], run: Relay = relay.relay) -> None:
         self._labels = dict(labels)
-        for module in (relay, child_process, pipes):
+        for module in (relay, child_process):
             cloudpickle.register_pickle_by_value(module)
         self._relay = ray.remote(max_retries=0, num_cpus=0)(run)
         self._look = ray.remote(max_retries=0, num_cpus=0)(relay.look)

@@ -10,8 +10,7 @@ from rich.text import Text
 
 from weighin import __version__
 from weighin.doctor import doctor as doctors
-from weighin.doctor.capabilities import Capability
-from weighin.doctor.doctor import Examination
+from weighin.doctor.doctor import Capability, Examination
 from weighin.engines.ray import cluster as clusters
 from weighin.engines.ray.cluster import START, Cluster, RayNode, RayTask
 from weighin.engines.transport import LostTask

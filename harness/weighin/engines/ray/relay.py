@@ -1,8 +1,7 @@
 """Define the functions that run as Ray tasks: ``relay`` runs an assignment, ``look`` reads settings.
 
-Ray copies these functions by value to the nodes, with the functions of ``child_process`` and
-``pipes`` that they use. All of these functions import only the standard library. A node without
-weighin can therefore report that weighin is missing.
+Ray copies these functions by value to the nodes, with what they use of ``child_process``. They
+import only the standard library, so that a node without weighin can report that weighin is missing.
 """
 
 import contextlib
@@ -13,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from weighin.child_process import Child, module
-from weighin.pipes import last_line
+from weighin.child_process import Child, last_line, module
 
 _PAUSE_S = 0.5  # Ray can cancel a task only between two lines of Python
 _PATIENCE_S = 30.0  # the measured processes of a stopped assignment need a moment to end

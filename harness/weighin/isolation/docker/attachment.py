@@ -20,9 +20,9 @@ from math import inf
 from time import monotonic
 from typing import Any, Final
 
+from weighin.child_process import ready, write
 from weighin.isolation.base import Streams
 from weighin.isolation.docker.stream import CANCEL, STDERR, STDOUT, FrameBuffer, close_stream
-from weighin.pipes import pass_on, ready
 
 _AT_ONCE: Final = 64 * 1024
 _RESIZE_S: Final = 0.25
@@ -185,7 +185,7 @@ class Attachment:
         if (descriptor := self._standard.outputs.get(number)) is None:
             return
         self._writing = True
-        if not pass_on(descriptor, data):
+        if not write(descriptor, data):
             os.close(descriptor)
             self._standard.outputs[number] = None
             self.interrupted(

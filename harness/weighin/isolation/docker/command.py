@@ -11,14 +11,13 @@ from typing import Any, Final
 import docker
 from docker.errors import APIError
 
-from weighin.child_process import open_process, signal_each, wait_for_end
+from weighin.child_process import open_process, ready, signal_each, wait_for_end
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
 from weighin.isolation.docker.attachment import Attachment
 from weighin.isolation.docker.container import is_here, oom_killed, wait_for_container
 from weighin.isolation.docker.engine import explained
 from weighin.isolation.docker.keeper import Keeper
-from weighin.pipes import ready
 from weighin.probes.cgroup import MemoryCgroup, PeakMark, memory_cgroup_of, pids_in
 from weighin.probes.freezer import groups_of
 

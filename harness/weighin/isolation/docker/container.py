@@ -12,7 +12,7 @@ import docker
 import requests.exceptions
 from docker.errors import APIError, NotFound
 
-from weighin.child_process import signal_each
+from weighin.child_process import last_line, signal_each
 from weighin.isolation.base import Exit
 from weighin.isolation.docker.engine import (
     ENGINE_ERRORS,
@@ -24,7 +24,6 @@ from weighin.isolation.docker.engine import (
 from weighin.isolation.docker.image import PYTHON
 from weighin.isolation.docker.remote_observer import InsideObserver
 from weighin.isolation.docker.stream import StreamChannel
-from weighin.pipes import last_line
 from weighin.probes.cgroup import MemoryCgroup, memory_cgroup_of, pids_in, read_kernel
 from weighin.protocol import decode_event
 from weighin.text import one_line

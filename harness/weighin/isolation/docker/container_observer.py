@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
-from weighin.parent_process import Parent
+from weighin.child_process import Parent
 from weighin.probes.cgroup import all_pids, memory_cgroup_of, parent_of
 from weighin.probes.observer import LocalObserver
 from weighin.probes.process import memory_of, read_status

@@ -18,10 +18,10 @@ import docker
 import docker.utils
 from docker.errors import ImageNotFound
 
+from weighin.child_process import last_line
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.docker import wheels
 from weighin.isolation.docker.engine import ENGINE_ERRORS, explained, first_line, owner_labels
-from weighin.pipes import last_line
 from weighin.suite.registry import data_folder
 from weighin.units import format_bytes
 

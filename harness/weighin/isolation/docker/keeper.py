@@ -18,11 +18,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
-from weighin.child_process import open_process
+from weighin.child_process import open_process, ready
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
 from weighin.isolation.docker.mounts import Bind
-from weighin.pipes import ready
 
 SHELL: Final = Path("/bin/sh")
 _PIPES: Final = "/weighin/keeper"

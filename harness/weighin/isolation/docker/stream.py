@@ -11,8 +11,7 @@ import time
 from collections import deque
 from typing import Any, Final
 
-from weighin.child_process import STDERR_KEPT_BYTES
-from weighin.pipes import LineBuffer
+from weighin.child_process import STDERR_KEPT_BYTES, LineBuffer
 
 STDOUT: Final = 1
 STDERR: Final = 2
