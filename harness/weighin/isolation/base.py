@@ -121,10 +121,6 @@ class RunningCommand(Started, Protocol):
         """The pid of the command's first process, as weighin's process sees it."""
 
     @property
-    def groups(self) -> Sequence[Path]:
-        """All cgroups that the command entered, the memory cgroup first."""
-
-    @property
     def helpers(self) -> frozenset[int]:
         """The pids in the command's cgroups that belong to the isolation, and not to the command."""
 

@@ -282,4 +282,4 @@ class CommandWatch:
 def _stack_taker(running: RunningCommand) -> "StackTaker":
     from weighin.probes.stacks import StackTaker  # needs py-spy, and takes time to import
 
-    return StackTaker(running.groups, None if running.groups else running.members)
+    return StackTaker(running.members, running.cgroup)

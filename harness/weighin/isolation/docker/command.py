@@ -20,7 +20,6 @@ from weighin.isolation.docker.engine import explained
 from weighin.isolation.docker.keeper import Keeper
 from weighin.pipes import ready
 from weighin.probes.cgroup import MemoryCgroup, PeakMark, memory_cgroup_of, pids_in
-from weighin.probes.freezer import groups_of
 
 KILLED_AT_BIRTH: Final = Exit(code=None, signal=signal.SIGKILL, oom_killed=True)
 
@@ -52,7 +51,6 @@ class DockerCommand:
         self._process: int | None = None
         self.pid = 0
         self.cgroup: Path | None = None
-        self.groups: tuple[Path, ...] = ()
         self.helpers: frozenset[int] = frozenset()
         self.unseen = "the kernel killed the container at its RAM limit, before the command started"
 
@@ -82,7 +80,6 @@ class DockerCommand:
         self.pid = pid
         self.helpers = frozenset(self.members()) - {self.pid}
         self.unseen = ""
-        self.groups = tuple(groups_of(self.pid, self.cgroup))
         self._process = open_process(self.pid)
         mark = PeakMark(MemoryCgroup(self.cgroup))
         mark.reset()  # so that the peak does not include the container's own start
