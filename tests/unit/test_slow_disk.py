@@ -13,7 +13,6 @@ from weighin.disk.mount import WaitingRead
 from weighin.disk.pace import Pace
 from weighin.errors import IsolationUnavailable
 from weighin.isolation import delegation
-from weighin.probes import stalled_reads
 from weighin.run import slow_disk
 from weighin.run.slow_disk import SlowDisk, device_to_throttle, pace_of
 
@@ -139,7 +138,7 @@ def stalled(latency_ns: int | None, *waited_ns: int) -> str:
     job = replace(JOB, cell=replace(JOB.cell, disk_latency_ns=latency_ns))
     reads = [WaitingRead(Path("/m/a"), 4096, ns) for ns in waited_ns]
     disk: Any = FakeMount(*reads)
-    return SlowDisk(job, {}, disk).stalled([])
+    return SlowDisk(job, {}, disk).stalled()
 
 
 def test_a_read_stalls_half_a_second_after_its_latency() -> None:
@@ -147,20 +146,6 @@ def test_a_read_stalls_half_a_second_after_its_latency() -> None:
     said = "the read of /m/a at offset 4096 has had no answer for 501 ms"
     assert stalled(None, 501 * MS, 1000 * MS) == said
     assert stalled(20 * MS, 521 * MS) == said.replace("501", "521")
-
-
-def test_a_read_of_another_disk_may_stall_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[int]] = []
-
-    def waiting(pids: list[int]) -> list[tuple[str, int]]:
-        asked.append(pids)
-        return [("/nfs/a", 5), ("/nfs/b", 6)]
-
-    monkeypatch.setattr(stalled_reads, "waiting", waiting)
-    disk = SlowDisk(JOB, {})
-    assert disk.stalled([1, 2]) == "the read of /nfs/a at offset 5 has no answer"
-    assert asked == [[1, 2]]
-    disk.close()
 
 
 def test_a_latency_is_given_by_a_mount_that_ends_with_the_cell(

@@ -20,7 +20,6 @@ from weighin.disk.passthrough import LARGEST_READ_BYTES
 from weighin.errors import IsolationUnavailable
 from weighin.formats.pretrained_folder import folder_of
 from weighin.isolation import delegation
-from weighin.probes import stalled_reads
 from weighin.units import format_seconds
 
 _LONG_NS: Final = 500_000_000  # a read stalls if it exceeds the latency by this time
@@ -39,7 +38,7 @@ class SlowDisk:
     means: dict[str, Any]
     mount: Mount | None = None
 
-    def stalled(self, pids: list[int]) -> str:
+    def stalled(self) -> str:
         """Describe one read that the disk leaves unanswered, by file and offset; empty if none."""
         reads = self.mount.waiting() if self.mount else []
         patience_ns = (self.job.cell.disk_latency_ns or 0) + _LONG_NS
@@ -49,8 +48,6 @@ class SlowDisk:
                 f"the read of {first.path} at offset {first.offset} has had no answer for"
                 f" {format_seconds(first.waited_ns)}"
             )
-        for path, offset in stalled_reads.waiting(pids):
-            return f"the read of {path} at offset {offset} has no answer"
         return ""
 
     def close(self) -> None:

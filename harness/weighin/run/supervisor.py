@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from weighin.cell import Job
 from weighin.isolation.base import Exit, Running
 from weighin.probes import kernel_log
-from weighin.probes.cgroup import limits_around, pids_in, read_machine_oom_kills
+from weighin.probes.cgroup import limits_around, read_machine_oom_kills
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
 from weighin.probes.observer import LocalObserver, Observation, Observer, grown
 from weighin.probes.sampler import DEFAULT_INTERVAL_S, RankSamplers
@@ -129,7 +129,7 @@ class Watch:
             self._stopped = self._stopped or self._proof()
             if self._stopped:
                 if self._disk and self._stopped.timeout_s is not None:
-                    self._stalled = self._disk.stalled(self._pids())
+                    self._stalled = self._disk.stalled()
                 self._kill()
                 return
             if (event := decode_event(line)) and (event := checked(event, len(self._logs))):
@@ -444,11 +444,6 @@ class Watch:
         if self._oom_kills and outcome not in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
             warnings.append(rank_logs.lost(self._oom_kills))
         return warnings
-
-    def _pids(self) -> list[int]:
-        """Return the pids in the cell's cgroup; without a cgroup, the worker's pid."""
-        inside = pids_in(self._running.cgroup) if self._running.cgroup else []
-        return inside or ([self._running.pid] if self._running.pid else [])
 
     def _observe(self) -> Observation:
         seen = self._observer.look() if self._observer else Observation()
