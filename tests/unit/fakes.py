@@ -146,7 +146,6 @@ class PlayedIsolation:
         _folder: str,
         _streams: Streams,
         _mounts: Sequence[str] = (),
-        _throttled_device: str = "",
     ) -> Any: ...
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:

@@ -140,7 +140,6 @@ def test_a_limit_forbids_swap(engine: RecordedEngine, version: str) -> None:
 def test_without_a_limit_nothing_is_limited(engine: RecordedEngine) -> None:
     host = created(engine)["HostConfig"]
     assert {"Memory", "MemorySwap", "MemorySwappiness"}.isdisjoint(host)
-    assert not host.get("BlkioDeviceReadBps")
     assert not host.get("DeviceRequests")
 
 
@@ -164,20 +163,10 @@ def test_a_save_may_write_to_its_folder_alone(engine: RecordedEngine) -> None:
     assert writable == ["/somewhere"]
 
 
-def test_a_disk_is_throttled_and_a_gpu_is_passed(engine: RecordedEngine) -> None:
-    wanted = job(disk_bytes_per_s=5_000_000, device="cuda")
-    host = created(engine, replace(wanted, throttled_device="sdb"))["HostConfig"]
-    assert host["BlkioDeviceReadBps"] == [{"Path": "/dev/sdb", "Rate": 5_000_000}]
+def test_a_gpu_is_passed(engine: RecordedEngine) -> None:
+    host = created(engine, job(device="cuda"))["HostConfig"]
     [request] = host["DeviceRequests"]
     assert (request["Count"], request["Capabilities"]) == (-1, [["gpu"]])
-
-
-@pytest.mark.parametrize(("rate", "device"), [(None, "sdb"), (5_000_000, "")])
-def test_a_disk_is_not_throttled_without_a_rate_or_a_name(
-    engine: RecordedEngine, rate: int | None, device: str
-) -> None:
-    wanted = replace(job(disk_bytes_per_s=rate), throttled_device=device)
-    assert not created(engine, wanted)["HostConfig"].get("BlkioDeviceReadBps")
 
 
 def test_a_container_is_named_and_labelled_after_this_process(

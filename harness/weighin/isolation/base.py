@@ -176,12 +176,11 @@ class Isolation(Protocol):
         folder: str,
         streams: Streams,
         mounts: Sequence[str] = (),
-        throttled_device: str = "",
     ) -> RunningCommand:
         """Start the command of this cell in a working folder, under the cell's limits.
 
         A container sees ``folder`` and, read-only, each path in ``mounts``, all at the same paths
-        as here. The command reads from the disk ``throttled_device`` at most at the cell's rate.
+        as here.
         """
 
     def remove_stale(self, *, any_lock: bool = False) -> list[str]:

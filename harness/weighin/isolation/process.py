@@ -49,7 +49,6 @@ class ProcessIsolation(Isolation):
         folder: str,
         streams: Streams,
         _mounts: Sequence[str] = (),
-        _throttled_device: str = "",
     ) -> RunningCommand:
         return ProcessCommand(cell, folder, streams)
 

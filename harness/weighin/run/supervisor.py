@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weighin.cell import Job
+from weighin.disk.mount import Mount
 from weighin.isolation.base import Exit, Running
 from weighin.probes import kernel_log
 from weighin.probes.cgroup import limits_around, read_machine_oom_kills
@@ -39,7 +40,6 @@ from weighin.result import (
 from weighin.run import interrupts, rank_logs
 from weighin.run.event_log import LOST_CHILD, EventLog
 from weighin.run.events import checked
-from weighin.run.slow_disk import SlowDisk
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import MIB, format_bytes
 from weighin.uses import FORK, is_of_use
@@ -70,7 +70,7 @@ class Watch:
         before_load: Callable[[], None] | None = None,
         ranks: int = 1,
         guard: ThrashGuard | None = None,
-        disk: SlowDisk | None = None,
+        disk: Mount | None = None,
     ) -> None:
         """Start to sample the worker.
 
@@ -79,7 +79,7 @@ class Watch:
             before_load: is called when all ranks have reported their memory before the load. The
                 worker waits during the call.
             guard: tests whether the cell thrashes; if it does, the worker is killed.
-            disk: the disk from which the worker reads. It is closed when the worker is killed,
+            disk: the slow disk from which the worker reads. It is closed when the worker is killed,
                 because a process that waits for an unanswered read cannot die.
         """
         self._started_ns = time.monotonic_ns()

@@ -111,7 +111,7 @@ class DockerIsolation:
         """
         inside, binds = place(job)
         worker = (PYTHON, "-P", "-m", "weighin.worker")
-        running = self._start(worker, job.cell, binds, job.throttled_device)
+        running = self._start(worker, job.cell, binds)
         running.channel.send(encode_job(inside))
         return running
 
@@ -120,13 +120,12 @@ class DockerIsolation:
         command: Sequence[str],
         cell: Cell,
         binds: Sequence[Bind] = (),
-        throttled_device: str = "",
     ) -> DockerRunning:
         """Start ``command`` as the worker, in a new container with the limits of ``cell``."""
         if self._image is None:
             self.prepare()
         client = self._client
-        host = host_config.of_worker(client, self._info, binds, cell, throttled_device)
+        host = host_config.of_worker(client, self._info, binds, cell)
         with self._new_container() as name, contextlib.ExitStack() as opened:
             container = client.create_container(
                 self._image,
@@ -166,7 +165,6 @@ class DockerIsolation:
         folder: str,
         streams: Streams,
         mounts: Sequence[str] = (),
-        throttled_device: str = "",
     ) -> RunningCommand:
         """Start a command in its working folder, which the container sees at the same path.
 
@@ -190,7 +188,6 @@ class DockerIsolation:
                 folder,
                 streams,
                 mounts,
-                throttled_device,
                 name=name,
                 on_close=lambda: self._remove(name),
             )
