@@ -85,7 +85,6 @@ class FakeRunning:
         self.cgroup = cgroup
         self.unseen = unseen
         self.kills = 0
-        self.read_only = False
         self._ended = ended
         self._hangs = hangs
         self._inside = inside
@@ -109,11 +108,10 @@ class FakeRunning:
 class PlayedIsolation:
     """Starts workers that play scripts, one after the other; the last script is played again."""
 
-    name = "process"
     limits = False
 
     def __init__(
-        self, *scripts: Sequence[Step], read_only: bool = False, inside: Observer | None = None
+        self, *scripts: Sequence[Step], name: str = "process", inside: Observer | None = None
     ) -> None:
         self.jobs: list[Job] = []
         self.steps: list[str] = []
@@ -121,7 +119,7 @@ class PlayedIsolation:
         self.stderr_tail = b""
         self._scripts = deque(scripts)
         self._inside = inside
-        self._read_only = read_only
+        self.name = name
 
     def check(self) -> None:
         self.steps.append("check")
@@ -136,9 +134,7 @@ class PlayedIsolation:
     def start(self, job: Job) -> FakeRunning:
         self.jobs.append(job)
         script = self._scripts.popleft() if len(self._scripts) > 1 else self._scripts[0]
-        running = FakeRunning(script, inside=self._inside, stderr_tail=self.stderr_tail)
-        running.read_only = self._read_only
-        return running
+        return FakeRunning(script, inside=self._inside, stderr_tail=self.stderr_tail)
 
     def start_command(
         self,

@@ -16,7 +16,7 @@ from scripts import JOB
 
 from weighin.cell import Cell
 from weighin.errors import IsolationUnavailable, StillRunning
-from weighin.isolation import cgroup, process, read_only
+from weighin.isolation import cgroup, process
 from weighin.isolation.base import Exit, Streams
 from weighin.isolation.cgroup import CgroupIsolation, CgroupRunning, temporary_group
 from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, this_process
@@ -197,7 +197,6 @@ def test_a_worker_is_in_all_its_groups_before_it_gets_its_job(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cgroup, "WORKER", ("sh", "-c", 'echo "$$ $MODE"; exec cat'))
-    monkeypatch.setattr(read_only, "is_possible", lambda: False)
     cell = replace(JOB.cell, ram_limit_bytes=64 * MIB, environment={"MODE": "fast"})
     job = replace(JOB, cell=cell, checkpoint="")
     running = CgroupIsolation().start(job)
@@ -411,7 +410,7 @@ def test_a_worker_imports_the_packages_of_this_environment() -> None:
 def test_the_end_of_a_worker_by_an_error_of_its_start_leaves_no_group(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_only, "wrapped", lambda *_: 1 / 0)
+    monkeypatch.setattr(cgroup, "CgroupRunning", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         CgroupIsolation().start(JOB)
     assert kernel.groups() == []

@@ -122,7 +122,6 @@ def test_a_worker_of_this_machine_is_seen_with_its_group(
     running = started().running
     assert (running.pid, running.cgroup, running.unseen) == (worker, group, "")
     assert running.observe_inside(0.01) is None
-    assert running.read_only
 
 
 def test_a_kill_spares_the_keeper_and_does_not_ask_the_engine(

@@ -15,7 +15,7 @@ from scripts import JOB
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
-from weighin.isolation import command, process, process_tree, read_only
+from weighin.isolation import command, process, process_tree
 from weighin.isolation.base import Exit, RunningCommand, Streams
 from weighin.isolation.process import LocalRunning, ProcessIsolation
 from weighin.parent_process import adopt_orphans
@@ -190,7 +190,6 @@ WORKER = ("sh", "-c", f'echo "$MODE,${{{PHASES_VARIABLE}-none}},$PYTHONPATH"; ex
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRunning]:
     monkeypatch.setattr(process, "WORKER", WORKER)
-    monkeypatch.setattr(read_only, "is_possible", lambda: False)
     monkeypatch.setenv(PHASES_VARIABLE, "/of/another/program")
     cell = replace(JOB.cell, environment={"MODE": "fast"})
     running = ProcessIsolation().start(replace(JOB, cell=cell))
@@ -205,7 +204,6 @@ def test_a_worker_gets_its_variables_and_then_its_job(worker: LocalRunning) -> N
     cell = replace(JOB.cell, environment={"MODE": "fast"})
     assert worker.channel.receive(20) == encode_job(replace(JOB, cell=cell)).rstrip(b"\n")
     assert (worker.cgroup, worker.unseen) == (None, "a plain process has no cgroup of its own")
-    assert not worker.read_only
 
 
 def test_a_worker_that_is_killed_or_closed_ends(worker: LocalRunning) -> None:

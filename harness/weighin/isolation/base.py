@@ -102,10 +102,6 @@ class Running(Started, Protocol):
     def pid(self) -> int | None:
         """The worker's pid, as weighin's process sees it; None if weighin cannot see the worker."""
 
-    @property
-    def read_only(self) -> bool:
-        """Whether the worker sees its checkpoint through read-only mounts."""
-
     def observe_inside(self, interval_s: float) -> Observer | None:
         """Start an observer in the container; None if weighin needs none, or it does not start."""
 

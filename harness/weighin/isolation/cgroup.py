@@ -17,7 +17,7 @@ from pathlib import Path
 from weighin.cell import Cell, Job
 from weighin.child_process import signal_each
 from weighin.errors import IsolationUnavailable, StillRunning
-from weighin.isolation import delegation, read_only
+from weighin.isolation import delegation
 from weighin.isolation.base import Isolation, RunningCommand, Streams
 from weighin.isolation.command import LocalCommand, thaw
 from weighin.isolation.process import WORKER, LocalRunning
@@ -64,8 +64,7 @@ class CgroupIsolation(Isolation):
 
     def start(self, job: Job) -> "CgroupRunning":
         with _limited_groups(job.cell) as groups:
-            command = read_only.wrapped(WORKER, job.checkpoint, job.manifest)
-            running = CgroupRunning(command, groups, job.cell.environment)
+            running = CgroupRunning(WORKER, groups, job.cell.environment)
         running.channel.send(encode_job(job))
         return running
 

@@ -9,7 +9,7 @@ from time import monotonic, sleep
 from weighin import child_process
 from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable, StillRunning
-from weighin.isolation import process_tree, read_only
+from weighin.isolation import process_tree
 from weighin.isolation.base import Exit, Isolation, RunningCommand, Streams
 from weighin.isolation.command import LocalCommand, thaw
 from weighin.parent_process import adopt_orphans
@@ -38,8 +38,7 @@ class ProcessIsolation(Isolation):
 
     def start(self, job: Job) -> "LocalRunning":
         """Start a worker without a RAM limit, which only a cgroup could enforce."""
-        command = read_only.wrapped(WORKER, job.checkpoint, job.manifest)
-        running = LocalRunning(command, environment=job.cell.environment)
+        running = LocalRunning(WORKER, environment=job.cell.environment)
         running.channel.send(encode_job(job))
         return running
 
@@ -123,7 +122,6 @@ class LocalRunning:
         self.pid: int | None = self.channel.pid
         self.cgroup = cgroup
         self.unseen = "" if cgroup else "a plain process has no cgroup of its own"
-        self.read_only = read_only.is_possible()
 
     def observe_inside(self, interval_s: float) -> None:
         """Return None: this process can always read the /proc files of its child."""

@@ -136,7 +136,9 @@ def take(
         why = f"the measured process {watch.escape}, so its figures and its limit are not valid"
         result = void(result, Outcome.STRATEGY_FAILED, why)
     if changed:
-        result = _of_a_changed_checkpoint(result, changed, read_only=running.read_only)
+        result = _of_a_changed_checkpoint(
+            result, changed, read_only=setting.isolation.name == "docker"
+        )
     warnings = result.warnings
     warnings += _doubts(cached_bytes)
     if trace := watch.event_log.trace:
@@ -190,7 +192,7 @@ def _state(file: Path) -> tuple[int, int, int, int] | None:
 def _of_a_changed_checkpoint(result: Result, changed: Sequence[Path], *, read_only: bool) -> Result:
     """Return the result as a failure, because the checkpoint changed during the measurement.
 
-    The message blames the strategy, or another program if the strategy could only read the files.
+    The message blames the strategy, or another program if a container mounts the files read-only.
     """
     files = ", ".join(file.name for file in changed[:_NAMED]) + ", ..." * (len(changed) > _NAMED)
     if read_only:

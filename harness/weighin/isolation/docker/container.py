@@ -45,8 +45,6 @@ ENDED: Final = "the measured process ended before weighin could observe it"
 class DockerRunning:
     """A worker in a container; the class implements ``weighin.isolation.base.Running``."""
 
-    read_only = True
-
     def __init__(
         self,
         client: docker.APIClient,
