@@ -24,7 +24,7 @@ from weighin.isolation import process_tree, select
 from weighin.isolation.base import RunningCommand, Streams
 from weighin.probes.cgroup import MemoryCgroup
 from weighin.probes.command_sampler import CommandSampler
-from weighin.probes.observer import LocalObserver
+from weighin.probes.observer import Observer
 from weighin.result import Sample
 
 INTERVALS_MS: Final = (1, 5, 20)
@@ -91,7 +91,7 @@ def _watched(
 
 
 def _of_a_load(running: RunningCommand, interval_s: float) -> Stop:
-    return LocalObserver(running.pid, running.cgroup, interval_s).stop
+    return Observer(running.pid, running.cgroup, interval_s).stop
 
 
 def _of_a_command(running: RunningCommand, interval_s: float) -> Stop:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class FakeChannel:
 class Silent:
     """An observer that sees nothing and does nothing."""
 
-    oom_kills = last_peak_rss_bytes = watcher = None
+    oom_kills = last_peak_rss_bytes = None
     others = (0, 0)
 
     def look(self) -> Observation:
@@ -58,11 +59,17 @@ class Silent:
 
     def raise_limit(self) -> None: ...
 
-    def kill(self) -> bool:
-        return False
-
     def stop(self) -> list[Sample]:
         return []
+
+
+_pids = count(2**22 + 1)  # which no process has
+_observers: dict[int, Silent] = {}
+
+
+def observer_of(pid: int, *arguments: Any, **options: Any) -> Silent | Observer:
+    """Stands for ``Observer`` in all unit tests: a played worker has a played observer."""
+    return _observers.pop(pid, None) or Observer(pid, *arguments, **options)
 
 
 class FakeRunning:
@@ -78,19 +85,19 @@ class FakeRunning:
         cgroup: Path | None = None,
         unseen: str = "",
         hangs: int = 0,
-        inside: Observer | None = None,
+        inside: Silent | None = None,
     ) -> None:
+        """``inside`` is the observer that a ``Watch`` gets for this worker (``observer_of``)."""
         self.channel = FakeChannel(script, stderr_tail)
         self.pid = pid
+        if inside:
+            self.pid = next(_pids)
+            _observers[self.pid] = inside
         self.cgroup = cgroup
         self.unseen = unseen
         self.kills = 0
         self._ended = ended
         self._hangs = hangs
-        self._inside = inside
-
-    def observe_inside(self, interval_s: float) -> Observer | None:
-        return self._inside
 
     def wait(self, timeout_s: float) -> Exit:
         if self._hangs:
@@ -111,7 +118,7 @@ class PlayedIsolation:
     limits = False
 
     def __init__(
-        self, *scripts: Sequence[Step], name: str = "process", inside: Observer | None = None
+        self, *scripts: Sequence[Step], name: str = "process", inside: Silent | None = None
     ) -> None:
         self.jobs: list[Job] = []
         self.steps: list[str] = []

@@ -14,7 +14,7 @@ from weighin.errors import IsolationUnavailable
 from weighin.isolation import cgroup, delegation, process_tree
 from weighin.isolation.cgroup import CgroupIsolation, CgroupRunning, temporary_group
 from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, start_time, this_process
-from weighin.probes.observer import LocalObserver
+from weighin.probes.observer import Observer
 
 ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
 
@@ -89,7 +89,7 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
     try:
         assert running.pid
         assert running.channel.receive(60) == b"in"
-        observer = LocalObserver(running.pid, groups[0], 0.01)
+        observer = Observer(running.pid, groups[0], 0.01)
         assert observer.look().escape == ""
         running.channel.send(b"go\n")
         assert running.channel.receive(60) == b"done"

@@ -35,6 +35,7 @@ IN_PROGRESS = Answer(409, {"message": "removal of container weighin-1 is already
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedEngine]:
     monkeypatch.setattr("weighin.isolation.docker.container._PAUSE_S", 0)
     with playing(tmp_path, monkeypatch) as played:
+        played.state(Pid=0, Running=False)  # no process of this machine is in the container
         yield played
 
 
@@ -91,6 +92,14 @@ def test_a_record_names_the_engine_and_its_image(engine: RecordedEngine) -> None
     assert {"base_image", "image"}.isdisjoint(given.describe())
     given.prepare()
     assert given.describe()["image"] == "some:image"
+
+
+def test_an_engine_whose_processes_are_not_here_is_refused(engine: RecordedEngine) -> None:
+    engine.state(Pid=os.getpid(), Running=True)
+    with pytest.raises(IsolationUnavailable, match="are not visible here"):
+        DockerIsolation(BASE).start(JOB)
+    engine.attached().close()
+    assert engine.calls()[-1] == "DELETE /containers/ID"
 
 
 def test_a_worker_is_attached_before_it_starts_and_then_gets_its_job(
@@ -317,12 +326,12 @@ def test_a_command_sees_its_folder_and_runs_as_this_user(
     engine.says("POST /containers/ID/start", Answer(500, {"message": "no such file"}))
     (tmp_path / "data").touch()
     cell = Cell.of_command(
-        "serve", ("serve", "model"), "docker", ram_limit_bytes=64 * MIB, disk_bytes_per_s=7,
+        "serve", ("serve", "model"), "docker", ram_limit_bytes=64 * MIB,
         environment={"MODE": "fast"},
     )  # fmt: skip
     with Path(os.devnull).open("r+b") as nothing, pytest.raises(IsolationUnavailable):
         DockerIsolation(image="some:image").start_command(
-            cell, str(tmp_path), Streams(*[nothing.fileno()] * 3), [f"{tmp_path}/data"], "sdb"
+            cell, str(tmp_path), Streams(*[nothing.fileno()] * 3), [f"{tmp_path}/data"]
         )
     engine.attached().close()
     [request] = engine.asked("POST /containers/create")
@@ -335,7 +344,6 @@ def test_a_command_sees_its_folder_and_runs_as_this_user(
     assert asked["Labels"]["weighin.owner"] == this_process()
     assert (asked["Entrypoint"] + asked["Cmd"])[-3:] == ["--", "serve", "model"]
     assert (host["Memory"], host["MemorySwap"]) == (64 * MIB, 64 * MIB)
-    assert host["BlkioDeviceReadBps"] == [{"Path": "/dev/sdb", "Rate": 7}]
     assert host["LogConfig"]["Type"] == "none"
     mounts = {mount["Target"]: mount["ReadOnly"] for mount in host["Mounts"]}
     assert mounts[str(tmp_path)] is False

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Protocol
 
 from weighin.cell import Cell, Job
-from weighin.probes.observer import Observer
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +100,6 @@ class Running(Started, Protocol):
     @property
     def pid(self) -> int | None:
         """The worker's pid, as weighin's process sees it; None if weighin cannot see the worker."""
-
-    def observe_inside(self, interval_s: float) -> Observer | None:
-        """Start an observer in the container; None if weighin needs none, or it does not start."""
 
     def wait(self, timeout_s: float) -> Exit:
         """Return how the worker ended; raise TimeoutError if it still runs after ``timeout_s``."""

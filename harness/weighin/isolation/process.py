@@ -123,9 +123,6 @@ class LocalRunning:
         self.cgroup = cgroup
         self.unseen = "" if cgroup else "a plain process has no cgroup of its own"
 
-    def observe_inside(self, interval_s: float) -> None:
-        """Return None: this process can always read the /proc files of its child."""
-
     def wait(self, timeout_s: float) -> Exit:
         code = self.channel.wait(timeout_s)
         return Exit(code) if code >= 0 else Exit(None, signal=-code)

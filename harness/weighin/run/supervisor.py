@@ -18,7 +18,7 @@ from weighin.isolation.base import Exit, Running
 from weighin.probes import kernel_log
 from weighin.probes.cgroup import limits_around, read_machine_oom_kills
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
-from weighin.probes.observer import LocalObserver, Observation, Observer, grown
+from weighin.probes.observer import Observation, Observer, grown
 from weighin.probes.sampler import DEFAULT_INTERVAL_S, RankSamplers
 from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
 from weighin.records import thrashing
@@ -105,10 +105,10 @@ class Watch:
         self._oom_kills: int | None = None
         self._limits: list[tuple[int, Path]] = []
         self._machine_oom_kills = read_machine_oom_kills()
-        self._observer: Observer | None = (
-            LocalObserver(running.pid, running.cgroup, DEFAULT_INTERVAL_S, is_alone=ranks == 1)
+        self._observer = (
+            Observer(running.pid, running.cgroup, DEFAULT_INTERVAL_S, is_alone=ranks == 1)
             if running.pid
-            else running.observe_inside(DEFAULT_INTERVAL_S)
+            else None
         )
         self._at_phase_end = self._observe()
 
@@ -215,7 +215,6 @@ class Watch:
             exit_code=ended.shell_code,
             written=event_log.written,
             cost=rank_logs.slowest(self._logs).cost(),
-            watcher=self._observer.watcher if self._observer else None,
             allocator_summary=event_log.allocator_summary,
             warnings=tuple(self._warnings(outcome, ended, forks=job.cell.use == FORK)),
             ranks=rank_logs.ranks(self._logs, self._ends),
@@ -415,14 +414,6 @@ class Watch:
 
     def _warnings(self, outcome: Outcome, ended: Exit, *, forks: bool) -> list[str]:
         warnings = [self._running.unseen] if self._running.unseen else []
-        if self._observer and (watcher := self._observer.watcher):
-            size = (
-                f"{format_bytes(watcher.rss_bytes)} (anonymous: {format_bytes(watcher.anon_bytes)})"
-            )
-            warnings[0] += (
-                ": a watcher in the container measured the load; the cgroup's memory includes the"
-                f" watcher's {size}"
-            )
         warnings += self.event_log.notes
         if len(self._logs) > 1 and not self._running.cgroup:
             warnings.append(
@@ -457,8 +448,7 @@ class Watch:
         weighin lifts the limit only after the kill, so that the worker cannot raise the peak above
         the limit.
         """
-        if not (self._observer and self._observer.kill()):
-            self._running.kill()
+        self._running.kill()
         if self._disk:
             self._disk.close()
         self._peak_at_kill = self._observe().peak_bytes

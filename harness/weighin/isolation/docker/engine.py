@@ -1,6 +1,7 @@
 """Connect to a Docker engine, and translate its errors into a cause and a repair."""
 
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -98,7 +99,8 @@ def _start() -> str:
 
 
 def check_engine(info: dict[str, Any]) -> None:
-    """Raise IsolationUnavailable if an engine cannot limit RAM and swap of Linux containers.
+    """Raise IsolationUnavailable if an engine is on another machine or in a virtual machine, or cannot
+    limit RAM and swap of Linux containers.
 
     ``info`` is the engine's answer to ``docker info``.
     """
@@ -107,6 +109,11 @@ def check_engine(info: dict[str, Any]) -> None:
             f"the Docker engine runs {info['OSType']} containers",
             "switch the Docker engine to Linux containers",
         )
+    kernel = os.uname().release
+    # The engine writes 6.1 as 6.1.0.
+    same = (None, kernel, re.sub(r"^(\d+\.\d+)(?!\.?\d)", r"\1.0", kernel))
+    if info.get("KernelVersion") not in same:
+        raise elsewhere()
     if not info.get("MemoryLimit"):
         raise IsolationUnavailable(
             "the Docker engine cannot limit memory: the kernel's memory controller is off",
@@ -118,6 +125,14 @@ def check_engine(info: dict[str, Any]) -> None:
             " swap for each cgroup",
             _KERNEL_LINE.format(parameter="swapaccount=1"),
         )
+
+
+def elsewhere() -> IsolationUnavailable:
+    return IsolationUnavailable(
+        "weighin needs a Docker engine on this machine: the processes of the current Docker"
+        " engine are not visible here",
+        "run weighin on the engine's machine, unset DOCKER_HOST, or use --isolation cgroup or process",
+    )
 
 
 def owner_labels() -> dict[str, str]:
