@@ -3,7 +3,6 @@
 import ctypes
 import os
 import signal
-import sys
 from typing import Any
 
 from weighin.pipes import LineReader, write
@@ -12,6 +11,10 @@ from weighin.protocol import encode_event
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
+
+
+is_program = False
+"""Whether weighin is this process's program, and not a part of another one, such as pytest."""
 
 
 class Parent(LineReader):
@@ -36,8 +39,7 @@ class Parent(LineReader):
 
 def end_with_parent() -> None:
     """Ask the kernel to kill this process when the thread that started this process ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def adopt_orphans(*, adopt: bool = True) -> bool:
@@ -46,8 +48,6 @@ def adopt_orphans(*, adopt: bool = True) -> bool:
     With ``adopt=False``, make it an ordinary process. Return whether this process was a subreaper
     before the call.
     """
-    if sys.platform != "linux":
-        return False
     libc, before = ctypes.CDLL(None), ctypes.c_int()
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))

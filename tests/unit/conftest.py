@@ -11,7 +11,7 @@ import pytest
 from cgroup_trees import LAYOUTS, Kernel, installed
 from warm_children import Forks
 
-from weighin import child_process
+from weighin import child_process, parent_process
 from weighin.formats import parallel_headers
 from weighin.loader import disk_readers
 from weighin.loader.disk_readers import TimedRead
@@ -36,6 +36,13 @@ def _played_observers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervisor, "Observer", fakes.observer_of)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _not_the_program() -> Iterator[None]:
+    """Let weighin be a part of pytest again after a test that calls its ``main``."""
+    yield
+    parent_process.is_program = False
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ class PlayedIsolation:
         _mounts: Sequence[str] = (),
     ) -> Any: ...
 
-    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
+    def remove_stale(self) -> list[str]:
         self.steps.append("remove stale")
         return self.leftovers
 

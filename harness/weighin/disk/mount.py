@@ -148,19 +148,16 @@ def obstacle(*, in_container: bool) -> tuple[str, str] | None:
     return None
 
 
-def remove_stale(root: Path, *, any_lock: bool = False) -> list[str]:
-    """Remove the mounts, and their folders in ``root``, of killed runs; return a line for each mount.
-
-    Without ``any_lock``, the mounts and folders of runs that used another lock file stay.
-    """
+def remove_stale(root: Path) -> list[str]:
+    """Remove the mounts, and their folders in ``root``, of killed runs; return a line for each mount."""
     removed = []
     for name, folder in _mounted():
-        if is_left_behind(name, any_lock=any_lock):
+        if is_left_behind(name):
             unmount(folder, _minor(folder))
             _remove(folder.parent)
             removed.append(f"slow disk at {folder}")
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        if is_left_behind(folder.name, any_lock=any_lock):
+        if is_left_behind(folder.name):
             _remove(folder)
     return removed
 

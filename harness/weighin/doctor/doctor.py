@@ -70,17 +70,16 @@ class Examination:
         }
 
 
-def examine(say: Callable[[str], None], *, clean: bool = False) -> Examination:
+def examine(say: Callable[[str], None]) -> Examination:
     """Test this machine; ``say`` is called with a line of text before each slow step.
 
     ``examine`` removes, and reports, the containers, cgroups, processes, mounts and folders that
-    killed runs left behind. With ``clean``, it also removes those of runs with a lock file
-    other than this process's.
+    killed runs left behind.
     """
     isolations = [select.named(name) for name in select.NAMES]
-    limits = [finding for one in isolations for finding in _isolation(one, say, clean)]
+    limits = [finding for one in isolations for finding in _isolation(one, say)]
     folders = map(_removed, command_runner.remove_leftovers())
-    mounts = map(_removed, mount.remove_stale(entries.slow_disks(), any_lock=clean))
+    mounts = map(_removed, mount.remove_stale(entries.slow_disks()))
     return Examination((*folders, *mounts, *limits, _slow_disk(say), *figures(), *_machine()))
 
 
@@ -92,16 +91,14 @@ def table(examination: Examination) -> Table:
     return shown
 
 
-def _isolation(
-    isolation: Isolation, say: Callable[[str], None], any_lock: bool
-) -> Iterator[Capability]:
+def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Capability]:
     subject = f"isolation {isolation.name}"
     try:
         isolation.check()
     except HarnessError as error:
         yield Capability(subject, "bad", f"{error.message}. {error.repair}")
         return
-    yield from map(_removed, isolation.remove_stale(any_lock=any_lock))
+    yield from map(_removed, isolation.remove_stale())
     if not isolation.limits:
         yield Capability(subject, "good", "measures; enforces no limit")
     else:

@@ -175,11 +175,8 @@ class Isolation(Protocol):
         as here.
         """
 
-    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Remove processes, cgroups or containers that killed runs left; return a line for each.
-
-        The runs must have used the same lock file as this run, unless ``any_lock`` is True.
-        """
+    def remove_stale(self) -> list[str]:
+        """Remove processes, cgroups or containers that killed runs left; return a line for each."""
 
     def describe(self) -> dict[str, str]:
         """Return facts about the isolation for the records, such as the version of Docker."""

@@ -84,13 +84,13 @@ class CgroupIsolation(Isolation):
                 groups=groups,
             )
 
-    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
+    def remove_stale(self) -> list[str]:
         """Kill the processes in cgroups of runs that were killed, and remove these cgroups."""
         return [
             f"cgroup {group}"
             for root in _roots()
             for group in root.glob(f"{_PREFIX}*")
-            if is_left_behind(group.name.removeprefix(_PREFIX), any_lock=any_lock)
+            if is_left_behind(group.name.removeprefix(_PREFIX))
             and not _removal_error(group, patience_s=_PATIENCE_S)
         ]
 

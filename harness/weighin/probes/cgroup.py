@@ -103,16 +103,16 @@ def owned_name(number: int) -> str:
     return f"{this_process()}.{number}{lock_suffix()}"
 
 
-def is_left_behind(name: str, *, any_lock: bool = False) -> bool:
+def is_left_behind(name: str) -> bool:
     """Return whether this process may remove the cgroup, mount or container ``name``.
 
     ``name`` is a result of ``owned_name``. The process that made the name must be of this pid
-    namespace, and must have ended. Unless ``any_lock`` is True, it must have used this process's
-    lock file, because runs with different lock files do not remove each other's leftovers.
+    namespace, and must have ended. A process with a lock file of its own removes only what others
+    with this lock file left, so that tests can look at what they left.
     """
     owner, _, number = name.rpartition(".")
-    same_lock = "".join(number.partition("-")[1:]) == lock_suffix()
-    return (any_lock or same_lock) and not is_alive(owner)
+    lock = "".join(number.partition("-")[1:])
+    return lock_suffix() in ("", lock) and not is_alive(owner)
 
 
 def lock_suffix() -> str:

@@ -19,6 +19,7 @@ from weighin.probes.cgroup import lock_suffix, this_process
 
 OWNER_LABEL: Final = "weighin.owner"
 HOST_LABEL: Final = "weighin.host"
+LOCK_LABEL: Final = "weighin.lock"
 
 ENGINE_ERRORS: Final = (DockerException, RequestException)
 """All errors that the SDK raises: its own errors, and errors of its HTTP library."""
@@ -136,11 +137,12 @@ def elsewhere() -> IsolationUnavailable:
 
 
 def owner_labels() -> dict[str, str]:
-    """Return the labels that name a container's owner: this process, its host and its lock file.
-
-    The label of the host ends with a digest of the lock file's path, if the user chose this path.
-    """
-    return {OWNER_LABEL: this_process(), HOST_LABEL: f"{socket.gethostname()}{lock_suffix()}"}
+    """Return the labels that name a container's owner: this process, its host and its lock file."""
+    return {
+        OWNER_LABEL: this_process(),
+        HOST_LABEL: socket.gethostname(),
+        LOCK_LABEL: lock_suffix(),
+    }
 
 
 @contextmanager
