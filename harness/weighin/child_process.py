@@ -279,5 +279,5 @@ def open_process(pid: int) -> int | None:
     """Return a pidfd, which is readable when the process ends; None if the kernel gives none."""
     try:
         return os.pidfd_open(pid)
-    except (OSError, AttributeError):  # AttributeError: not Linux
+    except (OSError, AttributeError):  # AttributeError: a Python built for older kernels
         return None

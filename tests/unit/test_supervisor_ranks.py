@@ -209,12 +209,14 @@ def lost(kills: Sequence[Kill], group: Path | None, monkeypatch: pytest.MonkeyPa
         asked.append(arguments)
         return kills
 
+    monkeypatch.setattr(kernel_log, "position", lambda **_: 0)
     monkeypatch.setattr(kernel_log, "kills_since", since)
     seen = Seen(oom_kills=1, peak_bytes=3 * MIB)
     script = [*LOADED, failed("strategy_failed", "broken pool")]
-    result = watched(FakeRunning(script, Exit(1), inside=seen, cgroup=group))
+    running = FakeRunning(script, Exit(1), inside=seen, cgroup=group)
+    result = watched(running)
     assert result.outcome is Outcome.OOM_KILLED
-    assert asked == ([(0, group, 0)] if group else [])
+    assert asked == ([(0, group, running.pid)] if group else [])
     return result.message.partition("; then it failed: ")[2]
 
 

@@ -98,8 +98,8 @@ def nested() -> Capability:
             limit(group, 2 * _INNER_BYTES)
             if (outer := MemoryCgroup(group)).version == 2:
                 (group / "cgroup.subtree_control").write_text("+memory")
+            (group / "inner").mkdir()
             inner = MemoryCgroup(group / "inner")
-            inner.path.mkdir()
             try:
                 limit(inner.path, _INNER_BYTES)
                 is_limited = int(inner.limit_path.read_text()) == _INNER_BYTES

@@ -256,7 +256,8 @@ class Watch:
         group = self._running.cgroup
         kills: tuple[Kill, ...] = ()
         if group:  # the group's name is unique, so that the whole kernel log can be searched
-            kills = kernel_log.kills_since(0, group, self._running.pid or 0) or ()
+            log = kernel_log.position(at_end=False)
+            kills = kernel_log.kills_since(log, group, self._running.pid or 0) or ()
         text = "".join(
             f"; the kernel killed {kill.command} (process {kill.pid}) with"
             f" {format_bytes(kill.anon_bytes or 0)} of anonymous memory"
