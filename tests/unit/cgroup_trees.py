@@ -155,7 +155,11 @@ class Kernel:
         if path.name == "cgroup.procs":
             self.put(int(text), group)
         elif path.name == "cgroup.subtree_control":
-            self._enable(group, text.removeprefix("+"))
+            if text == "-memory":
+                enabled = [each for each in path.read_text().split() if each != "memory"]
+                self._write(path, " ".join(enabled))
+            else:
+                self._enable(group, text.removeprefix("+"))
         elif path.name == "cgroup.kill" and text == "1":
             for folder, _, _ in os.walk(group):
                 for pid in filter(lives, self._members(Path(folder))):
