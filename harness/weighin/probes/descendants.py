@@ -14,8 +14,8 @@ _NOT_ORPHANS: Final = ("py-spy",)  # weighin itself starts it beside a command
 class Descendants:
     """A child ``pid`` of this process, and its descendants.
 
-    With ``adopts``, this process is a child subreaper: a descendant whose parent has ended becomes
-    this process's child, and so does no other process.
+    With ``adopts``, this process is a child subreaper, which becomes the parent of a descendant
+    whose parent has ended. Each child that it gets meanwhile then counts as such an orphan.
     """
 
     def __init__(self, pid: int, *, adopts: bool) -> None:
