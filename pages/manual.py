@@ -39,8 +39,8 @@ _ENVIRONMENT = {
     "WEIGHIN_BASE_IMAGE": "The image with Python on which weighin builds the Docker image of the"
     " measured processes.",
     "WEIGHIN_LOCK": "File that a run of weighin locks while it measures, so that only one run at"
-    " a time measures on a machine. A run also removes the cgroups and containers of earlier"
-    " runs that used the same lock file and were killed.",
+    " a time measures on a machine. A run with a lock file of its own removes only what earlier"
+    " runs with the same lock file left when they were killed.",
     "TMPDIR": "Folder into which the measured processes of `weighin bench --operation save` write"
     " their checkpoints.",
     "NO_COLOR": "If set, the output has no colours.",

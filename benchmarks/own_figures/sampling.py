@@ -20,11 +20,11 @@ from typing import Final
 from own_figures.spread import Gaps
 from weighin.cell import Cell
 from weighin.errors import IsolationUnavailable
-from weighin.isolation import process_tree, select
+from weighin.isolation import select
 from weighin.isolation.base import RunningCommand, Streams
 from weighin.probes.cgroup import MemoryCgroup
 from weighin.probes.command_sampler import CommandSampler
-from weighin.probes.observer import LocalObserver
+from weighin.probes.observer import Observer
 from weighin.result import Sample
 
 INTERVALS_MS: Final = (1, 5, 20)
@@ -76,9 +76,7 @@ def _watched(
 ) -> tuple[float, Gaps]:
     held_ms = round((seconds + _PATIENCE_S) * 1000)
     command = (str(programs / "spend"), str(SPIKE_MIB), str(held_ms), str(BASE_MIB))
-    # The sampler of a load looks for the processes with its worker's mark.
-    environment = process_tree.environment(process_tree.new_mark())
-    cell = Cell.of_command("spend", command, isolation, environment=environment)
+    cell = Cell.of_command("spend", command, isolation)
     started = select.named(isolation).start_command(cell, str(programs), Streams())
     with closing(started) as running:
         time.sleep(_TAKEN_S)
@@ -91,7 +89,7 @@ def _watched(
 
 
 def _of_a_load(running: RunningCommand, interval_s: float) -> Stop:
-    return LocalObserver(running.pid, running.cgroup, interval_s).stop
+    return Observer(running.pid, running.cgroup, interval_s).stop
 
 
 def _of_a_command(running: RunningCommand, interval_s: float) -> Stop:

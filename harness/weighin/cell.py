@@ -184,8 +184,6 @@ class Job:
         rank: the number of this process, from 0, if several processes (ranks) load the model
             together; None for the worker that starts these processes, and for the worker of a
             cell without ranks.
-        throttled_device: the disk (its name below /dev) from which the kernel lets the cell read
-            only at the cell's rate; empty if the kernel limits no disk.
         use_path: the file of a user's own use; empty for one of weighin's uses.
     """
 
@@ -200,7 +198,6 @@ class Job:
     mounts: tuple[str, ...] = ()
     body: Body | None = None
     rank: int | None = None
-    throttled_device: str = ""
     use_path: str = ""
 
 

@@ -36,6 +36,8 @@ _DATA = f"{_PACKAGE}/_data"
 _ABOVE = os.path.dirname(_PACKAGE)  # noqa: PTH120
 CODE_PATH = (_ABOVE, _DATA if os.path.isdir(_DATA) else os.path.dirname(_ABOVE))  # noqa: PTH112, PTH120
 """The folders from which a child imports weighin and weighin's own strategies."""
+is_program = False
+"""Whether weighin is this process's program, and not a part of another one, such as pytest."""
 
 
 def module(name: str, *arguments: str) -> tuple[str, ...]:

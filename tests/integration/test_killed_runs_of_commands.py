@@ -12,7 +12,7 @@ from commands import CommandLine, Started
     "remover",
     [
         ("run", "--out", "next", "--", "true"),
-        pytest.param(("doctor", "--clean"), marks=[pytest.mark.slow, pytest.mark.nightly]),
+        pytest.param(("doctor",), marks=[pytest.mark.slow, pytest.mark.nightly]),
     ],
     ids=["the next run", "doctor"],
 )

@@ -111,7 +111,7 @@ def test_runs_in_two_containers_and_on_the_host_leave_each_other_alone(
     assert third.wait(120) == 0, third.communicate()
     assert len(groups()) == 2
     assert CgroupIsolation().remove_stale() == []
-    clean = start("doctor", "--clean")
+    clean = start("doctor")
     said, _ = clean.communicate(timeout=120)
     assert "weighin." not in said
     for name, process in (("first", first), ("second", second)):

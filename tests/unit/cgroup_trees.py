@@ -43,7 +43,6 @@ _MEMORY_V2 = {
     "memory.events.local": "max 0\noom 0\noom_kill 0\n",
     "memory.stat": "anon 0\nshmem 0\ninactive_file 0\n",
 }
-_CONTROLLERS_V2 = {"memory": _MEMORY_V2, "io": {"io.max": ""}}
 _SWAP = ("memory.memsw.limit_in_bytes", "memory.swap.max")
 
 
@@ -53,7 +52,6 @@ class Kernel:
     Attributes:
         memory: the root of the hierarchy with the memory controller.
         unified: the root of the v2 tree; None on v1.
-        reads: the root of the hierarchy that limits reads.
         refused: what this user may not do: write to this file, or make a group in this folder.
         busy: groups with a process that does not end.
     """
@@ -73,14 +71,11 @@ class Kernel:
         is_v1 = layout != "v2"
         self.unified = None if layout == "v1" else folder / "unified"
         self.memory = folder / "memory" if is_v1 else folder / "unified"
-        self.reads = folder / "blkio" if is_v1 else folder / "unified"
-        roots = dict.fromkeys((self.memory, self.reads, self.unified))
+        roots = dict.fromkeys((self.memory, self.unified))
         self._roots = [root for root in roots if root]
         lines = []
-        for number, (mount, options) in enumerate(
-            ((self.memory, "memory"), (self.reads, "blkio")) if is_v1 else (), 30
-        ):
-            lines.append(f"{number} 23 0:{number} / {mount} rw - cgroup cgroup rw,{options}\n")
+        if is_v1:
+            lines.append(f"30 23 0:30 / {self.memory} rw - cgroup cgroup rw,memory\n")
         if self.unified:
             lines.append(f"40 23 0:40 / {self.unified} rw - cgroup2 cgroup2 rw\n")
         self.mounts.write_text("".join(lines))
@@ -160,7 +155,11 @@ class Kernel:
         if path.name == "cgroup.procs":
             self.put(int(text), group)
         elif path.name == "cgroup.subtree_control":
-            self._enable(group, text.removeprefix("+"))
+            if text == "-memory":
+                enabled = [each for each in path.read_text().split() if each != "memory"]
+                self._write(path, " ".join(enabled))
+            else:
+                self._enable(group, text.removeprefix("+"))
         elif path.name == "cgroup.kill" and text == "1":
             for folder, _, _ in os.walk(group):
                 for pid in filter(lives, self._members(Path(folder))):
@@ -204,12 +203,10 @@ class Kernel:
             files |= {"memory.pressure": "some avg10=0.00 total=0\n"}
             if self._has_kill:
                 files |= {"cgroup.kill": ""}
-            for controller in controllers:
-                files |= _CONTROLLERS_V2.get(controller, {})
-        elif self._root_of(group) == self.memory:
-            files |= _MEMORY_V1
+            if "memory" in controllers:
+                files |= _MEMORY_V2
         else:
-            files |= {"blkio.throttle.read_bps_device": ""}
+            files |= _MEMORY_V1
         for name, text in files.items():
             if name not in self._left_out and (
                 not (group / name).exists() or name == "cgroup.controllers"

@@ -6,6 +6,7 @@ from contextlib import closing
 from math import inf
 from pathlib import Path
 
+import fakes
 import pytest
 from cgroup_trees import LAYOUTS, Kernel, installed
 from warm_children import Forks
@@ -15,6 +16,7 @@ from weighin.formats import parallel_headers
 from weighin.loader import disk_readers
 from weighin.loader.disk_readers import TimedRead
 from weighin.probes import bounds, page_cache
+from weighin.run import supervisor
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +28,21 @@ def _warm_children() -> Iterator[None]:
     ):
         patch.setattr(child_process, "module", forks.command)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _played_observers() -> Iterator[None]:
+    """Let a played worker have a played observer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor, "Observer", fakes.observer_of)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _not_the_program() -> Iterator[None]:
+    """Let weighin be a part of pytest again after a test that calls its ``main``."""
+    yield
+    child_process.is_program = False
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class FakeChannel:
 class Silent:
     """An observer that sees nothing and does nothing."""
 
-    oom_kills = last_peak_rss_bytes = watcher = None
+    oom_kills = last_peak_rss_bytes = None
     others = (0, 0)
 
     def look(self) -> Observation:
@@ -58,11 +59,17 @@ class Silent:
 
     def raise_limit(self) -> None: ...
 
-    def kill(self) -> bool:
-        return False
-
     def stop(self) -> list[Sample]:
         return []
+
+
+_pids = count(2**22 + 1)  # which no process has
+_observers: dict[int, Silent] = {}
+
+
+def observer_of(pid: int, *arguments: Any, **options: Any) -> Silent | Observer:
+    """Stands for ``Observer`` in all unit tests: a played worker has a played observer."""
+    return _observers.pop(pid, None) or Observer(pid, *arguments, **options)
 
 
 class FakeRunning:
@@ -78,20 +85,19 @@ class FakeRunning:
         cgroup: Path | None = None,
         unseen: str = "",
         hangs: int = 0,
-        inside: Observer | None = None,
+        inside: Silent | None = None,
     ) -> None:
+        """``inside`` is the observer that a ``Watch`` gets for this worker (``observer_of``)."""
         self.channel = FakeChannel(script, stderr_tail)
         self.pid = pid
+        if inside:
+            self.pid = next(_pids)
+            _observers[self.pid] = inside
         self.cgroup = cgroup
         self.unseen = unseen
         self.kills = 0
-        self.read_only = False
         self._ended = ended
         self._hangs = hangs
-        self._inside = inside
-
-    def observe_inside(self, interval_s: float) -> Observer | None:
-        return self._inside
 
     def wait(self, timeout_s: float) -> Exit:
         if self._hangs:
@@ -109,11 +115,10 @@ class FakeRunning:
 class PlayedIsolation:
     """Starts workers that play scripts, one after the other; the last script is played again."""
 
-    name = "process"
     limits = False
 
     def __init__(
-        self, *scripts: Sequence[Step], read_only: bool = False, inside: Observer | None = None
+        self, *scripts: Sequence[Step], name: str = "process", inside: Silent | None = None
     ) -> None:
         self.jobs: list[Job] = []
         self.steps: list[str] = []
@@ -121,7 +126,7 @@ class PlayedIsolation:
         self.stderr_tail = b""
         self._scripts = deque(scripts)
         self._inside = inside
-        self._read_only = read_only
+        self.name = name
 
     def check(self) -> None:
         self.steps.append("check")
@@ -136,9 +141,7 @@ class PlayedIsolation:
     def start(self, job: Job) -> FakeRunning:
         self.jobs.append(job)
         script = self._scripts.popleft() if len(self._scripts) > 1 else self._scripts[0]
-        running = FakeRunning(script, inside=self._inside, stderr_tail=self.stderr_tail)
-        running.read_only = self._read_only
-        return running
+        return FakeRunning(script, inside=self._inside, stderr_tail=self.stderr_tail)
 
     def start_command(
         self,
@@ -146,10 +149,9 @@ class PlayedIsolation:
         _folder: str,
         _streams: Streams,
         _mounts: Sequence[str] = (),
-        _throttled_device: str = "",
     ) -> Any: ...
 
-    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
+    def remove_stale(self) -> list[str]:
         self.steps.append("remove stale")
         return self.leftovers
 

@@ -160,10 +160,10 @@ def test_a_worker_that_got_out_of_its_limit_is_not_ok(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read_only", "outcome", "who"),
+    ("isolation", "outcome", "who"),
     [
-        (False, Outcome.STRATEGY_FAILED, "the strategy"),
-        (True, Outcome.MEASUREMENT_FAILED, "another program"),
+        ("process", Outcome.STRATEGY_FAILED, "the strategy"),
+        ("docker", Outcome.MEASUREMENT_FAILED, "another program"),  # it is mounted read-only
     ],
 )
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_worker_that_got_out_of_its_limit_is_not_ok(tmp_path: Path) -> None:
 def test_a_checkpoint_that_changed_during_the_cell_voids_it(
     tmp_path: Path,
     change: Callable[[Path], object],
-    read_only: bool,
+    isolation: str,
     outcome: Outcome,
     who: str,
 ) -> None:
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_changed_during_the_cell_voids_it(
     checkpoint.write_bytes(b"old")
     (tmp_path / "new").write_bytes(b"old")
     script: list[Any] = [*BASELINE, lambda: change(checkpoint), done()]
-    setting = Setting(PlayedIsolation(script, read_only=read_only), tmp_path, {})
+    setting = Setting(PlayedIsolation(script, name=isolation), tmp_path, {})
     measured = take(setting, JOB, [checkpoint], None)
     assert measured.changed == (checkpoint,)
     assert measured.result.outcome is outcome

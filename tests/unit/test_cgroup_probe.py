@@ -221,7 +221,7 @@ def test_a_process_is_named_for_good() -> None:
     assert not cgroup.is_alive("somebody")
 
 
-def test_only_runs_with_the_same_lock_remove_what_a_process_left(
+def test_a_run_with_its_own_lock_removes_only_what_was_left_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(cgroup.LOCK_VARIABLE, "/run/a.lock")
@@ -233,7 +233,8 @@ def test_only_runs_with_the_same_lock_remove_what_a_process_left(
     monkeypatch.setenv(cgroup.LOCK_VARIABLE, "/run/b.lock")
     assert not cgroup.is_left_behind(ended)
     monkeypatch.delenv(cgroup.LOCK_VARIABLE)
-    assert not cgroup.is_left_behind(ended)
+    assert cgroup.is_left_behind(ended)
+    assert not cgroup.is_left_behind(name)
     assert cgroup.is_left_behind(f"{pid}-1-{rest.partition('.')[0]}.3")
 
 

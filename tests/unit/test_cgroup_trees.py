@@ -16,7 +16,7 @@ from scripts import JOB
 
 from weighin.cell import Cell
 from weighin.errors import IsolationUnavailable, StillRunning
-from weighin.isolation import cgroup, process, read_only
+from weighin.isolation import cgroup, process
 from weighin.isolation.base import Exit, Streams
 from weighin.isolation.cgroup import CgroupIsolation, CgroupRunning, temporary_group
 from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, this_process
@@ -45,18 +45,9 @@ def command(*arguments: str, **fields: object) -> Cell:
     return Cell.of_command("mine", arguments or ("true",), "cgroup", **fields)
 
 
-def roots(kernel: Kernel, *, throttled: bool = False) -> list[Path]:
+def roots(kernel: Kernel) -> list[Path]:
     """The folders in which a cell's groups belong, in their order."""
-    wanted = [kernel.memory, kernel.unified, kernel.reads if throttled else None]
-    return list(dict.fromkeys(root for root in wanted if root))
-
-
-def disk(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the name of a disk that this kernel has, as device 8:16."""
-    (folder := kernel.folder / "block" / "sdb").mkdir(parents=True)
-    (folder / "dev").write_text("8:16\n")
-    monkeypatch.setattr("weighin.disk.throttle._DISKS", folder.parent)
-    return folder.name
+    return list(dict.fromkeys(root for root in (kernel.memory, kernel.unified) if root))
 
 
 @pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
@@ -152,29 +143,16 @@ def test_a_group_for_psi_that_cannot_be_made_is_left_out(hybrid: Kernel) -> None
         assert running.wait(10)
 
 
-@pytest.mark.parametrize("throttled", [False, True])
-def test_a_command_enters_its_limited_groups(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, throttled: bool
-) -> None:
-    device = disk(kernel, monkeypatch) if throttled else ""
-    cell = command(
-        "sh", "-c", 'exit "$CODE"', ram_limit_bytes=64 * MIB, environment={"CODE": "3"},
-        disk_bytes_per_s=5_000_000,
-    )  # fmt: skip
-    with closing(
-        CgroupIsolation().start_command(cell, "/", Streams(), throttled_device=device)
-    ) as running:
-        assert [group.parent for group in running.groups] == roots(kernel, throttled=throttled)
+def test_a_command_enters_its_limited_groups(kernel: Kernel) -> None:
+    cell = command("sh", "-c", 'exit "$CODE"', ram_limit_bytes=64 * MIB, environment={"CODE": "3"})
+    with closing(CgroupIsolation().start_command(cell, "/", Streams())) as running:
+        assert [group.parent for group in running.groups] == roots(kernel)
         assert running.cgroup == running.groups[0]
         assert MemoryCgroup(running.groups[0]).read_limit() == 64 * MIB
         assert running.wait(10)
         assert running.reap() == Exit(3)
         # 0 stands for the process that writes.
         assert {(group / "cgroup.procs").read_text() for group in running.groups} == {"0"}
-        files = ("blkio.throttle.read_bps_device", "io.max")
-        found = [file for name in files if (file := running.groups[-1] / name).exists()]
-        expected = ["8:16 rbps=5000000" if kernel.reads == kernel.unified else "8:16 5000000"]
-        assert [file.read_text() for file in found] == (expected if throttled else [])
         assert len({group.name for group in running.groups}) == 1
     assert kernel.groups() == []
 
@@ -201,18 +179,17 @@ def test_a_cell_without_limits_has_a_group_without_them(kernel: Kernel) -> None:
         assert running.wait(10)
 
 
-@pytest.mark.parametrize("fault", ["limit", "disk", "command"])
+@pytest.mark.parametrize("fault", ["limit", "command"])
 def test_a_cell_that_cannot_start_leaves_no_group(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     program = "/no/such/program" if fault == "command" else "true"
-    cell = command(program, ram_limit_bytes=64 * MIB, disk_bytes_per_s=1)
+    cell = command(program, ram_limit_bytes=64 * MIB)
     if fault == "limit":
         monkeypatch.setattr(cgroup, "limit", lambda *_: 1 / 0)
-    device = "no-such-disk" if fault == "disk" else ""
     with pytest.raises(Exception) as caught:
-        CgroupIsolation().start_command(cell, "/", Streams(), throttled_device=device)
-    assert type(caught.value).__name__ in ("ZeroDivisionError", "FileNotFoundError", "ConfigError")
+        CgroupIsolation().start_command(cell, "/", Streams())
+    assert type(caught.value).__name__ in ("ZeroDivisionError", "ConfigError")
     assert kernel.groups() == []
 
 
@@ -220,7 +197,6 @@ def test_a_worker_is_in_all_its_groups_before_it_gets_its_job(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cgroup, "WORKER", ("sh", "-c", 'echo "$$ $MODE"; exec cat'))
-    monkeypatch.setattr(read_only, "is_possible", lambda: False)
     cell = replace(JOB.cell, ram_limit_bytes=64 * MIB, environment={"MODE": "fast"})
     job = replace(JOB, cell=cell, checkpoint="")
     running = CgroupIsolation().start(job)
@@ -375,7 +351,7 @@ def test_what_dead_runs_left_in_any_hierarchy_is_removed(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, sleeper: int
 ) -> None:
     monkeypatch.delenv(LOCK_VARIABLE)
-    where = roots(kernel, throttled=True)
+    where = roots(kernel)
     dead = [root / f"weighin.{ENDED}.0" for root in where]
     kept = [kernel.memory / name for name in (f"weighin.{this_process()}.0", f"other.{ENDED}.0")]
     for group in (*dead, *kept):
@@ -434,7 +410,7 @@ def test_a_worker_imports_the_packages_of_this_environment() -> None:
 def test_the_end_of_a_worker_by_an_error_of_its_start_leaves_no_group(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_only, "wrapped", lambda *_: 1 / 0)
+    monkeypatch.setattr(cgroup, "CgroupRunning", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         CgroupIsolation().start(JOB)
     assert kernel.groups() == []

@@ -56,7 +56,6 @@ class Watched(ProcessIsolation):
         folder: str,
         streams: Streams,
         _mounts: Sequence[str] = (),
-        _throttled_device: str = "",
     ) -> RunningCommand:
         running = super().start_command(cell, folder, streams)
         self._changed(running)

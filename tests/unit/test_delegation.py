@@ -1,7 +1,9 @@
 """Where cells' groups can be made, and the memory that is there: on trees of every kind."""
 
+import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,29 @@ def test_a_process_in_the_leaf_finds_the_scope_again(v2: Kernel) -> None:
     delegation.groups_root.cache_clear()
     assert delegation.groups_root() == group
     assert [each.name for each in group.iterdir() if each.is_dir()] == ["weighin-parent"]
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_processes_move_back_when_the_last_weighin_that_uses_the_scope_exits(
+    v2: Kernel, monkeypatch: pytest.MonkeyPatch, is_last: bool
+) -> None:
+    exits: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", lambda *called: exits.append(partial(*called)))
+    group, leaf = scope(v2), v2.memory / "user.scope" / "weighin-parent"
+    refuse_root(v2)
+    delegation.groups_root()
+    if not is_last:
+        delegation.groups_root.cache_clear()
+        delegation.groups_root()  # by another process
+    exits.pop()()
+    ours = [str(os.getpid())]
+    assert (group / "cgroup.procs").read_text().split() == (ours if is_last else [])
+    assert leaf.exists() is not is_last
+    for at_exit in exits:
+        at_exit()
+    assert (group / "cgroup.procs").read_text().split() == ours
+    assert (group / "cgroup.subtree_control").read_text() == ""
+    assert not leaf.exists()
 
 
 def test_a_scope_without_the_memory_controller_is_no_root(v2: Kernel) -> None:

@@ -13,11 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_matrix import cells_of
 
-from weighin.cell import Job
 from weighin.disk.pace import Pace, Schedule
 from weighin.errors import ConfigError
 from weighin.probes import mounts, storage
-from weighin.protocol import decode_job, encode_job
 from weighin.records.series import name_of
 from weighin.records.verdict import through_first_pass_ns
 from weighin.report import slow_disks, writing
@@ -131,12 +129,6 @@ def test_a_disk_that_would_have_no_effect_is_refused(
     with pytest.raises(ConfigError) as caught:
         check_suite({"models": "m"} | options)
     assert str(caught.value) == complaint
-
-
-def test_a_job_brings_its_disk_to_the_worker() -> None:
-    cell = replace(make_cell(), disk_bytes_per_s=50_000_000)
-    job = Job(cell, "c", "m", "s", throttled_device="vda")
-    assert decode_job(encode_job(job)) == job
 
 
 MOUNTS = """\

@@ -112,7 +112,7 @@ def test_a_command_is_found_beside_its_keeper(cell: Cell) -> None:
     running.begin(limited=True)
     assert (running.pid, running.cgroup, running.unseen) == (cell.pid, cell.group, "")
     assert running.helpers == {cell.keeper_pid}
-    assert running.groups[0] == cell.group
+    assert running.cgroup == cell.group
     assert running.members() == [cell.pid]
     assert cell.keeper.started
     names = ("memory.max_usage_in_bytes", "memory.peak")

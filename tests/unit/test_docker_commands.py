@@ -250,7 +250,7 @@ def test_a_command_whose_limit_kills_the_container_is_killed(
         (
             Engine(pid=os.getpid()),  # a process, but none of the container
             None,
-            "weighin run needs a Docker engine on this machine: the processes of the current Docker"
+            "weighin needs a Docker engine on this machine: the processes of the current Docker"
             " engine are not visible here\nrun weighin on the engine's machine, unset DOCKER_HOST,"
             " or use --isolation cgroup or process",
         ),

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import requests.exceptions
 from cgroup_trees import LAYOUTS, Kernel, installed
-from fakes import event
 from recorded_engine import CONTAINER, Answer, RecordedEngine, Stream, playing
 from test_docker_isolation import IN_PROGRESS, NO_CONTAINER
 
@@ -29,6 +27,7 @@ from weighin.isolation.docker.stream import StreamChannel
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedEngine]:
     monkeypatch.setattr(container, "_PAUSE_S", 0)
     with playing(tmp_path, monkeypatch) as played:
+        played.state(Pid=0, Running=False)  # no process of this machine is in the container
         yield played
 
 
@@ -121,8 +120,6 @@ def test_a_worker_of_this_machine_is_seen_with_its_group(
     group, _, worker = cell
     running = started().running
     assert (running.pid, running.cgroup, running.unseen) == (worker, group, "")
-    assert running.observe_inside(0.01) is None
-    assert running.read_only
 
 
 def test_a_kill_spares_the_keeper_and_does_not_ask_the_engine(
@@ -181,7 +178,6 @@ def test_a_container_that_has_ended_is_not_looked_for(
     running = started().running
     assert (running.pid, running.cgroup) == (None, None)
     assert running.unseen == "the measured process ended before weighin could observe it"
-    assert running.observe_inside(0.01) is None
 
 
 def test_a_worker_that_was_killed_at_birth_is_not_looked_for(
@@ -282,73 +278,6 @@ def test_a_container_that_another_program_removed_was_killed(engine: RecordedEng
     client.close()
 
 
-def test_an_unseen_worker_is_killed_by_the_engine(
-    engine: RecordedEngine, started: Callable[..., Worker]
-) -> None:
-    running = started().running
-    assert running.unseen == "the Docker engine's processes are not visible on this machine"
-    running.kill()
-    engine.says("POST /containers/ID/kill", Answer(409, {"message": "is not running"}))
-    running.kill()  # it may have ended
-    assert [one.query for one in engine.asked("POST /containers/ID/kill")] == [{"signal": "9"}] * 2
-
-
-def test_an_unseen_worker_is_observed_in_its_container(
-    engine: RecordedEngine, started: Callable[..., Worker]
-) -> None:
-    running = started().running
-
-    def watcher() -> None:
-        stream = Stream(engine.attached())
-        assert stream.hears() == b"watching\n"  # before that, the client may lose a line
-        stream.says(event("watching", answer=7).rstrip(b"\n"))
-        assert stream.hears() == b"end\n"
-        figures = {"rss_bytes": 1, "anon_bytes": 1, "file_bytes": 0, "shmem_bytes": 0}
-        end = {"oom_kills": 2, "last_peak_rss_bytes": 3, "others": [4, 5], "memory": figures}
-        stream.says(event("end", answer=end).rstrip(b"\n"))
-        stream.close()
-
-    thread = threading.Thread(target=watcher)
-    thread.start()
-    observer = running.observe_inside(0.25)
-    assert observer
-    observer.raise_limit()
-    assert observer.stop() == []
-    thread.join(10)
-    assert (observer.oom_kills, observer.last_peak_rss_bytes, observer.others) == (2, 3, (4, 5))
-    [asked] = engine.asked("POST /containers/ID/exec")
-    assert asked.body["Cmd"][-2:] == ["weighin.isolation.docker.container_observer", "0.25"]
-    assert asked.body["AttachStdin"] is True
-    [lifted] = engine.asked("POST /containers/ID/update")
-    assert lifted.body == {"Memory": 2**60, "MemorySwap": 2**60}  # the engine refuses -1
-
-
-@pytest.mark.parametrize(
-    ("answer", "why"),
-    [
-        (event("watching", answer=None).rstrip(b"\n"), ""),  # the worker has ended
-        (b"OCI runtime exec failed: no such file", "no such file"),
-    ],
-)
-def test_a_watcher_without_a_worker_observes_nothing(
-    engine: RecordedEngine, started: Callable[..., Worker], answer: bytes, why: str
-) -> None:
-    running = started().running
-
-    def watcher() -> None:
-        stream = Stream(engine.attached())
-        stream.hears()
-        stream.says(answer)
-        stream.close()
-
-    thread = threading.Thread(target=watcher)
-    thread.start()
-    assert running.observe_inside(0.25) is None
-    thread.join(10)
-    assert "found no measured process" in running.unseen
-    assert running.unseen.endswith(why)
-
-
 def test_a_worker_that_does_not_appear_is_not_waited_for_for_ever(
     engine: RecordedEngine,
     cell: tuple[Path, int, int],
@@ -390,15 +319,6 @@ def test_the_engine_waits_for_whole_seconds(seconds: float, asked: int) -> None:
     client: Any = Client()
     assert wait_for_container(client, CONTAINER, time.monotonic() + seconds) == 3
     assert timeouts == [asked]
-
-
-def test_an_engine_that_starts_no_watcher_is_named(
-    engine: RecordedEngine, started: Callable[..., Worker]
-) -> None:
-    running = started().running
-    engine.says("POST /containers/ID/exec", Answer(409, {"message": "it is paused"}))
-    assert running.observe_inside(0.25) is None
-    assert running.unseen.endswith(", and no watcher starts in the container: it is paused")
 
 
 def removing(engine: RecordedEngine, *, certain: bool) -> int:

@@ -114,6 +114,12 @@ KERNEL = (
             {"OSType": "windows"},
             "the Docker engine runs windows containers\nswitch the Docker engine to Linux containers",
         ),
+        (
+            {"KernelVersion": "6.12.5-linuxkit", "MemoryLimit": True, "SwapLimit": True},
+            "weighin needs a Docker engine on this machine: the processes of the current"
+            " Docker engine are not visible here\nrun weighin on the engine's machine, unset"
+            " DOCKER_HOST, or use --isolation cgroup or process",
+        ),
     ],
 )
 def test_an_engine_that_cannot_limit(info: dict[str, Any], text: str) -> None:
@@ -122,8 +128,15 @@ def test_an_engine_that_cannot_limit(info: dict[str, Any], text: str) -> None:
     assert str(caught.value) == text
 
 
-def test_an_engine_that_can_limit() -> None:
-    docker_engine.check_engine({"OSType": "linux", "MemoryLimit": True, "SwapLimit": True})
+@pytest.mark.parametrize(
+    ("release", "says"),
+    [("6.1.0-13-amd64", "6.1.0-13-amd64"), ("5.10-rc1", "5.10.0-rc1"), ("6.18.44", "6.18.44")],
+)
+def test_an_engine_that_can_limit(monkeypatch: pytest.MonkeyPatch, release: str, says: str) -> None:
+    here = os.uname()
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result([*here[:2], release, *here[3:]]))
+    info = {"OSType": "linux", "KernelVersion": says, "MemoryLimit": True, "SwapLimit": True}
+    docker_engine.check_engine(info)
 
 
 @pytest.mark.parametrize(

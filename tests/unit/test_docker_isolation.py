@@ -35,6 +35,7 @@ IN_PROGRESS = Answer(409, {"message": "removal of container weighin-1 is already
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedEngine]:
     monkeypatch.setattr("weighin.isolation.docker.container._PAUSE_S", 0)
     with playing(tmp_path, monkeypatch) as played:
+        played.state(Pid=0, Running=False)  # no process of this machine is in the container
         yield played
 
 
@@ -93,6 +94,14 @@ def test_a_record_names_the_engine_and_its_image(engine: RecordedEngine) -> None
     assert given.describe()["image"] == "some:image"
 
 
+def test_an_engine_whose_processes_are_not_here_is_refused(engine: RecordedEngine) -> None:
+    engine.state(Pid=os.getpid(), Running=True)
+    with pytest.raises(IsolationUnavailable, match="are not visible here"):
+        DockerIsolation(BASE).start(JOB)
+    engine.attached().close()
+    assert engine.calls()[-1] == "DELETE /containers/ID"
+
+
 def test_a_worker_is_attached_before_it_starts_and_then_gets_its_job(
     engine: RecordedEngine,
 ) -> None:
@@ -140,7 +149,6 @@ def test_a_limit_forbids_swap(engine: RecordedEngine, version: str) -> None:
 def test_without_a_limit_nothing_is_limited(engine: RecordedEngine) -> None:
     host = created(engine)["HostConfig"]
     assert {"Memory", "MemorySwap", "MemorySwappiness"}.isdisjoint(host)
-    assert not host.get("BlkioDeviceReadBps")
     assert not host.get("DeviceRequests")
 
 
@@ -164,20 +172,10 @@ def test_a_save_may_write_to_its_folder_alone(engine: RecordedEngine) -> None:
     assert writable == ["/somewhere"]
 
 
-def test_a_disk_is_throttled_and_a_gpu_is_passed(engine: RecordedEngine) -> None:
-    wanted = job(disk_bytes_per_s=5_000_000, device="cuda")
-    host = created(engine, replace(wanted, throttled_device="sdb"))["HostConfig"]
-    assert host["BlkioDeviceReadBps"] == [{"Path": "/dev/sdb", "Rate": 5_000_000}]
+def test_a_gpu_is_passed(engine: RecordedEngine) -> None:
+    host = created(engine, job(device="cuda"))["HostConfig"]
     [request] = host["DeviceRequests"]
     assert (request["Count"], request["Capabilities"]) == (-1, [["gpu"]])
-
-
-@pytest.mark.parametrize(("rate", "device"), [(None, "sdb"), (5_000_000, "")])
-def test_a_disk_is_not_throttled_without_a_rate_or_a_name(
-    engine: RecordedEngine, rate: int | None, device: str
-) -> None:
-    wanted = replace(job(disk_bytes_per_s=rate), throttled_device=device)
-    assert not created(engine, wanted)["HostConfig"].get("BlkioDeviceReadBps")
 
 
 def test_a_container_is_named_and_labelled_after_this_process(
@@ -189,6 +187,7 @@ def test_a_container_is_named_and_labelled_after_this_process(
     assert asked["Labels"] == {
         "weighin.owner": this_process(),
         "weighin.host": socket.gethostname(),
+        "weighin.lock": "",
         "weighin.cell": JOB.cell.id,
     }
     assert asked["User"] == f"{os.getuid()}:{os.getgid()}"
@@ -248,8 +247,10 @@ def test_all_containers_are_removed_when_this_process_ends(engine: RecordedEngin
         stream.close()
 
 
-def container(name: str, owner: str, host: str | None = None) -> dict[str, Any]:
-    labels = {"weighin.owner": owner, "weighin.host": host or socket.gethostname()}
+def container(name: str, owner: str, lock: str | None = None) -> dict[str, Any]:
+    labels = {"weighin.owner": owner, "weighin.host": socket.gethostname()}
+    if lock:
+        labels["weighin.lock"] = lock
     return {"Id": CONTAINER, "Names": [f"/{name}"], "Labels": labels}
 
 
@@ -260,19 +261,23 @@ def test_the_containers_of_dead_runs_on_this_machine_are_removed(
     containers = [
         container("weighin-1-dead", ENDED),
         container("weighin-2-living", this_process()),
-        container("weighin-3-elsewhere", ENDED, "another-machine"),
+        container("weighin-3-other-lock", ENDED, lock="-0a1b2c3d"),
     ]
     engine.says("GET /containers/json", Answer(200, containers))
     isolation = DockerIsolation(BASE)
-    assert isolation.remove_stale() == ["container weighin-1-dead of process 1"]
-    [removed] = engine.asked("DELETE /containers/ID")
+    monkeypatch.setenv(LOCK_VARIABLE, "/run/a.lock")
+    assert isolation.remove_stale() == []
+    monkeypatch.delenv(LOCK_VARIABLE)
+    assert isolation.remove_stale() == [
+        "container weighin-1-dead of process 1",
+        "container weighin-3-other-lock of process 1",
+    ]
+    removed, _ = engine.asked("DELETE /containers/ID")
     assert removed.path.endswith("/containers/weighin-1-dead")
     assert removed.query == {"v": "True", "force": "True", "link": "False"}
-    isolation.remove_stale(any_lock=True)
-    filters = [request.query["filters"] for request in engine.asked("GET /containers/json")]
-    assert f'"weighin.host={socket.gethostname()}"' in filters[0]
-    assert '"weighin.host"' in filters[1]
-    assert {request.query["all"] for request in engine.asked("GET /containers/json")} == {"1"}
+    for request in engine.asked("GET /containers/json"):  # of gpu1, and none of gpu10
+        assert f'"weighin.host={socket.gethostname()}"' in request.query["filters"]
+        assert request.query["all"] == "1"
 
 
 def python_in_an_image(engine: RecordedEngine, status: int, output: bytes) -> str:
@@ -328,12 +333,12 @@ def test_a_command_sees_its_folder_and_runs_as_this_user(
     engine.says("POST /containers/ID/start", Answer(500, {"message": "no such file"}))
     (tmp_path / "data").touch()
     cell = Cell.of_command(
-        "serve", ("serve", "model"), "docker", ram_limit_bytes=64 * MIB, disk_bytes_per_s=7,
+        "serve", ("serve", "model"), "docker", ram_limit_bytes=64 * MIB,
         environment={"MODE": "fast"},
     )  # fmt: skip
     with Path(os.devnull).open("r+b") as nothing, pytest.raises(IsolationUnavailable):
         DockerIsolation(image="some:image").start_command(
-            cell, str(tmp_path), Streams(*[nothing.fileno()] * 3), [f"{tmp_path}/data"], "sdb"
+            cell, str(tmp_path), Streams(*[nothing.fileno()] * 3), [f"{tmp_path}/data"]
         )
     engine.attached().close()
     [request] = engine.asked("POST /containers/create")
@@ -346,7 +351,6 @@ def test_a_command_sees_its_folder_and_runs_as_this_user(
     assert asked["Labels"]["weighin.owner"] == this_process()
     assert (asked["Entrypoint"] + asked["Cmd"])[-3:] == ["--", "serve", "model"]
     assert (host["Memory"], host["MemorySwap"]) == (64 * MIB, 64 * MIB)
-    assert host["BlkioDeviceReadBps"] == [{"Path": "/dev/sdb", "Rate": 7}]
     assert host["LogConfig"]["Type"] == "none"
     mounts = {mount["Target"]: mount["ReadOnly"] for mount in host["Mounts"]}
     assert mounts[str(tmp_path)] is False

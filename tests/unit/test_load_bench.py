@@ -11,11 +11,12 @@ from fakes import PlayedIsolation, begin, failed, memory, ready
 from scripts import BASELINE, DONE, LOADED
 
 from weighin.checkpoint import cache
-from weighin.errors import CheckpointError, FormatLimit, HarnessError
+from weighin.disk import mount
+from weighin.errors import CheckpointError, FormatLimit, HarnessError, IsolationUnavailable
 from weighin.probes import page_cache
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
-from weighin.run import disk_proof, load_bench, runner
+from weighin.run import load_bench, runner
 from weighin.run.load_bench import set_up
 from weighin.run.request import Request, start
 from weighin.run.settings import RunSettings
@@ -352,30 +353,18 @@ def test_a_run_whose_formats_all_cannot_hold_the_model_stops(
     assert complaint(run) == "safetensors cannot hold it\nchoose another"
 
 
-def test_slow_disks_are_tested_before_the_first_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    tested: list[list[str]] = []
+def test_a_run_on_slow_disks_needs_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(*, in_container: bool) -> None:
+        raise IsolationUnavailable(f"no FUSE, in a container: {in_container}")
 
-    def check(_isolation: object, jobs: list[Any]) -> None:
-        tested.append([job.cell.strategy for job in jobs])
-
-    monkeypatch.setattr(disk_proof, "check", check)
-    run = asked(BASELINE, strategies=["baseline", "sequential", "per_module"])
-    slow, plain, skipped = run.planned
-    cell = replace(slow.cell, disk_bytes_per_s=50_000_000)
-    skipped_cell = replace(skipped.cell, disk_bytes_per_s=50_000_000)
-    planned: Any = [
-        replace(slow, cell=cell),
-        plain,
-        replace(skipped, cell=skipped_cell, skip="x"),
+    monkeypatch.setattr(mount, "check", check)
+    run = asked(BASELINE, strategies=["baseline", "sequential"])
+    slow: Any = [
+        replace(one, cell=replace(one.cell, disk_bytes_per_s=50_000_000)) for one in run.planned
     ]
-    run = replace(run, planned=planned)
-    told = Told()
-    set_up(run, planned, told.progress)
-    assert tested == [["baseline"]]
-    assert told.lines[-1] == "testing the slowed disks with direct reads"
-    set_up(replace(run, is_probed=True), planned, Progress())
-    set_up(run, [plain], Progress())  # type: ignore[list-item]
-    assert tested == [["baseline"]]
+    with pytest.raises(IsolationUnavailable, match="in a container: False"):
+        set_up(run, slow, Progress())
+    set_up(run, [replace(slow[0], skip="x"), run.planned[1]], Progress())  # type: ignore[list-item]
 
 
 def test_a_worker_that_cannot_start_stops_the_run_and_keeps_its_records() -> None:

@@ -5,13 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import leftovers
+import psutil
 import pytest
 from fakes import FakeRunning, Silent
 from scripts import DONE, watched
 
+from weighin import child_process
+from weighin.child_process import adopt_orphans
 from weighin.isolation import cgroup
 from weighin.isolation.cgroup import CgroupRunning
 from weighin.isolation.process import LocalRunning
@@ -71,7 +75,7 @@ def test_a_reading_that_waits_for_a_busy_processor_does_not_delay_the_next(
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(other_processes, "read_private", read_slowly)
     monkeypatch.setattr(other_processes, "mark_of", lambda _: "mark")
-    monkeypatch.setattr(other_processes, "all_pids", lambda: [2**22])
+    monkeypatch.setattr(psutil, "pids", lambda: [2**22])
     others = OtherProcesses(os.getpid(), None)
     for _ in range(3):
         others.sample()
@@ -87,24 +91,33 @@ os._exit(0)
 """
 
 
-def test_a_daemon_without_the_environment_ends_with_the_worker_and_others_children_live_on() -> (
-    None
-):
+@pytest.mark.parametrize("is_program", [True, False])
+def test_a_daemon_without_the_environment_ends_with_the_worker_and_others_children_live_on(
+    is_program: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another program than weighin, which may start children meanwhile, the daemon stays."""
+    monkeypatch.setattr(child_process, "is_program", is_program)
+    bare = partial(subprocess.Popen, ["sleep", "99"], env={}, start_new_session=True)
+    hosts = [bare()]
+    time.sleep(0.05)  # several ticks of the kernel's clock, so that the worker starts later
     running = LocalRunning((sys.executable, "-c", BARE))
-    hosts = subprocess.Popen(["sleep", "99"], env={}, start_new_session=True)
+    if not is_program:
+        hosts.append(bare())
     daemon = int(running.channel.receive(60) or 0)
     try:
         running.wait(60)
         assert start_time(daemon) is not None
     finally:
         running.close()
-        lives_on, hosts_ended = start_time(daemon) is not None, hosts.poll()
-        hosts.kill()
-        hosts.wait()
+        lives_on, hosts_ended = start_time(daemon) is not None, [one.poll() for one in hosts]
+        for one in hosts:
+            one.kill()
+            one.wait()
         if lives_on:
             os.kill(daemon, signal.SIGKILL)
-    assert not lives_on
-    assert hosts_ended is None
+    assert lives_on is not is_program
+    assert not any(code is not None for code in hosts_ended)
+    assert not adopt_orphans(adopt=False)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from scripts import JOB
 from weighin.cell import Cell
 from weighin.child_process import adopt_orphans
 from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
-from weighin.isolation import command, process, process_tree, read_only
+from weighin.isolation import command, process
 from weighin.isolation.base import Exit, RunningCommand, Streams
 from weighin.isolation.process import LocalRunning, ProcessIsolation
+from weighin.isolation.process_tree import ProcessTree
 from weighin.probes.cgroup import this_process
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
@@ -74,7 +75,7 @@ def test_a_command_has_its_folder_its_variables_and_its_streams(
         running = start('pwd; cat; echo "$MODE" >&2', Streams(*numbers), environment={"MODE": "m"})
     assert running.wait(20)
     assert [file.read_text() for file in files[1:]] == [f"{tmp_path}\ntyped", "m\n"]
-    assert (running.cgroup, running.groups, running.helpers) == (None, (), frozenset())
+    assert (running.cgroup, running.helpers) == (None, frozenset())
     assert running.unseen.startswith(
         "a plain process has no cgroup of its own, so these are not seen"
     )
@@ -162,14 +163,6 @@ def test_a_daemon_that_is_left_ends_with_its_command(start: Start, tmp_path: Pat
     running.close()
 
 
-def test_the_processes_of_two_commands_are_told_apart(start: Start) -> None:
-    first, second = start("exec sleep 60"), start("exec sleep 60")
-    assert (first.members(), second.members()) == ([first.pid], [second.pid])
-    first.kill()
-    assert first.wait(20)
-    assert not second.wait(0)
-
-
 def test_an_orphan_that_has_ended_is_reaped(start: Start, tmp_path: Path) -> None:
     running = start("( env -i sh -c 'echo $$ > pid' & ); exec sleep 60")
     pid = daemon(tmp_path)
@@ -190,7 +183,6 @@ WORKER = ("sh", "-c", f'echo "$MODE,${{{PHASES_VARIABLE}-none}},$PYTHONPATH"; ex
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRunning]:
     monkeypatch.setattr(process, "WORKER", WORKER)
-    monkeypatch.setattr(read_only, "is_possible", lambda: False)
     monkeypatch.setenv(PHASES_VARIABLE, "/of/another/program")
     cell = replace(JOB.cell, environment={"MODE": "fast"})
     running = ProcessIsolation().start(replace(JOB, cell=cell))
@@ -205,7 +197,6 @@ def test_a_worker_gets_its_variables_and_then_its_job(worker: LocalRunning) -> N
     cell = replace(JOB.cell, environment={"MODE": "fast"})
     assert worker.channel.receive(20) == encode_job(replace(JOB, cell=cell)).rstrip(b"\n")
     assert (worker.cgroup, worker.unseen) == (None, "a plain process has no cgroup of its own")
-    assert not worker.read_only
 
 
 def test_a_worker_that_is_killed_or_closed_ends(worker: LocalRunning) -> None:
@@ -243,35 +234,55 @@ def test_a_system_without_reset_of_peaks_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_marks_are_unique_and_are_inherited() -> None:
-    first, second = process_tree.new_mark(), process_tree.new_mark()
-    assert first != second
-    code = "import sys; sys.stdin.read()"
-    running = LocalRunning((sys.executable, "-c", code))
-    assert running.pid in process_tree.members(running._mark)
-    assert process_tree.members(first) == []
-    assert process_tree.kill(first) == []
-    running.close()
-    assert process_tree.members(running._mark) == []
+    first, second = ProcessTree(adopts=False), ProcessTree(adopts=False)
+    assert first.environment != second.environment
+    with subprocess.Popen(["sleep", "60"], env=os.environ | second.environment) as marked:
+        assert (first.members(), second.members()) == ([], [marked.pid])
+        assert first.kill() == []
+        second.end()
+        assert marked.wait(60) == -signal.SIGKILL
+        assert second.members() == []
+
+
+def dead_mark() -> dict[str, str]:
+    """Return the variable of a run whose process has ended."""
+    namespace = this_process().split("-")[2:]
+    marks = ProcessTree(adopts=False).environment.items()
+    ended = "-".join(["1", "1", *namespace])
+    return {name: mark.replace(this_process(), ended, 1) for name, mark in marks}
 
 
 def test_processes_of_a_dead_run_are_ended_and_named() -> None:
-    namespace = this_process().split("-")[2:]
-    dead = process_tree.new_mark().replace(this_process(), "-".join(["1", "1", *namespace]), 1)
-    living = process_tree.new_mark()
+    living = ProcessTree(adopts=False)
     with ExitStack() as started:
         orphan, other = (
-            started.enter_context(
-                subprocess.Popen(["sleep", "60"], env=os.environ | process_tree.environment(mark))
-            )
-            for mark in (dead, living)
+            started.enter_context(subprocess.Popen(["sleep", "60"], env=os.environ | marked))
+            for marked in (dead_mark(), living.environment)
         )
         started.callback(other.kill)
         started.callback(orphan.kill)
         assert ProcessIsolation().remove_stale() == [f"process {orphan.pid} of process 1"]
         assert orphan.wait(60) == -signal.SIGKILL
         assert other.poll() is None
-        process_tree.end(living)
+        living.end()
         assert other.wait(60) == -signal.SIGKILL
+
+
+CLEANS = """
+import subprocess
+from weighin.isolation.process_tree import end_orphans
+with subprocess.Popen(["sleep", "60"]) as relative:
+    assert end_orphans() == []
+    assert relative.poll() is None
+    relative.kill()
+"""
+
+
+def test_a_process_of_a_killed_run_that_cleans_ends_neither_itself_nor_its_relatives() -> None:
+    variables = os.environ | dead_mark()
+    command = (sys.executable, "-P", "-c", CLEANS)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -214,9 +214,7 @@ def test_a_cgroup_whose_worker_does_not_die_stays_and_a_later_run_is_not_stopped
     with pytest.raises(StillRunning):
         running.close()
     assert groups[0].exists()
-    monkeypatch.setattr(
-        cgroup, "is_left_behind", lambda owner, any_lock: groups[0].name.endswith(owner)
-    )
+    monkeypatch.setattr(cgroup, "is_left_behind", groups[0].name.endswith)
     assert f"cgroup {groups[0]}" not in CgroupIsolation().remove_stale()
 
 

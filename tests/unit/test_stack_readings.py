@@ -22,7 +22,7 @@ from weighin.units import MIB
 def test_a_usage_that_is_higher_by_a_third_does_not_wait_for_the_pause(
     last: int, now: int, in_pause: bool, reads: bool
 ) -> None:
-    taker = StackTaker(())
+    taker = StackTaker(list)
     taker._taken_bytes = last * MIB
     taker._due_s = float("inf") if in_pause else 0.0
     assert taker._is_worth(now * MIB) == reads

@@ -11,6 +11,7 @@ from leftovers import wait_until
 
 from weighin.isolation import cgroup
 from weighin.probes import stacks
+from weighin.probes.cgroup import pids_in
 from weighin.probes.stacks import StackTaker
 from weighin.units import MIB
 
@@ -43,7 +44,7 @@ def test_py_spy_is_run_once_only_on_a_program_that_is_not_python(
             return real(arguments, **options)  # type: ignore[call-overload]
 
         monkeypatch.setattr(subprocess, "Popen", popen)
-        taker = StackTaker(groups, share=1.0)
+        taker = StackTaker(lambda: pids_in(groups[0]), groups[0], share=1.0)
         for number in (1, 2, 3):
             taker.look(number, number * 100 * MIB)
             time.sleep(0.5)
@@ -58,10 +59,10 @@ def test_py_spy_is_run_once_only_on_a_program_that_is_not_python(
             sleeping.wait()
 
 
-def test_a_process_that_ends_in_between_leaves_no_stack(groups: list[Path]) -> None:
+def test_a_process_that_ends_in_between_leaves_no_stack() -> None:
     with command('step("started")') as one:
         one.reach("started")
-        taker = StackTaker([], pids=lambda: [one.pid, 2**22 - 1])
+        taker = StackTaker(lambda: [one.pid, 2**22 - 1])
         one.go()
         one.process.wait(60)
         taker.look(1, 100 * MIB)
@@ -69,10 +70,10 @@ def test_a_process_that_ends_in_between_leaves_no_stack(groups: list[Path]) -> N
         assert taker.why == "no Python process used more memory than before"
 
 
-def test_without_a_group_py_spy_stops_the_process_itself() -> None:
+def test_a_process_goes_on_after_its_stack_was_read() -> None:
     with command('step("started")') as one:
         one.reach("started")
-        taker = StackTaker([], pids=lambda: [one.pid])
+        taker = StackTaker(lambda: [one.pid])
         taker.look(7, 100 * MIB)
         (stack,) = taker.stacks
         assert (stack.t_ns, stack.pid, stack.usage_bytes) == (7, one.pid, 100 * MIB)
@@ -81,22 +82,18 @@ def test_without_a_group_py_spy_stops_the_process_itself() -> None:
         wait_until(lambda: one.process.poll() == 0, "the program did not go on")
 
 
-def test_a_py_spy_that_does_not_start_is_a_reason(
-    groups: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_py_spy_that_does_not_start_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "_find_program", lambda: "/nonexistent/py-spy")
     with command('step("started")') as one:
         one.reach("started")
-        taker = StackTaker(groups, pids=lambda: [one.pid])
+        taker = StackTaker(lambda: [one.pid])
         taker.look(1, 100 * MIB)
     assert taker.why == "py-spy does not start: No such file or directory"
 
 
-def test_without_py_spy_the_reason_says_what_to_install(
-    groups: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_py_spy_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "_find_program", lambda: None)
-    taker = StackTaker(groups)
+    taker = StackTaker(list)
     taker.look(1, 100 * MIB)
     assert taker.stacks == ()
     assert taker.why.startswith("py-spy is not installed: pip install ")

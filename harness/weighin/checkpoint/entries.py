@@ -60,6 +60,11 @@ def folder() -> Path:
     return Path(chosen or f"{caches}/weighin").expanduser().absolute()
 
 
+def slow_disks() -> Path:
+    """Return the folder in which the slow disks of all runs are mounted."""
+    return folder() / "disks"
+
+
 def use(chosen: Path) -> None:
     """Make ``chosen`` the cache's folder, for this process and all processes that it starts."""
     os.environ["WEIGHIN_CACHE"] = str(chosen.expanduser().absolute())

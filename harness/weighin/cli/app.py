@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 
 import click
 
-from weighin import __version__
+from weighin import __version__, child_process
 from weighin.cli import _console, _settings
 from weighin.cli._verb import Verbs
 from weighin.errors import HarnessError, Interrupted, explain
@@ -55,6 +55,7 @@ def app(context: click.Context) -> None:
 
 def main() -> NoReturn:
     """Run the command line and exit; print a HarnessError or OSError as two lines."""
+    child_process.is_program = True
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # the terminal's encoding may lack a character
             stream.reconfigure(errors="replace")

@@ -74,8 +74,8 @@ EXAMPLES = {
     default="none",
     metavar="RATES",
     help="Slow the checkpoint's disk down to these rates, comma-separated: 50MB/s, 200MB/s, none"
-    " (the disk's own rate). weighin tests each rate before the run. To slow a disk down, weighin"
-    " needs root, or FUSE and the package extra weighin[disk].",
+    " (the disk's own rate). To slow a disk down, weighin needs FUSE and the package extra"
+    " weighin[disk].",
 )
 @click.option(
     "--disk-latency",

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from weighin.cli import _arguments, _console, _options
+from weighin.cli import _console, _options
 from weighin.cli._verb import Verb
 
 NO_LIMIT_EXIT = 3
@@ -16,16 +16,8 @@ NO_LIMIT_EXIT = 3
     examples={
         "Test what this machine can limit and measure": "weighin doctor",
         "Print the result as JSON": "weighin doctor --json -",
-        "Remove what killed runs left on this machine": "weighin doctor --clean",
         "Test each machine of a Ray cluster": "weighin doctor --engine ray --address head:6379",
     },
-)
-@click.option(
-    "--clean",
-    is_flag=True,
-    help="Also remove the cgroups and containers of runs with another lock file (environment"
-    " variable WEIGHIN_LOCK). Without --clean, weighin leaves them alone, because such a run may"
-    " still be measuring.",
 )
 @_options.engine
 @_options.json
@@ -43,8 +35,6 @@ def doctor(context: click.Context, /, **typed: Any) -> None:
     from weighin.engines import base
 
     if settings := base.settings(typed["engine"], typed["address"], typed["labels"]):
-        ignored, reason = ("clean",), "--engine ray tests the cluster, not this machine"
-        _arguments.refuse(context, ignored, reason, "leave out --engine ray")
         from weighin.engines.ray import doctor as of_fleet
 
         nodes = of_fleet.examine(settings["address"], settings["labels"], _console.note)
@@ -54,7 +44,7 @@ def doctor(context: click.Context, /, **typed: Any) -> None:
     else:
         from weighin.doctor import doctor as of_machine
 
-        examination = of_machine.examine(_console.note, clean=typed["clean"])
+        examination = of_machine.examine(_console.note)
         tables, document = [of_machine.table(examination)], examination.as_json()
         is_fit = examination.holds_a_limit
     _console.deliver(typed["json_file"], document, lambda: _console.show(*tables))

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from ctypes.util import find_library
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -20,22 +19,14 @@ from weighin.errors import IsolationUnavailable
 from weighin.probes import mounts
 from weighin.probes.cgroup import is_left_behind, owned_name
 from weighin.protocol import decode_event
-from weighin.units import format_latency, format_rate
+from weighin.units import format_latency, format_rate, format_seconds
 
 _DEVICE: Final = Path("/dev/fuse")
 _KIND: Final = "fuse.weighin"
 _START_S: Final = 20.0
 _ANSWER_S: Final = 2.0
+_LONG_NS: Final = 500_000_000  # a read stalls if it exceeds the latency by this time
 _numbers = count()
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingRead:
-    """A read of a mounted file that has no answer yet, and the time since it arrived."""
-
-    path: Path
-    offset: int
-    waited_ns: int
 
 
 class Mount:
@@ -52,7 +43,7 @@ class Mount:
         Raises:
             IsolationUnavailable: the FUSE process ended, or did not mount the folder within 20 s.
         """
-        self._source = source.absolute()
+        self._source, self._pace = source.absolute(), pace
         name = owned_name(next(_numbers))
         self.folder = root / name / self._source.name
         # Mode 0700: a parent folder of ``source`` may keep other users out, but not from this mount.
@@ -91,19 +82,25 @@ class Mount:
             )
         self._device = _minor(self.folder)
 
-    def waiting(self) -> list[WaitingRead]:
-        """Return the unanswered reads, the oldest first; empty if the FUSE process is silent for 2 s."""
+    def stalled(self) -> str:
+        """Describe the oldest read without an answer, by file and offset.
+
+        The result is empty if no read is late by 0.5 s, or the FUSE process is silent for 2 s.
+        """
         self._child.send(b"waiting\n")
         try:
             line = self._child.receive(_ANSWER_S)
         except TimeoutError:
-            return []
-        event = decode_event(line) if line else None
-        now_ns = monotonic_ns()
-        return [
-            WaitingRead(self._source / path.lstrip("/"), offset, now_ns - arrival_ns)
-            for path, offset, arrival_ns in (event or {}).get("reads", ())
-        ]
+            return ""
+        for path, offset, arrival_ns in ((line and decode_event(line)) or {}).get("reads", ()):
+            if (waited_ns := monotonic_ns() - arrival_ns) > (self._pace.latency_ns or 0) + _LONG_NS:
+                file = self._source / path.lstrip("/")
+                return (
+                    f"the read of {file} at offset {offset} has had no answer for"
+                    f" {format_seconds(waited_ns)}"
+                )
+            break  # the later ones have waited less
+        return ""
 
     def close(self) -> None:
         """Make waiting reads fail, unmount, and end the FUSE process; a second call has no effect."""
@@ -113,6 +110,15 @@ class Mount:
         with contextlib.suppress(TimeoutError):  # the process still waits for the real disk
             self._child.close()
         _remove(self.folder.parent)
+
+
+def check(*, in_container: bool) -> None:
+    """Raise IsolationUnavailable if FUSE, and so a slow disk, does not work on this machine."""
+    if found := obstacle(in_container=in_container):
+        message, repair = found
+        raise IsolationUnavailable(
+            f"weighin slows a disk down with FUSE, which does not work here: {message}", repair
+        )
 
 
 def obstacle(*, in_container: bool) -> tuple[str, str] | None:
@@ -142,19 +148,16 @@ def obstacle(*, in_container: bool) -> tuple[str, str] | None:
     return None
 
 
-def remove_stale(root: Path, *, any_lock: bool = False) -> list[str]:
-    """Remove the mounts, and their folders in ``root``, of killed runs; return a line for each mount.
-
-    Without ``any_lock``, the mounts and folders of runs that used another lock file stay.
-    """
+def remove_stale(root: Path) -> list[str]:
+    """Remove the mounts, and their folders in ``root``, of killed runs; return a line for each mount."""
     removed = []
     for name, folder in _mounted():
-        if is_left_behind(name, any_lock=any_lock):
+        if is_left_behind(name):
             unmount(folder, _minor(folder))
             _remove(folder.parent)
             removed.append(f"slow disk at {folder}")
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        if is_left_behind(folder.name, any_lock=any_lock):
+        if is_left_behind(folder.name):
             _remove(folder)
     return removed
 

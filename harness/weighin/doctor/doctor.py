@@ -8,9 +8,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from math import isclose
+from mmap import PAGESIZE, mmap
 from pathlib import Path
+from statistics import median
+from time import monotonic
 from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
@@ -18,9 +23,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from weighin.cell import Cell, Job
-from weighin.checkpoint import cache
+from weighin.checkpoint import cache, entries
 from weighin.disk import mount
 from weighin.disk.pace import Pace
+from weighin.disk.passthrough import LARGEST_READ_BYTES
 from weighin.errors import HarnessError
 from weighin.isolation import delegation, select
 from weighin.isolation.base import Isolation
@@ -28,19 +34,18 @@ from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import environment, page_cache
 from weighin.probes.cgroup import MemoryCgroup, PeakMark, memory_hierarchy, pressure_hierarchy
 from weighin.result import Outcome
-from weighin.run import command_runner, disk_proof, gpu_check, slow_disk
+from weighin.run import command_runner, gpu_check
 from weighin.run.cell_runner import Setting, measure
 from weighin.suite.registry import model, read_strategy
 from weighin.units import MIB, format_bytes
 
 _PROBE = Path(__file__).with_name("oom_probe.py")
 _PROBE_LIMIT_BYTES = 384 * MIB
-_DISKS = (
-    ("rate of a disk (--disk)", Pace(100_000_000)),
-    ("latency of a disk (--disk-latency)", Pace(100_000_000, 5_000_000)),
-)
 _INNER_BYTES = 64 * MIB
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of WSL and of AMD
+_PACE = Pace(100_000_000, 5_000_000)
+_PROBED_BYTES = 64 * MIB
+_READERS = 16  # at 5 ms each, they have more in flight than a disk of 100 MB/s answers
 _WORDS = {"good": "yes", "poor": "partly", "bad": "no"}
 _STYLES = {"good": "green", "poor": "yellow", "bad": "red"}
 
@@ -78,18 +83,17 @@ class Examination:
         }
 
 
-def examine(say: Callable[[str], None], *, clean: bool = False) -> Examination:
+def examine(say: Callable[[str], None]) -> Examination:
     """Test this machine; ``say`` is called with a line of text before each slow step.
 
     ``examine`` removes, and reports, the containers, cgroups, processes, mounts and folders that
-    killed runs left behind. With ``clean``, it also removes those of runs with a lock file
-    other than this process's.
+    killed runs left behind.
     """
     isolations = [select.named(name) for name in select.NAMES]
-    limits = [finding for one in isolations for finding in _isolation(one, say, clean)]
+    limits = [finding for one in isolations for finding in _isolation(one, say)]
     folders = map(_removed, command_runner.remove_leftovers())
-    mounts = map(_removed, mount.remove_stale(slow_disk.root(), any_lock=clean))
-    return Examination((*folders, *mounts, *limits, *figures(), *_machine()))
+    mounts = map(_removed, mount.remove_stale(entries.slow_disks()))
+    return Examination((*folders, *mounts, *limits, _slow_disk(say), *figures(), *_machine()))
 
 
 def table(examination: Examination) -> Table:
@@ -100,16 +104,14 @@ def table(examination: Examination) -> Table:
     return shown
 
 
-def _isolation(
-    isolation: Isolation, say: Callable[[str], None], any_lock: bool
-) -> Iterator[Capability]:
+def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Capability]:
     subject = f"isolation {isolation.name}"
     try:
         isolation.check()
     except HarnessError as error:
         yield Capability(subject, "bad", f"{error.message}. {error.repair}")
         return
-    yield from map(_removed, isolation.remove_stale(any_lock=any_lock))
+    yield from map(_removed, isolation.remove_stale())
     if not isolation.limits:
         yield Capability(subject, "good", "measures; enforces no limit")
     else:
@@ -119,24 +121,49 @@ def _isolation(
             yield _prove(isolation, say)
         except HarnessError as error:
             yield Capability(subject, "bad", f"{error.message}. {error.repair}")
-            return
-    yield from _disks(isolation, say)
 
 
-def _disks(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Capability]:
-    """Test, by a direct read, whether the isolation can give a measurement a slow disk."""
-    spec = model("gpt2-tiny")
-    for name, pace in _DISKS:
-        subject = f"isolation {isolation.name}: {name}"
-        say(f"reading directly from a disk of {pace} with {isolation.name}")
-        job = disk_proof.job_of(isolation, spec, pace)
-        try:
-            proof = disk_proof.prove(isolation, job)
-        except HarnessError as error:
-            yield Capability(subject, "poor", f"{error.message}. {error.repair}")
-            continue
-        detail = f"asked for {pace}: a direct read got {proof}"
-        yield Capability(subject, "good" if proof.holds else "poor", detail)
+def _slow_disk(say: Callable[[str], None]) -> Capability:
+    """Slow a disk down, and compare direct reads of it (O_DIRECT) with the rate and latency set."""
+    subject = "slow disks (--disk, --disk-latency)"
+    say(f"reading directly from a disk of {_PACE}")
+    try:
+        mount.check(in_container=False)
+        with tempfile.TemporaryDirectory(dir=cache.folder()) as folder:
+            (Path(folder) / "file").write_bytes(bytes(_PROBED_BYTES))
+            with closing(mount.Mount(Path(folder), _PACE, entries.slow_disks())) as disk:
+                latency_s, rate = _direct_reads(disk.folder / "file")
+    except (HarnessError, OSError) as error:
+        why = f"{error.message}. {error.repair}" if isinstance(error, HarnessError) else str(error)
+        return Capability(subject, "poor", why)
+    holds = isclose(rate, 100e6, rel_tol=0.05) and isclose(latency_s, 0.005, rel_tol=0.1)
+    found = f"{rate / 1e6:.1f} MB/s and {latency_s * 1e3:.2f} ms through FUSE"
+    detail = f"asked for {_PACE}: a direct read got {found}"
+    return Capability(subject, "good" if holds else "poor", detail)
+
+
+def _direct_reads(file: Path) -> tuple[float, float]:
+    """Return the median time of a read of one page in s, and the rate of many reads in bytes per s."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+
+    def read(offset: int, area: mmap) -> float:
+        start_s = monotonic()
+        os.preadv(descriptor, [area], offset)
+        return monotonic() - start_s
+
+    try:
+        page = mmap(-1, PAGESIZE)
+        latency_s = median(read(number * PAGESIZE, page) for number in range(30))
+        areas = [mmap(-1, LARGEST_READ_BYTES) for _ in range(_READERS)]
+        offsets = iter(range(0, _PROBED_BYTES, LARGEST_READ_BYTES))
+        with ThreadPoolExecutor(_READERS) as pool:
+            start_s = monotonic()
+            list(pool.map(lambda area: [read(offset, area) for offset in offsets], areas))
+            spent_s = monotonic() - start_s
+    finally:
+        os.close(descriptor)
+    rate = _PROBED_BYTES / (spent_s - latency_s)
+    return latency_s - PAGESIZE / rate, rate
 
 
 def _removed(line: str) -> Capability:
@@ -258,8 +285,8 @@ def nested() -> Capability:
             limit(group, 2 * _INNER_BYTES)
             if (outer := MemoryCgroup(group)).version == 2:
                 (group / "cgroup.subtree_control").write_text("+memory")
+            (group / "inner").mkdir()
             inner = MemoryCgroup(group / "inner")
-            inner.path.mkdir()
             try:
                 limit(inner.path, _INNER_BYTES)
                 is_limited = int(inner.limit_path.read_text()) == _INNER_BYTES

@@ -33,7 +33,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
-from weighin import __version__
+from weighin import __version__, child_process
 from weighin.checkpoint import cache, staging
 from weighin.child_process import Parent
 from weighin.errors import HarnessError, Interrupted, explain
@@ -51,6 +51,7 @@ _LOCK_PATIENCE_S: Final = 60.0  # after a driver is killed, its worker needs a m
 
 def main() -> int:
     """Read an assignment from standard input, run it, and return the exit code of this process."""
+    child_process.is_program = True
     events = Parent()
     if (line := events.receive()) is None:  # the driver has ended
         return 1

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Protocol
 
 from weighin.cell import Cell, Job
-from weighin.probes.observer import Observer
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +101,6 @@ class Running(Started, Protocol):
     def pid(self) -> int | None:
         """The worker's pid, as weighin's process sees it; None if weighin cannot see the worker."""
 
-    @property
-    def read_only(self) -> bool:
-        """Whether the worker sees its checkpoint through read-only mounts."""
-
-    def observe_inside(self, interval_s: float) -> Observer | None:
-        """Start an observer in the container; None if weighin needs none, or it does not start."""
-
     def wait(self, timeout_s: float) -> Exit:
         """Return how the worker ended; raise TimeoutError if it still runs after ``timeout_s``."""
 
@@ -119,10 +111,6 @@ class RunningCommand(Started, Protocol):
     @property
     def pid(self) -> int:
         """The pid of the command's first process, as weighin's process sees it."""
-
-    @property
-    def groups(self) -> Sequence[Path]:
-        """All cgroups that the command entered, the memory cgroup first."""
 
     @property
     def helpers(self) -> frozenset[int]:
@@ -180,19 +168,15 @@ class Isolation(Protocol):
         folder: str,
         streams: Streams,
         mounts: Sequence[str] = (),
-        throttled_device: str = "",
     ) -> RunningCommand:
         """Start the command of this cell in a working folder, under the cell's limits.
 
         A container sees ``folder`` and, read-only, each path in ``mounts``, all at the same paths
-        as here. The command reads from the disk ``throttled_device`` at most at the cell's rate.
+        as here.
         """
 
-    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Remove processes, cgroups or containers that killed runs left; return a line for each.
-
-        The runs must have used the same lock file as this run, unless ``any_lock`` is True.
-        """
+    def remove_stale(self) -> list[str]:
+        """Remove processes, cgroups or containers that killed runs left; return a line for each."""
 
     def describe(self) -> dict[str, str]:
         """Return facts about the isolation for the records, such as the version of Docker."""

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from weighin.cell import Cell, Job
 from weighin.child_process import signal_each
-from weighin.disk import throttle
 from weighin.errors import IsolationUnavailable, StillRunning
-from weighin.isolation import delegation, read_only
+from weighin.isolation import delegation
 from weighin.isolation.base import Isolation, RunningCommand, Streams
 from weighin.isolation.command import LocalCommand, thaw
 from weighin.isolation.process import WORKER, LocalRunning
@@ -64,9 +63,8 @@ class CgroupIsolation(Isolation):
             )
 
     def start(self, job: Job) -> "CgroupRunning":
-        with _limited_groups(job.cell, job.throttled_device) as groups:
-            command = read_only.wrapped(WORKER, job.checkpoint, job.manifest)
-            running = CgroupRunning(command, groups, job.cell.environment)
+        with _limited_groups(job.cell) as groups:
+            running = CgroupRunning(WORKER, groups, job.cell.environment)
         running.channel.send(encode_job(job))
         return running
 
@@ -76,9 +74,8 @@ class CgroupIsolation(Isolation):
         folder: str,
         streams: Streams,
         _mounts: Sequence[str] = (),
-        throttled_device: str = "",
     ) -> RunningCommand:
-        with _limited_groups(cell, throttled_device) as groups:
+        with _limited_groups(cell) as groups:
             return CgroupCommand(
                 cell.command,
                 folder=folder,
@@ -87,13 +84,13 @@ class CgroupIsolation(Isolation):
                 groups=groups,
             )
 
-    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
+    def remove_stale(self) -> list[str]:
         """Kill the processes in cgroups of runs that were killed, and remove these cgroups."""
         return [
             f"cgroup {group}"
-            for root in _roots(throttled=True)
+            for root in _roots()
             for group in root.glob(f"{_PREFIX}*")
-            if is_left_behind(group.name.removeprefix(_PREFIX), any_lock=any_lock)
+            if is_left_behind(group.name.removeprefix(_PREFIX))
             and not _removal_error(group, patience_s=_PATIENCE_S)
         ]
 
@@ -151,15 +148,10 @@ class CgroupCommand(LocalCommand):
 
 
 @contextlib.contextmanager
-def _limited_groups(cell: Cell, device: str = "") -> Iterator[list[Path]]:
-    """Make cgroups with a cell's limits; remove them if this or the ``with`` block raises an error.
-
-    ``device`` is the disk from which to read at ``cell.disk_bytes_per_s`` at most; empty for none.
-    """
-    groups = _make_groups(throttled=bool(device))
+def _limited_groups(cell: Cell) -> Iterator[list[Path]]:
+    """Make cgroups with a cell's limits; remove them if this or the ``with`` block raises an error."""
+    groups = _make_groups()
     try:
-        if device and cell.disk_bytes_per_s:
-            throttle.limit(groups, device, cell.disk_bytes_per_s)
         if cell.ram_limit_bytes is not None:
             limit(groups[0], cell.ram_limit_bytes)
         if cell.ram_high_bytes is not None:
@@ -170,12 +162,11 @@ def _limited_groups(cell: Cell, device: str = "") -> Iterator[list[Path]]:
         raise
 
 
-def _roots(*, throttled: bool = False) -> list[Path]:
+def _roots() -> list[Path]:
     """Return the folders in which to create cgroups.
 
     The first of the returned folders is in the hierarchy of the memory controller. On a machine
     with this hierarchy on v1 and a v2 tree, the second folder is in the v2 tree, which has PSI.
-    With ``throttled``, one of the folders is in the hierarchy that can limit reads from a disk.
 
     Raises:
         IsolationUnavailable: this user may not create a cgroup with a memory limit.
@@ -185,9 +176,7 @@ def _roots(*, throttled: bool = False) -> list[Path]:
         raise IsolationUnavailable("this user may not create memory cgroups", _repair())
     is_v1 = memory_hierarchy() == (1, root)
     pressure = pressure_hierarchy() if is_v1 else None
-    roots = [root, pressure] if pressure else [root]
-    reads = throttle.hierarchy() if throttled else None
-    return [*roots, reads[1]] if reads and reads[0] == 1 and reads[1] not in roots else roots
+    return [root, pressure] if pressure else [root]
 
 
 def _repair() -> str:
@@ -198,10 +187,10 @@ def _repair() -> str:
     return "run it as root"
 
 
-def _make_groups(*, throttled: bool = False) -> list[Path]:
+def _make_groups() -> list[Path]:
     name = f"{_PREFIX}{owned_name(next(_numbers))}"
     groups: list[Path] = []
-    for root in _roots(throttled=throttled):
+    for root in _roots():
         try:
             (root / name).mkdir()
         except OSError as error:

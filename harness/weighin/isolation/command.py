@@ -3,11 +3,10 @@
 import contextlib
 import errno
 import os
-import resource
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -54,9 +53,7 @@ class LocalCommand:
         environment: Mapping[str, str],
         streams: Streams,
         groups: Sequence[Path] = (),
-        limit: int | None = None,
     ) -> None:
-        """Start the command; the resource limit ``limit`` marks the command and its descendants."""
         self.groups = tuple(groups)
         self.cgroup = groups[0] if groups else None
         self.unseen = "" if groups else _UNSEEN
@@ -76,7 +73,7 @@ class LocalCommand:
                 stdout=streams.stdout,
                 stderr=streams.stderr,
                 close_fds=False,  # a shell passes descriptors on, for make -j and diff <(a) <(b)
-                preexec_fn=_entering(files, limit),
+                preexec_fn=partial(_enter, files),
             )
             try:
                 try:
@@ -147,20 +144,9 @@ def _is_text(script: Path) -> bool:
         return b"\0" not in file.read(128)
 
 
-def _entering(files: Sequence[int], limit: int | None) -> Callable[[], None]:
-    """Return a function that a new process calls before it runs the command.
-
-    The function enters the cgroups, sets the resource limit, and makes the process end with its
-    parent.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
-
-    def enter() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
-        for file in files:
-            os.write(file, b"0")  # 0 stands for the process that writes
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_RTTIME, (limit, hard))
-        end_with_parent()
-
-    return enter
+def _enter(files: Sequence[int]) -> None:
+    """Enter the cgroups, and end with the parent; a new process calls this before the command runs."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
+    for file in files:
+        os.write(file, b"0")  # 0 stands for the process that writes
+    end_with_parent()

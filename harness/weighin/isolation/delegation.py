@@ -5,7 +5,10 @@ creates a delegated subtree (a scope) on request. ``enter`` runs weighin again i
 Sources: "Delegation" in the kernel's admin-guide/cgroup-v2.rst, and systemd's CGROUP_DELEGATION.md.
 """
 
+import atexit
+import contextlib
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Sequence
@@ -29,7 +32,7 @@ def groups_root() -> Path | None:
     """Return a folder in which this user can create cgroups with a memory limit, or None.
 
     ``groups_root`` may move the processes of a delegated group, this process among them, into a
-    leaf of that group.
+    leaf of that group. They move back when the last process of weighin that uses the group exits.
     """
     hierarchy = memory_hierarchy()
     if hierarchy is None:
@@ -100,20 +103,44 @@ def _group_of(pid: int) -> Path | None:
 
 
 def _enables_memory(folder: Path) -> bool:
-    control = folder / "cgroup.subtree_control"
+    control, leaf = folder / "cgroup.subtree_control", folder / PARENT_LEAF
     try:
         if "memory" in control.read_text().split():
-            return os.access(folder, os.W_OK)
-        try:
-            control.write_text("+memory")
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                raise
-            leaf = folder / PARENT_LEAF
-            leaf.mkdir(exist_ok=True)
-            for pid in (folder / "cgroup.procs").read_text().split():
-                (leaf / "cgroup.procs").write_text(pid)
-            control.write_text("+memory")
+            if not os.access(folder, os.W_OK):
+                return False
+        else:
+            try:
+                control.write_text("+memory")
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                leaf.mkdir(exist_ok=True)
+                _move(folder, leaf)
+                control.write_text("+memory")
+        if leaf.exists():
+            users = os.open(leaf, os.O_RDONLY)
+            fcntl.flock(users, fcntl.LOCK_SH)
+            atexit.register(_give_back, folder, users, os.getpid())
     except OSError:  # this user may not enable it
         return False
     return True
+
+
+def _give_back(folder: Path, users: int, owner: int) -> None:
+    """Move the processes of the leaf back into ``folder``, unless another weighin uses the group.
+
+    ``users`` is the open leaf, which each process of weighin locks together with others.
+    """
+    if os.getpid() != owner:  # a fork of the process that uses the group
+        return
+    with contextlib.suppress(OSError):
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (folder / "cgroup.subtree_control").write_text("-memory")
+        _move(folder / PARENT_LEAF, folder)
+        (folder / PARENT_LEAF).rmdir()
+    os.close(users)
+
+
+def _move(source: Path, target: Path) -> None:
+    for pid in (source / "cgroup.procs").read_text().split():
+        (target / "cgroup.procs").write_text(pid)

@@ -1,23 +1,18 @@
 """Run the worker (or a command) as a plain process, whose memory is measured but not limited."""
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import monotonic, sleep
 
 from weighin import child_process
 from weighin.cell import Cell, Job
-from weighin.child_process import adopt_orphans
 from weighin.errors import IsolationUnavailable, StillRunning
-from weighin.isolation import process_tree, read_only
 from weighin.isolation.base import Exit, Isolation, RunningCommand, Streams
 from weighin.isolation.command import LocalCommand, thaw
-from weighin.probes.other_processes import limit_of
+from weighin.isolation.process_tree import ProcessTree, end_orphans
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
 
-_PAUSE_S = 0.005  # a killed process takes a moment to end
 WORKER = child_process.module("weighin.worker")
 
 
@@ -38,8 +33,7 @@ class ProcessIsolation(Isolation):
 
     def start(self, job: Job) -> "LocalRunning":
         """Start a worker without a RAM limit, which only a cgroup could enforce."""
-        command = read_only.wrapped(WORKER, job.checkpoint, job.manifest)
-        running = LocalRunning(command, environment=job.cell.environment)
+        running = LocalRunning(WORKER, environment=job.cell.environment)
         running.channel.send(encode_job(job))
         return running
 
@@ -49,57 +43,37 @@ class ProcessIsolation(Isolation):
         folder: str,
         streams: Streams,
         _mounts: Sequence[str] = (),
-        _throttled_device: str = "",
     ) -> RunningCommand:
         return ProcessCommand(cell, folder, streams)
 
-    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
-        """Kill processes that workers of killed runs started; the workers ended with weighin."""
-        return process_tree.end_orphans(any_lock=any_lock)
+    def remove_stale(self) -> list[str]:
+        """Kill what workers and commands of killed runs started; they themselves ended with weighin."""
+        return end_orphans()
 
 
 class ProcessCommand(LocalCommand):
-    """A command without a cgroup; all its processes inherit a resource limit that marks them."""
+    """A command without a cgroup, whose orphans weighin adopts until ``close``."""
 
     def __init__(self, cell: Cell, folder: str, streams: Streams) -> None:
-        self._mark = process_tree.new_mark()
-        # Samples find descendants by their parents, and the parent of a daemon ends.
-        self._adopted_before = adopt_orphans()
+        self._tree = ProcessTree(adopts=True)
+        environment = cell.environment | self._tree.environment
         try:
-            super().__init__(
-                cell.command,
-                folder=folder,
-                environment=cell.environment,
-                streams=streams,
-                limit=limit_of(self._mark),
-            )
+            super().__init__(cell.command, folder=folder, environment=environment, streams=streams)
         except BaseException:
-            adopt_orphans(adopt=self._adopted_before)
+            self._tree.end()
             raise
+        self._tree.begin(self.pid)
 
     def members(self) -> list[int]:
-        return [pid for pid in process_tree.members(self._mark) if not self._reaped(pid)]
-
-    def _reaped(self, pid: int) -> bool:
-        """Reap ``pid``, a process that weighin adopted, if it has ended; return whether it had."""
-        if pid == self.pid:
-            return False
-        with contextlib.suppress(ChildProcessError):  # the process still has a parent of its own
-            return os.waitpid(pid, os.WNOHANG)[0] == pid
-        return False
+        return self._tree.members()
 
     def kill(self) -> None:
-        frozen = self.members()
-        process_tree.kill(self._mark)
-        thaw(frozen)
+        thaw(self._tree.kill())
 
     def close(self) -> None:
         super().close()
-        deadline_s = monotonic() + child_process.PATIENCE_S
-        while self.members() and monotonic() < deadline_s:
-            self.kill()
-            sleep(_PAUSE_S)
-        adopt_orphans(adopt=self._adopted_before)
+        self.kill()
+        self._tree.end()
 
 
 class LocalRunning:
@@ -111,23 +85,19 @@ class LocalRunning:
         cgroup: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._mark = process_tree.new_mark()
+        self._tree = ProcessTree(adopts=child_process.is_program)
         self.channel = child_process.Child(
             command,
             # If weighin itself is measured, its worker must not report phases to the outer weighin.
             {name: value for name, value in os.environ.items() if name != PHASES_VARIABLE}
             | dict(environment or {})
             | {"PYTHONPATH": os.pathsep.join(child_process.CODE_PATH)}
-            | process_tree.environment(self._mark),
+            | self._tree.environment,
         )
-        process_tree.set_limit(self.channel.pid, self._mark)
+        self._tree.begin(self.channel.pid)
         self.pid: int | None = self.channel.pid
         self.cgroup = cgroup
         self.unseen = "" if cgroup else "a plain process has no cgroup of its own"
-        self.read_only = read_only.is_possible()
-
-    def observe_inside(self, interval_s: float) -> None:
-        """Return None: this process can always read the /proc files of its child."""
 
     def wait(self, timeout_s: float) -> Exit:
         code = self.channel.wait(timeout_s)
@@ -144,4 +114,4 @@ class LocalRunning:
                 f"the measured process {self.pid} does not end, not even after SIGKILL"
             ) from None
         finally:
-            process_tree.end(self._mark)
+            self._tree.end()

@@ -9,7 +9,6 @@ of the kernel.
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +19,15 @@ LOCK_VARIABLE: Final = "WEIGHIN_LOCK"
 """The environment variable with the path of a lock file that replaces the machine's default one."""
 _VMSTAT = Path("/proc/vmstat")
 _UNLIMITED: Final = 2**60
+_FILES: Final = {  # of the charge, its peak, the limit, and the counts of kills
+    1: (
+        "memory.usage_in_bytes",
+        "memory.max_usage_in_bytes",
+        "memory.limit_in_bytes",
+        "memory.oom_control",
+    ),
+    2: ("memory.current", "memory.peak", "memory.max", "memory.events.local"),
+}
 _PF_EXITING: Final = 0x4  # a flag of a task: include/linux/sched.h
 
 
@@ -103,16 +111,16 @@ def owned_name(number: int) -> str:
     return f"{this_process()}.{number}{lock_suffix()}"
 
 
-def is_left_behind(name: str, *, any_lock: bool = False) -> bool:
+def is_left_behind(name: str) -> bool:
     """Return whether this process may remove the cgroup, mount or container ``name``.
 
     ``name`` is a result of ``owned_name``. The process that made the name must be of this pid
-    namespace, and must have ended. Unless ``any_lock`` is True, it must have used this process's
-    lock file, because runs with different lock files do not remove each other's leftovers.
+    namespace, and must have ended. A process with a lock file of its own removes only what others
+    with this lock file left, so that tests can look at what they left.
     """
     owner, _, number = name.rpartition(".")
-    same_lock = "".join(number.partition("-")[1:]) == lock_suffix()
-    return (any_lock or same_lock) and not is_alive(owner)
+    lock = "".join(number.partition("-")[1:])
+    return lock_suffix() in ("", lock) and not is_alive(owner)
 
 
 def lock_suffix() -> str:
@@ -208,51 +216,27 @@ def read_machine_oom_kills() -> int | None:
     return _read_field(_VMSTAT, "oom_kill")
 
 
-@dataclass(frozen=True, slots=True)
 class MemoryCgroup:
-    """The files of one memory cgroup.
+    """The files of one memory cgroup, which exists.
 
-    On cgroup v1, the PSI file ``pressure_path`` is not in ``path``, but in a folder of cgroup v2.
+    Attributes:
+        pressure_path: the PSI file. On cgroup v1, it is not in ``path``, but in a folder of v2.
+        version: 1 or 2.
+        usage_path: the file with the current charge: the memory counted for the cgroup, in bytes.
+        peak_path: the file with the highest charge so far; v2 has it since Linux 5.19.
+        oom_path: the file whose line ``oom_kill N`` counts the kills in this group without its child
+            groups.
+        soft_limit_path: the file memory.high with the usage above which the kernel throttles the
+            group; None on v1.
     """
 
-    path: Path
-    pressure_path: Path | None = None
-
-    @property
-    def version(self) -> int:
-        return 1 if (self.path / "memory.usage_in_bytes").exists() else 2
-
-    def _name(self, v1: str, v2: str) -> Path:
-        return self.path / (v1 if self.version == 1 else v2)
-
-    @property
-    def usage_path(self) -> Path:
-        """The file with the current charge: the memory counted for the cgroup, in bytes."""
-        return self._name("memory.usage_in_bytes", "memory.current")
-
-    @property
-    def stat_path(self) -> Path:
-        return self.path / "memory.stat"
-
-    @property
-    def peak_path(self) -> Path:
-        """The file with the highest charge (counted memory) so far; v2 has it since Linux 5.19."""
-        return self._name("memory.max_usage_in_bytes", "memory.peak")
-
-    @property
-    def limit_path(self) -> Path:
-        return self._name("memory.limit_in_bytes", "memory.max")
-
-    @property
-    def soft_limit_path(self) -> Path | None:
-        """The file memory.high with the usage above which the kernel throttles the group; None on v1."""
-        path = self.path / "memory.high"
-        return path if path.exists() else None
-
-    @property
-    def oom_path(self) -> Path:
-        """The file whose line ``oom_kill N`` counts the kills in this group without its child groups."""
-        return self._name("memory.oom_control", "memory.events.local")
+    def __init__(self, path: Path, pressure_path: Path | None = None) -> None:
+        self.path, self.pressure_path = path, pressure_path
+        self.version = 1 if (path / _FILES[1][0]).exists() else 2
+        paths = (path / name for name in _FILES[self.version])
+        self.usage_path, self.peak_path, self.limit_path, self.oom_path = paths
+        self.stat_path, soft = path / "memory.stat", path / "memory.high"
+        self.soft_limit_path = soft if soft.exists() else None
 
     def read_limit(self) -> int | None:
         """Return the memory limit in bytes; if there is none, None on v2, a huge number on v1."""

@@ -15,13 +15,11 @@ from typing import Final
 from weighin.probes.bounds import Bounds
 from weighin.probes.cgroup import (
     MemoryCgroup,
-    all_pids,
-    parent_of,
     parse_numbers,
     pids_in,
     room_in,
-    start_time,
 )
+from weighin.probes.descendants import Descendants
 from weighin.probes.process import read_status
 from weighin.probes.process_table import Pause, Shares, read_shares
 from weighin.result import Sample
@@ -171,8 +169,7 @@ class GroupMemory:
 class TreeMemory:
     """The memory of a process and its descendants, as the sum of their proportional set sizes.
 
-    weighin is a subreaper: a process of the command whose parent has ended becomes weighin's child,
-    and still belongs to the tree. A sample between two sums repeats the last sum. If the anonymous
+    weighin adopts the command's orphans, which still belong to the tree. A sample between two sums repeats the last sum. If the anonymous
     memory of just one process has changed since the last sum, the sample includes this change.
     """
 
@@ -181,15 +178,8 @@ class TreeMemory:
     escape = ""
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._members = {pid}
-        # A daemon of the command may already be weighin's child, but it started after the command.
-        began = start_time(pid)
-        self._not_ours = {
-            one
-            for one in all_pids()
-            if parent_of(one) == os.getpid() and (began is None or (start_time(one) or 0) < began)
-        }
+        self._descendants = Descendants(pid, adopts=True)
+        self._members = [pid]
         self._search, self._sum = Pause(), Pause()
         self._shares: dict[int, Shares] = {}
         self._status: dict[int, dict[str, int]] = {}
@@ -198,24 +188,9 @@ class TreeMemory:
     def pids(self) -> list[int]:
         """Return the pids of the tree; search for them only after a pause, as a search takes long."""
         if self._search.begin():
-            parents = {pid: parent_of(pid) for pid in all_pids()}
-            self._not_ours &= parents.keys()
-            self._members = {
-                pid
-                for pid, parent in parents.items()
-                if pid in self._members
-                or (parent == os.getpid() and pid not in self._not_ours)
-                or self._has_member_above(parent, parents)
-            }
+            self._members = self._descendants.pids()
             self._search.end()
-        return list(self._members)
-
-    def _has_member_above(self, pid: int | None, parents: dict[int, int | None]) -> bool:
-        while pid:
-            if pid == self._pid:
-                return True
-            pid = parents.get(pid)
-        return False
+        return self._members
 
     def sample(self, t_ns: int, pids: list[int]) -> Sample | None:
         """Return a sample of the tree's memory; None if no process's memory can be read."""

@@ -44,15 +44,14 @@ _VICTIM: Final = re.compile(
 _FIRST_NAMESPACE: Final = 0xEFFF_FFFC  # PROC_PID_INIT_INO, of the kernel's proc_ns.h
 
 
-def position() -> int | None:
-    """Return the number that the log's next message gets; None if this user may not read the log."""
-    last = b""
+def position(*, at_end: bool = True) -> int | None:
+    """Open the log, at its end or at its oldest message; None if this user may not read the log."""
     try:
-        for message in _read():
-            last = message
+        log = os.open(_LOG, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
-    return _number(last) + 1 if last else 0
+    os.lseek(log, 0, os.SEEK_END if at_end else os.SEEK_SET)
+    return log
 
 
 def has_our_pids() -> bool:
@@ -61,7 +60,7 @@ def has_our_pids() -> bool:
 
 
 def kills_since(
-    start: int | None,
+    log: int | None,
     group: Path | None,
     main_pid: int,
     pids: Collection[int] = (),
@@ -69,23 +68,24 @@ def kills_since(
 ) -> tuple[Kill, ...] | None:
     """Return the kills in ``group`` or below it, of the process ``main_pid``, and of ``pids``.
 
-    ``home`` is the cgroup in which a command without a ``group`` started. ``start`` is a result of
-    ``position``; earlier messages do not count. The result is None if this user may not read the
-    log. In a container with its own pid namespace, no killed process is recognised as the main
+    ``home`` is the cgroup in which a command without a ``group`` started. ``log`` is a result of
+    ``position``, and is closed; earlier messages do not count. The result is None if this user may
+    not read the log. In a container with its own pid namespace, no killed process is recognised as the main
     process, because the log has the machine's pids.
     """
-    if start is None:
+    if log is None:
         return None
     inside, start_group = _inside(group), _inside(group or home)
-    for _ in range(2):
-        try:
-            lines = [_text(message) for message in _read() if _number(message) >= start]
-        except OSError:
-            return None
-        found = parse_kills(lines, inside, main_pid, pids, start_group)
-        if all(kill.anon_bytes is not None for kill in found):
-            break
-        time.sleep(_LATE_S)
+    lines: list[str] = []
+    try:
+        for _ in range(2):
+            lines += map(_text, _read(log))
+            found = parse_kills(lines, inside, main_pid, pids, start_group)
+            if all(kill.anon_bytes is not None for kill in found):
+                break
+            time.sleep(_LATE_S)
+    finally:
+        os.close(log)
     return found
 
 
@@ -97,23 +97,15 @@ def _inside(group: Path | None) -> str | None:
     return f"/{group.relative_to(hierarchy[1])}".rstrip(".")
 
 
-def _read() -> Iterator[bytes]:
-    """Yield all messages of the log, oldest first."""
-    log = os.open(_LOG, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        while True:
-            try:
-                yield os.read(log, _MESSAGE_BYTES)
-            except BlockingIOError:  # the end
-                return
-            except BrokenPipeError:  # the kernel has overwritten the oldest messages
-                continue
-    finally:
-        os.close(log)
-
-
-def _number(message: bytes) -> int:
-    return int(message.split(b",", 2)[1])
+def _read(log: int) -> Iterator[bytes]:
+    """Yield the messages up to the log's end, oldest first."""
+    while True:
+        try:
+            yield os.read(log, _MESSAGE_BYTES)
+        except BlockingIOError:  # the end
+            return
+        except BrokenPipeError:  # the kernel has overwritten the oldest messages
+            continue
 
 
 def _text(message: bytes) -> str:

@@ -1,18 +1,12 @@
-"""Observe a running worker (measured process) from outside: sample its memory, read its cgroup.
-
-``LocalObserver`` reads the files of this machine. If the Docker engine runs on another machine, a
-process in the worker's container reads the files (``isolation.docker.container_observer``), and
-``isolation.docker.remote_observer`` communicates with that process.
-"""
+"""Observe a running worker (measured process) from outside: sample its memory, read its cgroup."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from weighin.probes.cgroup import MemoryCgroup, PeakMark, has_left, pressure_file_of
 from weighin.probes.other_processes import OtherProcesses
 from weighin.probes.sampler import Sampler
-from weighin.result import Memory, Sample
+from weighin.result import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,45 +50,8 @@ def grown(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
 
 
-class Observer(Protocol):
-    """Observes one worker until ``stop`` is called."""
-
-    @property
-    def oom_kills(self) -> int | None:
-        """The number of OOM kills at the last sample, because the cgroup may be removed later."""
-
-    @property
-    def last_peak_rss_bytes(self) -> int | None:
-        """The last sampled ``VmHWM`` of the worker, in bytes."""
-
-    @property
-    def others(self) -> tuple[int, int]:
-        """The most child processes at once, and the largest sum of their private memory in bytes."""
-
-    @property
-    def watcher(self) -> Memory | None:
-        """The observer's own memory, if the kernel counts it for the worker's cgroup; else None."""
-
-    def look(self) -> Observation:
-        """Read the current state of the cgroup."""
-
-    def reset_peak(self) -> bool:
-        """Reset the high-water mark to the present charge; return whether the kernel can do so."""
-
-    def raise_limit(self) -> None:
-        """Remove the limit, so that a killed worker that thrashes can exit quickly."""
-
-    def kill(self) -> bool:
-        """Kill the worker and its children; return False if the caller must kill them instead."""
-
-    def stop(self) -> list[Sample]:
-        """End the sampling and return all samples, the oldest first."""
-
-
-class LocalObserver:
-    """Observes a process of this machine, and its memory cgroup if it has one."""
-
-    watcher: Memory | None = None
+class Observer:
+    """Observes a worker, and its memory cgroup if it has one, until ``stop`` is called."""
 
     def __init__(
         self, pid: int, cgroup: Path | None, interval_s: float, *, is_alone: bool = True
@@ -111,17 +68,21 @@ class LocalObserver:
 
     @property
     def oom_kills(self) -> int | None:
+        """The number of OOM kills at the last sample, because the cgroup may be removed later."""
         return self._sampler.oom_kills
 
     @property
     def last_peak_rss_bytes(self) -> int | None:
+        """The last sampled ``VmHWM`` of the worker, in bytes."""
         return self._sampler.last_peak_rss_bytes
 
     @property
     def others(self) -> tuple[int, int]:
+        """The most child processes at once, and the largest sum of their private memory in bytes."""
         return self._others.number, self._others.private_bytes
 
     def look(self) -> Observation:
+        """Read the current state of the cgroup."""
         return replace(observe(self._mark), escape=self._escape(self._cgroup))
 
     def _escape(self, cgroup: MemoryCgroup | None) -> str:
@@ -134,21 +95,17 @@ class LocalObserver:
         return ""
 
     def reset_peak(self) -> bool:
+        """Reset the high-water mark to the present charge; return whether the kernel can do so."""
         return self._mark is not None and self._mark.reset()
 
     def raise_limit(self) -> None:
+        """Remove the limit, so that a killed worker that thrashes can exit quickly."""
         if self._cgroup:
             self._cgroup.raise_limit()
             self._limit_bytes = self._cgroup.read_limit()
 
-    def kill(self) -> bool:
-        return False
-
-    def take(self) -> list[Sample]:
-        """Return all samples since the last call of ``take``, and forget them."""
-        return self._sampler.take()
-
     def stop(self) -> list[Sample]:
+        """End the sampling and return all samples, the oldest first."""
         samples = self._sampler.stop()
         if self._mark:
             self._mark.close()

@@ -79,12 +79,6 @@ class Sampler:
         self._files.clear()
         return self.samples
 
-    def take(self) -> list[Sample]:
-        """Return all samples since the last call of ``take``, the oldest first, and forget them."""
-        taken = self.samples[:]
-        del self.samples[: len(taken)]  # the thread may have added a sample since the copy
-        return taken
-
     def _run(self) -> None:
         due = time.monotonic()
         while not self._stop.is_set():

@@ -1,8 +1,7 @@
 """Read the stacks of a command's Python processes with py-spy when the command uses most memory.
 
 A command that is killed for lack of memory prints no traceback, but these stacks show which lines it
-ran last. weighin freezes the command's cgroup while py-spy reads, so that each stack belongs to the
-memory usage recorded with it.
+ran last. py-spy stops each process while it reads that process's memory.
 """
 
 import contextlib
@@ -11,22 +10,20 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from weighin import install
 from weighin.foreign import parse_json
 from weighin.probes.cgroup import read_kernel, room_in
-from weighin.probes.command_memory import members_of
-from weighin.probes.freezer import Freezer
 from weighin.probes.process import read_status
 from weighin.result import Stack
 from weighin.text import one_line
 from weighin.units import MIB
 
 SHARE: Final = 0.05
-"""The largest share of the time for which readings freeze a command.
+"""The largest share of the time for which readings stop a command.
 
 The first reading near the command's limit, and one at a much higher usage, is made even beyond it.
 """
@@ -50,24 +47,20 @@ class StackTaker:
     """Reads stacks when ``look`` gets a usage near the limit, or much above the last reading's.
 
     Attributes:
-        frozen_ns: the time for which the command was frozen; without a freezer, the time of all
-            readings, because py-spy then stops one process after the other itself.
+        frozen_ns: the time of all readings, within which py-spy stops one process after the other.
         why: the reason why no stack was read; empty if a stack was read.
     """
 
     def __init__(
         self,
-        groups: Sequence[Path],
-        pids: Callable[[], list[int]] | None = None,
+        pids: Callable[[], list[int]],
+        cgroup: Path | None = None,
         share: float = SHARE,
     ) -> None:
-        """``groups`` are the command's cgroups, the memory cgroup first. ``pids`` returns the pids of
-        the command; without this function, those in the memory cgroup are used.
-        """
+        """``pids`` returns the pids of the command; ``cgroup`` is its memory cgroup."""
         self.frozen_ns = 0
-        self._freezer = Freezer(groups)
-        self._pids = pids or (lambda: members_of(groups[0]) if groups else [])
-        limit = (room_in(groups[0]) if groups else None) or 0
+        self._pids = pids
+        limit = (room_in(cgroup) if cgroup else None) or 0
         self._margin_bytes = max(_MARGIN_BYTES, int(limit * _MARGIN))
         self._near_bytes = limit - self._margin_bytes if limit else None
         self._share = share
@@ -101,8 +94,7 @@ class StackTaker:
         self._taken_bytes = usage_bytes
         start_s = time.monotonic()
         running = {pid: _running_threads(pid) for pid in pids}
-        with self._freezer.frozen():
-            found = self._dump(self._program, pids)
+        found = self._dump(self._program, pids)
         took_s = time.monotonic() - start_s
         self.frozen_ns += int(took_s * 1e9)
         self._due_s = start_s + took_s / self._share
@@ -145,13 +137,10 @@ class StackTaker:
 
     def _dump(self, program: str, pids: list[int]) -> dict[int, list[Any]]:
         """Return each process's threads, from the JSON output of py-spy."""
-        # With --nonblocking, py-spy does not stop the processes, because a frozen one cannot stop. A
-        # process in a long system call is not frozen yet, but its stack does not change.
-        options = ["--nonblocking"] if self._freezer.works else []
         dumps: dict[int, subprocess.Popen[bytes]] = {}
         try:
             for pid in pids:
-                dumps[pid] = _start([program, "dump", "--json", *options, "--pid", str(pid)])
+                dumps[pid] = _start([program, "dump", "--json", "--pid", str(pid)])
         except OSError as error:  # for example, this user has too many processes
             self._error = f"py-spy does not start: {error.strerror}"
         found: dict[int, list[Any]] = {}

@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from weighin.cell import Job
+from weighin.checkpoint import entries
+from weighin.disk.mount import Mount
+from weighin.disk.pace import Pace
+from weighin.disk.passthrough import LARGEST_READ_BYTES
+from weighin.formats.pretrained_folder import folder_of
 from weighin.isolation.base import Isolation
 from weighin.probes import environment, page_cache
 from weighin.probes import storage as storages
 from weighin.records import run_folder, sources
 from weighin.records.thrashing import Reference
 from weighin.result import Outcome, Result
-from weighin.run import interrupts, slow_disk
+from weighin.run import interrupts
 from weighin.run import page_preconditioning as steady
 from weighin.run.measurement import CellMeasurement, trouble_of
 from weighin.run.plausible import checked, void
@@ -88,14 +93,23 @@ def take(
     size = (model_bytes or 0) * job.cell.ranks if setting.steady else 0
     # Leave memory for the worker's needs before its baseline: a save's model, a warm load's file.
     spare = size if job.cell.operation == "save" or job.cell.cache == "warm" else 0
-    stall = setting.stall_from_bytes
-    with ExitStack() as memory, slow_disk.under(job, setting.isolation.name, stall) as disk:
+    with ExitStack() as memory, ExitStack() as slowed:
+        disk, means = None, {}
+        if pace := Pace(
+            job.cell.disk_bytes_per_s, job.cell.disk_latency_ns, setting.stall_from_bytes
+        ):
+            folder = folder_of(Path(job.checkpoint))
+            disk = Mount(folder, pace, entries.slow_disks())
+            slowed.callback(disk.close)
+            inside = disk.folder / Path(job.checkpoint).relative_to(folder)
+            job = replace(job, checkpoint=str(inside))
+            means = {"disk": {"means": "fuse", "request_bytes": LARGEST_READ_BYTES}}
         # A strategy of weighin needs at most two copies of the model and its file in the page cache.
         touched = memory.enter_context(steady.held(3 * size, spare)) if size else None
         before_load = partial(steady.give_back, memory) if size else None
-        storage = _storage(files, disk.job.checkpoint)
+        storage = _storage(files, job.checkpoint)
         with interrupts.put_off():
-            running = setting.isolation.start(disk.job)
+            running = setting.isolation.start(job)
             try:
                 watch = Watch(
                     running,
@@ -111,10 +125,10 @@ def take(
                 finally:
                     watch.close()
             except BaseException:
-                disk.close()  # else a worker that waits for the disk could not be killed
+                slowed.close()  # else a worker that waits for the disk could not be killed
                 running.close()
                 raise
-            disk.close()
+            slowed.close()
             trouble = trouble_of(running.close)
     changed = tuple(file for file, state in states.items() if _state(file) != state)
     result = watch.result(job, ended)
@@ -122,7 +136,9 @@ def take(
         why = f"the measured process {watch.escape}, so its figures and its limit are not valid"
         result = void(result, Outcome.STRATEGY_FAILED, why)
     if changed:
-        result = _of_a_changed_checkpoint(result, changed, read_only=running.read_only)
+        result = _of_a_changed_checkpoint(
+            result, changed, read_only=setting.isolation.name == "docker"
+        )
     warnings = result.warnings
     warnings += _doubts(cached_bytes)
     if trace := watch.event_log.trace:
@@ -138,7 +154,7 @@ def take(
         trace_path=run_folder.trace_path(job.cell) if trace else None,
         started_at=started_at,
         sources_hash=sources_hash,
-        environment=setting.environment | storage | disk.means | watch.event_log.environment,
+        environment=setting.environment | storage | means | watch.event_log.environment,
         warnings=warnings,
         ranks=tuple(
             replace(rank, samples_path=run_folder.samples_path(job.cell, number))
@@ -176,7 +192,7 @@ def _state(file: Path) -> tuple[int, int, int, int] | None:
 def _of_a_changed_checkpoint(result: Result, changed: Sequence[Path], *, read_only: bool) -> Result:
     """Return the result as a failure, because the checkpoint changed during the measurement.
 
-    The message blames the strategy, or another program if the strategy could only read the files.
+    The message blames the strategy, or another program if a container mounts the files read-only.
     """
     files = ", ".join(file.name for file in changed[:_NAMED]) + ", ..." * (len(changed) > _NAMED)
     if read_only:

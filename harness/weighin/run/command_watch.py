@@ -1,5 +1,6 @@
 """Measure one command from outside, and build its result."""
 
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -79,6 +80,8 @@ class CommandWatch:
     def abandon(self) -> None:
         """Close the socket for phases, because the command could not be started."""
         self._listener.close()
+        if self._log is not None:
+            os.close(self._log)
 
     def begin(self, running: RunningCommand, guard: ThrashGuard | None = None) -> None:
         """Begin to measure a command that has just started; ``guard`` tests if the command thrashes."""
@@ -161,8 +164,10 @@ class CommandWatch:
         sampler, running = self._sampler, self._running
         machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
         processes = sampler.table.processes()
-        kills = self._kills(processes) if machine_oom_kills != 0 else ()
-        if kills is not None and kernel_log.has_our_pids():
+        kills = self._kills(processes)
+        if machine_oom_kills == 0:
+            kills = ()
+        elif kills is not None and kernel_log.has_our_pids():
             machine_oom_kills = 0  # the log names the killed: those of other programs are not ours
         facts = command_outcome.Facts(
             cell=self._cell,
@@ -282,4 +287,4 @@ class CommandWatch:
 def _stack_taker(running: RunningCommand) -> "StackTaker":
     from weighin.probes.stacks import StackTaker  # needs py-spy, and takes time to import
 
-    return StackTaker(running.groups, None if running.groups else running.members)
+    return StackTaker(running.members, running.cgroup)

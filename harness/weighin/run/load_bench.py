@@ -12,6 +12,7 @@ from weighin.cell import Cell, Job, ModelSpec
 from weighin.checkpoint import cache
 from weighin.checkpoint.entries import discard
 from weighin.child_process import last_line
+from weighin.disk import mount
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
 from weighin.formats import quantised
 from weighin.formats.lora import files_of
@@ -19,7 +20,7 @@ from weighin.isolation import select
 from weighin.isolation.base import Running
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.result import Memory
-from weighin.run import disk_proof, interrupts, save_target
+from weighin.run import interrupts, save_target
 from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import Setting, take
 from weighin.run.events import checked
@@ -109,6 +110,8 @@ class LoadBench:
 def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBench:
     compile_code()
     select.check_limits_around(task.isolation, [each.cell for each in needed])
+    if any(each.cell.disk and not each.skip for each in needed):
+        mount.check(in_container=task.isolation.name == "docker")
     prepared, refused = _prepare_checkpoints(task, needed, progress)
     needed = [each for each in needed if _checkpoint_key(task, each) not in refused]
     progress.preparing(f"preparing {task.isolation.name}", None)
@@ -130,10 +133,6 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
         steady=task.settings.steady,
         on_phase=progress.phase,
     )
-    slow = [job for job in jobs if job.cell.disk]
-    if slow and not task.is_probed:
-        progress.preparing("testing the slowed disks with direct reads", None)
-        disk_proof.check(task.isolation, slow)
     return LoadBench(task, setting, prepared, refused)
 
 

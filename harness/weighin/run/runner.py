@@ -81,14 +81,15 @@ def _machine(task: Run, progress: Progress) -> Iterator[None]:
         if task.settings.command:
             lines = task.isolation.remove_stale()
         else:
+            from weighin.checkpoint import entries
             from weighin.disk import mount
-            from weighin.run import save_target, slow_disk
+            from weighin.run import save_target
 
             waiting = lambda text: progress.preparing(text, None)  # noqa: E731
             lock.enter_context(only_run(task.patience_s, waiting))
             lines = task.isolation.remove_stale()
             lines += save_target.remove_leftovers()
-            lines += mount.remove_stale(slow_disk.root())
+            lines += mount.remove_stale(entries.slow_disks())
         for line in lines:
             progress.preparing(f"removed a leftover of a killed run: {line}", None)
         yield

@@ -14,11 +14,12 @@ from signal import SIGKILL
 from typing import Any, TypeVar
 
 from weighin.cell import Job
+from weighin.disk.mount import Mount
 from weighin.isolation.base import Exit, Running
 from weighin.probes import kernel_log
-from weighin.probes.cgroup import limits_around, pids_in, read_machine_oom_kills
+from weighin.probes.cgroup import limits_around, read_machine_oom_kills
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
-from weighin.probes.observer import LocalObserver, Observation, Observer, grown
+from weighin.probes.observer import Observation, Observer, grown
 from weighin.probes.sampler import DEFAULT_INTERVAL_S, RankSamplers
 from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
 from weighin.records import thrashing
@@ -41,7 +42,6 @@ from weighin.result import (
 from weighin.run import interrupts, rank_logs
 from weighin.run.event_log import LOST_CHILD, EventLog
 from weighin.run.events import checked
-from weighin.run.slow_disk import SlowDisk
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import MIB, format_bytes
 from weighin.uses import FORK, FORWARD, is_of_use
@@ -72,7 +72,7 @@ class Watch:
         before_load: Callable[[], None] | None = None,
         ranks: int = 1,
         guard: ThrashGuard | None = None,
-        disk: SlowDisk | None = None,
+        disk: Mount | None = None,
     ) -> None:
         """Start to sample the worker.
 
@@ -81,7 +81,7 @@ class Watch:
             before_load: is called when all ranks have reported their memory before the load. The
                 worker waits during the call.
             guard: tests whether the cell thrashes; if it does, the worker is killed.
-            disk: the disk from which the worker reads. It is closed when the worker is killed,
+            disk: the slow disk from which the worker reads. It is closed when the worker is killed,
                 because a process that waits for an unanswered read cannot die.
         """
         self._started_ns = time.monotonic_ns()
@@ -107,10 +107,10 @@ class Watch:
         self._oom_kills: int | None = None
         self._limits: list[tuple[int, Path]] = []
         self._machine_oom_kills = read_machine_oom_kills()
-        self._observer: Observer | None = (
-            LocalObserver(running.pid, running.cgroup, DEFAULT_INTERVAL_S, is_alone=ranks == 1)
+        self._observer = (
+            Observer(running.pid, running.cgroup, DEFAULT_INTERVAL_S, is_alone=ranks == 1)
             if running.pid
-            else running.observe_inside(DEFAULT_INTERVAL_S)
+            else None
         )
         self._at_phase_end = self._observe()
 
@@ -131,7 +131,7 @@ class Watch:
             self._stopped = self._stopped or self._proof()
             if self._stopped:
                 if self._disk and self._stopped.timeout_s is not None:
-                    self._stalled = self._disk.stalled(self._pids())
+                    self._stalled = self._disk.stalled()
                 self._kill()
                 return
             if (event := decode_event(line)) and (event := checked(event, len(self._logs))):
@@ -229,7 +229,6 @@ class Watch:
             exit_code=ended.shell_code,
             written=event_log.written,
             cost=rank_logs.slowest(self._logs).cost(),
-            watcher=self._observer.watcher if self._observer else None,
             allocator_summary=event_log.allocator_summary,
             warnings=(*self._warnings(outcome, ended, forks=job.cell.use == FORK), *doubts),
             ranks=rank_logs.ranks(self._logs, self._ends),
@@ -271,7 +270,8 @@ class Watch:
         group = self._running.cgroup
         kills: tuple[Kill, ...] = ()
         if group:  # the group's name is unique, so that the whole kernel log can be searched
-            kills = kernel_log.kills_since(0, group, self._running.pid or 0) or ()
+            log = kernel_log.position(at_end=False)
+            kills = kernel_log.kills_since(log, group, self._running.pid or 0) or ()
         text = "".join(
             f"; the kernel killed {kill.command} (process {kill.pid}) with"
             f" {format_bytes(kill.anon_bytes or 0)} of anonymous memory"
@@ -429,14 +429,6 @@ class Watch:
 
     def _warnings(self, outcome: Outcome, ended: Exit, *, forks: bool) -> list[str]:
         warnings = [self._running.unseen] if self._running.unseen else []
-        if self._observer and (watcher := self._observer.watcher):
-            size = (
-                f"{format_bytes(watcher.rss_bytes)} (anonymous: {format_bytes(watcher.anon_bytes)})"
-            )
-            warnings[0] += (
-                ": a watcher in the container measured the load; the cgroup's memory includes the"
-                f" watcher's {size}"
-            )
         warnings += self.event_log.notes
         if len(self._logs) > 1 and not self._running.cgroup:
             warnings.append(
@@ -459,11 +451,6 @@ class Watch:
             warnings.append(rank_logs.lost(self._oom_kills))
         return warnings
 
-    def _pids(self) -> list[int]:
-        """Return the pids in the cell's cgroup; without a cgroup, the worker's pid."""
-        inside = pids_in(self._running.cgroup) if self._running.cgroup else []
-        return inside or ([self._running.pid] if self._running.pid else [])
-
     def _observe(self) -> Observation:
         seen = self._observer.look() if self._observer else Observation()
         if self.event_log.baseline:  # a worker enters its cgroup only after it was started
@@ -476,8 +463,7 @@ class Watch:
         weighin lifts the limit only after the kill, so that the worker cannot raise the peak above
         the limit.
         """
-        if not (self._observer and self._observer.kill()):
-            self._running.kill()
+        self._running.kill()
         if self._disk:
             self._disk.close()
         self._peak_at_kill = self._observe().peak_bytes

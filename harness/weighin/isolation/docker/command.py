@@ -16,10 +16,9 @@ from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
 from weighin.isolation.docker.attachment import Attachment
 from weighin.isolation.docker.container import is_here, oom_killed, wait_for_container
-from weighin.isolation.docker.engine import explained
+from weighin.isolation.docker.engine import elsewhere, explained
 from weighin.isolation.docker.keeper import Keeper
 from weighin.probes.cgroup import MemoryCgroup, PeakMark, memory_cgroup_of, pids_in
-from weighin.probes.freezer import groups_of
 
 KILLED_AT_BIRTH: Final = Exit(code=None, signal=signal.SIGKILL, oom_killed=True)
 
@@ -51,7 +50,6 @@ class DockerCommand:
         self._process: int | None = None
         self.pid = 0
         self.cgroup: Path | None = None
-        self.groups: tuple[Path, ...] = ()
         self.helpers: frozenset[int] = frozenset()
         self.unseen = "the kernel killed the container at its RAM limit, before the command started"
 
@@ -66,7 +64,7 @@ class DockerCommand:
         keeper = int(self._state()["Pid"])
         is_visible = keeper and is_here(self._container, keeper)
         if not is_visible and self._state()["Running"]:
-            raise _elsewhere()
+            raise elsewhere()
         self.cgroup = memory_cgroup_of(keeper) if is_visible else None
         child = self._keeper.wait_for_child(keeper, _BIRTH_TIMEOUT_S) if is_visible else None
         if child and self.cgroup is None:
@@ -81,7 +79,6 @@ class DockerCommand:
         self.pid = pid
         self.helpers = frozenset(self.members()) - {self.pid}
         self.unseen = ""
-        self.groups = tuple(groups_of(self.pid, self.cgroup))
         self._process = open_process(self.pid)
         mark = PeakMark(MemoryCgroup(self.cgroup))
         mark.reset()  # so that the peak does not include the container's own start
@@ -149,7 +146,7 @@ class DockerCommand:
                 signal_each([self.pid], number)
 
     def members(self) -> list[int]:
-        """Return the pids in the container, except those of weighin's helpers (keeper, watcher)."""
+        """Return the pids in the container, except those of weighin's helpers."""
         pids = pids_in(self.cgroup) if self.cgroup else []
         return [pid for pid in pids if pid not in self.helpers]
 
@@ -191,11 +188,3 @@ def _command_line(pid: int) -> bytes | None:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # the process has ended
         return None
-
-
-def _elsewhere() -> IsolationUnavailable:
-    return IsolationUnavailable(
-        "weighin run needs a Docker engine on this machine: the processes of the current Docker"
-        " engine are not visible here",
-        "run weighin on the engine's machine, unset DOCKER_HOST, or use --isolation cgroup or process",
-    )

@@ -12,39 +12,29 @@ import docker
 import requests.exceptions
 from docker.errors import APIError, NotFound
 
-from weighin.child_process import last_line, signal_each
+from weighin.child_process import signal_each
 from weighin.isolation.base import Exit
 from weighin.isolation.docker.engine import (
     ENGINE_ERRORS,
+    elsewhere,
     explain_refusal,
     explained,
-    first_line,
     is_gone,
 )
-from weighin.isolation.docker.image import PYTHON
-from weighin.isolation.docker.remote_observer import InsideObserver
 from weighin.isolation.docker.stream import StreamChannel
 from weighin.probes.cgroup import MemoryCgroup, memory_cgroup_of, pids_in, read_kernel
-from weighin.protocol import decode_event
-from weighin.text import one_line
 
 _BIRTH_TIMEOUT_S: Final = 2.0
-_WATCHER_TIMEOUT_S: Final = 10.0
 _REMOVE_ATTEMPTS: Final = 50
 _CREATE_ATTEMPTS: Final = 10  # 1 s in all: far more than creating a container takes
 _NEWS_ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.1
-# A limit that no machine reaches. Docker 20.10 refuses -1 (no limit).
-_LIFTED_BYTES: Final = 2**60
 
-ELSEWHERE: Final = "the Docker engine's processes are not visible on this machine"
 ENDED: Final = "the measured process ended before weighin could observe it"
 
 
 class DockerRunning:
     """A worker in a container; the class implements ``weighin.isolation.base.Running``."""
-
-    read_only = True
 
     def __init__(
         self,
@@ -66,31 +56,6 @@ class DockerRunning:
         self.unseen = ENDED
         if known_exit is None:
             self._locate()
-
-    def observe_inside(self, interval_s: float) -> InsideObserver | None:
-        if self.unseen != ELSEWHERE:
-            return None
-        module = "weighin.isolation.docker.container_observer"
-        command = [PYTHON, "-P", "-m", module, str(interval_s)]
-        try:
-            started = self._client.exec_create(self._container, command, stdin=True)["Id"]
-            channel = StreamChannel(self._client.exec_start(started, socket=True))
-            channel.send(b"watching\n")
-        except ENGINE_ERRORS as error:
-            if (response := getattr(error, "response", None)) is not None:
-                response.close()  # the SDK leaves the response's socket open
-            self.unseen += f", and no watcher starts in the container: {first_line(error)}"
-            return None
-        hello = b""
-        with contextlib.suppress(TimeoutError):
-            hello = channel.receive(_WATCHER_TIMEOUT_S) or b""
-        if (decode_event(hello) or {}).get("answer"):
-            return InsideObserver(channel, self._raise_limit)
-        # If the engine could not start the watcher, it sends an error text instead of events.
-        why = one_line(last_line(channel.stderr_tail or hello))
-        self.unseen += f", and the watcher in the container found no measured process: {why or '-'}"
-        channel.close()
-        return None
 
     def wait(self, timeout_s: float) -> Exit:
         """Return how the worker ended; the container and its cgroup remain until ``close``.
@@ -115,8 +80,8 @@ class DockerRunning:
     def kill(self) -> None:
         """Kill the worker and its children.
 
-        If weighin cannot see these processes, or may not kill them, kill the whole container. The
-        last counters of its cgroup are then lost.
+        If weighin may not kill these processes, or their cgroup is not mounted here, kill the whole
+        container. The last counters of its cgroup are then lost.
         """
         try:
             signal_each(self._members())
@@ -134,18 +99,18 @@ class DockerRunning:
         self.channel.close()
         self._on_close()
 
-    def _raise_limit(self) -> None:
-        with contextlib.suppress(*ENGINE_ERRORS):  # a failure only makes the kill slower
-            self._client.update_container(
-                self._container, mem_limit=_LIFTED_BYTES, memswap_limit=_LIFTED_BYTES
-            )
-
     def _locate(self) -> None:
+        """Find the worker's pid and cgroup.
+
+        Raises:
+            IsolationUnavailable: the engine runs on another machine.
+        """
         state = self._client.inspect_container(self._container)["State"]
         if not (keeper := int(state["Pid"])):
             return
         if not is_here(self._container, keeper):
-            self.unseen = ELSEWHERE
+            if self._client.inspect_container(self._container)["State"]["Running"]:
+                raise elsewhere()
             return
         self._keeper = keeper
         self.cgroup = memory_cgroup_of(keeper)

@@ -1,6 +1,7 @@
 """Connect to a Docker engine, and translate its errors into a cause and a repair."""
 
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from weighin.probes.cgroup import lock_suffix, this_process
 
 OWNER_LABEL: Final = "weighin.owner"
 HOST_LABEL: Final = "weighin.host"
+LOCK_LABEL: Final = "weighin.lock"
 
 ENGINE_ERRORS: Final = (DockerException, RequestException)
 """All errors that the SDK raises: its own errors, and errors of its HTTP library."""
@@ -98,7 +100,8 @@ def _start() -> str:
 
 
 def check_engine(info: dict[str, Any]) -> None:
-    """Raise IsolationUnavailable if an engine cannot limit RAM and swap of Linux containers.
+    """Raise IsolationUnavailable if an engine is on another machine or in a virtual machine, or cannot
+    limit RAM and swap of Linux containers.
 
     ``info`` is the engine's answer to ``docker info``.
     """
@@ -107,6 +110,11 @@ def check_engine(info: dict[str, Any]) -> None:
             f"the Docker engine runs {info['OSType']} containers",
             "switch the Docker engine to Linux containers",
         )
+    kernel = os.uname().release
+    # The engine writes 6.1 as 6.1.0.
+    same = (None, kernel, re.sub(r"^(\d+\.\d+)(?!\.?\d)", r"\1.0", kernel))
+    if info.get("KernelVersion") not in same:
+        raise elsewhere()
     if not info.get("MemoryLimit"):
         raise IsolationUnavailable(
             "the Docker engine cannot limit memory: the kernel's memory controller is off",
@@ -120,12 +128,21 @@ def check_engine(info: dict[str, Any]) -> None:
         )
 
 
-def owner_labels() -> dict[str, str]:
-    """Return the labels that name a container's owner: this process, its host and its lock file.
+def elsewhere() -> IsolationUnavailable:
+    return IsolationUnavailable(
+        "weighin needs a Docker engine on this machine: the processes of the current Docker"
+        " engine are not visible here",
+        "run weighin on the engine's machine, unset DOCKER_HOST, or use --isolation cgroup or process",
+    )
 
-    The label of the host ends with a digest of the lock file's path, if the user chose this path.
-    """
-    return {OWNER_LABEL: this_process(), HOST_LABEL: f"{socket.gethostname()}{lock_suffix()}"}
+
+def owner_labels() -> dict[str, str]:
+    """Return the labels that name a container's owner: this process, its host and its lock file."""
+    return {
+        OWNER_LABEL: this_process(),
+        HOST_LABEL: socket.gethostname(),
+        LOCK_LABEL: lock_suffix(),
+    }
 
 
 @contextmanager

@@ -23,11 +23,10 @@ def of_worker(
     info: Mapping[str, Any],
     binds: Sequence[Bind],
     cell: Cell,
-    throttled_device: str,
 ) -> dict[str, Any]:
     """Return the settings of a worker's container: no network, no capabilities, a read-only root."""
     return client.create_host_config(
-        **_limits_and_mounts(info, binds, cell, throttled_device),
+        **_limits_and_mounts(info, binds, cell),
         network_mode="none",
         ipc_mode="private",
         read_only=True,
@@ -47,14 +46,13 @@ def of_command(
     info: Mapping[str, Any],
     binds: Sequence[Bind],
     cell: Cell,
-    throttled_device: str,
 ) -> dict[str, Any]:
     """Return the settings of a command's container: Docker's defaults, ``binds`` and the limits."""
-    return client.create_host_config(**_limits_and_mounts(info, binds, cell, throttled_device))
+    return client.create_host_config(**_limits_and_mounts(info, binds, cell))
 
 
 def _limits_and_mounts(
-    info: Mapping[str, Any], binds: Sequence[Bind], cell: Cell, throttled_device: str
+    info: Mapping[str, Any], binds: Sequence[Bind], cell: Cell
 ) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "log_config": LogConfig(type="none"),
@@ -63,9 +61,6 @@ def _limits_and_mounts(
             for bind in binds
         ],
     }
-    if throttled_device and cell.disk_bytes_per_s:
-        rate = {"Path": f"/dev/{throttled_device}", "Rate": cell.disk_bytes_per_s}
-        settings["device_read_bps"] = [rate]
     if cell.ram_limit_bytes is not None:
         settings["mem_limit"] = settings["memswap_limit"] = cell.ram_limit_bytes  # equal: no swap
         if info.get("CgroupVersion", "1") == "1":  # cgroup v2 has no swappiness
@@ -76,7 +71,7 @@ def _limits_and_mounts(
 def user(info: Mapping[str, Any]) -> str | None:
     """Return this user's uid:gid; None for a rootless engine, whose root is this user."""
     options = info.get("SecurityOptions") or []
-    if any("name=rootless" in option for option in options) or not hasattr(os, "getuid"):
+    if any("name=rootless" in option for option in options):
         return None
     return f"{os.getuid()}:{os.getgid()}"
 

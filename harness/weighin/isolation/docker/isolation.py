@@ -28,6 +28,7 @@ from weighin.isolation.docker.container import DockerRunning, remove
 from weighin.isolation.docker.engine import (
     ENGINE_ERRORS,
     HOST_LABEL,
+    LOCK_LABEL,
     OWNER_LABEL,
     check_engine,
     connect,
@@ -47,7 +48,7 @@ from weighin.isolation.docker.image import (
 )
 from weighin.isolation.docker.mounts import Bind, environment_inside, place
 from weighin.isolation.docker.stream import KEEPER, StreamChannel
-from weighin.probes.cgroup import is_alive
+from weighin.probes.cgroup import is_left_behind
 from weighin.protocol import encode_job
 
 
@@ -111,7 +112,7 @@ class DockerIsolation:
         """
         inside, binds = place(job)
         worker = (PYTHON, "-P", "-m", "weighin.worker")
-        running = self._start(worker, job.cell, binds, job.throttled_device)
+        running = self._start(worker, job.cell, binds)
         running.channel.send(encode_job(inside))
         return running
 
@@ -120,13 +121,12 @@ class DockerIsolation:
         command: Sequence[str],
         cell: Cell,
         binds: Sequence[Bind] = (),
-        throttled_device: str = "",
     ) -> DockerRunning:
         """Start ``command`` as the worker, in a new container with the limits of ``cell``."""
         if self._image is None:
             self.prepare()
         client = self._client
-        host = host_config.of_worker(client, self._info, binds, cell, throttled_device)
+        host = host_config.of_worker(client, self._info, binds, cell)
         with self._new_container() as name, contextlib.ExitStack() as opened:
             container = client.create_container(
                 self._image,
@@ -166,7 +166,6 @@ class DockerIsolation:
         folder: str,
         streams: Streams,
         mounts: Sequence[str] = (),
-        throttled_device: str = "",
     ) -> RunningCommand:
         """Start a command in its working folder, which the container sees at the same path.
 
@@ -190,23 +189,19 @@ class DockerIsolation:
                 folder,
                 streams,
                 mounts,
-                throttled_device,
                 name=name,
                 on_close=lambda: self._remove(name),
             )
 
-    def remove_stale(self, *, any_lock: bool = False) -> list[str]:
+    def remove_stale(self) -> list[str]:
         """Remove the containers whose owner, a weighin process of this machine, has ended."""
         removed = []
-        here = owner_labels()[HOST_LABEL]
-        wanted = HOST_LABEL if any_lock else f"{HOST_LABEL}={here}"
+        of_this_machine = f"{HOST_LABEL}={socket.gethostname()}"
         with explained("list the containers"):
-            ours = self._client.containers(all=True, filters={"label": wanted})
+            ours = self._client.containers(all=True, filters={"label": of_this_machine})
         for container in ours:
-            if not container["Labels"][HOST_LABEL].startswith(socket.gethostname()):
-                continue
             name, owner = container["Names"][0].lstrip("/"), container["Labels"][OWNER_LABEL]
-            if not is_alive(owner):
+            if is_left_behind(f"{owner}.{container['Labels'].get(LOCK_LABEL, '')}"):
                 remove(self._client, name, certain=True)
                 removed.append(f"container {name} of process {owner.partition('-')[0]}")
         return removed

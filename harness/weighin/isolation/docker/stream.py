@@ -126,7 +126,7 @@ class StreamChannel:
         left = deadline - time.monotonic()
         if left <= 0:  # a worker may print without end
             raise TimeoutError
-        # recv with a timeout, not select: recv also works on TLS sockets, Windows pipes and SSH.
+        # recv with a timeout, not select: recv also works on TLS sockets.
         try:
             self._socket.settimeout(left)
             data = self._socket.recv(65536)

@@ -197,8 +197,6 @@ def explain_pip(stderr: str, pins: tuple[str, ...]) -> IsolationUnavailable:
     )
 
 
-def _host() -> Target | None:
-    if platform.system() != "Linux":
-        return None
+def _host() -> Target:
     words = (platform.python_version(), platform.machine(), *platform.libc_ver())
     return read_target(" ".join(words))
