@@ -24,12 +24,13 @@ from typing import Final
 
 import yaml
 
+from pages import sources
 from pages.checked import FILE as PREDICTED
 from pages.freshness import since, standing
 from weighin.cell import Cell
 from weighin.formats.pretrained_folder import own_dtype
 from weighin.probes import environment
-from weighin.records import run_folder, sources
+from weighin.records import run_folder
 from weighin.report import captions, style
 from weighin.report.timeline import draw_timeline
 from weighin.report.writing import TIMELINE

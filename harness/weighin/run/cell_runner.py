@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -13,7 +13,7 @@ from weighin.cell import Job
 from weighin.isolation.base import Isolation
 from weighin.probes import environment, page_cache
 from weighin.probes import storage as storages
-from weighin.records import run_folder, sources
+from weighin.records import run_folder
 from weighin.records.thrashing import Reference
 from weighin.result import Outcome, Result
 from weighin.run import interrupts, slow_disk
@@ -75,12 +75,12 @@ def take(
     ``reference`` has the figures of the same cell without a limit; weighin kills a cell that
     thrashes in comparison.
     """
-    # Hash the strategy's source before the cell, because a user may edit it while the cell runs.
-    sources_hash = (
-        None
-        if job.body
-        else sources.hashed(Path(job.strategy_path), job.cell, own_use=job.use_path)
-    )
+    sources_hash = None
+    if not job.body:
+        # Before the cell, because a user may edit the strategy while the cell runs.
+        with suppress(OSError):  # the cell itself then fails
+            own = [Path(name) for name in (job.strategy_path, job.use_path) if name]
+            sources_hash = environment.code_digest(*own)
     limit = job.cell.ram_limit_bytes
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(files)
