@@ -200,12 +200,13 @@ def measure(run: Run) -> None:
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
     if done.returncode:
         sys.exit(f"error: weighin ended with {done.returncode}. The same command resumes it")
-    if wrong := _without_figures(run_folder.read(folder).results):
+    results = run_folder.read(folder).results
+    if wrong := _without_figures(results):
         sys.exit(
             f"error: {folder}: {wrong[0].cell.strategy} is {wrong[0].outcome}: {wrong[0].message}"
         )
     before = {one.cell.isolation for one in run.results}
-    now = {one.cell.isolation for one in run_folder.read(folder).results}
+    now = {one.cell.isolation for one in results}
     if before and now != before:
         sys.exit(
             f"error: {folder} was measured with {', '.join(now)}, but the published run with"

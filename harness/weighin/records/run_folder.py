@@ -226,11 +226,30 @@ def read_whole(run: Path) -> Records:
     if plan_error:
         warnings.append(f"{plan_error.message}: weighin cannot tell whether the run is complete")
         damages.append(plan_error)
+    return _records(run, plan, results, warnings, damages[0] if damages else None)
+
+
+def of_results(run: Path, results: Sequence[Result]) -> Records:
+    """Return the records of a run that has just been measured, without reading them again.
+
+    Raises:
+        RecordError, SchemaTooNew, DamagedRecord: as ``read_plan``.
+    """
+    plan = read_plan(run) if (run / PLAN).exists() else None
+    return _records(run, plan, results, [], None)
+
+
+def _records(
+    run: Path,
+    plan: Plan | None,
+    results: Sequence[Result],
+    warnings: list[str],
+    damage: RecordError | None,
+) -> Records:
     covered = coverage(run, plan.cells, plan.settings, results) if plan else None
     if covered and covered.pending:
         warnings.append(f"{run}: {covered}; {covered.again} measures the rest")
-    warnings += _mixed(results)
-    return Records(tuple(results), tuple(warnings), covered, damages[0] if damages else None)
+    return Records(tuple(results), (*warnings, *_mixed(results)), covered, damage)
 
 
 def samples_path(cell: Cell, rank: int | None = None) -> str:

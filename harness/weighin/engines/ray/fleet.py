@@ -14,7 +14,6 @@ from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.probes import environment
-from weighin.records import run_folder
 from weighin.result import Result
 from weighin.run import runner
 from weighin.run.machines import Machines
@@ -105,7 +104,7 @@ class RayEngine:
     def run(self, task: Run, progress: Progress) -> Sequence[Result]:
         with runner.discarding(task):
             Driver(RayTransport(self.cluster), self.machines.nodes, task, progress, placed).run()
-        return run_folder.read(task.folder).results
+        return task.results
 
 
 def placed(result: Result, node: Node) -> Result:
