@@ -1,4 +1,4 @@
-"""Find out whether a run was measured with the current code, by a hash of its sources or by git."""
+"""Find out from git whether a run was measured with the current code."""
 
 import subprocess
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from pages import sources
 from weighin.errors import HarnessError
-from weighin.records import sources
 from weighin.records.repeats import grouped
 from weighin.result import Outcome, Result
 from weighin.suite import registry
@@ -49,7 +49,7 @@ def standing(results: Sequence[Result], root: Path) -> Standing:
     for result in results:
         cell = result.cell
         commit = result.environment.get("git_commit")
-        key = (cell.strategy, cell.operation, cell.model.builder, result.sources_hash, commit)
+        key = (cell.strategy, cell.operation, cell.model.builder, commit)
         if result.outcome is Outcome.SKIPPED or key in compared:
             continue
         compared.add(key)
@@ -61,38 +61,20 @@ def standing(results: Sequence[Result], root: Path) -> Standing:
         except HarnessError:
             changed[cell.strategy] = "strategy removed"
             continue
-        if result.sources_hash:
-            if result.sources_hash != sources.hashed(path, cell):
-                changed[cell.strategy] = "sources changed"
-        else:
-            _ask_git(root, commit, sources.deciding(path, cell), cell.strategy, changed, unknown)
+        # A removed import is noticed too, because the file that contained it has changed.
+        if not commit:
+            unknown[cell.strategy] = "its commit was not recorded"
+        elif (changes := since(root, commit, sources.deciding(path, cell))) is None:
+            unknown[cell.strategy] = f"git does not know commit {commit[:10]}"
+        elif changes:
+            changed[cell.strategy] = changes
     return Standing(changed, unknown)
-
-
-def _ask_git(
-    root: Path,
-    commit: str | None,
-    files: Sequence[Path],
-    strategy: str,
-    changed: dict[str, str],
-    unknown: dict[str, str],
-) -> None:
-    """Add the changes of the files since the commit of a record without a hash.
-
-    A removed import is noticed too, because the file that contained the import has changed.
-    """
-    if not commit:
-        unknown[strategy] = "its commit was not recorded"
-    elif (changes := since(root, commit, files)) is None:
-        unknown[strategy] = f"git does not know commit {commit[:10]}"
-    elif changes:
-        changed[strategy] = changes
 
 
 def since(root: Path, commit: str, files: Sequence[Path]) -> str | None:
     """Name the files whose code has changed since a commit; None if git does not know the commit.
 
-    Comments, docstrings and the texts of raised errors are no code here, as in a record's hash.
+    Comments, docstrings and the texts of raised errors are no code here.
     """
     names = [str(path.relative_to(root)) for path in files]
     differing = _git(root, "diff", "--name-only", "--relative", commit, "--", *names)

@@ -151,9 +151,10 @@ def _time(duration_ns: int | None) -> str:
 
 def main() -> None:
     folders = [Path(name) for name in sys.argv[1:]]
-    predictions = [each.prediction for folder in folders for each in check(folder)]
-    floors = {each.cell.series: each.floor_bytes for each in predictions}
     runs = [run_folder.read(folder) for folder in folders]
+    checked = [check(folder, run) for folder, run in zip(folders, runs, strict=True)]
+    predictions = [each.prediction for of_run in checked for each in of_run]
+    floors = {each.cell.series: each.floor_bytes for each in predictions}
     for warning in (text for run in runs for text in run.warnings):
         print(warning, file=sys.stderr)
     sys.stdout.write(page([run.results for run in runs], floors))

@@ -24,12 +24,13 @@ from typing import Final
 
 import yaml
 
+from pages import sources
 from pages.checked import FILE as PREDICTED
 from pages.freshness import since, standing
 from weighin.cell import Cell
 from weighin.formats.pretrained_folder import own_dtype
 from weighin.probes import environment
-from weighin.records import run_folder, sources
+from weighin.records import run_folder
 from weighin.report import captions, style
 from weighin.report.timeline import draw_timeline
 from weighin.report.writing import TIMELINE
@@ -199,12 +200,13 @@ def measure(run: Run) -> None:
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
     if done.returncode:
         sys.exit(f"error: weighin ended with {done.returncode}. The same command resumes it")
-    if wrong := _without_figures(run_folder.read(folder).results):
+    results = run_folder.read(folder).results
+    if wrong := _without_figures(results):
         sys.exit(
             f"error: {folder}: {wrong[0].cell.strategy} is {wrong[0].outcome}: {wrong[0].message}"
         )
     before = {one.cell.isolation for one in run.results}
-    now = {one.cell.isolation for one in run_folder.read(folder).results}
+    now = {one.cell.isolation for one in results}
     if before and now != before:
         sys.exit(
             f"error: {folder} was measured with {', '.join(now)}, but the published run with"

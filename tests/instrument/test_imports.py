@@ -14,7 +14,7 @@ from nightly import isolations
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_REPORTS = {"pandas", "matplotlib"}
-OF_THE_PARENT = {"docker", "yaml", "psutil", "rich", "pydantic", "click", "filelock"}
+OF_THE_PARENT = {"docker", "yaml", "psutil", "rich", "pydantic", "msgspec", "click", "filelock"}
 HEAVY = OF_REPORTS | OF_THE_PARENT | {"importlib.metadata"}
 
 MEASURED = """

@@ -13,9 +13,8 @@ from fakes import PlayedIsolation, Silent, done, event, ready
 from scripts import BASELINE, JOB
 
 from weighin.cell import Job
-from weighin.probes import page_cache
+from weighin.probes import environment, page_cache
 from weighin.probes.observer import Observation
-from weighin.records import sources
 from weighin.result import Outcome
 from weighin.run import page_preconditioning
 from weighin.run.cell_runner import Setting, measure, take
@@ -63,10 +62,13 @@ def test_the_record_keeps_a_hash_of_the_code_that_decides_its_figures(tmp_path: 
         return measure(Setting(PlayedIsolation(script), tmp_path, {}), job, [], None).sources_hash
 
     first = measured(job)
-    assert first == sources.hashed(mine, job.cell) == measured(job)
+    assert first == environment.code_digest(mine) == measured(job)
+    use = tmp_path / "use.py"
+    use.write_text("def use(model): ...\n")
+    assert measured(replace(job, use_path=str(use))) not in (first, None)
     mine.write_text("def load(job): pass\n")
     assert measured(job) not in (first, None)
-    mine.write_text("def load(job:")  # the cell fails; the run goes on
+    mine.unlink()  # the cell fails; the run goes on
     assert measured(job) is None
 
 

@@ -96,7 +96,7 @@ LOADED = """
 import sys
 from weighin.cli.app import app
 app(["list", *sys.argv[1:]], standalone_mode=False)
-heavy = {"torch", "numpy", "pandas", "pydantic", "rich", "docker", "requests", "psutil", "typing_extensions"}
+heavy = {"torch", "numpy", "pandas", "pydantic", "msgspec", "rich", "docker", "requests", "psutil", "typing_extensions"}
 print("heavy:", *sorted(heavy & set(sys.modules)))
 """
 

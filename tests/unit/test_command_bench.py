@@ -10,7 +10,7 @@ from ran_commands import SECOND_NS, make_command, make_ran
 from weighin.cell import Cell
 from weighin.errors import ConfigError, Interrupted
 from weighin.isolation.process import ProcessIsolation
-from weighin.records import run_folder
+from weighin.records import parsing, run_folder
 from weighin.records.floor import Aim
 from weighin.records.thrashing import Reference
 from weighin.result import Outcome
@@ -71,6 +71,30 @@ def test_a_run_that_is_resumed_has_the_earlier_results_too() -> None:
     assert [each.exit_code for each in both] == [0, 3]
 
 
+def test_each_record_is_parsed_once_by_a_run_and_once_by_the_run_that_resumes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed: list[bytes] = []
+    parse = parsing.parse
+
+    def counted(kind: Any, text: bytes, *arguments: str) -> Any:
+        parsed.append(text)
+        return parse(kind, text, *arguments)
+
+    monkeypatch.setattr(run_folder, "parse", counted)
+    run = asked("exit 0", within=0.05, aim=Aim.SURVIVES)
+    limits = [None, *range(GIB, 6 * GIB, GIB)]  # each limited cell is compared with the first one
+    planned = [replace(run.planned[0].cell, ram_limit_bytes=limit) for limit in limits]
+    run = replace(run, planned=[PlannedCommand(cell) for cell in planned])
+    first = runner.run(replace(run, planned=run.planned[:4]), Progress())
+    assert [each.cell for each in first] == planned[:4]
+    assert len(parsed) == len({*parsed}) == 4
+    every = runner.run(replace(run, is_new=False), Progress())
+    assert (every[:4], len(every)) == (first, 6)
+    assert len(parsed) == 4 + 6
+    assert run_folder.of_results(run.folder, every) == run_folder.read(run.folder)
+
+
 def test_the_folder_of_a_run_whose_first_command_cannot_start_is_removed() -> None:
     run = asked("exit 0", how=CommandSettings("/none", stacks=False))
     run_folder.write_plan(run.folder, [each.cell for each in run.planned])
@@ -114,9 +138,11 @@ def searching(aim: Aim = Aim.ENDS, **changes: Any) -> Run:
     run_folder.append(Path("run"), UNLIMITED)
     run_folder.append(Path("run"), make_ran(make_command("other.py")))
     settings = RunSettings(within=0.05, aim=aim, command=how, timeout_s=0)
-    return Run(
+    run = Run(
         Path("run"), [PlannedCommand(LIMITED)], ProcessIsolation(), replace(settings, **changes)
     )
+    run.begin()
+    return run
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import mmap
 import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 from weighin import __version__
 from weighin.probes import environment
 from weighin.units import KIB
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -157,3 +161,35 @@ def test_a_page_of_another_size_than_usual_is_told(monkeypatch: pytest.MonkeyPat
     assert "page_bytes" not in environment.machine()
     monkeypatch.setattr(mmap, "PAGESIZE", 65536)
     assert environment.machine()["page_bytes"] == 65536
+
+
+def test_the_digest_of_the_code_changes_with_any_file_and_not_with_its_folder(
+    tmp_path: Path,
+) -> None:
+    program = "from weighin.probes import environment; print(environment.code_digest())"
+    shutil.copytree(ROOT / "harness", tmp_path / "harness")
+    shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
+
+    def digest() -> str:
+        command = [sys.executable, "-P", "-c", program]
+        variables = {"PYTHONPATH": str(tmp_path / "harness")}
+        return subprocess.check_output(command, env=variables, text=True).strip()
+
+    first = digest()
+    assert first == environment.code_digest()
+    assert len(first) == 16
+    for name in ("harness/weighin/report/tables.py", "strategies/saving/torch_save.py"):
+        with (tmp_path / name).open("a") as file:
+            file.write("# changed\n")
+        assert digest() != first
+        first = digest()
+
+
+def test_the_digest_includes_a_users_own_files(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine.py", tmp_path / "other.py"
+    mine.write_text("def load(job): ...\n")
+    other.write_text("def use(model): ...\n")
+    digests = {environment.code_digest(*own) for own in ((), (mine,), (mine, other))}
+    assert len(digests) == 3
+    with pytest.raises(FileNotFoundError):
+        environment.code_digest(tmp_path / "gone.py")

@@ -2,13 +2,18 @@
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 from factories import make_result
 
 from weighin.errors import DamagedRecord, RecordError
+from weighin.records import run_folder
 from weighin.records.parsing import parse
 from weighin.result import SCHEMA, Result
+
+RECORDS = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,24 @@ def test_a_whole_record_comes_back() -> None:
     assert parse(Kind, b'{"name": "a", "later": 1}', "here") == Kind("a")
 
 
+@pytest.mark.parametrize("file", RECORDS, ids=lambda file: file.parent.name)
+def test_every_published_record_is_read_and_written_as_it_is(file: Path) -> None:
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        result = parse(Result, line, f"line {number}")
+        written = json.loads(run_folder._encode(result, "x"))
+        assert _has_all_of(written, json.loads(line))
+        assert parse(Result, json.dumps(written).encode(), "again") == result
+
+
+def _has_all_of(written: Any, read: Any) -> bool:
+    """Tell whether every value is as it was read; an older weighin did not write all keys."""
+    if isinstance(read, dict):
+        return all(key in written and _has_all_of(written[key], read[key]) for key in read)
+    if isinstance(read, list):
+        return len(written) == len(read) and all(map(_has_all_of, written, read))
+    return type(written) is type(read) and bool(written == read)
+
+
 def test_control_characters_are_removed_whether_written_or_escaped() -> None:
     assert parse(Kind, b'{"name": "a\\u001bb"}', "here") == Kind("a?b")
     assert parse(Kind, b'{"name": "a\x7fb"}', "here") == Kind("a?b")
@@ -43,25 +66,25 @@ def test_control_characters_are_removed_whether_written_or_escaped() -> None:
     ("text", "said"),
     [
         ("{}", "line 3: name: missing"),
-        ('{"name": 5}', "line 3: name: input should be a valid string, got 5"),
-        ('{"name": "a", "size_bytes": 1.5}', "line 3: size_bytes: input should be a valid integer, got 1.5"),
-        ('{"size_bytes": "x"}', "line 3: name: missing"),  # the first of two
+        ('{"name": 5}', "line 3: name: expected `str`, got `int`"),
+        ('{"name": "a", "size_bytes": 1.5}', "line 3: size_bytes: expected `int`, got `float`"),
+        ('{"size_bytes": "x"}', "line 3: size_bytes: expected `int`, got `str`"),  # one of two
         ('{"name": "a", "size_bytes": -1}', "line 3: size_bytes: impossible value -1"),
-        ('{"name": "a", "schema": null}', "line 3: schema: input should be a valid integer, got None"),
+        ('{"name": "a", "schema": null}', "line 3: schema: expected `int`, got `null`"),
     ],
 )  # fmt: skip
 def test_a_damaged_record_names_the_field(text: str, said: str) -> None:
     assert complaint(text) == said
 
 
+def test_half_a_character_is_refused_as_a_key_and_replaced_in_a_text() -> None:
+    assert "surrogates not allowed" in complaint('{"name": "a", "\\ud800": 1}')
+    assert parse(Kind, b'{"name": "a\\ud800"}', "here") == Kind("a?")
+
+
 def test_a_value_that_is_no_record_names_the_record() -> None:
     assert complaint("5").startswith("line 3: the record: ")
     assert complaint('{"name"').startswith("line 3: not JSON: ")
-
-
-def test_a_long_value_is_cut() -> None:
-    said = complaint(json.dumps({"name": ["x" * 200]}))
-    assert len(said) < 120
 
 
 def test_only_a_later_schema_is_too_new() -> None:

@@ -4,12 +4,11 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from weighin.probes.cgroup import MemoryCgroup, PeakMark
-from weighin.run.program_track import ProcessTrack
+from weighin.run.program_track import Begin, End, ProcessTrack
 
 
 class Group:
@@ -38,12 +37,12 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def begin(name: str, number: int = 1) -> dict[str, Any]:
-    return {"event": "begin", "id": number, "name": name}
+def begin(name: str, number: int = 1) -> Begin:
+    return Begin(number, name)
 
 
-def end(t_ns: int, number: int = 1) -> dict[str, Any]:
-    return {"event": "end", "id": number, "t_ns": t_ns}
+def end(t_ns: int, number: int = 1) -> End:
+    return End(number, t_ns)
 
 
 LATE_NS = 2**62

@@ -14,14 +14,14 @@ from factories import make_cell, make_result, make_skipped, write_samples
 from safetensors.torch import save_file
 from sweeps import a_sweep
 
-from pages import publish
+from pages import publish, sources
 from pages.freshness import standing
 from weighin.cell import Cell, ModelSpec
 from weighin.cli import app
 from weighin.isolation import select
 from weighin.isolation.process import ProcessIsolation
 from weighin.probes import environment
-from weighin.records import run_folder, sources
+from weighin.records import run_folder
 from weighin.report import captions
 from weighin.result import Outcome, Result
 from weighin.run import gpu_check, runner
@@ -61,30 +61,19 @@ def change(root: Path, name: str) -> None:
         file.write("CHANGED = 1\n")
 
 
-def measured(strategy: str, commit: str | None = None, *, hashed: bool = False) -> Result:
+def measured(strategy: str, commit: str | None = None) -> Result:
     cell = replace(make_cell(strategy), model=registry.model("gpt2-tiny"))
-    one = replace(make_result(cell), environment={"git_commit": commit, "git_dirty": False})
-    path = registry.strategy(strategy).path
-    return replace(one, sources_hash=sources.hashed(path, cell)) if hashed else one
+    return replace(make_result(cell), environment={"git_commit": commit, "git_dirty": False})
 
 
 def test_a_run_of_the_code_as_it_is_is_not_stale(copy: Path) -> None:
     head = git(copy, "rev-parse", "HEAD")
-    for results in ([measured("baseline", head)], [measured("baseline", hashed=True)]):
-        assert str(standing(results, copy)) == "measured with the current code"
-        assert not standing(results, copy).is_stale
+    results = [measured("baseline", head)]
+    assert str(standing(results, copy)) == "measured with the current code"
+    assert not standing(results, copy).is_stale
 
 
-def test_a_record_with_a_hash_is_stale_where_its_sources_are_others(copy: Path) -> None:
-    results = [measured(name, hashed=True) for name in ("baseline", "streaming")]
-    change(copy, "harness/weighin/loader/load.py")
-    change(copy, "harness/weighin/report/tables.py")
-    assert (
-        str(standing(results, copy)) == "OLDER than the current code: streaming (sources changed)"
-    )
-
-
-def test_a_record_without_one_is_stale_by_git_for_those_files_alone(copy: Path) -> None:
+def test_a_record_is_stale_by_git_for_its_files_alone(copy: Path) -> None:
     head = git(copy, "rev-parse", "HEAD")
     results = [measured(name, head) for name in ("baseline", "sequential", "streaming")]
     change(copy, "harness/weighin/report/tables.py")
@@ -110,7 +99,7 @@ def test_a_record_without_one_is_stale_by_git_for_those_files_alone(copy: Path) 
     )
 
 
-def test_a_record_without_one_is_not_stale_for_a_comment(copy: Path) -> None:
+def test_a_record_is_not_stale_for_a_comment(copy: Path) -> None:
     head = git(copy, "rev-parse", "HEAD")
     with (copy / "harness/weighin/loader/load.py").open("a") as file:
         file.write("# a comment\n")

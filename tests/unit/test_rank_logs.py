@@ -9,7 +9,7 @@ import pytest
 
 from weighin.isolation.base import Exit
 from weighin.result import Outcome, Sample
-from weighin.run import rank_logs
+from weighin.run import events, rank_logs
 from weighin.run.event_log import EventLog
 
 KILLED = Exit(None, signal=signal.SIGKILL)
@@ -19,7 +19,7 @@ FAILED = Exit(1)
 def log(phase: str = "read", *, done: bool = False, **facts: Any) -> EventLog:
     made = EventLog(done=done)
     made.facts |= facts
-    made.take("begin", {"name": phase})
+    made.take(events.Begin(phase, 0))
     return made
 
 

@@ -177,7 +177,7 @@ def bench(context: click.Context, /, **_: Any) -> None:
             resumable("bench", task),
         ):
             results = engine.run(task, progress)
-    show_run(task.folder, run_folder.read(task.folder), json_file=typed["json_file"])
+    show_run(task.folder, run_folder.of_results(task.folder, results), json_file=typed["json_file"])
     _measuring.end(context, results)
 
 

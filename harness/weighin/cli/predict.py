@@ -181,9 +181,10 @@ def _check(typed: dict[str, Any]) -> "_Answer":
 
     checked = []
     for run in typed["check"]:
-        _console.note(*run_folder.read(run).warnings)
+        records = run_folder.read(run)
+        _console.note(*records.warnings)
         with _console.working(f"predicting the measurements of {run}"):
-            checked += check.check(run, trusted=typed["trust"])
+            checked += check.check(run, records, trusted=typed["trust"])
     summary = check.summarised(checked)
     lines = [tables.summary_line(summary)] if summary else []
     predictions = [series.prediction for series in checked]

@@ -187,7 +187,7 @@ def _end(
         from weighin.cli.report import show_run
         from weighin.records import run_folder
 
-        show_run(task.folder, run_folder.read(task.folder), json_file=json_file)
+        show_run(task.folder, run_folder.of_results(task.folder, results), json_file=json_file)
         _measuring.end(context, results)
         return
     (result,) = results

@@ -99,7 +99,7 @@ class Driver:
 
     def _todo(self) -> list[AnyPlanned]:
         """Return the planned cells without a record; record as skipped those that the plan skips."""
-        results = run_folder.read(self._task.folder).results
+        results = self._task.begin()
         todo = {c.id for c in coverage.pending([p.cell for p in self._task.planned], results)}
         waiting = [each for each in self._task.planned if each.cell.id in todo]
         for each in waiting:
@@ -272,7 +272,8 @@ class Driver:
         return NoNodeLeft(message, last.repair, exit_code=last.exit_code)
 
     def _record(self, result: Result) -> None:
-        self._progress.finished(run_folder.append(self._task.folder, result))
+        self._task.results.append(run_folder.append(self._task.folder, result))
+        self._progress.finished(self._task.results[-1])
 
     def _placed(self, result: Result, member: _Member) -> Result:
         result = replace(result, environment=result.environment | self._code)

@@ -20,7 +20,6 @@ from weighin.errors import ConfigError
 from weighin.isolation import delegation
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.protocol import encode_event
-from weighin.records import run_folder
 from weighin.records.machine import CONCURRENT
 from weighin.result import Result
 from weighin.run import interrupts, run_lock, runner
@@ -50,7 +49,7 @@ class JobsEngine:
                     Driver(jobs, jobs.nodes, task, progress, self._marked).run()
                 finally:
                     shutil.rmtree(_caches(), ignore_errors=True)
-        return run_folder.read(task.folder).results
+        return task.results
 
     def _marked(self, result: Result, _: Node) -> Result:
         """Add the number of jobs, and a warning that times are not comparable, to a result."""

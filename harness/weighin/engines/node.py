@@ -38,7 +38,8 @@ from weighin.checkpoint import cache, staging
 from weighin.child_process import Parent
 from weighin.errors import HarnessError, Interrupted, explain
 from weighin.isolation import delegation, select
-from weighin.records import run_folder, sources
+from weighin.probes import environment
+from weighin.records import run_folder
 from weighin.result import SCHEMA
 from weighin.run import gpu_check, interrupts, request, runner
 from weighin.run.task import Progress, Run
@@ -97,7 +98,7 @@ def _probe(assignment: Mapping[str, Any], events: Parent) -> None:
     events.send(
         "node",
         weighin=__version__,
-        code=sources.digest_of_all(),
+        code=environment.code_digest(),
         ram_bytes=total,
         free_ram_bytes=free,
         isolations=isolations,
@@ -162,7 +163,7 @@ def _examine(_: Mapping[str, Any], events: Parent) -> None:
 
     examination = doctor.examine(lambda text: events.send("preparing", text=text, share=None))
     found = [*examination.capabilities, doctor.nested()]
-    code = {"weighin": __version__, "code": sources.digest_of_all()}
+    code = {"weighin": __version__, "code": environment.code_digest()}
     events.send("examined", capabilities=[asdict(each) for each in found], **code)
 
 

@@ -95,10 +95,13 @@ def summarised(checked: Sequence[Checked]) -> Summary | None:
     return Summary(len(known), median(known), max(known), sum(one.is_killed for one in checked))
 
 
-def check(run: Path, *, trusted: bool = False) -> list[Checked]:
+def check(
+    run: Path, records: run_folder.Records | None = None, *, trusted: bool = False
+) -> list[Checked]:
     """Predict each series of a run, and return the predictions with the medians of its ok loads.
 
-    A series (the repeats of a measurement) without an ok load is left out.
+    A series (the repeats of a measurement) without an ok load is left out. ``records`` are those of
+    the run, if they have been read.
 
     Raises:
         RecordError: the folder has no run, or no load of the run is ok.
@@ -106,7 +109,7 @@ def check(run: Path, *, trusted: bool = False) -> list[Checked]:
         ConfigError: the run names code from outside of weighin, and ``trusted`` is False.
     """
     series: dict[str, list[Result]] = {}
-    for result in run_folder.read(run).results:
+    for result in (records or run_folder.read(run)).results:
         if result.outcome is Outcome.OK and result.cell.operation == "load":
             series.setdefault(result.cell.series, []).append(result)
     if not series:

@@ -1,14 +1,17 @@
 """Read this machine's properties that affect measurements, for records and ``weighin doctor``."""
 
+import hashlib
 import mmap
 import os
 import platform
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from weighin import __version__
+from weighin.child_process import CODE_PATH
 from weighin.probes.cgroup import memory_hierarchy
 from weighin.result import USUAL_PAGE_BYTES
 from weighin.text import masked
@@ -79,6 +82,25 @@ def code() -> dict[str, Any]:
         elif commit:
             is_changed = any(not line.startswith("#") for line in lines)
     return {"weighin": __version__, "git_commit": commit, "git_dirty": is_changed}
+
+
+def code_digest(*own: Path) -> str:
+    """Return a hash of weighin's code and strategies on this machine, and of the files ``own``.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    package = Path(__file__).resolve().parents[1]
+    strategies = Path(CODE_PATH[1]) / "strategies"
+    files = {str(path.relative_to(package)): path for path in package.rglob("*.py")}
+    files |= {path.name: path for path in (*strategies.rglob("*.py"), *own)}
+    lines = [f"{name}\0{_digest(path, path.stat().st_mtime_ns)}\n" for name, path in files.items()]
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:16]
+
+
+@cache
+def _digest(path: Path, _changed_ns: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def free_ram_bytes() -> int:

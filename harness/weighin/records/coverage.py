@@ -85,11 +85,14 @@ def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
 
 def identity(cell: Cell) -> str:
     """Return a text that is equal for two cells only if all their fields are equal."""
-    return json.dumps(_fields(cell), sort_keys=True, default=_fields)
+    return json.dumps(cell, sort_keys=True, default=as_json)
 
 
-def _fields(value: Any) -> Any:
-    """Return a dataclass as a dict without a deep copy, and any other value as text."""
+def as_json(value: Any) -> Any:
+    """Return a dataclass as a dict without a deep copy, and any other value as text.
+
+    It is the ``default`` of ``json.dumps`` for records, plans and cells.
+    """
     return (
         {f.name: getattr(value, f.name) for f in fields(value)}
         if is_dataclass(value)

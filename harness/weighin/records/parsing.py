@@ -1,20 +1,19 @@
 """Parse a record or a plan from JSON, and reject impossible values.
 
-Manual edits and damaged disks cause values of a wrong type or range. ``parse`` imports pydantic
-inside the function, because the import takes 0.07 s, and a command without phases does not need it.
+Manual edits and damaged disks cause values of a wrong type or range. Only the parent imports this
+module: a worker must not need msgspec, which is compiled.
 """
 
-from functools import cache
+import re
 from reprlib import repr as short_repr
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
+
+import msgspec
 
 from weighin.errors import DamagedRecord, RecordError
 from weighin.foreign import parse_json
 from weighin.result import SCHEMA
 from weighin.text import one_line, printable
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter, ValidationError
 
 _FREE: Final = {"kwargs", "options", "environment"}  # a user may put any value there
 _CELLS: Final = {"cell", "cells", "model"}
@@ -30,50 +29,36 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
         RecordError: a newer version of weighin wrote the text.
         DamagedRecord: the text is not a valid ``kind``, or has an ``impossible`` value.
     """
-    from pydantic import ValidationError
-    from pydantic_core import to_json
-
-    from weighin import install
-
     try:
         value = parse_json(text)
     except ValueError as error:
         raise DamagedRecord(f"{place}: not JSON: {one_line(str(error))}", repair) from None
     schema = value.get("schema") if isinstance(value, dict) else None
     if isinstance(schema, int) and schema > SCHEMA:
+        from weighin import install
+
         raise RecordError(
             f"{place}: written by a newer weighin (schema {short_repr(schema)}; this version reads up to {SCHEMA})",
             install.upgrade(),
         )
+    # Most lines have no control character, neither raw nor escaped, and need not be walked through.
+    is_clean = b"\\" not in text and text.decode("utf-8", "replace").strip().isprintable()
     try:
-        parsed: _T = _adapter(kind).validate_json(  # type: ignore[arg-type]
-            text if _is_clean(text) else to_json(clean(value)), strict=True
-        )
-    except ValidationError as error:
-        raise DamagedRecord(f"{place}: {_first_complaint(error)}", repair) from None
+        parsed = msgspec.convert(value if is_clean else clean(value), kind)
+    except (msgspec.ValidationError, UnicodeError) as error:  # or a lone surrogate
+        raise DamagedRecord(f"{place}: {_complaint(str(error))}", repair) from None
     if complaint := impossible(value):
         raise DamagedRecord(f"{place}: {complaint}", repair)
     return parsed
 
 
-@cache  # building an adapter takes time
-def _adapter(kind: Any) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)
-
-
-def _is_clean(text: bytes) -> bool:
-    """Return whether a line of JSON certainly has no control character, neither raw nor escaped."""
-    return b"\\" not in text and text.decode().strip().isprintable()
-
-
-def _first_complaint(error: "ValidationError") -> str:
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"]) or "the record"
-    if first["type"] == "missing":
-        return f"{where}: missing"
-    return f"{where}: {first['msg'].lower()}, got {one_line(short_repr(first['input']), 60)}"
+def _complaint(text: str) -> str:
+    """Return an error of msgspec with the place first: "peaks.rss_bytes: expected `int`, got `str`"."""
+    text, _, where = text.replace("Invalid enum value", "unknown value").partition(" - at `$")
+    where = re.sub(r"\[(\d+)\]", r".\1", where.rstrip("`")).strip(".")
+    if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
+        return f"{f'{where}.{missing[1]}'.strip('.')}: missing"
+    return one_line(f"{where or 'the record'}: {text[:1].lower()}{text[1:]}")
 
 
 def clean(value: Any, *, is_cell: bool = False) -> Any:

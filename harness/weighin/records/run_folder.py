@@ -16,7 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from shlex import quote
@@ -26,8 +26,8 @@ from weighin import atomic
 from weighin.cell import Cell
 from weighin.errors import DamagedRecord, RecordError
 from weighin.foreign import no_link, parse_json, read_bytes
-from weighin.records.coverage import Coverage, coverage, resume_command, verb_of
-from weighin.records.parsing import impossible, parse
+from weighin.records.coverage import Coverage, as_json, coverage, resume_command, verb_of
+from weighin.records.parsing import parse
 from weighin.records.repeats import grouped
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.text import masked
@@ -87,10 +87,10 @@ def append(run: Path, result: Result) -> Result:
         RecordError: the folder or file cannot be written, or the result is not valid JSON (a number
             is not finite); no line is added.
     """
-    line, result = _valid(result)
+    line, result = _line(result)
     message, warnings = masked(result.message), tuple(map(masked, result.warnings))
     if (message, warnings) != (result.message, result.warnings):
-        line, result = _valid(replace(result, message=message, warnings=warnings))
+        line, result = _line(replace(result, message=message, warnings=warnings))
     path = run / RECORDS
     with writing(path, f"; the measurement of {result.cell.id} is lost"):
         run.mkdir(parents=True, exist_ok=True)
@@ -106,25 +106,17 @@ def append(run: Path, result: Result) -> Result:
     return result
 
 
-def _valid(result: Result) -> tuple[bytes, Result]:
-    """Return a line of JSON and its result: ``result``, or a failure if ``read`` would refuse that.
+def _line(result: Result) -> tuple[bytes, Result]:
+    """Return a result as a line of JSON, and as a reader gets it from that line.
 
-    In the record of a command without phases, every value comes from weighin, so that no type can
-    be wrong. Such a record is only checked for ``impossible`` values, which does not need the slow
-    import of pydantic.
+    A result that the reader would refuse becomes a failed measurement that says why.
     """
     name = result.cell.id
-    line = _encode(asdict(result), name) + b"\n"
-    is_ours = (
-        result.cell.operation == "command"
-        and not result.phases
-        and not impossible(parse_json(line))
-    )
+    line = _encode(result, name) + b"\n"
     try:
-        if not is_ours:
-            parse(Result, line, name)
+        return line, parse(Result, line, name)
     except DamagedRecord as error:
-        result = Result(
+        failed = Result(
             schema=SCHEMA,
             cell=result.cell,
             outcome=Outcome.MEASUREMENT_FAILED,
@@ -132,9 +124,8 @@ def _valid(result: Result) -> tuple[bytes, Result]:
             f" {error.message.removeprefix(f'{name}: ')}",
             started_at=result.started_at,
         )
-        line = _encode(asdict(result), name) + b"\n"
-        parse(Result, line, name)
-    return line, result
+        line = _encode(failed, name) + b"\n"
+        return line, parse(Result, line, name)
 
 
 @contextmanager
@@ -235,11 +226,30 @@ def read_whole(run: Path) -> Records:
     if plan_error:
         warnings.append(f"{plan_error.message}: weighin cannot tell whether the run is complete")
         damages.append(plan_error)
+    return _records(run, plan, results, warnings, damages[0] if damages else None)
+
+
+def of_results(run: Path, results: Sequence[Result]) -> Records:
+    """Return the records of a run that has just been measured, without reading them again.
+
+    Raises:
+        RecordError, DamagedRecord: as ``read_plan``.
+    """
+    plan = read_plan(run) if (run / PLAN).exists() else None
+    return _records(run, plan, results, [], None)
+
+
+def _records(
+    run: Path,
+    plan: Plan | None,
+    results: Sequence[Result],
+    warnings: list[str],
+    damage: RecordError | None,
+) -> Records:
     covered = coverage(run, plan.cells, plan.settings, results) if plan else None
     if covered and covered.pending:
         warnings.append(f"{run}: {covered}; {covered.again} measures the rest")
-    warnings += _mixed(results)
-    return Records(tuple(results), tuple(warnings), covered, damages[0] if damages else None)
+    return Records(tuple(results), (*warnings, *_mixed(results)), covered, damage)
 
 
 def samples_path(cell: Cell, rank: int | None = None) -> str:
@@ -273,7 +283,7 @@ def write_plan(
     """
     plan = Plan(SCHEMA, tuple(cells), settings or {})
     path = run / PLAN
-    text = _encode(asdict(plan), PLAN, indent=1) + b"\n"
+    text = _encode(plan, PLAN, indent=1) + b"\n"
     with writing(path):
         is_new_folder = not run.exists()
         run.mkdir(parents=True, exist_ok=True)
@@ -319,9 +329,12 @@ def read_plan(run: Path) -> Plan:
     return parse(Plan, _read(path), str(path), "start a new run: weighin cannot resume this run")
 
 
-def _encode(value: dict[str, Any], name: str, indent: int | None = None) -> bytes:
+def _encode(value: Result | Plan, name: str, indent: int | None = None) -> bytes:
+    # By json, which refuses NaN, where msgspec would write null.
     try:
-        text = json.dumps(value, default=str, allow_nan=False, ensure_ascii=False, indent=indent)
+        text = json.dumps(
+            value, default=as_json, allow_nan=False, ensure_ascii=False, indent=indent
+        )
     except ValueError as error:
         raise RecordError(
             f"{name} cannot be written as JSON: {error}",

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -18,7 +18,7 @@ from weighin.formats.pretrained_folder import folder_of
 from weighin.isolation.base import Isolation
 from weighin.probes import environment, page_cache
 from weighin.probes import storage as storages
-from weighin.records import run_folder, sources
+from weighin.records import run_folder
 from weighin.records.thrashing import Reference
 from weighin.result import Outcome, Result
 from weighin.run import interrupts
@@ -80,12 +80,12 @@ def take(
     ``reference`` has the figures of the same cell without a limit; weighin kills a cell that
     thrashes in comparison.
     """
-    # Hash the strategy's source before the cell, because a user may edit it while the cell runs.
-    sources_hash = (
-        None
-        if job.body
-        else sources.hashed(Path(job.strategy_path), job.cell, own_use=job.use_path)
-    )
+    sources_hash = None
+    if not job.body:
+        # Before the cell, because a user may edit the strategy while the cell runs.
+        with suppress(OSError):  # the cell itself then fails
+            own = [Path(name) for name in (job.strategy_path, job.use_path) if name]
+            sources_hash = environment.code_digest(*own)
     limit = job.cell.ram_limit_bytes
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(files)
@@ -94,16 +94,7 @@ def take(
     # Leave memory for the worker's needs before its baseline: a save's model, a warm load's file.
     spare = size if job.cell.operation == "save" or job.cell.cache == "warm" else 0
     with ExitStack() as memory, ExitStack() as slowed:
-        disk, means = None, {}
-        if pace := Pace(
-            job.cell.disk_bytes_per_s, job.cell.disk_latency_ns, setting.stall_from_bytes
-        ):
-            folder = folder_of(Path(job.checkpoint))
-            disk = Mount(folder, pace, entries.slow_disks())
-            slowed.callback(disk.close)
-            inside = disk.folder / Path(job.checkpoint).relative_to(folder)
-            job = replace(job, checkpoint=str(inside))
-            means = {"disk": {"means": "fuse", "request_bytes": LARGEST_READ_BYTES}}
+        job, disk, means = _slowed(job, setting.stall_from_bytes, slowed)
         # A strategy of weighin needs at most two copies of the model and its file in the page cache.
         touched = memory.enter_context(steady.held(3 * size, spare)) if size else None
         before_load = partial(steady.give_back, memory) if size else None
@@ -165,6 +156,21 @@ def take(
     )
     result = checked(result)
     return CellMeasurement(result, watch.samples, trace, watch.rank_samples, changed, trouble)
+
+
+def _slowed(
+    job: Job, stall_from_bytes: int | None, closing: ExitStack
+) -> tuple[Job, Mount | None, dict[str, Any]]:
+    """Return a job that reads its checkpoint through the slow disk of its cell, and what to record of it."""
+    pace = Pace(job.cell.disk_bytes_per_s, job.cell.disk_latency_ns, stall_from_bytes)
+    if not pace:
+        return job, None, {}
+    folder = folder_of(Path(job.checkpoint))
+    disk = Mount(folder, pace, entries.slow_disks())
+    closing.callback(disk.close)
+    inside = disk.folder / Path(job.checkpoint).relative_to(folder)
+    means = {"disk": {"means": "fuse", "request_bytes": LARGEST_READ_BYTES}}
+    return replace(job, checkpoint=str(inside)), disk, means
 
 
 def _storage(files: Sequence[Path], read_at: str) -> dict[str, Any]:

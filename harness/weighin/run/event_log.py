@@ -1,13 +1,14 @@
 """Collect a worker's events, and derive its phases, times and outcome from them."""
 
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weighin.child_process import printed_lines
 from weighin.isolation.base import Exit
 from weighin.probes.allocator_trace import Trace
 from weighin.result import Cost, Faults, Memory, Outcome, Phase, Use, Written
+from weighin.run import events
 from weighin.text import one_line
 from weighin.uses import FORWARD, is_of_use
 
@@ -45,40 +46,42 @@ class EventLog:
     def is_ready(self) -> bool:
         return self.ready_at_ns is not None
 
-    def take(self, kind: str, fields: dict[str, Any]) -> None:
-        """Add any event except ``baseline``, ``phase`` and ``ended``; see ``weighin.protocol``."""
-        if kind == "begin":
-            self.current, self._in_phase = fields["name"], True
-        elif kind == "cuda":
-            self.cuda_points += [
-                (t, allocated, driver) for t, allocated, driver in fields["points"]
-            ]
-        elif kind == "note":
-            self.notes.append(fields["text"])
-        elif kind == "trace":
-            self.trace = self.trace or Trace(fields["requested_bytes"], fields["reserved_bytes"])
-            self.trace.events += [(t, action, size) for t, action, size in fields["events"]]
-        elif kind == "failed":
-            self.failure = Outcome(fields["outcome"]), fields["message"]
-            self.allocator_summary = fields.get("summary", "")
-        elif kind == "ready":
-            self.ready_at_ns, self._until_ready = fields["t_ns"], len(self.phases)
-            self.facts["touch_ns"] = fields["touch_ns"]
-            self.written = Written(**fields["written"]) if "written" in fields else None
-        elif kind == "used":
-            self.use = Use(None, fields["gradients"], tuple(fields["children_private_bytes"]))
-        elif kind in ("loaded", "shared", "done"):
-            if kind == "loaded":
+    def take(self, event: events.Event) -> None:
+        """Add any event except ``Baseline``, a phase, and ``Ended``."""
+        match event:
+            case events.Begin():
+                self.current, self._in_phase = event.name, True
+            case events.Cuda():
+                self.cuda_points += event.points
+            case events.Note():
+                self.notes.append(event.text)
+            case events.Trace():
+                self.trace = self.trace or Trace(event.requested_bytes, event.reserved_bytes)
+                self.trace.events += event.events
+            case events.Loaded():
                 self._until_loaded = len(self.phases)
-            self.facts |= fields
-            self.done = kind == "done"
+                self.facts["load_ns"] = event.load_ns
+            case events.Ready():
+                self.ready_at_ns, self._until_ready = event.t_ns, len(self.phases)
+                self.facts["touch_ns"] = event.touch_ns
+                self.written = event.written
+            case events.Failed():
+                self.failure = event.outcome, event.message
+                self.allocator_summary = event.summary
+            case events.Used():
+                self.use = Use(None, event.gradients, event.children_private_bytes)
+            case events.Shared():
+                self.facts["pss_bytes"] = event.pss_bytes
+            case events.Done():
+                self.facts |= {"first_use_ns": event.first_use_ns, "marks_ns": event.marks_ns}
+                self.done = True
 
-    def take_baseline(self, fields: dict[str, Any], cgroup_bytes: int | None) -> None:
+    def take_baseline(self, event: events.Baseline, cgroup_bytes: int | None) -> None:
         """Add the event ``baseline``, the memory before the load; later phases belong to the load."""
-        self.baseline = Memory(**fields["memory"] | {"cgroup_bytes": cgroup_bytes})
-        self.baseline_ns, self._before_load = fields["t_ns"], len(self.phases)
-        self.environment = fields["environment"]
-        self.facts["import_ns"] = fields["import_ns"]
+        self.baseline = replace(event.memory, cgroup_bytes=cgroup_bytes)
+        self.baseline_ns, self._before_load = event.t_ns, len(self.phases)
+        self.environment = event.environment
+        self.facts["import_ns"] = event.import_ns
         self.current = None  # the phases before the baseline are weighin's own
 
     def take_phase(self, phase: Phase) -> None:
@@ -130,15 +133,13 @@ class EventLog:
         stderr_tail: bytes,
         machine_oom_kills: int | None = None,
     ) -> tuple[Outcome, str]:
-        """Return the outcome of a worker that ended before its time-out, and the reason in one line.
+        """Return the outcome of a worker that ended before it was done, and the reason in one line.
 
         The outcome is ``oom_killed`` only if a kill counter of the kernel or the Docker engine
         shows a kill for lack of memory; a high peak is no proof. If the kernel killed only a child
         process, the outcome is ``oom_killed`` only if the worker failed, too. For a worker without
         a cgroup, the OOM kills of the whole machine (``machine_oom_kills``) decide.
         """
-        if self.done:
-            return Outcome.OK, ""
         if self.failure:
             outcome, message = self.failure
             if oom_kills and outcome in (Outcome.STRATEGY_FAILED, Outcome.USE_FAILED):

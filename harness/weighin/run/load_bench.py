@@ -18,12 +18,11 @@ from weighin.formats import quantised
 from weighin.formats.lora import files_of
 from weighin.isolation import select
 from weighin.isolation.base import Running
-from weighin.protocol import ACKNOWLEDGEMENT, decode_event
-from weighin.result import Memory
-from weighin.run import interrupts, save_target
+from weighin.protocol import ACKNOWLEDGEMENT
+from weighin.result import Memory, Phase
+from weighin.run import events, interrupts, save_target
 from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import Setting, take
-from weighin.run.events import checked
 from weighin.run.measurement import CellMeasurement
 from weighin.run.task import Progress, Run, skipped
 from weighin.suite import packages, user_code
@@ -225,13 +224,13 @@ def _probe(task: Run, job: Job) -> Memory:
     deadline = time.monotonic() + _PROBE_TIMEOUT_S
     with interrupts.put_off(), closing(task.isolation.start(unlimited)) as running:
         while line := _receive(running, deadline):
-            event = checked(decode_event(line) or {"event": ""}) or {"event": ""}
-            if event["event"] == "baseline":
-                return Memory(**event["memory"])
-            if event["event"] == "phase":
+            _, event = events.decode(line) or (None, None)
+            if isinstance(event, events.Baseline):
+                return event.memory
+            if isinstance(event, Phase):
                 running.channel.send(ACKNOWLEDGEMENT)
-            if event["event"] == "failed":
-                raise ConfigError(f"nothing can be measured: {event['message']}")
+            if isinstance(event, events.Failed):
+                raise ConfigError(f"nothing can be measured: {event.message}")
         said = last_line(running.channel.stderr_tail)
     raise HarnessError(
         f"a process under --isolation {task.isolation.name} ended before it had imported torch"

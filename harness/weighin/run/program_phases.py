@@ -10,14 +10,16 @@ import socket
 import struct
 import threading
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from weighin.phase_reporter import address
 from weighin.probes.cgroup import MemoryCgroup, PeakMark, start_time
 from weighin.program_phases import VARIABLE
-from weighin.protocol import ACKNOWLEDGEMENT, decode_event
+from weighin.protocol import ACKNOWLEDGEMENT
 from weighin.result import Phase, Track
-from weighin.run.program_track import ProcessTrack
+from weighin.run.program_track import Begin, End, ProcessTrack
 
 _SOCKET: Final = "phases"
 _LONGEST_MESSAGE: Final = 8192
@@ -148,15 +150,15 @@ class PhaseListener:
     def _receive(self, connection: socket.socket) -> None:
         try:
             message = connection.recv(_LONGEST_MESSAGE)
-            event = decode_event(message) if message else None
-            if event and _is_complete(event):
-                self._by_connection[connection].take(event)
-                connection.send(ACKNOWLEDGEMENT, socket.MSG_NOSIGNAL)
-                return
+            # Any process of the command can write to the socket.
+            self._by_connection[connection].take(msgspec.json.decode(message, type=Begin | End))
+            connection.send(ACKNOWLEDGEMENT, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return
-        except OSError:
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
             pass
+        else:
+            return
         self._selector.unregister(connection)
         del self._by_connection[connection]
         connection.close()
@@ -167,16 +169,6 @@ def _start_time(pid: int) -> int | None:
         return start_time(pid) if pid else None  # 0 stands for a process of another pid namespace
     except OSError:  # /proc hides other users' processes
         return None
-
-
-def _is_complete(event: dict[str, Any]) -> bool:
-    """Return whether an event is valid, because any process of the command can write to the socket."""
-    wanted = {"begin": ("name", str), "end": ("t_ns", int)}.get(event["event"])
-    return (
-        wanted is not None
-        and type(event.get("id")) is int
-        and type(event.get(wanted[0])) is wanted[1]
-    )
 
 
 def _listening(path: Path) -> socket.socket:

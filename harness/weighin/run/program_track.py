@@ -4,7 +4,9 @@ import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from msgspec import Struct
 
 from weighin.probes.cgroup import PeakMark
 from weighin.probes.observer import grown
@@ -16,6 +18,20 @@ from weighin.worker.phases import named_by_strategy
 _MOST_PHASES: Final = 1000  # of one process, because a training loop may have millions
 _LONGEST_NAME: Final = 64
 _MOST_RENAMED: Final = 3  # in a warning
+
+
+class Begin(Struct, tag_field="event", tag="begin"):
+    """A message of a process: it begins the phase ``name``; ``id`` is of this phase alone."""
+
+    id: int
+    name: str
+
+
+class End(Struct, tag_field="event", tag="end"):
+    """A message of a process: the phase ``id`` ended at ``t_ns``."""
+
+    id: int
+    t_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +118,19 @@ class ProcessTrack:
             )
         return found
 
-    def take(self, event: dict[str, Any]) -> None:
+    def take(self, event: Begin | End) -> None:
         """Begin or end a phase; the end of a phase that has not begun has no effect."""
         seen = self._look()
         if seen is None:
             return
-        if event["event"] == "begin":
-            was, name = one_line(event["name"], 2 * _LONGEST_NAME), _cleaned(event["name"])
+        if isinstance(event, Begin):
+            was, name = one_line(event.name, 2 * _LONGEST_NAME), _cleaned(event.name)
             if name != was and len(self._renamed) < _MOST_RENAMED:
                 self._renamed[was] = name
-            self._begin(event["id"], name, seen)
-        elif phase := self._open.pop(event["id"], None):
+            self._begin(event.id, name, seen)
+        elif phase := self._open.pop(event.id, None):
             # The process sends the end's time, which may be invalid: keep it between begin and now.
-            end_ns = min(max(phase.first.t_ns, event["t_ns"]), seen.t_ns)
+            end_ns = min(max(phase.first.t_ns, event.t_ns), seen.t_ns)
             self._add(phase, replace(seen, t_ns=end_ns))
 
     def sample(self) -> None:

@@ -34,10 +34,7 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
             cell's outcome, and the run continues.
     """
     with only_writer(task.folder), discarding(task):
-        results = _run(task, progress, following)
-    if task.settings.command:
-        return results
-    return list(run_folder.read(task.folder).results)
+        return _run(task, progress, following)
 
 
 @contextmanager
@@ -107,12 +104,8 @@ def _set_up(task: Run, needed: Sequence[AnyPlanned], progress: Progress) -> Benc
 
 
 def _run(task: Run, progress: Progress, following: Following | None) -> list[Result]:
+    results = task.begin()
     with _machine(task, progress):
-        results = (
-            []
-            if task.is_new and task.settings.command
-            else list(run_folder.read(task.folder).results)
-        )
         if following is None:
             todo = {cell.id for cell in coverage.pending([p.cell for p in task.planned], results)}
             needed = [planned for planned in task.planned if planned.cell.id in todo]
@@ -137,7 +130,7 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
                     results.append(result)
                     progress.finished(result)
                     replace(measured, result=result).finish(task.folder)
-        return results
+        return list(results)
 
 
 def _chosen(following: Following, results: Sequence[Result]) -> Iterator[AnyPlanned]:

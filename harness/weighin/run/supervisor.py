@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from weighin.cell import Job
 from weighin.disk.mount import Mount
@@ -21,7 +21,7 @@ from weighin.probes.cgroup import limits_around, read_machine_oom_kills
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
 from weighin.probes.observer import Observation, Observer, grown
 from weighin.probes.sampler import DEFAULT_INTERVAL_S, RankSamplers
-from weighin.protocol import ACKNOWLEDGED, ACKNOWLEDGEMENT, decode_event
+from weighin.protocol import ACKNOWLEDGEMENT
 from weighin.records import thrashing
 from weighin.records.repeats import largest
 from weighin.result import (
@@ -39,9 +39,8 @@ from weighin.result import (
     Stopped,
     Use,
 )
-from weighin.run import interrupts, rank_logs
+from weighin.run import events, interrupts, rank_logs
 from weighin.run.event_log import LOST_CHILD, EventLog
-from weighin.run.events import checked
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import MIB, format_bytes
 from weighin.uses import FORK, FORWARD, is_of_use
@@ -134,8 +133,8 @@ class Watch:
                     self._stalled = self._disk.stalled()
                 self._kill()
                 return
-            if (event := decode_event(line)) and (event := checked(event, len(self._logs))):
-                self._take(event.pop("event"), event)
+            if event := events.decode(line, len(self._logs)):
+                self._take(*event)
 
     def _proof(self) -> Stopped | None:
         if self._guard is None:
@@ -285,32 +284,34 @@ class Watch:
     def _is_ready(self) -> bool:
         return all(log.is_ready for log in self._logs)
 
-    def _take(self, kind: str, fields: dict[str, Any]) -> None:
-        is_rank, rank = "rank" in fields, fields.pop("rank", 0)
-        log = self._logs[rank]
-        if kind == "baseline":
-            self._take_baseline(log, fields)
-        elif kind == "phase":
-            self._take_phase(log, fields)
-        elif kind == "ended":
-            log.stderr_tail = fields.pop("stderr_tail")
-            self._ends[rank] = Exit(**fields)
-        else:
-            log.take(kind, fields)
-            if kind == "ready" and self._is_ready:
-                self._take_ready()
-            if kind == "begin" and rank == 0:
-                self._on_phase(fields["name"])
-        if kind in ("baseline", "phase") or (is_rank and kind in ACKNOWLEDGED):
+    def _take(self, rank: int | None, event: events.Event | Phase) -> None:
+        number = rank or 0
+        log = self._logs[number]
+        match event:
+            case Phase():
+                self._take_phase(log, event)
+            case events.Baseline():
+                self._take_baseline(log, event)
+            case events.Ended():
+                log.stderr_tail = event.stderr_tail
+                self._ends[number] = Exit(event.code, event.signal)
+            case _:
+                log.take(event)
+                if isinstance(event, events.Ready) and self._is_ready:
+                    self._take_ready()
+                if isinstance(event, events.Begin) and number == 0:
+                    self._on_phase(event.name)
+        meets = isinstance(event, events.Ready | events.Shared | events.Done)
+        if isinstance(event, events.Baseline | Phase) or (meets and rank is not None):
             self._running.channel.send(ACKNOWLEDGEMENT)
 
-    def _take_baseline(self, log: EventLog, fields: dict[str, Any]) -> None:
+    def _take_baseline(self, log: EventLog, event: events.Baseline) -> None:
         """Store one rank's memory before the load; the ranks load only after all have reported it."""
         is_last = all(each.baseline for each in self._logs if each is not log)
         if is_last and self._before_load:
             self._before_load()
         self._at_baseline = self._observe()
-        log.take_baseline(fields, self._at_baseline.usage_bytes)
+        log.take_baseline(event, self._at_baseline.usage_bytes)
         if not is_last:
             return
         for each in self._logs:  # all ranks share one cgroup, so each has the charge of all
@@ -323,23 +324,20 @@ class Watch:
         if self._observer and self._observer.reset_peak():
             self._peak_bytes = None
 
-    def _take_phase(self, log: EventLog, fields: dict[str, Any]) -> None:
+    def _take_phase(self, log: EventLog, phase: Phase) -> None:
         now = self._observe()
-        end, peak = replace(Memory(**fields["end"]), cgroup_bytes=now.usage_bytes), now.peak_bytes
+        phase = replace(phase, end=replace(phase.end, cgroup_bytes=now.usage_bytes))
+        peak = now.peak_bytes
         if not self._is_ready:
             self._raise_peak(peak)
         before, self._at_phase_end = self._at_phase_end, now
         if len(self._logs) > 1:  # ranks share a cgroup, so its figures are of no single phase
-            log.take_phase(Phase(**fields | {"end": end}))
+            log.take_phase(phase)
             return
         if not (self._observer and self._observer.reset_peak()):
             peak = None  # without a reset, the high-water mark includes earlier phases
-        outside = {
-            "end": end,
-            "peak_cgroup_bytes": peak,
-            "workingset_refault_file": grown(before.refaults, now.refaults),
-        }
-        log.take_phase(Phase(**fields | outside))
+        refaults = grown(before.refaults, now.refaults)
+        log.take_phase(replace(phase, peak_cgroup_bytes=peak, workingset_refault_file=refaults))
 
     def _take_ready(self) -> None:
         """Store the cgroup's figures at the time at which all ranks have read every byte."""

@@ -68,6 +68,7 @@ class Run:
     """One run to perform: its cells, the folder for their records, and its settings.
 
     Attributes:
+        results: the results of the cells that have a record; empty until the run has begun.
         is_new: whether the run is new, and not resumed. A new run's folder is removed if an error
             stops the run before its first record.
         patience_s: the longest time to wait for the end of another run on this machine, in seconds.
@@ -82,6 +83,7 @@ class Run:
     is_new: bool = False
     patience_s: float = 0
     is_probed: bool = False
+    results: list[Result] = field(default_factory=list)
 
     def prepare(self, progress: Progress) -> None:
         """Prepare the isolation, and create the folder for the cells' samples (memory readings)."""
@@ -94,13 +96,18 @@ class Run:
         about = {"isolation": self.isolation.describe()}
         return environment.machine() | environment.code() | about
 
+    def begin(self) -> list[Result]:
+        """Set ``results`` to those of the earlier records of a resumed run, and return it."""
+        self.results[:] = [] if self.is_new else run_folder.read(self.folder).results
+        return self.results
+
     def unlimited_result(self, cell: Cell) -> Result | None:
         """Return the recorded result of the same cell without a limit. Return None if there is no
         such result, or if ``cell`` itself has no limit.
         """
         if cell.ram_limit_bytes is None:
             return None
-        return unlimited_of(results_of(searched(cell), run_folder.read(self.folder).results))
+        return unlimited_of(results_of(searched(cell), self.results))
 
     def reference_for(self, cell: Cell) -> Reference | None:
         """Return the figures of the same cell without a limit, with which weighin proves that

@@ -15,7 +15,7 @@ from weighin.engines.ray import cluster as clusters
 from weighin.engines.ray.cluster import START, Cluster, RayNode, RayTask
 from weighin.engines.transport import LostTask
 from weighin.errors import ConfigError
-from weighin.records import sources
+from weighin.probes import environment
 
 _PINGS: Final = 5  # the first calls are slow, because Ray starts processes
 _CLOCK_NS: Final = 1_000_000_000
@@ -87,7 +87,7 @@ def _examined(
 
 def _code(examined: Mapping[str, Any]) -> Capability:
     there = (examined["weighin"], examined["code"])
-    here = (__version__, sources.digest_of_all())
+    here = (__version__, environment.code_digest())
     detail = f"weighin {there[0]}, files with the digest {there[1]}"
     if there == here:
         return Capability("the same weighin", "good", detail)

@@ -13,7 +13,7 @@ from weighin.engines.transport import LostTask
 from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
-from weighin.records import run_folder, sources
+from weighin.probes import environment
 from weighin.result import Result
 from weighin.run import runner
 from weighin.run.machines import Machines
@@ -104,7 +104,7 @@ class RayEngine:
     def run(self, task: Run, progress: Progress) -> Sequence[Result]:
         with runner.discarding(task):
             Driver(RayTransport(self.cluster), self.machines.nodes, task, progress, placed).run()
-        return run_folder.read(task.folder).results
+        return task.results
 
 
 def placed(result: Result, node: Node) -> Result:
@@ -214,7 +214,7 @@ def _described(node: RayNode, facts: Mapping[str, Any]) -> Node:
             f"the node {node.name} has weighin {facts['weighin']}, and this machine {__version__}",
             f"install the same version on that node: {install.command('ray', anywhere=True)}",
         )
-    if facts["code"] != (own := sources.digest_of_all()):
+    if facts["code"] != (own := environment.code_digest()):
         raise ConfigError(
             f"the node {node.name} has other code of weighin {__version__} than this machine: its files"
             f" have the digest {facts['code']}, those here {own}",

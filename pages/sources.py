@@ -1,10 +1,10 @@
-"""Hash the code that affects a cell's figures, without importing the code.
+"""Find the code that affects a cell's figures, and hash it, without importing the code.
 
 The hash leaves out comments, docstrings and the texts of raised errors, which affect no figure. The
-hashed files are the strategy's file and, from weighin's folders ``_DECIDING``, the worker, the
-model's builder and all modules that these files import. Modules directly in the folder weighin,
-such as ``result.py``, are not hashed, because they affect no figure. The code that observes a cell
-from outside is not hashed either; the commit in the record identifies this code.
+files are the strategy's file and, from weighin's folders ``_DECIDING``, the worker, the model's
+builder and all modules that these files import. Modules directly in the folder weighin, such as
+``result.py``, are left out, because they affect no figure, and so is the code that observes a cell
+from outside.
 """
 
 import ast
@@ -15,11 +15,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
+import weighin
 from weighin.cell import Cell, Operation
-from weighin.child_process import CODE_PATH
 from weighin.strategy import HELPERS
 
-_PACKAGE: Final = Path(__file__).resolve().parents[1]
+_PACKAGE: Final = Path(weighin.__file__).resolve().parent
 _WORKER: Final = "weighin.worker.__main__"
 _DECIDING: Final = (
     "worker",
@@ -34,7 +34,6 @@ _NOT_FOLLOWED: Final[dict[Operation, tuple[str, ...]]] = {
     "load": ("weighin.worker.pytest_body", "weighin.worker.saving"),
     "save": ("weighin.worker.pytest_body",),
 }
-_HASH_DIGITS: Final = 16
 
 
 def deciding(strategy: Path, cell: Cell) -> list[Path]:
@@ -54,40 +53,6 @@ def deciding(strategy: Path, cell: Cell) -> list[Path]:
     folders = [_PACKAGE / name for name in _DECIDING]
     ours = (path for path in reached if any(path.is_relative_to(folder) for folder in folders))
     return sorted({strategy.resolve(), *ours})
-
-
-def hashed(strategy: Path, cell: Cell, own_use: str = "") -> str | None:
-    """Return a hash of the names and the code of all files that ``deciding`` returns.
-
-    ``own_use`` is the file of a use of the model that the user wrote; it is hashed too. Return None
-    if a file cannot be read or is not Python; the cell itself then fails.
-    """
-    try:
-        lines = sorted(
-            f"{_name(path)}\0{digest_of_file(path)}\n"
-            for path in (*deciding(strategy, cell), *([Path(own_use)] if own_use else []))
-        )
-    except (OSError, SyntaxError, ValueError):
-        return None
-    return hashlib.sha256("".join(lines).encode()).hexdigest()[:_HASH_DIGITS]
-
-
-def digest_of_all() -> str:
-    """Return a hash of all files of weighin's code and of its own strategies on this machine."""
-    strategies = Path(CODE_PATH[1]) / "strategies"
-    files = {_name(path): path for path in (*_PACKAGE.rglob("*.py"), *strategies.rglob("*.py"))}
-    lines = [f"{name}\0{_digest(path, path.stat().st_mtime_ns)}\n" for name, path in files.items()]
-    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()[:_HASH_DIGITS]
-
-
-def _name(path: Path) -> str:
-    """Return a name equal in every installation: a file's path in the package, else its name."""
-    return str(path.relative_to(_PACKAGE)) if path.is_relative_to(_PACKAGE) else path.name
-
-
-@cache
-def _digest(path: Path, _changed_ns: int) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def digest_of_file(path: Path) -> str:
