@@ -12,15 +12,14 @@ from scripts import BASELINE, DONE, LOADED
 
 from weighin.checkpoint import cache
 from weighin.errors import CheckpointError, FormatLimit, HarnessError
+from weighin.plan.start import start
+from weighin.plan.task import Progress, Run
 from weighin.probes import page_cache
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.run import disk_proof, load_bench, model_fault, runner
 from weighin.run.load_bench import set_up
-from weighin.run.request import Request, start
-from weighin.run.settings import RunSettings
-from weighin.run.task import Progress, Run
-from weighin.suite.config import check_suite
+from weighin.settings.reading import check_suite
 from weighin.suite.packages import versions
 from weighin.units import MIB
 
@@ -64,11 +63,10 @@ class Told:
         )
 
 
-def asked(*scripts: Any, settings: RunSettings | None = None, **suite: Any) -> Run:
+def asked(*scripts: Any, **suite: Any) -> Run:
     """Plan a run of the smallest model, whose workers play the scripts."""
     options = {"models": "gpt2-tiny", "strategies": "baseline", "isolation": "process"} | suite
-    request = Request(check_suite(options), settings or RunSettings(), folder=Path("run"))
-    run, _ = start(request)
+    run, _ = start(check_suite(options), Path("run"))
     return replace(run, isolation=PlayedIsolation(*scripts))
 
 
@@ -267,8 +265,7 @@ def test_a_users_checkpoint_that_changes_stops_the_run(own: Path) -> None:
             file.write(b"\0")
 
     script: list[Any] = [*LOADED, change, ready(), fakes.done()]
-    settings = RunSettings(checkpoint=own)
-    run = asked(BASELINE, script, settings=settings, strategies=["baseline", "sequential"])
+    run = asked(BASELINE, script, checkpoint=own, strategies=["baseline", "sequential"])
     assert complaint(run) == (
         f"{own} changed while baseline was measured\nrestore the checkpoint from a copy, and keep"
         " the strategy from writing to it"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from factories import make_cell, make_result
-from ran_commands import make_command, make_ran
+from ran_commands import make_command, make_ran, settings_of
 
 from weighin.cell import Cell
 from weighin.cli import app
@@ -16,9 +16,7 @@ from weighin.errors import RecordError
 from weighin.records import run_folder
 from weighin.records.shard import Shard, parse
 from weighin.result import Result
-from weighin.run.command_settings import CommandSettings
 from weighin.run.merge import merge
-from weighin.run.settings import RunSettings
 
 PLAN = [make_cell(name) for name in ("baseline", "sequential", "streaming", "mmap_assign")]
 
@@ -147,8 +145,8 @@ def test_a_merged_run_of_commands_is_resumed_by_its_own_verb(tmp_path: Path) -> 
     cells = [make_command(repeat=repeat) for repeat in (0, 1)]
     first, second = Path("first"), Path("second")
     for folder, part in ((first, "1/2"), (second, "2/2")):
-        how = RunSettings(shard=parse(part), command=CommandSettings("/work"))
-        run_folder.write_plan(folder, cells, how.as_json())
+        settings = settings_of(cells[0], shard=parse(part))
+        run_folder.write_plan(folder, cells, settings.as_json())
     run_folder.append(first, make_ran(cells[0]))
     merged = merge([first], Path("part"))
     assert merged.again == "weighin run --resume part"

@@ -17,10 +17,10 @@ from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.pretrained_code import auto_class, digest
 from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import from_config
+from weighin.plan.start import restore, start
 from weighin.recommend.snippet import pretrained_snippet
-from weighin.run.request import Request, restore, start
+from weighin.settings.reading import check_suite
 from weighin.suite import registry
-from weighin.suite.config import check_suite
 
 TRUSTED = FolderChoice(trust_remote_code=True)
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 def planned(folder: Path, run: Path) -> Path:
     suite = {"models": str(folder), "strategies": "transformers", "isolation": "process"}
-    start(Request(check_suite(suite), folder=run, choice=TRUSTED))
+    start(check_suite(suite | {"trust_remote_code": True}), run)
     return run
 
 

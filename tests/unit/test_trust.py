@@ -11,12 +11,12 @@ import pytest
 from factories import make_result
 
 from weighin.errors import ConfigError, Interrupted
+from weighin.plan.start import restore, resume, start
 from weighin.predict import check
 from weighin.probes import environment
 from weighin.records import run_folder
-from weighin.run import floor_search, request, resuming
-from weighin.run.request import Request, restore, start
-from weighin.suite.config import check_suite
+from weighin.run import floor_search, resuming
+from weighin.settings.reading import check_suite
 from weighin.units import GIB
 
 LOAD = '"""Load."""\n\ndef load(job): ...\n'
@@ -33,7 +33,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned(**suite: Any) -> Path:
     """Plan a run of our own code, and return its folder."""
     options = {"models": "gpt2-tiny", "strategies": "baseline", "isolation": "process"} | suite
-    start(Request(check_suite(options), folder=Path("run")))
+    start(check_suite(options), Path("run"))
     return Path("run")
 
 
@@ -93,13 +93,13 @@ def test_foreign_code_of_a_plan_is_shown_and_not_run_without_trust(
     planned()
     forge(change)
     with pytest.raises(ConfigError) as caught:
-        request.resume(Path("run"))
+        resume(Path("run"))
     assert str(caught.value) == (
         "run/plan.json names code that is not part of weighin and would run here:"
         f" {shown(here)[change]}\n"
         "read that code; if you trust it: weighin bench --resume run --trust; or start a new run"
     )
-    assert len(request.resume(Path("run"), trusted=True).planned) == 1
+    assert len(resume(Path("run"), trusted=True).planned) == 1
 
 
 def test_a_search_for_floors_asks_for_trust_with_its_own_verb() -> None:
@@ -114,7 +114,7 @@ def test_a_search_for_floors_asks_for_trust_with_its_own_verb() -> None:
 @pytest.mark.parametrize("operation", ["load", "save"])
 def test_what_is_ours_needs_no_trust(operation: str) -> None:
     planned(operation=operation, strategies="all", models=["gpt2-tiny", "tied-tiny"])
-    assert request.resume(Path("run")).planned
+    assert resume(Path("run")).planned
 
 
 @pytest.mark.parametrize("builder", ["weighin.models.stack:nn", "weighin.construction.skeleton:os"])
@@ -122,7 +122,7 @@ def test_a_function_of_our_package_that_is_no_model_is_foreign(builder: str) -> 
     planned()
     forge(lambda plan: plan["cells"][0]["model"].update(builder=builder))
     with pytest.raises(ConfigError, match=f"builder {re.escape(builder)} with"):
-        request.resume(Path("run"))
+        resume(Path("run"))
 
 
 def test_a_strategy_that_is_a_pipe_or_gone_is_named_and_not_read(here: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_strategy_that_is_a_pipe_or_gone_is_named_and_not_read(here: Path) -> 
     for name, what in (("pipe.py", "not a strategy"), ("gone.py", "no such file")):
         forge(lambda plan, at=name: plan["settings"]["strategy_paths"].update(baseline=at))  # type: ignore[misc]
         with pytest.raises(ConfigError, match=rf"strategy {name} \({what}\)"):
-            request.resume(Path("run"))
+            resume(Path("run"))
 
 
 def test_a_check_of_predictions_runs_nothing_foreign_without_trust(
@@ -171,12 +171,8 @@ def test_a_folder_of_a_plan_hides_no_module_of_ours(
 
 def test_a_stopped_run_with_code_of_ones_own_says_that_it_wants_trust() -> None:
     Path("mine.py").write_text(LOAD)
-    task, _ = start(
-        Request(
-            check_suite({"models": "gpt2-tiny", "strategies": "mine.py", "isolation": "process"}),
-            folder=Path("run"),
-        )
-    )
+    suite = {"models": "gpt2-tiny", "strategies": "mine.py", "isolation": "process"}
+    task, _ = start(check_suite(suite), Path("run"))
     with pytest.raises(Interrupted) as caught, resuming.resumable("bench", task):
         raise Interrupted("stopped")
     assert caught.value.repair == "resume it: weighin bench --resume run --trust"

@@ -28,8 +28,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-from filelock import FileLock, Timeout
-
 from weighin.atomic import write_text
 from weighin.errors import ConfigError, UnknownName
 
@@ -142,6 +140,8 @@ def locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
             f"cannot write to the cache {folder()}: {error.strerror}",
             "choose another folder: WEIGHIN_CACHE=/path weighin ...",
         ) from error
+    from filelock import FileLock, Timeout  # imports asyncio, which takes 0.05 s
+
     lock = FileLock(path)
     try:
         lock.acquire(blocking=False)

@@ -17,6 +17,7 @@ from weighin.formats.lora import files_of
 from weighin.isolation import select
 from weighin.isolation.base import Running
 from weighin.pipes import last_line
+from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.protocol import ACKNOWLEDGEMENT, decode_event
 from weighin.result import Memory, Result
 from weighin.run import disk_proof, interrupts, model_fault, save_target
@@ -24,9 +25,7 @@ from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import Setting, take
 from weighin.run.events import checked
 from weighin.run.measurement import CellMeasurement
-from weighin.run.task import Progress, Run, skipped
 from weighin.suite import packages, user_code
-from weighin.suite.matrix import Planned
 from weighin.text import one_line
 from weighin.units import format_bytes, format_exact
 from weighin.uses import SAVE

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weighin.errors import Interrupted, IsolationUnavailable, NoNodeLeft, RecordError, StillRunning
+from weighin.plan.task import Run
 from weighin.records import coverage, run_folder
-from weighin.run.task import Run
 
 
 @contextmanager
@@ -30,8 +30,8 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
 
 
 def _needs_trust(task: Run) -> bool:
-    if task.settings.command:
+    if task.settings.commands:
         return True
-    from weighin.run import trust  # imports the suites, and pydantic
+    from weighin.plan import trust  # imports formats and strategies
 
     return bool(trust.foreign([each.cell for each in task.planned], task.settings))
