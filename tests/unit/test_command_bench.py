@@ -34,7 +34,7 @@ def asked(*scripts: str, marks: Sequence[list[str]] = (), **changes: Any) -> Run
         Cell.of_command(f"command {number}", ("sh", "-c", script), "process")
         for number, script in enumerate(scripts)
     ]
-    settings = settings_of(*cells, **{"cwd": str(Path.cwd())} | changes)
+    settings = settings_of(*cells, cwd=str(Path.cwd())).model_copy(update=changes)
     for command, own in zip(settings.commands, marks, strict=False):
         command.marks.extend(own)
     planned = [Planned(cell) for cell in cells]
@@ -107,7 +107,7 @@ def searching(aim: Aim = Aim.ENDS, **changes: Any) -> Run:
     """A search for a floor in which the command without a limit has run."""
     run_folder.append(Path("run"), UNLIMITED)
     run_folder.append(Path("run"), make_ran(make_command("other.py")))
-    settings = settings_of(LIMITED, **{"within": 0.05, "aim": aim} | changes)
+    settings = settings_of(LIMITED, within=0.05, aim=aim).model_copy(update=changes)
     return Run(Path("run"), [Planned(LIMITED)], ProcessIsolation(), settings)
 
 

@@ -156,7 +156,7 @@ def test_a_limit_below_that_of_an_import_is_refused(ranks: int, limit: int, said
     run = replace(run, planned=[replace(planned, cell=cell)])
     if not said:
         with run_folder.room(run.folder):
-            set_up(run, run.planned, Progress())  # type: ignore[arg-type]
+            set_up(run, run.planned, Progress())
         return
     need = f"{250 * ranks}.000 MiB"
     assert complaint(run) == (
@@ -409,7 +409,7 @@ def test_slow_disks_are_tested_before_the_first_cell(monkeypatch: pytest.MonkeyP
     assert tested == [["baseline"]]
     assert told.lines[-1] == "testing the slowed disks with direct reads"
     set_up(replace(run, is_probed=True), planned, Progress())
-    set_up(run, [plain], Progress())  # type: ignore[list-item]
+    set_up(run, [plain], Progress())
     assert tested == [["baseline"]]
 
 

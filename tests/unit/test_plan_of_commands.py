@@ -1,6 +1,5 @@
 """The plan of a run of commands."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,19 +135,15 @@ def test_a_command_that_cannot_start_plans_nothing(
 def test_a_planned_command_is_restored_only_if_it_is_trusted() -> None:
     cells = [make_command(repeat=repeat, command=("sh", "x y")) for repeat in range(3)]
     settings = settings_of(cells[0], cwd="/work")
-    write = lambda **more: run_folder.write_plan(  # noqa: E731
-        Path("run"),
-        [replace(cell, isolation="process") for cell in cells],
-        json.loads(json.dumps(settings.as_json())) | more,
-    )
-    write(shard="2/2")
+    planned = [replace(cell, isolation="process") for cell in cells]
+    run_folder.write_plan(Path("run"), planned, settings.as_json() | {"shard": "2/2"})
     with pytest.raises(ConfigError) as caught:
         restore(Path("run"))
     assert "command sh 'x y' in /work" in caught.value.message
     assert "weighin run --resume run --trust" in caught.value.repair
     run = restore(Path("run"), trusted=True)
     assert [planned.cell.repeat for planned in run.planned] == [1]
-    write()
+    run_folder.write_plan(Path("run"), planned, settings.as_json())
     whole = restore(Path("run"), trusted=True)
     assert [planned.cell.repeat for planned in whole.planned] == [0, 1, 2]
     assert isinstance(whole.isolation, ProcessIsolation)

@@ -131,7 +131,7 @@ def test_a_plan_keeps_what_only_a_command_line_may_set() -> None:
     assert kept(settings) == settings
 
 
-OLD = {
+OLD: dict[str, Any] = {
     "seed": 0,
     "checkpoint": None,
     "timeout_s": 0.0,

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from factories import make_result
 
+from weighin.checkpoint import entries
 from weighin.errors import ConfigError, Interrupted
 from weighin.plan.start import restore, resume, start
+from weighin.plan.task import Run
 from weighin.predict import check
 from weighin.probes import environment
 from weighin.records import run_folder
@@ -126,8 +129,6 @@ def test_a_function_of_our_package_that_is_no_model_is_foreign(builder: str) -> 
 
 
 def test_a_strategy_that_is_a_pipe_or_gone_is_named_and_not_read(here: Path) -> None:
-    import os
-
     os.mkfifo("pipe.py")
     planned()
     for name, what in (("pipe.py", "not a strategy"), ("gone.py", "no such file")):
@@ -169,10 +170,73 @@ def test_a_folder_of_a_plan_hides_no_module_of_ours(
     assert used == [()]
 
 
-def test_a_stopped_run_with_code_of_ones_own_says_that_it_wants_trust() -> None:
+def own_run() -> Run:
+    """Plan a run of a strategy of one's own."""
     Path("mine.py").write_text(LOAD)
     suite = {"models": "gpt2-tiny", "strategies": "mine.py", "isolation": "process"}
-    task, _ = start(check_suite(suite), Path("run"))
+    return start(check_suite(suite), Path("run"))[0]
+
+
+def known_plans() -> list[Path]:
+    return list((entries.folder() / "plans").iterdir())
+
+
+@pytest.fixture
+def _empty_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(here / "cache"))
+
+
+def refused() -> bool:
+    with pytest.raises(ConfigError, match="names code that is not part of weighin"):
+        resume(Path("run"))
+    return True
+
+
+@pytest.mark.usefixtures("_empty_cache")
+def test_ones_own_plan_needs_no_trust_until_somebody_changes_it() -> None:
+    task = own_run()
+    assert resume(Path("run")).planned == task.planned
+    Path("run").rename("moved")
+    assert resume(Path("moved")).planned == task.planned
+    Path("moved").rename("run")
+    forge(lambda plan: plan["cells"][0]["model"].update(name="x"))
+    assert refused()
+
+
+@pytest.mark.usefixtures("_empty_cache")
+def test_a_plan_whose_digest_is_gone_or_is_that_of_another_plan_needs_trust() -> None:
+    own_run()
+    (known,) = known_plans()
+    digest = known.read_text()
+    known.write_text("0" * 64)  # another plan's file under this name
+    assert refused()
+    known.write_text(digest)
+    assert resume(Path("run"))
+    known.unlink()
+    assert refused()
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("_empty_cache")
+def test_a_digest_that_another_user_wrote_is_not_ours() -> None:
+    own_run()
+    (known,) = known_plans()
+    os.chown(known, 65534, 65534)
+    assert refused()
+
+
+def stopped(task: Run) -> str:
     with pytest.raises(Interrupted) as caught, resuming.resumable("bench", task):
         raise Interrupted("stopped")
-    assert caught.value.repair == "resume it: weighin bench --resume run --trust"
+    return caught.value.repair
+
+
+def test_a_stopped_run_says_whether_it_wants_trust(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(here / "cache"))
+    assert stopped(own_run()) == "resume it: weighin bench --resume run"
+    (Path("run") / "plan.json").unlink()
+    Path("no folder").touch()
+    monkeypatch.setenv("WEIGHIN_CACHE", str(here / "no folder"))
+    assert stopped(own_run()) == "resume it: weighin bench --resume run --trust"

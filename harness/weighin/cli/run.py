@@ -27,7 +27,7 @@ EXAMPLES = {
     "Mark the time of each output line that contains 'epoch'": "weighin run --ram 1g --mark epoch -- sh -c 'cat data | python train.py'",
     "Run the command in a container of this image": "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
     "Measure each command of a suite": "weighin run --suite commands --out results/commands",
-    "Go on with a stopped run; --trust permits its recorded command to start again": "weighin run --resume results/20261126T090000-train.py-4GiB --trust",
+    "Go on with a stopped run": "weighin run --resume results/20261126T090000-train.py-4GiB",
 }
 
 

@@ -1,5 +1,10 @@
-"""Start a new run: plan its cells and write its folder; or restore a run from its folder."""
+"""Start a new run: plan its cells and write its folder; or restore a run from its folder.
 
+A plan may name any code, which a restored run would execute. weighin's cache therefore has the digest
+of each plan that this user's weighin wrote. Any other plan that names foreign code needs --trust.
+"""
+
+import hashlib
 import os
 import re
 import tempfile
@@ -10,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
+from weighin.checkpoint import entries
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import select
 from weighin.plan import commands
@@ -61,7 +67,7 @@ def start(
             f"divide the plan into {len(planned)} shards at most",
         )
     cells = [each.cell for each in planned]
-    run_folder.write_plan(folder, cells, settings.as_json(), is_new=True)
+    remember(run_folder.write_plan(folder, cells, settings.as_json(), is_new=True))
     return Run(folder, ours, isolation, settings, is_new=True), note
 
 
@@ -71,7 +77,8 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
     Raises:
         RecordError: the folder has no run that can be resumed, or a search of ``weighin floor``.
         ConfigError: a strategy's file is missing, every cell is skipped, or ``trusted`` is False
-            and the plan names code that is neither weighin's nor installed.
+            and the plan, which this user's weighin did not write, names code that is neither
+            weighin's nor installed.
     """
     run = restore(folder, trusted=trusted)
     if run.settings.within is not None:
@@ -84,12 +91,13 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
 
 def restore(folder: Path, *, trusted: bool = False) -> Run:
     """Restore any run, also a search of ``weighin floor``, from its plan; see ``resume`` for errors."""
-    found = run_folder.read_plan(folder)
+    text = run_folder.plan_bytes(folder)
+    found = run_folder.parse_plan(folder, text)
     if not found.cells:
         raise RecordError(f"the run in {folder} plans no measurement", "start a new run")
     place = folder / run_folder.PLAN
     settings = reading.read_plan(found.settings, found.cells, place)
-    if not trusted:
+    if not (trusted or is_ours(text)):
         from weighin.plan import trust  # imports formats and strategies
 
         trust.check(
@@ -109,6 +117,27 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
         planned, isolation = loads.restore(found.cells, settings, place)
     ours = settings.shard.of(planned) if settings.shard else planned
     return Run(folder, ours, isolation, settings)
+
+
+def remember(plan: bytes) -> None:
+    """Note in the cache that this user's weighin wrote the plan."""
+    known = _known(plan)
+    with suppress(OSError):  # without a cache, the run can be resumed with --trust
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.write_text(known.name)
+
+
+def is_ours(plan: bytes) -> bool:
+    """Tell whether this user's weighin wrote the plan, which nobody has changed since."""
+    known = _known(plan)
+    with suppress(OSError):
+        # The content, because another user with access to the cache's folder could rename our files.
+        return known.stat().st_uid == os.geteuid() and known.read_bytes() == known.name.encode()
+    return False
+
+
+def _known(plan: bytes) -> Path:
+    return entries.folder() / "plans" / hashlib.sha256(plan).hexdigest()
 
 
 def _new_folder(labels: Sequence[str]) -> Path:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weighin.errors import Interrupted, IsolationUnavailable, NoNodeLeft, RecordError, StillRunning
+from weighin.plan import start
 from weighin.plan.task import Run
 from weighin.records import coverage, run_folder
 
@@ -30,8 +31,9 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
 
 
 def _needs_trust(task: Run) -> bool:
-    if task.settings.commands:
-        return True
+    has_plan = (task.folder / run_folder.PLAN).exists()
+    if has_plan and start.is_ours(run_folder.plan_bytes(task.folder)):
+        return False
     from weighin.plan import trust  # imports formats and strategies
 
     return bool(trust.foreign([each.cell for each in task.planned], task.settings))
