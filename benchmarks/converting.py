@@ -16,8 +16,8 @@ from pathlib import Path
 
 from weighin import formats
 from weighin.checkpoint import cache
+from weighin.settings.definition import DTYPES
 from weighin.suite import registry
-from weighin.suite.config import DTYPES
 from weighin.units import GIB, MIB
 
 SPARE_BYTES = 300 * MIB

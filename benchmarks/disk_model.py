@@ -16,6 +16,7 @@ from pathlib import Path
 
 from weighin.cell import Cell
 from weighin.disk.pace import Pace
+from weighin.plan.loads import plan_cell
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.recommend.candidates import predicted_ready_s
@@ -24,7 +25,6 @@ from weighin.recommend.speeds import USUAL
 from weighin.records import run_folder
 from weighin.result import Outcome
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 
 _AS_FAST = 1.1
 
@@ -54,7 +54,7 @@ def _load(cell: Cell) -> Load:
 
 
 def _predictions(cells: Mapping[Load, Cell]) -> dict[Load, Prediction]:
-    planned = [Planned.of(cell, registry.strategy(cell.strategy)) for cell in cells.values()]
+    planned = [plan_cell(cell, registry.strategy(cell.strategy)) for cell in cells.values()]
     return dict(zip(cells, predict(planned), strict=True))
 
 

@@ -22,14 +22,14 @@ from weighin.engines.driver import Driver
 from weighin.engines.ray import cluster as clusters
 from weighin.engines.ray.cluster import Cluster, Relay
 from weighin.engines.ray.fleet import RayTransport, placed
-from weighin.engines.scheduler import Node
 from weighin.isolation import select
+from weighin.plan.loads import plan_cell
+from weighin.plan.nodes import Node
+from weighin.plan.task import Planned, Progress, Run
 from weighin.records import run_folder
 from weighin.records.parsing import parse
 from weighin.result import Result
-from weighin.run.task import Progress, Run
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.units import GIB, KIB
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -154,7 +154,7 @@ def plan(cells: int) -> list[Planned]:
     cell = parse(Result, RECORDS.read_bytes().splitlines()[0], str(RECORDS)).cell
     cell = replace(cell, ram_limit_bytes=None, isolation="process")
     info = registry.strategies("load")[cell.strategy]
-    return [Planned.of(replace(cell, repeat=repeat), info) for repeat in range(cells)]
+    return [plan_cell(replace(cell, repeat=repeat), info) for repeat in range(cells)]
 
 
 def described(cluster: Cluster) -> Sequence[Node]:

@@ -23,8 +23,8 @@ from weighin.gate import check
 from weighin.gate.lines import GateResult
 from weighin.records.metrics import METRICS
 from weighin.records.series import STRATEGY
+from weighin.settings.definition import DEFAULT_STRATEGIES
 from weighin.suite import registry
-from weighin.suite.config import DEFAULT_STRATEGIES
 
 SHARE: Final = 0.05
 PLACES: Final = ("start", "end")

@@ -24,13 +24,13 @@ from typing import Final
 from weighin.cell import Cell
 from weighin.disk.pace import Pace
 from weighin.formats.pretrained_folder import is_folder
+from weighin.plan.loads import plan_cell
 from weighin.predict.client import predict
 from weighin.recommend.answer import PriorKnowledge, Question, advise
 from weighin.recommend.candidates import SAVED_AS, FitVerdict, Limits
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.units import format_exact
 
 _REPEATS: Final = 3
@@ -125,7 +125,7 @@ def known_of(results: Sequence[Result]) -> tuple[Question, PriorKnowledge]:
     for name, each in [*cells]:
         if each != fmt and (name, fmt) in cells:
             del cells[name, each]
-    planned = tuple(Planned.of(cell, registry.strategy(cell.strategy)) for cell in cells.values())
+    planned = tuple(plan_cell(cell, registry.strategy(cell.strategy)) for cell in cells.values())
     return question, PriorKnowledge(planned, tuple(predict(planned)), {}, fmt)
 
 

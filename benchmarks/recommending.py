@@ -19,16 +19,15 @@ from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.isolation import select
+from weighin.plan.task import Planned, Progress, Run
 from weighin.recommend.answer import Advice, PriorKnowledge, Question, advise, gather
 from weighin.recommend.candidates import FitVerdict, Limits, doubt_bytes
 from weighin.recommend.prior_runs import find
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.run.runner import run
-from weighin.run.task import Progress, Run
+from weighin.settings.definition import DTYPES
 from weighin.suite import registry
-from weighin.suite.config import DTYPES
-from weighin.suite.matrix import Planned
 from weighin.units import MIB, format_exact
 
 _EXPECTED: Final = {True: Outcome.OK, False: Outcome.OOM_KILLED}

@@ -16,6 +16,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from weighin.cell import Cell, ModelSpec
+from weighin.plan.loads import plan_cell
+from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.predict.prediction import PredictedPhase, Prediction
 from weighin.records import run_folder
@@ -23,7 +25,6 @@ from weighin.report import captions
 from weighin.report.markdown import scaled, table_lines
 from weighin.report.rows import series
 from weighin.result import Outcome, Result
-from weighin.suite.matrix import Planned
 from weighin.suite.registry import model, strategy
 from weighin.text import markdown as escaped
 from weighin.units import GIB
@@ -153,7 +154,7 @@ def _planned(table: Published) -> Iterator[Planned]:
     for name in dict.fromkeys(method.strategy for method in table.methods):
         info = strategy(name)
         cell = Cell(spec, name, "process", device="cuda", format=info.formats[0])
-        yield Planned.of(cell, info)
+        yield plan_cell(cell, info)
 
 
 def _predicted(method: Method, prediction: Prediction) -> int | None:

@@ -15,29 +15,38 @@ from typing import Final, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from weighin.suite.commands import CommandSuite, SuiteCommand
-from weighin.suite.config import Suite, SuiteModel
+from weighin.settings.definition import COMMANDS, MODELS, Settings, SuiteCommand, SuiteModel
+from weighin.settings.reading import keys_of as keys_of_suite
 
-_KINDS: Final[dict[str, type[BaseModel]]] = {
-    "suite": Suite,
-    "model": SuiteModel,
-    "suite of commands": CommandSuite,
-    "command": SuiteCommand,
+_KINDS: Final[dict[str, tuple[type[BaseModel], list[str]]]] = {
+    "suite": (Settings, keys_of_suite(MODELS)),
+    "model": (SuiteModel, list(SuiteModel.model_fields)),
+    "suite of commands": (Settings, keys_of_suite(COMMANDS)),
+    "command": (SuiteCommand, list(SuiteCommand.model_fields)),
 }
 _BLOCK: Final = re.compile(r"(<!-- keys of a ([\w ]+) -->\n).*?<!-- end -->", re.DOTALL)
-_DEFAULT_OF_A_FACTORY: Final = "six strategies"
+_DEFAULTS: Final = {
+    ("suite", "models"): "required",
+    ("suite", "strategies"): "six strategies",
+    ("suite", "timeout_s"): "`600`",
+    ("suite of commands", "commands"): "required",
+    ("suite of commands", "timeout_s"): "`0`",
+}
+"""The defaults that depend on other keys."""
 
 
 def fill(page: str) -> str:
     """Return the page with the table of keys in every block."""
-    return _BLOCK.sub(lambda match: f"{match[1]}{keys_of(_KINDS[match[2]])}\n<!-- end -->", page)
+    return _BLOCK.sub(lambda match: f"{match[1]}{keys_of(match[2])}\n<!-- end -->", page)
 
 
-def keys_of(kind: type[BaseModel]) -> str:
+def keys_of(name: str) -> str:
     """Return the keys of a mapping as a Markdown table, with their defaults and meanings."""
+    kind, keys = _KINDS[name]
+    fields = {key: kind.model_fields[key] for key in keys}
     rows = [
-        f"| `{name}` | {_default(field)} | {_meaning(field)} |"
-        for name, field in kind.model_fields.items()
+        f"| `{key}` | {_DEFAULTS.get((name, key)) or _default(field)} | {_meaning(field)} |"
+        for key, field in fields.items()
     ]
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
 
@@ -45,8 +54,6 @@ def keys_of(kind: type[BaseModel]) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if field.default_factory:
-        return _DEFAULT_OF_A_FACTORY
     return f"`{_yaml(field.default)}`" if field.default not in ("", [], {}, [{}], None) else "none"
 
 

@@ -40,7 +40,7 @@ from weighin.report import after_load, floors, passes, ranks, slow_disks, style,
 from weighin.report.findings import markdown
 from weighin.report.tables import markdown_table
 from weighin.result import Result
-from weighin.suite.yaml_file import read_mapping
+from weighin.settings.yaml_file import read_mapping
 
 _BLOCK: Final = re.compile(
     r"<!-- (?P<runs>results/published/\S+(?: results/published/\S+)*)(?: (?P<part>[a-z]+))? -->\n"

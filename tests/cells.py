@@ -34,7 +34,7 @@ from weighin.formats.gguf import UNDECODED
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.cgroup import limit, temporary_group
-from weighin.probes import kernel_log, page_cache
+from weighin.probes import gpu_check, kernel_log, page_cache
 from weighin.probes.cgroup import MemoryCgroup, memory_hierarchy
 from weighin.records import run_folder
 from weighin.records.explanation import answer, cause_of
@@ -42,9 +42,9 @@ from weighin.records.samples import read_samples
 from weighin.records.thrashing import Reference
 from weighin.records.verdict import judge_result
 from weighin.result import UNNAMED, Outcome, Phase, Result
-from weighin.run import gpu_check, save_target, supervisor
+from weighin.run import save_target, supervisor
 from weighin.run.cell_runner import Setting, measure
-from weighin.suite.config import DEFAULT_SAVING, DEFAULT_STRATEGIES
+from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES
 from weighin.suite.registry import data_folder, model, read_strategy
 from weighin.suite.registry import strategies as all_strategies
 

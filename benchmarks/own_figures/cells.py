@@ -12,10 +12,11 @@ from typing import Any, Final
 
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.select import NAMES
+from weighin.plan.start import start
+from weighin.plan.task import Progress
 from weighin.result import Outcome, Result
-from weighin.run import request, runner
-from weighin.run.task import Progress
-from weighin.suite.config import check_suite
+from weighin.run import runner
+from weighin.settings.reading import check_suite
 
 ISOLATIONS: Final = tuple(reversed(NAMES))
 MODEL: Final = "gpt2-small"
@@ -108,7 +109,7 @@ def measure(folder: Path, repeats: int) -> Costs:
 def _cell(folder: Path, isolation: str, *, is_probed: bool) -> tuple[CellCost, Result]:
     """Run one cell as ``weighin bench`` does; before it, a worker is tested if none was yet."""
     options = {"models": [MODEL], "strategies": [STRATEGY], "isolation": isolation}
-    run, _ = request.start(request.Request(check_suite(options), folder=folder))
+    run, _ = start(check_suite(options), folder)
     begun: list[int] = []
     cpu: list[int] = []
 

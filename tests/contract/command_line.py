@@ -17,17 +17,14 @@ from weighin import child_process
 from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint import cache
 from weighin.cli import app
-from weighin.formats.pretrained_choice import AS_SAVED
-from weighin.formats.selection import WHOLE
-from weighin.isolation import select
+from weighin.plan import loads
+from weighin.plan.nodes import Node
+from weighin.plan.start import start
 from weighin.records import run_folder
 from weighin.records.series import name_of
-from weighin.run import command_request
-from weighin.run.command_settings import CommandSettings
-from weighin.run.machines import Machines
-from weighin.suite import chosen_models, matrix, registry
-from weighin.suite.commands import read_command_suite
-from weighin.suite.config import read_suite
+from weighin.settings.definition import COMMANDS
+from weighin.settings.reading import read_suite
+from weighin.suite import chosen_models, registry
 
 _FIXED: Final = {
     "COLUMNS": "100",
@@ -40,6 +37,10 @@ _FIXED: Final = {
 _UNSET: Final = (
     "FORCE_COLOR", "GITHUB_STEP_SUMMARY", "WEIGHIN_BASE_IMAGE", "WEIGHIN_PHASES", "XDG_CACHE_HOME",
 )  # fmt: skip
+
+
+_ANY: Final = Node("any", "any", 2**60, 2**60, {"docker": "", "cgroup": "", "process": ""})
+"""A machine with all RAM and cgroups, on which commands are planned and not run."""
 
 
 class Ended(NamedTuple):
@@ -120,14 +121,11 @@ def recorded(run: Path) -> list[Identity]:
 def planned(suite: Path, folder: Path) -> list[Identity]:
     """Return the cells of a suite, in containers unless the suite names an isolation."""
     if "commands:" in suite.read_text():
-        request = command_request.CommandRequest((), CommandSettings(str(folder)), folder=folder)
-        command_request.start(command_request.of_suite(read_command_suite(suite), request), _Any())
+        start(read_suite(suite, COMMANDS), folder, [_ANY])
         return _identities(run_folder.read_plan(folder).cells)
     content = read_suite(suite)
-    chosen = chosen_models.choose(
-        content, kwargs={}, checkpoint=None, selection=WHOLE, choice=AS_SAVED
-    )
-    cells = matrix.plan(
+    chosen = chosen_models.choose(content)
+    cells = loads.cells_of(
         content,
         chosen.specs,
         registry.chosen(content, chosen.own_format),
@@ -136,16 +134,6 @@ def planned(suite: Path, folder: Path) -> list[Identity]:
         own_formats=chosen.own_formats,
     )
     return _identities(each.cell for each in cells)
-
-
-class _Any(Machines):
-    """A machine with all RAM and cgroups, on which commands are planned and not run."""
-
-    def check_ram(self, limits: object) -> None:
-        pass
-
-    def choose(self, name: str, **_: Any) -> Any:
-        return select.named("cgroup" if name == "auto" else name), ""
 
 
 class Checkpoint(NamedTuple):

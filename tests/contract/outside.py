@@ -22,6 +22,7 @@ import pytest
 from weighin import __version__
 from weighin.doctor import doctor
 from weighin.doctor.doctor import Capability
+from weighin.plan.task import Run
 from weighin.predict import client
 from weighin.predict.prediction import Prediction, from_json
 from weighin.probes import environment
@@ -29,7 +30,6 @@ from weighin.recommend import answer
 from weighin.records import run_folder
 from weighin.report import writing
 from weighin.run import floor_search
-from weighin.run.task import Run
 
 ROOT: Final = Path(__file__).parents[2]
 PUBLISHED: Final = ROOT / "results" / "published"
@@ -222,8 +222,8 @@ def _predict(planned: Sequence[Any], **_: Any) -> list[Prediction]:
 def found_floors(run: str) -> Iterator[None]:
     """Let ``weighin floor`` find at once what a published search found, and draw no pictures of it."""
 
-    def start(request: Any) -> tuple[Any, str]:
-        return floor_search.Search(Run(request.folder, [], None), 0.01), ""  # type: ignore[arg-type]
+    def start(_: Any, folder: Path) -> tuple[Any, str]:
+        return floor_search.Search(Run(folder, [], None), 0.01), ""  # type: ignore[arg-type]
 
     def perform(search: floor_search.Search, _: Any) -> Any:
         published(run, search.run.folder.parent, search.run.folder.name)

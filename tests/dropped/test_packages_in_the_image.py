@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from weighin.isolation import select
-from weighin.run.machines import Machines
-from weighin.run.request import Request, resume, start
-from weighin.suite.config import check_suite
+from weighin.plan.start import resume, start
+from weighin.settings.reading import check_suite
 
 pytest.importorskip("gguf", reason="pip install gguf")
 pytest.importorskip("accelerate", reason="pip install accelerate")
@@ -24,13 +23,15 @@ def test_a_container_gets_the_packages_that_a_gguf_file_needs(
     suite = {"models": str(tmp_path), "strategies": "streaming", "isolation": "process"}
     chosen: list[tuple[str, ...]] = []
 
-    class Recording(Machines):
-        def choose(self, *words: str, packages: tuple[str, ...] = (), **options: Any) -> Any:
-            chosen.append(packages)
-            return super().choose(*words, packages=packages, **options)
+    choose, named = select.choose, select.named
 
-    start(Request(check_suite(suite), folder=tmp_path / "run"), Recording())
-    named = select.named
+    def choosing(*words: str, packages: tuple[str, ...] = (), **options: Any) -> Any:
+        chosen.append(packages)
+        return choose(*words, packages=packages, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(select, "choose", choosing)
+        start(check_suite(suite), tmp_path / "run")
 
     def recorded(*words: Any) -> Any:
         chosen.append(words[2])

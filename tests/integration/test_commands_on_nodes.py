@@ -7,12 +7,11 @@ import pytest
 from weighin.cell import Cell
 from weighin.engines.driver import Driver
 from weighin.engines.jobs import LocalJobs
+from weighin.plan.start import start
+from weighin.plan.task import Progress
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
-from weighin.run.command_request import CommandRequest, start
-from weighin.run.command_settings import CommandSettings
-from weighin.run.settings import RunSettings
-from weighin.run.task import Progress
+from weighin.settings.reading import check_suite
 
 LINE = "sleep 0.3; read line || echo nothing to read; echo 'second line'; exit 3"
 
@@ -23,19 +22,17 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_driver_measures_commands_on_its_nodes(tmp_path: Path) -> None:
-    task, _ = start(
-        [
-            CommandRequest(
-                ("sh", "-c", LINE),
-                CommandSettings(str(tmp_path), marks=("second",), stacks=False),
-                RunSettings(timeout_s=60),
-                label="both",
-                repeats=2,
-                isolation="process",
-                folder=tmp_path / "run",
-            )
-        ]
+    command = {"name": "both", "command": ["sh", "-c", LINE], "marks": ["second"]}
+    settings = check_suite(
+        {
+            "commands": command,
+            "repeats": 2,
+            "timeout_s": 60,
+            "isolation": "process",
+            "cwd": str(tmp_path),
+        }
     )
+    task, _ = start(settings, tmp_path / "run")
     jobs = LocalJobs(1, "process")
     Driver(jobs, jobs.nodes, task, Progress(), lambda result, _: result).run()
     results = run_folder.read(task.folder).results

@@ -118,11 +118,11 @@ def test_ctrl_c_ends_all_cells_and_the_run_can_go_on(command: CommandLine, hold:
     assert (stopped.code, stopped.left) == (130, []), stopped.err
     assert stopped.err.splitlines()[-2:] == [
         "error: stopped; nothing is left running; 2 of 4 cells measured",
-        "resume it: weighin bench --resume run --trust",
+        "resume it: weighin bench --resume run",
     ]
     assert not (command.cache / "jobs").exists()
     hold.chmod(0o644)
-    ended = command.run("bench", "--resume", "run", "--trust")
+    ended = command.run("bench", "--resume", "run")
     assert (ended.code, ended.left) == (0, []), ended.err
     cells = [(r["cell"]["strategy"], r["cell"]["ram_limit_bytes"]) for r in records(command)]
     assert len(set(cells)) == len(cells) == 4

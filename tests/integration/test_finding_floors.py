@@ -79,15 +79,15 @@ def test_floors_are_apart_by_what_the_strategies_hold_and_a_stopped_search_goes_
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
     assert stopped.err.splitlines()[-2:] == [
         f"error: stopped; nothing is left running; 0 of {len(held)} searches for a floor finished",
-        "resume it: weighin floor --resume found --trust",
+        "resume it: weighin floor --resume found",
     ]
-    refused = command.run("bench", "--resume", "found", "--trust")
+    refused = command.run("bench", "--resume", "found")
     assert (refused.code, refused.err) == (
         2,
         "error: found contains a search for floors (weighin floor)\nto resume the search: weighin"
         " floor --resume found\n",
     )
-    ended = command.run("floor", "--resume", "found", "--trust", "--json", "-", patience_s=400)
+    ended = command.run("floor", "--resume", "found", "--json", "-", patience_s=400)
     assert (ended.code, ended.left) == (0, [])
     floors = {floor["strategy"]: floor for floor in json.loads(ended.out)["floors"]}
     assert list(floors) == list(held)

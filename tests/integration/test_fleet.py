@@ -268,7 +268,7 @@ def test_a_driver_that_was_killed_is_resumed_where_it_was(
     leftovers.wait_until(lambda: nodes.left() == [], "a cell outlived its driver", 60)
     before = records(command)
     hold.chmod(0o644)
-    ended = command.run("bench", "--resume", "run", "--trust", "--address", nodes.address)
+    ended = command.run("bench", "--resume", "run", "--address", nodes.address)
     assert (ended.code, ended.left, nodes.left()) == (0, [], []), ended.err
     assert records(command)[: CELLS - 2] == before
     assert_complete(command)
@@ -280,7 +280,7 @@ def test_ctrl_c_ends_the_cells_on_the_nodes(command: CommandLine, nodes: Nodes, 
     assert (stopped.code, stopped.left, nodes.left()) == (130, [], []), stopped.err
     assert stopped.err.splitlines()[-2:] == [
         f"error: stopped; nothing is left running; {CELLS - 2} of {CELLS} cells measured",
-        "resume it: weighin bench --resume run --trust",
+        "resume it: weighin bench --resume run",
     ]
     assert len(records(command)) == CELLS - 2
 

@@ -89,11 +89,11 @@ def test_a_disk_that_fills_up_in_a_cell_loses_no_record_and_the_run_goes_on_afte
     assert error == "error: cannot write small disk/run/records.jsonl: No space left on device"
     assert repair == (
         "free disk space, or name a writable folder: weighin bench ... --out FOLDER; then resume:"
-        " weighin bench --resume 'small disk/run' --trust"
+        " weighin bench --resume 'small disk/run'"
     )
     assert measured(small / "run") == {"baseline": "ok", "filling": "ok"}
     (small / "filler").unlink()
-    resumed = command.run("bench", "--resume", "small disk/run", "--trust")
+    resumed = command.run("bench", "--resume", "small disk/run")
     assert (resumed.code, resumed.left) == (0, []), resumed.err
     assert measured(small / "run") == dict.fromkeys(("baseline", "filling", "sequential"), "ok")
     assert [path.name for path in (small / "run").glob(".*")] == []

@@ -40,7 +40,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, disk: Path) -> Iterator[Co
     assert (ended.code, ended.left) == (130, [])
     assert ended.err.endswith(
         "error: stopped; nothing is left running; 1 of 2 cells measured\n"
-        "resume it: weighin bench --resume run --trust\n"
+        "resume it: weighin bench --resume run\n"
     )
     strategy.chmod(0o644)
     whole = command.run(*bench, "whole")

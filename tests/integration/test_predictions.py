@@ -8,9 +8,10 @@ import pytest
 from nightly import by_day
 
 from weighin.cell import Cell
+from weighin.plan.loads import plan_cell
+from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.suite.packages import name_of
 from weighin.units import MIB
 
@@ -26,9 +27,7 @@ FRAGMENTED = {("gpt2-medium", "per_module"): 0.04}
 def planned(cell: dict[str, Any]) -> Planned:
     names = {"strategy": cell["strategy"], "format": cell["format"], "dtype": cell["dtype"]}
     model = registry.model(cell["model"])
-    return Planned.of(
-        Cell(model, isolation="process", **names), registry.strategy(cell["strategy"])
-    )
+    return plan_cell(Cell(model, isolation="process", **names), registry.strategy(cell["strategy"]))
 
 
 def test_every_strategy_was_measured_that_a_prediction_follows() -> None:

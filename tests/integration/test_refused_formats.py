@@ -9,12 +9,12 @@ from weighin.cell import Cell
 from weighin.checkpoint import cache
 from weighin.errors import FormatLimit
 from weighin.isolation.process import ProcessIsolation
+from weighin.plan.loads import plan_cell
+from weighin.plan.task import Progress, Run
 from weighin.records import run_folder
 from weighin.result import Outcome
 from weighin.run.runner import run
-from weighin.run.task import Progress, Run
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 
 REASON = "the names of 148 tensors do not fit into the index"
 
@@ -39,7 +39,7 @@ def measured(folder: Path, *strategies: str) -> dict[str, tuple[Outcome, str]]:
     for name in strategies:
         info = registry.strategy(name)
         cell = Cell(registry.model("gpt2-tiny"), name, "process", format=info.formats[0])
-        planned.append(Planned.of(cell, info))
+        planned.append(plan_cell(cell, info))
     run_folder.write_plan(folder, [each.cell for each in planned])
     results = run(Run(folder, planned, ProcessIsolation()), Progress())
     return {one.cell.strategy: (one.outcome, one.message) for one in results}

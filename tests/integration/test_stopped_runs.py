@@ -82,7 +82,7 @@ def measured(command: CommandLine) -> list[str]:
 def assert_resumes(command: CommandLine, hold: Path) -> str:
     """Go on with the run and return what it said; every cell is then measured, and once."""
     let_go(hold)
-    resumed = command.run("bench", "--resume", "my run", "--trust")
+    resumed = command.run("bench", "--resume", "my run")
     assert (resumed.code, resumed.left) == (0, [])
     assert measured(command) == CELLS
     assert {record["outcome"] for record in command.records("my run")} == {"ok"}
@@ -131,7 +131,7 @@ def test_ctrl_c_leaves_nothing_and_says_how_to_go_on(
     assert (stopped.code, stopped.out, stopped.left) == (130, "", [])
     assert stopped.err.splitlines()[-2:] == [
         "error: stopped; nothing is left running; 1 of 3 cells measured",
-        "resume it: weighin bench --resume 'my run' --trust",
+        "resume it: weighin bench --resume 'my run'",
     ]
     assert measured(command) == CELLS[:1]
 
@@ -141,10 +141,10 @@ def test_sigterm_is_the_same_and_the_run_can_go_on(command: CommandLine, hold: P
     assert (stopped.code, stopped.left) == (130, [])
     assert stopped.err.endswith(
         "error: stopped; nothing is left running; 1 of 3 cells measured\n"
-        "resume it: weighin bench --resume 'my run' --trust\n"
+        "resume it: weighin bench --resume 'my run'\n"
     )
     assert_resumes(command, hold)
-    again = command.run("bench", "--resume", "my run", "--trust")
+    again = command.run("bench", "--resume", "my run")
     assert (again.code, again.left, measured(command)) == (0, [], CELLS)
 
 

@@ -7,10 +7,12 @@ import pytest
 
 from weighin.errors import HarnessError, IsolationUnavailable, StillRunning
 from weighin.isolation.process import LocalRunning, ProcessIsolation
+from weighin.plan.start import resume
+from weighin.plan.start import start as plan
+from weighin.plan.task import Progress
 from weighin.records import run_folder
-from weighin.run import request, resuming, runner
-from weighin.run.task import Progress
-from weighin.suite.config import check_suite
+from weighin.run import resuming, runner
+from weighin.settings.reading import check_suite
 
 STUCK = StillRunning("the measured process 5 does not end, not even after SIGKILL")
 GONE = IsolationUnavailable("the Docker engine has stopped", "start it again")
@@ -48,7 +50,7 @@ def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
     monkeypatch.setenv("WEIGHIN_CACHE", str(shared_cache))
     names = ["baseline", "sequential", "meta_copy"]
     suite = check_suite({"models": "gpt2-tiny", "strategies": names, "isolation": "process"})
-    task, _ = request.start(request.Request(suite, folder=tmp_path / "run"))
+    task, _ = plan(suite, tmp_path / "run")
     # The first worker only imports torch; the third is the second cell's.
     kinds = [LocalRunning, LocalRunning, kind]
     with monkeypatch.context() as patched:
@@ -68,5 +70,5 @@ def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
     for one in results:
         assert one.samples_path
         assert (task.folder / one.samples_path).exists()
-    runner.run(request.resume(task.folder), Progress())
+    runner.run(resume(task.folder), Progress())
     assert [one.cell.strategy for one in run_folder.read(task.folder).results] == names

@@ -238,7 +238,7 @@ def ended_after_the_first(folder: Path, number: signal.Signals, isolation: str) 
         time.sleep(0.3)
         process.send_signal(number)
         assert process.stderr
-        assert "resume it: weighin run --resume s --trust" in process.stderr.read()
+        assert "resume it: weighin run --resume s" in process.stderr.read()
         assert process.wait() == 130
     return repeats(folder / "s")
 
@@ -253,7 +253,7 @@ def test_a_repeat_that_a_signal_broke_off_is_measured_again(
     tmp_path: Path, isolation: str, number: signal.Signals
 ) -> None:
     assert ended_after_the_first(tmp_path, number, isolation) == [0]
-    again = (*WEIGHIN, "run", "--resume", "s", "--trust")
+    again = (*WEIGHIN, "run", "--resume", "s")
     subprocess.run(again, cwd=tmp_path, check=True, capture_output=True)
     assert repeats(tmp_path / "s") == [0, 1, 2]
 
@@ -273,7 +273,7 @@ def test_of_two_runs_in_one_folder_the_second_is_refused(tmp_path: Path, isolati
 def test_of_two_resumes_of_one_run_the_second_is_refused(tmp_path: Path, isolation: str) -> None:
     ended_after_the_first(tmp_path, signal.SIGTERM, isolation)
     (tmp_path / "started").write_text("x\n")  # so that the next repeat sleeps
-    again = (*WEIGHIN, "run", "--resume", "s", "--trust")
+    again = (*WEIGHIN, "run", "--resume", "s")
     how: dict[str, Any] = {"cwd": tmp_path, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(again, **how) as first:
         while len((tmp_path / "started").read_text()) < 4:

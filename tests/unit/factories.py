@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from weighin.cell import Cell, ModelSpec
+from weighin.plan.loads import cells_of
+from weighin.plan.task import Planned
 from weighin.result import (
     SCHEMA,
     Cost,
@@ -26,8 +28,7 @@ from weighin.result import (
     Sample,
     Written,
 )
-from weighin.suite.config import check_suite
-from weighin.suite.matrix import Planned, plan
+from weighin.settings.reading import check_suite
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB, MIB
 
@@ -77,7 +78,7 @@ def planned(
 ) -> list[Planned]:
     """Return the cells of these models and strategies under the options of a suite."""
     suite = check_suite({"models": "any", **options})
-    return plan(
+    return cells_of(
         suite, models, strategies, "process", dtypes=dtypes or {}, own_formats=own_formats or {}
     )
 

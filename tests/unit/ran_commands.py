@@ -1,6 +1,7 @@
 """Records of commands for tests: what ``weighin run`` writes."""
 
 import csv
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from weighin.result import (
     Sample,
     Stack,
 )
+from weighin.settings.definition import Settings, SuiteCommand
 from weighin.units import MIB
 
 SECOND_NS = 10**9
@@ -53,6 +55,23 @@ STACK = Stack(
     START_NS + 2 * SECOND_NS, 4711, "MainThread", 640 * MIB,
     ("load_state_dict (torch/serialization.py:1500)", "main (train.py:14)"),
 )  # fmt: skip
+
+
+def settings_of(
+    *cells: Cell, cold: Sequence[str] = (), marks: Sequence[str] = (), **changes: Any
+) -> Settings:
+    """The settings of a run of these commands."""
+    commands = [
+        SuiteCommand.model_construct(
+            name=cell.strategy,
+            command=list(cell.command),
+            cold=list(cold),
+            marks=list(marks),
+            environment=cell.environment,
+        )
+        for cell in {cell.strategy: cell for cell in cells}.values()
+    ]
+    return Settings(commands=commands).model_copy(update=changes)
 
 
 def make_command(label: str = "train.py", **changes: Any) -> Cell:

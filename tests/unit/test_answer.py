@@ -18,6 +18,7 @@ from weighin.errors import CheckpointError, UnknownName
 from weighin.formats.pretrained_folder import read_folder
 from weighin.formats.pretrained_spec import spec_of
 from weighin.formats.selection import Selection
+from weighin.plan.task import Planned
 from weighin.predict.prediction import PredictedUse, Prediction, Work
 from weighin.recommend import answer
 from weighin.recommend.answer import Advice, Question, check_allowed, gather, parts
@@ -25,7 +26,6 @@ from weighin.recommend.candidates import FitVerdict, Limits
 from weighin.recommend.prior_runs import Evidence
 from weighin.recommend.speeds import Speeds
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.units import GIB, MIB
 
 MODEL = ModelSpec("m", "torch.nn:Linear", {"in_features": 2, "out_features": 2})

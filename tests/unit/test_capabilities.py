@@ -10,9 +10,9 @@ from test_memory_cgroup import make_group
 
 from weighin.doctor import doctor
 from weighin.doctor.doctor import Capability, Verdict, gpu, of_group, pressure
+from weighin.probes import gpu_check
 from weighin.probes.cgroup import PeakMark
-from weighin.run import gpu_check
-from weighin.run.gpu_check import Gpu, GpuAnswer
+from weighin.probes.gpu_check import Gpu, GpuAnswer
 from weighin.units import GIB
 
 KILLS = Capability("kills for lack of memory", "good", "exact: oom_kill in memory.events.local")

@@ -13,15 +13,15 @@ from weighin.cell import SYNTHESISED
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.formats.pretrained_library import DIFFUSERS
 from weighin.formats.selection import Selection
+from weighin.settings.reading import check_suite
 from weighin.suite import registry
 from weighin.suite.chosen_models import ChosenModels, choose
-from weighin.suite.config import check_suite
 
 TENSORS = {"a": torch.zeros(3, 2), "b": torch.zeros(2)}
 
 
 def chosen(name: str, **options: object) -> ChosenModels:
-    return choose(check_suite({"models": name}), **options)  # type: ignore[arg-type]
+    return choose(check_suite({"models": name, **options}))
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_a_file_has_one_checkpoint_and_takes_no_arguments() -> None:
             chosen(name, kwargs={"width": 2})
     mine = {"name": "mine", "builder": "torch.nn:Module", "checkpoint": "w.pt"}
     with pytest.raises(ConfigError, match="mine has its own checkpoint, but --key=a"):
-        choose(check_suite({"models": ["gpt2-tiny", mine]}), selection=Selection("a"))
+        choose(check_suite({"models": ["gpt2-tiny", mine], "key": "a"}))
 
 
 def test_each_model_of_a_suite_may_have_weights_and_a_dtype_of_its_own() -> None:
@@ -141,10 +141,10 @@ def test_each_model_of_a_suite_may_have_weights_and_a_dtype_of_its_own() -> None
 
 def test_a_selection_needs_a_checkpoint() -> None:
     torch.save({"net": TENSORS}, "train.pt")
-    found = chosen("train.pt", selection=Selection("net"))
+    found = chosen("train.pt", key="net")
     assert found.specs == (registry.model("from:train.pt", None, Selection("net")),)
     with pytest.raises(ConfigError, match="select weights in your own checkpoint"):
-        chosen("gpt2-tiny", selection=Selection("net"))
+        chosen("gpt2-tiny", key="net")
 
 
 def test_a_path_is_no_id_of_the_hub_in_python_either(here: Path) -> None:

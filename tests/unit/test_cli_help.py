@@ -56,7 +56,7 @@ VERBS = {
             "weighin run --ram 1g --mark epoch -- sh -c 'cat data | python train.py'",
             "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
             "weighin run --suite commands --out results/commands",
-            "weighin run --resume results/20261126T090000-train.py-4GiB --trust",
+            "weighin run --resume results/20261126T090000-train.py-4GiB",
         ],
     ),
     ("floor",): (

@@ -10,15 +10,16 @@ from click.testing import CliRunner
 
 from weighin.cli import app
 from weighin.errors import ConfigError, HarnessError
-from weighin.run import floor_search, request
-from weighin.run.request import Request
+from weighin.plan import start as plans
+from weighin.run import floor_search
+from weighin.settings.definition import Settings
 
 
 class Started(Exception):
     """A run would start now."""
 
 
-Measured = Callable[..., Request]
+Measured = Callable[..., tuple[Settings, Path | None]]
 
 
 @pytest.fixture
@@ -29,20 +30,20 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def asked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
-    """Type a command, and return the request that its run would have started with."""
-    requests: list[Request] = []
+    """Type a command, and return the settings and the folder that its run would have started with."""
+    started: list[tuple[Settings, Path | None]] = []
 
-    def start(wanted: Request, *_: object) -> Any:
-        requests.append(wanted)
+    def start(settings: Settings, folder: Path | None, *_: object) -> Any:
+        started.append((settings, folder))
         raise Started
 
-    monkeypatch.setattr(request, "start", start)
+    monkeypatch.setattr(plans, "start", start)
     monkeypatch.setattr(floor_search, "start", start)
 
-    def asked(*arguments: str) -> Request:
+    def asked(*arguments: str) -> tuple[Settings, Path | None]:
         result = CliRunner().invoke(app.app, arguments)
         assert isinstance(result.exception, Started), (result.output, result.exception)
-        return requests.pop()
+        return started.pop()
 
     return asked
 
@@ -71,32 +72,32 @@ steady = true
 
 def test_the_file_sets_defaults_of_the_verbs_that_measure(asked: Measured) -> None:
     write(SHARED)
-    bench = asked("bench")
-    assert bench.suite.isolation == "process"
-    assert bench.suite.ram == [None, 8 * 2**30]
-    assert [one.name for one in bench.suite.strategies] == ["baseline", "streaming"]
-    assert (bench.folder, bench.suite.timeout_s) == (Path("results/mine"), 5)
-    assert bench.suite.steady is True
-    floor = asked("floor")  # it has no --ram
-    assert (floor.suite.isolation, floor.folder) == ("process", Path("results/mine"))
+    bench, folder = asked("bench")
+    assert bench.isolation == "process"
+    assert bench.ram == [None, 8 * 2**30]
+    assert [one.name for one in bench.strategies] == ["baseline", "streaming"]
+    assert (folder, bench.timeout_s) == (Path("results/mine"), 5)
+    assert bench.steady is True
+    floor, folder = asked("floor")  # it has no --ram
+    assert (floor.isolation, folder) == ("process", Path("results/mine"))
 
 
 def test_what_is_typed_wins(asked: Measured) -> None:
     write(SHARED)
-    bench = asked(
+    bench, folder = asked(
         *("bench", "--isolation", "cgroup", "--ram", "1g", "-s", "dcp"),
         *("--out", "other", "--timeout", "7"),
     )
-    assert (bench.suite.isolation, bench.suite.ram) == ("cgroup", [2**30])
-    assert [one.name for one in bench.suite.strategies] == ["dcp"]
-    assert (bench.folder, bench.suite.timeout_s) == (Path("other"), 7)
+    assert (bench.isolation, bench.ram) == ("cgroup", [2**30])
+    assert [one.name for one in bench.strategies] == ["dcp"]
+    assert (folder, bench.timeout_s) == (Path("other"), 7)
 
 
 def test_a_table_of_one_verb_wins_over_the_shared_one(asked: Measured) -> None:
     write('[tool.weighin]\ntimeout = 5\ndtype = "bf16"\n[tool.weighin.floor]\ntimeout = 9\n')
-    assert asked("bench").suite.timeout_s == 5
-    assert asked("floor").suite.timeout_s == 9
-    assert asked("floor").suite.dtype == "bfloat16"
+    assert asked("bench")[0].timeout_s == 5
+    assert asked("floor")[0].timeout_s == 9
+    assert asked("floor")[0].dtype == "bfloat16"
 
 
 def test_the_nearest_file_with_a_table_counts_and_its_paths_are_its_own(
@@ -107,9 +108,9 @@ def test_the_nearest_file_with_a_table_counts_and_its_paths_are_its_own(
     inner.mkdir(parents=True)
     write('[project]\nname = "weighin-user"\n', here / "inner")
     monkeypatch.chdir(inner)
-    bench = asked("bench")
-    assert [one.name for one in bench.suite.strategies] == ["../../mine.py", "dcp"]
-    assert bench.settings.checkpoint == Path("../../w.pt")
+    bench, _ = asked("bench")
+    assert [one.name for one in bench.strategies] == ["../../mine.py", "dcp"]
+    assert bench.checkpoint == Path("../../w.pt")
 
 
 @pytest.mark.root
@@ -119,20 +120,20 @@ def test_a_file_of_a_stranger_sets_nothing(
     """As /tmp/pyproject.toml, which any user can write, for a run in /tmp or in /tmp/mine."""
     write('[tool.weighin]\nstrategies = ["./evil.py"]\n')
     os.chown("pyproject.toml", 65534, 65534)
-    assert "./evil.py" not in [one.name for one in asked("bench").suite.strategies]
+    assert "./evil.py" not in [one.name for one in asked("bench")[0].strategies]
     (here / "mine").mkdir()
     monkeypatch.chdir(here / "mine")
-    assert "../evil.py" not in [one.name for one in asked("bench").suite.strategies]
+    assert "../evil.py" not in [one.name for one in asked("bench")[0].strategies]
     os.chown(".", 65534, 65534)  # the folder of the same user: a project of theirs
-    assert [one.name for one in asked("bench").suite.strategies] == ["../evil.py"]
+    assert [one.name for one in asked("bench")[0].strategies] == ["../evil.py"]
 
 
 def test_a_model_with_its_arguments(asked: Measured) -> None:
     write('[tool.weighin]\nmodel = "my.nets:build"\nkwargs = {width = 64}\ncheckpoint = "w.pt"\n')
-    bench = asked("bench")
-    assert (bench.suite.sources, bench.kwargs) == (["my.nets:build"], {"width": 64})
-    other = asked("bench", "gpt2-tiny")  # the arguments and the weights are of the file's model
-    assert (other.suite.sources, other.kwargs, other.settings.checkpoint) == (
+    bench, _ = asked("bench")
+    assert (bench.sources, bench.kwargs) == (["my.nets:build"], {"width": 64})
+    other, _ = asked("bench", "gpt2-tiny")  # the arguments and the weights are of the file's model
+    assert (other.sources, other.kwargs, other.checkpoint) == (
         ["gpt2-tiny"],
         {},
         None,
@@ -157,21 +158,21 @@ def test_a_model_in_a_file_is_relative_to_the_settings(
     write(f'[tool.weighin]\nmodel = "{model}"\n')
     (here / "inner" / "mine").mkdir(parents=True)
     monkeypatch.chdir(here / "inner")
-    (source,) = asked("bench").suite.sources
+    (source,) = asked("bench")[0].sources
     assert source == located or Path(source).resolve() == Path(located)
 
 
 def test_a_suite_is_for_runs_without_an_option_of_the_matrix(asked: Measured) -> None:
     write('[tool.weighin]\nsuite = "saving"\nrepeats = 9\n')
-    suite = asked("bench", "--out", "x").suite
+    suite = asked("bench", "--out", "x")[0]
     assert (suite.operation, suite.repeats) == ("save", 3)
-    own = asked("bench", "gpt2-tiny").suite
+    own = asked("bench", "gpt2-tiny")[0]
     assert (own.operation, own.sources, own.repeats) == ("load", ["gpt2-tiny"], 9)
 
 
 def test_without_a_table_nothing_is_set(asked: Measured) -> None:
     write('[project]\nname = "weighin-user"\n')
-    assert asked("bench").suite.isolation == "auto"
+    assert asked("bench")[0].isolation == "auto"
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,24 @@
 """A run of commands: their folder, their records, the time-outs of a search, and a stop."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ran_commands import SECOND_NS, make_command, make_ran
+from ran_commands import SECOND_NS, make_command, make_ran, settings_of
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, Interrupted
 from weighin.isolation.process import ProcessIsolation
+from weighin.plan.task import Planned, Progress, Run
 from weighin.records import parsing, run_folder
 from weighin.records.floor import Aim
 from weighin.records.thrashing import Reference
 from weighin.result import Outcome
 from weighin.run import command_runner, run_lock, runner
 from weighin.run.command_runner import CommandBench
-from weighin.run.command_settings import CommandSettings
 from weighin.run.measurement import CellMeasurement
-from weighin.run.settings import RunSettings
-from weighin.run.task import PlannedCommand, Progress, Run
 from weighin.units import GIB, MIB
 
 
@@ -28,21 +27,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def asked(*scripts: str, how: CommandSettings | None = None, **settings: Any) -> Run:
+def asked(*scripts: str, marks: Sequence[list[str]] = (), **changes: Any) -> Run:
     """Plan a run of one command for each script."""
-    command = how or CommandSettings(str(Path.cwd()), stacks=False)
     Path("run").mkdir()
-    planned = [
-        PlannedCommand(Cell.of_command(f"command {number}", ("sh", "-c", script), "process"))
+    cells = [
+        Cell.of_command(f"command {number}", ("sh", "-c", script), "process")
         for number, script in enumerate(scripts)
     ]
-    return Run(
-        Path("run"),
-        planned,
-        ProcessIsolation(),
-        RunSettings(command=command, **settings),
-        is_new=True,
-    )
+    settings = settings_of(*cells, cwd=str(Path.cwd())).model_copy(update=changes)
+    for command, own in zip(settings.commands, marks, strict=False):
+        command.marks.extend(own)
+    planned = [Planned(cell) for cell in cells]
+    return Run(Path("run"), planned, ProcessIsolation(), settings, is_new=True)
 
 
 def test_a_run_of_commands_has_a_record_of_each() -> None:
@@ -85,7 +81,7 @@ def test_each_record_is_parsed_once_by_a_run_and_once_by_the_run_that_resumes_it
     run = asked("exit 0", within=0.05, aim=Aim.SURVIVES)
     limits = [None, *range(GIB, 6 * GIB, GIB)]  # each limited cell is compared with the first one
     planned = [replace(run.planned[0].cell, ram_limit_bytes=limit) for limit in limits]
-    run = replace(run, planned=[PlannedCommand(cell) for cell in planned])
+    run = replace(run, planned=[Planned(cell) for cell in planned])
     first = runner.run(replace(run, planned=run.planned[:4]), Progress())
     assert [each.cell for each in first] == planned[:4]
     assert len(parsed) == len({*parsed}) == 4
@@ -96,7 +92,7 @@ def test_each_record_is_parsed_once_by_a_run_and_once_by_the_run_that_resumes_it
 
 
 def test_the_folder_of_a_run_whose_first_command_cannot_start_is_removed() -> None:
-    run = asked("exit 0", how=CommandSettings("/none", stacks=False))
+    run = asked("exit 0", cwd="/none")
     run_folder.write_plan(run.folder, [each.cell for each in run.planned])
     with pytest.raises(ConfigError, match="cannot start 'sh' in /none"):
         runner.run(run, Progress())
@@ -108,9 +104,8 @@ def test_the_folder_of_a_run_whose_first_command_cannot_start_is_removed() -> No
 
 
 def test_the_settings_of_a_run_reach_its_commands() -> None:
-    own = {"command 1": {"marks": ("^b",)}}
-    how = CommandSettings(str(Path.cwd()), stacks=False, marks=("^a",), own=own)
-    first, second = runner.run(asked("echo a; echo b", "echo a; echo b", how=how), Progress())
+    run = asked("echo a; echo b", "echo a; echo b", marks=[["^a"], ["^b"]])
+    first, second = runner.run(run, Progress())
     assert first.ran and [mark.text for mark in first.ran.marks] == ["a"]
     assert second.ran and [mark.text for mark in second.ran.marks] == ["b"]
     Path("run").rename("first")
@@ -122,10 +117,10 @@ def test_the_settings_of_a_run_reach_its_commands() -> None:
 def test_a_signal_that_a_command_got_ends_the_run_before_the_next() -> None:
     run = asked("exit 0")
     bench = command_runner.set_up(run, Progress())
-    bench.measure(run.planned[0])  # type: ignore[arg-type]
+    bench.measure(run.planned[0])
     bench.stopped = True
     with pytest.raises(Interrupted, match="stopped; nothing is left running"):
-        bench.measure(run.planned[0])  # type: ignore[arg-type]
+        bench.measure(run.planned[0])
 
 
 UNLIMITED = make_ran(make_command())  # 3 s
@@ -134,29 +129,30 @@ LIMITED = make_command(ram_limit_bytes=GIB)
 
 def searching(aim: Aim = Aim.ENDS, **changes: Any) -> Run:
     """A search for a floor in which the command without a limit has run."""
-    how = CommandSettings("/", in_search=True)
     run_folder.append(Path("run"), UNLIMITED)
     run_folder.append(Path("run"), make_ran(make_command("other.py")))
-    settings = RunSettings(within=0.05, aim=aim, command=how, timeout_s=0)
-    run = Run(
-        Path("run"), [PlannedCommand(LIMITED)], ProcessIsolation(), replace(settings, **changes)
-    )
+    settings = settings_of(LIMITED, within=0.05, aim=aim).model_copy(update=changes)
+    run = Run(Path("run"), [Planned(LIMITED)], ProcessIsolation(), settings)
     run.begin()
     return run
 
 
 @pytest.mark.parametrize(
-    ("in_search", "timeout_s", "cell", "expected"),
+    ("within", "timeout_s", "cell", "expected"),
     [
-        (True, 0, LIMITED, 60.0),  # ten times the 3 s without a limit, and 30 s more
-        (True, 7, LIMITED, 7),
-        (True, 0, UNLIMITED.cell, 0.0),
-        (True, 0, make_command("new.py", ram_limit_bytes=GIB), 0.0),
-        (False, 0, LIMITED, 0.0),
+        (0.05, 0, LIMITED, 60.0),  # ten times the 3 s without a limit, and 30 s more
+        (0.05, 7, LIMITED, 7),
+        (0.05, 0, UNLIMITED.cell, 0.0),
+        (0.05, 0, make_command("new.py", ram_limit_bytes=GIB), 0.0),
+        (None, 0, LIMITED, 0.0),
     ],
 )
 def test_a_command_that_starves_in_a_search_is_ended(
-    monkeypatch: pytest.MonkeyPatch, in_search: bool, timeout_s: float, cell: Cell, expected: float
+    monkeypatch: pytest.MonkeyPatch,
+    within: float | None,
+    timeout_s: float,
+    cell: Cell,
+    expected: float,
 ) -> None:
     given: list[float] = []
 
@@ -165,10 +161,8 @@ def test_a_command_that_starves_in_a_search_is_ended(
         return CellMeasurement(UNLIMITED), False
 
     monkeypatch.setattr(command_runner, "take", take)
-    how = CommandSettings("/", in_search=in_search)
-    task = searching(timeout_s=timeout_s)
-    bench = CommandBench(task, how, {})
-    bench.measure(PlannedCommand(cell))
+    bench = CommandBench(searching(timeout_s=timeout_s, within=within), {})
+    bench.measure(Planned(cell))
     assert given == [expected]
 
 

@@ -21,7 +21,6 @@ def facts(**changes: Any) -> Facts:
         "cell": make_command(ram_limit_bytes=600 * MIB),
         "ended": Exit(None, signal=9),
         "in_time": True,
-        "timeout_s": 0.0,
         "oom_kills": 1,
         "machine_oom_kills": 1,
         "kills": None,

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import re
 import select
 import signal
 import struct
@@ -16,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ran_commands import make_command
+from ran_commands import make_command, settings_of
 
-from weighin.errors import ConfigError
 from weighin.result import Mark
 from weighin.run.command_output import MOST_MARKS, Relay, relaying
-from weighin.run.command_settings import CommandSettings
 
 NOTHING = "[^\\s\\S]"  # a search that finds nothing
 PASSED_ON = """
@@ -272,26 +269,20 @@ def test_the_command_is_ready_when_a_line_says_so_that_does_not_end(tmp_path: Pa
     assert [mark.text for mark in marks] == ["ready on port 8080"]
 
 
-def test_a_wrong_regular_expression_is_named() -> None:
-    with pytest.raises(ConfigError, match=re.escape("--mark 'a(' is not a regular expression")):
-        Relay((1, 2), ["a("])
-
-
 @pytest.mark.parametrize(
-    ("in_search", "limit_bytes", "hidden"),
+    ("within", "limit_bytes", "hidden"),
     [
-        (False, None, (False, False, False)),
-        (False, 2**30, (False, False, False)),
-        (True, None, (True, False, False)),  # a search reads nothing from standard input
-        (True, 2**30, (True, True, True)),  # and shows only the output without a limit
+        (None, None, (False, False, False)),
+        (None, 2**30, (False, False, False)),
+        (0.01, None, (True, False, False)),  # a search reads nothing from standard input
+        (0.01, 2**30, (True, True, True)),  # and shows only the output without a limit
     ],
 )
 def test_the_streams_of_commands_in_a_search(
-    in_search: bool, limit_bytes: int | None, hidden: tuple[bool, ...]
+    within: float | None, limit_bytes: int | None, hidden: tuple[bool, ...]
 ) -> None:
-    how = CommandSettings("/", in_search=in_search)
     cell = make_command(ram_limit_bytes=limit_bytes)
-    with relaying(how, cell, lambda: None) as relay:
+    with relaying(settings_of(cell, within=within), cell, lambda: None) as relay:
         streams = relay.streams
         given = (streams.stdin, streams.stdout, streams.stderr)
         assert tuple(each is not None for each in given) == hidden

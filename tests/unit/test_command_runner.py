@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cgroup_trees import Kernel
+from ran_commands import settings_of
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, StillRunning
@@ -20,7 +21,6 @@ from weighin.probes import kernel_log, page_cache
 from weighin.records.thrashing import Reference
 from weighin.result import Faults, Outcome, Peaks, Result
 from weighin.run import command_runner, command_watch
-from weighin.run.command_settings import CommandSettings
 from weighin.run.measurement import CellMeasurement
 from weighin.units import MIB
 
@@ -76,13 +76,20 @@ def take(tmp_path: Path) -> Take:
         timeout_s: float = 0.0,
         reference: Reference | None = None,
         cell: dict[str, Any] | None = None,
+        cold: Sequence[str] = (),
+        marks: Sequence[str] = (),
         **settings: Any,
     ) -> tuple[CellMeasurement, bool]:
         isolation = isolation or ProcessIsolation()
-        how = CommandSettings(str(tmp_path), stacks=False, **settings)
         planned = Cell.of_command("mine", ("sh", "-c", script), isolation.name, **(cell or {}))
+        changes = {"cwd": str(tmp_path), "cold": cold, "marks": marks} | settings
         return command_runner.take(
-            isolation, how, planned, timeout_s, {"machine": "this"}, reference
+            isolation,
+            settings_of(planned, **changes),
+            planned,
+            timeout_s,
+            {"machine": "this"},
+            reference,
         )
 
     return run
@@ -246,13 +253,9 @@ def descriptors() -> int:
 def test_a_command_that_cannot_start_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
     before = descriptors()
     with pytest.raises(ConfigError, match="cannot start 'sh'"):
-        command_runner.take(
-            ProcessIsolation(),
-            CommandSettings(str(tmp_path / "none"), stacks=False),
-            Cell.of_command("mine", ("sh",), "process"),
-            0.0,
-            {},
-        )
+        cell = Cell.of_command("mine", ("sh",), "process")
+        settings = settings_of(cell, cwd=str(tmp_path / "none"))
+        command_runner.take(ProcessIsolation(), settings, cell, 0.0, {})
     assert descriptors() == before
     assert list(temporary.iterdir()) == []
 

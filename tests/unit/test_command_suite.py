@@ -1,21 +1,17 @@
 """Suites of commands: how their files are read, and the plan that is made of them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from weighin.errors import ConfigError
+from weighin.plan.start import resume, start
+from weighin.plan.task import Run
 from weighin.records import run_folder
 from weighin.records.shard import parse
-from weighin.run import command_request
-from weighin.run.command_request import CommandRequest, of_suite, start
-from weighin.run.command_settings import CommandSettings
-from weighin.run.request import resume
-from weighin.run.settings import RunSettings
-from weighin.suite.commands import CommandSuite, read_command_suite
-from weighin.suite.config import read_suite
+from weighin.settings.definition import COMMANDS, MODELS, Settings
+from weighin.settings.reading import read_suite
 
 KEYS = "known keys: commands, ram, isolation, image, repeats, timeout_s, stacks, description"
 KEYS_OF_A_COMMAND = "known keys: name, command, cold, marks, environment"
@@ -29,10 +25,10 @@ isolation: process
 """
 
 
-def suite(folder: Path, text: str) -> CommandSuite:
+def suite(folder: Path, text: str) -> Settings:
     path = folder / "suite.yaml"
     path.write_text(text)
-    return read_command_suite(path)
+    return read_suite(path, COMMANDS)
 
 
 @pytest.fixture
@@ -42,11 +38,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def planned(folder: Path, text: str, **settings: Any) -> Any:
-    request = CommandRequest(
-        (), CommandSettings(str(folder)), RunSettings(**settings), folder=folder / "run"
-    )
-    return start(of_suite(suite(folder, text), request))[0]
+def planned(folder: Path, text: str, **changes: Any) -> Run:
+    settings = suite(folder, text).model_copy(update={"cwd": str(folder)} | changes)
+    return start(settings, folder / "run")[0]
 
 
 def test_a_command_is_a_list_or_a_line_that_is_split_as_a_shell_does(tmp_path: Path) -> None:
@@ -93,12 +87,12 @@ def test_a_wrong_suite_of_commands(tmp_path: Path, text: str, expected: str) -> 
     assert str(caught.value).replace(f"{tmp_path}/suite.yaml: ", "") == expected
 
 
-@pytest.mark.parametrize("read", [read_suite, read_command_suite])
-def test_a_suite_has_models_or_commands(tmp_path: Path, read: Any) -> None:
+@pytest.mark.parametrize("kind", [MODELS, COMMANDS])
+def test_a_suite_has_models_or_commands(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "suite.yaml"
     path.write_text("models: gpt2-tiny\ncommands: {name: a, command: x}")
     with pytest.raises(ConfigError) as caught:
-        read(path)
+        read_suite(path, kind)
     assert str(caught.value) == (
         f"{path}: a suite has models or commands, not both\nwrite two suites"
     )
@@ -115,7 +109,7 @@ def test_each_verb_names_the_other_one(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=f"measure the suite with weighin bench: weighin bench --suite {path}"
     ):
-        read_command_suite(path)
+        read_suite(path, COMMANDS)
 
 
 def test_the_plan_has_every_command_under_every_limit(here: Path) -> None:
@@ -129,19 +123,20 @@ def test_the_plan_has_every_command_under_every_limit(here: Path) -> None:
         ("second", "true", "as found", 1),
     ]
     assert cells[1].environment == {"A": "1"}
-    how = task.settings.command
-    assert how.of("first").cold == (str(here / "cold.bin"),)
-    assert how.of("first").marks == ("a",)
-    assert (how.of("second").cold, how.of("second").marks) == ((), ())
+    first, second = task.settings.commands
+    assert (first.cold, first.marks) == (["cold.bin"], ["a"])
+    assert (second.cold, second.marks) == ([], [])
 
 
 def test_a_resumed_suite_keeps_the_settings_of_each_command(here: Path) -> None:
     text = TWO.replace("[true, 1]", "['true', 1]").replace("ram: [none, 100m]", "ram: none")
     task = planned(here, text)
     again = resume(task.folder, trusted=True)
-    assert again.settings.command == task.settings.command
+    assert again.settings == task.settings
     assert [each.cell for each in again.planned] == [each.cell for each in task.planned]
-    with pytest.raises(ConfigError, match="command sh -c 'echo a b'"):
+    plan = task.folder / "plan.json"
+    plan.write_text(plan.read_text().replace("echo a b", "echo b"))
+    with pytest.raises(ConfigError, match="command sh -c 'echo b'"):
         resume(task.folder)
 
 
@@ -157,15 +152,3 @@ def test_a_shard_of_commands(here: Path) -> None:
 def test_a_missing_program_of_a_suite_is_named(here: Path) -> None:
     with pytest.raises(ConfigError, match="there is no program 'nosuchprogram'"):
         planned(here, "commands: {name: a, command: nosuchprogram}")
-
-
-def test_the_settings_of_one_command_survive_json() -> None:
-    how = CommandSettings("/x", own={"a": {"cold": ("f",), "marks": ()}})
-    assert CommandSettings.from_json(json.loads(json.dumps(how.as_json()))) == how
-
-
-def test_a_limit_without_its_unit_is_asked_about(here: Path) -> None:
-    request = CommandRequest(("true",), CommandSettings(str(here)), limits=(8,))
-    with pytest.raises(ConfigError) as caught:
-        command_request.start([request])
-    assert str(caught.value) == "--ram 8B is less than any program needs\ndid you mean 8g?"

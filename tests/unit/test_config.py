@@ -7,14 +7,8 @@ import pytest
 
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
-from weighin.suite.commands import read_command_suite
-from weighin.suite.config import (
-    DEFAULT_SAVING,
-    DEFAULT_STRATEGIES,
-    check_suite,
-    read_model,
-    read_suite,
-)
+from weighin.settings.definition import COMMANDS, DEFAULT_SAVING, DEFAULT_STRATEGIES
+from weighin.settings.reading import check_suite, read_model, read_suite
 from weighin.suite.registry import data_folder, model
 from weighin.units import GIB, MIB
 
@@ -46,7 +40,7 @@ def test_each_model_of_ours_loads_and_is_called_like_its_file(path: Path) -> Non
 def test_each_suite_of_ours_loads() -> None:
     for path in (CONFIGS / "suites").glob("*.yaml"):
         if path.stem in ("commands", "converting-files"):
-            assert read_command_suite(path).commands
+            assert read_suite(path, COMMANDS).commands
             continue
         suite = read_suite(path)
         for name in suite.sources:

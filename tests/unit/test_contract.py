@@ -7,14 +7,14 @@ import pytest
 
 from weighin import cell, result
 from weighin.records.run_folder import Plan
-from weighin.run.command_settings import CommandSettings
+from weighin.settings.definition import COMMANDS, MODELS, Settings
+from weighin.settings.reading import keys_of
 
 CONTRACT = (Path(__file__).parents[2] / "results" / "README.md").read_text()
 TYPES = (
     cell.Cell, cell.Job, cell.ModelSpec, result.Sample, result.Memory, result.Phase, result.Peaks,
     result.Faults, result.Pressure, result.Cost, result.Result, result.Written, result.Use, Plan,
     result.Ran, result.Process, result.OpenFile, result.Kill, result.Mark, result.Stack, result.Track,
-    CommandSettings,
 )  # fmt: skip
 
 
@@ -27,6 +27,12 @@ def test_every_field_is_in_the_contract(kind: type) -> None:
         if f"`{field.name}`" not in CONTRACT and f"`{section}{field.name}`" not in CONTRACT
     ]
     assert missing == []
+
+
+def test_every_setting_of_a_plan_is_in_the_contract() -> None:
+    of_suites = {*keys_of(MODELS), *keys_of(COMMANDS)}
+    others = [key for key in Settings.model_fields if key not in of_suites]
+    assert [key for key in others if f"`{key}`" not in CONTRACT] == []
 
 
 def test_every_outcome_is_in_the_contract() -> None:

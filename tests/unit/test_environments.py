@@ -12,13 +12,13 @@ from weighin.cli import _arguments
 from weighin.errors import ConfigError
 from weighin.isolation import preload
 from weighin.isolation.docker.mounts import environment_inside
+from weighin.plan.loads import plan_cell
 from weighin.predict.client import predict
 from weighin.protocol import decode_job, encode_job
 from weighin.records.series import name_of
 from weighin.report.rows import cells
+from weighin.settings.reading import check_suite
 from weighin.suite import registry
-from weighin.suite.config import check_suite
-from weighin.suite.matrix import Planned
 
 ARENAS = {"MALLOC_ARENA_MAX": "2"}
 PLAIN = make_cell("streaming")
@@ -130,11 +130,11 @@ def test_a_container_finds_preloaded_libraries_where_they_are_mounted() -> None:
 
 
 def test_a_prediction_follows_no_other_settings() -> None:
-    [prediction] = predict([Planned.of(CELL, registry.strategy("streaming"))])
+    [prediction] = predict([plan_cell(CELL, registry.strategy("streaming"))])
     assert prediction.cannot == "weighin cannot predict the effect of MALLOC_ARENA_MAX=2"
 
 
 def test_a_prediction_says_that_it_reads_no_whole_training_checkpoint() -> None:
     cell = replace(PLAIN, options={"key": "model"})
-    [prediction] = predict([Planned.of(cell, registry.strategy("streaming"))])
+    [prediction] = predict([plan_cell(cell, registry.strategy("streaming"))])
     assert prediction.cannot == "weighin cannot predict the load of a part of a training checkpoint"

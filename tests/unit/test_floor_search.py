@@ -11,18 +11,15 @@ from test_floor import CELL, above, lived, search
 
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import delegation
+from weighin.plan import start as plans
+from weighin.plan.task import Planned, Progress, Run
 from weighin.records.bisection import TYPICAL_CELLS
 from weighin.records.floor import Aim
 from weighin.result import Cost, Outcome, Result
-from weighin.run import command_request, runner
-from weighin.run import request as bench
-from weighin.run.command_request import CommandRequest
-from weighin.run.command_settings import CommandSettings
+from weighin.run import runner
 from weighin.run.floor_search import Search, resume, said, start
-from weighin.run.request import Request
-from weighin.run.settings import RunSettings
-from weighin.run.task import PlannedCommand, Progress, Run
-from weighin.suite.config import check_suite
+from weighin.settings.definition import Settings
+from weighin.settings.reading import check_suite
 from weighin.units import GIB, MIB, format_duration
 
 FIRST = lived(None, Outcome.OK, 1000 * MIB)
@@ -30,10 +27,10 @@ OTHER = replace(CELL, strategy="baseline")
 
 
 def searching(*cells: Any, skip: str = "", **settings: Any) -> Search:
-    planned = [PlannedCommand(cell) for cell in cells or (CELL,)]
+    planned = [Planned(cell) for cell in cells or (CELL,)]
     planned[0] = replace(planned[0], skip=skip)
     usual: dict[str, Any] = {"within": 0.01, "aim": Aim.SURVIVES}
-    chosen = RunSettings(**(usual | settings))
+    chosen = Settings().model_copy(update=usual | settings)
     return Search(Run(Path("run"), planned, PlayedIsolation([]), chosen), 0.01)
 
 
@@ -99,7 +96,7 @@ def test_floors_are_found_one_after_the_other_and_each_step_is_told(played: list
     ],
 )  # fmt: skip
 def test_the_bounds_of_a_floor_in_words(results: list[Result], words: str) -> None:
-    assert said(PlannedCommand(CELL), results, Aim.SURVIVES) == words
+    assert said(Planned(CELL), results, Aim.SURVIVES) == words
 
 
 def test_a_search_that_ends_no_cell_says_how_long_it_may_take() -> None:
@@ -119,25 +116,20 @@ def test_a_search_that_ends_no_cell_says_how_long_it_may_take() -> None:
 
 @pytest.mark.parametrize("within", [0.0, -0.01, 0.1001])
 def test_a_step_must_be_a_share_of_the_floor(within: float) -> None:
-    suite = check_suite({"models": "gpt2-tiny", "isolation": "process"})
-    request = Request(suite, RunSettings(within=within))
+    settings = check_suite({"models": "gpt2-tiny", "isolation": "process", "within": within})
     with pytest.raises(ConfigError) as caught:
-        start(request)
+        start(settings)
     assert str(caught.value) == (
         f"--within {within * 100:g}% is not between 0% and 10%\n"
         "write a percentage in this range, such as --within 1%"
     )
 
 
-def test_a_search_of_loads_and_one_of_commands_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_is_planned_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     run = searching().run
-    monkeypatch.setattr(bench, "start", lambda _: (run, "of loads"))
-    monkeypatch.setattr(command_request, "start", lambda _: (run, "of commands"))
-    suite = check_suite({"models": "gpt2-tiny", "isolation": "process"})
-    settings = RunSettings(within=0.1)
-    command = CommandRequest(("true",), CommandSettings("/"), settings)
-    assert start(Request(suite, settings)) == (Search(run, 0.1), "of loads")
-    assert start(command) == (Search(run, 0.1), "of commands")
+    monkeypatch.setattr(plans, "start", lambda *_: (run, "a note"))
+    settings = check_suite({"models": "gpt2-tiny", "isolation": "process", "within": 0.1})
+    assert start(settings) == (Search(run, 0.1), "a note")
 
 
 def test_only_a_search_is_resumed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +140,7 @@ def test_only_a_search_is_resumed_as_one(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append((folder, trusted))
         return runs.pop(0)
 
-    monkeypatch.setattr(bench, "restore", restore)
+    monkeypatch.setattr(plans, "restore", restore)
     assert resume(Path("run"), trusted=True).within == 0.01
     with pytest.raises(RecordError) as caught:
         resume(Path("run"))

@@ -17,8 +17,8 @@ from weighin.formats.pretrained_folder import read_folder
 from weighin.protocol import decode_event
 from weighin.records import run_folder
 from weighin.result import OURS, Outcome
-from weighin.suite.config import read_suite
-from weighin.suite.yaml_file import read_mapping
+from weighin.settings.reading import read_suite
+from weighin.settings.yaml_file import read_mapping
 from weighin.worker.phases import named_by_strategy
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -8,8 +8,8 @@ import torch
 
 from weighin import child_process
 from weighin.errors import IsolationUnavailable
-from weighin.run import gpu_check
-from weighin.run.gpu_check import Gpu, GpuAnswer
+from weighin.probes import gpu_check
+from weighin.probes.gpu_check import Gpu, GpuAnswer
 from weighin.units import GIB
 
 Answer = Callable[..., None]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from weighin.engines.driver import Driver
-from weighin.engines.scheduler import Node
 from weighin.engines.transport import Task
 from weighin.errors import RecordError
-from weighin.run.command_request import CommandRequest, start
-from weighin.run.command_settings import CommandSettings
-from weighin.run.task import Progress
+from weighin.plan.nodes import Node
+from weighin.plan.start import start
+from weighin.plan.task import Progress
+from weighin.settings.reading import check_suite
 
 NODE = Node("n", "node", 2**33, 2**33, {"process": ""})
 
@@ -62,9 +62,9 @@ def test_a_node_can_write_no_file_that_no_record_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
-    settings = CommandSettings(str(tmp_path), stacks=False)
-    request = CommandRequest(("true",), settings, isolation="process", folder=tmp_path / "run")
-    task, _ = start([request])
+    command = {"name": "true", "command": ["true"]}
+    settings = check_suite({"commands": command, "cwd": str(tmp_path), "isolation": "process"})
+    task, _ = start(settings, tmp_path / "run")
     before = {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
     with pytest.raises(RecordError, match="which no record names"):
         Driver(Fleet(path), [NODE], task, Progress(), lambda result, _: result).run()

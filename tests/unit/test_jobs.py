@@ -17,14 +17,14 @@ from weighin.isolation import delegation
 from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.isolation.process import ProcessIsolation
+from weighin.plan.loads import plan_cell
+from weighin.plan.task import Planned, Progress, Run
 from weighin.probes import environment
 from weighin.result import Result
 from weighin.run import runner
 from weighin.run.floor_search import Search
-from weighin.run.settings import RunSettings
-from weighin.run.task import Progress, Run
+from weighin.settings.definition import Settings
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.units import GIB
 
 
@@ -37,8 +37,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run_with(*limits: int | None, **changes: Any) -> Run:
     info = registry.strategies("load")["streaming"]
     cell = replace(make_cell("streaming", format="safetensors"), device="cpu")
-    planned = [Planned.of(replace(cell, ram_limit_bytes=limit), info) for limit in limits]
-    return Run(Path("run"), planned, ProcessIsolation(), RunSettings(**changes))
+    planned = [plan_cell(replace(cell, ram_limit_bytes=limit), info) for limit in limits]
+    return Run(Path("run"), planned, ProcessIsolation(), Settings().model_copy(update=changes))
 
 
 def refused(task: Run, count: int = 2) -> str:

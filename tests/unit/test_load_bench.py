@@ -13,15 +13,14 @@ from scripts import BASELINE, DONE, LOADED
 from weighin.checkpoint import cache
 from weighin.disk import mount
 from weighin.errors import CheckpointError, FormatLimit, HarnessError, IsolationUnavailable
+from weighin.plan.start import start
+from weighin.plan.task import Progress, Run
 from weighin.probes import page_cache
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.run import load_bench, runner
 from weighin.run.load_bench import set_up
-from weighin.run.request import Request, start
-from weighin.run.settings import RunSettings
-from weighin.run.task import Progress, Run
-from weighin.suite.config import check_suite
+from weighin.settings.reading import check_suite
 from weighin.suite.packages import versions
 from weighin.units import MIB
 
@@ -65,11 +64,10 @@ class Told:
         )
 
 
-def asked(*scripts: Any, settings: RunSettings | None = None, **suite: Any) -> Run:
+def asked(*scripts: Any, **suite: Any) -> Run:
     """Plan a run of the smallest model, whose workers play the scripts."""
     options = {"models": "gpt2-tiny", "strategies": "baseline", "isolation": "process"} | suite
-    request = Request(check_suite(options), settings or RunSettings(), folder=Path("run"))
-    run, _ = start(request)
+    run, _ = start(check_suite(options), Path("run"))
     return replace(run, isolation=PlayedIsolation(*scripts))
 
 
@@ -159,7 +157,7 @@ def test_a_limit_below_that_of_an_import_is_refused(ranks: int, limit: int, said
     run = replace(run, planned=[replace(planned, cell=cell)])
     if not said:
         with run_folder.room(run.folder):
-            set_up(run, run.planned, Progress())  # type: ignore[arg-type]
+            set_up(run, run.planned, Progress())
         return
     need = f"{250 * ranks}.000 MiB"
     assert complaint(run) == (
@@ -268,8 +266,7 @@ def test_a_users_checkpoint_that_changes_stops_the_run(own: Path) -> None:
             file.write(b"\0")
 
     script: list[Any] = [*LOADED, change, ready(), fakes.done()]
-    settings = RunSettings(checkpoint=own)
-    run = asked(BASELINE, script, settings=settings, strategies=["baseline", "sequential"])
+    run = asked(BASELINE, script, checkpoint=own, strategies=["baseline", "sequential"])
     assert complaint(run) == (
         f"{own} changed while baseline was measured\nrestore the checkpoint from a copy, and keep"
         " the strategy from writing to it"
@@ -364,7 +361,7 @@ def test_a_run_on_slow_disks_needs_fuse(monkeypatch: pytest.MonkeyPatch) -> None
     ]
     with pytest.raises(IsolationUnavailable, match="in a container: False"):
         set_up(run, slow, Progress())
-    set_up(run, [replace(slow[0], skip="x"), run.planned[1]], Progress())  # type: ignore[list-item]
+    set_up(run, [replace(slow[0], skip="x"), run.planned[1]], Progress())
 
 
 def test_a_worker_that_cannot_start_stops_the_run_and_keeps_its_records() -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from weighin.cell import Cell, ModelSpec
 from weighin.formats.pretrained_folder import BUILDER
+from weighin.plan.loads import plan_cell
+from weighin.plan.task import Planned
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB
 
@@ -95,7 +96,7 @@ def test_a_strategy_for_folders_skips_a_built_in_model_of_transformers() -> None
 
 def test_a_cell_of_an_old_plan_gets_the_reason_that_holds_now() -> None:
     cell = cells_of(device="cuda")[0].cell
-    assert Planned.of(cell, info("a", ("cuda",))).skip == ""
+    assert plan_cell(cell, info("a", ("cuda",))).skip == ""
 
 
 def test_what_is_asked_for_twice_is_measured_once() -> None:
@@ -167,7 +168,7 @@ def test_a_model_with_an_adapter_is_loaded_by_those_who_merge_it_and_others_are_
         info = registry.strategy(name)
         info = replace(info, packages=())
         skips = [
-            Planned.of(Cell(model, name, "process", format="safetensors"), info).skip
+            plan_cell(Cell(model, name, "process", format="safetensors"), info).skip
             for model in (merged, plain)
         ]
         assert ("merge it" in skips[0]) == (needs is None)

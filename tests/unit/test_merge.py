@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from factories import make_cell, make_result
-from ran_commands import make_command, make_ran
+from ran_commands import make_command, make_ran, settings_of
 
 from weighin.cell import Cell
 from weighin.cli import app
 from weighin.errors import RecordError
+from weighin.plan import start
 from weighin.records import run_folder
 from weighin.records.shard import Shard, parse
 from weighin.result import Result
-from weighin.run.command_settings import CommandSettings
 from weighin.run.merge import merge
-from weighin.run.settings import RunSettings
 
 PLAN = [make_cell(name) for name in ("baseline", "sequential", "streaming", "mmap_assign")]
 
@@ -147,8 +146,8 @@ def test_a_merged_run_of_commands_is_resumed_by_its_own_verb(tmp_path: Path) -> 
     cells = [make_command(repeat=repeat) for repeat in (0, 1)]
     first, second = Path("first"), Path("second")
     for folder, part in ((first, "1/2"), (second, "2/2")):
-        how = RunSettings(shard=parse(part), command=CommandSettings("/work"))
-        run_folder.write_plan(folder, cells, how.as_json())
+        settings = settings_of(cells[0], shard=parse(part))
+        run_folder.write_plan(folder, cells, settings.as_json())
     run_folder.append(first, make_ran(cells[0]))
     merged = merge([first], Path("part"))
     assert merged.again == "weighin run --resume part"
@@ -156,6 +155,20 @@ def test_a_merged_run_of_commands_is_resumed_by_its_own_verb(tmp_path: Path) -> 
     whole = merge([first, second], Path("whole"))
     assert [result.cell for result in whole.results] == cells
     assert run_folder.read(Path("whole")).missing == 0
+
+
+def test_a_merged_run_is_ours_if_all_its_parts_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    parts = [shard("1/2"), shard("2/2")]
+    plans = [run_folder.plan_bytes(part) for part in parts]
+    start.remember(plans[0])
+    merge(parts, Path("half"))
+    assert not start.is_ours(run_folder.plan_bytes(Path("half")))
+    start.remember(plans[1])
+    merge(parts, Path("whole"))
+    assert start.is_ours(run_folder.plan_bytes(Path("whole")))
 
 
 def test_runs_without_a_common_division_have_no_missing_shards() -> None:

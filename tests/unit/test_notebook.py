@@ -9,11 +9,11 @@ import pytest
 from factories import make_cell, make_result
 
 from pages import notebook
+from weighin.plan.task import Planned
 from weighin.predict.prediction import PredictedPhase, Prediction
 from weighin.records import run_folder
 from weighin.result import Memory, Outcome, Peaks, Phase, Result
-from weighin.suite.config import read_suite
-from weighin.suite.matrix import Planned
+from weighin.settings.reading import read_suite
 from weighin.suite.registry import data_folder, model
 from weighin.units import GIB, MIB
 

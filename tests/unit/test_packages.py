@@ -8,9 +8,10 @@ import pytest
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import ConfigError
 from weighin.isolation.docker import wheels
+from weighin.plan.loads import plan_cell
+from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.suite import packages, registry
-from weighin.suite.matrix import Planned
 
 
 def written(folder: Path, constant: str) -> registry.StrategyInfo:
@@ -21,7 +22,7 @@ def written(folder: Path, constant: str) -> registry.StrategyInfo:
 def planned(info: registry.StrategyInfo, device: str = "cpu") -> Planned:
     fmt = info.formats[0]
     spec = ModelSpec("m", "a.b:c")
-    return Planned.of(Cell(spec, info.name, "process", device=device, format=fmt), info)
+    return plan_cell(Cell(spec, info.name, "process", device=device, format=fmt), info)
 
 
 def test_a_strategy_without_packages_needs_none(tmp_path: Path) -> None:

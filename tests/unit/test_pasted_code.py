@@ -21,11 +21,11 @@ from weighin.cli import _arguments
 from weighin.cli import recommend as verb
 from weighin.cli.app import app
 from weighin.formats.pretrained_folder import CONFIG
+from weighin.plan.task import Planned
 from weighin.predict.prediction import Prediction, Work
 from weighin.recommend import answer
 from weighin.recommend.answer import Advice, advise, gather
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.units import GIB, MIB
 
 peft = pytest.importorskip("peft")

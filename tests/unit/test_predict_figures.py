@@ -13,6 +13,8 @@ from rich.console import Console
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, RecordError, UnknownName
+from weighin.plan.loads import plan_cell
+from weighin.plan.task import Planned
 from weighin.predict import check as checks
 from weighin.predict import client, pipeline, ranks, tables
 from weighin.predict.check import Checked
@@ -27,7 +29,6 @@ from weighin.predict.prediction import (
 from weighin.records import run_folder
 from weighin.result import Memory, Outcome, Peaks, Result, Use
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.units import GIB, MIB
 
 CELL = make_cell("mmap_assign", ram_limit_bytes=None)
@@ -296,7 +297,7 @@ def test_what_a_part_keeps_is_its_memory_in_the_last_phase() -> None:
 def planned(name: str = "streaming", **changes: Any) -> Planned:
     info = registry.strategy(name)
     cell = Cell(registry.model("gpt2-tiny"), name, "process", format=info.formats[0])
-    return Planned.of(replace(cell, **changes), info)
+    return plan_cell(replace(cell, **changes), info)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import pytest
 from nightly import nightly
 
 from weighin.cell import Cell
+from weighin.plan.loads import plan_cell
+from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.units import MIB
 
 BUILD = """
@@ -89,7 +90,7 @@ def test_a_prediction_does_not_depend_on_the_predictions_before_it() -> None:
 def planned(strategy: str) -> Planned:
     info = registry.strategy(strategy)
     model = registry.model("gpt2-tiny")
-    return Planned.of(Cell(model, strategy, "process", format=info.formats[0]), info)
+    return plan_cell(Cell(model, strategy, "process", format=info.formats[0]), info)
 
 
 def figure(one: Prediction, kind: str) -> int:

@@ -7,10 +7,11 @@ import pytest
 from test_predict import BIAS_BYTES, SPEC, WEIGHT_BYTES
 
 from weighin.cell import Cell, ModelSpec
+from weighin.plan.loads import plan_cell
+from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.predict.prediction import PredictedUse, Prediction
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.units import KIB, MIB
 
 COPIES = {
@@ -30,7 +31,7 @@ Followed = dict[tuple[str, str, str], Prediction]
 def planned(strategy: str, use: str, **changes: Any) -> Planned:
     info = registry.strategy(strategy)
     fields: dict[str, Any] = {"format": info.formats[0], "use": use, "passes": 0} | changes
-    return Planned.of(Cell(SPEC, strategy, "process", **fields), info)
+    return plan_cell(Cell(SPEC, strategy, "process", **fields), info)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_a_tied_matrix_has_two_gradients_and_their_sum_at_once() -> None:
     heads = {"vocab_size": WEIGHT_BYTES // 4 // 256, "emb_dim": 256, "n_layers": 1, "n_heads": 2}
     tied = ModelSpec("tied", "weighin.models.tied:tied", heads)
     info = registry.strategy("load_assign")
-    (one,) = predict([Planned.of(Cell(tied, "load_assign", "process", use="sgd", passes=0), info)])
+    (one,) = predict([plan_cell(Cell(tied, "load_assign", "process", use="sgd", passes=0), info)])
     assert round(copies(one)) == 4
 
 
@@ -126,8 +127,8 @@ def test_a_forward_pass_is_predicted_if_asked_for() -> None:
     info = registry.strategy("load_assign")
     run, never_run, not_asked = predict(
         [
-            Planned.of(Cell(registry.model("gpt2-tiny"), "load_assign", "process"), info),
-            Planned.of(Cell(SPEC, "load_assign", "process"), info),
+            plan_cell(Cell(registry.model("gpt2-tiny"), "load_assign", "process"), info),
+            plan_cell(Cell(SPEC, "load_assign", "process"), info),
             planned("load_assign", ""),
         ],
         forward=True,

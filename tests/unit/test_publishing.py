@@ -20,14 +20,14 @@ from weighin.cell import Cell, ModelSpec
 from weighin.cli import app
 from weighin.isolation import select
 from weighin.isolation.process import ProcessIsolation
-from weighin.probes import environment
+from weighin.probes import environment, gpu_check
 from weighin.records import run_folder
 from weighin.report import captions
 from weighin.result import Outcome, Result
-from weighin.run import gpu_check, runner
+from weighin.run import runner
+from weighin.settings.definition import COMMANDS
+from weighin.settings.reading import read_suite
 from weighin.suite import registry
-from weighin.suite.commands import read_command_suite
-from weighin.suite.config import read_suite
 from weighin.units import GIB
 
 ROOT = Path(__file__).parents[2]
@@ -206,7 +206,7 @@ def test_each_command_plans_the_cells_that_were_published(
 
     monkeypatch.setattr(select, "choose", lambda name, **_: (ProcessIsolation(), ""))
     monkeypatch.setattr(runner, "run", stop)
-    monkeypatch.setattr("weighin.run.machines.Machines.check_ram", lambda *_: None)
+    monkeypatch.setattr("weighin.plan.nodes.check_ram", lambda *_: None)
     gpu = gpu_check.Gpu("NVIDIA H200", 139 * GIB)
     monkeypatch.setattr(gpu_check, "look", lambda: gpu_check.GpuAnswer((gpu,)))
     monkeypatch.chdir(ROOT)
@@ -243,7 +243,7 @@ def test_the_converting_loads_that_were_published_are_those_of_the_suite() -> No
 
 def test_the_programs_that_were_published_are_those_of_the_suite() -> None:
     (run,) = publish.read(ROOT, ["converting-files"])
-    suite = read_command_suite(ROOT / run.command[-1])
+    suite = read_suite(ROOT / run.command[-1], COMMANDS)
     told = {one.cell.strategy: list(one.cell.command) for one in run.results}
     assert told == {one.name: one.command for one in suite.commands}
 

@@ -26,9 +26,9 @@ from weighin.errors import CheckpointError, HarnessError
 from weighin.formats import quantised
 from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import from_config, pretrained_class
+from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.worker import verify
 from weighin.worker.loading import WorkerLoad, import_strategy
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from weighin.records import run_folder
 
 HEAVY = {
-    *("torch", "numpy", "pandas", "pydantic", "rich", "docker", "requests", "psutil", "yaml"),
-    *("statistics", "difflib", "http.client", "importlib.metadata", "email", "py_spy"),
-    *("weighin.formats.catalog", "weighin.suite.registry", "weighin.suite.config"),
-    *("weighin.run.request", "weighin.cli.bench", "weighin.checkpoint.cache"),
+    *("torch", "numpy", "pandas", "rich", "docker", "requests", "psutil", "yaml", "filelock"),
+    *("statistics", "difflib", "http.client", "py_spy"),
+    *("weighin.formats.catalog", "weighin.suite.registry", "weighin.plan.loads"),
+    *("weighin.plan.trust", "weighin.cli.bench", "weighin.checkpoint.cache"),
 }
 PROGRAM = """
 import sys

@@ -10,27 +10,28 @@ import pytest
 from leftovers import wait_until
 
 from weighin.errors import ConfigError
+from weighin.plan.commands import check
 from weighin.run import readiness
-from weighin.run.command_settings import CommandSettings
-from weighin.run.readiness import Readiness, answers, check, stop
+from weighin.run.readiness import Readiness, answers, stop
+from weighin.settings.definition import Settings
 
 
 @pytest.mark.parametrize(
     "how", [{}, {"ready": "started"}, {"ready_url": "http://127.0.0.1:8000/health"}]
 )
 def test_a_server_that_can_be_waited_for(how: dict[str, str]) -> None:
-    check(CommandSettings("/", **how))  # type: ignore[arg-type]
+    check(Settings().model_copy(update=how))
 
 
 @pytest.mark.parametrize("url", ["https://localhost/", "http:///health", "localhost:8000", "x"])
 def test_an_address_that_is_not_of_http_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is not an HTTP address"):
-        check(CommandSettings("/", ready_url=url))
+        check(Settings(ready_url=url))
 
 
 def test_two_ways_to_tell_that_a_server_is_ready_are_one_too_many() -> None:
     with pytest.raises(ConfigError, match="each decides when the server is ready"):
-        check(CommandSettings("/", ready="started", ready_url="http://localhost/"))
+        check(Settings(ready="started", ready_url="http://localhost/"))
 
 
 class Server:
@@ -116,7 +117,7 @@ def waited(
     after: Callable[[Readiness], None] = lambda _: None,
 ) -> tuple[bool, int | None]:
     """Wait for a command; return whether it was in time, and when it was ready."""
-    one = Readiness(CommandSettings("/", ready=ready), lambda: None)
+    one = Readiness(Settings(ready=ready), lambda: None)
     one.begin()
     after(one)
     running: Any = command
@@ -161,7 +162,7 @@ def test_a_server_of_which_a_process_was_killed_gets_no_long_time(
 
 def test_the_figures_are_read_once_when_the_server_is_ready() -> None:
     reads: list[int] = []
-    one = Readiness(CommandSettings("/", ready="up"), lambda: reads.append(1))
+    one = Readiness(Settings(ready="up"), lambda: reads.append(1))
     one.now()
     first = one.ready_ns
     one.now()
@@ -171,7 +172,7 @@ def test_the_figures_are_read_once_when_the_server_is_ready() -> None:
 def test_an_address_is_asked_until_it_answers(server: Server) -> None:
     url = f"{server.url}/200"
     server.close()
-    one = Readiness(CommandSettings("/", ready_url=url), lambda: None)
+    one = Readiness(Settings(ready_url=url), lambda: None)
     assert one.is_expected
     one.begin()
     assert one.ready_ns is None
@@ -181,7 +182,7 @@ def test_an_address_is_asked_until_it_answers(server: Server) -> None:
 def test_an_address_that_answers_is_ready(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     given = iter([False, False, True])
     monkeypatch.setattr(readiness, "answers", lambda _: next(given))
-    one = Readiness(CommandSettings("/", ready_url=server.url), lambda: None)
+    one = Readiness(Settings(ready_url=server.url), lambda: None)
     one.begin()
     wait_until(lambda: one.ready_ns, "it is not ready")
     one.end()
@@ -190,7 +191,7 @@ def test_an_address_that_answers_is_ready(server: Server, monkeypatch: pytest.Mo
 
 def test_an_address_that_answers_before_the_start_is_refused(server: Server) -> None:
     with pytest.raises(ConfigError) as caught:
-        Readiness(CommandSettings("/", ready_url=server.url), lambda: None)
+        Readiness(Settings(ready_url=server.url), lambda: None)
     assert str(caught.value) == (
         f"a server answers at {server.url} before the command starts\n"
         "stop that server, or start the command on another port and write that port into --ready-url"

@@ -6,6 +6,7 @@ from statistics import median
 import pytest
 from pytest import MonkeyPatch
 
+from weighin.plan.task import Planned
 from weighin.predict.prediction import Prediction, Work
 from weighin.probes import environment
 from weighin.recommend import answer
@@ -15,7 +16,6 @@ from weighin.recommend.prior_runs import find
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.units import GIB, MIB
 
 PUBLISHED = Path(__file__).parents[2] / "results" / "published"

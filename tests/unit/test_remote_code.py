@@ -17,10 +17,10 @@ from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.pretrained_code import auto_class, digest
 from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import from_config
+from weighin.plan.start import restore, start
 from weighin.recommend.snippet import pretrained_snippet
-from weighin.run.request import Request, restore, start
+from weighin.settings.reading import check_suite
 from weighin.suite import registry
-from weighin.suite.config import check_suite
 
 TRUSTED = FolderChoice(trust_remote_code=True)
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 def planned(folder: Path, run: Path) -> Path:
     suite = {"models": str(folder), "strategies": "transformers", "isolation": "process"}
-    start(Request(check_suite(suite), folder=run, choice=TRUSTED))
+    start(check_suite(suite | {"trust_remote_code": True}), run)
     return run
 
 
@@ -69,12 +69,14 @@ def test_a_trusted_folder_loads_as_from_pretrained_loads_it(folder: Path, tmp_pa
     assert torch.equal(model(tokens), wanted(tokens))
 
 
-def test_the_plan_keeps_the_code_and_a_resumed_run_asks_for_trust(
+def test_the_plan_keeps_the_code_and_somebody_elses_run_asks_for_trust(
     folder: Path, tmp_path: Path
 ) -> None:
     run = planned(folder, tmp_path / "run")
     kwargs = json.loads((run / "plan.json").read_text())["cells"][0]["model"]["kwargs"]
     assert kwargs["code"] == {"folder": str(folder), "sha256": digest(folder)}
+    assert restore(run).planned[0].cell.model.kwargs == kwargs
+    (run / "plan.json").write_text((run / "plan.json").read_text() + "\n")
     with pytest.raises(ConfigError) as caught:
         restore(run)
     line = f"code of the Hugging Face folder {folder} (sha256 {digest(folder)[:16]})"

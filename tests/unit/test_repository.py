@@ -10,8 +10,8 @@ import yaml
 
 from weighin import __version__
 from weighin.gate import budgets
+from weighin.settings.reading import read_suite
 from weighin.suite import registry
-from weighin.suite.config import read_suite
 
 ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"

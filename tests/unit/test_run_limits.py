@@ -10,8 +10,8 @@ from weighin.isolation import delegation
 from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.process import ProcessIsolation
 from weighin.isolation.select import check_limits_around
+from weighin.plan import nodes
 from weighin.probes import environment
-from weighin.run.machines import THIS_MACHINE
 from weighin.units import GIB, MIB
 
 
@@ -50,9 +50,9 @@ def test_where_no_group_can_be_made_nothing_is_around(monkeypatch: pytest.Monkey
 
 def test_a_limit_of_all_ram_is_accepted_and_more_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "total_ram_bytes", lambda: GIB)
-    THIS_MACHINE.check_ram([None, GIB])
+    nodes.check_ram([None, GIB], ())
     with pytest.raises(ConfigError) as caught:
-        THIS_MACHINE.check_ram([None, GIB + MIB])
+        nodes.check_ram([None, GIB + MIB], ())
     assert str(caught.value) == (
         "--ram 1025MiB is more than this machine has (1.000 GiB)\n"
         "give a smaller limit, or leave out --ram"
@@ -60,6 +60,6 @@ def test_a_limit_of_all_ram_is_accepted_and_more_is_not(monkeypatch: pytest.Monk
 
 
 def test_this_machine_chooses_among_its_own_isolations() -> None:
-    isolation, note = THIS_MACHINE.choose("process", limited=False)
+    isolation, note = nodes.choose_isolation("process", (), limited=False)
     assert isinstance(isolation, ProcessIsolation)
     assert note == ""

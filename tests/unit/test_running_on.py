@@ -24,6 +24,7 @@ from weighin.errors import HarnessError, IsolationUnavailable, RecordError, Stil
 from weighin.isolation import cgroup, process_tree
 from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.process import LocalRunning, ProcessIsolation
+from weighin.plan.task import Run
 from weighin.probes import page_cache
 from weighin.probes.cgroup import this_process
 from weighin.records import run_folder
@@ -31,7 +32,6 @@ from weighin.result import Outcome, Sample
 from weighin.run.cell_runner import Setting, take
 from weighin.run.measurement import CellMeasurement
 from weighin.run.resuming import resumable
-from weighin.run.task import Run
 
 SLEEPING = (sys.executable, "-c", "import time; time.sleep(1000)")
 AGAIN = replace(make_result().cell, repeat=1)

@@ -29,8 +29,8 @@ from weighin.report.tables import markdown_table
 from weighin.report.writing import write_markdown
 from weighin.result import Outcome, Written
 from weighin.run import save_target
+from weighin.settings.definition import DEFAULT_SAVING
 from weighin.suite import registry
-from weighin.suite.config import DEFAULT_SAVING
 from weighin.units import GIB
 from weighin.worker.loading import import_strategy
 from weighin.worker.saving import check, files_in, measure, sync

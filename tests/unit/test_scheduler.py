@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weighin.cell import Cell
-from weighin.engines.scheduler import MOST_LOSSES, Node, Scheduler
+from weighin.engines.scheduler import MOST_LOSSES, Scheduler
+from weighin.plan.nodes import Node
 from weighin.units import GIB
 
 SMALL = Node("s", "small", ram_bytes=8 * GIB, free_ram_bytes=6 * GIB)

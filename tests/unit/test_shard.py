@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weighin.errors import ConfigError
+from weighin.plan.start import resume, start
+from weighin.plan.task import Run
 from weighin.records.shard import Shard, parse
-from weighin.run.request import Request, resume, start
-from weighin.run.settings import RunSettings
-from weighin.suite.config import check_suite
+from weighin.settings.reading import check_suite
 
 
 @given(cells=st.integers(0, 60), count=st.integers(1, 12))
@@ -32,20 +32,17 @@ def test_a_text_that_is_no_shard(text: str) -> None:
     )
 
 
-def asked(shard: str) -> Request:
+def started(shard: str) -> Run:
     suite = {"models": "gpt2-tiny", "strategies": ["baseline", "streaming", "sequential"]}
-    return Request(
-        check_suite(suite | {"isolation": "process"}),
-        RunSettings(shard=parse(shard)),
-        folder=Path("run"),
-    )
+    settings = check_suite(suite | {"isolation": "process", "shard": shard})
+    return start(settings, Path("run"))[0]
 
 
 def test_a_run_of_a_shard_has_the_whole_plan_and_its_own_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run, _ = start(asked("2/2"))
+    run = started("2/2")
     assert [each.cell.strategy for each in run.planned] == ["streaming"]
     plan = json.loads(Path("run/plan.json").read_text())
     assert [cell["strategy"] for cell in plan["cells"]] == ["baseline", "streaming", "sequential"]
@@ -60,7 +57,7 @@ def test_more_shards_than_cells_are_an_error(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        start(asked("4/4"))
+        started("4/4")
     assert str(caught.value) == (
         "--shard 4/4: the plan has only 3 cells\ndivide the plan into 3 shards at most"
     )

@@ -1,8 +1,8 @@
 """The page of suite files: its tables come from the data model, and its examples are suites."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ import yaml
 from pages import suite_keys as page
 from weighin.errors import ConfigError
 from weighin.formats.selection import WHOLE, Selection
+from weighin.settings.definition import COMMANDS, MODELS, Settings, SuiteCommand, SuiteModel
+from weighin.settings.reading import check_suite, keys_of, read_suite
 from weighin.suite.chosen_models import choose
-from weighin.suite.commands import CommandSuite, SuiteCommand, read_command_suite
-from weighin.suite.config import Suite, SuiteModel, SuiteStrategy, check_suite, read_suite
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "suites.md"
@@ -23,10 +23,18 @@ def test_the_committed_page_has_the_keys_of_the_code() -> None:
     assert page.fill(PAGE.read_text()) == PAGE.read_text(), "run make pages"
 
 
-@pytest.mark.parametrize("kind", [Suite, SuiteModel, SuiteStrategy, CommandSuite, SuiteCommand])
-def test_every_key_is_described(kind: Any) -> None:
-    rows = page.keys_of(kind).splitlines()[2:]
-    assert [row.split("`")[1] for row in rows] == list(kind.model_fields)
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("suite", keys_of(MODELS)),
+        ("model", SuiteModel.model_fields),
+        ("suite of commands", keys_of(COMMANDS)),
+        ("command", SuiteCommand.model_fields),
+    ],
+)
+def test_every_key_is_described(name: str, keys: Iterable[str]) -> None:
+    rows = page.keys_of(name).splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == list(keys)
     assert all(len(row.split("|")[3].split()) > 3 for row in rows)
 
 
@@ -38,13 +46,13 @@ def test_the_examples_are_suites(tmp_path: Path) -> None:
         path.write_text(text)
         assert read_suite(path).models
     path.write_text(commands)
-    train, load = read_command_suite(path).commands
+    train, load = read_suite(path, COMMANDS).commands
     assert train.command == ["python", "train.py", "--epochs", "1"]
     assert train.marks == [r"epoch \d+"]
     assert (load.cold, load.environment) == (["weights.pt"], {"OMP_NUM_THREADS": "1"})
 
 
-def suite(text: str) -> Suite:
+def suite(text: str) -> Settings:
     return check_suite(yaml.safe_load(text))
 
 
@@ -77,7 +85,7 @@ def test_weights_of_a_model_of_a_suite(here: Path) -> None:
     asked = suite("models: {name: mine, builder: 'nets:build', checkpoint: w.pt}")
     assert choose(asked).checkpoint == Path("w.pt")
     with pytest.raises(ConfigError) as caught:
-        choose(asked, checkpoint=Path("x.pt"))
+        choose(asked.model_copy(update={"checkpoint": Path("x.pt")}))
     assert str(caught.value) == (
         "the model has the checkpoint w.pt already, and --checkpoint names another one: x.pt\nleave --checkpoint out"
     )
@@ -90,7 +98,7 @@ def test_a_model_of_a_suite_selects_the_weights_in_its_checkpoint(here: Path) ->
     entry = f"{{{TRAINED}, key: state.net, strip_prefix: module.}}"
     assert choose(suite(f"models: {entry}")).selection == Selection("state.net", "module.")
     whole = suite(f"models: {{{TRAINED}}}")
-    assert choose(whole, selection=Selection("ema")).selection == Selection("ema")
+    assert choose(whole.model_copy(update={"key": "ema"})).selection == Selection("ema")
     assert choose(whole).selection == WHOLE
 
 
@@ -127,7 +135,8 @@ def test_a_selection_that_a_suite_cannot_make(
     here: Path, models: str, typed: Selection, text: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        choose(suite(f"models: {models}"), selection=typed)
+        typed_too = {"key": typed.key, "strip_prefix": typed.strip_prefix}
+        choose(suite(f"models: {models}").model_copy(update=typed_too))
     assert str(caught.value) == text
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 import pytest
 from factories import make_result
 
+from weighin.checkpoint import entries
 from weighin.errors import ConfigError, Interrupted
+from weighin.plan.start import restore, resume, start
+from weighin.plan.task import Run
 from weighin.predict import check
 from weighin.probes import environment
 from weighin.records import run_folder
-from weighin.run import floor_search, request, resuming
-from weighin.run.request import Request, restore, start
-from weighin.suite.config import check_suite
+from weighin.run import floor_search, resuming
+from weighin.settings.reading import check_suite
 from weighin.units import GIB
 
 LOAD = '"""Load."""\n\ndef load(job): ...\n'
@@ -33,7 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned(**suite: Any) -> Path:
     """Plan a run of our own code, and return its folder."""
     options = {"models": "gpt2-tiny", "strategies": "baseline", "isolation": "process"} | suite
-    start(Request(check_suite(options), folder=Path("run")))
+    start(check_suite(options), Path("run"))
     return Path("run")
 
 
@@ -93,13 +96,13 @@ def test_foreign_code_of_a_plan_is_shown_and_not_run_without_trust(
     planned()
     forge(change)
     with pytest.raises(ConfigError) as caught:
-        request.resume(Path("run"))
+        resume(Path("run"))
     assert str(caught.value) == (
         "run/plan.json names code that is not part of weighin and would run here:"
         f" {shown(here)[change]}\n"
         "read that code; if you trust it: weighin bench --resume run --trust; or start a new run"
     )
-    assert len(request.resume(Path("run"), trusted=True).planned) == 1
+    assert len(resume(Path("run"), trusted=True).planned) == 1
 
 
 def test_a_search_for_floors_asks_for_trust_with_its_own_verb() -> None:
@@ -114,7 +117,7 @@ def test_a_search_for_floors_asks_for_trust_with_its_own_verb() -> None:
 @pytest.mark.parametrize("operation", ["load", "save"])
 def test_what_is_ours_needs_no_trust(operation: str) -> None:
     planned(operation=operation, strategies="all", models=["gpt2-tiny", "tied-tiny"])
-    assert request.resume(Path("run")).planned
+    assert resume(Path("run")).planned
 
 
 @pytest.mark.parametrize("builder", ["weighin.models.stack:nn", "weighin.construction.skeleton:os"])
@@ -122,18 +125,16 @@ def test_a_function_of_our_package_that_is_no_model_is_foreign(builder: str) -> 
     planned()
     forge(lambda plan: plan["cells"][0]["model"].update(builder=builder))
     with pytest.raises(ConfigError, match=f"builder {re.escape(builder)} with"):
-        request.resume(Path("run"))
+        resume(Path("run"))
 
 
 def test_a_strategy_that_is_a_pipe_or_gone_is_named_and_not_read(here: Path) -> None:
-    import os
-
     os.mkfifo("pipe.py")
     planned()
     for name, what in (("pipe.py", "not a strategy"), ("gone.py", "no such file")):
         forge(lambda plan, at=name: plan["settings"]["strategy_paths"].update(baseline=at))  # type: ignore[misc]
         with pytest.raises(ConfigError, match=rf"strategy {name} \({what}\)"):
-            request.resume(Path("run"))
+            resume(Path("run"))
 
 
 def test_a_check_of_predictions_runs_nothing_foreign_without_trust(
@@ -169,14 +170,73 @@ def test_a_folder_of_a_plan_hides_no_module_of_ours(
     assert used == [()]
 
 
-def test_a_stopped_run_with_code_of_ones_own_says_that_it_wants_trust() -> None:
+def own_run() -> Run:
+    """Plan a run of a strategy of one's own."""
     Path("mine.py").write_text(LOAD)
-    task, _ = start(
-        Request(
-            check_suite({"models": "gpt2-tiny", "strategies": "mine.py", "isolation": "process"}),
-            folder=Path("run"),
-        )
-    )
+    suite = {"models": "gpt2-tiny", "strategies": "mine.py", "isolation": "process"}
+    return start(check_suite(suite), Path("run"))[0]
+
+
+def known_plans() -> list[Path]:
+    return list((entries.folder() / "plans").iterdir())
+
+
+@pytest.fixture
+def _empty_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(here / "cache"))
+
+
+def refused() -> bool:
+    with pytest.raises(ConfigError, match="names code that is not part of weighin"):
+        resume(Path("run"))
+    return True
+
+
+@pytest.mark.usefixtures("_empty_cache")
+def test_ones_own_plan_needs_no_trust_until_somebody_changes_it() -> None:
+    task = own_run()
+    assert resume(Path("run")).planned == task.planned
+    Path("run").rename("moved")
+    assert resume(Path("moved")).planned == task.planned
+    Path("moved").rename("run")
+    forge(lambda plan: plan["cells"][0]["model"].update(name="x"))
+    assert refused()
+
+
+@pytest.mark.usefixtures("_empty_cache")
+def test_a_plan_whose_digest_is_gone_or_is_that_of_another_plan_needs_trust() -> None:
+    own_run()
+    (known,) = known_plans()
+    digest = known.read_text()
+    known.write_text("0" * 64)  # another plan's file under this name
+    assert refused()
+    known.write_text(digest)
+    assert resume(Path("run"))
+    known.unlink()
+    assert refused()
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("_empty_cache")
+def test_a_digest_that_another_user_wrote_is_not_ours() -> None:
+    own_run()
+    (known,) = known_plans()
+    os.chown(known, 65534, 65534)
+    assert refused()
+
+
+def stopped(task: Run) -> str:
     with pytest.raises(Interrupted) as caught, resuming.resumable("bench", task):
         raise Interrupted("stopped")
-    assert caught.value.repair == "resume it: weighin bench --resume run --trust"
+    return caught.value.repair
+
+
+def test_a_stopped_run_says_whether_it_wants_trust(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(here / "cache"))
+    assert stopped(own_run()) == "resume it: weighin bench --resume run"
+    (Path("run") / "plan.json").unlink()
+    Path("no folder").touch()
+    monkeypatch.setenv("WEIGHIN_CACHE", str(here / "no folder"))
+    assert stopped(own_run()) == "resume it: weighin bench --resume run --trust"

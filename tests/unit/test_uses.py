@@ -10,12 +10,12 @@ from factories import planned
 
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.errors import ConfigError, UnknownName
+from weighin.plan import trust
+from weighin.plan.task import Planned
 from weighin.records.series import name_of
-from weighin.run import trust
-from weighin.run.settings import RunSettings
+from weighin.settings.definition import Settings
+from weighin.settings.reading import check_suite
 from weighin.suite import uses as suite_uses
-from weighin.suite.config import check_suite
-from weighin.suite.matrix import Planned
 from weighin.suite.registry import model, strategy
 from weighin.units import MIB
 from weighin.uses import FORWARD, NONE, USES, is_of_use, phase_of
@@ -88,11 +88,9 @@ def test_an_own_file_must_be_a_use(tmp_path: Path, name: str, text: str, message
 
 def test_the_file_of_an_own_use_is_foreign_code_of_a_plan(tmp_path: Path) -> None:
     (file := tmp_path / "half.py").write_text(OWN)
-    settings = RunSettings(use_paths={"half": str(file)})
+    settings = Settings(use_paths={"half": str(file)})
     [line] = trust.foreign([Cell(model("gpt2-tiny"), "baseline", "process")], settings)
     assert line.startswith(f"use {file} (sha256 ")
-    assert RunSettings.from_json(settings.as_json()) == settings
-    assert "use_paths" not in RunSettings().as_json()
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,19 @@ from typing import Any
 
 import pytest
 from factories import ENVIRONMENT, make_cell, make_result, notebook_run
-from ran_commands import make_ran
+from ran_commands import make_ran, settings_of
 from torch import save, zeros
 
 from weighin.cell import Cell
 from weighin.doctor import doctor
 from weighin.doctor.doctor import Capability
+from weighin.plan.task import Run
 from weighin.predict import client
 from weighin.predict.prediction import Prediction, Work
 from weighin.recommend import answer
 from weighin.records import run_folder
 from weighin.run import floor_search, runner
-from weighin.run.command_settings import CommandSettings
-from weighin.run.settings import RunSettings
-from weighin.run.task import Run
+from weighin.settings.definition import Settings
 from weighin.units import GIB, MIB
 
 ROOT = Path(__file__).parents[2]
@@ -58,9 +57,9 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             run_folder.append(folder / "runs" / name, again)
     run_folder.write_plan(Path("parts/1"), [make_cell("streaming"), make_cell("baseline")])
     run_folder.append(Path("parts/1"), make_result(make_cell("streaming")))
-    settings = RunSettings(command=CommandSettings(str(folder)))
     cells = [Cell.of_command("true", ("true",), "process", repeat=repeat) for repeat in (0, 1)]
-    run_folder.write_plan(Path("commands"), cells, settings.as_json())
+    settings = settings_of(*cells, cwd=str(folder)).as_json()
+    run_folder.write_plan(Path("commands"), cells, settings)
     save({"embedding.weight": zeros(10, 4), "head.weight": zeros(10, 4)}, "model.pt")
     monkeypatch.setattr(doctor, "examine", lambda _, **__: EXAMINATION)
     monkeypatch.setattr(runner, "run", _run)
@@ -79,15 +78,15 @@ EXAMINATION = doctor.Examination((
 
 def _run(task: Any, _: Any) -> Any:
     results = [make_result(make_cell("streaming")), make_result(make_cell("safetensors_copy"))]
-    if task.settings.command:
+    if task.settings.commands:
         results = [make_ran(planned.cell) for planned in task.planned]
     for result in results:
         run_folder.append(task.folder, result)
     return results
 
 
-def _start_search(request: Any) -> Any:
-    return floor_search.Search(Run(request.folder, [], None), request.settings.within), ""  # type: ignore[arg-type]
+def _start_search(settings: Settings, folder: Path) -> Any:
+    return floor_search.Search(Run(folder, [], None), settings.within), ""  # type: ignore[arg-type]
 
 
 def _perform(search: floor_search.Search, _: Any) -> Any:

@@ -23,7 +23,7 @@ from weighin.formats.misfit import first_names, plain
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.quantised import Quantised, in_checkpoint
 from weighin.formats.selection import WHOLE, Selection
-from weighin.suite.config import DTYPES
+from weighin.settings.definition import DTYPES
 from weighin.text import one_line
 from weighin.units import GIB, format_bytes, format_seconds, parse_bytes
 

@@ -11,6 +11,7 @@ formats, with values that were generated from one seed or read from one checkpoi
         per_param/...
         .making-XXXX/     the folder of a running or killed subprocess
     $WEIGHIN_CACHE/locks/gpt2-xl-1f2e3d4c.lock
+    $WEIGHIN_CACHE/plans/    the digests of the plans that weighin wrote here (``weighin.plan.start``)
 
 weighin writes a format again if its marker or the manifest is missing or damaged, or if a file's
 size or modification time differs from the marker. The checkpoint files are read-only, so that a
@@ -27,8 +28,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
-
-from filelock import FileLock, Timeout
 
 from weighin.atomic import write_text
 from weighin.errors import ConfigError, UnknownName
@@ -147,6 +146,8 @@ def locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
             f"cannot write to the cache {folder()}: {error.strerror}",
             "choose another folder: WEIGHIN_CACHE=/path weighin ...",
         ) from error
+    from filelock import FileLock, Timeout  # imports asyncio, which takes 0.05 s
+
     lock = FileLock(path)
     try:
         lock.acquire(blocking=False)

@@ -13,9 +13,7 @@ from weighin.foreign import parse_json
 if TYPE_CHECKING:
     from weighin.formats.pretrained_choice import FolderChoice
     from weighin.formats.selection import Selection
-    from weighin.run.request import Request
-    from weighin.suite.chosen_models import ChosenModels
-    from weighin.suite.config import Suite
+    from weighin.settings.definition import Settings
 
 DEFAULT_MODEL = "gpt2-small"
 
@@ -32,6 +30,11 @@ _OF_SUITE = (
     "steady", "trace",
 )  # fmt: skip
 """Options that are also keys of a suite (YAML file), under the same name."""
+_BESIDE_KEYS = (
+    "seed", "checkpoint", "key", "strip_prefix", "variant", "model_class", "revision",
+    "trust_remote_code", "adapter", "base_image", "storage",
+)  # fmt: skip
+"""Options that are settings under the same name, but no keys of a suite."""
 _LISTS = {name: name for name in ("ram", "vram", "ranks", "disk", "disk_latency")} | {"uses": "use"}
 """Maps each suite key whose value is a list to the option that takes a comma-separated list."""
 
@@ -144,27 +147,6 @@ def names(texts: Iterable[str]) -> list[str]:
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
-def request(typed: dict[str, Any], suite: "Suite", **settings: Any) -> "Request":
-    """Return the run that the options describe; ``settings`` go into ``RunSettings``."""
-    from weighin.run.request import Request
-    from weighin.run.settings import RunSettings
-
-    return Request(
-        suite,
-        RunSettings(
-            seed=typed["seed"],
-            checkpoint=typed["checkpoint"],
-            selection=selection(typed),
-            base_image=typed["base_image"],
-            mounts=tuple(map(str, typed["mounts"])),
-            **settings,
-        ),
-        kwargs=json_object(typed["kwargs"]),
-        folder=typed["folder"],
-        choice=choice(typed),
-    )
-
-
 def selection(typed: dict[str, Any]) -> "Selection":
     from weighin.formats.selection import Selection
 
@@ -179,39 +161,36 @@ def choice(typed: dict[str, Any]) -> "FolderChoice":
     return FolderChoice(**{name: typed[name] for name in names if name in typed})
 
 
-def choose(typed: dict[str, Any], suite: "Suite") -> "ChosenModels":
-    """Return a suite's models with the typed --kwargs and --checkpoint; print notes on them."""
-    from weighin.suite import chosen_models
+def settings(typed: dict[str, Any], model: str, **more: Any) -> "Settings":
+    """Return the settings of the suite that --suite names, or of ``model`` and the typed options.
 
-    chosen = chosen_models.choose(
-        suite,
-        kwargs=json_object(typed["kwargs"]),
-        checkpoint=typed["checkpoint"],
-        selection=selection(typed),
-        choice=choice(typed),
-    )
-    _console.note(*chosen.notes)
-    return chosen
-
-
-def suite(typed: dict[str, Any], model: str) -> "Suite":
-    """Return the suite that --suite names; without --suite, return a suite made of ``model`` and
-    the typed options.
+    The typed options that may stand beside --suite, and ``more``, are added.
     """
+    from weighin.settings.reading import check_suite, read_suite
     from weighin.suite import registry
-    from weighin.suite.config import check_suite, read_suite
 
     if typed.get("suite"):
-        return read_suite(registry.suite_file(typed["suite"]))
-    content: dict[str, Any] = {"models": [model]}
-    content |= {key: typed[key] for key in _OF_SUITE if key in typed}
-    content |= {key: names([typed[name]]) for key, name in _LISTS.items() if name in typed}
-    optional = {
-        "strategies": names(typed["strategies"]),
-        "format": names([typed["fmt"] or ""]),
-        "environment": environment(typed.get("env", ())),
-    }
-    return check_suite(content | {key: value for key, value in optional.items() if value})
+        found = read_suite(registry.suite_file(typed["suite"]))
+    else:
+        content: dict[str, Any] = {"models": [model]}
+        content |= {key: typed[key] for key in _OF_SUITE if key in typed}
+        content |= {key: names([typed[name]]) for key, name in _LISTS.items() if name in typed}
+        optional = {
+            "strategies": names(typed["strategies"]),
+            "format": names([typed["fmt"] or ""]),
+            "environment": environment(typed.get("env", ())),
+        }
+        found = check_suite(content | {key: value for key, value in optional.items() if value})
+    return found.model_copy(update=beside(typed) | more)
+
+
+def beside(typed: dict[str, Any]) -> dict[str, Any]:
+    """Return the typed options that are settings, but no keys of a suite."""
+    found = {name: typed[name] for name in _BESIDE_KEYS if name in typed}
+    found["kwargs"] = json_object(typed["kwargs"])
+    if "mounts" in typed:
+        found["mounts"] = tuple(map(str, typed["mounts"]))
+    return found
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from weighin.cli import _console
 
 if TYPE_CHECKING:
     from weighin.engines.base import Engine
+    from weighin.plan.nodes import Node
+    from weighin.plan.task import Run
     from weighin.result import Result
-    from weighin.run.machines import Machines
-    from weighin.run.task import Run
 
 
 def enter_scope(isolation: str) -> None:
@@ -30,22 +30,21 @@ def enter_scope(isolation: str) -> None:
 
 @contextmanager
 def planned(
-    typed: dict[str, Any], start: "Callable[[dict[str, Any], Machines], tuple[Run, str]]"
+    typed: dict[str, Any], start: "Callable[[dict[str, Any], Sequence[Node]], tuple[Run, str]]"
 ) -> "Iterator[tuple[Run, Engine]]":
     """Yield the run to perform, and the engine that performs the run.
 
     With --resume, the run is the stopped run in the given folder. Without --resume, ``start`` plans
-    a new run from the engine's settings and machines, and returns it with a note to print.
+    a new run from the engine's settings and nodes, and returns it with a note to print.
     """
     from weighin.engines import base
 
     patience_s = math.inf if typed.get("wait") else 0
     resumed = None
     if typed["resume"]:
-        # This module imports suites and strategies, which `weighin run -- COMMAND` does not need.
-        from weighin.run import request
+        from weighin.plan import start as plans
 
-        resumed = request.resume(typed["resume"], trusted=typed["trust"])
+        resumed = plans.resume(typed["resume"], trusted=typed["trust"])
         settings = dict(resumed.settings.engine)
         if typed["address"]:
             settings |= base.settings(settings.get("name", "local"), typed["address"], ())
@@ -54,7 +53,7 @@ def planned(
         jobs = typed.get("jobs", 1)
         settings = base.settings(typed["engine"], typed["address"], typed["labels"], jobs)
     with base.opened(settings) as engine:
-        task, note = (resumed, "") if resumed else start(settings, engine.machines)
+        task, note = (resumed, "") if resumed else start(settings, engine.nodes)
         _console.note(note)
         yield replace(task, patience_s=patience_s), engine
 

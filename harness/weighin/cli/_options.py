@@ -192,9 +192,10 @@ ranks = click.option(
 trust = click.option(
     "--trust",
     is_flag=True,
-    help="Allow weighin to execute the builders and strategies that the files of a resumed or"
-    " checked run name. Without --trust, weighin executes only code of weighin itself and of"
-    " installed packages, because the files of another person's run could name harmful code.",
+    help="Allow weighin to execute the commands, builders and strategies that the files of a resumed"
+    " or checked run name, because the files of another person's run could name harmful code."
+    " Without --trust, weighin executes only code of weighin itself and of installed packages, and"
+    " resumes the runs that you started here yourself.",
 )
 folder_choice = several(
     click.option(

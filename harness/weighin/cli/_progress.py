@@ -12,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 
 from weighin.cell import Cell
+from weighin.plan.task import Progress
 from weighin.result import Outcome, Result
 from weighin.run import interrupts
-from weighin.run.task import Progress
 from weighin.units import format_bytes, format_exact, format_seconds
 
 _REACHED = {"load": "ready", "save": "on the disk", "command": "after"}

@@ -9,9 +9,10 @@ from weighin.cli._verb import Verb
 from weighin.cli.report import show_run
 
 if TYPE_CHECKING:
-    from weighin.run.machines import Machines
-    from weighin.run.request import Request
-    from weighin.run.task import Run
+    from collections.abc import Sequence
+
+    from weighin.plan.nodes import Node
+    from weighin.plan.task import Run
 
 EXAMPLES = {
     "Load gpt2-xl with each of the six default strategies, three times, under 8 GiB of RAM": "weighin bench gpt2-xl --ram 8g --repeats 3",
@@ -154,16 +155,20 @@ EXAMPLES = {
 def bench(context: click.Context, /, **_: Any) -> None:
     """Measure memory and time of loading a model with each strategy in its own limited process."""
     from weighin.cli import _progress
+    from weighin.plan.start import start
     from weighin.records import run_folder
-    from weighin.run.request import start
+    from weighin.records.shard import parse
     from weighin.run.resuming import resumable
 
     typed = _arguments.read(context)
     if typed["engine"] == "local":
         _measuring.enter_scope(typed["isolation"])
 
-    def plan(engine: dict[str, Any], machines: "Machines") -> "tuple[Run, str]":
-        return start(_request(typed, engine), machines)
+    def plan(engine: dict[str, Any], nodes: "Sequence[Node]") -> "tuple[Run, str]":
+        shard = parse(typed["shard"]) if typed["shard"] else None
+        model = _arguments.one_model(typed)
+        settings = _arguments.settings(typed, model, shard=shard, engine=engine)
+        return start(settings, typed["folder"], nodes)
 
     with _measuring.planned(typed, plan) as (task, engine):
         limits = [planned.cell.ram_limit_bytes for planned in task.planned]
@@ -179,11 +184,3 @@ def bench(context: click.Context, /, **_: Any) -> None:
             results = engine.run(task, progress)
     show_run(task.folder, run_folder.of_results(task.folder, results), json_file=typed["json_file"])
     _measuring.end(context, results)
-
-
-def _request(typed: dict[str, Any], engine: dict[str, Any]) -> "Request":
-    from weighin.records.shard import parse
-
-    shard = parse(typed["shard"]) if typed["shard"] else None
-    suite = _arguments.suite(typed, _arguments.one_model(typed))
-    return _arguments.request(typed, suite, shard=shard, engine=engine, storage=typed["storage"])

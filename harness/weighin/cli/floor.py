@@ -10,9 +10,7 @@ from weighin.cli import _arguments, _console, _measuring, _options
 from weighin.cli._verb import VerbOfModelOrCommand
 
 if TYPE_CHECKING:
-    from weighin.run.command_request import CommandRequest
     from weighin.run.floor_search import Search
-    from weighin.run.request import Request
 
 EXAMPLES = {
     "Find the smallest RAM limit under which each of the six strategies loads the model": "weighin floor gpt2-medium",
@@ -141,6 +139,7 @@ def _refuse_mixed(context: click.Context) -> None:
 
 def _search(typed: dict[str, Any]) -> "Search":
     """Return the search in the folder of --resume; without --resume, return a new search."""
+    from weighin.cli.run import command_settings
     from weighin.records.floor import Aim
     from weighin.run import floor_search
 
@@ -148,17 +147,12 @@ def _search(typed: dict[str, Any]) -> "Search":
         search = floor_search.resume(typed["resume"], trusted=typed["trust"])
     else:
         aim = Aim.ENDS if typed["thrashing"] else Aim.SURVIVES
-        settings = {"within": _arguments.share(typed["within"]), "aim": aim}
-        search, note = floor_search.start(_request(typed, settings))
+        more = {"within": _arguments.share(typed["within"]), "aim": aim}
+        if typed["command"] is not None:
+            settings = command_settings(typed, **more)
+        else:
+            settings = _arguments.settings(typed, _arguments.one_model(typed), **more)
+        search, note = floor_search.start(settings, typed["folder"])
         _console.note(note)
     patience_s = math.inf if typed["wait"] else 0
     return replace(search, run=replace(search.run, patience_s=patience_s))
-
-
-def _request(typed: dict[str, Any], settings: dict[str, Any]) -> "Request | CommandRequest":
-    if typed["command"] is not None:
-        from weighin.cli.run import request_of
-
-        return request_of(typed, **settings)
-    suite = _arguments.suite(typed, _arguments.one_model(typed))
-    return _arguments.request(typed, suite, **settings)

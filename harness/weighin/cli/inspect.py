@@ -89,15 +89,10 @@ def _inspected(typed: dict[str, Any]) -> "Inspected":
             _console.note(*registry.notes_on(weights, choice))
         return inspected
     from weighin.predict import client
+    from weighin.settings.reading import check_suite
     from weighin.suite.chosen_models import choose
-    from weighin.suite.config import check_suite
 
-    chosen = choose(
-        check_suite({"models": name}),
-        kwargs=kwargs,
-        selection=_arguments.selection(typed),
-        choice=choice,
-    )
+    chosen = choose(check_suite({"models": name}).model_copy(update=_arguments.beside(typed)))
     with (
         _console.working("building the model without values"),
         client.generated(chosen.specs[0], chosen.python_path) as path,

@@ -130,8 +130,8 @@ def _strategies(operation: Any) -> list[dict[str, Any]]:
 
 
 def _models() -> list[dict[str, Any]]:
+    from weighin.settings.yaml_file import read_mapping
     from weighin.suite import registry
-    from weighin.suite.yaml_file import read_mapping
 
     found = []
     for name, path in registry.models().items():
@@ -145,8 +145,8 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _suites() -> list[dict[str, Any]]:
+    from weighin.settings.yaml_file import read_mapping
     from weighin.suite import registry
-    from weighin.suite.yaml_file import read_mapping
 
     return [
         {"name": name, "summary": read_mapping(path).get("description", ""), "path": str(path)}

@@ -100,13 +100,14 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
     """Return the predictions for the options; progress texts begin with ``name``."""
     from weighin.errors import ConfigError
     from weighin.formats import quantised
+    from weighin.plan import loads
     from weighin.predict import client
-    from weighin.suite import registry, uses
-    from weighin.suite.matrix import plan
+    from weighin.suite import chosen_models, registry, uses
     from weighin.uses import FORWARD
 
-    suite = _arguments.suite(typed, _arguments.noted_model(typed))
-    chosen = _arguments.choose(typed, suite)
+    settings = _arguments.settings(typed, _arguments.noted_model(typed))
+    chosen = chosen_models.choose(settings)
+    _console.note(*chosen.notes)
     for spec in chosen.specs:
         found = quantised.of_model(spec)
         if found and chosen.checkpoint and not found.dequantises:
@@ -118,11 +119,11 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
             "predict each model in a separate command: weighin predict FOLDER; or measure the suite"
             " first, and predict its run: weighin predict --check RUN",
         )
-    use_paths = uses.chosen(suite.uses)
-    planned = plan(
-        suite.model_copy(update=_PREDICTED),
+    use_paths = uses.chosen(settings.uses)
+    planned = loads.cells_of(
+        settings.model_copy(update=_PREDICTED),
         chosen.specs,
-        registry.chosen(suite, chosen.own_format),
+        registry.chosen(settings, chosen.own_format),
         "process",
         dtypes=chosen.dtypes,
         own_formats=chosen.own_formats,

@@ -150,24 +150,25 @@ def _question(typed: dict[str, Any]) -> "Question":
     from weighin.disk.pace import Pace
     from weighin.recommend import answer
     from weighin.recommend.candidates import Limits
-    from weighin.suite import uses
-    from weighin.suite.config import check_suite
+    from weighin.settings.reading import check_suite
+    from weighin.suite import chosen_models, uses
     from weighin.uses import NONE
 
     name = _arguments.noted_model(typed)
     keys = ("ram", "vram", "device", "dtype", "ranks", "disk", "disk_latency")
     limits = {key: typed[key] for key in keys}
-    suite = check_suite({"models": name, "uses": [typed["use"]]} | limits)
-    ((use, use_path),) = uses.chosen(suite.uses).items()
-    chosen = _arguments.choose(typed, suite)
+    settings = check_suite({"models": name, "uses": [typed["use"]]} | limits)
+    ((use, use_path),) = uses.chosen(settings.uses).items()
+    chosen = chosen_models.choose(settings.model_copy(update=_arguments.beside(typed)))
+    _console.note(*chosen.notes)
     return answer.Question(
         model=chosen.specs[0],
-        limits=Limits(suite.ram[0], suite.vram[0]),
+        limits=Limits(settings.ram[0], settings.vram[0]),
         checkpoint=chosen.checkpoint,
         selection=chosen.selection,
-        device=suite.device,
-        ranks=suite.ranks[0],
-        disk=Pace(suite.disk[0], suite.disk_latency[0]),
+        device=settings.device,
+        ranks=settings.ranks[0],
+        disk=Pace(settings.disk[0], settings.disk_latency[0]),
         dtype=chosen.dtype,
         allow=answer.check_allowed(_arguments.names([typed["allow"]])),
         results=typed["results"],

@@ -13,10 +13,12 @@ from weighin.cli._verb import Verb
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weighin.plan.nodes import Node
+    from weighin.plan.task import Run
     from weighin.result import Result
-    from weighin.run.command_request import CommandRequest
-    from weighin.run.machines import Machines
-    from weighin.run.task import Run
+    from weighin.settings.definition import Settings
 
 EXAMPLES = {
     "Measure a command without a limit": "weighin run -- python train.py --epochs 1",
@@ -25,7 +27,7 @@ EXAMPLES = {
     "Mark the time of each output line that contains 'epoch'": "weighin run --ram 1g --mark epoch -- sh -c 'cat data | python train.py'",
     "Run the command in a container of this image": "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
     "Measure each command of a suite": "weighin run --suite commands --out results/commands",
-    "Go on with a stopped run; --trust permits its recorded command to start again": "weighin run --resume results/20261126T090000-train.py-4GiB --trust",
+    "Go on with a stopped run": "weighin run --resume results/20261126T090000-train.py-4GiB",
 }
 
 
@@ -90,8 +92,8 @@ def run(context: click.Context, /, **_: Any) -> None:
     The command keeps its standard streams, terminal, folder and environment. With one
     limit and no repeats, weighin exits with the command's own exit code.
     """
+    from weighin.plan.task import Progress
     from weighin.run.resuming import resumable
-    from weighin.run.task import Progress
 
     typed = _arguments.read(context)
     if typed["engine"] == "local":
@@ -105,68 +107,71 @@ def run(context: click.Context, /, **_: Any) -> None:
 
 
 def _start(
-    typed: dict[str, Any], engine: dict[str, Any], machines: "Machines"
+    typed: dict[str, Any], engine: dict[str, Any], nodes: "Sequence[Node]"
 ) -> "tuple[Run, str]":
     """Plan a run of the typed command, or of the commands in a suite; return the run and a note."""
-    from weighin.run import command_request
+    from weighin.plan.start import start
 
     if engine:
         _console.note(
             "on a node of the cluster, the command's standard input is empty, and its output is not"
             " shown",
         )
-    request = request_of(typed, engine=engine)
-    if typed["suite"]:
-        from weighin.suite.commands import read_command_suite  # imports pydantic, 0.1 s
-        from weighin.suite.registry import suite_file
-
-        suite = read_command_suite(suite_file(typed["suite"]))
-        return command_request.start(command_request.of_suite(suite, request), machines)
-    return command_request.start([request], machines)
+    return start(command_settings(typed, engine=engine), typed["folder"], nodes)
 
 
-def request_of(typed: dict[str, Any], **settings: Any) -> "CommandRequest":
-    """Return the request for the typed command; ``settings`` go into ``RunSettings``."""
+def command_settings(typed: dict[str, Any], **more: Any) -> "Settings":
+    """Return the settings of the typed command, or of the suite that --suite names, with ``more``."""
     from pathlib import Path
 
+    from weighin.plan.commands import label_of
     from weighin.records.shard import parse
-    from weighin.run.command_request import CommandRequest
-    from weighin.run.command_settings import CommandSettings
-    from weighin.run.settings import RunSettings
-    from weighin.units import parse_bytes
+    from weighin.settings.definition import COMMANDS, SuiteCommand
+    from weighin.settings.reading import check_suite, read_suite
 
-    limits = tuple(
-        None if text == "none" else parse_bytes(text)
-        for text in _arguments.names([typed.get("ram") or "none"])
-    )
-    repeats = typed.get("repeats", 1)
-    if repeats < 1:
+    if typed.get("suite"):
+        from weighin.suite.registry import suite_file
+
+        settings = read_suite(suite_file(typed["suite"]), COMMANDS)
+    elif not typed["command"]:
         raise ConfigError(
-            f"--repeats {repeats} would not run the command", "write 1 or more, such as --repeats 3"
+            "no command was given",
+            "write the command after --: weighin run --ram 4g -- python x.py",
         )
-    shard = parse(typed["shard"]) if typed.get("shard") else None
-    return CommandRequest(
-        command=typed["command"],
-        how=CommandSettings(
-            folder=_current_folder(),
-            cold=tuple(str(Path(path).absolute()) for path in typed["cold"]),
-            marks=typed.get("marks", ()),
-            stacks=typed.get("stacks", False) and repeats == 1,
-            ready=typed["ready"],
-            ready_url=typed["ready_url"],
-            grace_s=typed["grace_s"],
-            in_search="within" in settings,
-            image=typed["image"],
-            mounts=tuple(str(path.absolute()) for path in typed["mounts"]),
-        ),
-        settings=RunSettings(timeout_s=typed["timeout_s"], shard=shard, **settings),
-        label=typed["label"],
-        limits=limits,
-        repeats=repeats,
-        isolation=typed["isolation"],
-        environment=_arguments.environment(typed["env"]),
-        folder=typed["folder"],
-    )
+    else:
+        # Not validated, because a command line may set any variable, and a program may have any name.
+        command = SuiteCommand.model_construct(
+            name=typed["label"] or label_of(typed["command"]),
+            command=list(typed["command"]),
+            cold=list(typed["cold"]),
+            marks=list(typed.get("marks", ())),
+            environment=_arguments.environment(typed["env"]),
+        )
+        content = {
+            "commands": [command],
+            "ram": _arguments.names([typed.get("ram") or "none"]),
+            "repeats": typed.get("repeats", 1),
+            "isolation": typed["isolation"],
+            "timeout_s": typed["timeout_s"],
+            "image": typed["image"],
+            # The reading of stacks takes time, which repeats would measure.
+            "stacks": typed.get("stacks", False) and typed.get("repeats", 1) == 1,
+        }
+        settings = check_suite(content)
+    located = [
+        each.model_copy(update={"cold": [str(Path(path).absolute()) for path in each.cold]})
+        for each in settings.commands
+    ]
+    beside = {
+        "commands": located,
+        "cwd": _current_folder(),
+        "ready": typed["ready"],
+        "ready_url": typed["ready_url"],
+        "grace_s": typed["grace_s"],
+        "mounts": tuple(str(path.absolute()) for path in typed["mounts"]),
+        "shard": parse(typed["shard"]) if typed.get("shard") else None,
+    }
+    return settings.model_copy(update=beside | more)
 
 
 def _current_folder() -> str:

@@ -31,10 +31,10 @@ from weighin.errors import HarnessError
 from weighin.isolation import delegation, select
 from weighin.isolation.base import Isolation
 from weighin.isolation.cgroup import limit, temporary_group
-from weighin.probes import environment, page_cache
+from weighin.probes import environment, gpu_check, page_cache
 from weighin.probes.cgroup import MemoryCgroup, PeakMark, memory_hierarchy, pressure_hierarchy
 from weighin.result import Outcome
-from weighin.run import command_runner, gpu_check
+from weighin.run import command_runner
 from weighin.run.cell_runner import Setting, measure
 from weighin.suite.registry import model, read_strategy
 from weighin.units import MIB, format_bytes

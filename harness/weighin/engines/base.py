@@ -5,10 +5,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
 
 from weighin.errors import ConfigError, UnknownName
+from weighin.plan.nodes import Node
+from weighin.plan.task import Progress, Run
 from weighin.result import Result
 from weighin.run import runner
-from weighin.run.machines import THIS_MACHINE, Machines
-from weighin.run.task import Progress, Run
 
 NAMES: Final = ("local", "ray")
 
@@ -17,8 +17,8 @@ class Engine(Protocol):
     """A way to run the cells (measurements) of a plan: on this machine, or on a cluster."""
 
     @property
-    def machines(self) -> Machines:
-        """The machine or machines that run the cells."""
+    def nodes(self) -> Sequence[Node]:
+        """The nodes that run the cells; empty for this machine."""
 
     def run(self, task: Run, progress: Progress) -> Sequence[Result]:
         """Run every cell that has no record, and return the results of all cells.
@@ -31,7 +31,7 @@ class Engine(Protocol):
 class LocalEngine:
     """Runs the cells (measurements) of a plan one by one on this machine."""
 
-    machines: Machines = THIS_MACHINE
+    nodes: Sequence[Node] = ()
 
     def run(self, task: Run, progress: Progress) -> Sequence[Result]:
         return runner.run(task, progress)

@@ -8,10 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.engines.scheduler import MOST_LOSSES, Node, Scheduler
+from weighin.engines.scheduler import MOST_LOSSES, Scheduler
 from weighin.engines.transport import LostTask, Task, Transport
 from weighin.errors import HarnessError, NoNodeLeft, RecordError
 from weighin.foreign import no_link
+from weighin.plan.nodes import Node
+from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.probes import environment
 from weighin.protocol import decode_event
 from weighin.records import coverage, run_folder
@@ -19,7 +21,6 @@ from weighin.records.parsing import parse
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.run import interrupts
 from weighin.run.run_lock import only_writer
-from weighin.run.task import AnyPlanned, Progress, Run, skipped
 from weighin.suite import registry
 from weighin.text import one_line
 
@@ -97,7 +98,7 @@ class Driver:
             finally:
                 self._cancel()
 
-    def _todo(self) -> list[AnyPlanned]:
+    def _todo(self) -> list[Planned]:
         """Return the planned cells without a record; record as skipped those that the plan skips."""
         results = self._task.begin()
         todo = {c.id for c in coverage.pending([p.cell for p in self._task.planned], results)}
@@ -334,7 +335,8 @@ def _settings(task: Run) -> dict[str, Any]:
         operation = task.planned[0].cell.operation if task.planned else "load"
         own = {str(info.path) for info in registry.strategies(operation).values()}
         paths = {name: "" if path in own else path for name, path in paths.items()}
-    return replace(task.settings, strategy_paths=paths, shard=None, engine={}).as_json()
+    ours = {"strategy_paths": paths, "shard": None, "engine": {}}
+    return task.settings.model_copy(update=ours).as_json()
 
 
 def _remove(files: Sequence[Path]) -> None:

@@ -15,23 +15,22 @@ from weighin import child_process
 from weighin.checkpoint import cache
 from weighin.child_process import last_line, ready
 from weighin.engines.driver import Driver
-from weighin.engines.scheduler import Node
 from weighin.errors import ConfigError
 from weighin.isolation import delegation
+from weighin.plan.nodes import Node
+from weighin.plan.task import Progress, Run
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.protocol import encode_event
 from weighin.records.machine import CONCURRENT
 from weighin.result import Result
 from weighin.run import interrupts, run_lock, runner
-from weighin.run.machines import THIS_MACHINE, Machines
-from weighin.run.task import Progress, Run
 from weighin.units import format_bytes
 
 
 class JobsEngine:
     """Runs several cells at a time; their RAM limits together must fit in this machine's free RAM."""
 
-    machines: Machines = THIS_MACHINE
+    nodes: Sequence[Node] = ()
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs

@@ -38,11 +38,12 @@ from weighin.checkpoint import cache, staging
 from weighin.child_process import Parent
 from weighin.errors import HarnessError, Interrupted, explain
 from weighin.isolation import delegation, select
-from weighin.probes import environment
+from weighin.plan import start
+from weighin.plan.task import Progress, Run
+from weighin.probes import environment, gpu_check
 from weighin.records import run_folder
 from weighin.result import SCHEMA
-from weighin.run import gpu_check, interrupts, request, runner
-from weighin.run.task import Progress, Run
+from weighin.run import interrupts, runner
 from weighin.suite import registry
 from weighin.units import MIB
 
@@ -138,7 +139,7 @@ def _send_results(folder: Path, events: Parent) -> None:
 def _restored(assignment: Mapping[str, Any]) -> Iterator[Run]:
     with staging.own_folder(cache.folder() / "fleet") as folder:
         settings = dict(assignment["settings"])
-        if settings["strategy_paths"]:  # a command has no strategies
+        if "strategy_paths" in settings:  # a command has no strategies
             known = registry.strategies(assignment["operation"])
             settings["strategy_paths"] = {
                 name: path or str(known[name].path)
@@ -146,7 +147,7 @@ def _restored(assignment: Mapping[str, Any]) -> Iterator[Run]:
             }
         plan = {"schema": SCHEMA, "cells": assignment["cells"], "settings": settings}
         (folder / run_folder.PLAN).write_text(json.dumps(plan))
-        task = request.restore(folder, trusted=True)  # the driver has asked for the user's trust
+        task = start.restore(folder, trusted=True)  # the driver has asked for the user's trust
         yield replace(task, patience_s=max(assignment["patience_s"], _LOCK_PATIENCE_S))
 
 

@@ -2,82 +2,14 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.units import format_bytes, format_exact
+from weighin.plan.nodes import Demand, Node
 
 MOST_LOSSES: Final = 3
 """A cell is not run again if this many nodes were lost while they ran it: the cell may be the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A machine that runs cells (measurements), or one of several jobs on this machine.
-
-    Attributes:
-        isolations: for each isolation (such as docker), the reason why it does not work on the node;
-            empty if it works.
-        gpu_bytes: the memory of each GPU.
-        no_soft_limit: the reason why the node cannot set a soft RAM limit; empty if it can.
-    """
-
-    id: str
-    name: str
-    ram_bytes: int
-    free_ram_bytes: int
-    isolations: Mapping[str, str] = field(default_factory=dict)
-    gpu_bytes: tuple[int, ...] = ()
-    no_soft_limit: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """The properties of a cell that decide which nodes can run the cell."""
-
-    ram_limit_bytes: int | None
-    device: str
-    vram_limit_bytes: int | None
-
-    @classmethod
-    def of(cls, cell: Cell) -> "Demand":
-        device = "cuda" if cell.needs_gpu and cell.device == "cpu" else cell.device
-        return cls(cell.ram_limit_bytes, device, cell.vram_limit_bytes)
-
-    def obstacle(self, node: Node) -> str:
-        """Return why ``node`` can never run a cell with this demand; empty if the node can."""
-        limit = self.ram_limit_bytes
-        if limit is not None and limit > node.ram_bytes:
-            return (
-                f"{node.name} has {format_bytes(node.ram_bytes)}, less than"
-                f" --ram {format_exact(limit)}"
-            )
-        if self.device == "cpu":
-            return ""
-        index = int(self.device.partition(":")[2] or 0)
-        if index >= len(node.gpu_bytes):
-            return f"{node.name} has no {self.device}"
-        vram = self.vram_limit_bytes
-        if vram is not None and vram > node.gpu_bytes[index]:
-            return (
-                f"the GPU of {node.name} has {format_bytes(node.gpu_bytes[index])}, less than"
-                f" --vram {format_exact(vram)}"
-            )
-        return ""
-
-    def lacks_now(self, node: Node) -> str:
-        """Return why ``node`` cannot run a cell with this demand now; empty if the node can."""
-        if reason := self.obstacle(node):
-            return reason
-        limit = self.ram_limit_bytes
-        if limit is not None and limit > node.free_ram_bytes:
-            return (
-                f"{node.name} has {format_bytes(node.free_ram_bytes)} free, less than"
-                f" --ram {format_exact(limit)}"
-            )
-        return ""
 
 
 class Scheduler:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from weighin.engines.scheduler import Node
+from weighin.plan.nodes import Node
 
 
 class LostTask(Exception):

@@ -20,8 +20,9 @@ from weighin.gate.expected import Expectation
 from weighin.records.machine import Policy, Setting
 from weighin.records.metrics import METRICS, Metric, Tolerance, named
 from weighin.records.series import Figure, Series
-from weighin.suite import config
-from weighin.suite.yaml_file import read_mapping
+from weighin.settings.definition import Strict
+from weighin.settings.reading import validate
+from weighin.settings.yaml_file import read_mapping
 
 SCHEMA: Final = 1
 
@@ -32,7 +33,7 @@ _List = BeforeValidator(lambda value: [] if value is None else value)
 _Off = BeforeValidator(lambda value: None if value in (False, "off") else value)
 
 
-class _Tolerance(config.Strict):
+class _Tolerance(Strict):
     relative: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = None
     absolute: str | int | None = None
     direction: Literal["lower", "higher", "both"] | None = None
@@ -42,7 +43,7 @@ _Choice = Annotated[_Tolerance | None, _Off]
 _Range = Annotated[list[StrictInt], Field(min_length=3, max_length=3)]
 
 
-class _Series(config.Strict):
+class _Series(Strict):
     outcome: str
     repeats: Annotated[int, Field(ge=1)]
     model_bytes: StrictInt | None = None
@@ -50,7 +51,7 @@ class _Series(config.Strict):
     phases: Annotated[dict[str, dict[str, StrictInt]], _Map] = Field(default_factory=dict)
 
 
-class _Measured(config.Strict):
+class _Measured(Strict):
     environment: Annotated[dict[str, str | int | float | bool | None], _Map] = Field(
         default_factory=dict
     )
@@ -58,7 +59,7 @@ class _Measured(config.Strict):
     series: Annotated[dict[str, _Series], _Map] = Field(default_factory=dict)
 
 
-class _File(config.Strict):
+class _File(Strict):
     schema_: Annotated[int, Field(alias="schema", ge=1)]
     metrics: Annotated[dict[str, _Choice], _Map] = Field(default_factory=dict)
     budgets: Annotated[list[str], _List] = Field(default_factory=list)
@@ -116,7 +117,7 @@ def read(path: Path) -> Baseline:
             f"{path}: written by a newer weighin (schema {schema}; this version reads up to {SCHEMA})",
             install.upgrade(),
         )
-    file = config.validate(_File, content, str(path))
+    file = validate(_File, content, str(path))
     try:
         accepted = _expectations(file.measured.expect)
         rules = _rules(file, accepted)

@@ -1,7 +1,7 @@
 """Compare the measurements of a run with predictions of the same loads."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
@@ -9,16 +9,17 @@ from statistics import median
 from typing import Any
 
 from weighin.errors import HarnessError, RecordError
+from weighin.plan import loads, trust
+from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.probes import environment
 from weighin.records import after_load, run_folder
 from weighin.records.repeats import middle
 from weighin.result import Outcome, Result
-from weighin.run import trust
-from weighin.run.settings import RunSettings
+from weighin.settings import reading
+from weighin.settings.definition import Settings
 from weighin.suite import registry, user_code
-from weighin.suite.matrix import Planned
 from weighin.suite.registry import StrategyInfo
 
 _FIGURES = {
@@ -120,19 +121,19 @@ def check(
     cells = [results[0].cell for results in series.values()]
     # A folder on the path may hide any module, so only a foreign builder gets the folders.
     if all(user_code.is_ours(cell.model.builder) for cell in cells):
-        settings = replace(settings, python_path=())
+        settings = settings.model_copy(update={"python_path": ()})
     paths = settings.strategy_paths
     if not trusted:
         used = {cell.strategy: paths[cell.strategy] for cell in cells if cell.strategy in paths}
         trust.check(
-            trust.foreign(cells, replace(settings, strategy_paths=used)),
+            trust.foreign(cells, settings.model_copy(update={"strategy_paths": used})),
             place=run,
             again=f"weighin predict --check {quote(str(run))}",
             repair="or predict the model itself",
         )
     by_checkpoint: dict[Path | None, list[Planned]] = {}
     for cell in cells:
-        planned = Planned.of(cell, _strategy(cell.strategy, paths))
+        planned = loads.plan_cell(cell, _strategy(cell.strategy, paths))
         by_checkpoint.setdefault(settings.checkpoint_of(cell.model), []).append(planned)
     predictions = {
         prediction.cell.series: prediction
@@ -215,16 +216,17 @@ def _unreclaimable(results: list[Result]) -> int | None:
     return max((size for size in sizes if size is not None), default=None)
 
 
-def _settings(run: Path) -> RunSettings:
+def _settings(run: Path) -> Settings:
     """Return the settings in a run's plan, without those of containers (a prediction uses none).
 
     If the run has no readable plan, as a published run, return the default settings.
     """
     try:
-        found = RunSettings.from_json(run_folder.read_plan(run).settings)
+        found = run_folder.read_plan(run)
+        settings = reading.read_plan(found.settings, found.cells, run / run_folder.PLAN)
     except HarnessError:
-        return RunSettings()
-    return replace(found, base_image=None, mounts=())
+        return Settings()
+    return settings.model_copy(update={"base_image": None, "mounts": ()})
 
 
 def _strategy(name: str, paths: Mapping[str, str]) -> StrategyInfo:

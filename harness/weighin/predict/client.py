@@ -16,12 +16,12 @@ from weighin.errors import ConfigError, HarnessError, UnknownName
 from weighin.formats import gguf, quantised
 from weighin.formats.pretrained_library import LIBRARIES, library_of
 from weighin.formats.selection import WHOLE, Selection
+from weighin.plan.task import Planned
 from weighin.predict.prediction import Prediction, from_json
 from weighin.predict.ranks import of_ranks
 from weighin.probes.environment import read_ahead_bytes
 from weighin.protocol import decode_event
-from weighin.suite.config import DTYPES
-from weighin.suite.matrix import Planned
+from weighin.settings.definition import DTYPES
 from weighin.suite.packages import name_of
 
 _FOLLOWED: Final = frozenset(

@@ -30,6 +30,8 @@ from weighin.formats.pretrained_folder import (
 from weighin.formats.pretrained_library import TRANSFORMERS, library_in
 from weighin.formats.quantisation_config import dequantising
 from weighin.formats.selection import WHOLE, Selection
+from weighin.plan.loads import plan_cell
+from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.recommend.candidates import (
@@ -48,7 +50,6 @@ from weighin.recommend.slow_disk import behind
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.recommend.speeds import USUAL
 from weighin.suite import registry
-from weighin.suite.matrix import Planned
 from weighin.suite.registry import StrategyInfo
 from weighin.units import format_bytes
 from weighin.uses import FORWARD, TRAINING
@@ -435,7 +436,7 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
             continue
         if checkpoint_format == gguf.NAME and checkpoint_format not in info.formats:
             continue  # a dequantised checkpoint would be up to 8 times as large
-        yield Planned.of(cell, info)
+        yield plan_cell(cell, info)
 
 
 def _reads_part(info: StrategyInfo, question: Question) -> bool:

@@ -68,7 +68,7 @@ def verb_of(settings: Mapping[str, Any]) -> str:
     """Return the weighin verb that makes runs with such settings, and that resumes them."""
     if "within" in settings:
         return "floor"
-    return "run" if settings.get("command") else "bench"
+    return "run" if settings.get("commands") or settings.get("command") else "bench"
 
 
 def resume_command(verb: str, run: Path) -> str:

@@ -274,8 +274,8 @@ def write_plan(
     settings: dict[str, Any] | None = None,
     *,
     is_new: bool = False,
-) -> None:
-    """Write plan.json atomically, and create the run's folder if it does not exist.
+) -> bytes:
+    """Write plan.json atomically, and return its content. Create the run's folder if it does not exist.
 
     Raises:
         RecordError: the folder cannot be written, or, with ``is_new``, has a plan already; or the
@@ -295,6 +295,7 @@ def write_plan(
             if is_new_folder:
                 run.rmdir()
             raise
+    return text
 
 
 def already_there(run: Path, verb: str) -> RecordError:
@@ -325,8 +326,16 @@ def read_plan(run: Path) -> Plan:
         RecordError: a newer version of weighin wrote the plan.
         DamagedRecord: the file is not a valid plan; the message names the field.
     """
-    path = run / PLAN
-    return parse(Plan, _read(path), str(path), "start a new run: weighin cannot resume this run")
+    return parse_plan(run, plan_bytes(run))
+
+
+def plan_bytes(run: Path) -> bytes:
+    return _read(run / PLAN)
+
+
+def parse_plan(run: Path, text: bytes) -> Plan:
+    repair = "start a new run: weighin cannot resume this run"
+    return parse(Plan, text, str(run / PLAN), repair)
 
 
 def _encode(value: Result | Plan, name: str, indent: int | None = None) -> bytes:

@@ -37,7 +37,6 @@ class Facts:
     cell: Cell
     ended: Exit
     in_time: bool
-    timeout_s: float
     oom_kills: int | None
     machine_oom_kills: int | None
     kills: Sequence[Kill] | None
@@ -61,8 +60,9 @@ def judge(facts: Facts) -> tuple[Outcome, str]:
     if facts.stopped and facts.stopped.timeout_s is None:
         return Outcome.THRASHING, thrashing.words(facts.stopped)
     if not facts.in_time:
+        assert facts.stopped
         how = "still running" if facts.ready is None else "not ready"
-        return Outcome.TIMEOUT, f"{how} after {facts.timeout_s:g} s"
+        return Outcome.TIMEOUT, f"{how} after {facts.stopped.timeout_s:g} s"
     if facts.oom_kills is None and facts.machine_oom_kills and ended.signal == signal.SIGKILL:
         return Outcome.OOM_KILLED, "killed by the kernel when the whole machine ran out of memory"
     return (Outcome.COMMAND_FAILED, how) if (how := _failure(facts)) else (Outcome.OK, "")

@@ -23,8 +23,8 @@ from weighin.cell import Cell
 from weighin.child_process import ready, write
 from weighin.isolation.base import Streams
 from weighin.result import Mark
-from weighin.run.command_settings import CommandSettings
 from weighin.run.output_lines import Ended, Lines, Pattern
+from weighin.settings.definition import Settings
 from weighin.text import one_line
 
 MOST_MARKS: Final = 1000
@@ -55,8 +55,8 @@ class Relay:
     ) -> None:
         self._noted: deque[Mark] = deque(maxlen=MOST_MARKS)
         self.number_of_marks = 0
-        self._ready = Pattern("--ready", ready) if ready else None
-        self._patterns = [Pattern("--mark", each) for each in marks]
+        self._ready = Pattern(ready) if ready else None
+        self._patterns = [Pattern(each) for each in marks]
         self._patterns += [self._ready] if self._ready else []
         self._at_ready = at_ready
         self._lock = threading.Lock()
@@ -200,15 +200,16 @@ class _Channel:
 
 
 @contextlib.contextmanager
-def relaying(how: CommandSettings, cell: Cell, at_ready: Callable[[], None]) -> Iterator[Relay]:
+def relaying(settings: Settings, cell: Cell, at_ready: Callable[[], None]) -> Iterator[Relay]:
     """Yield the relay of a cell's command. In a search for the smallest limit, hide the output of
     commands that run under a limit.
     """
     with Path(os.devnull).open("r+b", buffering=0) as nothing:
-        is_hidden = how.in_search and cell.ram_limit_bytes is not None
+        in_search = settings.within is not None
+        is_hidden = in_search and cell.ram_limit_bytes is not None
         targets = [nothing.fileno()] * 2 if is_hidden else _STANDARD
-        relay = Relay(targets, how.marks, how.ready, at_ready)
-        if how.in_search:
+        relay = Relay(targets, settings.command(cell.strategy).marks, settings.ready, at_ready)
+        if in_search:
             relay.streams = replace(relay.streams, stdin=nothing.fileno())
         try:
             yield relay

@@ -5,7 +5,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -15,21 +15,22 @@ from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.checkpoint import staging
-from weighin.errors import ConfigError, Interrupted
+from weighin.errors import Interrupted
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, RunningCommand
 from weighin.isolation.command import PASSED
+from weighin.plan.commands import files_in
+from weighin.plan.task import Planned, Progress, Run
 from weighin.probes import page_cache
 from weighin.records import run_folder
 from weighin.records.thrashing import Reference
 from weighin.result import Outcome
 from weighin.run import command_output
-from weighin.run.command_settings import CommandSettings
 from weighin.run.command_watch import CommandWatch
 from weighin.run.measurement import CellMeasurement, trouble_of
 from weighin.run.plausible import checked
-from weighin.run.task import PlannedCommand, Progress, Run
 from weighin.run.thrash_guard import ThrashGuard
+from weighin.settings.definition import Settings
 from weighin.units import format_bytes
 
 _PREFIX: Final = "weighin-run-"
@@ -42,17 +43,16 @@ _BY_KERNEL: Final = 0x80  # SI_KERNEL, of <signal.h>: the kernel sends the termi
 
 @dataclass(slots=True)
 class CommandBench:
-    """Measures the commands of a run, with the settings that all of them share.
+    """Measures the commands of a run.
 
     ``stopped`` tells whether weighin received SIGINT, SIGTERM or SIGHUP during a command.
     """
 
     task: Run
-    how: CommandSettings
     environment: dict[str, Any]
     stopped: bool = False
 
-    def measure(self, planned: PlannedCommand) -> CellMeasurement:
+    def measure(self, planned: Planned) -> CellMeasurement:
         """Run one command and return its measurement.
 
         Raises:
@@ -63,7 +63,7 @@ class CommandBench:
             raise Interrupted(_STOPPED)
         measured, self.stopped = take(
             self.task.isolation,
-            self.how.of(planned.cell.strategy),
+            self.task.settings,
             planned.cell,
             self.task.settings.timeout_s or self._patience_s(planned.cell),
             self.environment,
@@ -79,7 +79,7 @@ class CommandBench:
         In a search for the smallest limit, a command may run for hours under a limit that is too
         small. The time-out is therefore 10 times the command's time without a limit, plus 30 s.
         """
-        if not self.how.in_search:
+        if self.task.settings.within is None:
             return 0.0
         first = self.task.unlimited_result(cell)
         return round(_TIMES * (first.ready_ns or 0) / 1e9 + _LEAST_S, 1) if first else 0.0
@@ -87,15 +87,14 @@ class CommandBench:
 
 def set_up(task: Run, progress: Progress) -> CommandBench:
     """Prepare the isolation; raise ConfigError if a cell's limit exceeds that of an outer cgroup."""
-    assert task.settings.command
     select.check_limits_around(task.isolation, [each.cell for each in task.planned])
     task.prepare(progress)
-    return CommandBench(task, task.settings.command, task.environment())
+    return CommandBench(task, task.environment())
 
 
 def take(
     isolation: Isolation,
-    how: CommandSettings,
+    settings: Settings,
     cell: Cell,
     timeout_s: float,
     environment: dict[str, Any],
@@ -110,18 +109,22 @@ def take(
             comparison is killed.
     """
     started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
-    cached_bytes = page_cache.drop(files_in(how.cold)) if how.cold else None
+    cold = settings.command(cell.strategy).cold
+    cached_bytes = page_cache.drop(files_in(cold)) if cold else None
     with (
         staging.own_folder(_temporary(), _PREFIX) as folder,
         _passing_signals_on() as signals,
         ExitStack() as opened,
     ):
-        watch = CommandWatch(cell, how, folder)
-        output = opened.enter_context(command_output.relaying(how, cell, watch.readiness.now))
+        watch = CommandWatch(cell, settings, folder)
+        output = opened.enter_context(command_output.relaying(settings, cell, watch.readiness.now))
         start_ns = time.monotonic_ns()
         try:
             running = isolation.start_command(
-                watch.cell_with_phases(), how.folder, output.streams, (*how.mounts, str(folder))
+                watch.cell_with_phases(),
+                settings.cwd,
+                output.streams,
+                (*settings.mounts, str(folder)),
             )
         except BaseException:
             watch.abandon()
@@ -137,7 +140,7 @@ def take(
         finally:
             trouble = trouble_of(running.close)
         output.finish()
-    result = watch.result(end_ns - start_ns, timeout_s)
+    result = watch.result(end_ns - start_ns)
     assert result.ran
     result = replace(result, ran=replace(result.ran, marks=output.marks))
     warnings = result.warnings
@@ -173,21 +176,6 @@ def remove_leftovers() -> list[str]:
 
 def _temporary() -> Path:
     return Path(tempfile.gettempdir())
-
-
-def files_in(paths: Sequence[str]) -> list[Path]:
-    """Return the files among ``paths``, and all files below the folders among ``paths``.
-
-    Raises:
-        ConfigError: a path does not exist.
-    """
-    files: list[Path] = []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise ConfigError(f"--cold {path}: there is no such file or folder")
-        found = [path] if path.is_file() else path.rglob("*")
-        files += [each for each in found if each.is_file()]
-    return files
 
 
 @dataclass(slots=True)

@@ -38,9 +38,9 @@ from weighin.result import (
     Stopped,
 )
 from weighin.run import command_outcome, plausible, readiness
-from weighin.run.command_settings import CommandSettings
 from weighin.run.program_phases import PhaseListener
 from weighin.run.thrash_guard import ThrashGuard
+from weighin.settings.definition import Settings
 from weighin.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ class CommandWatch:
     not start.
     """
 
-    def __init__(self, cell: Cell, how: CommandSettings, folder: Path) -> None:
+    def __init__(self, cell: Cell, settings: Settings, folder: Path) -> None:
         self.samples: list[Any] = []
-        self.readiness = readiness.Readiness(how, self._read_figures)
+        self.readiness = readiness.Readiness(settings, self._read_figures)
         self._listener = PhaseListener(folder)
-        self._cell, self._how = cell, how
+        self._cell, self._settings = cell, settings
         self._log = kernel_log.position()
         self._started_s = time.time()
         self._machine_oom_kills = read_machine_oom_kills()
@@ -92,7 +92,7 @@ class CommandWatch:
         self._limits = limits_around(running.cgroup.parent) if running.cgroup else []
         self._home = None if running.cgroup else memory_cgroup_of(running.pid)
         self._mark = PeakMark(self._cgroup) if self._cgroup else None
-        self._stacks = _stack_taker(running) if self._how.stacks else None
+        self._stacks = _stack_taker(running) if self._settings.stacks else None
         self._sampler = CommandSampler(
             running.pid,
             self._cgroup,
@@ -135,7 +135,7 @@ class CommandWatch:
         self._in_time = in_time
         if self.readiness.ready_ns is not None:
             self.samples = self._sampler.stop()
-            readiness.stop(running, self._how.grace_s)
+            readiness.stop(running, self._settings.grace_s)
         elif not in_time:
             running.kill()
             running.wait(_PATIENCE_S)
@@ -144,7 +144,7 @@ class CommandWatch:
         if not is_ready:
             self._read_figures()
         if in_time:
-            self._ended = command_outcome.end_rest(running, self._how.grace_s, _SETTLE_S)
+            self._ended = command_outcome.end_rest(running, self._settings.grace_s, _SETTLE_S)
         if not is_ready and self._cgroup:
             self._last = replace(self._last, oom_kills=self._cgroup.read_oom_kills())
         self._exit = running.reap()
@@ -160,7 +160,7 @@ class CommandWatch:
         if self._mark:
             self._mark.close()
 
-    def result(self, elapsed_ns: int, timeout_s: float) -> Result:
+    def result(self, elapsed_ns: int) -> Result:
         sampler, running = self._sampler, self._running
         machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
         processes = sampler.table.processes()
@@ -173,7 +173,6 @@ class CommandWatch:
             cell=self._cell,
             ended=self._exit,
             in_time=self._in_time,
-            timeout_s=timeout_s,
             oom_kills=largest((self._last.oom_kills, sampler.oom_kills)),
             machine_oom_kills=machine_oom_kills,
             kills=kills,
@@ -231,7 +230,7 @@ class CommandWatch:
                 stacks=self._taken_stacks(),
                 ended=self._ended,
                 tracks=self._tracks,
-                cold=self._how.cold,
+                cold=tuple(self._settings.command(self._cell.strategy).cold),
                 frozen_ns=self._stacks.frozen_ns if self._stacks else 0,
             ),
             stopped=self._stopped if outcome in (Outcome.TIMEOUT, Outcome.THRASHING) else None,
@@ -275,7 +274,7 @@ class CommandWatch:
             return ()
         from weighin.run.stack_code import with_code  # takes 0.01 s, with its regular expressions
 
-        return with_code(self._stacks.stacks, self._how.folder, self._started_s)
+        return with_code(self._stacks.stacks, self._settings.cwd, self._started_s)
 
     def _faults(self) -> Faults | None:
         if not self._cgroup or not self.samples:

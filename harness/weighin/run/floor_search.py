@@ -8,6 +8,8 @@ from pathlib import Path
 
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import delegation
+from weighin.plan import start as plans
+from weighin.plan.task import Planned, Progress, Run
 from weighin.records.bisection import TYPICAL_CELLS, next_cell, remaining_ns
 from weighin.records.coverage import resume_command
 from weighin.records.floor import (
@@ -20,11 +22,8 @@ from weighin.records.floor import (
     why_stopped,
 )
 from weighin.result import Result
-from weighin.run import command_request, runner
-from weighin.run import request as bench
-from weighin.run.command_request import CommandRequest
-from weighin.run.request import Request
-from weighin.run.task import AnyPlanned, Progress, Run
+from weighin.run import runner
+from weighin.settings.definition import Settings
 from weighin.units import format_bytes, format_duration
 
 
@@ -42,7 +41,7 @@ class Search:
     def perform(self, progress: Progress) -> list[Result]:
         return runner.run(self.run, progress, lambda results: self._next(results, progress))
 
-    def _next(self, results: Sequence[Result], progress: Progress) -> AnyPlanned | None:
+    def _next(self, results: Sequence[Result], progress: Progress) -> Planned | None:
         highest, _ = delegation.ram_bytes(self.run.isolation.name)
         aim = self.run.settings.aim
         done = {result.cell.id for result in results}
@@ -84,23 +83,20 @@ class Search:
         )
 
 
-def start(request: Request | CommandRequest) -> tuple[Search, str]:
+def start(settings: Settings, folder: Path | None = None) -> tuple[Search, str]:
     """Plan a new search, and return the search and a note on the chosen isolation.
 
     Raises:
         ConfigError, UnknownName, IsolationUnavailable, RecordError: the search cannot start.
     """
-    within = request.settings.within
+    within = settings.within
     assert within is not None
     if not 0 < within <= COARSEST:
         raise ConfigError(
             f"--within {within * 100:g}% is not between 0% and {COARSEST:.0%}",
             "write a percentage in this range, such as --within 1%",
         )
-    if isinstance(request, CommandRequest):
-        run, note = command_request.start([request])
-    else:
-        run, note = bench.start(request)
+    run, note = plans.start(settings, folder)
     return Search(run, within), note
 
 
@@ -112,7 +108,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
         ConfigError: a strategy's file is missing, every cell is skipped, or ``trusted`` is False
             and the plan names code that is neither weighin's nor installed.
     """
-    run = bench.restore(folder, trusted=trusted)
+    run = plans.restore(folder, trusted=trusted)
     if (within := run.settings.within) is None:
         raise RecordError(
             f"{folder} contains a run that is not a search for floors",
@@ -121,7 +117,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
     return Search(run, within)
 
 
-def said(planned: AnyPlanned, results: Sequence[Result], aim: Aim) -> str:
+def said(planned: Planned, results: Sequence[Result], aim: Aim) -> str:
     """Say in one line between which limits the floor lies, according to the results so far."""
     ours = results_of(searched(planned.cell), results)
     if stop := stopped_by(ours):

@@ -18,15 +18,14 @@ from weighin.formats import quantised
 from weighin.formats.lora import files_of
 from weighin.isolation import select
 from weighin.isolation.base import Running
+from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.protocol import ACKNOWLEDGEMENT
 from weighin.result import Memory, Phase
 from weighin.run import events, interrupts, save_target
 from weighin.run.bytecode import compile_code
 from weighin.run.cell_runner import Setting, take
 from weighin.run.measurement import CellMeasurement
-from weighin.run.task import Progress, Run, skipped
 from weighin.suite import packages, user_code
-from weighin.suite.matrix import Planned
 from weighin.text import one_line
 from weighin.units import format_bytes, format_exact
 from weighin.uses import SAVE

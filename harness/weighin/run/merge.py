@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import RecordError
+from weighin.plan import start
 from weighin.records import coverage, run_folder
 from weighin.records.run_folder import Plan
 from weighin.records.shard import Shard, parse
@@ -148,9 +149,13 @@ def _write(parts: Sequence[_Part], results: Sequence[Result], out: Path) -> None
     folders = {
         coverage.identity(result.cell): part.folder for part in parts for result in part.results
     }
+    all_ours = all(start.is_ours(run_folder.plan_bytes(part.folder)) for part in parts)
     with run_folder.writing(unfinished):
         shutil.rmtree(unfinished, ignore_errors=True)
-        run_folder.write_plan(unfinished, parts[0].plan.cells, _shared(parts[0].plan.settings))
+        settings = _shared(parts[0].plan.settings)
+        plan = run_folder.write_plan(unfinished, parts[0].plan.cells, settings)
+        if all_ours:
+            start.remember(plan)
         for result in results:
             _copy_files(folders[coverage.identity(result.cell)], result, unfinished)
             run_folder.append(unfinished, result)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from weighin.errors import ConfigError
 from weighin.isolation.base import RunningCommand
-from weighin.run.command_settings import CommandSettings
+from weighin.settings.definition import Settings
 
 _BETWEEN_S: Final = 0.05  # between two requests to --ready-url
 _ANSWER_S: Final = 2.0
@@ -21,26 +21,6 @@ _AFTER_SIGKILL_S: Final = 10.0
 _NO_SERVER: Final = 500  # a server that is not ready answers with this HTTP status or a higher one
 
 
-def check(how: CommandSettings) -> None:
-    """Raise ConfigError if the options --ready and --ready-url are invalid."""
-    if how.ready and how.ready_url:
-        raise ConfigError(
-            "--ready and --ready-url cannot be combined: each decides when the server is ready",
-            "leave one of the two out",
-        )
-    if how.ready_url:
-        try:
-            parts = urlsplit(how.ready_url)
-            is_usable = parts.scheme == "http" and parts.hostname and parts.port != 0
-        except ValueError:  # http://[::1 or a port that is none
-            is_usable = False
-        if not is_usable:
-            raise ConfigError(
-                f"--ready-url {how.ready_url!r} is not an HTTP address",
-                "write the address as in --ready-url http://127.0.0.1:8000/health",
-            )
-
-
 class Readiness:
     """Waits until one command, a server, is ready: prints a line (--ready) or answers (--ready-url).
 
@@ -48,18 +28,18 @@ class Readiness:
     ``at_ready``, which reads the command's figures.
     """
 
-    def __init__(self, how: CommandSettings, at_ready: Callable[[], None]) -> None:
+    def __init__(self, settings: Settings, at_ready: Callable[[], None]) -> None:
         """Raise ConfigError if another server answers at --ready-url before the command starts."""
-        self.is_expected = bool(how.ready or how.ready_url)
+        self.is_expected = bool(settings.ready or settings.ready_url)
         self.ready_ns: int | None = None
-        self._how = how
+        self._url = settings.ready_url
         self._at_ready = at_ready
         self._lock = threading.Lock()
         self._given_up = threading.Event()
         self._asking: threading.Thread | None = None
-        if how.ready_url and answers(how.ready_url):
+        if settings.ready_url and answers(settings.ready_url):
             raise ConfigError(
-                f"a server answers at {how.ready_url} before the command starts",
+                f"a server answers at {settings.ready_url} before the command starts",
                 "stop that server, or start the command on another port and write that port into"
                 " --ready-url",
             )
@@ -72,7 +52,7 @@ class Readiness:
 
     def begin(self) -> None:
         """Start the thread that sends requests to --ready-url, if the option was given."""
-        if self._how.ready_url:
+        if self._url:
             self._asking = threading.Thread(target=self._ask, name="ready", daemon=True)
             self._asking.start()
 
@@ -111,7 +91,7 @@ class Readiness:
 
     def _ask(self) -> None:
         while not self._given_up.wait(_BETWEEN_S):
-            if answers(self._how.ready_url):
+            if answers(self._url):
                 self.now()
                 return
 

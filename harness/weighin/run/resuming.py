@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from weighin.errors import Interrupted, IsolationUnavailable, NoNodeLeft, RecordError, StillRunning
+from weighin.plan import start
+from weighin.plan.task import Run
 from weighin.records import coverage, run_folder
-from weighin.run.task import Run
 
 
 @contextmanager
@@ -30,8 +31,9 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
 
 
 def _needs_trust(task: Run) -> bool:
-    if task.settings.command:
-        return True
-    from weighin.run import trust  # imports the suites, and pydantic
+    has_plan = (task.folder / run_folder.PLAN).exists()
+    if has_plan and start.is_ours(run_folder.plan_bytes(task.folder)):
+        return False
+    from weighin.plan import trust  # imports formats and strategies
 
     return bool(trust.foreign([each.cell for each in task.planned], task.settings))

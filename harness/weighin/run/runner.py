@@ -5,22 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import Any, Protocol
 
 from weighin.errors import HarnessError
+from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.records import coverage, run_folder
 from weighin.result import Result
 from weighin.run import interrupts
 from weighin.run.measurement import CellMeasurement
 from weighin.run.run_lock import only_run, only_writer
-from weighin.run.task import AnyPlanned, Bench, Progress, Run, skipped
 
-if TYPE_CHECKING:
-    from weighin.suite.matrix import Planned
-
-
-Following = Callable[[Sequence[Result]], "AnyPlanned | None"]
+Following = Callable[[Sequence[Result]], Planned | None]
 """A function that gets the run's results so far and returns the next cell; None ends the run."""
+
+
+class Bench(Protocol):
+    """The prepared checkpoints and settings of a run; ``measure`` measures one cell."""
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Facts about the machine and the software's versions, for each record."""
+
+    def measure(self, planned: Planned) -> CellMeasurement:
+        """Measure one cell."""
 
 
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
@@ -75,7 +82,7 @@ def _machine(task: Run, progress: Progress) -> Iterator[None]:
         interrupts.stoppable(),
         ExitStack() as lock,
     ):  # a run that waits for the lock can be stopped
-        if task.settings.command:
+        if task.settings.commands:
             lines = task.isolation.remove_stale()
         else:
             from weighin.checkpoint import entries
@@ -92,15 +99,15 @@ def _machine(task: Run, progress: Progress) -> Iterator[None]:
         yield
 
 
-def _set_up(task: Run, needed: Sequence[AnyPlanned], progress: Progress) -> Bench:
+def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> Bench:
     """Prepare the checkpoints of loads and saves, or the isolation of commands."""
-    if task.settings.command:
+    if task.settings.commands:
         from weighin.run import command_runner
 
         return command_runner.set_up(task, progress)
     from weighin.run import load_bench  # imports formats and pydantic, which take 0.2 s
 
-    return load_bench.set_up(task, cast("Sequence[Planned]", needed), progress)
+    return load_bench.set_up(task, needed, progress)
 
 
 def _run(task: Run, progress: Progress, following: Following | None) -> list[Result]:
@@ -133,6 +140,6 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
         return list(results)
 
 
-def _chosen(following: Following, results: Sequence[Result]) -> Iterator[AnyPlanned]:
+def _chosen(following: Following, results: Sequence[Result]) -> Iterator[Planned]:
     while (planned := following(results)) is not None:
         yield planned

@@ -6,17 +6,15 @@ Every verb that takes a model uses ``choose``, so that all verbs accept the same
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.formats import adapters
-from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import folder_of, is_folder, own_dtype
-from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.selection import Selection
+from weighin.settings.definition import DTYPES, Settings, SuiteModel
 from weighin.suite import registry, user_code
-from weighin.suite.config import DTYPES, Suite, SuiteModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,41 +71,35 @@ class ChosenModels:
         return dtypes.pop()
 
 
-def choose(
-    suite: Suite,
-    *,
-    kwargs: dict[str, Any] | None = None,
-    checkpoint: Path | None = None,
-    selection: Selection = WHOLE,
-    choice: FolderChoice = AS_SAVED,
-) -> ChosenModels:
-    """Return a suite's models, with the checkpoint that a model's path or --checkpoint names.
+def choose(settings: Settings) -> ChosenModels:
+    """Return the models of a run, with the checkpoint that a model's path or --checkpoint names.
 
-    ``kwargs`` are further arguments for the builders of all models. ``selection`` comes from --key
-    and --strip-prefix, unless a model's entry in the suite has these keys. ``choice`` applies to
-    every model that is a Hugging Face folder.
+    The key and the prefix of the weights are those of --key and --strip-prefix, unless a model's
+    entry has them. The choice of weights and of a class applies to every model that is a Hugging
+    Face folder.
 
     Raises:
         HarnessError: a model, its builder or its dtype is invalid, a model has two checkpoints, the
             selections differ, or a selection is given without one checkpoint for all models.
     """
-    typed, selection = selection, _selection(suite, selection)
+    checkpoint, choice, typed = settings.checkpoint, settings.choice, settings.selection
+    selection = _selection(settings, typed)
     specs, own = [], checkpoint and registry.weights_of(checkpoint)
     several: dict[str, Path] = {}
     dtypes: dict[str, str] = {}
-    for entry in suite.models:
+    for entry in settings.models:
         spec, weights = registry.model_and_checkpoint(
             entry.source,
-            entry.kwargs | (kwargs or {}) or None,
+            entry.kwargs | settings.kwargs or None,
             selection,
             replace(choice, adapter=entry.adapter or choice.adapter),
         )
         is_named = entry.name and entry.name != entry.source
         spec = replace(spec, name=entry.name) if is_named else spec
         specs.append(spec)
-        dtypes[spec.title] = _dtype(spec, entry.dtype or suite.dtype)
+        dtypes[spec.title] = _dtype(spec, entry.dtype or settings.dtype)
         weights = _own(entry, spec, weights, checkpoint)
-        if weights and len(suite.models) > 1:
+        if weights and len(settings.models) > 1:
             if selection:
                 raise ConfigError(
                     f"{entry.title} has its own checkpoint, but {' '.join(selection.options)} would"
@@ -130,7 +122,7 @@ def choose(
     if not all(
         user_code.is_ours(spec.builder) for spec in specs
     ):  # a folder on the path may hide any module
-        python_path = user_code.import_path(suite.sources)
+        python_path = user_code.import_path(settings.sources)
     for spec in specs:
         user_code.check_builder(spec.builder, spec.kwargs, python_path)
     notes: list[str] = []
@@ -144,11 +136,11 @@ def choose(
     )
 
 
-def _selection(suite: Suite, typed: Selection) -> Selection:
+def _selection(settings: Settings, typed: Selection) -> Selection:
     """Return the part of the checkpoint that the suite's models select, or else the part that the
     command line selects (``typed``).
     """
-    first, *others = [Selection(entry.key, entry.strip_prefix) for entry in suite.models]
+    first, *others = [Selection(entry.key, entry.strip_prefix) for entry in settings.models]
     if any(other != first for other in others):
         raise ConfigError(
             "the models of the suite select different parts of a checkpoint (key, strip_prefix),"

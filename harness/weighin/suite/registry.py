@@ -30,7 +30,7 @@ from weighin.models import gguf_spec
 from weighin.suite import user_code
 
 if TYPE_CHECKING:
-    from weighin.suite.config import Suite
+    from weighin.settings.definition import Settings
 
 _ENTRY_POINTS: dict[Operation, str] = {"load": "weighin.strategies", "save": "weighin.saving"}
 _FROM = "from:"
@@ -135,27 +135,27 @@ def strategy(name: str, operation: Operation = "load") -> StrategyInfo:
 
 
 def chosen(
-    suite: "Suite", own_format: str | None = None
+    settings: "Settings", own_format: str | None = None
 ) -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
-    """Return the strategies of a suite, each with its options.
+    """Return the strategies of a run, each with its options.
 
     ``own_format`` is the format of a user's checkpoint. If weighin can only read this format, the
-    suite names no strategy and no format, and no default strategy reads the format, return all
+    settings name no strategy and no format, and no default strategy reads the format, return all
     strategies that read it in one process.
 
     Raises:
         UnknownName: a strategy does not exist, or does not declare one of its options.
     """
     pairs = []
-    operation = suite.operation
-    for entry in suite.strategies:
+    operation = settings.operation
+    for entry in settings.strategies:
         is_all = entry.name == "all"
         for info in strategies(operation).values() if is_all else [strategy(entry.name, operation)]:
             info.check_options(entry.options)
             pairs.append((info, entry.options))
-    if "strategies" not in suite.model_fields_set and own_format in formats.READ_ONLY:
+    if "strategies" not in settings.model_fields_set and own_format in formats.READ_ONLY:
         readers = [info for info in strategies().values() if own_format in info.formats]
-        if not suite.format and not any(info in readers for info, _ in pairs):
+        if not settings.format and not any(info in readers for info, _ in pairs):
             pairs = [(info, {}) for info in readers if not info.shares_load]
     return tuple(pairs)
 
@@ -370,7 +370,7 @@ def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:
     if name not in known:
         builder = user_code.of_file(name)[0] if user_code.is_file(name) else name
         return ModelSpec(builder.rpartition(":")[2], builder, kwargs or {})
-    from weighin.suite.config import read_model  # imports pydantic, which `weighin list` avoids
+    from weighin.settings.reading import read_model  # imports pydantic, which `weighin list` avoids
 
     spec = read_model(known[name])
     others = {key: value for key, value in (kwargs or {}).items() if spec.kwargs.get(key) != value}

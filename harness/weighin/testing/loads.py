@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from weighin.errors import HarnessError, Interrupted
-from weighin.formats.pretrained_choice import FolderChoice
+from weighin.plan import start as plans
+from weighin.plan.task import Progress
 from weighin.result import Result
-from weighin.run import request as bench
 from weighin.run import runner
-from weighin.run.settings import RunSettings
-from weighin.run.task import Progress
-from weighin.suite.config import check_suite
+from weighin.settings.reading import check_suite
 from weighin.uses import FORWARD
 
 PATIENCE_S = 600.0
@@ -58,18 +56,17 @@ def measure_load(
         "cache": cache,
         "timeout_s": timeout_s,
         "uses": use,
+        "checkpoint": checkpoint or None,
+        "kwargs": kwargs or {},
+        "variant": variant,
+        "model_class": model_class,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
     }
     if format:
         suite["format"] = [format]
     with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
-        request = bench.Request(
-            suite=check_suite(suite),
-            kwargs=kwargs or {},
-            settings=RunSettings(checkpoint=Path(checkpoint) if checkpoint else None),
-            choice=FolderChoice(variant, model_class, revision, trust_remote_code),
-            folder=Path(folder) / "run",
-        )
-        task, _ = bench.start(request)
+        task, _ = plans.start(check_suite(suite), Path(folder) / "run")
         try:
             (result,) = runner.run(replace(task, patience_s=PATIENCE_S), Progress(building=say))
         except Interrupted:

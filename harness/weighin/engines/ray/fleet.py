@@ -8,90 +8,13 @@ from typing import Any
 from weighin import __version__, install
 from weighin.engines.driver import Driver
 from weighin.engines.ray.cluster import START, Cluster, RayNode, RayTask, answer, connected, no_slot
-from weighin.engines.scheduler import Demand, Node
 from weighin.engines.transport import LostTask
-from weighin.errors import ConfigError, IsolationUnavailable
-from weighin.isolation import select
-from weighin.isolation.base import Isolation
+from weighin.errors import ConfigError
+from weighin.plan.nodes import Node
+from weighin.plan.task import Progress, Run
 from weighin.probes import environment
 from weighin.result import Result
 from weighin.run import runner
-from weighin.run.machines import Machines
-from weighin.run.task import Progress, Run
-from weighin.units import format_bytes, format_exact
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet(Machines):
-    """The nodes of a Ray cluster that can measure."""
-
-    nodes: Sequence[Node]
-
-    def check_ram(self, limits: Sequence[int | None]) -> None:
-        most = max(each.ram_bytes for each in self.nodes)
-        for limit in limits:
-            if limit is not None and limit > most:
-                raise ConfigError(
-                    f"--ram {format_exact(limit)} is more than any node has ({format_bytes(most)})",
-                    "give a smaller limit, or add a larger node",
-                )
-
-    def check_gpu(self, device: str, vram_limits: Sequence[int | None]) -> None:
-        for vram in vram_limits:
-            reasons = [Demand(None, device, vram).obstacle(each) for each in self.nodes]
-            if all(reasons):
-                raise IsolationUnavailable(
-                    f"no node can run --device {device}: {'; '.join(reasons)}",
-                    "add a node with a GPU; if Ray does not see the GPU, start Ray on that node"
-                    " with --num-gpus",
-                )
-
-    def choose(
-        self,
-        name: str,
-        *,
-        limited: bool,
-        base_image: str | None = None,
-        packages: tuple[str, ...] = (),
-        containers: bool = True,
-        image: str = "",
-    ) -> tuple[Isolation, str]:
-        """Return an isolation that nodes of the cluster have, and a note for the user.
-
-        For ``auto``, every node must have the isolation. For any other ``name``, one node suffices,
-        and the note names the nodes without the isolation.
-        """
-        refused = []
-        tried = select.NAMES if containers else select.NAMES[1:]
-        for candidate in tried if name == "auto" else [name]:
-            isolation = select.named(candidate, base_image, packages, image)
-            if limited and not isolation.limits:
-                refused.append(f"{candidate} cannot enforce a RAM limit")
-                continue
-            broken = [each for each in self.nodes if each.isolations[candidate]]
-            reasons = "; ".join(
-                f"{candidate} on {each.name}: {each.isolations[candidate]}" for each in broken
-            )
-            if not broken:
-                return isolation, f"isolation {candidate}: {'; '.join(refused)}" if refused else ""
-            if name != "auto" and len(broken) < len(self.nodes):
-                return isolation, f"these nodes take no part in the run: {reasons}"
-            refused.append(reasons)
-        raise IsolationUnavailable(
-            f"no isolation (docker, cgroup, process) works on every node: {'; '.join(refused)}",
-            "name an isolation that works on some nodes, and weighin measures only on those"
-            " nodes: --isolation cgroup. To find the fault of the others: weighin doctor --engine"
-            " ray",
-        )
-
-    def check_soft_limit(self, isolation: Isolation) -> None:
-        for each in self.nodes:
-            if isolation.name != "cgroup" or each.no_soft_limit:
-                raise IsolationUnavailable(
-                    f"a soft limit (--ram-high) does not work on {each.name}:"
-                    f" {each.no_soft_limit or f'the isolation is {isolation.name}'}",
-                    "leave out --ram-high, or use nodes with cgroup v2 and --isolation cgroup",
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +22,11 @@ class RayEngine:
     """Runs cells (measurements) as Ray tasks on the nodes of a cluster, one cell per node at a time."""
 
     cluster: Cluster
-    machines: Fleet
+    nodes: Sequence[Node]
 
     def run(self, task: Run, progress: Progress) -> Sequence[Result]:
         with runner.discarding(task):
-            Driver(RayTransport(self.cluster), self.machines.nodes, task, progress, placed).run()
+            Driver(RayTransport(self.cluster), self.nodes, task, progress, placed).run()
         return task.results
 
 
@@ -158,7 +81,7 @@ class RayTransport:
         return found, refused
 
 
-def find(cluster: Cluster) -> Fleet:
+def find(cluster: Cluster) -> list[Node]:
     """Return the cluster's nodes that can measure; a node that does not answer is left out.
 
     Raises:
@@ -170,7 +93,7 @@ def find(cluster: Cluster) -> Fleet:
     found = probe(cluster, nodes)
     if not found:
         raise no_slot()
-    return Fleet(found)
+    return found
 
 
 def check_monitors(cluster: Cluster, nodes: Sequence[RayNode]) -> None:

@@ -1,6 +1,6 @@
 """List the CUDA devices of this machine in a subprocess, so that this process imports no torch.
 
-The subprocess is ``python -m weighin.run.gpu_check``, which sends one event, ``answer``.
+The subprocess is ``python -m weighin.probes.gpu_check``, which sends one event, ``answer``.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,10 @@ class GpuAnswer:
 @cache
 def look() -> GpuAnswer:
     """Return the devices that torch finds; the first call imports torch in a subprocess."""
-    command, variables = child_process.module("weighin.run.gpu_check"), child_process.environment()
+    command, variables = (
+        child_process.module("weighin.probes.gpu_check"),
+        child_process.environment(),
+    )
     try:
         asked = child_process.ask(command, variables, timeout_s=_TIMEOUT_S)
     except TimeoutError:

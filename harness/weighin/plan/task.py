@@ -1,42 +1,48 @@
-"""Define a run: its cells, its settings and its folder, and write its plan.json."""
+"""Define a run: its cells (measurements), its settings and its folder."""
 
 from __future__ import annotations
 
-import os
-import re
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from weighin.cell import Cell
-from weighin.errors import ConfigError
+from weighin.formats.selection import Selection
 from weighin.isolation.base import Isolation
 from weighin.probes import environment
 from weighin.records import run_folder
 from weighin.records.floor import Aim, results_of, searched, unlimited_of
 from weighin.records.thrashing import Reference, reference_of
 from weighin.result import SCHEMA, Outcome, Result
-from weighin.run.measurement import CellMeasurement
-from weighin.run.settings import RunSettings
-from weighin.units import format_exact
+from weighin.settings.definition import Settings
 
 if TYPE_CHECKING:
-    from weighin.suite.matrix import Planned
+    from weighin.suite.registry import StrategyInfo
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedCommand:
-    """A cell that runs a command. No command is skipped, so ``skip`` is always empty."""
+class Planned:
+    """A planned cell. ``skip`` is the reason not to run the cell; it is empty for a cell to run.
+
+    ``info`` describes the strategy of a load or a save; it is None for a command.
+    """
 
     cell: Cell
+    info: StrategyInfo | None = None
     skip: str = ""
 
+    @property
+    def strategy(self) -> StrategyInfo:
+        assert self.info
+        return self.info
 
-AnyPlanned: TypeAlias = "Planned | PlannedCommand"
+    @property
+    def selection(self) -> Selection:
+        """The part of the user's checkpoint that the strategy's options key and strip_prefix select."""
+        options = self.cell.options if self.cell.operation == "load" else {}
+        return Selection(options.get("key", ""), options.get("strip_prefix", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +83,9 @@ class Run:
     """
 
     folder: Path
-    planned: Sequence[AnyPlanned]
+    planned: Sequence[Planned]
     isolation: Isolation
-    settings: RunSettings = field(default_factory=RunSettings)
+    settings: Settings = field(default_factory=Settings)
     is_new: bool = False
     patience_s: float = 0
     is_probed: bool = False
@@ -121,18 +127,7 @@ class Run:
         return reference_of(self.unlimited_result(cell))
 
 
-class Bench(Protocol):
-    """The prepared checkpoints and settings of a run; ``measure`` measures one cell."""
-
-    @property
-    def environment(self) -> dict[str, Any]:
-        """Facts about the machine and the software's versions, for each record."""
-
-    def measure(self, planned: Any) -> CellMeasurement:
-        """Measure one cell."""
-
-
-def skipped(planned: AnyPlanned, known_environment: dict[str, Any]) -> Result:
+def skipped(planned: Planned, known_environment: dict[str, Any]) -> Result:
     """Return the result of a cell that is not run: outcome ``skipped``, message ``planned.skip``."""
     return Result(
         schema=SCHEMA,
@@ -142,51 +137,3 @@ def skipped(planned: AnyPlanned, known_environment: dict[str, Any]) -> Result:
         started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         environment=known_environment,
     )
-
-
-def new_folder(labels: Iterable[str], limits: Iterable[int | None], *, is_search: bool) -> Path:
-    """Return the path of a new run's folder: ``results/TIME-LABELS-LIMITS``, or, where no folder can
-    be made here, below a new temporary folder.
-    """
-    words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S")]
-    words += [re.sub(r"[^\w.+-]+", "_", label).strip("._-") or "unnamed" for label in labels]
-    words += (
-        ["floor"] if is_search else [format_exact(limit) for limit in limits if limit is not None]
-    )
-    results = Path("results")
-    if not _can_write(results):
-        results = Path(tempfile.mkdtemp(prefix="weighin-results-"))
-    name, number = "-".join(words), 1
-    while (folder := results / (f"{name}-{number}" if number > 1 else name)).exists():
-        number += 1  # of another run in the same second
-    return folder
-
-
-def _can_write(results: Path) -> bool:
-    """Return whether folders can be made in ``results``, which may not exist yet."""
-    with suppress(FileNotFoundError):
-        here = results if results.exists() else Path.cwd()  # which may have been deleted
-        return os.access(here, os.W_OK | os.X_OK)
-    return False
-
-
-def write_plan(
-    folder: Path, planned: Sequence[AnyPlanned], isolation: Isolation, settings: RunSettings
-) -> Run:
-    """Write all cells to a new run's plan; return the run with the cells of its shard (its part).
-
-    Raises:
-        RecordError: the folder already contains a run, or cannot be written.
-        ConfigError: the plan has fewer cells than shards.
-    """
-    if (folder / run_folder.RECORDS).exists():
-        raise run_folder.already_there(folder, settings.verb)
-    ours = settings.shard.of(planned) if settings.shard else planned
-    if not ours:
-        raise ConfigError(
-            f"--shard {settings.shard}: the plan has only {len(planned)} cells",
-            f"divide the plan into {len(planned)} shards at most",
-        )
-    cells = [each.cell for each in planned]
-    run_folder.write_plan(folder, cells, settings.as_json(), is_new=True)
-    return Run(folder, ours, isolation, settings, is_new=True)

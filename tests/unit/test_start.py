@@ -13,12 +13,11 @@ from weighin.errors import ConfigError, HarnessError, RecordError, UnknownName
 from weighin.formats.selection import Selection
 from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.process import ProcessIsolation
-from weighin.probes import environment
-from weighin.run import gpu_check
-from weighin.run.request import Request, resume, start
-from weighin.run.settings import RunSettings
-from weighin.suite.config import check_suite
-from weighin.suite.matrix import Planned
+from weighin.plan.start import resume, start
+from weighin.plan.task import Run
+from weighin.probes import environment, gpu_check
+from weighin.settings.definition import Settings
+from weighin.settings.reading import check_suite
 from weighin.units import GIB
 
 LOAD = '"""Load."""\nDEVICES = ("cpu",)\n\ndef load(job): ...\n'
@@ -35,9 +34,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def asked(folder: str | None = "run", **suite: Any) -> Request:
-    options = {"models": "gpt2-tiny", "strategies": "baseline", "isolation": "process"} | suite
-    return Request(check_suite(options), folder=Path(folder) if folder else None)
+def asked(**options: Any) -> Settings:
+    usual = {"models": "gpt2-tiny", "strategies": "baseline", "isolation": "process"}
+    return check_suite(usual | options)
+
+
+def started(folder: str | None = "run", **options: Any) -> Run:
+    return start(asked(**options), Path(folder) if folder else None)[0]
 
 
 def complaint(act: Callable[[], object]) -> str:
@@ -46,8 +49,9 @@ def complaint(act: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_a_request_becomes_a_run() -> None:
-    run, note = start(asked(strategies=["baseline", "streaming"], repeats=2, timeout_s=5))
+def test_settings_become_a_run() -> None:
+    settings = asked(strategies=["baseline", "streaming"], repeats=2, timeout_s=5)
+    run, note = start(settings, Path("run"))
     assert note == ""
     assert [(p.cell.strategy, p.cell.repeat) for p in run.planned] == [
         ("baseline", 0),
@@ -63,66 +67,69 @@ def test_a_request_becomes_a_run() -> None:
 
 def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
     (here / "mine.py").write_text(LOAD)
-    suite = check_suite({"models": "gpt2-tiny", "strategies": "./mine.py", "isolation": "process"})
-    settings = RunSettings(seed=7, checkpoint=Path("weights.pt"), base_image="base:1")
-    start(Request(suite, settings, {"n_layers": 2}, Path("run")))
+    started(
+        strategies="./mine.py",
+        seed=7,
+        checkpoint=Path("weights.pt"),
+        base_image="base:1",
+        kwargs={"n_layers": 2},
+    )
     plan = json.loads((here / "run/plan.json").read_text())
     assert plan["settings"] == {
+        "models": [{"name": "gpt2-tiny"}],
+        "strategies": [{"name": "./mine.py"}],
+        "isolation": "process",
+        "kwargs": {"n_layers": 2},
         "seed": 7,
         "checkpoint": f"{here}/weights.pt",
-        "key": "",
-        "strip_prefix": "",
-        "timeout_s": 600.0,
-        "steady": False,
-        "trace": False,
         "base_image": "base:1",
         "strategy_paths": {"mine": f"{here}/mine.py"},
-        "python_path": [],
-        "mounts": [],
     }
     assert plan["cells"][0]["model"]["kwargs"]["n_layers"] == 2
 
 
 def test_the_model_is_used_as_often_as_asked() -> None:
-    assert [p.cell.passes for p in start(asked(passes=3))[0].planned] == [3]
-    assert [p.cell.passes for p in start(asked("other", uses="none"))[0].planned] == [0]
+    assert [p.cell.passes for p in started(passes=3).planned] == [3]
+    assert [p.cell.passes for p in started("other", uses="none").planned] == [0]
 
 
 def test_a_run_of_nothing_but_skipped_cells_is_refused_and_says_why(here: Path) -> None:
     (here / "mine.py").write_text(LOAD)
-    suite = asked(strategies=["./mine.py", "per_module"], format=["pt_legacy"], repeats=2)
-    said = complaint(lambda: start(suite))
+    strategies = ["./mine.py", "per_module"]
+    said = complaint(lambda: started(strategies=strategies, format=["pt_legacy"], repeats=2))
     assert said == (
         "weighin skips every measurement of the run: mine does not read pt_legacy, only pt;"
         " per_module does not read pt_legacy, only per_module\nchoose another strategy, format or"
         " device: weighin list strategies shows the formats and devices of each strategy"
     )
     assert not Path("run").exists()
-    run, _ = start(asked(strategies=["./mine.py", "load_assign"], format=["pt_legacy"]))
+    run = started(strategies=["./mine.py", "load_assign"], format=["pt_legacy"])
     assert [one.skip for one in run.planned] == ["mine does not read pt_legacy, only pt", ""]
 
 
 def test_a_resumed_run_is_the_run_that_was_planned(here: Path) -> None:
     (here / "mine.py").write_text(LOAD)
-    suite = check_suite({
-        "models": "gpt2-tiny", "strategies": ["./mine.py", "baseline"], "isolation": "process",
-        "repeats": 2, "timeout_s": 5, "cache": "warm",
-    })  # fmt: skip
-    settings = RunSettings(seed=7, checkpoint=Path("weights.pt"))
-    started, _ = start(Request(suite, settings, folder=Path("run")))
+    run = started(
+        strategies=["./mine.py", "baseline"],
+        repeats=2,
+        timeout_s=5,
+        cache="warm",
+        seed=7,
+        checkpoint=Path("weights.pt"),
+    )
     resumed = resume(Path("run"), trusted=True)
-    assert resumed.planned == started.planned
-    assert resumed.settings == started.settings
+    assert resumed.planned == run.planned
+    assert resumed.settings == run.settings
     assert (resumed.settings.seed, resumed.settings.timeout_s) == (7, 5)
     assert isinstance(resumed.isolation, ProcessIsolation)
 
 
 def test_a_run_is_resumed_from_another_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "mine.py").write_text(LOAD)
-    started, _ = start(asked(strategies="./mine.py"))
+    run = started(strategies="./mine.py")
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
-    assert resume(here / "run", trusted=True).planned == started.planned
+    assert resume(here / "run", trusted=True).planned == run.planned
 
 
 @pytest.mark.parametrize(
@@ -155,22 +162,22 @@ def test_a_run_is_named_after_its_time_and_its_models(
     torch.save({"weight": torch.zeros(2)}, "my weights.pt")
     if isinstance(models, str):
         models = models.format(here=here)
-    run, _ = start(asked(None, models=models, ram=ram))
+    run = started(None, models=models, ram=ram)
     date, _, rest = run.folder.name.partition("-")
     assert len(date) == len("20261120T093000")
     assert (run.folder.parent, rest) == (Path("results"), name)
 
 
 def test_a_folder_that_holds_a_run_is_left_alone() -> None:
-    start(asked())
-    assert complaint(lambda: start(asked())) == (
+    started()
+    assert complaint(started) == (
         "run already contains a run\n"
         "to resume that run: weighin bench --resume run; for a new run, name another folder with --out"
     )
 
 
 def test_a_limit_above_the_machine_says_nothing() -> None:
-    assert complaint(lambda: start(asked(ram=["8g", "16385m"], isolation="cgroup"))) == (
+    assert complaint(lambda: started(ram=["8g", "16385m"], isolation="cgroup")) == (
         "--ram 16385MiB is more than this machine has (16.000 GiB)\n"
         "give a smaller limit, or leave out --ram"
     )
@@ -179,7 +186,7 @@ def test_a_limit_above_the_machine_says_nothing() -> None:
 def test_a_limit_that_nothing_would_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
     monkeypatch.setattr(CgroupIsolation, "check", lambda _: None)
-    assert complaint(lambda: start(asked(ram="8g"))) == (
+    assert complaint(lambda: started(ram="8g")) == (
         "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup; without a RAM"
         " limit, these work: weighin recommend, predict, and bench without --ram"
     )
@@ -188,13 +195,13 @@ def test_a_limit_that_nothing_would_hold_is_refused(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("changes", [{"models": "gpt-5"}, {"strategies": "fastest"}])
 def test_a_name_that_is_not_known_starts_nothing(here: Path, changes: dict[str, str]) -> None:
     with pytest.raises(UnknownName):
-        start(asked(**changes))
+        started(**changes)
     assert not (here / "run").exists()
 
 
 def test_an_option_that_the_strategy_would_ignore_starts_nothing(here: Path) -> None:
     strategies = [{"name": "streaming", "options": {"thraeds": 8}}]
-    assert complaint(lambda: start(asked(strategies=strategies))) == (
+    assert complaint(lambda: started(strategies=strategies)) == (
         "no option of streaming is called 'thraeds'\n"
         "did you mean 'threads'? known: granularity, key, strip_prefix, threads;"
         ' a strategy declares its options in its file: OPTIONS = ("thraeds",)'
@@ -202,31 +209,27 @@ def test_an_option_that_the_strategy_would_ignore_starts_nothing(here: Path) -> 
     assert not (here / "run").exists()
 
 
-def training(key: str, **options: Any) -> Request:
-    suite = asked(strategies=[{"name": "streaming", "options": {"key": key}}], **options).suite
+def training(key: str, **options: Any) -> Run:
+    strategy = {"name": "streaming", "options": {"key": key}}
     torch.save({"model": torch.nn.Linear(4, 4).state_dict(), "epoch": 1}, "train.pt")
-    settings = RunSettings(checkpoint=Path("train.pt"), selection=Selection("model"))
-    return Request(suite, settings, folder=Path("run"))
+    return started(strategies=[strategy], checkpoint=Path("train.pt"), key="model", **options)
 
 
 def test_a_strategy_may_select_what_the_run_selects() -> None:
-    run, _ = start(training("model"))
-    assert [each.selection for each in run.planned if isinstance(each, Planned)] == [
-        Selection("model")
-    ]
+    assert [each.selection for each in training("model").planned] == [Selection("model")]
 
 
 def test_a_strategy_that_selects_other_weights_than_the_run_starts_nothing(here: Path) -> None:
-    assert complaint(lambda: start(training("ema"))) == (
+    assert complaint(lambda: training("ema")) == (
         "strategy streaming has the options --key=ema, but the run has --key=model\n"
         "add --checkpoint PATH --key=ema, or change the strategy's options"
     )
-    alone = asked(strategies=[{"name": "baseline", "options": {"key": "model"}}])
-    assert complaint(lambda: start(alone)).startswith(
+    alone = [{"name": "baseline", "options": {"key": "model"}}]
+    assert complaint(lambda: started(strategies=alone)).startswith(
         "strategy baseline has the options --key=model, but the run has neither --key nor"
         " --strip-prefix\n"
     )
-    assert complaint(lambda: start(training("model", format="safetensors"))) == (
+    assert complaint(lambda: training("model", format="safetensors")) == (
         "streaming with the option --key=model reads your checkpoint itself, whose format is pt, not"
         " safetensors\nleave --format out, or leave the strategy out"
     )
@@ -235,17 +238,15 @@ def test_a_strategy_that_selects_other_weights_than_the_run_starts_nothing(here:
 
 def test_two_strategies_of_one_name_cannot_be_told_apart(here: Path) -> None:
     (here / "baseline.py").write_text(LOAD)
-    first = start(asked("other"))[0].planned[0]
-    assert isinstance(first, Planned)
-    ours = first.strategy.path
-    assert complaint(lambda: start(asked(strategies=["baseline", "./baseline.py"]))) == (
+    ours = started("other").planned[0].strategy.path
+    assert complaint(lambda: started(strategies=["baseline", "./baseline.py"])) == (
         f"two strategies are called 'baseline': {ours} and {here}/baseline.py\n"
         "rename one of the two, or measure them in two runs, because a record identifies strategies by name"
     )
 
 
 def test_two_models_whose_builders_share_a_function_name_are_told_apart() -> None:
-    run, _ = start(asked(models=["my.nets:build", "my.other:build"]))
+    run = started(models=["my.nets:build", "my.other:build"])
     assert [one.cell.model.title for one in run.planned] == ["my.nets:build", "my.other:build"]
 
 
@@ -257,7 +258,7 @@ def test_a_folder_that_is_no_run_is_not_resumed() -> None:
 
 
 def test_a_plan_without_cells_is_not_resumed(here: Path) -> None:
-    start(asked())
+    started()
     plan = json.loads((here / "run/plan.json").read_text())
     (here / "run/plan.json").write_text(json.dumps(plan | {"cells": []}))
     with pytest.raises(RecordError) as caught:
@@ -269,7 +270,7 @@ def test_a_plan_without_cells_is_not_resumed(here: Path) -> None:
 def test_a_plan_that_somebody_else_wrote_is_not_resumed(
     here: Path, settings: dict[str, Any]
 ) -> None:
-    start(asked())
+    started()
     plan = json.loads((here / "run/plan.json").read_text())
     (here / "run/plan.json").write_text(json.dumps(plan | {"settings": settings}))
     with pytest.raises(RecordError) as caught:
@@ -283,7 +284,7 @@ def test_a_plan_that_somebody_else_wrote_is_not_resumed(
 
 def test_a_strategy_that_is_gone_since_the_plan(here: Path) -> None:
     (here / "mine.py").write_text(LOAD)
-    start(asked(strategies="./mine.py"))
+    started(strategies="./mine.py")
     (here / "mine.py").unlink()
     with pytest.raises(ConfigError) as caught:
         resume(Path("run"), trusted=True)
@@ -298,7 +299,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
     monkeypatch.setattr(
         gpu_check, "look", lambda: gpu_check.GpuAnswer(why="no GPU", repair="buy one")
     )
-    assert complaint(lambda: start(asked(device="cuda"))) == "--device cuda: no GPU\nbuy one"
+    assert complaint(lambda: started(device="cuda")) == "--device cuda: no GPU\nbuy one"
     assert not (here / "run").exists()
 
 
@@ -310,7 +311,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
     ],
 )
 def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
-    assert complaint(lambda: start(asked(**option))) == (
+    assert complaint(lambda: started(**option)) == (
         f"{why}, but the device is cpu\nadd --device cuda, or leave the option out"
     )
 
@@ -319,7 +320,7 @@ def test_a_gpu_cell_has_its_limit_and_its_trace(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         gpu_check, "look", lambda: gpu_check.GpuAnswer((gpu_check.Gpu("Example", 8 * GIB),))
     )
-    run, _ = start(asked(device="cuda", vram=["8g", "none"], trace=True))
+    run = started(device="cuda", vram=["8g", "none"], trace=True)
     assert [one.cell.vram_limit_bytes for one in run.planned] == [8 * GIB, None]
     assert run.settings.trace
     assert resume(Path("run")).settings.trace

@@ -10,15 +10,16 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from shlex import join
 from typing import Final
 
 from weighin.cell import SYNTHESISED, Cell
 from weighin.errors import ConfigError
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import code_of
-from weighin.run.settings import RunSettings
+from weighin.settings.definition import Settings
+from weighin.settings.reading import read_model
 from weighin.suite import registry, user_code
-from weighin.suite.config import read_model
 from weighin.text import one_line
 
 _LARGEST_FILE_BYTES: Final = 16 * 1024 * 1024
@@ -42,13 +43,17 @@ def check(
         )
 
 
-def foreign(cells: Sequence[Cell], settings: RunSettings) -> list[str]:
+def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
     """Return one line for each entry of a plan that names code that is neither part of weighin nor
     installed.
 
     Code can come from builders, strategies, uses, Hugging Face folders, base images, mounts and
-    environment variables. ``foreign`` runs none of the code.
+    environment variables; a command is always foreign. ``foreign`` runs none of the code.
     """
+    if settings.commands:
+        place = f"{settings.cwd}, image {settings.image}" if settings.image else settings.cwd
+        commands = [f"command {join(cell.command)} in {place}" for cell in cells]
+        return list(dict.fromkeys([*commands, *(f"mount {path}" for path in settings.mounts)]))
     ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}
     lines: dict[str, None] = {}
     for cell in cells:

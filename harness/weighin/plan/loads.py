@@ -1,0 +1,352 @@
+"""Plan a run of loads or saves: expand its settings into cells, in the order in which they run."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from weighin import formats
+from weighin.cell import Cell, ModelSpec, Operation
+from weighin.errors import ConfigError, IsolationUnavailable, RecordError
+from weighin.formats import gguf, quantised
+from weighin.formats.adapters import adapter_of
+from weighin.formats.pretrained_folder import code_of, folder_library
+from weighin.formats.pretrained_library import library_of
+from weighin.formats.selection import Selection
+from weighin.isolation import preload, select
+from weighin.isolation.base import Isolation
+from weighin.plan import nodes as machines
+from weighin.plan.nodes import Node
+from weighin.plan.task import Planned
+from weighin.settings.definition import Settings
+from weighin.suite import chosen_models, packages, registry, uses
+from weighin.suite.registry import StrategyInfo
+from weighin.uses import FORWARD, NONE, TO_DEVICE
+
+_FOLDERS: Final = {
+    "transformers": "Hugging Face folders",
+    "diffusers": "parts of diffusers pipelines",
+    "timm": "folders of timm",
+}
+
+
+def plan(
+    settings: Settings, nodes: Sequence[Node]
+) -> tuple[list[Planned], Isolation, Settings, str]:
+    """Return a new run's cells and isolation, its settings with all paths, and a note for the user.
+
+    Raises:
+        ConfigError, UnknownName, IsolationUnavailable: the run cannot start.
+    """
+    chosen = chosen_models.choose(settings)
+    models = chosen.specs
+    checkpoint = chosen.checkpoint.absolute() if chosen.checkpoint else None
+    strategies = registry.chosen(settings, chosen.own_format)
+    _check_names("models", [(spec.title, spec.builder) for spec in models])
+    _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
+    use_paths = uses.chosen(settings.uses)
+    for name in settings.format:
+        formats.known(name)  # raises for an unknown format before the isolation is tested
+    machines.check_ram(settings.ram, nodes)
+    _check_gpu(settings, nodes)
+    isolation, note = machines.choose_isolation(
+        settings.isolation,
+        nodes,
+        limited=settings.within is not None or any(limit is not None for limit in settings.ram),
+        base_image=settings.base_image,
+        packages=_installed([info for info, _ in strategies], models, chosen.own_formats.values()),
+    )
+    if settings.ram_high is not None:
+        machines.check_soft_limit(isolation, nodes)
+    planned = cells_of(
+        settings,
+        models,
+        strategies,
+        isolation.name,
+        dtypes=chosen.dtypes,
+        own_formats=chosen.own_formats,
+    )
+    planned = _without_gpu_uses(planned, nodes)
+    preload.check(settings.environment)
+    _check_any_runs(planned)
+    _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
+    planned = _without_refused(planned, checkpoint)
+    folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
+    adapters = [adapter for model in models if (adapter := adapter_of(model))]
+    mounts = (*map(Path, settings.mounts), *folders, *adapters)
+    for path in mounts:
+        if not path.exists():
+            raise ConfigError(f"--mount {path}: there is no such file or folder")
+    found = {
+        "checkpoint": checkpoint,
+        "checkpoints": {title: str(path.absolute()) for title, path in chosen.checkpoints.items()},
+        "key": chosen.selection.key,
+        "strip_prefix": chosen.selection.strip_prefix,
+        "strategy_paths": {info.name: str(info.path) for info, _ in strategies},
+        "use_paths": {name: path for name, path in use_paths.items() if path},
+        "python_path": tuple(chosen.python_path),
+        "mounts": tuple(str(path.absolute()) for path in mounts),
+        "storage": settings.storage.expanduser().absolute() if settings.storage else None,
+    }
+    note = "; ".join(filter(None, (note, *chosen.notes)))
+    return planned, isolation, settings.model_copy(update=found), note
+
+
+def restore(
+    cells: Sequence[Cell], settings: Settings, place: Path
+) -> tuple[list[Planned], Isolation]:
+    """Return the cells of a plan, and their isolation.
+
+    Raises:
+        RecordError: the plan, which is in ``place``, lacks the path of a strategy.
+        ConfigError: a strategy's file is missing, or every cell is skipped.
+    """
+    infos = {
+        name: registry.read_strategy(Path(path), cells[0].operation)
+        for name, path in settings.strategy_paths.items()
+    }
+    try:
+        planned = [plan_cell(cell, infos[cell.strategy]) for cell in cells]
+    except KeyError as error:
+        raise RecordError(
+            f"{place} lacks the path of the strategy {error}",
+            "start a new run, because this run cannot be resumed without the path",
+        ) from None
+    _check_any_runs(planned)
+    needed = _installed(
+        infos.values(), [cell.model for cell in cells], {cell.format for cell in cells}
+    )
+    return planned, select.named(cells[0].isolation, settings.base_image, needed)
+
+
+def cells_of(
+    settings: Settings,
+    models: Sequence[ModelSpec],
+    strategies: Sequence[tuple[StrategyInfo, dict[str, Any]]],
+    isolation: str,
+    *,
+    dtypes: Mapping[str, str] = MappingProxyType({}),
+    own_formats: Mapping[str, str] = MappingProxyType({}),
+) -> list[Planned]:
+    """Return the cells of a run without duplicates. Every cell runs before the first cell is
+    repeated: A B C A B C.
+
+    If the run also asks for several ranks (processes), a strategy that divides a load among ranks
+    gets no cell with one rank. ``dtypes`` has the dtype of each model, and ``own_formats`` the
+    format of each user's checkpoint, by the model's title.
+
+    Raises:
+        UnknownName: the settings name a format or a use that does not exist.
+        ConfigError: a file that they name as a use has no function ``use``, or a taken name.
+    """
+    wanted = [formats.known(name) for name in settings.format]
+    axes: dict[str, Sequence[Any]] = {
+        "ram_limit_bytes": settings.ram,
+        "vram_limit_bytes": settings.vram,
+        "disk_bytes_per_s": settings.disk,
+        "disk_latency_ns": settings.disk_latency,
+        "ranks": settings.ranks,
+        "environment": settings.environment,
+    }
+    inner = (*axes.values(), uses.chosen(settings.uses), strategies)
+    found: dict[str, Planned] = {}
+    for repeat, model, *values, use, (info, options) in product(
+        range(settings.repeats), models, *inner
+    ):
+        fields = dict(zip(axes, values, strict=True))
+        if info.shares_load and fields["ranks"] == 1 and max(settings.ranks) > 1:
+            continue
+        is_forward = use == FORWARD and settings.operation == "load"
+        own = own_formats.get(model.title)
+        for fmt in _formats(wanted, own, info):
+            cell = Cell(
+                model=model,
+                strategy=info.name,
+                isolation=isolation,
+                device=settings.device,
+                dtype=dtypes.get(model.title, "float32"),
+                format=fmt,
+                cache=settings.cache,
+                options=options,
+                passes=settings.passes if is_forward else 0,
+                ram_high_bytes=settings.ram_high,
+                repeat=repeat,
+                operation=settings.operation,
+                use="" if use in (FORWARD, NONE) else use,
+                **fields,
+            )
+            found[cell.id] = plan_cell(cell, info, own)
+    return list(found.values())
+
+
+def plan_cell(cell: Cell, info: StrategyInfo, own_format: str | None = None) -> Planned:
+    """Plan a cell; skip the cell if its strategy lacks a package, or does not support the cell's settings.
+
+    ``own_format`` is the format of the user's checkpoint for the model; None without one.
+    """
+    kind = cell.device.partition(":")[0]
+    to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
+    skip = f"{info.name} {missing}" if (missing := info.missing) else ""
+    if found := quantised.of_model(cell.model):
+        skip = _obstacle(found, info, cell.operation) or skip
+    if adapter_of(cell.model) and cell.operation == "load" and not info.merges:
+        skip = "the model has an adapter; only --strategies streaming,peft_merge merge it"
+    if info.needs_adapter and not adapter_of(cell.model):
+        skip = f"{info.name} needs an adapter to merge into the model: --adapter ADAPTER"
+    if kind not in info.devices:
+        skip = f"{info.name} does not {to} {kind}"
+    if info.pretrained and folder_library(cell.model) != info.pretrained:
+        skip = f"{info.name} loads {_FOLDERS[info.pretrained]} only"
+    if info.shares_load and cell.ranks == 1:
+        skip = f"{info.name} divides a load among several processes, so it needs --ranks 2 or more"
+    skip = uses.obstacle(cell) or skip
+    if cell.format == gguf.NAME and (missing := packages.missing(packages.OF_FORMAT[gguf.NAME])):
+        skip = f"{info.name} of a GGUF file {missing}"
+    if cell.format not in info.formats:
+        skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"
+        if cell.format == gguf.NAME:
+            skip += f"; to measure it with the dequantised weights: --format {info.formats[0]}"
+    if info.pretrained and own_format and cell.format != own_format:
+        skip = skip or f"{info.name} loads only the folder's own files, of format {own_format}"
+    return Planned(cell, info, skip)
+
+
+def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operation) -> str:
+    if operation == "save":
+        return f"the weights are {found.summary}; weighin saves only weights that are not quantised"
+    if found.obstacle:
+        return f"the weights are {found.summary}; {found.obstacle}; {found.repair}"
+    if not info.loads(found):
+        able = "streaming and transformers" if found.dequantises else "transformers"
+        return f"the weights are {found.summary}; only {able} can load them"
+    missing = packages.missing(() if found.own and not info.pretrained else found.packages)
+    return (
+        f"{info.name} {missing}, because the weights are quantised with {found.method}"
+        if missing
+        else ""
+    )
+
+
+def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list[str]:
+    """Return the formats in which one strategy loads or saves one model.
+
+    If the settings name formats (``wanted``), the result has those that the strategy supports. If it
+    supports none, the result is the first wanted format, whose cell is then skipped with a reason.
+    Without ``wanted``, the result is the format of the user's checkpoint (``own``) if the strategy
+    reads it or it is GGUF, and else the first format that the strategy declares.
+    """
+    if not wanted and own and (own in info.formats or own == gguf.NAME):
+        # Without --format, a GGUF file is not dequantised: the result is up to 8 times as large.
+        return [own]
+    supported = [fmt for fmt in wanted if fmt in info.formats]
+    return supported or [*wanted, *info.formats][:1]
+
+
+def _installed(
+    infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec], checkpoints: Iterable[str]
+) -> tuple[str, ...]:
+    """Return, sorted, the installed packages that these strategies, models and checkpoints need.
+
+    ``checkpoints`` has the format of each checkpoint.
+    """
+    needed = [name for info in infos for name in info.packages]
+    needed += [library.name for model in models if (library := library_of(model.builder))]
+    found = [quantised.of_model(model) for model in models]
+    needed += [name for one in found if one for name in one.packages]
+    needed += [name for fmt in checkpoints for name in packages.OF_FORMAT.get(fmt, ())]
+    return tuple(sorted(packages.versions(needed)))
+
+
+def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:
+    """Raise ConfigError if a strategy's own --key or --strip-prefix differs from the run's, or if
+    the strategy reads another format than the user's checkpoint has.
+    """
+    for each in planned:
+        if each.skip or not each.selection:
+            continue
+        options, asked = " ".join(each.selection.options), " ".join(selection.options)
+        if each.selection != selection:
+            raise ConfigError(
+                f"strategy {each.cell.strategy} has the options {options}, but the run has"
+                f" {asked or 'neither --key nor --strip-prefix'}",
+                f"add --checkpoint PATH {options}, or change the strategy's options",
+            )
+        if each.cell.format != own:
+            raise ConfigError(
+                f"{each.cell.strategy} with the option {options} reads your checkpoint itself, whose"
+                f" format is {own}, not {each.cell.format}",
+                "leave --format out, or leave the strategy out",
+            )
+
+
+def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Planned]:
+    """Skip the cells of strategies whose torch.load(weights_only=True) refuses the user's checkpoint.
+
+    Raises:
+        ConfigError: every cell is skipped.
+    """
+    reads = [each.strategy.weights_only and bool(each.selection) for each in planned]
+    if checkpoint is None or not any(reads):
+        return planned
+    selection = next(each.selection for each in planned if each.selection)
+    refused = formats.read(checkpoint, selection)[1].refused
+    skip = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}; weights_only=False runs code from the file"  # fmt: skip
+    planned = [
+        replace(each, skip=each.skip or f"{each.strategy.name}: {skip}")
+        if own and refused
+        else each
+        for own, each in zip(reads, planned, strict=True)
+    ]
+    _check_any_runs(planned)
+    return planned
+
+
+def _without_gpu_uses(planned: list[Planned], nodes: Sequence[Node]) -> list[Planned]:
+    """Skip the cells that move a model to a GPU, if no machine has a GPU."""
+    if not any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
+        return planned
+    try:
+        machines.check_gpu("cuda", (), nodes)
+    except (ConfigError, IsolationUnavailable) as error:
+        skip = f"{TO_DEVICE}: {error.message.removeprefix('--device cuda: ')}"
+        return [replace(e, skip=e.skip or skip) if e.cell.use == TO_DEVICE else e for e in planned]
+    return planned
+
+
+def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
+    places: dict[str, str] = {}
+    for name, place in named_places:
+        if places.setdefault(name, place) != place:
+            raise ConfigError(
+                f"two {kinds} are called {name!r}: {places[name]} and {place}",
+                "rename one of the two, or measure them in two runs, because a record identifies"
+                f" {kinds} by name",
+            )
+
+
+def _check_any_runs(planned: Sequence[Planned]) -> None:
+    """Raise ConfigError if every cell is skipped, because the run would measure nothing."""
+    if all(one.skip for one in planned):
+        reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
+        raise ConfigError(
+            f"weighin skips every measurement of the run: {reasons}",
+            "choose another strategy, format or device: weighin list strategies shows the formats"
+            " and devices of each strategy",
+        )
+
+
+def _check_gpu(settings: Settings, nodes: Sequence[Node]) -> None:
+    """Raise an error if the GPU is missing, or if a GPU option is combined with the device cpu."""
+    if settings.device != "cpu":
+        machines.check_gpu(settings.device, settings.vram, nodes)
+        return
+    option = "--trace records the events of the CUDA allocator" if settings.trace else ""
+    if any(limit is not None for limit in settings.vram):
+        option = "--vram limits GPU memory"
+    if option:
+        raise ConfigError(
+            f"{option}, but the device is cpu",
+            "add --device cuda, or leave the option out",
+        )

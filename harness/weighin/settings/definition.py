@@ -1,0 +1,496 @@
+"""Define the settings of a run: the keys of a suite, the options of a command line, and plan.json.
+
+``weighin.settings.reading`` reads settings from these sources.
+"""
+
+import re
+import shlex
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StrictInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from weighin.cell import ModelSpec
+from weighin.errors import ConfigError
+from weighin.formats.pretrained_choice import FolderChoice
+from weighin.formats.selection import Selection
+from weighin.records.floor import Aim
+from weighin.records.shard import Shard
+from weighin.records.shard import parse as parse_shard
+from weighin.text import printable
+from weighin.units import (
+    MIB,
+    complaint_of_limit,
+    format_exact,
+    parse_bytes,
+    parse_rate,
+    parse_seconds,
+)
+from weighin.uses import FORWARD
+
+DEFAULT_STRATEGIES = (
+    "baseline",
+    "sequential",
+    "meta_copy",
+    "mmap_assign",
+    "per_param",
+    "streaming",
+)
+
+DEFAULT_SAVING = ("torch_save", "per_param", "per_module", "sharded", "safetensors", "dcp")
+
+
+DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+}
+"""The dtypes that a load may give floating-point tensors, by the names that a user may write."""
+
+
+def _as_dtype(value: object) -> object:
+    return DTYPES.get(value, value) if isinstance(value, str) else value
+
+
+def _as_list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def _read(parse: Callable[[str], int], value: object, info: ValidationInfo) -> object:
+    """Read a limit, rate or latency: a number, a text for ``parse``, or "none" (no limit).
+
+    The numbers of a plan are in its own units (``IN_PLAN``).
+    """
+    if isinstance(value, str) and value.lower() == "none":
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int) or info.context == IN_PLAN:
+        return value
+    try:
+        return parse(str(value))
+    except ConfigError as error:
+        raise ValueError(error.message, error.repair) from None
+
+
+def _as_environment(value: object, info: ValidationInfo) -> object:
+    if info.context == IN_PLAN:  # a command of a command line may set what a suite may not
+        return value
+    items = value.items() if isinstance(value, dict) else [(value, None)]
+    for name, content in items:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ValueError(
+                f"{name!r} is not the name of a variable",
+                "write the variables as in {MALLOC_ARENA_MAX: 2}",
+            )
+        if name in _SET_BY_US or name.startswith("WEIGHIN_"):
+            raise ValueError(f"weighin sets {name} itself", f"leave {name} out")
+        if isinstance(content, bool) or not isinstance(content, str | int | float):
+            raise ValueError(  # noqa: TRY004 (pydantic passes no TypeError on)
+                f"the value of {name} is {content!r}, not a text", "write the value in quotes"
+            )
+        if "\0" in str(content):
+            raise ValueError(f"the value of {name} contains a NUL", f"leave {name} out")
+    return {name: str(content) for name, content in items}
+
+
+def _as_number(value: object) -> object:
+    return int(value) if isinstance(value, str) and value.strip().isdigit() else value
+
+
+LEAST_RAM = 64 * MIB
+"""Less than `import torch` alone needs on any machine: the CPU build takes more than 100 MiB."""
+IN_PLAN: Final = "plan"
+"""The context in which pydantic validates the settings of a plan."""
+MODELS: Final = "a suite of models"
+COMMANDS: Final = "a suite of commands"
+"""Marks a setting that is also a key of such a suite."""
+_One = TypeVar("_One")
+_Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_Isolation = Literal["auto", "docker", "cgroup", "process"]
+_SET_BY_US = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HOME")
+_Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
+_Limit = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_bytes))]
+_Path = Annotated[Path, PlainSerializer(str)]
+_Shard = Annotated[
+    Shard,
+    BeforeValidator(lambda value: parse_shard(value) if isinstance(value, str) else value),
+    PlainSerializer(str),
+]
+_Ranks = Annotated[int, BeforeValidator(_as_number), Field(ge=1, le=64)]
+_Some = Annotated[list[_One], BeforeValidator(_as_list), Field(min_length=1)]
+_Rate = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_rate))]
+_Latency = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_seconds))]
+
+
+class Strict(BaseModel):
+    """Base class of what people write: an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class SuiteStrategy(Strict):
+    """One strategy of a suite, with its options."""
+
+    name: str
+    """A name of `weighin list strategies`, or the path of a file, such as `./mine.py`."""
+    options: dict[str, Any] = {}
+    """The options of the strategy, as its file declares them."""
+
+
+class SuiteModel(Strict):
+    """One model of a suite: a name, or a folder, a builder or a checkpoint of the user's own."""
+
+    name: str = ""
+    """The name of the model in reports. Without `builder` and `folder`, a model as on the command line: `gpt2-medium`."""
+    builder: str = ""
+    """The function that returns the model: `mypackage.nets:build`, or `path/nets.py:build`."""
+    kwargs: dict[str, Any] = {}
+    """The arguments of the builder."""
+    checkpoint: str = ""
+    """The file or folder with the model's weights. Without this key, weighin generates random weights. Without `builder` and `name`, the model consists of the tensors in the checkpoint."""
+    key: str = ""
+    """The key of the weights in a checkpoint that also holds other data, as `--key`: `model`, `state.net`."""
+    strip_prefix: str = ""
+    """The prefix that each name in the checkpoint has before the model's name, as `--strip-prefix`: `module.`."""
+    folder: str = ""
+    """A Hugging Face folder, in place of `builder`, `kwargs` and `checkpoint`."""
+    adapter: str = ""
+    """A folder with an adapter of LoRA to merge into the model, as `--adapter`."""
+    dtype: Annotated[_Dtype | None, BeforeValidator(_as_dtype)] = None
+    """The dtype of this model after a load. Default: the suite's `dtype`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not (self.name or self.builder or self.folder or self.checkpoint):
+            raise ValueError(
+                "a model of the suite has no name, builder, folder or checkpoint", "add one of them"
+            )
+        if self.builder and ":" not in self.builder:
+            raise ValueError(
+                f"{self.builder!r} is not a builder",
+                "write package.module:function or file.py:function",
+            )
+        if self.folder and (self.builder or self.kwargs or self.checkpoint):
+            raise ValueError(
+                f"the folder {self.folder} already determines the model's code and weights",
+                "leave builder, kwargs and checkpoint out",
+            )
+        return self
+
+    @property
+    def source(self) -> str:
+        """The model as a user types it on a command line."""
+        if self.builder or self.folder:
+            return self.builder or self.folder
+        return self.name or f"from:{self.checkpoint}"
+
+    @property
+    def title(self) -> str:
+        """The name of the model in a report, or in the name of a run's folder."""
+        return self.name or self.source
+
+
+def _as_command(value: object) -> object:
+    """Read a command: a list of words, or a text that is split into words as in a shell."""
+    if not isinstance(value, str):
+        words = value if isinstance(value, list) else [value]
+        return [str(word) if isinstance(word, int | float) else word for word in words]
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise ValueError(
+            f"{value!r} cannot be split into words: {str(error).lower()}",
+            "write a list of words: [python, train.py]",
+        ) from None
+
+
+class SuiteCommand(Strict):
+    """One command of a suite, or the command of a command line."""
+
+    name: str
+    """The label of the command in reports and in a baseline. Each command has its own."""
+    command: Annotated[list[str], BeforeValidator(_as_command), Field(min_length=1)]
+    """The program and its arguments: a list, or one text that is split as a shell splits it."""
+    cold: Annotated[list[str], BeforeValidator(_as_list)] = []
+    """Files and folders to drop from the page cache before each start, as `--cold`."""
+    marks: Annotated[list[str], BeforeValidator(_as_list)] = []
+    """Regular expressions: each line of output that contains one is a mark on the timeline, as `--mark`."""
+    environment: _Environment = {}
+    """Environment variables of the command, such as `{OMP_NUM_THREADS: 1}`."""
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str, info: ValidationInfo) -> str:
+        if info.context != IN_PLAN and (not name or printable(name) != name):
+            raise ValueError(f"{name!r} is not a name", "write a name of printable characters")
+        return name
+
+
+def _by_name(value: object) -> object:
+    """Read a list of mappings; replace an entry that is no mapping, but a name, by {"name": entry}."""
+    return [
+        item if isinstance(item, dict | BaseModel) else {"name": item} for item in _as_list(value)
+    ]
+
+
+def _default_strategies(operation: str) -> list[SuiteStrategy]:
+    names = DEFAULT_SAVING if operation == "save" else DEFAULT_STRATEGIES
+    return [SuiteStrategy(name=name) for name in names]
+
+
+_SLOW = "weighin slows the disk down only for a load, not for a save"
+_NOT_FOR_A_SAVE: Final[dict[str, tuple[object, str, str]]] = {
+    "cache": (
+        "cold",
+        "warm does not apply to a save, because a save reads no checkpoint",
+        "leave cache out",
+    ),
+    "uses": (FORWARD, "weighin runs no use of the model after a save", "leave the use out"),
+    "passes": (1, "weighin runs no forward pass after a save", "leave passes out"),
+    "ranks": (1, "a save runs in one process", "leave ranks out"),
+    "disk": (None, _SLOW, "leave out disk and disk_latency"),
+    "disk_latency": (None, _SLOW, "leave out disk and disk_latency"),
+}
+"""The value that a setting has for a save, the reason, and the repair."""
+
+
+class Settings(Strict):
+    """A matrix of measurements (cells), each ``repeats`` times, and how they are measured.
+
+    A suite of models measures each model x limit x strategy x ..., and a suite of commands each
+    command x limit. plan.json has all settings, so that a stopped run can be resumed.
+    """
+
+    models: Annotated[_Some[SuiteModel], BeforeValidator(_by_name), MODELS] = []
+    """Names of `weighin list models`, paths of Hugging Face folders or of checkpoints, `from:PATH`, builders, or mappings with the keys of a model."""
+    commands: Annotated[_Some[SuiteCommand], COMMANDS] = []
+    """The commands: mappings with the keys of a command."""
+    operation: Annotated[Literal["load", "save"], MODELS] = "load"
+    """Whether the strategies load a checkpoint or save one."""
+    strategies: Annotated[_Some[SuiteStrategy], BeforeValidator(_by_name), MODELS] = Field(
+        default_factory=lambda known: _default_strategies(known.get("operation", "load"))
+    )
+    """Names of `weighin list strategies`, paths of files (`./mine.py`), `all`, or mappings with the keys of a strategy."""
+    ram: Annotated[_Some[_Limit], MODELS, COMMANDS] = [None]
+    """RAM limits, such as `[8g, 6500m, none]`."""
+    vram: Annotated[_Some[_Limit], MODELS] = [None]
+    """Limits of GPU memory, such as `[8g, none]`."""
+    ram_high: Annotated[_Limit, MODELS] = None
+    """Soft RAM limit (cgroup v2), above which the kernel throttles a cell."""
+    device: Annotated[str, MODELS] = "cpu"
+    """The device that holds the model: `cpu`, `cuda` or `cuda:1`."""
+    isolation: Annotated[_Isolation, MODELS, COMMANDS] = "auto"
+    """How a cell is limited and measured; for commands, `auto` takes no container. Name an isolation in a gate: figures of different isolations are not comparable."""
+    image: Annotated[str, COMMANDS] = ""
+    """The image of the container in which the commands run. Without this key, the commands run on this machine."""
+    dtype: Annotated[_Dtype, BeforeValidator(_as_dtype), MODELS] = "auto"
+    """The dtype of the loaded model. `auto` is the dtype in a Hugging Face folder's config.json, or else float32."""
+    cache: Annotated[Literal["cold", "warm"], MODELS] = "cold"
+    """Whether the checkpoint is out of the page cache at the start of a load, or was read beforehand."""
+    format: Annotated[list[str], BeforeValidator(_as_list), MODELS] = []
+    """The formats of the checkpoint. Without this key, each strategy reads its own format."""
+    uses: Annotated[_Some[str], MODELS] = [FORWARD]
+    """What is done with the model after a load: names of `weighin list uses`, paths of files (`./mine.py`), or `none`."""
+    passes: Annotated[int, MODELS] = 1
+    """The number of forward passes of the use `forward`."""
+    ranks: Annotated[_Some[_Ranks], MODELS] = [1]
+    """The numbers of processes that load the model at once."""
+    disk: Annotated[_Some[_Rate], MODELS] = [None]
+    """Rates of the checkpoint's disk, such as `[50MB/s, none]`."""
+    disk_latency: Annotated[_Some[_Latency], MODELS] = [None]
+    """Latencies of the checkpoint's disk, such as `[1ms, none]`."""
+    repeats: Annotated[int, Field(ge=1, le=10_000), MODELS, COMMANDS] = 1
+    """How many times each cell is measured."""
+    environment: Annotated[_Some[_Environment], MODELS] = [{}]
+    """Environment variables of the worker, such as `{MALLOC_ARENA_MAX: 2}`."""
+    timeout_s: Annotated[float, MODELS, COMMANDS] = Field(
+        default_factory=lambda known: 0.0 if known.get("commands") else 600.0, allow_inf_nan=False
+    )
+    """Seconds after which a cell is stopped; for commands, 0 for none."""
+    stacks: Annotated[bool, COMMANDS] = False
+    """Whether the stacks of Python processes are read near the peak. Each reading stops the command for an instant."""
+    steady: Annotated[bool, MODELS] = False
+    """Whether free memory is written before each load, so that times vary less in virtual machines."""
+    trace: Annotated[bool, MODELS] = False
+    """Whether every event of PyTorch's CUDA allocator is recorded."""
+    description: Annotated[str, MODELS, COMMANDS] = ""
+    """One line for `weighin list suites`."""
+
+    kwargs: dict[str, Any] = {}
+    """Further arguments of every model's builder (the function that returns the model)."""
+    checkpoint: _Path | None = None
+    """The user's checkpoint of all models; none for a generated one."""
+    key: str = ""
+    """The key of the weights in the user's checkpoint."""
+    strip_prefix: str = ""
+    """The prefix that each name in the user's checkpoint has before the model's name."""
+    variant: str = ""
+    """The variant of the weights of a Hugging Face folder."""
+    model_class: str = ""
+    """The class of transformers that loads a Hugging Face folder."""
+    revision: str = ""
+    """The revision of a model in the Hub's cache."""
+    trust_remote_code: bool = False
+    """Whether Python code in a Hugging Face folder may run."""
+    adapter: str = ""
+    """A folder with an adapter of LoRA to merge into the models."""
+    seed: int = 0
+    """The random seed of generated weights."""
+    storage: _Path | None = None
+    """The folder for generated and converted checkpoints; none for weighin's cache."""
+    base_image: str | None = None
+    """The base image of containers; none for weighin's default."""
+    mounts: tuple[str, ...] = ()
+    """The paths of this machine that a container mounts read-only at the same path."""
+    cwd: str = ""
+    """The working folder of commands."""
+    ready: str = ""
+    """A regular expression: a server is ready when a line of its output matches."""
+    ready_url: str = ""
+    """A server is ready when it answers at this URL with an HTTP status below 500."""
+    grace_s: float = 10.0
+    """The seconds from SIGTERM to SIGKILL for a command that weighin stops."""
+    within: float | None = None
+    """The precision of a search of `weighin floor`, as a share of the floor; none for another run."""
+    aim: Aim = Aim.ENDS
+    """The kind of floor (smallest limit) that is searched."""
+    engine: dict[str, Any] = {}
+    """The name and settings of the engine that distributes the cells; empty for this machine."""
+    shard: _Shard | None = None
+    """The part of the plan that this run measures, such as 2/8; none for the whole plan."""
+
+    checkpoints: dict[str, str] = {}
+    """The user's checkpoint of each model, by the model's title, if a suite names several."""
+    strategy_paths: dict[str, str] = {}
+    """The path of each strategy's file, by the strategy's name."""
+    use_paths: dict[str, str] = {}
+    """The path of each use in a user's file, by the use's name."""
+    python_path: tuple[str, ...] = ()
+    """The folders of the user's Python modules."""
+
+    @field_validator("commands")
+    @classmethod
+    def _check_commands(cls, commands: list[SuiteCommand]) -> list[SuiteCommand]:
+        names = [each.name for each in commands]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(
+                f"two commands are called {twice!r}",
+                "rename one of the two commands, because a record identifies a command by its name",
+            )
+        return commands
+
+    @field_validator("ram", "vram", "ram_high")
+    @classmethod
+    def _check_limits(
+        cls, value: list[int | None] | int | None, info: ValidationInfo
+    ) -> list[int | None] | int | None:
+        for limit in value if isinstance(value, list) else [value]:
+            if info.data.get("commands"):
+                if complaint := complaint_of_limit(limit):
+                    raise ValueError(*complaint)
+            elif limit is not None and limit < LEAST_RAM:
+                repair = "give at least 64MiB plus the size of the weights"
+                if limit < 1024:  # a size without its unit
+                    repair = f"did you mean {limit}g?"
+                raise ValueError(
+                    f"{format_exact(limit)} is less than `import torch` alone needs", repair
+                )
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, value: str) -> str:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+            raise ValueError(f"{value!r} is not a device", "write cpu, cuda or cuda:1")
+        return value
+
+    @field_validator(*_NOT_FOR_A_SAVE)
+    @classmethod
+    def _check_save(cls, value: _One, info: ValidationInfo) -> _One:
+        usual, message, repair = _NOT_FOR_A_SAVE[info.field_name or ""]
+        if info.data.get("operation") == "save" and value not in (usual, [usual]):
+            raise ValueError(message, repair)
+        return value
+
+    @field_validator("passes")
+    @classmethod
+    def _check_passes(cls, value: int, info: ValidationInfo) -> int:
+        if value < 1:
+            raise ValueError(
+                "0 forward passes mean no use of the model",
+                "write --use none (in a suite, uses: none)",
+            )
+        if value > 1 and FORWARD not in info.data.get("uses", [FORWARD]):
+            raise ValueError(
+                "passes applies to the use forward, which is not among the uses", "leave passes out"
+            )
+        return value
+
+    @field_validator("disk", "disk_latency")
+    @classmethod
+    def _check_disk(cls, value: list[int | None], info: ValidationInfo) -> list[int | None]:
+        if info.data.get("cache") == "warm" and any(each is not None for each in value):
+            raise ValueError(
+                "a warm load reads the page cache, so that the speed of the disk does not matter",
+                "leave out cache, or disk and disk_latency",
+            )
+        return value
+
+    @field_validator("timeout_s")
+    @classmethod
+    def _check_timeout(cls, value: float, info: ValidationInfo) -> float:
+        of_commands = bool(info.data.get("commands"))
+        if value < 0 or (value == 0 and not of_commands):
+            least = "greater than or equal to 0" if of_commands else "greater than 0"
+            raise PydanticCustomError("too_small", "input should be {least}", {"least": least})
+        return value
+
+    @property
+    def sources(self) -> list[str]:
+        return [model.source for model in self.models]
+
+    @property
+    def selection(self) -> Selection:
+        """The part of the user's checkpoint that has the weights."""
+        return Selection(self.key, self.strip_prefix)
+
+    @property
+    def choice(self) -> FolderChoice:
+        """Which weights and which class to load from a Hugging Face folder."""
+        return FolderChoice(
+            self.variant, self.model_class, self.revision, self.trust_remote_code, self.adapter
+        )
+
+    @property
+    def verb(self) -> str:
+        """The command of weighin that makes a run with these settings: "bench", "run" or "floor"."""
+        if self.within is not None:
+            return "floor"
+        return "run" if self.commands else "bench"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what plan.json stores: the settings that differ from their defaults."""
+        return self.model_dump(exclude_defaults=True, exclude_unset=True)
+
+    def command(self, label: str) -> SuiteCommand:
+        return next(each for each in self.commands if each.name == label)
+
+    def checkpoint_of(self, model: ModelSpec) -> Path | None:
+        """Return the user's checkpoint of a model; None if weighin generates the checkpoint."""
+        own = self.checkpoints.get(model.title)
+        return Path(own) if own else self.checkpoint
