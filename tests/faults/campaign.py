@@ -123,7 +123,10 @@ class Campaign:
                 name
                 for name in sorted(now | cached)
                 if now.get(name) != cached.get(name)
-                and not (name not in cached and re.fullmatch(fault.makes, name))
+                and not (
+                    name in now
+                    and re.fullmatch(fault.remakes if name in cached else fault.makes, name)
+                )
             ]
             if changed:
                 left += [f"changed in the cache: {', '.join(changed[:3])}"]

@@ -34,6 +34,7 @@ class Fault:
         then: the arguments of a second command, which must end with 0.
         absent: files of the folder that must not be there afterwards.
         makes: a regular expression of the files that the command adds to the cache for good.
+        remakes: a regular expression of the files of the cache that the command makes again.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Fault:
     absent: tuple[str, ...] = ()
     patience_s: float = 180
     makes: str = ""
+    remakes: str = ""
 
 
 def every() -> list[Fault]:

@@ -84,7 +84,7 @@ def test_a_slow_disk_ends_with_its_cell(tmp_path: Path, monkeypatch: pytest.Monk
         def close(self) -> None:
             closed.append("closed")
 
-    def measured(**speed: int) -> tuple[Any, Any]:
+    def measured(**speed: Any) -> tuple[Any, Any]:
         isolation = PlayedIsolation([fakes.baseline(), fakes.loaded(), ready(), done()])
         job = replace(JOB, cell=replace(JOB.cell, **speed), checkpoint=str(tmp_path / "model.pt"))
         result = measure(Setting(isolation, tmp_path, {}, stall_from_bytes=None), job, [], None)

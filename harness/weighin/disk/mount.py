@@ -82,24 +82,31 @@ class Mount:
             )
         self._device = _minor(self.folder)
 
-    def stalled(self) -> str:
-        """Describe the oldest read without an answer, by file and offset.
+    def waiting(self) -> list[tuple[str, int, int]]:
+        """Return path, offset and arrival (monotonic ns) of each unanswered read, the oldest first.
 
-        The result is empty if no read is late by 0.5 s, or the FUSE process is silent for 2 s.
+        The list is empty if the FUSE process is silent for 2 s.
         """
         self._child.send(b"waiting\n")
         try:
             line = self._child.receive(_ANSWER_S)
         except TimeoutError:
-            return ""
-        for path, offset, arrival_ns in ((line and decode_event(line)) or {}).get("reads", ()):
+            return []
+        event = decode_event(line) if line else None
+        return [
+            (path, offset, arrival_ns)
+            for path, offset, arrival_ns in (event or {}).get("reads", ())
+        ]
+
+    def stalled(self) -> str:
+        """Describe the oldest read without an answer, if it is late by 0.5 s; empty if none is."""
+        for path, offset, arrival_ns in self.waiting()[:1]:
             if (waited_ns := monotonic_ns() - arrival_ns) > (self._pace.latency_ns or 0) + _LONG_NS:
                 file = self._source / path.lstrip("/")
                 return (
                     f"the read of {file} at offset {offset} has had no answer for"
                     f" {format_seconds(waited_ns)}"
                 )
-            break  # the later ones have waited less
         return ""
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from weighin.cell import Cell, Job
 from weighin.child_process import signal_each
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import delegation
-from weighin.isolation.base import Isolation, RunningCommand, Streams
+from weighin.isolation.base import Isolation, Streams
 from weighin.isolation.command import LocalCommand, thaw
 from weighin.isolation.process import WORKER, LocalRunning
 from weighin.probes.cgroup import (
@@ -74,7 +74,7 @@ class CgroupIsolation(Isolation):
         folder: str,
         streams: Streams,
         _mounts: Sequence[str] = (),
-    ) -> RunningCommand:
+    ) -> "CgroupCommand":
         with _limited_groups(cell) as groups:
             return CgroupCommand(
                 cell.command,
