@@ -63,7 +63,10 @@ def test_a_suite_lists_one_environment_or_several(given: Any, read: list[dict[st
     ("given", "message"),
     [
         ("A=1", "'A=1' is not the name of a variable"),
-        ({"A B": 1}, "'A B' is not the name of a variable"),
+        (
+            {"A B": 1},
+            "'A B' is not the name of a variable\nwrite the variables as in {MALLOC_ARENA_MAX: 2}",
+        ),
         ({"A": True}, "the value of A is True, not a text"),
         ({"A": [1]}, r"the value of A is \[1\], not a text"),
         ({"A": "\0"}, "the value of A contains a NUL"),
