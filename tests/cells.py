@@ -43,7 +43,7 @@ from weighin.records.thrashing import Reference
 from weighin.records.verdict import judge_result
 from weighin.result import UNNAMED, Outcome, Phase, Result
 from weighin.run import save_target, supervisor
-from weighin.run.cell_runner import Setting, measure
+from weighin.run.cell_runner import measure
 from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES
 from weighin.suite.registry import data_folder, model, read_strategy
 from weighin.suite.registry import strategies as all_strategies
@@ -411,15 +411,21 @@ class Bench:
             use_path=use_path,
             python_path=(str(known_file(self.strategies).parent),),  # containers see it, too
         )
-        setting = Setting(
-            isolation, self.run, {}, on_phase=on_phase, stall_from_bytes=disk.stall_from_bytes
-        )
         paths = [checkpoint.path] if checkpoint.path.is_file() else [*checkpoint.path.iterdir()]
         model_bytes = checkpoint.manifest().model_bytes(dtype)
         writes = operation == "save" or use == "save"
         with save_target.target(model_bytes) if writes else nullcontext("") as target:
             job = replace(job, target=str(target))
-            result = measure(setting, job, [*paths, *files], model_bytes, reference)
+            result = measure(
+                isolation,
+                self.run,
+                job,
+                [*paths, *files],
+                model_bytes,
+                reference=reference,
+                on_phase=on_phase,
+                stall_from_bytes=disk.stall_from_bytes,
+            )
         assert leftovers.all_of(os.getpid(), self.mark) == []
         return result
 

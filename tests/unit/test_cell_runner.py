@@ -17,7 +17,7 @@ from weighin.probes import environment, page_cache
 from weighin.probes.observer import Observation
 from weighin.result import Outcome
 from weighin.run import page_preconditioning
-from weighin.run.cell_runner import Setting, measure, take
+from weighin.run.cell_runner import measure, take
 from weighin.units import MIB
 
 
@@ -32,7 +32,7 @@ def traced(requested_peak: int, run: Path) -> Any:
         ready(),
         done(),
     ]
-    return measure(Setting(PlayedIsolation(script), run, {}), replace(JOB, trace=True), [], None)
+    return measure(PlayedIsolation(script), run, replace(JOB, trace=True), [], None)
 
 
 def test_a_trace_is_written_beside_the_record(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_the_record_keeps_a_hash_of_the_code_that_decides_its_figures(tmp_path: 
 
     def measured(job: Job) -> str | None:
         script = [fakes.baseline(), fakes.loaded(), ready(), done()]
-        return measure(Setting(PlayedIsolation(script), tmp_path, {}), job, [], None).sources_hash
+        return measure(PlayedIsolation(script), tmp_path, job, [], None).sources_hash
 
     first = measured(job)
     assert first == environment.code_digest(mine) == measured(job)
@@ -74,7 +74,7 @@ def test_the_record_keeps_a_hash_of_the_code_that_decides_its_figures(tmp_path: 
 
 def test_a_cell_without_a_trace_has_no_file(tmp_path: Path) -> None:
     script = [fakes.baseline(), fakes.loaded(), ready(), done()]
-    result = measure(Setting(PlayedIsolation(script), tmp_path, {}), JOB, [], None)
+    result = measure(PlayedIsolation(script), tmp_path, JOB, [], None)
     assert result.trace_path is None
     assert list(tmp_path.iterdir()) == []
 
@@ -100,7 +100,7 @@ def test_a_steady_load_gets_its_memory_when_it_begins(
         ready(),
         done(),
     ]
-    result = measure(Setting(PlayedIsolation(script), tmp_path, {}, steady=True), JOB, [], 100)
+    result = measure(PlayedIsolation(script), tmp_path, JOB, [], 100, steady=True)
     assert seen == ["holds 300 and leaves 0", "imports torch", "gives back", "loads"]
     assert result.touched_bytes_before == 300
 
@@ -118,8 +118,7 @@ def test_a_steady_warm_load_finds_room_for_its_cache(
     monkeypatch.setattr(page_preconditioning, "SETTLED_S", 0.0)
     for cell in (replace(JOB.cell, cache="warm"), replace(JOB.cell, operation="save")):
         script = [fakes.baseline(), fakes.loaded(), ready(), done()]
-        setting = Setting(PlayedIsolation(script), tmp_path, {}, steady=True)
-        measure(setting, replace(JOB, cell=cell), [], 100)
+        measure(PlayedIsolation(script), tmp_path, replace(JOB, cell=cell), [], 100, steady=True)
     assert asked == [(300, 100), (300, 100)]
 
 
@@ -142,7 +141,7 @@ def test_a_checkpoint_that_is_not_proven_cold_is_told_of(
 ) -> None:
     monkeypatch.setattr(page_cache, "drop", lambda _: left)
     script = [fakes.baseline(), fakes.loaded(), ready(), done()]
-    result = measure(Setting(PlayedIsolation(script), tmp_path, {}), JOB, [], None)
+    result = measure(PlayedIsolation(script), tmp_path, JOB, [], None)
     assert result.cached_bytes_at_start == left
     assert result.warnings == warnings
 
@@ -152,8 +151,9 @@ def test_a_worker_that_got_out_of_its_limit_is_not_ok(tmp_path: Path) -> None:
         def look(self) -> Observation:
             return Observation(escape="left its cgroup")
 
-    setting = Setting(PlayedIsolation([*BASELINE, done()], inside=Escaped()), tmp_path, {})
-    result = measure(setting, JOB, [], None)
+    result = measure(
+        PlayedIsolation([*BASELINE, done()], inside=Escaped()), tmp_path, JOB, [], None
+    )
     assert (result.outcome, result.message) == (
         Outcome.STRATEGY_FAILED,
         "the measured process left its cgroup, so its figures and its limit are not valid; it ended"
@@ -188,8 +188,7 @@ def test_a_checkpoint_that_changed_during_the_cell_voids_it(
     checkpoint.write_bytes(b"old")
     (tmp_path / "new").write_bytes(b"old")
     script: list[Any] = [*BASELINE, lambda: change(checkpoint), done()]
-    setting = Setting(PlayedIsolation(script, name=isolation), tmp_path, {})
-    measured = take(setting, JOB, [checkpoint], None)
+    measured = take(PlayedIsolation(script, name=isolation), JOB, [checkpoint], None, {})
     assert measured.changed == (checkpoint,)
     assert measured.result.outcome is outcome
     assert measured.result.message == (
@@ -205,7 +204,7 @@ def test_up_to_three_changed_files_are_named(tmp_path: Path, count: int, named: 
     for file in files:
         file.touch()
     script: list[Any] = [*BASELINE, lambda: [file.write_text("x") for file in files], done()]
-    result = take(Setting(PlayedIsolation(script), tmp_path, {}), JOB, files, None).result
+    result = take(PlayedIsolation(script), JOB, files, None, {}).result
     assert result.message == (
         f"the strategy changed the checkpoint's files during the measurement: {named}; it ended"
         " with ok"
@@ -215,7 +214,7 @@ def test_up_to_three_changed_files_are_named(tmp_path: Path, count: int, named: 
 def test_a_voided_failure_says_how_it_ended_before(tmp_path: Path) -> None:
     (file := tmp_path / "a").touch()
     script: list[Any] = [*BASELINE, file.unlink, fakes.failed("wrong_weights", "1 tensor differs")]
-    result = take(Setting(PlayedIsolation(script), tmp_path, {}), JOB, [file], None).result
+    result = take(PlayedIsolation(script), JOB, [file], None, {}).result
     assert result.message.endswith("a; it ended with wrong_weights: 1 tensor differs")
 
 
@@ -224,8 +223,9 @@ def test_a_result_has_what_the_parent_knows(tmp_path: Path) -> None:
     job = replace(JOB, checkpoint=str(file))
     script = [fakes.baseline(), fakes.phase("read"), fakes.loaded(), ready(), done()]
     entered: list[str] = []
-    setting = Setting(PlayedIsolation(script), tmp_path, {"cpu": "x"}, on_phase=entered.append)
-    result = measure(setting, job, [file], 700)
+    result = measure(
+        PlayedIsolation(script), tmp_path, job, [file], 700, {"cpu": "x"}, on_phase=entered.append
+    )
     assert (result.model_bytes, result.touched_bytes_before) == (700, None)
     assert result.cost and 0 < result.cost.wall_ns < 600 * 10**9
     assert result.started_at.endswith("+00:00") and len(result.started_at) == 29
@@ -233,7 +233,7 @@ def test_a_result_has_what_the_parent_knows(tmp_path: Path) -> None:
     assert result.environment["torch"] == fakes.ENVIRONMENT["torch"]
     assert {"storage", "read_ahead_bytes"} <= result.environment.keys()
     assert (result.samples_path, result.trace_path, result.stopped) == (None, None, None)
-    without = measure(Setting(PlayedIsolation(script), tmp_path, {}), job, [], None)
+    without = measure(PlayedIsolation(script), tmp_path, job, [], None)
     assert "storage" not in without.environment
 
 
@@ -249,7 +249,6 @@ def test_a_watch_that_fails_releases_its_worker(tmp_path: Path) -> None:
             started.append(super().start(job))
             return started[-1]
 
-    setting = Setting(Noting([*BASELINE, done()], inside=Broken()), tmp_path, {})
     with pytest.raises(RuntimeError, match="odd"):
-        measure(setting, JOB, [], None)
+        measure(Noting([*BASELINE, done()], inside=Broken()), tmp_path, JOB, [], None)
     assert started[0].channel.closed == 1

@@ -13,7 +13,7 @@ from scripts import DONE, JOB
 from weighin import child_process
 from weighin.errors import Interrupted
 from weighin.run import interrupts
-from weighin.run.cell_runner import Setting, measure
+from weighin.run.cell_runner import measure
 
 
 def stop(number: int = signal.SIGINT) -> None:
@@ -132,9 +132,8 @@ def test_a_cell_that_is_stopped_is_closed_to_the_end(step: str, tmp_path: Path) 
             done.append("started")
             return Running([*DONE[:3], stop, *DONE[3:]] if step == "run" else [*DONE])
 
-    setting = Setting(Isolation(), tmp_path, {})  # type: ignore[arg-type]
     with pytest.raises(Interrupted), interrupts.stoppable():
-        measure(setting, JOB, [], None)
+        measure(Isolation(), tmp_path, JOB, [], None)  # type: ignore[arg-type]
     assert done == ["started", "closed"]
 
 

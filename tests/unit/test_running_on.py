@@ -29,7 +29,7 @@ from weighin.probes import page_cache
 from weighin.probes.cgroup import this_process
 from weighin.records import run_folder
 from weighin.result import Outcome, Sample
-from weighin.run.cell_runner import Setting, take
+from weighin.run.cell_runner import take
 from weighin.run.measurement import CellMeasurement
 from weighin.run.resuming import resumable
 
@@ -134,7 +134,7 @@ def test_a_worker_that_does_not_die_has_its_result_and_then_is_told(
 ) -> None:
     trouble = StillRunning("process 5 does not end")
     isolation: Any = _Isolation(trouble, list(script), hangs=99)
-    measured = take(Setting(isolation, tmp_path, {}), JOB, [], None)
+    measured = take(isolation, JOB, [], None, {})
     assert (measured.result.outcome, measured.result.message) == (outcome, message)
     assert (
         "the measured process was still running when this was recorded: SIGKILL did not end it"
@@ -147,7 +147,7 @@ def test_a_worker_that_does_not_die_has_its_result_and_then_is_told(
 
 def test_an_engine_that_is_gone_when_a_container_is_removed_costs_no_result(tmp_path: Path) -> None:
     isolation: Any = _Isolation(IsolationUnavailable("no engine"), list(SCRIPT), hangs=0)
-    measured = take(Setting(isolation, tmp_path, {}), JOB, [], None)
+    measured = take(isolation, JOB, [], None, {})
     assert measured.result.outcome is Outcome.OK
     with pytest.raises(IsolationUnavailable):
         measured.finish(tmp_path)

@@ -16,7 +16,7 @@ from weighin.disk.pace import Pace
 from weighin.errors import IsolationUnavailable
 from weighin.protocol import encode_event
 from weighin.run import cell_runner
-from weighin.run.cell_runner import Setting, measure
+from weighin.run.cell_runner import measure
 
 MS = 1_000_000
 
@@ -87,7 +87,7 @@ def test_a_slow_disk_ends_with_its_cell(tmp_path: Path, monkeypatch: pytest.Monk
     def measured(**speed: Any) -> tuple[Any, Any]:
         isolation = PlayedIsolation([fakes.baseline(), fakes.loaded(), ready(), done()])
         job = replace(JOB, cell=replace(JOB.cell, **speed), checkpoint=str(tmp_path / "model.pt"))
-        result = measure(Setting(isolation, tmp_path, {}, stall_from_bytes=None), job, [], None)
+        result = measure(isolation, tmp_path, job, [], None, stall_from_bytes=None)
         return isolation.jobs[0], result.environment.get("disk")
 
     monkeypatch.setattr(cell_runner, "Mount", Mounted)

@@ -35,7 +35,7 @@ from weighin.probes import environment, gpu_check, page_cache
 from weighin.probes.cgroup import MemoryCgroup, PeakMark, memory_hierarchy, pressure_hierarchy
 from weighin.result import Outcome
 from weighin.run import command_runner
-from weighin.run.cell_runner import Setting, measure
+from weighin.run.cell_runner import measure
 from weighin.suite.registry import model, read_strategy
 from weighin.units import MIB, format_bytes
 
@@ -180,8 +180,7 @@ def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:
     job = Job(cell, str(checkpoint.path), str(checkpoint.manifest_path), str(probe.path))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "samples").mkdir()
-        setting = Setting(isolation, Path(folder), {})
-        result = measure(setting, job, [checkpoint.path], None)
+        result = measure(isolation, Path(folder), job, [checkpoint.path], None)
     peak = result.peaks.cgroup_bytes
     subject = f"isolation {isolation.name} enforces a limit"
     if result.outcome is Outcome.OOM_KILLED and result.last_phase == "overrun":

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,13 @@ from weighin.disk.pace import Pace
 from weighin.disk.passthrough import LARGEST_READ_BYTES
 from weighin.formats.pretrained_folder import folder_of
 from weighin.isolation.base import Isolation
-from weighin.probes import environment, page_cache
+from weighin.probes import page_cache
 from weighin.probes import storage as storages
+from weighin.probes.environment import code_digest, read_ahead_bytes
 from weighin.records import run_folder
 from weighin.records.thrashing import Reference
 from weighin.result import Outcome, Result
-from weighin.run import interrupts
-from weighin.run import page_preconditioning as steady
+from weighin.run import interrupts, page_preconditioning
 from weighin.run.measurement import CellMeasurement, trouble_of
 from weighin.run.plausible import checked, void
 from weighin.run.supervisor import Watch
@@ -32,79 +32,72 @@ from weighin.units import format_bytes
 _NAMED = 3  # the most changed files that a message names
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The settings that all cells of a run share.
-
-    Attributes:
-        run: the run's folder.
-        environment: facts about the machine and the software's versions, for each record.
-        steady: whether weighin writes to free memory before each load (``page_preconditioning``).
-        stall_from_bytes: the file offset behind which a slow disk never answers a read; None if the
-            disk answers all reads.
-    """
-
-    isolation: Isolation
-    run: Path
-    environment: dict[str, Any]
-    steady: bool = False
-    on_phase: Callable[[str], None] = lambda _: None
-    stall_from_bytes: int | None = None
-
-
 def measure(
-    setting: Setting,
+    isolation: Isolation,
+    run: Path,
     job: Job,
     files: Sequence[Path],
     model_bytes: int | None,
-    reference: Reference | None = None,
+    environment: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Result:
-    """Measure one cell, and write its samples, but not its record, to ``setting.run``."""
-    measured = take(setting, job, files, model_bytes, reference)
-    measured.finish(setting.run)
+    """Measure one cell, and write its samples, but not its record, to the folder ``run``."""
+    measured = take(isolation, job, files, model_bytes, environment or {}, **options)
+    measured.finish(run)
     return measured.result
 
 
 def take(
-    setting: Setting,
+    isolation: Isolation,
     job: Job,
     files: Sequence[Path],
     model_bytes: int | None,
+    environment: dict[str, Any],
     reference: Reference | None = None,
+    *,
+    steady: bool = False,
+    on_phase: Callable[[str], None] = lambda _: None,
+    stall_from_bytes: int | None = None,
 ) -> CellMeasurement:
     """Run one cell to its end and return its measurement.
 
     ``files`` are the checkpoint's files, by their paths outside of a container. ``take`` drops them
     from the page cache before it starts the worker. If ``cell.cache`` is "warm", the worker reads
     them again before the load, so that the kernel charges their pages to the cell's own cgroup.
-    ``reference`` has the figures of the same cell without a limit; weighin kills a cell that
-    thrashes in comparison.
+
+    Args:
+        environment: facts about the machine and the software's versions, for the record.
+        reference: the figures of the same cell without a limit; weighin kills a cell that thrashes
+            in comparison.
+        steady: whether weighin writes to free memory before the load (``page_preconditioning``).
+        stall_from_bytes: the file offset behind which a slow disk never answers a read; None if the
+            disk answers all reads.
     """
     sources_hash = None
     if not job.body:
         # Before the cell, because a user may edit the strategy while the cell runs.
         with suppress(OSError):  # the cell itself then fails
             own = [Path(name) for name in (job.strategy_path, job.use_path) if name]
-            sources_hash = environment.code_digest(*own)
+            sources_hash = code_digest(*own)
     limit = job.cell.ram_limit_bytes
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(files)
     states = {file: _state(file) for file in files}
-    size = (model_bytes or 0) * job.cell.ranks if setting.steady else 0
+    size = (model_bytes or 0) * job.cell.ranks if steady else 0
     # Leave memory for the worker's needs before its baseline: a save's model, a warm load's file.
     spare = size if job.cell.operation == "save" or job.cell.cache == "warm" else 0
     with ExitStack() as memory, ExitStack() as slowed:
-        job, disk, means = _slowed(job, setting.stall_from_bytes, slowed)
+        job, disk, means = _slowed(job, stall_from_bytes, slowed)
         # A strategy of weighin needs at most two copies of the model and its file in the page cache.
-        touched = memory.enter_context(steady.held(3 * size, spare)) if size else None
-        before_load = partial(steady.give_back, memory) if size else None
+        touched = memory.enter_context(page_preconditioning.held(3 * size, spare)) if size else None
+        before_load = partial(page_preconditioning.give_back, memory) if size else None
         storage = _storage(files, job.checkpoint)
         with interrupts.put_off():
-            running = setting.isolation.start(job)
+            running = isolation.start(job)
             try:
                 watch = Watch(
                     running,
-                    setting.on_phase,
+                    on_phase,
                     before_load,
                     job.cell.ranks,
                     ThrashGuard(reference, limit) if reference and limit else None,
@@ -127,9 +120,7 @@ def take(
         why = f"the measured process {watch.escape}, so its figures and its limit are not valid"
         result = void(result, Outcome.STRATEGY_FAILED, why)
     if changed:
-        result = _of_a_changed_checkpoint(
-            result, changed, read_only=setting.isolation.name == "docker"
-        )
+        result = _of_a_changed_checkpoint(result, changed, read_only=isolation.name == "docker")
     warnings = result.warnings
     warnings += _doubts(cached_bytes)
     if trace := watch.event_log.trace:
@@ -145,7 +136,7 @@ def take(
         trace_path=run_folder.trace_path(job.cell) if trace else None,
         started_at=started_at,
         sources_hash=sources_hash,
-        environment=setting.environment | storage | means | watch.event_log.environment,
+        environment=environment | storage | means | watch.event_log.environment,
         warnings=warnings,
         ranks=tuple(
             replace(rank, samples_path=run_folder.samples_path(job.cell, number))
@@ -182,7 +173,7 @@ def _storage(files: Sequence[Path], read_at: str) -> dict[str, Any]:
         return {}
     return {
         "storage": asdict(storages.describe(files[0])),
-        "read_ahead_bytes": environment.read_ahead_bytes(Path(read_at)),
+        "read_ahead_bytes": read_ahead_bytes(Path(read_at)),
     }
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from weighin.protocol import ACKNOWLEDGEMENT
 from weighin.result import Memory, Phase
 from weighin.run import events, interrupts, save_target
 from weighin.run.bytecode import compile_code
-from weighin.run.cell_runner import Setting, take
+from weighin.run.cell_runner import take
 from weighin.run.measurement import CellMeasurement
 from weighin.suite import packages, user_code
 from weighin.text import one_line
@@ -42,35 +43,38 @@ class LoadBench:
     """
 
     task: Run
-    setting: Setting
+    environment: dict[str, Any]
+    progress: Progress
     prepared: dict[tuple[str, str], cache.Prepared]
     refused: dict[tuple[str, str], str]
-
-    @property
-    def environment(self) -> dict[str, Any]:
-        return self.setting.environment
 
     def measure(self, planned: Planned) -> CellMeasurement:
         key = _checkpoint_key(self.task, planned)
         if why := self.refused.get(key) or self._unmet_keys(planned, key):
-            return CellMeasurement(skipped(replace(planned, skip=why), self.setting.environment))
+            return CellMeasurement(skipped(replace(planned, skip=why), self.environment))
         job = _job(self.task, planned, self.prepared)
         files = [*formats.files(Path(job.checkpoint)), *files_of(planned.cell.model)]
         model_bytes = self.prepared[key].manifest().model_bytes(planned.cell.dtype)
-        setting, reference = self.setting, self.task.reference_for(planned.cell)
-        if (
-            needed := planned.strategy.packages
-        ):  # their versions are the same in a container as here
-            found = {"packages": packages.versions(needed)}
-            setting = replace(setting, environment=setting.environment | found)
+        environment, needed = self.environment, planned.strategy.packages
+        if needed:  # their versions are the same in a container as here
+            environment = environment | {"packages": packages.versions(needed)}
+        taken = partial(
+            take,
+            self.task.isolation,
+            files=files,
+            model_bytes=model_bytes,
+            environment=environment,
+            reference=self.task.reference_for(planned.cell),
+            steady=self.task.settings.steady,
+            on_phase=self.progress.phase,
+        )
         if planned.cell.operation == "save" or planned.cell.use == SAVE:
             with save_target.target(model_bytes) as folder:
-                job = replace(job, target=str(folder))
-                measured = take(setting, job, files, model_bytes, reference)
+                measured = taken(job=replace(job, target=str(folder)))
                 result = save_target.with_warnings(measured.result, folder)
                 measured = replace(measured, result=result)
         else:
-            measured = take(setting, job, files, model_bytes, reference)
+            measured = taken(job=job)
         return self._restored(measured, planned, key) if measured.changed else measured
 
     def _unmet_keys(self, planned: Planned, key: tuple[str, str]) -> str:
@@ -124,14 +128,7 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
     if not task.is_probed:
         progress.preparing("importing torch, to measure the memory that the import needs", None)
         _check_limits(needed, _probe(task, jobs[0]))
-    setting = Setting(
-        isolation=task.isolation,
-        run=task.folder,
-        environment=task.environment(),
-        steady=task.settings.steady,
-        on_phase=progress.phase,
-    )
-    return LoadBench(task, setting, prepared, refused)
+    return LoadBench(task, task.environment(), progress, prepared, refused)
 
 
 def _prepare_checkpoints(

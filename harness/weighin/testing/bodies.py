@@ -20,7 +20,7 @@ from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, Unkn
 from weighin.isolation import select
 from weighin.probes import environment
 from weighin.result import Outcome, Result
-from weighin.run.cell_runner import Setting, measure
+from weighin.run.cell_runner import measure
 from weighin.testing.results import phase_table
 from weighin.units import format_bytes, parse_bytes
 
@@ -116,8 +116,7 @@ def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> R
         body=body,
     )
     (folder / "samples").mkdir()
-    setting = Setting(chosen, folder, environment.machine())
-    return measure(setting, job, files=(), model_bytes=None)
+    return measure(chosen, folder, job, (), None, environment.machine())
 
 
 def _arguments(item: pytest.Item) -> tuple[str, ...]:
