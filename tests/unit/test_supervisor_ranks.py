@@ -28,6 +28,9 @@ def of(rank: int, line: bytes) -> bytes:
     return json.dumps(json.loads(line) | {"rank": rank}).encode() + b"\n"
 
 
+ENDED_0 = of(0, event("ended", code=1, signal=None, stderr_tail=""))
+
+
 class Seen(Silent):
     """An observer that sees what a script tells it."""
 
@@ -101,6 +104,30 @@ def test_a_cell_of_two_ranks_has_the_figures_of_both() -> None:
         "without a cgroup, the memory that ranks share cannot be counted once, so the file-backed"
         " memory is that of the rank that has the most",
     )
+
+
+@pytest.mark.parametrize(
+    ("then", "outcome"),
+    [
+        ([of(0, failed("strategy_failed", "a")), ENDED_0], Outcome.OK),
+        (
+            [of(0, failed("strategy_failed", "a")), ENDED_0, of(1, failed("wrong_weights", "b"))],
+            Outcome.OK,
+        ),
+        ([], None),  # the process that starts the ranks ended
+    ],
+)
+@pytest.mark.parametrize("compares", [False, True], ids=["all in forward", "one compares"])
+def test_a_forward_pass_of_ranks_fails_after_a_right_load_only_if_every_rank_is_in_it(
+    compares: bool, then: list[bytes], outcome: Outcome | None
+) -> None:
+    whole = both(Seen())[:-4]
+    begun = [of(0, begin("forward")), *([] if compares else [of(1, begin("forward"))])]
+    shared = [of(0, event("shared", pss_bytes=7)), of(1, event("shared", pss_bytes=8))]
+    result, _ = followed(FakeRunning([*whole, *shared, *begun, *then], Exit(1), inside=Seen()))
+    is_fault_of_model = outcome is Outcome.OK and not compares
+    assert (result.outcome is Outcome.OK) == is_fault_of_model
+    assert any("Every weight is right" in each for each in result.warnings) == is_fault_of_model
 
 
 def test_a_rank_that_fails_is_named_with_its_phase_and_what_it_printed() -> None:

@@ -6,11 +6,12 @@ has read the cgroup's counters. The supervisor reads them again after the worker
 
 import bisect
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV
 from typing import TypeVar
 
 from weighin.cell import Job
@@ -45,6 +46,7 @@ from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import MIB, format_bytes
 from weighin.uses import FORK, FORWARD, is_of_use
 
+_CRASHES = (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL)  # signals that code sends to itself
 _Point = TypeVar("_Point", bound=tuple[int, ...])
 
 _FULL = 0.9  # of the cell's limit; a kill at a smaller charge was for another limit
@@ -193,12 +195,10 @@ class Watch:
                 grown(self._machine_oom_kills, read_machine_oom_kills()),
             )
         culprit = self._logs[rank_logs.culprit(self._logs, self._ends, self._oom_kills)]
-        is_killed = SIGKILL in (ended.signal, *(end.signal for end in self._ends.values()))
-        in_forward = self._is_ready and culprit.current == FORWARD and not is_killed
         doubts: list[str] = []
         if outcome is Outcome.USE_FAILED:
             message += "; every weight is right"
-        elif outcome in BROKEN and in_forward:  # the load is right, so that the model fails
+        elif outcome in BROKEN and self._only_forward_failed(ended):  # so the load is right
             doubts.append(
                 f"the forward pass of {job.cell.model.title} fails: {message}. Every weight is"
                 " right. To measure the load alone: --use none"
@@ -233,6 +233,22 @@ class Watch:
             ranks=rank_logs.ranks(self._logs, self._ends),
             stopped=self._stopped,
             use=self._use(),
+        )
+
+    def _only_forward_failed(self, ended: Exit) -> bool:
+        """Tell whether the model's own forward pass failed, by an error or a crash, and nothing else.
+
+        A signal from outside and a lack of memory are failures of the cell.
+        """
+        number = rank_logs.culprit(self._logs, self._ends, self._oom_kills)
+        log, end = self._logs[number], self._ends.get(number)
+        end = end or (ended if len(self._logs) == 1 else None)
+        told = log.failure and not re.search("can't allocate|MemoryError", log.failure[1])
+        return (
+            self._is_ready
+            and log.current == FORWARD
+            and all(each.done or each.current == FORWARD for each in self._logs)
+            and bool(told if log.failure else end and end.signal in _CRASHES)
         )
 
     def _use(self) -> Use | None:
