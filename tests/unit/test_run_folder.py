@@ -17,6 +17,7 @@ from weighin import atomic
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import DamagedRecord, RecordError
 from weighin.records import coverage, run_folder
+from weighin.records.floor import results_of, searched
 from weighin.records.parsing import parse
 from weighin.result import SCHEMA, Outcome, Peaks, Result
 
@@ -36,6 +37,19 @@ def run(tmp_path: Path) -> Path:
     for result in mixed_run()[:3]:
         run_folder.append(tmp_path / "run", result)
     return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        make_cell(model=ModelSpec("tied", "tied:net", {"apart": {"float32": [("a", "b")]}})),
+        make_command("a\u00a0b.py"),
+    ],
+    ids=["tuples", "unprintable"],
+)
+def test_a_search_finds_the_result_of_the_cell_that_it_planned(cell: Cell, run: Path) -> None:
+    result = run_folder.append(run, make_result(cell))
+    assert results_of(searched(cell), [result]) == [result]
 
 
 def test_what_was_appended_is_read_back(run: Path) -> None:

@@ -107,14 +107,15 @@ def append(run: Path, result: Result) -> Result:
 
 
 def _line(result: Result) -> tuple[bytes, Result]:
-    """Return a result as a line of JSON, and as a reader gets it from that line.
+    """Return a result as a line of JSON, and as a reader gets it from that line, but with its own cell.
 
-    A result that the reader would refuse becomes a failed measurement that says why.
+    The cell stays as it was planned: a reader finds lists for tuples, and "?" for what cannot be
+    printed. A result that the reader would refuse becomes a failed measurement that says why.
     """
     name = result.cell.id
     line = _encode(result, name) + b"\n"
     try:
-        return line, parse(Result, line, name)
+        return line, replace(parse(Result, line, name), cell=result.cell)
     except DamagedRecord as error:
         failed = Result(
             schema=SCHEMA,
@@ -125,7 +126,7 @@ def _line(result: Result) -> tuple[bytes, Result]:
             started_at=result.started_at,
         )
         line = _encode(failed, name) + b"\n"
-        return line, parse(Result, line, name)
+        return line, replace(parse(Result, line, name), cell=result.cell)
 
 
 @contextmanager
