@@ -111,6 +111,12 @@ def test_an_event_names_one_of_the_ranks(rank: int, ranks: int, is_known: bool) 
     assert (decoded[0] if decoded else None) == (rank if is_known else None)
 
 
+def test_a_text_that_no_file_can_hold_is_refused() -> None:
+    ended = b'{"event":"ended","rank":0,"code":1,"signal":null,"stderr_tail":"%s"}'
+    assert decode(ended % b"a", 2)
+    assert decode(ended % b"\\ud800", 2) is None
+
+
 def test_names_and_texts_are_of_one_line_and_not_endless() -> None:
     begun = fields_of({"event": "begin", "name": "a\nb", "t_ns": 1})
     assert begun and "\n" not in begun["name"]

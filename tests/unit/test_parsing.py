@@ -80,6 +80,9 @@ def test_a_damaged_record_names_the_field(text: str, said: str) -> None:
 def test_half_a_character_is_refused_as_a_key_and_replaced_in_a_text() -> None:
     assert "surrogates not allowed" in complaint('{"name": "a", "\\ud800": 1}')
     assert parse(Kind, b'{"name": "a\\ud800"}', "here") == Kind("a?")
+    for text in (b'{"name": "a\xed\xa0\x80"}', '{"name": "a"}'.encode("utf-16")):
+        with pytest.raises(DamagedRecord, match="not JSON"):
+            parse(Kind, text, "line 3")
 
 
 def test_a_value_that_is_no_record_names_the_record() -> None:

@@ -30,8 +30,9 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
         DamagedRecord: the text is not a valid ``kind``, or has an ``impossible`` value.
     """
     try:
-        value = parse_json(text)
-    except ValueError as error:
+        shown = text.decode()  # json itself would accept UTF-16 and lone surrogates
+        value = parse_json(shown)
+    except ValueError as error:  # a UnicodeDecodeError too
         raise DamagedRecord(f"{place}: not JSON: {one_line(str(error))}", repair) from None
     schema = value.get("schema") if isinstance(value, dict) else None
     if isinstance(schema, int) and schema > SCHEMA:
@@ -42,7 +43,7 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
             install.upgrade(),
         )
     # Most lines have no control character, neither raw nor escaped, and need not be walked through.
-    is_clean = b"\\" not in text and text.decode("utf-8", "replace").strip().isprintable()
+    is_clean = "\\" not in shown and shown.strip().isprintable()
     try:
         parsed = msgspec.convert(value if is_clean else clean(value), kind)
     except (msgspec.ValidationError, UnicodeError) as error:  # or a lone surrogate

@@ -3,6 +3,7 @@
 ``weighin.protocol`` says what the events mean.
 """
 
+import json
 from typing import Any, Final
 
 from msgspec import Struct, ValidationError, convert
@@ -102,6 +103,7 @@ def decode(line: bytes, ranks: int = 1) -> tuple[int | None, Event | Phase] | No
         if isinstance(text := fields.get(name), str):
             fields[name] = one_line(text, _LONGEST_TEXT)
     try:
+        json.dumps(fields, ensure_ascii=False).encode()  # fails for a lone surrogate
         return rank, convert(fields, kind)
-    except (ValidationError, UnicodeError):  # a lone surrogate
+    except (ValidationError, UnicodeError):
         return None
