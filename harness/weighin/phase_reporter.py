@@ -73,7 +73,8 @@ class Reporter:
             return
         try:
             if "name" in fields:
-                fields["name"] = str(fields["name"])[:LONGEST_NAME]
+                name = str(fields["name"])[:LONGEST_NAME]
+                fields["name"] = name.encode(errors="replace").decode()  # no lone surrogate
             self._exchange(json.dumps(fields).encode() + b"\n")
         except Exception:  # the measured program must go on as it would without weighin
             self._is_off = True

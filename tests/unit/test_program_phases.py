@@ -249,6 +249,7 @@ with weighin.phase("before"):
         ("read (1/2)", "read (1/2)"),
         ("zwei\nZeilen\x1b[2J", "zwei Zeilen__2J"),
         ("é", "phase _"),
+        ("file \udc80", "file _"),
         ("", "phase"),
         ("x" * 500, "x" * 61 + "..."),
         (OURS[0], f"{OURS[0]} (program)"),
