@@ -8,6 +8,7 @@ import pytest
 from test_cgroup_probe import HYBRID
 from test_memory_cgroup import make_group
 
+from weighin.disk import mount
 from weighin.doctor import doctor
 from weighin.doctor.doctor import Capability, Verdict, gpu, of_group, pressure
 from weighin.probes import gpu_check
@@ -142,3 +143,26 @@ def test_the_doctor_imports_no_torch() -> None:
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     )
     assert asked.stdout == "False\n"
+
+
+@pytest.mark.parametrize("in_container", [None, ("they may not read it", "write a line")])
+def test_a_slow_disk_on_a_fresh_machine_and_for_containers(
+    in_container: tuple[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mounted:
+        def __init__(self, folder: Path, *_: object) -> None:
+            self.folder = folder
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "none" / "yet"))
+    monkeypatch.setattr(mount, "check", lambda *, in_container: None)
+    monkeypatch.setattr(mount, "obstacle", lambda *, in_container: obstacle)
+    monkeypatch.setattr(mount, "Mount", Mounted)
+    monkeypatch.setattr(doctor, "_direct_reads", lambda file: (0.005, 1e8 if file.exists() else 0))
+    obstacle = in_container
+    row = doctor._slow_disk(lambda _: None)
+    found = "asked for 100MB/s, 5ms: a direct read got 100.0 MB/s and 5.00 ms through FUSE"
+    why = "; not for a load in docker: they may not read it: write a line" if in_container else ""
+    assert (row.verdict, row.detail) == ("poor" if in_container else "good", found + why)

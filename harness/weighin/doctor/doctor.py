@@ -129,6 +129,7 @@ def _slow_disk(say: Callable[[str], None]) -> Capability:
     say(f"reading directly from a disk of {_PACE}")
     try:
         mount.check(in_container=False)
+        cache.folder().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache.folder()) as folder:
             (Path(folder) / "file").write_bytes(bytes(_PROBED_BYTES))
             with closing(mount.Mount(Path(folder), _PACE, entries.slow_disks())) as disk:
@@ -139,6 +140,9 @@ def _slow_disk(say: Callable[[str], None]) -> Capability:
     holds = isclose(rate, 100e6, rel_tol=0.05) and isclose(latency_s, 0.005, rel_tol=0.1)
     found = f"{rate / 1e6:.1f} MB/s and {latency_s * 1e3:.2f} ms through FUSE"
     detail = f"asked for {_PACE}: a direct read got {found}"
+    if in_container := mount.obstacle(in_container=True):
+        detail += f"; not for a load in docker: {in_container[0]}: {in_container[1]}"
+        holds = False
     return Capability(subject, "good" if holds else "poor", detail)
 
 
