@@ -1,6 +1,7 @@
 """When and how py-spy is run on a command's processes, and what is said where it cannot be."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -32,6 +33,7 @@ def sleep_in_kernel():
 print("started", flush=True)
 sleep_in_kernel()
 """
+_PTRACE_SEIZE = 0x4206
 
 
 def _state(pid: int) -> str:
@@ -153,6 +155,32 @@ def test_an_answer_is_read_although_a_larger_process_gives_none(
         taker = StackTaker(lambda: [large.pid, small.pid])
         taker.look(1, 100 * MIB)
         assert [stack.pid for stack in taker.stacks] == [small.pid]
+
+
+def test_a_process_that_another_program_traces_is_read_without_being_stopped() -> None:
+    with command('step("started")') as one:
+        one.reach("started")
+        assert ctypes.CDLL(None).ptrace(_PTRACE_SEIZE, one.pid, None, None) == 0
+        taker = StackTaker(lambda: [one.pid])
+        taker.look(1, 100 * MIB)
+        (stack,) = taker.stacks
+        assert stack.frames[0].startswith("step (<string>:")
+        assert taker.why == ""
+
+
+def test_the_reason_of_py_spy_is_told_without_its_own_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "Error: Failed to x\n\nCaused by:\n    0: y\n\nStack backtrace:\n   0: Permission::z"
+    (program := tmp_path / "py-spy").write_text(f"#!/bin/sh\ncat >&2 <<END\n{lines}\nEND\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(stacks, "_find_program", lambda: str(program))
+    with command('step("started")') as one:
+        one.reach("started")
+        taker = StackTaker(lambda: [one.pid])
+        taker.look(1, 100 * MIB)
+        name = Path(f"/proc/{one.pid}/exe").readlink()
+    assert taker.why == f"py-spy cannot read {name}: Error: Failed to x Caused by: 0: y"
 
 
 def test_a_py_spy_that_does_not_start_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

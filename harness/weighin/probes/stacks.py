@@ -141,7 +141,8 @@ class StackTaker:
         """Return each process's threads, from the JSON output of py-spy, within 3 seconds.
 
         py-spy waits until all threads of a process have stopped. A process with a thread in
-        uninterruptible sleep, from which there is no answer within 1 second, is read without a stop.
+        uninterruptible sleep, from which there is no answer within 1 second, is read without a stop,
+        and so is one that strace or a debugger traces, which py-spy cannot stop.
         """
         start_s = time.monotonic()
         found: dict[int, list[Any]] = {}
@@ -167,7 +168,11 @@ class StackTaker:
                 try:
                     found[pid] = parse_json(printed)
                 except ValueError:
-                    self._note_failure(pid, complaint.decode(errors="replace"))
+                    error = complaint.decode(errors="replace").partition("Stack backtrace")[0]
+                    if not options and "Failed to suspend" in error:
+                        pids.append(pid)
+                    else:
+                        self._note_failure(pid, error)
         if pids:
             self._error = f"py-spy got no answer within {_PATIENCE_S:.0f} s"
         return found
