@@ -54,6 +54,7 @@ class Kernel:
         unified: the root of the v2 tree; None on v1.
         refused: what this user may not do: write to this file, or make a group in this folder.
         busy: groups with a process that does not end.
+        ended: processes that are still read in a group, and have ended when they are to be moved.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Kernel:
         self._left_out = () if counts_swap else _SWAP
         self.refused: set[Path] = set()
         self.busy: set[Path] = set()
+        self.ended: set[int] = set()
         self.mounts = folder / "mountinfo"
         self.swaps = folder / "swaps"
         self.swaps.write_text("Filename Type Size Used Priority\n/swapfile file 1048576 0 -2\n")
@@ -154,6 +156,11 @@ class Kernel:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         if path.name == "cgroup.procs":
             self.put(int(text), group)
+            if int(text) in self.ended:
+                self._write(
+                    path, "".join(f"{pid}\n" for pid in self._members(group) if pid != int(text))
+                )
+                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH), str(path))
         elif path.name == "cgroup.subtree_control":
             if text == "-memory":
                 enabled = [each for each in path.read_text().split() if each != "memory"]

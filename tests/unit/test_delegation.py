@@ -1,9 +1,11 @@
 """Where cells' groups can be made, and the memory that is there: on trees of every kind."""
 
 import atexit
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,119 @@ def test_processes_move_back_when_the_last_weighin_that_uses_the_scope_exits(
     assert (group / "cgroup.procs").read_text().split() == ours
     assert (group / "cgroup.subtree_control").read_text() == ""
     assert not leaf.exists()
+
+
+@pytest.mark.parametrize("moment", ["before the lock", "after the look at the controller"])
+def test_a_weighin_that_exits_while_another_starts_leaves_it_the_controller(
+    v2: Kernel, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    exits: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", lambda *called: exits.append(partial(*called)))
+    group, leaf = scope(v2), v2.memory / "user.scope" / "weighin-parent"
+    refuse_root(v2)
+    delegation.groups_root()
+    delegation.groups_root.cache_clear()
+    first, flock, read_text = [exits.pop()], fcntl.flock, Path.read_text
+
+    def lock(descriptor: int, operation: int) -> None:
+        if first and operation == fcntl.LOCK_SH and moment == "before the lock":
+            first.pop()()
+        flock(descriptor, operation)
+
+    def read(path: Path) -> str:
+        text = read_text(path)
+        if first and path == group / "cgroup.subtree_control" and moment.startswith("after"):
+            first.pop()()
+        return text
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    monkeypatch.setattr(Path, "read_text", read)
+    assert delegation.groups_root() == group
+    assert not first
+    ours = [str(os.getpid())]
+    assert (group / "cgroup.subtree_control").read_text().split() == ["memory"]
+    assert (leaf / "cgroup.procs").read_text().split() == ours
+    for at_exit in exits:
+        at_exit()
+    assert (group / "cgroup.procs").read_text().split() == ours
+    assert (group / "cgroup.subtree_control").read_text() == ""
+    assert not leaf.exists()
+
+
+def test_two_weighins_that_start_at_once_both_use_the_leaf(
+    v2: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exits: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", lambda *called: exits.append(partial(*called)))
+    group = scope(v2)
+    refuse_root(v2)
+    others, read_text = [delegation.groups_root.__wrapped__], Path.read_text
+
+    def read(path: Path) -> str:
+        if others and path == group / "cgroup.subtree_control":
+            others.pop()()
+        return read_text(path)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert delegation.groups_root() == group
+    exits.pop()()
+    assert (group / "cgroup.subtree_control").read_text().split() == ["memory"]
+    exits.pop()()
+    assert (group / "cgroup.subtree_control").read_text() == ""
+
+
+def test_a_process_that_ends_before_it_is_moved_does_not_keep_the_others(
+    v2: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exits: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", lambda *called: exits.append(partial(*called)))
+    group, leaf = scope(v2, pid=1001), v2.memory / "user.scope" / "weighin-parent"
+    for pid in (1002, os.getpid()):
+        v2.put(pid, group)
+    v2.ended = {1001}
+    refuse_root(v2)
+    assert delegation.groups_root() == group
+    ours = ["1002", str(os.getpid())]
+    assert (leaf / "cgroup.procs").read_text().split() == ours
+    v2.ended = {1002}
+    exits.pop()()
+    assert (group / "cgroup.procs").read_text().split() == ours[1:]
+    assert not leaf.exists()
+
+
+def test_processes_that_start_while_others_are_moved_are_moved_too(
+    v2: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, leaf = scope(v2), v2.memory / "user.scope" / "weighin-parent"
+    refuse_root(v2)
+    put, started = v2.put, [1001, 1002]
+
+    def fork(pid: int, target: Path) -> None:
+        if target == leaf and started:
+            put(started.pop(), group)
+        put(pid, target)
+
+    monkeypatch.setattr(v2, "put", fork)
+    assert delegation.groups_root() == group
+    assert len((leaf / "cgroup.procs").read_text().split()) == 3
+
+
+def test_processes_go_back_if_the_controller_cannot_be_enabled_after_all(
+    v2: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = scope(v2)
+    refuse_root(v2)
+    put, numbers = v2.put, count(1001)
+
+    def fork(pid: int, target: Path) -> None:  # again and again
+        put(pid, target)
+        if target.name == "weighin-parent":
+            put(next(numbers), group)
+
+    monkeypatch.setattr(v2, "put", fork)
+    assert delegation.groups_root() is None
+    assert str(os.getpid()) in (group / "cgroup.procs").read_text().split()
+    assert not (group / "weighin-parent").exists()
 
 
 def test_a_scope_without_the_memory_controller_is_no_root(v2: Kernel) -> None:

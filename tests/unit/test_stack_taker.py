@@ -1,5 +1,9 @@
 """When and how py-spy is run on a command's processes, and what is said where it cannot be."""
 
+import contextlib
+import ctypes
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +20,24 @@ from weighin.probes.stacks import StackTaker
 from weighin.units import MIB
 
 pytestmark = pytest.mark.cgroup
+
+# A parent that waits for the end of a vfork is in uninterruptible sleep. The child has its own memory.
+_DISK_SLEEP = """
+import ctypes, os, platform, time
+call = ctypes.CDLL(None).syscall
+number = {"x86_64": 56, "aarch64": 220}[platform.machine()]  # clone
+def sleep_in_kernel():
+    if call(number, 0x4000 | 17, 0, 0, 0, 0) == 0:  # CLONE_VFORK, SIGCHLD
+        time.sleep(60)
+        os._exit(0)
+print("started", flush=True)
+sleep_in_kernel()
+"""
+_PTRACE_SEIZE = 0x4206
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.fixture
@@ -80,6 +102,85 @@ def test_a_process_goes_on_after_its_stack_was_read() -> None:
         assert stack.frames[0].startswith("step (<string>:")
         one.process.stdin.close()  # type: ignore[union-attr]
         wait_until(lambda: one.process.poll() == 0, "the program did not go on")
+
+
+def test_processes_in_uninterruptible_sleep_are_read_without_being_stopped() -> None:
+    with contextlib.ExitStack() as ends:
+        sleeping = [
+            ends.enter_context(command(_DISK_SLEEP, start_new_session=True)) for _ in range(4)
+        ]
+        for one in sleeping:
+            ends.callback(os.killpg, one.pid, signal.SIGKILL)  # its child, too
+        for one in sleeping:
+            one.reach("started")
+            wait_until(lambda one=one: _state(one.pid) == "D", "no uninterruptible sleep")  # type: ignore[misc]
+        taker = StackTaker(lambda: [one.pid for one in sleeping])
+        start_s = time.monotonic()
+        taker.look(1, 100 * MIB)
+        assert time.monotonic() - start_s < 2.9
+        assert {stack.pid for stack in taker.stacks} == {one.pid for one in sleeping}
+        assert all("sleep_in_kernel (<string>:" in stack.frames[0] for stack in taker.stacks)
+        assert taker.why == ""
+
+
+def test_all_processes_that_do_not_answer_take_three_seconds_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (program := tmp_path / "py-spy").write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(stacks, "_find_program", lambda: str(program))
+    with contextlib.ExitStack() as ends:
+        sleepers = [ends.enter_context(subprocess.Popen(["sleep", "60"])) for _ in range(4)]
+        for sleeping in sleepers:
+            ends.callback(sleeping.kill)
+        taker = StackTaker(lambda: [sleeping.pid for sleeping in sleepers])
+        start_s = time.monotonic()
+        taker.look(1, 100 * MIB)
+        assert 2.9 < time.monotonic() - start_s < 5
+    assert taker.why == "py-spy got no answer within 3 s"
+
+
+def test_an_answer_is_read_although_a_larger_process_gives_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large_code = 'kept = hold(64); write(kept, 64); step("started")'
+    with command(large_code) as large, command('step("started")') as small:
+        large.reach("started")
+        small.reach("started")
+        real = stacks._find_program()
+        silent = f'case "$*" in *" {large.pid}") exec sleep 60;; esac'
+        (program := tmp_path / "py-spy").write_text(f'#!/bin/sh\n{silent}\nexec {real} "$@"\n')
+        program.chmod(0o755)
+        monkeypatch.setattr(stacks, "_find_program", lambda: str(program))
+        taker = StackTaker(lambda: [large.pid, small.pid])
+        taker.look(1, 100 * MIB)
+        assert [stack.pid for stack in taker.stacks] == [small.pid]
+
+
+def test_a_process_that_another_program_traces_is_read_without_being_stopped() -> None:
+    with command('step("started")') as one:
+        one.reach("started")
+        assert ctypes.CDLL(None).ptrace(_PTRACE_SEIZE, one.pid, None, None) == 0
+        taker = StackTaker(lambda: [one.pid])
+        taker.look(1, 100 * MIB)
+        (stack,) = taker.stacks
+        assert stack.frames[0].startswith("step (<string>:")
+        assert taker.why == ""
+
+
+def test_the_reason_of_py_spy_is_told_without_its_own_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "Error: Failed to x\n\nCaused by:\n    0: y\n\nStack backtrace:\n   0: Permission::z"
+    (program := tmp_path / "py-spy").write_text(f"#!/bin/sh\ncat >&2 <<END\n{lines}\nEND\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(stacks, "_find_program", lambda: str(program))
+    with command('step("started")') as one:
+        one.reach("started")
+        taker = StackTaker(lambda: [one.pid])
+        taker.look(1, 100 * MIB)
+        name = Path(f"/proc/{one.pid}/exe").readlink()
+    assert taker.why == f"py-spy cannot read {name}: Error: Failed to x Caused by: 0: y"
 
 
 def test_a_py_spy_that_does_not_start_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

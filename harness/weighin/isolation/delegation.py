@@ -25,6 +25,7 @@ process in a group that enables controllers for its children.
 """
 
 _ENTERED = "WEIGHIN_DELEGATED"
+_TRIES = 10  # while other processes start and end
 
 
 @cache
@@ -103,27 +104,49 @@ def _group_of(pid: int) -> Path | None:
 
 
 def _enables_memory(folder: Path) -> bool:
+    """Enable the memory controller for groups in ``folder``; say if this user can make such groups.
+
+    The lock on the leaf comes before the look at the controller: the last weighin that uses the leaf
+    switches the controller off and removes the leaf when it exits, under a lock that excludes others.
+    """
     control, leaf = folder / "cgroup.subtree_control", folder / PARENT_LEAF
-    try:
-        if "memory" in control.read_text().split():
-            if not os.access(folder, os.W_OK):
-                return False
-        else:
-            try:
-                control.write_text("+memory")
-            except OSError as error:
-                if error.errno != errno.EBUSY:
-                    raise
-                leaf.mkdir(exist_ok=True)
-                _move(folder, leaf)
-                control.write_text("+memory")
-        if leaf.exists():
-            users = os.open(leaf, os.O_RDONLY)
-            fcntl.flock(users, fcntl.LOCK_SH)
-            atexit.register(_give_back, folder, users, os.getpid())
-    except OSError:  # this user may not enable it
+    if not os.access(folder, os.W_OK):
         return False
-    return True
+    for _ in range(_TRIES):
+        users = None
+        try:
+            users = _lock(leaf)
+            if "memory" not in control.read_text().split():
+                if users is not None:
+                    _move(folder, leaf)
+                try:
+                    control.write_text("+memory")
+                except OSError as error:
+                    if error.errno != errno.EBUSY or users is not None:
+                        raise
+                    leaf.mkdir(exist_ok=True)
+            if users is None and leaf.exists():  # made just now, here or by another weighin
+                continue
+        except OSError:  # this user may not enable it
+            if users is not None:
+                _give_back(folder, users, os.getpid())
+            return False
+        if users is not None:
+            atexit.register(_give_back, folder, users, os.getpid())
+        return True
+    return False
+
+
+def _lock(leaf: Path) -> int | None:
+    """Open the leaf and lock it together with others; None if it does not exist, or no longer."""
+    with contextlib.suppress(FileNotFoundError):
+        users = os.open(leaf, os.O_RDONLY)
+        fcntl.flock(users, fcntl.LOCK_SH)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(users), leaf.stat()):
+                return users
+        os.close(users)  # while this process waited for the lock, another weighin removed the leaf
+    return None
 
 
 def _give_back(folder: Path, users: int, owner: int) -> None:
@@ -142,5 +165,11 @@ def _give_back(folder: Path, users: int, owner: int) -> None:
 
 
 def _move(source: Path, target: Path) -> None:
-    for pid in (source / "cgroup.procs").read_text().split():
-        (target / "cgroup.procs").write_text(pid)
+    """Move the processes of a group, also those that they start meanwhile."""
+    for _ in range(_TRIES):
+        pids = (source / "cgroup.procs").read_text().split()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                (target / "cgroup.procs").write_text(pid)
+        if not pids:
+            break

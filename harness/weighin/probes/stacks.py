@@ -33,6 +33,8 @@ MOST_FRAMES: Final = 40
 _MOST_PROCESSES: Final = 4
 _MOST_THREADS: Final = 8
 _PATIENCE_S: Final = 3.0
+_STOP_PATIENCE_S: Final = 1.0
+_READ_S: Final = 0.1  # for the output of a py-spy that ended while another one was waited for
 _GROWTH: Final = 0.05
 _GROWTH_BYTES: Final = 16 * MIB
 _MUCH: Final = 4 / 3  # times the last reading's usage: so one is at 3/4 of any peak, or above it
@@ -93,7 +95,7 @@ class StackTaker:
             return
         self._taken_bytes = usage_bytes
         start_s = time.monotonic()
-        running = {pid: _running_threads(pid) for pid in pids}
+        running = {pid: _threads_in(pid, _RUNS) for pid in pids}
         found = self._dump(self._program, pids)
         took_s = time.monotonic() - start_s
         self.frozen_ns += int(took_s * 1e9)
@@ -136,25 +138,43 @@ class StackTaker:
         return sorted(sizes, key=lambda pid: -sizes[pid])[:_MOST_PROCESSES]
 
     def _dump(self, program: str, pids: list[int]) -> dict[int, list[Any]]:
-        """Return each process's threads, from the JSON output of py-spy."""
-        dumps: dict[int, subprocess.Popen[bytes]] = {}
-        try:
-            for pid in pids:
-                dumps[pid] = _start([program, "dump", "--json", "--pid", str(pid)])
-        except OSError as error:  # for example, this user has too many processes
-            self._error = f"py-spy does not start: {error.strerror}"
+        """Return each process's threads, from the JSON output of py-spy, within 3 seconds.
+
+        py-spy waits until all threads of a process have stopped. A process with a thread in
+        uninterruptible sleep, from which there is no answer within 1 second, is read without a stop,
+        and so is one that strace or a debugger traces, which py-spy cannot stop.
+        """
+        start_s = time.monotonic()
         found: dict[int, list[Any]] = {}
-        for pid, dump in dumps.items():
-            with dump:
-                try:
-                    printed, complaint = dump.communicate(timeout=_PATIENCE_S)
-                except subprocess.TimeoutExpired:
-                    dump.kill()
-                    continue
+        for options in ((), ("--nonblocking",)):
+            dumps: dict[int, subprocess.Popen[bytes]] = {}
             try:
-                found[pid] = parse_json(printed)
-            except ValueError:
-                self._note_failure(pid, complaint.decode(errors="replace"))
+                for pid in pids:
+                    dumps[pid] = _start([program, "dump", "--json", *options, "--pid", str(pid)])
+            except OSError as error:  # for example, this user has too many processes
+                self._error = f"py-spy does not start: {error.strerror}"
+            pids = []
+            for pid, dump in dumps.items():
+                cannot_stop = not options and _threads_in(pid, "D")
+                patience_s = _STOP_PATIENCE_S if cannot_stop else _PATIENCE_S
+                left_s = start_s + patience_s - time.monotonic()
+                with dump:
+                    try:
+                        printed, complaint = dump.communicate(timeout=max(left_s, _READ_S))
+                    except subprocess.TimeoutExpired:
+                        dump.kill()
+                        pids.append(pid)
+                        continue
+                try:
+                    found[pid] = parse_json(printed)
+                except ValueError:
+                    error = complaint.decode(errors="replace").partition("Stack backtrace")[0]
+                    if not options and "Failed to suspend" in error:
+                        pids.append(pid)
+                    else:
+                        self._note_failure(pid, error)
+        if pids:
+            self._error = f"py-spy got no answer within {_PATIENCE_S:.0f} s"
         return found
 
     def _note_failure(self, pid: int, error: str) -> None:
@@ -195,13 +215,13 @@ def _is_python(pid: int, program: str) -> bool:
     return "python" in Path(program).name or "/libpython" in read_kernel(Path(f"/proc/{pid}/maps"))
 
 
-def _running_threads(pid: int) -> set[int]:
-    """Return the ids of the threads that run, or are in an uninterruptible sleep."""
+def _threads_in(pid: int, states: str) -> set[int]:
+    """Return the ids of the threads whose state in /proc is one of these letters."""
     found = set()
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             state = read_kernel(task / "stat").rpartition(")")[2].split()[0]
-            if state in _RUNS:
+            if state in states:
                 found.add(int(task.name))
     return found
 
