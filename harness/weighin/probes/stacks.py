@@ -168,11 +168,11 @@ class StackTaker:
                 try:
                     found[pid] = parse_json(printed)
                 except ValueError:
-                    error = complaint.decode(errors="replace").partition("Stack backtrace")[0]
-                    if not options and "Failed to suspend" in error:
+                    reason = complaint.decode(errors="replace").partition("Stack backtrace")[0]
+                    if not options and "Failed to suspend" in reason:
                         pids.append(pid)
                     else:
-                        self._note_failure(pid, error)
+                        self._note_failure(pid, reason)
         if pids:
             self._error = f"py-spy got no answer within {_PATIENCE_S:.0f} s"
         return found
