@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from weighin.isolation import command, process
 from weighin.isolation.base import Exit, RunningCommand, Streams
 from weighin.isolation.process import LocalRunning, ProcessIsolation
 from weighin.isolation.process_tree import ProcessTree
-from weighin.probes.cgroup import this_process
+from weighin.probes.cgroup import parent_of, this_process
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
 
@@ -168,6 +170,50 @@ def test_an_orphan_that_has_ended_is_reaped(start: Start, tmp_path: Path) -> Non
     pid = daemon(tmp_path)
     wait_until(lambda: running.members() == [running.pid], "the orphan stays a member")
     assert not lives(pid)
+
+
+SERVICES = """
+mkfifo go end; sleep 60 & echo $!
+(read line < go; sleep 60 & echo $!; read line < end) &
+read line
+"""
+
+
+def test_what_ran_before_a_command_is_no_orphan_of_it_and_lives_on(tmp_path: Path) -> None:
+    """As in: start-services.sh & exec weighin run ... The second service starts another meanwhile."""
+    pipe = subprocess.PIPE
+    services = subprocess.Popen(["sh", "-c", SERVICES], cwd=tmp_path, stdin=pipe, stdout=pipe)
+    assert services.stdin and services.stdout
+    pids = [int(services.stdout.readline())]
+    time.sleep(0.05)  # several ticks of the kernel's clock, so that the command starts later
+    tree = ProcessTree(adopts=True)
+    command = subprocess.Popen(["sleep", "60"])
+    try:
+        tree.begin(command.pid)
+        (tmp_path / "go").write_text("\n")
+        pids.append(int(services.stdout.readline()))
+        assert tree.members() == [command.pid]
+        services.stdin.close()
+        services.wait(60)
+        (tmp_path / "end").write_text("\n")
+        for pid in pids:
+            wait_until(partial(is_child, pid), "it is not adopted")
+        assert tree.members() == [command.pid]
+        tree.end()
+        assert [lives(pid) for pid in pids] == [True, True]
+    finally:
+        tree.end()
+        services.stdout.close()
+        command.kill()
+        command.wait()
+        for pid in pids:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def is_child(pid: int) -> bool:
+    return parent_of(pid) == os.getpid()
 
 
 def test_a_close_ends_a_command_that_runs(start: Start) -> None:
