@@ -15,6 +15,7 @@ import pytest
 from leftovers import lives, wait_until
 from scripts import JOB
 
+from weighin import child_process
 from weighin.cell import Cell
 from weighin.child_process import adopt_orphans
 from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
@@ -25,6 +26,7 @@ from weighin.isolation.process_tree import ProcessTree
 from weighin.probes.cgroup import parent_of, this_process
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
+from weighin.run.command_outcome import end_rest
 
 Start = Callable[..., RunningCommand]
 
@@ -221,6 +223,83 @@ def test_a_close_ends_a_command_that_runs(start: Start) -> None:
     assert not running.wait(0)
     running.close()
     assert not lives(running.pid)
+
+
+@pytest.fixture
+def anothers(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Pids of processes that this user may not signal, as those of sudo."""
+    pids, kill = set[int](), os.kill
+
+    def denied(pid: int, number: int) -> None:
+        if pid in pids:
+            raise PermissionError
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", denied)
+    return pids
+
+
+def test_a_process_of_another_user_is_spared_and_named_and_not_waited_for(
+    start: Start, tmp_path: Path, anothers: set[int]
+) -> None:
+    running = start(DAEMON + "sleep 61 & exit 0")
+    pid = daemon(tmp_path)
+    anothers.add(pid)
+    assert running.wait(20)
+    began_s = time.monotonic()
+    assert end_rest(running, grace_s=20, settle_s=0.1) == ("sleep 61",)
+    assert running.reap() == Exit(0)
+    running.close()
+    running.close()
+    assert time.monotonic() - began_s < 10
+    assert running.unseen.endswith(
+        f"; weighin may not end these of another user: sleep (process {pid})"
+    )
+    assert lives(pid)
+    assert not adopt_orphans(adopt=False)
+    anothers.clear()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_a_command_of_another_user_loses_no_measurement(
+    start: Start, anothers: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "PATIENCE_S", 0.1)
+    running = start("exec sleep 60")
+    anothers.add(running.pid)
+    running.kill()
+    running.send_signal(signal.SIGTERM)
+    assert running.reap() == Exit(None, still_runs=True)
+    with pytest.raises(StillRunning):
+        running.close()
+    assert not adopt_orphans(adopt=False)
+    anothers.clear()
+
+
+def test_a_worker_of_which_a_process_is_another_users(
+    tmp_path: Path, anothers: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "is_program", True)
+    running = LocalRunning(("sh", "-c", f"cd {tmp_path}; {DAEMON} exit 4"))
+    pid = daemon(tmp_path)
+    anothers.add(pid)
+    assert running.wait(20) == Exit(4)
+    running.close()
+    assert running.unseen.endswith(
+        f"; weighin may not end these of another user: sleep (process {pid})"
+    )
+    assert not adopt_orphans(adopt=False)
+    anothers.clear()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_a_worker_that_cannot_start_leaves_no_adoption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "is_program", True)
+    with pytest.raises(FileNotFoundError):
+        LocalRunning(("no-such-program",))
+    assert not adopt_orphans(adopt=False)
 
 
 WORKER = ("sh", "-c", f'echo "$MODE,${{{PHASES_VARIABLE}-none}},$PYTHONPATH"; exec cat')
