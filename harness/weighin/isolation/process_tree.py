@@ -77,13 +77,14 @@ class ProcessTree:
 def end_orphans() -> list[str]:
     """Kill the processes whose mark names an ended weighin process; return one line for each.
 
-    A process with the mark of this process is not killed, because a killed run may have started the
-    shell in which weighin runs now.
+    A process with the mark of this process or of one above it is not killed, because a killed run may
+    have started the shell in which weighin, or a weighin around this one, runs now.
     """
-    ours, ended = mark_of(os.getpid()), dict[int, str]()
+    above = [one.pid for one in psutil.Process().parents()]
+    ours, ended = {mark_of(pid) for pid in (os.getpid(), *above)}, dict[int, str]()
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
-        marks = {pid: mark for pid in psutil.pids() if (mark := mark_of(pid)) and mark != ours}
+        marks = {pid: mark for pid in psutil.pids() if (mark := mark_of(pid)) and mark not in ours}
         if not (left := {pid: mark for pid, mark in marks.items() if is_left_behind(mark)}):
             break
         signal_each(left)
