@@ -333,7 +333,10 @@ def test_a_worker_that_is_killed_or_closed_ends(worker: LocalRunning) -> None:
     assert worker.pid and not lives(worker.pid)
 
 
-def test_a_child_of_a_worker_in_its_own_session_ends_with_it(tmp_path: Path) -> None:
+def test_a_child_of_a_worker_in_its_own_session_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "is_program", True)
     script = f"read go; cd {tmp_path}; {DAEMON} exit 4"
     running = LocalRunning(("sh", "-c", script))
     running.channel.send(b"\n")  # the mark is given to a process that has started
@@ -431,6 +434,7 @@ def test_an_exit_as_a_shell_tells_it(ended: Exit, code: int | None, name: str) -
 def test_a_worker_that_does_not_end_is_an_error_and_its_children_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(child_process, "is_program", True)
     running = LocalRunning(("sh", "-c", f"read go; cd {tmp_path}; {DAEMON} exit 0"))
     running.channel.send(b"\n")
     pid = daemon(tmp_path)
