@@ -4,15 +4,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from leftovers import lives, wait_until
 from scripts import JOB
 
+from weighin import child_process
 from weighin.cell import Cell
 from weighin.child_process import adopt_orphans
 from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
@@ -20,9 +23,10 @@ from weighin.isolation import command, process
 from weighin.isolation.base import Exit, RunningCommand, Streams
 from weighin.isolation.process import LocalRunning, ProcessIsolation
 from weighin.isolation.process_tree import ProcessTree
-from weighin.probes.cgroup import this_process
+from weighin.probes.cgroup import parent_of, this_process
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
+from weighin.run.command_outcome import end_rest
 
 Start = Callable[..., RunningCommand]
 
@@ -170,11 +174,132 @@ def test_an_orphan_that_has_ended_is_reaped(start: Start, tmp_path: Path) -> Non
     assert not lives(pid)
 
 
+SERVICES = """
+mkfifo go end; sleep 60 & echo $!
+(read line < go; sleep 60 & echo $!; read line < end) &
+read line
+"""
+
+
+def test_what_ran_before_a_command_is_no_orphan_of_it_and_lives_on(tmp_path: Path) -> None:
+    """As in: start-services.sh & exec weighin run ... The second service starts another meanwhile."""
+    pipe = subprocess.PIPE
+    services = subprocess.Popen(["sh", "-c", SERVICES], cwd=tmp_path, stdin=pipe, stdout=pipe)
+    assert services.stdin and services.stdout
+    pids = [int(services.stdout.readline())]
+    time.sleep(0.05)  # several ticks of the kernel's clock, so that the command starts later
+    tree = ProcessTree(adopts=True)
+    command = subprocess.Popen(["sleep", "60"])
+    try:
+        tree.begin(command.pid)
+        (tmp_path / "go").write_text("\n")
+        pids.append(int(services.stdout.readline()))
+        assert tree.members() == [command.pid]
+        services.stdin.close()
+        services.wait(60)
+        (tmp_path / "end").write_text("\n")
+        for pid in pids:
+            wait_until(partial(is_child, pid), "it is not adopted")
+        assert tree.members() == [command.pid]
+        tree.end()
+        assert [lives(pid) for pid in pids] == [True, True]
+    finally:
+        tree.end()
+        services.stdout.close()
+        command.kill()
+        command.wait()
+        for pid in pids:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def is_child(pid: int) -> bool:
+    return parent_of(pid) == os.getpid()
+
+
 def test_a_close_ends_a_command_that_runs(start: Start) -> None:
     running = start("trap '' TERM; sleep 60 & wait")
     assert not running.wait(0)
     running.close()
     assert not lives(running.pid)
+
+
+@pytest.fixture
+def anothers(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Pids of processes that this user may not signal, as those of sudo."""
+    pids, kill = set[int](), os.kill
+
+    def denied(pid: int, number: int) -> None:
+        if pid in pids:
+            raise PermissionError
+        kill(pid, number)
+
+    monkeypatch.setattr(os, "kill", denied)
+    return pids
+
+
+def test_a_process_of_another_user_is_spared_and_named_and_not_waited_for(
+    start: Start, tmp_path: Path, anothers: set[int]
+) -> None:
+    running = start(DAEMON + "sleep 61 & exit 0")
+    pid = daemon(tmp_path)
+    anothers.add(pid)
+    assert running.wait(20)
+    began_s = time.monotonic()
+    assert end_rest(running, grace_s=20, settle_s=0.1) == ("sleep 61",)
+    assert running.reap() == Exit(0)
+    running.close()
+    running.close()
+    assert time.monotonic() - began_s < 10
+    assert running.unseen.endswith(
+        f"; weighin may not end these of another user: sleep (process {pid})"
+    )
+    assert lives(pid)
+    assert not adopt_orphans(adopt=False)
+    anothers.clear()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_a_command_of_another_user_loses_no_measurement(
+    start: Start, anothers: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "PATIENCE_S", 0.1)
+    running = start("exec sleep 60")
+    anothers.add(running.pid)
+    running.kill()
+    running.send_signal(signal.SIGTERM)
+    assert running.reap() == Exit(None, still_runs=True)
+    with pytest.raises(StillRunning):
+        running.close()
+    assert not adopt_orphans(adopt=False)
+    anothers.clear()
+
+
+def test_a_worker_of_which_a_process_is_another_users(
+    tmp_path: Path, anothers: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "is_program", True)
+    running = LocalRunning(("sh", "-c", f"cd {tmp_path}; {DAEMON} exit 4"))
+    pid = daemon(tmp_path)
+    anothers.add(pid)
+    assert running.wait(20) == Exit(4)
+    running.close()
+    assert running.unseen.endswith(
+        f"; weighin may not end these of another user: sleep (process {pid})"
+    )
+    assert not adopt_orphans(adopt=False)
+    anothers.clear()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_a_worker_that_cannot_start_leaves_no_adoption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "is_program", True)
+    with pytest.raises(FileNotFoundError):
+        LocalRunning(("no-such-program",))
+    assert not adopt_orphans(adopt=False)
 
 
 WORKER = ("sh", "-c", f'echo "$MODE,${{{PHASES_VARIABLE}-none}},$PYTHONPATH"; exec cat')
@@ -208,7 +333,10 @@ def test_a_worker_that_is_killed_or_closed_ends(worker: LocalRunning) -> None:
     assert worker.pid and not lives(worker.pid)
 
 
-def test_a_child_of_a_worker_in_its_own_session_ends_with_it(tmp_path: Path) -> None:
+def test_a_child_of_a_worker_in_its_own_session_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "is_program", True)
     script = f"read go; cd {tmp_path}; {DAEMON} exit 4"
     running = LocalRunning(("sh", "-c", script))
     running.channel.send(b"\n")  # the mark is given to a process that has started
@@ -279,9 +407,12 @@ with subprocess.Popen(["sleep", "60"]) as relative:
 
 
 def test_a_process_of_a_killed_run_that_cleans_ends_neither_itself_nor_its_relatives() -> None:
-    variables = os.environ | dead_mark()
-    command = (sys.executable, "-P", "-c", CLEANS)
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    """Nor what is above it and has the mark of a third run, as when weighin measures weighin."""
+    inner = " ".join(f"{name}={mark}" for name, mark in dead_mark().items())
+    command = ("sh", "-c", f'{inner} "$@"; exit $?', "sh", sys.executable, "-P", "-c", CLEANS)
+    done = subprocess.run(
+        command, env=os.environ | dead_mark(), capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -303,6 +434,7 @@ def test_an_exit_as_a_shell_tells_it(ended: Exit, code: int | None, name: str) -
 def test_a_worker_that_does_not_end_is_an_error_and_its_children_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(child_process, "is_program", True)
     running = LocalRunning(("sh", "-c", f"read go; cd {tmp_path}; {DAEMON} exit 0"))
     running.channel.send(b"\n")
     pid = daemon(tmp_path)

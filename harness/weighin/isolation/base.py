@@ -76,7 +76,10 @@ class Started(Protocol):
 
     @property
     def unseen(self) -> str:
-        """The reason why weighin cannot see the pid or the cgroup; empty if weighin sees them."""
+        """The reason why weighin cannot see the pid or the cgroup; empty if weighin sees them.
+
+        After ``close``, it also names the processes that weighin was not allowed to kill.
+        """
 
     def kill(self) -> None:
         """Kill the worker or command with its children, and return without waiting for their end."""

@@ -23,7 +23,7 @@ from weighin.isolation.base import Exit, Streams
 from weighin.probes import mounts
 from weighin.probes.cgroup import read_kernel
 
-_UNSEEN: Final = (
+UNSEEN: Final = (
     "a plain process has no cgroup of its own, so these are not seen: kernel memory, huge pages, and"
     " files in memory that no process maps (memfd, /dev/shm)"
 )
@@ -56,7 +56,7 @@ class LocalCommand:
     ) -> None:
         self.groups = tuple(groups)
         self.cgroup = groups[0] if groups else None
-        self.unseen = "" if groups else _UNSEEN
+        self.unseen = "" if groups else UNSEEN
         with contextlib.ExitStack() as opened:
             files: list[int] = []
             for group in groups:
@@ -105,7 +105,8 @@ class LocalCommand:
         return Exit(code) if code >= 0 else Exit(None, signal=-code)
 
     def send_signal(self, number: int) -> None:
-        signal_each([self.pid], number)
+        with contextlib.suppress(PermissionError):  # sudo, for example, is another user's
+            signal_each([self.pid], number)
 
     def close(self) -> None:
         """Kill the first process if it still runs, and reap it; repeated calls do nothing.

@@ -8,12 +8,13 @@ from weighin import child_process
 from weighin.cell import Cell, Job
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation.base import Exit, Isolation, RunningCommand, Streams
-from weighin.isolation.command import LocalCommand, thaw
+from weighin.isolation.command import UNSEEN, LocalCommand, thaw
 from weighin.isolation.process_tree import ProcessTree, end_orphans
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
 
 WORKER = child_process.module("weighin.worker")
+_UNSEEN = "a plain process has no cgroup of its own"
 
 
 class ProcessIsolation(Isolation):
@@ -71,9 +72,12 @@ class ProcessCommand(LocalCommand):
         thaw(self._tree.kill())
 
     def close(self) -> None:
-        super().close()
-        self.kill()
-        self._tree.end()
+        try:
+            super().close()
+        finally:
+            self.kill()
+            self._tree.end()
+            self.unseen = self._tree.unseen(UNSEEN)
 
 
 class LocalRunning:
@@ -86,18 +90,19 @@ class LocalRunning:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._tree = ProcessTree(adopts=child_process.is_program)
-        self.channel = child_process.Child(
-            command,
-            # If weighin itself is measured, its worker must not report phases to the outer weighin.
-            {name: value for name, value in os.environ.items() if name != PHASES_VARIABLE}
-            | dict(environment or {})
-            | {"PYTHONPATH": os.pathsep.join(child_process.CODE_PATH)}
-            | self._tree.environment,
-        )
+        # If weighin itself is measured, its worker must not report phases to the outer weighin.
+        variables = {name: value for name, value in os.environ.items() if name != PHASES_VARIABLE}
+        variables |= dict(environment or {})
+        variables |= {"PYTHONPATH": os.pathsep.join(child_process.CODE_PATH)}
+        try:
+            self.channel = child_process.Child(command, variables | self._tree.environment)
+        except BaseException:
+            self._tree.end()
+            raise
         self._tree.begin(self.channel.pid)
         self.pid: int | None = self.channel.pid
         self.cgroup = cgroup
-        self.unseen = "" if cgroup else "a plain process has no cgroup of its own"
+        self.unseen = "" if cgroup else _UNSEEN
 
     def wait(self, timeout_s: float) -> Exit:
         code = self.channel.wait(timeout_s)
@@ -115,3 +120,5 @@ class LocalRunning:
             ) from None
         finally:
             self._tree.end()
+            if not self.cgroup:
+                self.unseen = self._tree.unseen(_UNSEEN)

@@ -3,6 +3,7 @@
 import itertools
 import os
 import time
+from contextlib import suppress
 
 import psutil
 
@@ -25,11 +26,13 @@ class ProcessTree:
 
     Attributes:
         environment: the variable that marks the processes, also for a later run of weighin.
+        spared: the names of the processes that the last ``kill`` was not allowed to kill.
     """
 
     def __init__(self, *, adopts: bool) -> None:
         self._mark = owned_name(next(_numbers))
         self.environment = {WORKER_VARIABLE: self._mark}
+        self.spared: list[str] = []
         self._adopts = adopts
         self._adopted_before = adopts and adopt_orphans()
         self._descendants: Descendants | None = None
@@ -43,31 +46,45 @@ class ProcessTree:
         return sorted({*found, *(pid for pid in psutil.pids() if mark_of(pid) == self._mark)})
 
     def kill(self) -> list[int]:
-        """Send SIGKILL to all processes, and return their pids."""
-        found = self.members()
-        signal_each(found)
-        return found
+        """Send SIGKILL to all processes except those of another user; return the pids of the killed."""
+        killed, self.spared = [], []
+        for pid in self.members():
+            try:
+                signal_each([pid])
+                killed.append(pid)
+            except PermissionError:
+                with suppress(psutil.NoSuchProcess):
+                    self.spared.append(f"{psutil.Process(pid).name()} (process {pid})")
+        return killed
 
     def end(self) -> None:
-        """Kill all processes, wait up to 10 s for their end, and adopt no more orphans."""
+        """Kill all processes, wait up to 10 s for the end of the killed, and adopt no more orphans."""
         deadline = time.monotonic() + _PATIENCE_S
-        while self.kill() and time.monotonic() < deadline:
-            time.sleep(_PAUSE_S)
-        if self._adopts:
-            adopt_orphans(adopt=self._adopted_before)
-            self._adopts = False
+        try:
+            while self.kill() and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
+        finally:
+            if self._adopts:
+                adopt_orphans(adopt=self._adopted_before)
+                self._adopts = False
+
+    def unseen(self, why: str) -> str:
+        """Return ``why`` weighin sees only a part, and the processes that it was not allowed to kill."""
+        spared = ", ".join(self.spared)
+        return f"{why}; weighin may not end these of another user: {spared}" if spared else why
 
 
 def end_orphans() -> list[str]:
     """Kill the processes whose mark names an ended weighin process; return one line for each.
 
-    A process with the mark of this process is not killed, because a killed run may have started the
-    shell in which weighin runs now.
+    A process with the mark of this process or of one above it is not killed, because a killed run may
+    have started the shell in which weighin, or a weighin around this one, runs now.
     """
-    ours, ended = mark_of(os.getpid()), dict[int, str]()
+    above = [one.pid for one in psutil.Process().parents()]
+    ours, ended = {mark_of(pid) for pid in (os.getpid(), *above)}, dict[int, str]()
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
-        marks = {pid: mark for pid in psutil.pids() if (mark := mark_of(pid)) and mark != ours}
+        marks = {pid: mark for pid in psutil.pids() if (mark := mark_of(pid)) and mark not in ours}
         if not (left := {pid: mark for pid, mark in marks.items() if is_left_behind(mark)}):
             break
         signal_each(left)

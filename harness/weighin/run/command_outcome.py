@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -147,28 +147,31 @@ def end_rest(running: RunningCommand, grace_s: float, settle_s: float) -> tuple[
     """End the processes of a command that outlive its first process, and return their command lines.
 
     A process that ends by itself within ``settle_s`` is not listed. The other processes get SIGTERM,
-    and SIGKILL after ``grace_s``.
+    and SIGKILL after ``grace_s``; one that this user may not signal is neither listed nor waited for.
     """
-    if not _wait_for_rest(running, settle_s):
-        return ()
-    rest = _rest(running)
-    names = tuple(command_line(pid) for pid in rest)
-    signal_each(rest, signal.SIGTERM)
-    if _wait_for_rest(running, grace_s):
-        running.kill()
-    return names
+    names, spared = [], {running.pid}
+    for pid in _wait_for_rest(running, settle_s, spared):
+        name = command_line(pid)
+        try:
+            signal_each([pid], signal.SIGTERM)
+            names.append(name)
+        except PermissionError:
+            spared.add(pid)
+    if _wait_for_rest(running, grace_s, spared) or len(spared) > 1:
+        running.kill()  # of a container, the engine ends also those
+    return tuple(names)
 
 
-def _rest(running: RunningCommand) -> list[int]:
-    return [pid for pid in running.members() if pid != running.pid]
-
-
-def _wait_for_rest(running: RunningCommand, patience_s: float) -> list[int]:
-    """Wait up to ``patience_s`` for the end of all processes except the command's first one; return
-    the pids of those that still run.
+def _wait_for_rest(
+    running: RunningCommand, patience_s: float, spared: Collection[int]
+) -> list[int]:
+    """Wait up to ``patience_s`` for the end of all processes that are not ``spared``; return the pids
+    of those that still run.
     """
     deadline = time.monotonic() + patience_s
-    while (rest := _rest(running)) and time.monotonic() < deadline:
+    while rest := [pid for pid in running.members() if pid not in spared]:
+        if time.monotonic() >= deadline:
+            break
         time.sleep(_PAUSE_S)
     return rest
 
