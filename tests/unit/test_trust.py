@@ -13,6 +13,7 @@ from factories import make_result
 
 from weighin.checkpoint import entries
 from weighin.errors import ConfigError, Interrupted
+from weighin.plan import start as plans
 from weighin.plan.start import restore, resume, start
 from weighin.plan.task import Run
 from weighin.predict import check
@@ -223,6 +224,60 @@ def test_a_digest_that_another_user_wrote_is_not_ours() -> None:
     (known,) = known_plans()
     os.chown(known, 65534, 65534)
     assert refused()
+
+
+def through_a_link(known: Path) -> None:
+    known.rename(moved := known.parents[2] / "notes")
+    known.symlink_to(moved)
+
+
+def in_a_linked_folder(known: Path) -> None:
+    known.parent.rename(moved := known.parents[2] / "notes")
+    known.parent.symlink_to(moved)
+
+
+def in_a_folder_of_all(known: Path) -> None:
+    known.parent.chmod(0o777)
+
+
+def in_a_file_of_the_group(known: Path) -> None:
+    known.chmod(0o660)
+
+
+@pytest.mark.usefixtures("_empty_cache")
+@pytest.mark.parametrize(
+    "put", [through_a_link, in_a_linked_folder, in_a_folder_of_all, in_a_file_of_the_group]
+)
+def test_a_digest_that_another_user_could_have_put_there_is_not_ours(
+    put: Callable[[Path], None],
+) -> None:
+    own_run()
+    (known,) = known_plans()
+    put(known)
+    assert refused()
+
+
+@pytest.mark.usefixtures("_empty_cache")
+def test_only_this_user_may_write_digests_whatever_the_umask() -> None:
+    before = os.umask(0)
+    try:
+        own_run()
+    finally:
+        os.umask(before)
+    (known,) = known_plans()
+    assert [path.stat().st_mode & 0o777 for path in (known.parent, known)] == [0o700, 0o600]
+    assert resume(Path("run"))
+
+
+@pytest.mark.usefixtures("_empty_cache")
+def test_the_newest_digests_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_MOST_PLANS", 2)
+    for number, plan in enumerate((b"old", b"middle")):
+        plans.remember(plan)
+        known = entries.folder() / "plans" / hashlib.sha256(plan).hexdigest()
+        os.utime(known, (number, number))
+    plans.remember(b"new")
+    assert [plans.is_ours(plan) for plan in (b"old", b"middle", b"new")] == [False, True, True]
 
 
 def stopped(task: Run) -> str:
