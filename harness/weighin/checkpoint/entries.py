@@ -53,10 +53,20 @@ class CachedCheckpoint:
 
 
 def folder() -> Path:
-    """Return the cache's folder: $WEIGHIN_CACHE, or a folder in the user's cache directory."""
+    """Return the cache's folder: $WEIGHIN_CACHE, or a folder in the user's cache directory.
+
+    Raises:
+        ConfigError: the folder is below a home folder that does not exist.
+    """
     chosen = os.environ.get("WEIGHIN_CACHE")
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(chosen or f"{caches}/weighin").expanduser().absolute()
+    try:
+        return Path(chosen or f"{caches}/weighin").expanduser().absolute()
+    except RuntimeError as error:  # such as a user who is not in /etc/passwd, without HOME
+        raise ConfigError(
+            f"there is no folder for weighin's cache: {str(error).rstrip('.').lower()}",
+            "name a folder: WEIGHIN_CACHE=/path weighin ...",
+        ) from None
 
 
 def slow_disks() -> Path:

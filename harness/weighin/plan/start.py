@@ -125,8 +125,8 @@ def remember(plan: bytes) -> None:
     """Note in the cache that this user's weighin wrote the plan; keep the newest notes only."""
     name = hashlib.sha256(plan).hexdigest()
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    # Without a cache, the run can be resumed with --trust.
-    with suppress(OSError):
+    # Without a cache, also of a user without a home, the run can be resumed with --trust.
+    with suppress(OSError, ConfigError):
         (entries.folder() / _PLANS).mkdir(mode=0o700, parents=True, exist_ok=True)
         with _own_plans() as folder:
             with os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "w") as file:
@@ -140,7 +140,7 @@ def remember(plan: bytes) -> None:
 def is_ours(plan: bytes) -> bool:
     """Tell whether this user's weighin wrote the plan, which nobody has changed since."""
     name = hashlib.sha256(plan).hexdigest()
-    with suppress(OSError), _own_plans() as folder:
+    with suppress(OSError, ConfigError), _own_plans() as folder:
         place = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
         with os.fdopen(place, "rb") as file:
             # The content, because another user with access to the cache's folder could put a
