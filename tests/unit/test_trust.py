@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from weighin.checkpoint import entries
 from weighin.errors import ConfigError, Interrupted
 from weighin.plan import start as plans
 from weighin.plan.start import restore, resume, start
-from weighin.plan.task import Run
+from weighin.plan.task import Progress, Run
 from weighin.predict import check
 from weighin.probes import environment
 from weighin.records import run_folder
-from weighin.run import floor_search, resuming
+from weighin.run import floor_search, resuming, runner
 from weighin.settings.reading import check_suite
 from weighin.units import GIB
 
@@ -171,10 +172,10 @@ def test_a_folder_of_a_plan_hides_no_module_of_ours(
     assert used == [()]
 
 
-def own_run() -> Run:
+def own_run(**options: Any) -> Run:
     """Plan a run of a strategy of one's own."""
     Path("mine.py").write_text(LOAD)
-    suite = {"models": "gpt2-tiny", "strategies": "mine.py", "isolation": "process"}
+    suite = {"models": "gpt2-tiny", "strategies": "mine.py", "isolation": "process"} | options
     return start(check_suite(suite), Path("run"))[0]
 
 
@@ -295,3 +296,13 @@ def test_a_stopped_run_says_whether_it_wants_trust(
     Path("no folder").touch()
     monkeypatch.setenv("WEIGHIN_CACHE", str(here / "no folder"))
     assert stopped(own_run()) == "resume it: weighin bench --resume run --trust"
+
+
+def test_storage_moves_the_cache_only_while_its_run_measures(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(here / "cache"))
+    task = own_run(storage="elsewhere")
+    runner.prepare(replace(task, planned=[replace(task.planned[0], skip="too long")]), Progress())
+    assert entries.folder() == here / "cache"
+    assert stopped(task) == "resume it: weighin bench --resume run"

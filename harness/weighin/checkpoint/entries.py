@@ -74,9 +74,17 @@ def slow_disks() -> Path:
     return folder() / "disks"
 
 
-def use(chosen: Path) -> None:
-    """Make ``chosen`` the cache's folder, for this process and all processes that it starts."""
+@contextmanager
+def used(chosen: Path) -> Iterator[None]:
+    """Make ``chosen`` the cache's folder within the context, also of processes that start in it."""
+    before = os.environ.get("WEIGHIN_CACHE")
     os.environ["WEIGHIN_CACHE"] = str(chosen.expanduser().absolute())
+    try:
+        yield
+    finally:
+        del os.environ["WEIGHIN_CACHE"]
+        if before is not None:
+            os.environ["WEIGHIN_CACHE"] = before
 
 
 def entry_name(model: str, *origin: Any) -> str:
