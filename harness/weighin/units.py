@@ -12,6 +12,8 @@ MIB: Final = 1024**2
 GIB: Final = 1024**3
 TIB: Final = 1024**4
 
+LONGEST_S: Final = 24 * 24 * 3600
+"""24 days, the longest time-out: poll(2) waits for 2**31 - 1 ms at most."""
 _SUFFIXES: Final = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
 _FACTORS: Final = {"": 1, "b": 1} | {
     spelling: factor

@@ -116,7 +116,8 @@ def test_a_search_that_ends_no_cell_says_how_long_it_may_take() -> None:
 
 @pytest.mark.parametrize("within", [0.0, -0.01, 0.1001])
 def test_a_step_must_be_a_share_of_the_floor(within: float) -> None:
-    settings = check_suite({"models": "gpt2-tiny", "isolation": "process", "within": within})
+    settings = check_suite({"models": "gpt2-tiny", "isolation": "process"})
+    settings = settings.model_copy(update={"within": within})  # as the command line does
     with pytest.raises(ConfigError) as caught:
         start(settings)
     assert str(caught.value) == (

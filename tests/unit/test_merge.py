@@ -1,6 +1,7 @@
 """The runs of shards become one run; what does not belong together is refused."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from weighin.plan import start
 from weighin.records import run_folder
 from weighin.records.shard import Shard, parse
 from weighin.result import Result
+from weighin.run import merge as merging
 from weighin.run.merge import merge
 
 PLAN = [make_cell(name) for name in ("baseline", "sequential", "streaming", "mmap_assign")]
@@ -169,6 +171,27 @@ def test_a_merged_run_is_ours_if_all_its_parts_are(
     start.remember(plans[1])
     merge(parts, Path("whole"))
     assert start.is_ours(run_folder.plan_bytes(Path("whole")))
+
+
+def test_a_changed_plan_that_is_put_back_during_a_merge_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    folder = shard("1/1")
+    ours = run_folder.plan_bytes(folder)
+    start.remember(ours)
+    path = folder / run_folder.PLAN
+    path.write_bytes(ours.replace(b'"seed": 0', b'"seed": 1'))
+    joined = merging._joined
+
+    def put_back(parts: Sequence[Any]) -> list[Result]:
+        path.write_bytes(ours)
+        return joined(parts)
+
+    monkeypatch.setattr(merging, "_joined", put_back)
+    merge([folder], Path("whole"))
+    assert run_folder.read_plan(Path("whole")).settings["seed"] == 1
+    assert not start.is_ours(run_folder.plan_bytes(Path("whole")))
 
 
 def test_runs_without_a_common_division_have_no_missing_shards() -> None:

@@ -118,6 +118,13 @@ def test_a_damaged_setting_is_named_with_its_plan() -> None:
         read_plan({"seed": "x"}, [], Path("run/plan.json"))
 
 
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), -1, 1e300, 2_073_601])
+@pytest.mark.parametrize("name", ["timeout_s", "grace_s", "within"])
+def test_an_impossible_number_in_a_plan_is_named(name: str, number: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^run/plan.json: {name}: "):
+        read_plan({name: number}, [], Path("run/plan.json"))
+
+
 def test_a_plan_leaves_out_what_is_not_set() -> None:
     usual = check_suite({"models": ["gpt2-xl"]}).as_json()
     assert usual == {"models": [{"name": "gpt2-xl"}]}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from weighin.checkpoint import entries
 from weighin.errors import ConfigError, HarnessError, RecordError, UnknownName
 from weighin.formats.selection import Selection
 from weighin.isolation.cgroup import CgroupIsolation
@@ -324,3 +325,11 @@ def test_a_gpu_cell_has_its_limit_and_its_trace(monkeypatch: pytest.MonkeyPatch)
     assert [one.cell.vram_limit_bytes for one in run.planned] == [8 * GIB, None]
     assert run.settings.trace
     assert resume(Path("run")).settings.trace
+
+
+def test_a_user_without_a_home_starts_and_resumes_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", "~nobody-of-this-name/cache")
+    assert resume(started().folder).planned
+    text = complaint(entries.folder)
+    assert text.startswith("there is no folder for weighin's cache: ")
+    assert text.endswith("name a folder: WEIGHIN_CACHE=/path weighin ...")

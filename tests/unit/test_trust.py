@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from factories import make_result
 
 from weighin.checkpoint import entries
 from weighin.errors import ConfigError, Interrupted
+from weighin.plan import start as plans
 from weighin.plan.start import restore, resume, start
-from weighin.plan.task import Run
+from weighin.plan.task import Progress, Run
 from weighin.predict import check
 from weighin.probes import environment
 from weighin.records import run_folder
-from weighin.run import floor_search, resuming
+from weighin.run import floor_search, resuming, runner
 from weighin.settings.reading import check_suite
 from weighin.units import GIB
 
@@ -170,10 +172,10 @@ def test_a_folder_of_a_plan_hides_no_module_of_ours(
     assert used == [()]
 
 
-def own_run() -> Run:
+def own_run(**options: Any) -> Run:
     """Plan a run of a strategy of one's own."""
     Path("mine.py").write_text(LOAD)
-    suite = {"models": "gpt2-tiny", "strategies": "mine.py", "isolation": "process"}
+    suite = {"models": "gpt2-tiny", "strategies": "mine.py", "isolation": "process"} | options
     return start(check_suite(suite), Path("run"))[0]
 
 
@@ -225,6 +227,60 @@ def test_a_digest_that_another_user_wrote_is_not_ours() -> None:
     assert refused()
 
 
+def through_a_link(known: Path) -> None:
+    known.rename(moved := known.parents[2] / "notes")
+    known.symlink_to(moved)
+
+
+def in_a_linked_folder(known: Path) -> None:
+    known.parent.rename(moved := known.parents[2] / "notes")
+    known.parent.symlink_to(moved)
+
+
+def in_a_folder_of_all(known: Path) -> None:
+    known.parent.chmod(0o777)
+
+
+def in_a_file_of_the_group(known: Path) -> None:
+    known.chmod(0o660)
+
+
+@pytest.mark.usefixtures("_empty_cache")
+@pytest.mark.parametrize(
+    "put", [through_a_link, in_a_linked_folder, in_a_folder_of_all, in_a_file_of_the_group]
+)
+def test_a_digest_that_another_user_could_have_put_there_is_not_ours(
+    put: Callable[[Path], None],
+) -> None:
+    own_run()
+    (known,) = known_plans()
+    put(known)
+    assert refused()
+
+
+@pytest.mark.usefixtures("_empty_cache")
+def test_only_this_user_may_write_digests_whatever_the_umask() -> None:
+    before = os.umask(0)
+    try:
+        own_run()
+    finally:
+        os.umask(before)
+    (known,) = known_plans()
+    assert [path.stat().st_mode & 0o777 for path in (known.parent, known)] == [0o700, 0o600]
+    assert resume(Path("run"))
+
+
+@pytest.mark.usefixtures("_empty_cache")
+def test_the_newest_digests_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_MOST_PLANS", 2)
+    for number, plan in enumerate((b"old", b"middle")):
+        plans.remember(plan)
+        known = entries.folder() / "plans" / hashlib.sha256(plan).hexdigest()
+        os.utime(known, (number, number))
+    plans.remember(b"new")
+    assert [plans.is_ours(plan) for plan in (b"old", b"middle", b"new")] == [False, True, True]
+
+
 def stopped(task: Run) -> str:
     with pytest.raises(Interrupted) as caught, resuming.resumable("bench", task):
         raise Interrupted("stopped")
@@ -240,3 +296,13 @@ def test_a_stopped_run_says_whether_it_wants_trust(
     Path("no folder").touch()
     monkeypatch.setenv("WEIGHIN_CACHE", str(here / "no folder"))
     assert stopped(own_run()) == "resume it: weighin bench --resume run --trust"
+
+
+def test_storage_moves_the_cache_only_while_its_run_measures(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHIN_CACHE", str(here / "cache"))
+    task = own_run(storage="elsewhere")
+    runner.prepare(replace(task, planned=[replace(task.planned[0], skip="too long")]), Progress())
+    assert entries.folder() == here / "cache"
+    assert stopped(task) == "resume it: weighin bench --resume run"

@@ -53,10 +53,20 @@ class CachedCheckpoint:
 
 
 def folder() -> Path:
-    """Return the cache's folder: $WEIGHIN_CACHE, or a folder in the user's cache directory."""
+    """Return the cache's folder: $WEIGHIN_CACHE, or a folder in the user's cache directory.
+
+    Raises:
+        ConfigError: the folder is below a home folder that does not exist.
+    """
     chosen = os.environ.get("WEIGHIN_CACHE")
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(chosen or f"{caches}/weighin").expanduser().absolute()
+    try:
+        return Path(chosen or f"{caches}/weighin").expanduser().absolute()
+    except RuntimeError as error:  # such as a user who is not in /etc/passwd, without HOME
+        raise ConfigError(
+            f"there is no folder for weighin's cache: {str(error).rstrip('.').lower()}",
+            "name a folder: WEIGHIN_CACHE=/path weighin ...",
+        ) from None
 
 
 def slow_disks() -> Path:
@@ -64,9 +74,17 @@ def slow_disks() -> Path:
     return folder() / "disks"
 
 
-def use(chosen: Path) -> None:
-    """Make ``chosen`` the cache's folder, for this process and all processes that it starts."""
+@contextmanager
+def used(chosen: Path) -> Iterator[None]:
+    """Make ``chosen`` the cache's folder within the context, also of processes that start in it."""
+    before = os.environ.get("WEIGHIN_CACHE")
     os.environ["WEIGHIN_CACHE"] = str(chosen.expanduser().absolute())
+    try:
+        yield
+    finally:
+        del os.environ["WEIGHIN_CACHE"]
+        if before is not None:
+            os.environ["WEIGHIN_CACHE"] = before
 
 
 def entry_name(model: str, *origin: Any) -> str:

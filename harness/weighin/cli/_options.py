@@ -7,11 +7,13 @@ from typing import Any, Literal
 
 import click
 
+from weighin.units import LONGEST_S
+
 PATH = click.Path(path_type=Path)
 
 
 class _Seconds(click.FloatRange):
-    """A time of 0 s or more."""
+    """A time-out, or another time that weighin waits."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         seconds = float(super().convert(value, param, ctx))
@@ -20,7 +22,7 @@ class _Seconds(click.FloatRange):
         return seconds
 
 
-SECONDS = _Seconds(min=0)
+SECONDS = _Seconds(min=0, max=LONGEST_S)
 
 Kind = Literal["models", "strategies", "suites"]
 

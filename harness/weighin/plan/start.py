@@ -8,8 +8,8 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +28,8 @@ from weighin.settings.definition import Settings
 from weighin.units import format_exact
 
 _LABEL_LENGTH: Final = 60  # characters of all commands in the name of a run's folder
+_PLANS: Final = "plans"  # the folder of the digests in weighin's cache
+_MOST_PLANS: Final = 1_000
 
 
 def start(
@@ -120,24 +122,49 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
 
 
 def remember(plan: bytes) -> None:
-    """Note in the cache that this user's weighin wrote the plan."""
-    known = _known(plan)
-    with suppress(OSError):  # without a cache, the run can be resumed with --trust
-        known.parent.mkdir(parents=True, exist_ok=True)
-        known.write_text(known.name)
+    """Note in the cache that this user's weighin wrote the plan; keep the newest notes only."""
+    name = hashlib.sha256(plan).hexdigest()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    # Without a cache, also of a user without a home, the run can be resumed with --trust.
+    with suppress(OSError, ConfigError):
+        (entries.folder() / _PLANS).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _own_plans() as folder:
+            with os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "w") as file:
+                file.write(name)
+            with os.scandir(folder) as found:
+                by_age = sorted(found, key=lambda entry: entry.stat(follow_symlinks=False).st_mtime)
+            for entry in by_age[:-_MOST_PLANS]:
+                os.unlink(entry.name, dir_fd=folder)
 
 
 def is_ours(plan: bytes) -> bool:
     """Tell whether this user's weighin wrote the plan, which nobody has changed since."""
-    known = _known(plan)
-    with suppress(OSError):
-        # The content, because another user with access to the cache's folder could rename our files.
-        return known.stat().st_uid == os.geteuid() and known.read_bytes() == known.name.encode()
+    name = hashlib.sha256(plan).hexdigest()
+    with suppress(OSError, ConfigError), _own_plans() as folder:
+        place = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+        with os.fdopen(place, "rb") as file:
+            # The content, because another user with access to the cache's folder could put a
+            # folder of ours in the place of this one.
+            return _is_only_ours(place) and file.read(len(name) + 1) == name.encode()
     return False
 
 
-def _known(plan: bytes) -> Path:
-    return entries.folder() / "plans" / hashlib.sha256(plan).hexdigest()
+@contextmanager
+def _own_plans() -> Iterator[int]:
+    """Yield a descriptor of the cache's folder of digests; raise OSError if others may write there."""
+    folder = os.open(entries.folder() / _PLANS, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if not _is_only_ours(folder):
+            raise PermissionError
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _is_only_ours(place: int) -> bool:
+    """Tell whether an open file or folder is this user's, and nobody else may write it."""
+    state = os.fstat(place)
+    return state.st_uid == os.geteuid() and not state.st_mode & 0o022
 
 
 def _new_folder(labels: Sequence[str]) -> Path:

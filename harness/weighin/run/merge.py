@@ -47,6 +47,7 @@ class Merged:
 class _Part:
     folder: Path
     plan: Plan
+    plan_bytes: bytes
     results: Sequence[Result]
     warnings: Sequence[str]
 
@@ -86,7 +87,9 @@ def merge(folders: Sequence[Path], out: Path) -> Merged:
 
 def _read(folder: Path) -> _Part:
     records = run_folder.read(folder)
-    return _Part(folder, run_folder.read_plan(folder), records.results, records.warnings)
+    text = run_folder.plan_bytes(folder)
+    plan = run_folder.parse_plan(folder, text)
+    return _Part(folder, plan, text, records.results, records.warnings)
 
 
 def _check_same_plan(first: _Part, other: _Part) -> None:
@@ -149,7 +152,7 @@ def _write(parts: Sequence[_Part], results: Sequence[Result], out: Path) -> None
     folders = {
         coverage.identity(result.cell): part.folder for part in parts for result in part.results
     }
-    all_ours = all(start.is_ours(run_folder.plan_bytes(part.folder)) for part in parts)
+    all_ours = all(start.is_ours(part.plan_bytes) for part in parts)
     with run_folder.writing(unfinished):
         shutil.rmtree(unfinished, ignore_errors=True)
         settings = _shared(parts[0].plan.settings)

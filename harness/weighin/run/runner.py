@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
+from weighin.checkpoint import entries
 from weighin.errors import HarnessError
 from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.records import coverage, run_folder
@@ -73,24 +74,19 @@ def _machine(task: Run, progress: Progress) -> Iterator[None]:
     A run of loads or saves holds the lock, because other runs would change its times. A run of
     commands takes no lock, because a command may itself run weighin.
     """
-    if task.settings.storage:
-        from weighin.checkpoint import entries
-
-        entries.use(task.settings.storage)
-    task.isolation.check()
-    with (
-        interrupts.stoppable(),
-        ExitStack() as lock,
-    ):  # a run that waits for the lock can be stopped
+    with ExitStack() as until_end:
+        if task.settings.storage:
+            until_end.enter_context(entries.used(task.settings.storage))
+        task.isolation.check()
+        until_end.enter_context(interrupts.stoppable())  # also a run that waits for the lock
         if task.settings.commands:
             lines = task.isolation.remove_stale()
         else:
-            from weighin.checkpoint import entries
             from weighin.disk import mount
             from weighin.run import save_target
 
             waiting = lambda text: progress.preparing(text, None)  # noqa: E731
-            lock.enter_context(only_run(task.patience_s, waiting))
+            until_end.enter_context(only_run(task.patience_s, waiting))
             lines = task.isolation.remove_stale()
             lines += save_target.remove_leftovers()
             lines += mount.remove_stale(entries.slow_disks())

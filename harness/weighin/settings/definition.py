@@ -27,11 +27,12 @@ from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.selection import Selection
-from weighin.records.floor import Aim
+from weighin.records.floor import COARSEST, Aim
 from weighin.records.shard import Shard
 from weighin.records.shard import parse as parse_shard
 from weighin.text import printable
 from weighin.units import (
+    LONGEST_S,
     MIB,
     complaint_of_limit,
     format_exact,
@@ -319,7 +320,9 @@ class Settings(Strict):
     environment: Annotated[_Some[_Environment], MODELS] = [{}]
     """Environment variables of the worker, such as `{MALLOC_ARENA_MAX: 2}`."""
     timeout_s: Annotated[float, MODELS, COMMANDS] = Field(
-        default_factory=lambda known: 0.0 if known.get("commands") else 600.0, allow_inf_nan=False
+        default_factory=lambda known: 0.0 if known.get("commands") else 600.0,
+        le=LONGEST_S,
+        allow_inf_nan=False,
     )
     """Seconds after which a cell is stopped; for commands, 0 for none."""
     stacks: Annotated[bool, COMMANDS] = False
@@ -363,9 +366,9 @@ class Settings(Strict):
     """A regular expression: a server is ready when a line of its output matches."""
     ready_url: str = ""
     """A server is ready when it answers at this URL with an HTTP status below 500."""
-    grace_s: float = 10.0
+    grace_s: float = Field(10.0, ge=0, le=LONGEST_S, allow_inf_nan=False)
     """The seconds from SIGTERM to SIGKILL for a command that weighin stops."""
-    within: float | None = None
+    within: float | None = Field(None, gt=0, le=COARSEST)
     """The precision of a search of `weighin floor`, as a share of the floor; none for another run."""
     aim: Aim = Aim.ENDS
     """The kind of floor (smallest limit) that is searched."""
