@@ -426,7 +426,8 @@ class Settings(Strict):
     @classmethod
     def _check_save(cls, value: _One, info: ValidationInfo) -> _One:
         usual, message, repair = _NOT_FOR_A_SAVE[info.field_name or ""]
-        if info.data.get("operation") == "save" and value not in (usual, [usual]):
+        given = value if isinstance(value, list) else [value]
+        if info.data.get("operation") == "save" and any(each != usual for each in given):
             raise ValueError(message, repair)
         return value
 
