@@ -492,7 +492,8 @@ class Settings(Strict):
         return self.model_dump(exclude_defaults=True, exclude_unset=True)
 
     def command(self, label: str) -> SuiteCommand:
-        return next(each for each in self.commands if each.name == label)
+        """Return the command with this label; raise KeyError if there is none."""
+        return {each.name: each for each in self.commands}[label]
 
     def checkpoint_of(self, model: ModelSpec) -> Path | None:
         """Return the user's checkpoint of a model; None if weighin generates the checkpoint."""
