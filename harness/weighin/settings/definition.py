@@ -366,9 +366,9 @@ class Settings(Strict):
     """A regular expression: a server is ready when a line of its output matches."""
     ready_url: str = ""
     """A server is ready when it answers at this URL with an HTTP status below 500."""
-    grace_s: float = Field(10.0, ge=0, le=LONGEST_S, allow_inf_nan=False)
+    grace_s: Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)] = 10.0
     """The seconds from SIGTERM to SIGKILL for a command that weighin stops."""
-    within: float | None = Field(None, gt=0, le=COARSEST)
+    within: Annotated[float | None, Field(gt=0, le=COARSEST)] = None
     """The precision of a search of `weighin floor`, as a share of the floor; none for another run."""
     aim: Aim = Aim.ENDS
     """The kind of floor (smallest limit) that is searched."""
