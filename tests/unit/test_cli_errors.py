@@ -13,6 +13,7 @@ from weighin.cli import app as cli
 from weighin.errors import ConfigError, HarnessError, Interrupted, IsolationUnavailable, UnknownName
 from weighin.isolation.docker.isolation import DockerIsolation
 from weighin.records import run_folder
+from weighin.result import Outcome
 
 
 @pytest.fixture
@@ -178,14 +179,15 @@ def test_what_is_whole_of_a_damaged_run_is_reported(
     code, text = run("report", str(tmp_path), "--format", "md,html,csv", shown=True)
     torn, wrong, newer, *error = text.splitlines()
     assert torn.startswith(f"note: {records}, line 5 is incomplete")
-    assert wrong == f"note: {records}, line 2: outcome: unknown value 'okay': this line is left out"
+    unknown = f"outcome: unknown value 'okay'; known values: {', '.join(Outcome)}"
+    assert wrong == f"note: {records}, line 2: {unknown}: this line is left out"
     assert newer == (
         f"note: {records}, line 4: written by a newer weighin (schema 99; this version reads up to 1):"
         " this line is left out"
     )
     assert code == 2
     assert error == [
-        f"error: {records}, line 2: outcome: unknown value 'okay'",
+        f"error: {records}, line 2: {unknown}",
         f"delete the line and repeat its measurement: sed -i 2d {records} && weighin bench --resume"
         f" {tmp_path}",
     ]

@@ -254,6 +254,17 @@ def test_a_suite_of_saves_has_every_way_of_saving() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [("disk", None, "50MB/s"), ("ranks", 1, 2), ("uses", "forward", "none")],
+)
+def test_a_save_takes_the_usual_value_however_often(name: str, value: Any, other: Any) -> None:
+    save = {"models": "gpt2-xl", "operation": "save"}
+    assert getattr(check_suite(save | {name: [value, value]}), name) == [value, value]
+    with pytest.raises(ConfigError, match="save"):
+        check_suite(save | {name: [value, other]})
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         (

@@ -1,9 +1,12 @@
 """A test that reads the peaks of what did not end ok fails, and says how it ended."""
 
+from dataclasses import replace
+
 import pytest
 from factories import make_cell, make_result
 
-from weighin.result import Outcome
+from weighin.result import Outcome, Peaks
+from weighin.testing import bodies
 from weighin.testing.results import guarded
 
 
@@ -31,3 +34,16 @@ def test_the_end_of_a_failure_can_be_read() -> None:
 def test_a_result_that_is_ok_stays_as_it_is() -> None:
     result = make_result()
     assert guarded(result) is result
+
+
+@pytest.mark.parametrize(
+    ("metric", "needs"),
+    [("rss", ""), ("anon", ""), ("cgroup", ": needs the isolation cgroup")],
+)
+def test_a_metric_that_was_not_measured_says_what_it_needs_if_anything(
+    request: pytest.FixtureRequest, metric: str, needs: str
+) -> None:
+    passed = pytest.TestReport(request.node.nodeid, ("", 0, ""), {}, "passed", None, "call")
+    result = replace(make_result(make_cell(isolation="process")), peaks=Peaks())
+    judged = bodies._judged(request.node, passed, result, bodies.Limit("1MiB", metric), 0)
+    assert judged.longrepr == f"{metric} was not measured under the isolation process{needs}"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ran_commands import make_command, settings_of
 
-from weighin.errors import ConfigError, HarnessError
+from weighin.errors import ConfigError, HarnessError, RecordError
 from weighin.isolation.cgroup import CgroupIsolation
 from weighin.isolation.process import ProcessIsolation
 from weighin.plan.commands import label_of
@@ -93,6 +93,18 @@ def test_a_label_and_what_was_dropped_are_of_the_cell(here: Path) -> None:
     run, _ = start(asked(name="mine", own={"cold": ["data"]}), Path("run"))
     (planned,) = run.planned
     assert (planned.cell.strategy, planned.cell.cache) == ("mine", "cold")
+
+
+def test_a_plan_that_lacks_the_command_of_a_cell_is_not_resumed() -> None:
+    start(asked(name="mine"), Path("run"))
+    path = Path("run/plan.json")
+    path.write_text(path.read_text().replace('"strategy": "mine"', '"strategy": "other"'))
+    with pytest.raises(RecordError) as caught:
+        restore(Path("run"), trusted=True)
+    assert str(caught.value) == (
+        "run/plan.json lacks the command 'other'\n"
+        "start a new run, because this run cannot be resumed without the command"
+    )
 
 
 def test_a_folder_without_a_name_is_named_after_the_labels() -> None:

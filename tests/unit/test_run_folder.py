@@ -144,12 +144,12 @@ def test_a_bad_line_in_the_middle_is_named_with_its_repair(run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"load_ns": "12"}, "load_ns: expected `int | null`, got `str`"),
-        ({"load_ns": 1.5}, "load_ns: expected `int | null`, got `float`"),
-        ({"oom_kills": True}, "oom_kills: expected `int | null`, got `bool`"),
-        ({"peaks": {"rss_bytes": []}}, "peaks.rss_bytes: expected `int | null`, got `array`"),
+        ({"load_ns": "12"}, "load_ns: expected `int | null`, got `str` '12'"),
+        ({"load_ns": 1.5}, "load_ns: expected `int | null`, got `float` 1.5"),
+        ({"oom_kills": True}, "oom_kills: expected `int | null`, got `bool` True"),
+        ({"peaks": {"rss_bytes": []}}, "peaks.rss_bytes: expected `int | null`, got `array` []"),
         ({"cell": {}}, "cell.model: missing"),
-        ({"schema": None}, "schema: expected `int`, got `null`"),
+        ({"schema": None}, "schema: expected `int`, got `null` None"),
     ],
 )
 def test_a_wrong_type_names_its_field(run: Path, change: dict[str, Any], complaint: str) -> None:

@@ -73,6 +73,10 @@ def mount(plan: dict[str, Any]) -> None:
     plan["settings"]["mounts"] = ["/etc"]
 
 
+def cluster(plan: dict[str, Any]) -> None:
+    plan["settings"]["engine"] = {"name": "ray", "address": "ray://evil:10001", "labels": {}}
+
+
 def folder(plan: dict[str, Any]) -> None:
     Path("lib").mkdir(exist_ok=True)
     Path("lib/evil.py").touch()
@@ -87,11 +91,12 @@ def shown(here: Path) -> dict[Callable[[dict[str, Any]], None], str]:
         base: "base image evil:1",
         variable: "environment LD_PRELOAD=/evil.so",
         mount: "mount /etc",
+        cluster: "Ray cluster ray://evil:10001",
         folder: f"builder evil:build in {here}/lib/evil.py with {{}}",
     }
 
 
-@pytest.mark.parametrize("change", [builder, strategy, base, variable, mount, folder])
+@pytest.mark.parametrize("change", [builder, strategy, base, variable, mount, cluster, folder])
 def test_foreign_code_of_a_plan_is_shown_and_not_run_without_trust(
     here: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:

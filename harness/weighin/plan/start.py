@@ -20,7 +20,7 @@ from weighin.errors import ConfigError, RecordError
 from weighin.isolation import select
 from weighin.plan import commands
 from weighin.plan.nodes import Node
-from weighin.plan.task import Planned, Run
+from weighin.plan.task import Run
 from weighin.records import run_folder
 from weighin.records.coverage import resume_command
 from weighin.settings import reading
@@ -108,8 +108,7 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
             again=resume_command(settings.verb, folder),
         )
     if settings.commands:
-        commands.check(settings)
-        planned = [Planned(cell) for cell in found.cells]
+        planned = commands.restore(found.cells, settings, place)
         isolation = select.named(
             found.cells[0].isolation, settings.base_image, image=settings.image
         )

@@ -47,15 +47,20 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
     """Return one line for each entry of a plan that names code that is neither part of weighin nor
     installed.
 
-    Code can come from builders, strategies, uses, Hugging Face folders, base images, mounts and
-    environment variables; a command is always foreign. ``foreign`` runs none of the code.
+    Code can come from builders, strategies, uses, Hugging Face folders, base images, mounts,
+    environment variables and the address of a Ray cluster; a command is always foreign. ``foreign``
+    runs none of the code.
     """
+    # Ray unpickles what a cluster sends, and so runs its code.
+    address = settings.engine.get("address")
+    clusters = [f"Ray cluster {one_line(str(address))}"] if address not in (None, "auto") else []
     if settings.commands:
         place = f"{settings.cwd}, image {settings.image}" if settings.image else settings.cwd
         commands = [f"command {join(cell.command)} in {place}" for cell in cells]
-        return list(dict.fromkeys([*commands, *(f"mount {path}" for path in settings.mounts)]))
+        mounts = [f"mount {path}" for path in settings.mounts]
+        return list(dict.fromkeys([*clusters, *commands, *mounts]))
     ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}
-    lines: dict[str, None] = {}
+    lines: dict[str, None] = dict.fromkeys(clusters)
     for cell in cells:
         if (builder := cell.model.builder) not in ours:
             kwargs = one_line(json.dumps(cell.model.kwargs, default=str), _KWARGS_LENGTH)

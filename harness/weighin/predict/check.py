@@ -126,7 +126,9 @@ def check(
     if not trusted:
         used = {cell.strategy: paths[cell.strategy] for cell in cells if cell.strategy in paths}
         trust.check(
-            trust.foreign(cells, settings.model_copy(update={"strategy_paths": used})),
+            trust.foreign(
+                cells, settings.model_copy(update={"strategy_paths": used, "engine": {}})
+            ),
             place=run,
             again=f"weighin predict --check {quote(str(run))}",
             repair="or predict the model itself",

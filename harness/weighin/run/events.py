@@ -91,7 +91,8 @@ def decode(line: bytes, ranks: int = 1) -> tuple[int | None, Event | Phase] | No
     """Return the rank that an event names, if any, and the event; None for any other line.
 
     A line is no event if its kind is unknown, if a field is missing, unknown or of a wrong type, or
-    if its rank is not in 0 to ``ranks`` - 1. Names and texts are cut to one printable line.
+    if its rank is not in 0 to ``ranks`` - 1. Of a phase and of memory, unknown fields are ignored.
+    Names and texts are cut to one printable line.
     """
     fields = decode_event(line)
     if fields is None:

@@ -366,9 +366,9 @@ class Settings(Strict):
     """A regular expression: a server is ready when a line of its output matches."""
     ready_url: str = ""
     """A server is ready when it answers at this URL with an HTTP status below 500."""
-    grace_s: float = Field(10.0, ge=0, le=LONGEST_S, allow_inf_nan=False)
+    grace_s: Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)] = 10.0
     """The seconds from SIGTERM to SIGKILL for a command that weighin stops."""
-    within: float | None = Field(None, gt=0, le=COARSEST)
+    within: Annotated[float | None, Field(gt=0, le=COARSEST)] = None
     """The precision of a search of `weighin floor`, as a share of the floor; none for another run."""
     aim: Aim = Aim.ENDS
     """The kind of floor (smallest limit) that is searched."""
@@ -426,7 +426,8 @@ class Settings(Strict):
     @classmethod
     def _check_save(cls, value: _One, info: ValidationInfo) -> _One:
         usual, message, repair = _NOT_FOR_A_SAVE[info.field_name or ""]
-        if info.data.get("operation") == "save" and value not in (usual, [usual]):
+        given = value if isinstance(value, list) else [value]
+        if info.data.get("operation") == "save" and any(each != usual for each in given):
             raise ValueError(message, repair)
         return value
 
@@ -491,7 +492,8 @@ class Settings(Strict):
         return self.model_dump(exclude_defaults=True, exclude_unset=True)
 
     def command(self, label: str) -> SuiteCommand:
-        return next(each for each in self.commands if each.name == label)
+        """Return the command with this label; raise KeyError if there is none."""
+        return {each.name: each for each in self.commands}[label]
 
     def checkpoint_of(self, model: ModelSpec) -> Path | None:
         """Return the user's checkpoint of a model; None if weighin generates the checkpoint."""

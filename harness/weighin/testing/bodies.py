@@ -157,9 +157,9 @@ def _judged(
         metric, (of_peak, of_start) = limit.metric, METRICS[limit.metric]
         peak, start = getattr(result.peaks, of_peak), getattr(result.baseline, of_start, 0)
         if peak is None or start is None:
-            needs = {"cgroup": "the isolation cgroup", "cuda": 'device="cuda"'}.get(metric)
+            needs = {"cgroup": ": needs the isolation cgroup", "cuda": ': needs device="cuda"'}
             why = f"{metric} was not measured under the isolation {result.cell.isolation}"
-            return _failed(item, f"{why}: needs {needs}", result)
+            return _failed(item, f"{why}{needs.get(metric, '')}", result)
         # rss and anon leave out the memory of a test's child processes, which weighin samples.
         others = result.peaks.others_private_sampled_bytes if metric in ("rss", "anon") else 0
         if peak - start + (others or 0) > allowed:
