@@ -117,6 +117,8 @@ def test_a_command_finds_around_it_what_it_finds_without_weighin(
     plain = json.loads(plainly(command, *arguments).out)
     ours = json.loads(weighed(command, isolation, *arguments).out)
     assert Path(ours["environment"].pop(VARIABLE)).name == "phases"
+    assert ("WEIGHIN_WORKER" in ours["environment"]) == (isolation == "process")
+    ours["environment"].pop("WEIGHIN_WORKER", None)
     assert ours == plain
     record(command)
 
@@ -133,7 +135,8 @@ def test_variables_with_odd_names_and_values_arrive(command: CommandLine, isolat
         for line in (arguments, (*weighin(isolation), *arguments))
     ]
     plain, ours = (sorted(text.rstrip(b"\0").split(b"\0")) for text in texts)
-    assert [each for each in ours if not each.startswith(VARIABLE.encode())] == plain
+    added = (VARIABLE.encode(), b"WEIGHIN_WORKER=")
+    assert [each for each in ours if not each.startswith(added)] == plain
 
 
 def test_a_run_of_pytest_is_as_without_weighin(command: CommandLine, isolation: str) -> None:
