@@ -171,7 +171,17 @@ def test_a_program_of_another_machine_is_no_script(tmp_path: Path, run: Callable
 def test_a_closed_standard_error_changes_no_exit_code(run: Callable[..., Any], code: int) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    line = (*WEIGHIN, "run", "--no-stacks", "--", "sh", "-c", f"exit {code}")
+    line = (
+        *WEIGHIN,
+        "run",
+        "--isolation",
+        "process",
+        "--no-stacks",
+        "--",
+        "sh",
+        "-c",
+        f"exit {code}",
+    )
     done = run("bash", "-c", f'"$@" 2>&{writing}', "sh", *line, pass_fds=(writing,))
     assert done.returncode == code
     os.close(writing)
@@ -182,7 +192,9 @@ def test_a_deleted_folder_does_not_stop_the_command(
 ) -> None:
     line = " ".join(WEIGHIN)
     done = run(
-        "sh", "-c", f"mkdir gone; cd gone; rmdir ../gone; {line} run --no-stacks -- echo hello"
+        "sh",
+        "-c",
+        f"mkdir gone; cd gone; rmdir ../gone; {line} run --no-stacks --isolation process -- echo hello",
     )
     assert (done.stdout, done.returncode) == ("hello\n", 0)
     report = next(line for line in done.stderr.splitlines() if "weighin report" in line)
