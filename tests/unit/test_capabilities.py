@@ -158,10 +158,9 @@ def test_a_slow_disk_on_a_fresh_machine_and_for_containers(
 
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "none" / "yet"))
     monkeypatch.setattr(mount, "check", lambda *, in_container: None)
-    monkeypatch.setattr(mount, "obstacle", lambda *, in_container: obstacle)
+    monkeypatch.setattr(mount, "obstacle", lambda **_: in_container)
     monkeypatch.setattr(mount, "Mount", Mounted)
     monkeypatch.setattr(doctor, "_direct_reads", lambda file: (0.005, 1e8 if file.exists() else 0))
-    obstacle = in_container
     row = doctor._slow_disk(lambda _: None)
     found = "asked for 100MB/s, 5ms: a direct read got 100.0 MB/s and 5.00 ms through FUSE"
     why = "; not for a load in docker: they may not read it: write a line" if in_container else ""
