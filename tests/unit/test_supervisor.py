@@ -231,12 +231,19 @@ WHOLE = (*LOADED, begin("touch"), phase("touch", 450), ready())
             "the measured process ended with exit code 0 in phase 'forward'",
             "",
         ),
-        (
-            [*WHOLE, begin("forward"), failed("strategy_failed", "RuntimeError: can't allocate")],
-            Exit(1),
-            "strategy_failed",
-            "RuntimeError: can't allocate",
-            "",
+        *(
+            (
+                [*WHOLE, begin("forward"), failed("strategy_failed", error)],
+                Exit(1),
+                "strategy_failed",
+                error,
+                "",
+            )
+            for error in (
+                "RuntimeError: DefaultCPUAllocator: can't allocate memory",
+                "OSError: [Errno 12] Cannot allocate memory",
+                "MemoryError",
+            )
         ),
         ([*WHOLE, begin("forward"), failed("cuda_oom", "full")], Exit(1), "cuda_oom", "full", ""),
         ([*LOADED, failed("strategy_failed", "boom")], Exit(1), "strategy_failed", "boom", ""),

@@ -46,6 +46,7 @@ from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import MIB, format_bytes
 from weighin.uses import FORK, FORWARD, is_of_use
 
+_LACK_OF_MEMORY = r"MemoryError|(?i:can't allocate|cannot allocate)"  # of Python, torch, the kernel
 _CRASHES = (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL)  # signals that code sends to itself
 _Point = TypeVar("_Point", bound=tuple[int, ...])
 
@@ -243,7 +244,7 @@ class Watch:
         number = rank_logs.culprit(self._logs, self._ends, self._oom_kills)
         log, end = self._logs[number], self._ends.get(number)
         end = end or (ended if len(self._logs) == 1 else None)
-        told = log.failure and not re.search("can't allocate|MemoryError", log.failure[1])
+        told = log.failure and not re.search(_LACK_OF_MEMORY, log.failure[1])
         return (
             self._is_ready
             and log.current == FORWARD
