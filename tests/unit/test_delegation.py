@@ -82,15 +82,23 @@ def test_a_process_in_the_leaf_finds_the_scope_again(v2: Kernel) -> None:
     assert [each.name for each in group.iterdir() if each.is_dir()] == ["weighin-parent"]
 
 
+def begun(
+    v2: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, Path, list[Callable[[], None]]]:
+    """Return a scope that weighin uses, its leaf, and what weighin does at its exit."""
+    exits: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", lambda *called: exits.append(partial(*called)))
+    group = scope(v2)
+    refuse_root(v2)
+    delegation.groups_root()
+    return group, group / "weighin-parent", exits
+
+
 @pytest.mark.parametrize("is_last", [True, False])
 def test_processes_move_back_when_the_last_weighin_that_uses_the_scope_exits(
     v2: Kernel, monkeypatch: pytest.MonkeyPatch, is_last: bool
 ) -> None:
-    exits: list[Callable[[], None]] = []
-    monkeypatch.setattr(atexit, "register", lambda *called: exits.append(partial(*called)))
-    group, leaf = scope(v2), v2.memory / "user.scope" / "weighin-parent"
-    refuse_root(v2)
-    delegation.groups_root()
+    group, leaf, exits = begun(v2, monkeypatch)
     if not is_last:
         delegation.groups_root.cache_clear()
         delegation.groups_root()  # by another process
@@ -109,11 +117,7 @@ def test_processes_move_back_when_the_last_weighin_that_uses_the_scope_exits(
 def test_a_weighin_that_exits_while_another_starts_leaves_it_the_controller(
     v2: Kernel, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    exits: list[Callable[[], None]] = []
-    monkeypatch.setattr(atexit, "register", lambda *called: exits.append(partial(*called)))
-    group, leaf = scope(v2), v2.memory / "user.scope" / "weighin-parent"
-    refuse_root(v2)
-    delegation.groups_root()
+    group, leaf, exits = begun(v2, monkeypatch)
     delegation.groups_root.cache_clear()
     first, flock, read_text = [exits.pop()], fcntl.flock, Path.read_text
 
