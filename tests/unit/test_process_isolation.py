@@ -137,11 +137,17 @@ def test_orphans_go_to_this_process_only_while_a_command_runs(start: Start, tmp_
 DAEMON = "env -i setsid sleep 60 & echo $! > pid; "
 
 
-def daemon(folder: Path) -> int:
-    """Return the pid that the shell of DAEMON has written."""
+def written_pid(folder: Path) -> int:
     file = folder / "pid"
     wait_until(lambda: file.exists() and file.read_text().endswith("\n"), "no pid was written")
     return int(file.read_text())
+
+
+def daemon(folder: Path) -> int:
+    """Return the pid of DAEMON once it has left the shell's process group, which ends with it."""
+    pid = written_pid(folder)
+    wait_until(lambda: os.getsid(pid) == pid, "it did not become a daemon")
+    return pid
 
 
 def test_a_daemon_without_variables_in_its_own_session_belongs_to_its_command(
@@ -169,7 +175,7 @@ def test_a_daemon_that_is_left_ends_with_its_command(start: Start, tmp_path: Pat
 
 def test_an_orphan_that_has_ended_is_reaped(start: Start, tmp_path: Path) -> None:
     running = start("( env -i sh -c 'echo $$ > pid' & ); exec sleep 60")
-    pid = daemon(tmp_path)
+    pid = written_pid(tmp_path)
     wait_until(lambda: running.members() == [running.pid], "the orphan stays a member")
     assert not lives(pid)
 
