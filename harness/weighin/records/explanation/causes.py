@@ -57,6 +57,7 @@ _LEAST_SAMPLES: Final = 12
 _STEADY_S: Final = 0.3
 _LEAST_STACKS: Final = 3
 _MOST_STACKS: Final = 2 / 3
+_NEARLY_ALL: Final = 0.9  # of the stacks in which the caller's line is
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +294,11 @@ def _keeps(place: Place) -> bool:
 
 
 def _usual_place(facts: Facts) -> Place | None:
-    """Return the innermost line of code that is in at least two thirds of a process's stacks."""
+    """Return the innermost line that is in two thirds of a process's stacks, and is no chance one.
+
+    It is in nearly all stacks of the line that called it: where memory grows at several lines of a
+    function, the caller's line is meant.
+    """
     last = facts.place
     if last is None:
         return None
@@ -301,15 +306,15 @@ def _usual_place(facts: Facts) -> Place | None:
         one for one in facts.places if one.stack.pid == last.stack.pid and not is_waiting(one)
     ]
     counts = Counter(line for one in places for line in set(_lines(one)))
-    common = {
-        line for line, count in counts.items() if line and count >= _MOST_STACKS * len(places)
-    }
-    found = [
-        (len(one.frames) - at, place_at(one.stack, one.frames, at))
-        for one in places
-        for at, line in enumerate(_lines(one))
-        if line in common
-    ]
+    found = []
+    for one in places:
+        lines = _lines(one)
+        for at, line in enumerate(lines):
+            caller = next(filter(None, lines[at + 1 :]), line)
+            if line and counts[line] >= max(
+                _MOST_STACKS * len(places), _NEARLY_ALL * counts[caller]
+            ):
+                found.append((len(one.frames) - at, place_at(one.stack, one.frames, at)))
     return max(found, key=lambda each: each[0], default=(0, last))[1]
 
 
