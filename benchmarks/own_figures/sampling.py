@@ -23,8 +23,8 @@ from weighin.errors import IsolationUnavailable
 from weighin.isolation import select
 from weighin.isolation.base import RunningCommand, Streams
 from weighin.probes.cgroup import MemoryCgroup
-from weighin.probes.command_sampler import CommandSampler
-from weighin.probes.observer import Observer
+from weighin.probes.memory import FamilyMemory, GroupMemory, ProcessMemory
+from weighin.probes.sampler import Sampler
 from weighin.result import Sample
 
 INTERVALS_MS: Final = (1, 5, 20)
@@ -89,12 +89,16 @@ def _watched(
 
 
 def _of_a_load(running: RunningCommand, interval_s: float) -> Stop:
-    return Observer(running.pid, running.cgroup, interval_s).stop
+    cgroup = MemoryCgroup(running.cgroup) if running.cgroup else None
+    return _started(Sampler(ProcessMemory(running.pid, cgroup), interval_s))
 
 
 def _of_a_command(running: RunningCommand, interval_s: float) -> Stop:
-    cgroup = MemoryCgroup(running.cgroup) if running.cgroup else None
-    sampler = CommandSampler(running.pid, cgroup, interval_s)
+    group = GroupMemory(MemoryCgroup(running.cgroup), running.pid) if running.cgroup else None
+    return _started(Sampler(group or FamilyMemory(running.pid), interval_s))
+
+
+def _started(sampler: Sampler) -> Stop:
     sampler.start()
     return sampler.stop
 

@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from time import monotonic
@@ -61,27 +61,34 @@ class Child:
 
     Ctrl-C in a terminal does not reach the child; ``close`` kills the child. The child's lines end
     with the child, although a process that the child forked may keep standard output open.
-    ``copy`` is a descriptor to which the child's standard error is also written.
+    ``copy`` is a descriptor to which the child's standard error is also written. The child enters the
+    cgroups in ``groups`` before its first instruction.
 
     Attributes:
         stderr_tail: the last 64 KiB that the child printed to standard error.
     """
 
     def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str], copy: int | None = None
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        copy: int | None = None,
+        groups: Iterable[object] = (),
     ) -> None:
         import subprocess  # imported here to save a worker's memory
 
         pipe = subprocess.PIPE
-        self._popen = subprocess.Popen(
-            command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            bufsize=0,
-            start_new_session=True,
-            env=variables,
-        )
+        with entering(groups) as enter:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                bufsize=0,
+                start_new_session=True,
+                env=variables,
+                preexec_fn=enter,  # noqa: PLW1509 (only writes to open files)
+            )
         streams = (self._popen.stdin, self._popen.stdout, self._popen.stderr)
         self._streams = [each for each in streams if each]
         self._stdin, self._stdout, self._stderr = (each.fileno() for each in self._streams)
@@ -201,6 +208,22 @@ class Child:
             self.stderr_tail = (self.stderr_tail + data)[-STDERR_KEPT_BYTES:]
             if self._copy is not None:
                 write(self._copy, data)
+
+
+@contextlib.contextmanager
+def entering(groups: Iterable[object]) -> Iterator[Callable[[], None] | None]:
+    """Yield a function with which a new process enters cgroups before its program; None for none."""
+    with contextlib.ExitStack() as opened:
+        files = []
+        for group in groups:
+            files.append(os.open(f"{group}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+            opened.callback(os.close, files[-1])
+
+        def enter() -> None:
+            for file in files:
+                os.write(file, b"0")  # 0 stands for the process that writes
+
+        yield enter if files else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from weighin import child_process
 from weighin.formats import parallel_headers
 from weighin.loader import disk_readers
 from weighin.loader.disk_readers import TimedRead
-from weighin.probes import bounds, page_cache
-from weighin.run import supervisor
+from weighin.probes import memory, page_cache
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,7 +33,7 @@ def _warm_children() -> Iterator[None]:
 def _played_observers() -> Iterator[None]:
     """Let a played worker have a played observer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor, "Observer", fakes.observer_of)
+        fakes.play(patch)
         yield
 
 
@@ -63,7 +62,7 @@ def kernel(
 
     No process is really in such a cgroup, so that none is seen to leave it.
     """
-    monkeypatch.setattr(bounds, "has_left", lambda *_: False)
+    monkeypatch.setattr(memory, "has_left", lambda *_: False)
     with installed(tmp_path, monkeypatch, request.param) as kernel:
         yield kernel
 

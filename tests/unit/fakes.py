@@ -1,16 +1,22 @@
 """A worker that plays a script: what it says, how it ends, and what was said to it."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+import pytest
 
 from weighin.cell import Cell, Job
 from weighin.isolation.base import Exit, Streams
-from weighin.probes.observer import Observation, Observer
+from weighin.probes.cgroup import Counters
+from weighin.probes.memory import ProcessMemory
+from weighin.probes.sampler import Sampler
 from weighin.protocol import encode_event
 from weighin.result import Memory, Sample
+from weighin.run import supervisor
 from weighin.units import MIB
 
 Step = bytes | Callable[[], None] | type[TimeoutError]
@@ -46,30 +52,48 @@ class FakeChannel:
 
 
 class Silent:
-    """An observer that sees nothing and does nothing."""
+    """A cell's mark, memory and sampler that see nothing and do nothing."""
 
-    oom_kills = last_peak_rss_bytes = None
+    escape, cgroup = "", None
+    oom_kills: int | None = None
+    last_peaks_rss_bytes: Sequence[int | None] = ()
     others = (0, 0)
+    seen: tuple[Sample, ...] = ()
+    rank_samples: Mapping[int, list[Sample]] = MappingProxyType({})
 
-    def look(self) -> Observation:
-        return Observation()
+    def counters(self) -> Counters:
+        return Counters()
 
-    def reset_peak(self) -> bool:
+    def reset(self) -> bool:
         return True
 
     def raise_limit(self) -> None: ...
 
+    def start(self) -> None: ...
+
     def stop(self) -> list[Sample]:
-        return []
+        return list(self.seen)
+
+    def close(self) -> None: ...
 
 
 _pids = count(2**22 + 1)  # which no process has
-_observers: dict[int, Silent] = {}
+_played: dict[int, Silent] = {}
 
 
-def observer_of(pid: int, *arguments: Any, **options: Any) -> Silent | Observer:
-    """Stands for ``Observer`` in all unit tests: a played worker has a played observer."""
-    return _observers.pop(pid, None) or Observer(pid, *arguments, **options)
+def play(patch: pytest.MonkeyPatch) -> None:
+    """Let a played worker be observed by what its test plays, in all unit tests."""
+    mark_of = supervisor.mark_of
+
+    def memory_of(pid: int, *arguments: Any, **options: Any) -> Silent | ProcessMemory:
+        return _played.get(pid) or ProcessMemory(pid, *arguments, **options)
+
+    def sampler_of(memory: Any) -> Silent | Sampler:
+        return memory if isinstance(memory, Silent) else Sampler(memory)
+
+    patch.setattr(supervisor, "mark_of", lambda one: _played.get(one.pid or 0) or mark_of(one))
+    patch.setattr(supervisor, "ProcessMemory", memory_of)
+    patch.setattr(supervisor, "Sampler", sampler_of)
 
 
 class FakeRunning:
@@ -87,12 +111,12 @@ class FakeRunning:
         hangs: int = 0,
         inside: Silent | None = None,
     ) -> None:
-        """``inside`` is the observer that a ``Watch`` gets for this worker (``observer_of``)."""
+        """``inside`` is all that a ``Watch`` sees of this worker (``play``)."""
         self.channel = FakeChannel(script, stderr_tail)
         self.pid = pid
         if inside:
             self.pid = next(_pids)
-            _observers[self.pid] = inside
+            _played[self.pid] = inside
         self.cgroup = cgroup
         self.unseen = unseen
         self.kills = 0

@@ -5,12 +5,13 @@ from typing import Any
 
 import fakes
 import pytest
-from fakes import FakeRunning, begin, done, loaded, phase, ready
+from fakes import FakeRunning, Silent, begin, done, loaded, phase, ready
 
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.isolation.base import Exit
-from weighin.probes import observer
-from weighin.result import Result, Sample
+from weighin.probes.cgroup import MemoryCgroup
+from weighin.result import Result
+from weighin.run import supervisor
 from weighin.run.supervisor import Watch
 
 JOB = Job(Cell(ModelSpec("m", "a:b"), "s", "process"), "/c", "/m", "/s.py", timeout_s=2.5)
@@ -21,21 +22,18 @@ LOADED = (*BASELINE, begin("read"), phase("read", 500), phase("other", 400), loa
 DONE = (*LOADED, begin("touch"), phase("touch", 450), ready(), begin("forward"), phase("forward", 990), done())  # fmt: skip
 
 
-class FakeSampler:
-    """Stands for the sampler where a test says what it has seen."""
+class FakeSampler(Silent):
+    """Stands for the sampler, and what it reads, where a test says what it has seen."""
 
-    seen: tuple[Sample, ...] = ()
     last_peak_rss_bytes: int | None = None
-    oom_kills: int | None = None
-    has_left = False
 
-    def __init__(self, *_: Any) -> None:
-        self.samples: list[Sample] = []
+    def __init__(self, _pid: int, cgroup: MemoryCgroup | None = None, **_: Any) -> None:
+        self.last_peaks_rss_bytes = [self.last_peak_rss_bytes]
+        self._group = cgroup
 
-    def start(self) -> None: ...
-
-    def stop(self) -> list[Sample]:
-        return list(self.seen)
+    def raise_limit(self) -> None:
+        if self._group:
+            self._group.raise_limit()
 
 
 def watched(running: FakeRunning, say: Callable[[str], None] = lambda _: None) -> Result:
@@ -51,6 +49,6 @@ def watched(running: FakeRunning, say: Callable[[str], None] = lambda _: None) -
 @pytest.fixture(name="sampler")
 def fake_sampler(monkeypatch: pytest.MonkeyPatch) -> type[FakeSampler]:
     kind = type("Seen", (FakeSampler,), {})
-    monkeypatch.setattr(observer, "Sampler", kind)
-    monkeypatch.setattr(observer, "pressure_file_of", lambda pid: None)
+    monkeypatch.setattr(supervisor, "ProcessMemory", kind)
+    monkeypatch.setattr(supervisor, "pressure_file_of", lambda pid: None)
     return kind

@@ -14,7 +14,7 @@ from scripts import BASELINE, JOB
 
 from weighin.cell import Job
 from weighin.probes import environment, page_cache
-from weighin.probes.observer import Observation
+from weighin.probes.cgroup import Counters
 from weighin.result import Outcome
 from weighin.run import page_preconditioning
 from weighin.run.cell_runner import measure, take
@@ -148,15 +148,14 @@ def test_a_checkpoint_that_is_not_proven_cold_is_told_of(
 
 def test_a_worker_that_got_out_of_its_limit_is_not_ok(tmp_path: Path) -> None:
     class Escaped(Silent):
-        def look(self) -> Observation:
-            return Observation(escape="left its cgroup")
+        escape = "python (pid 12) left its cgroup for /x"
 
     result = measure(
         PlayedIsolation([*BASELINE, done()], inside=Escaped()), tmp_path, JOB, [], None
     )
     assert (result.outcome, result.message) == (
         Outcome.STRATEGY_FAILED,
-        "the measured process left its cgroup, so its figures and its limit are not valid; it ended"
+        "python (pid 12) left its cgroup for /x, so its figures and its limit are not valid; it ended"
         " with ok",
     )
 
@@ -239,7 +238,7 @@ def test_a_result_has_what_the_parent_knows(tmp_path: Path) -> None:
 
 def test_a_watch_that_fails_releases_its_worker(tmp_path: Path) -> None:
     class Broken(Silent):
-        def look(self) -> Observation:
+        def counters(self) -> Counters:
             raise RuntimeError("odd")
 
     started: list[fakes.FakeRunning] = []

@@ -15,7 +15,7 @@ from weighin.isolation import cgroup, delegation
 from weighin.isolation.cgroup import CgroupIsolation, CgroupRunning, temporary_group
 from weighin.isolation.process_tree import end_orphans
 from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, start_time, this_process
-from weighin.probes.observer import Observer
+from weighin.probes.memory import ProcessMemory
 
 ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
 
@@ -58,7 +58,7 @@ def test_groups_that_a_worker_made_below_its_own_go_with_it(
 def test_a_group_that_cannot_be_removed_says_the_kernels_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (file := tmp_path / "weighin.1-1.0" / "file").parent.mkdir()
+    (file := tmp_path / "weighin.1-1.0" / "cgroup.procs").parent.mkdir()
     file.touch()  # as in no cgroup: rmdir says ENOTEMPTY
     monkeypatch.setattr(cgroup, "_PATIENCE_S", 0)
     running = CgroupRunning(("true",), [file.parent])
@@ -90,13 +90,16 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
     try:
         assert running.pid
         assert running.channel.receive(60) == b"in"
-        observer = Observer(running.pid, groups[0], 0.01)
-        assert observer.look().escape == ""
+        memory = ProcessMemory(running.pid, MemoryCgroup(groups[0]))
+        assert memory.pids()
+        assert memory.escape == ""
         running.channel.send(b"go\n")
         assert running.channel.receive(60) == b"done"
-        assert observer.look().escape == escape
-        observer.raise_limit()
-        observer.stop()
+        memory.pids()
+        assert escape in memory.escape
+        assert bool(memory.escape) == bool(escape)
+        memory.raise_limit()
+        memory.close()
     finally:
         running.close()
 

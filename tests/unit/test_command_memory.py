@@ -8,7 +8,7 @@ from test_cgroup_probe import V1, V2
 from test_memory_cgroup import RECORDED, make_group
 
 from weighin.probes.cgroup import MemoryCgroup, parse_numbers
-from weighin.probes.command_memory import GroupMemory
+from weighin.probes.memory import GroupMemory
 
 
 @pytest.mark.parametrize("kernel", [*V1, *V2])

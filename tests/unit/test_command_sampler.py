@@ -16,25 +16,30 @@ from leftovers import wait_until
 
 from weighin.isolation.cgroup import temporary_group
 from weighin.probes.cgroup import MemoryCgroup
-from weighin.probes.command_memory import GroupMemory
-from weighin.probes.command_sampler import CommandSampler
-from weighin.result import Sample
+from weighin.probes.memory import FamilyMemory, GroupMemory
+from weighin.probes.sampler import Sampler
+from weighin.result import Process, Sample
 from weighin.units import MIB
 
 
-def last(sampler: CommandSampler) -> Sample:
+def last(sampler: Sampler) -> Sample:
     """Return the newest sample of a running sampler."""
-    return sampler._samples[-1]
+    return sampler.samples[-1]
 
 
-def settle(sampler: CommandSampler) -> None:
+def processes_of(sampler: Sampler) -> tuple[Process, ...]:
+    assert sampler.table
+    return sampler.table.processes()
+
+
+def settle(sampler: Sampler) -> None:
     """Wait until a command that does not grow was sampled, and its table of processes kept."""
-    count = len(sampler._samples)
+    count = len(sampler.samples)
 
     def is_settled() -> bool:
         kept, now = sampler._kept, last(sampler)
         return (
-            len(sampler._samples) > count + 2
+            len(sampler.samples) > count + 2
             and kept is not None
             and _size(now) < _size(kept) + 4 * MIB
         )
@@ -49,9 +54,9 @@ def _size(sample: Sample) -> int:
 def test_pages_that_processes_share_are_counted_once() -> None:
     with command(FAMILY) as family:
         family.reach("started")
-        sampler = CommandSampler(family.pid, None)
+        sampler = Sampler(FamilyMemory(family.pid))
         sampler.start()
-        wait_until(lambda: sampler._samples, "no sample")
+        wait_until(lambda: sampler.samples, "no sample")
         before = last(sampler)
         family.go("forked")
         expected = before.anon_bytes + FAMILY_ANON_MIB * MIB
@@ -74,7 +79,7 @@ def test_pages_that_processes_share_are_counted_once() -> None:
 def test_each_process_has_its_share_when_the_command_used_most() -> None:
     with command(FAMILY) as family:
         family.reach("started")
-        sampler = CommandSampler(family.pid, None)
+        sampler = Sampler(FamilyMemory(family.pid))
         sampler.start()
         family.go("forked")
         wait_until(lambda: last(sampler).anon_bytes > FAMILY_ANON_MIB * MIB, "not all was seen")
@@ -82,7 +87,7 @@ def test_each_process_has_its_share_when_the_command_used_most() -> None:
         family.go("alone")
         wait_until(lambda: len(sampler.memory.pids()) == 1, "the children's end was not seen")
         sampler.stop()
-        found = sampler.table.processes()
+        found = processes_of(sampler)
     assert [one.pid == family.pid for one in found] == [True, False, False, False]
     assert {one.parent_pid for one in found} == {os.getpid(), family.pid}
     assert all("import mmap, os, sys, time" in one.command for one in found)
@@ -99,7 +104,7 @@ def test_a_single_process_that_grows_is_seen_at_every_sample() -> None:
     """The sum of shares is expensive: between two sums, the process's own status shows its growth."""
     with command('step("a"); held = hold(300); step("b"); more = hold(100); step("c")') as one:
         one.reach("a")
-        sampler = CommandSampler(one.pid, None, interval_s=0.002)
+        sampler = Sampler(FamilyMemory(one.pid), 0.002)
         sampler.start()
         one.go("b")
         wait_until(lambda: last(sampler).anon_bytes > 300 * MIB, "the first growth was not seen")
@@ -137,23 +142,21 @@ def test_an_orphan_that_this_process_adopts_belongs_to_the_command(sampled_first
         with command('step("started")' + ORPHAN) as daemon:
             daemon.reach("started")
             if sampled_first:
-                sampler = CommandSampler(daemon.pid, None)
+                sampler = Sampler(FamilyMemory(daemon.pid))
                 sampler.start()
             daemon.go()
             for _ in range(2):
                 assert daemon.process.stdout
                 daemon.process.stdout.readline()
             if not sampled_first:
-                sampler = CommandSampler(daemon.pid, None)
+                sampler = Sampler(FamilyMemory(daemon.pid))
                 sampler.start()
             wait_until(
-                lambda: sampler._samples and last(sampler).anon_bytes > 50 * MIB,
+                lambda: sampler.samples and last(sampler).anon_bytes > 50 * MIB,
                 "the orphan was not seen",
             )
             sampler.stop()
-            orphans = [
-                one.pid for one in sampler.table.processes() if one.parent_pid == os.getpid()
-            ]
+            orphans = [one.pid for one in processes_of(sampler) if one.parent_pid == os.getpid()]
             orphans.remove(daemon.pid)
             assert len(orphans) == 1
     finally:
@@ -169,8 +172,8 @@ def test_each_new_maximum_is_told() -> None:
     told: list[tuple[int, int]] = []
     with command('step("a"); held = hold(100); step("b"); held.close(); step("c")') as one:
         one.reach("a")
-        sampler = CommandSampler(
-            one.pid, None, 0.002, at_maximum=lambda t_ns, used: told.append((t_ns, used))
+        sampler = Sampler(
+            FamilyMemory(one.pid), 0.002, at_maximum=lambda t_ns, used: told.append((t_ns, used))
         )
         sampler.start()
         one.go("b")
@@ -188,11 +191,11 @@ def test_a_command_that_has_ended_leaves_no_samples() -> None:
         one.reach("a")
         one.go()
         one.process.wait(60)
-        sampler = CommandSampler(one.pid, None)
+        sampler = Sampler(FamilyMemory(one.pid))
         sampler.start()
         assert sampler.stop() == []
         assert sampler.peak is None
-        assert sampler.table.processes() == ()
+        assert processes_of(sampler) == ()
 
 
 @pytest.mark.cgroup
@@ -201,7 +204,7 @@ def test_sampling_takes_little_time() -> None:
     with temporary_group() as group, command(code, group) as one:
         one.reach("started")
         start = time.thread_time_ns()
-        sampler = CommandSampler(one.pid, MemoryCgroup(group))
+        sampler = Sampler(GroupMemory(MemoryCgroup(group), one.pid))
         for _ in range(100):
             sampler._look()
         each_ns = (time.thread_time_ns() - start) / 100

@@ -9,19 +9,15 @@ from functools import partial
 from pathlib import Path
 
 import leftovers
-import psutil
 import pytest
-from fakes import FakeRunning, Silent
-from scripts import DONE, watched
 
 from weighin import child_process
 from weighin.child_process import adopt_orphans
 from weighin.isolation import cgroup
 from weighin.isolation.cgroup import CgroupRunning
 from weighin.isolation.process import LocalRunning
-from weighin.probes import other_processes
 from weighin.probes.cgroup import MemoryCgroup, start_time
-from weighin.probes.other_processes import OtherProcesses
+from weighin.probes.memory import ProcessMemory
 from weighin.units import MIB
 
 CHILDREN = """
@@ -40,47 +36,28 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("name", ["process", pytest.param("cgroup", marks=pytest.mark.cgroup)])
-def test_processes_that_left_the_workers_session_are_sampled(name: str) -> None:
+def test_processes_that_left_the_workers_session_are_sampled(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "is_program", True)
     command = (sys.executable, "-c", CHILDREN)
     groups: list[Path] = cgroup._make_groups() if name == "cgroup" else []
     running = CgroupRunning(command, groups) if groups else LocalRunning(command)
     try:
         assert running.pid
-        others = OtherProcesses(running.pid, MemoryCgroup(groups[0]) if groups else None)
+        memory = ProcessMemory(running.pid, MemoryCgroup(groups[0]) if groups else None)
         assert [running.channel.receive(60), running.channel.receive(60)] == [b"held"] * 2
 
         def sees_both() -> bool:
-            others.sample()
-            return others.number >= 2 and others.private_bytes > 80 * MIB
+            memory.sample(1, memory.pids())
+            return memory.others[0] >= 2 and memory.others[1] > 80 * MIB
 
         leftovers.wait_until(sees_both, "not both were seen")
-        assert others.number <= 4  # their parents may be seen before they end
-        assert others.private_bytes < 100 * MIB
+        assert memory.others[0] <= 4  # their parents may be seen before they end
+        assert memory.others[1] < 100 * MIB
+        memory.close()
     finally:
         running.close()
-
-
-def test_a_reading_that_waits_for_a_busy_processor_does_not_delay_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else a child that holds memory for two seconds is missed: 1 s of waiting counted as 20 s."""
-    now_s = [100.0]
-    read: list[int] = []
-
-    def read_slowly(pid: int) -> int:
-        read.append(pid)
-        now_s[0] += 1.0
-        return MIB
-
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(other_processes, "read_private", read_slowly)
-    monkeypatch.setattr(other_processes, "mark_of", lambda _: "mark")
-    monkeypatch.setattr(psutil, "pids", lambda: [2**22])
-    others = OtherProcesses(os.getpid(), None)
-    for _ in range(3):
-        others.sample()
-        now_s[0] += 0.2
-    assert len(read) == 3
 
 
 BARE = """
@@ -118,25 +95,3 @@ def test_a_daemon_without_the_environment_ends_with_the_worker_and_others_childr
     assert lives_on is not is_program
     assert not any(code is not None for code in hosts_ended)
     assert not adopt_orphans(adopt=False)
-
-
-@pytest.mark.parametrize(
-    ("others", "said"),
-    [
-        ((0, 0), ()),
-        ((1, MIB), ()),
-        (
-            (2, 200 * MIB),
-            (
-                "peak RSS and anonymous memory are those of the measured process alone; it started"
-                " 2 processes, with 200.000 MiB of private memory in all (sampled)",
-            ),
-        ),
-    ],
-)
-def test_a_cell_says_how_much_its_columns_lack(
-    others: tuple[int, int], said: tuple[str, ...]
-) -> None:
-    observer = Silent()
-    observer.others = others
-    assert watched(FakeRunning([*DONE], inside=observer)).warnings == said

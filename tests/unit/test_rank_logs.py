@@ -1,14 +1,12 @@
-"""What the parent makes of the events of several ranks, and of their samples."""
+"""What the parent makes of the events of several ranks."""
 
 from __future__ import annotations
 
 import signal
 from typing import Any
 
-import pytest
-
 from weighin.isolation.base import Exit
-from weighin.result import Outcome, Sample
+from weighin.result import Outcome
 from weighin.run import events, rank_logs
 from weighin.run.event_log import EventLog
 
@@ -73,33 +71,3 @@ def test_the_places_of_the_ranks_begin_with_the_one_furthest_behind() -> None:
         "rank 2 in phase 'bad', ranks 0 and 1 in phase 'meet', rank 3 ended"
     )
     assert rank_logs.culprit(logs, {}, None) == 2
-
-
-def sample(t_ns: int, anon: int, **changes: int) -> Sample:
-    return Sample(t_ns, anon, anon, 0, 0, 0, 1, 0, **changes)
-
-
-def test_samples_of_all_ranks_add_up_and_shared_pages_count_once() -> None:
-    cell = [
-        sample(10, 1, cgroup_file_bytes=50, cgroup_shmem_bytes=20),
-        sample(20, 1, cgroup_file_bytes=60, cgroup_shmem_bytes=20),
-        sample(30, 1, cgroup_file_bytes=60, cgroup_shmem_bytes=20),
-    ]
-    ranks = [[sample(12, 100), sample(22, 150)], [sample(19, 10), sample(40, 999)]]
-    merged = rank_logs.merge(cell, ranks)
-    assert [(one.t_ns, one.anon_bytes) for one in merged] == [(20, 110), (30, 160)]
-    assert [(one.file_bytes, one.shmem_bytes) for one in merged] == [(40, 20)] * 2
-    assert merged[1].rss_bytes == 160 + 40 + 20
-
-
-def test_without_samples_of_the_ranks_there_are_none_of_the_process_that_starts_them() -> None:
-    assert rank_logs.merge([sample(10, 1, cgroup_file_bytes=50, cgroup_shmem_bytes=2)], []) == []
-
-
-@pytest.mark.parametrize("number", [1, 3])
-def test_without_a_cgroup_the_file_backed_memory_is_that_of_the_rank_with_the_most(
-    number: int,
-) -> None:
-    ranks = [[Sample(1, 9, 1, 8, 0, 0, 0, 0)]] * number
-    (merged,) = rank_logs.merge([sample(5, 1)], ranks)
-    assert (merged.anon_bytes, merged.file_bytes) == (number, 8)

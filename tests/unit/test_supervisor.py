@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scripts import BASELINE, DONE, JOB, KILLED, LOADED, FakeSampler, fake_sampler, watched
 
 from weighin.isolation.base import Exit
-from weighin.probes.observer import Observation
+from weighin.probes.cgroup import Counters
 from weighin.result import Outcome, Sample
 from weighin.run.supervisor import Watch
 from weighin.units import MIB
@@ -114,8 +114,8 @@ class Growing(Silent):
     def __init__(self) -> None:
         self.running, self.peak_bytes = FakeRunning([*BASELINE, TimeoutError], inside=self), 256
 
-    def look(self) -> Observation:
-        return Observation(peak_bytes=self.peak_bytes)
+    def counters(self) -> Counters:
+        return Counters(peak_bytes=self.peak_bytes)
 
     def raise_limit(self) -> None:
         self.peak_bytes = 300 if self.running.kills else 1000

@@ -15,7 +15,7 @@ from test_supervisor_cgroup import Group
 
 from weighin.isolation.base import Exit
 from weighin.probes import kernel_log
-from weighin.probes.observer import Observation
+from weighin.probes.cgroup import Counters
 from weighin.result import Kill, Outcome, Rank, Result
 from weighin.run.supervisor import Watch
 from weighin.units import MIB
@@ -35,7 +35,7 @@ class Seen(Silent):
     """An observer that sees what a script tells it."""
 
     def __init__(self, **figures: Any) -> None:
-        self.now = Observation(**figures)
+        self.now = Counters(**figures)
 
     def sees(self, **figures: Any) -> Callable[[], None]:
         """Return a step of a script that sets figures."""
@@ -45,7 +45,7 @@ class Seen(Silent):
 
         return step
 
-    def look(self) -> Observation:
+    def counters(self) -> Counters:
         return self.now
 
 

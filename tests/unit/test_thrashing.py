@@ -8,7 +8,7 @@ from fakes import FakeRunning, Silent, Step, begin
 from scripts import BASELINE, JOB, KILLED
 
 from weighin.cell import Cell
-from weighin.probes.observer import Observation
+from weighin.probes.cgroup import Counters
 from weighin.records.thrashing import Reference, Seen, proof, reference_of, words
 from weighin.records.verdict import Verdict, judge_result
 from weighin.result import Cost, Outcome, Peaks, Ran, Result, Stopped
@@ -96,9 +96,9 @@ class Rereading(Silent):
     def begins(self) -> None:
         self.has_begun = True
 
-    def look(self) -> Observation:
+    def counters(self) -> Counters:
         self.pages += 100 * MIB // 4096 * self.has_begun
-        return Observation(refaults=self.pages, peak_bytes=self.peak_bytes)
+        return Counters(refaults=self.pages, peak_bytes=self.peak_bytes)
 
 
 def watched(running: FakeRunning, timeout_s: float = 30) -> Result:

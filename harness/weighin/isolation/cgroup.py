@@ -107,13 +107,7 @@ class CgroupRunning(LocalRunning):
         groups: list[Path],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        enter = "".join(f'echo $$ > "${n}/cgroup.procs" && ' for n, _ in enumerate(groups, 1))
-        script = f'{enter}shift {len(groups)} && exec "$@"'
-        super().__init__(
-            ("/bin/sh", "-c", script, "weighin", *map(str, groups), *command),
-            cgroup=groups[0],
-            environment=environment,
-        )
+        super().__init__(command, groups, environment)
         self._groups = groups
 
     def kill(self) -> None:

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -14,6 +14,7 @@ from typing import Final
 from weighin.child_process import (
     PATIENCE_S,
     end_with_parent,
+    entering,
     open_process,
     signal_each,
     wait_for_end,
@@ -57,11 +58,7 @@ class LocalCommand:
         self.groups = tuple(groups)
         self.cgroup = groups[0] if groups else None
         self.unseen = "" if groups else UNSEEN
-        with contextlib.ExitStack() as opened:
-            files: list[int] = []
-            for group in groups:
-                files.append(os.open(group / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
-                opened.callback(os.close, files[-1])
+        with entering(groups) as enter:
             variables = os.environ | dict(environment)
             # Popen would go on to the next program of this name where the first is no binary.
             program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
@@ -73,7 +70,7 @@ class LocalCommand:
                 stdout=streams.stdout,
                 stderr=streams.stderr,
                 close_fds=False,  # a shell passes descriptors on, for make -j and diff <(a) <(b)
-                preexec_fn=partial(_enter, files),
+                preexec_fn=partial(_begin, enter),
             )
             try:
                 try:
@@ -145,9 +142,9 @@ def _is_text(script: Path) -> bool:
         return b"\0" not in file.read(128)
 
 
-def _enter(files: Sequence[int]) -> None:
+def _begin(enter: Callable[[], None] | None) -> None:
     """Enter the cgroups, and end with the parent; a new process calls this before the command runs."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
-    for file in files:
-        os.write(file, b"0")  # 0 stands for the process that writes
+    if enter:
+        enter()
     end_with_parent()

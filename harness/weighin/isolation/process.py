@@ -86,7 +86,7 @@ class LocalRunning:
     def __init__(
         self,
         command: tuple[str, ...],
-        cgroup: Path | None = None,
+        groups: Sequence[Path] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._tree = ProcessTree(adopts=child_process.is_program)
@@ -95,14 +95,15 @@ class LocalRunning:
         variables |= dict(environment or {})
         variables |= {"PYTHONPATH": os.pathsep.join(child_process.CODE_PATH)}
         try:
-            self.channel = child_process.Child(command, variables | self._tree.environment)
+            marked = variables | self._tree.environment
+            self.channel = child_process.Child(command, marked, groups=groups)
         except BaseException:
             self._tree.end()
             raise
         self._tree.begin(self.channel.pid)
         self.pid: int | None = self.channel.pid
-        self.cgroup = cgroup
-        self.unseen = "" if cgroup else _UNSEEN
+        self.cgroup = groups[0] if groups else None
+        self.unseen = "" if groups else _UNSEEN
 
     def wait(self, timeout_s: float) -> Exit:
         code = self.channel.wait(timeout_s)

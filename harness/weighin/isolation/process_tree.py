@@ -4,14 +4,16 @@ import itertools
 import os
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 from weighin.child_process import adopt_orphans, signal_each
-from weighin.probes.cgroup import is_left_behind, owned_name
+from weighin.probes.cgroup import is_left_behind, owned_name, read_kernel
 from weighin.probes.descendants import Descendants
-from weighin.probes.other_processes import WORKER_VARIABLE, mark_of
 
+WORKER_VARIABLE = "WEIGHIN_WORKER"
+"""The environment variable that marks a worker or command; all its processes inherit the mark."""
 _PATIENCE_S = 10.0
 _PAUSE_S = 0.005  # a killed process takes a moment to end, and may just have forked
 _numbers = itertools.count()
@@ -72,6 +74,16 @@ class ProcessTree:
         """Return ``why`` weighin sees only a part, and the processes that it was not allowed to kill."""
         spared = ", ".join(self.spared)
         return f"{why}; weighin may not end these of another user: {spared}" if spared else why
+
+
+def mark_of(pid: int) -> str | None:
+    """Return the mark of a process; None if it has no mark, has ended, or is another user's."""
+    prefix = f"{WORKER_VARIABLE}="
+    try:
+        variables = read_kernel(Path(f"/proc/{pid}/environ")).split("\0")
+    except OSError:
+        return None
+    return next((line.removeprefix(prefix) for line in variables if line.startswith(prefix)), None)
 
 
 def end_orphans() -> list[str]:

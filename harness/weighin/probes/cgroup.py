@@ -9,6 +9,7 @@ of the kernel.
 import os
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,18 @@ _FILES: Final = {  # of the charge, its peak, the limit, and the counts of kills
         "memory.oom_control",
     ),
     2: ("memory.current", "memory.peak", "memory.max", "memory.events.local"),
+}
+_V1_NAMES: Final = {  # in memory.stat, by those of v2
+    "anon": "total_rss",
+    "file": "total_cache",
+    "shmem": "total_shmem",
+    "file_mapped": "total_mapped_file",
+    "swap": "total_swap",
+    "pgfault": "total_pgfault",
+    "pgmajfault": "total_pgmajfault",
+    "active_file": "total_active_file",
+    "inactive_file": "total_inactive_file",
+    "unevictable": "total_unevictable",
 }
 _PF_EXITING: Final = 0x4  # a flag of a task: include/linux/sched.h
 
@@ -255,8 +268,15 @@ class MemoryCgroup:
 
     def read_in_use(self) -> int:
         """Return the charge less inactive file pages (the kernel reclaims them first), in bytes."""
-        inactive = "total_inactive_file" if self.version == 1 else "inactive_file"
-        return (self.read_usage() or 0) - (_read_field(self.stat_path, inactive) or 0)
+        stat = self.parse_stat(_read(self.stat_path) or "")
+        return (self.read_usage() or 0) - stat.get("inactive_file", 0)
+
+    def parse_stat(self, text: str) -> dict[str, int]:
+        """Return the numbers in the text of memory.stat, of the group and those below it, by v2's names."""
+        numbers = parse_numbers(text)
+        if self.version == 1:
+            numbers |= {name: numbers.get(field, 0) for name, field in _V1_NAMES.items()}
+        return numbers
 
     def read_oom_kills(self) -> int | None:
         """Return how many processes the OOM killer has killed in this cgroup, not in child groups."""
@@ -329,9 +349,30 @@ def room_in(folder: Path) -> int | None:
 
 def _unreclaimable(folder: Path) -> int:
     """Return the anonymous and shared memory of a group and all groups below it, in bytes."""
-    text = _read((group := MemoryCgroup(folder)).stat_path) or ""
-    names = ("total_rss", "total_shmem") if group.version == 1 else ("anon", "shmem")
-    return sum(parse_field(text, name) or 0 for name in names)
+    stat = (group := MemoryCgroup(folder)).parse_stat(_read(group.stat_path) or "")
+    return stat.get("anon", 0) + stat.get("shmem", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What the kernel has counted for a cgroup so far; without a cgroup, all numbers are None.
+
+    ``peak_bytes`` is the high-water mark since its last reset, or since the group's creation.
+    ``some_ns`` and ``full_ns`` are PSI's stall times.
+    """
+
+    usage_bytes: int | None = None
+    peak_bytes: int | None = None
+    refaults: int | None = None
+    some_ns: int | None = None
+    full_ns: int | None = None
+    oom_kills: int | None = None
+    limit_events: dict[str, int] | None = None
+
+
+def grown(before: int | None, after: int | None) -> int | None:
+    """Return the growth of a counter; None if one of the two readings is missing."""
+    return None if before is None or after is None else after - before
 
 
 class PeakMark:
@@ -365,6 +406,19 @@ class PeakMark:
             return None
         self.highest_bytes = max(peak, self.highest_bytes or 0)
         return peak
+
+    def counters(self) -> Counters:
+        group = self.cgroup
+        some_ns, full_ns = group.read_pressure_ns()
+        return Counters(
+            usage_bytes=group.read_usage(),
+            peak_bytes=self.read(),
+            refaults=group.read_refaults(),
+            some_ns=some_ns,
+            full_ns=full_ns,
+            oom_kills=group.read_oom_kills(),
+            limit_events=group.read_limit_events(),
+        )
 
     def reset(self) -> bool:
         """Reset the high-water mark to the current charge; return whether the kernel can do so."""

@@ -1,8 +1,9 @@
-"""Sample the measured process (worker) every 5 ms, in a thread of the measuring process.
+"""Sample the memory of what is measured, in a thread of weighin: a load every 5 ms, a command every 20.
 
 A report shows the samples as a timeline. Peaks come from the kernel's high-water marks instead,
-because samples miss short spikes. The sampling thread keeps the files in /proc open, so that one
-sample takes about 50 us.
+because samples miss short spikes. Each process's share of the memory and its mapped files are
+expensive to read. The sampler therefore reads them only when a command uses clearly more memory than
+at the last such reading.
 """
 
 import contextlib
@@ -10,171 +11,172 @@ import csv
 import os
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Final
 
-from weighin.probes.cgroup import (
-    MemoryCgroup,
-    all_pids,
-    has_left,
-    memory_cgroup_of,
-    parent_of,
-    parse_field,
-)
-from weighin.probes.other_processes import OtherProcesses, variable_of
-from weighin.probes.process import parse_faults, parse_status
+from weighin.probes.memory import FamilyMemory, GroupMemory, ProcessMemory
+from weighin.probes.process_table import Pause, ProcessTable
 from weighin.result import Sample
+from weighin.units import MIB
 
-DEFAULT_INTERVAL_S = 0.005
+_FAST_INTERVAL_S: Final = 0.001
+_MUCH_MORE: Final = 1.2  # times the usage of the last table; then a new table is read at once
+_PRIORITY: Final = 1  # the lowest real-time priority
+_NEAR: Final = 4  # the limit is near if the command's growth meets it within so many intervals
 
 
 class Sampler:
-    """Samples a process and its cgroup, until the process ends or ``stop`` is called."""
+    """Samples ``memory`` until ``stop`` is called.
+
+    The peak is the sample with the most needed memory (``Sample.needed_bytes``). Among samples with
+    needed memory within 1 % (at least 1 MiB) of the most, the one with the highest total usage is
+    the peak. Page cache counts only in this total, because the kernel can reclaim page cache.
+
+    Attributes:
+        oom_kills: the number of OOM kills in the cgroup and below it, because the cgroup may be
+            removed later; None without a cgroup.
+        peak: the sample at the peak; None without samples.
+        table: the processes of a command; None for a load.
+        caches_bytes: on cgroup v1, the kernel memory that was left when all processes had ended:
+            caches of files' names, which the kernel reclaims. v1 does not count them apart.
+    """
 
     def __init__(
         self,
-        pid: int,
-        cgroup: MemoryCgroup | None,
-        interval_s: float = DEFAULT_INTERVAL_S,
-        others: OtherProcesses | None = None,
+        memory: GroupMemory | FamilyMemory | ProcessMemory,
+        interval_s: float | None = None,
+        at_maximum: Callable[[int, int], None] | None = None,
     ) -> None:
-        """``others`` are the worker's child processes, sampled at longer intervals."""
-        self._others = others
+        """Prepare the sampler; ``start`` starts its thread.
+
+        Args:
+            at_maximum: a function that the thread calls with (t_ns, bytes) for each sample whose
+                memory without page cache is larger than in all samples before it.
+        """
         self.samples: list[Sample] = []
         self.oom_kills: int | None = None
-        self.last_peak_rss_bytes: int | None = None
-        self.has_left = False  # the cgroup, once it had entered it; a return changes nothing
-        self._pid, self._group = pid, cgroup.path if cgroup else None
-        self._groups, self._has_entered = "", False
-        self._interval_s = interval_s
+        self.peak: Sample | None = None
+        self.caches_bytes = 0
+        self.memory = memory
+        self.table = None if isinstance(memory, ProcessMemory) else ProcessTable()
+        self._limit = memory.limit()
+        self._interval_s = interval_s or memory.interval_s
+        self._at_maximum = at_maximum
+        self._keeping = Pause()
+        self._kept: Sample | None = None
+        self._most_bytes = self._most_needed_bytes = 0
         self._stop = threading.Event()
-        self._cache_field = "cache" if cgroup and cgroup.version == 1 else "file"
-        paths: dict[str, Path] = {
-            "status": Path(f"/proc/{pid}/status"),
-            "stat": Path(f"/proc/{pid}/stat"),
-        }
-        if cgroup:
-            paths |= {
-                "usage": cgroup.usage_path,
-                "memory": cgroup.stat_path,
-                "oom": cgroup.oom_path,
-                "groups": Path(f"/proc/{pid}/cgroup"),
-            }
-        self._files: dict[str, int] = {}
-        for name, path in paths.items():
-            with contextlib.suppress(FileNotFoundError):  # the process may have ended
-                self._files[name] = os.open(path, os.O_RDONLY)
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> list[Sample]:
-        """End the thread and return all samples, the oldest first."""
-        self._stop.set()
-        self._thread.join()
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+        """Take a last sample, end the thread, and return all samples, the oldest first."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join()
+            self.memory.close()
+        return self.samples
+
+    def without_caches(self) -> list[Sample]:
+        """Return the samples with ``caches_bytes``; call it when all processes have ended."""
+        self.caches_bytes = self.memory.caches_bytes()
+        if self.caches_bytes:
+            self.peak, self._most_needed_bytes = None, 0
+            for index, sample in enumerate(self.samples):
+                caches_bytes = min(self.caches_bytes, sample.kernel_bytes or 0)
+                self.samples[index] = replace(sample, kernel_reclaimable_bytes=caches_bytes)
+                self._note_peak(self.samples[index])
         return self.samples
 
     def _run(self) -> None:
-        due = time.monotonic()
-        while not self._stop.is_set():
-            try:
-                self.samples.append(self._sample())
-            except (ProcessLookupError, KeyError):  # it has ended, or is a zombie without memory
-                self._read_oom_kills()
+        # A real-time priority lets the thread run although the command uses all processors; the
+        # processes that it starts, such as py-spy, keep the normal one. Only root may raise it.
+        with contextlib.suppress(OSError):
+            policy, priority = os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(_PRIORITY)
+            os.sched_setscheduler(0, policy, priority)
+        before: Sample | None = None
+        while True:
+            is_last = self._stop.is_set()
+            start_s = time.monotonic()
+            sample = self._look()
+            if is_last:
                 return
-            if self._others:
-                self._others.sample()
-            due = max(due + self._interval_s, time.monotonic())
-            self._stop.wait(due - time.monotonic())
+            due_s = start_s + self._next_interval_s(before, sample)
+            before = sample
+            self._stop.wait(max(due_s - time.monotonic(), 0))
 
-    def _sample(self) -> Sample:
-        now = time.monotonic_ns()
-        status = parse_status(self._read("status"))
-        self.last_peak_rss_bytes = status["VmHWM"]
-        minor, major = parse_faults(self._read("stat"))
-        self._read_oom_kills()
-        self._read_groups()
-        usage, stat = self._read_cgroup("usage"), self._read_cgroup("memory")
-        return Sample(
-            t_ns=now,
-            rss_bytes=status["VmRSS"],
-            anon_bytes=status["RssAnon"],
-            file_bytes=status["RssFile"],
-            shmem_bytes=status["RssShmem"],
-            swap_bytes=status.get("VmSwap", 0),
-            minor_faults=minor,
-            major_faults=major,
-            cgroup_bytes=int(usage) if usage else None,
-            cgroup_file_bytes=parse_field(stat, self._cache_field),  # includes shared memory
-            cgroup_shmem_bytes=parse_field(stat, "shmem"),
-        )
+    def _next_interval_s(self, before: Sample | None, now: Sample | None) -> float:
+        """Return the seconds until the next sample: at most 1 ms if the command, growing as now,
+        would exceed its limit within 4 intervals; else the usual interval.
+        """
+        if self._limit is None or before is None or now is None:
+            return self._interval_s
+        rate = (_used(now) - _used(before)) / (now.t_ns - before.t_ns) * 1e9
+        is_near = rate * self._interval_s * _NEAR > self._limit - _used(now)
+        return min(_FAST_INTERVAL_S, self._interval_s) if is_near else self._interval_s
 
-    def _read_oom_kills(self) -> None:
-        """Update ``oom_kills`` at each sample, because Docker removes an ended worker's cgroup."""
-        if text := self._read_cgroup("oom"):
-            self.oom_kills = parse_field(text, "oom_kill")
+    def _look(self) -> Sample | None:
+        t_ns = time.monotonic_ns()
+        pids = self.memory.pids()
+        if self.table:
+            self.table.look(pids, t_ns)
+        sample = self.memory.sample(t_ns, pids)
+        if (kills := self.memory.oom_kills()) is not None:
+            self.oom_kills = kills
+        if sample is None:
+            return None
+        self.samples.append(sample)
+        self._note_peak(sample)
+        if self.table:
+            self._keep_table(self.table, sample)
+        if self._at_maximum and _used(sample) > self._most_bytes:
+            self._at_maximum(t_ns, _used(sample))
+        self._most_bytes = max(self._most_bytes, _used(sample))
+        return sample
 
-    def _read_groups(self) -> None:
-        """Update ``has_left`` if the process is in other cgroups than at the last sample."""
-        groups = self._read_cgroup("groups")
-        if self._group is None or self.has_left or groups == self._groups:
-            return
-        self._groups = groups
-        self.has_left = self._has_entered and has_left(self._pid, self._group)
-        now = memory_cgroup_of(self._pid)
-        self._has_entered |= now is not None and now.is_relative_to(self._group)
+    def _keep_table(self, table: ProcessTable, sample: Sample) -> None:
+        step_bytes = max(MIB, _usage(sample) // 100)
+        most = self._most_needed_bytes
+        is_new = self.memory.is_fresh and _is_more(sample, self._kept, most, step_bytes)
+        is_due = self._keeping.begin()
+        if is_new and (is_due or _used(sample) > _MUCH_MORE * _used(self._kept or sample)):
+            table.keep(self.memory.shares(self.memory.pids()))
+            self._kept = sample
+            self._keeping.end()
 
-    def _read_cgroup(self, name: str) -> str:
-        """Return the text of a file of the cgroup; empty without a cgroup, or if it was removed."""
-        with contextlib.suppress(KeyError, OSError):
-            return self._read(name)
-        return ""
-
-    def _read(self, name: str) -> str:
-        return os.fsdecode(
-            os.pread(self._files[name], 16384, 0)
-        )  # a process's name may be no UTF-8
+    def _note_peak(self, sample: Sample) -> None:
+        self._most_needed_bytes = max(self._most_needed_bytes, sample.needed_bytes)
+        if _is_more(sample, self.peak, self._most_needed_bytes, step_bytes=1):
+            self.peak = sample
 
 
-class RankSamplers:
-    """Samples the ranks of a worker (child processes that load the model), each in its own thread.
+def _is_more(sample: Sample, before: Sample | None, most_bytes: int, step_bytes: int) -> bool:
+    """Return whether a sample uses more memory than ``before``, by the rule of ``Sampler``.
 
-    The interval grows with the number of ranks, so that all threads together take no more processor
-    time than the thread of one worker.
+    ``most_bytes`` is the most needed memory in all samples so far. If the needed memory of the two
+    samples is about equal, the total usage must be higher by ``step_bytes``.
     """
-
-    def __init__(self, worker: int, interval_s: float) -> None:
-        found = {
-            rank: pid
-            for pid in all_pids()
-            if parent_of(pid) == worker and (rank := _rank(pid)) is not None
-        }
-        self._samplers = {
-            rank: Sampler(pid, None, interval_s * len(found)) for rank, pid in found.items()
-        }
-        for sampler in self._samplers.values():
-            sampler.start()
-
-    def stop(self) -> dict[int, list[Sample]]:
-        """End the sampling, and return each rank's samples by the rank's number."""
-        return {rank: sampler.stop() for rank, sampler in sorted(self._samplers.items())}
-
-    @property
-    def last_peaks_rss_bytes(self) -> list[int]:
-        """The last sampled ``VmHWM`` of each rank, in bytes."""
-        peaks = [sampler.last_peak_rss_bytes for sampler in self._samplers.values()]
-        return [peak for peak in peaks if peak is not None]
+    if before is None:
+        return True
+    slack = max(MIB, most_bytes // 100)
+    if sample.needed_bytes > before.needed_bytes + slack:
+        return True
+    return (
+        sample.needed_bytes >= most_bytes - slack and _usage(sample) >= _usage(before) + step_bytes
+    )
 
 
-def _rank(pid: int) -> int | None:
-    """Return a process's rank from its environment variable RANK; None if it has no such number."""
-    value = variable_of(pid, "RANK") or ""
-    return int(value) if value.isdecimal() else None
+def _usage(sample: Sample) -> int:
+    return sample.rss_bytes if sample.cgroup_bytes is None else sample.cgroup_bytes
+
+
+def _used(sample: Sample) -> int:
+    """Return a sample's total usage less what the kernel can reclaim, in bytes."""
+    return max(_usage(sample) - sample.reclaimable_bytes, 0)
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:

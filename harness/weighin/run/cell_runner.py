@@ -117,7 +117,7 @@ def take(
     changed = tuple(file for file, state in states.items() if _state(file) != state)
     result = watch.result(job, ended)
     if watch.escape:
-        why = f"the measured process {watch.escape}, so its figures and its limit are not valid"
+        why = f"{watch.escape}, so its figures and its limit are not valid"
         result = void(result, Outcome.STRATEGY_FAILED, why)
     if changed:
         result = _of_a_changed_checkpoint(result, changed, read_only=isolation.name == "docker")

@@ -2,26 +2,29 @@
 
 import os
 import signal
+import stat
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
 from weighin.isolation.base import RunningCommand
-from weighin.probes import kernel_log, memory_files
+from weighin.probes import kernel_log, mounts
 from weighin.probes.cgroup import (
+    Counters,
     MemoryCgroup,
     PeakMark,
+    grown,
     limits_around,
     memory_cgroup_of,
     pressure_file_of,
     read_machine_oom_kills,
 )
-from weighin.probes.command_sampler import CommandSampler
-from weighin.probes.observer import Observation, grown, observe
+from weighin.probes.memory import FamilyMemory, GroupMemory
+from weighin.probes.sampler import Sampler
 from weighin.records.repeats import largest
 from weighin.result import (
     SCHEMA,
@@ -34,6 +37,7 @@ from weighin.result import (
     Process,
     Ran,
     Result,
+    Sample,
     Stack,
     Stopped,
 )
@@ -41,6 +45,7 @@ from weighin.run import command_outcome, plausible, readiness
 from weighin.run.program_phases import PhaseListener
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.settings.definition import Settings
+from weighin.text import few, one_line
 from weighin.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -48,6 +53,7 @@ if TYPE_CHECKING:
 
 _SETTLE_S: Final = 0.3  # in which short children of the command end by themselves
 _PATIENCE_S: Final = 10.0
+_CLOCK_S: Final = 0.02  # the kernel's clock for files is a little behind
 
 
 class CommandWatch:
@@ -93,11 +99,11 @@ class CommandWatch:
         self._home = None if running.cgroup else memory_cgroup_of(running.pid)
         self._mark = PeakMark(self._cgroup) if self._cgroup else None
         self._stacks = _stack_taker(running) if self._settings.stacks else None
-        self._sampler = CommandSampler(
-            running.pid,
-            self._cgroup,
+        self._sampler = Sampler(
+            GroupMemory(self._cgroup, running.pid, running.helpers)
+            if self._cgroup
+            else FamilyMemory(running.pid),
             at_maximum=self._stacks.look if self._stacks else None,
-            helpers=running.helpers,
         )
         self._sampler.start()
         self._listener.watch(self._cgroup)
@@ -118,13 +124,15 @@ class CommandWatch:
 
     def _thrashes(self) -> bool:
         assert self._guard
-        look = partial(observe, self._mark)
-        self._stopped = self._guard.proof(look, Observation())
+        self._stopped = self._guard.proof(self._counters, Counters())
         return self._stopped is not None
+
+    def _counters(self) -> Counters:
+        return self._mark.counters() if self._mark else Counters()
 
     def _read_figures(self) -> None:
         """Read the cgroup's figures; called when the server is ready or the command has ended."""
-        self._last = observe(self._mark)
+        self._last = self._counters()
         self._peak_bytes = largest((self._last.peak_bytes, self._listener.peak_bytes))
         if self._cgroup:
             self._kernel_bytes = self._cgroup.read_kernel("max_usage_in_bytes")
@@ -156,13 +164,14 @@ class CommandWatch:
         self.samples = self._sampler.without_caches()
         if running.shares_terminal and not running.members():  # else a container's files are gone
             last = self.samples[-1] if self._cgroup and self.samples and not is_ready else None
-            self._left = memory_files.left(self._started_s, last)
+            self._left = _left(self._started_s, last)
         if self._mark:
             self._mark.close()
 
     def result(self, elapsed_ns: int) -> Result:
         sampler, running = self._sampler, self._running
         machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
+        assert sampler.table
         processes = sampler.table.processes()
         kills = self._kills(processes)
         if machine_oom_kills == 0:
@@ -248,6 +257,7 @@ class CommandWatch:
 
     def _filled_outside(self) -> str:
         """Say if a process had more memory than its cgroup ever had: it left meanwhile."""
+        assert self._sampler.table
         most_bytes = self._sampler.table.most_anon_bytes
         if not self._cgroup or not plausible.is_beyond(most_bytes, self._peak_bytes):
             return ""
@@ -287,3 +297,30 @@ def _stack_taker(running: RunningCommand) -> "StackTaker":
     from weighin.probes.stacks import StackTaker  # needs py-spy, and takes time to import
 
     return StackTaker(running.members, running.cgroup)
+
+
+def _left(started_s: float, last: Sample | None) -> str:
+    """Say which files of a tmpfs that changed since ``started_s`` take memory; empty below 1 MiB.
+
+    ``last`` is the cgroup's sample after the end of all processes, with the shared memory that they
+    left. Without it (and a cgroup), a file may be another program's.
+    """
+    if last and last.shmem_bytes <= MIB:
+        return ""
+    sizes: dict[str, int] = {}
+    for place in (one.place for one in mounts.read() if one.kind in ("tmpfs", "ramfs")):
+        for folder, below, names in os.walk(place):
+            below[:] = [name for name in below if not os.path.ismount(Path(folder, name))]
+            for path in (Path(folder, name) for name in names):
+                with suppress(OSError):  # removed meanwhile
+                    state = path.lstat()
+                    if stat.S_ISREG(state.st_mode) and state.st_ctime >= started_s - _CLOCK_S:
+                        sizes[str(path)] = state.st_blocks * 512
+    total = last.shmem_bytes if last else sum(sizes.values())
+    if total <= MIB:
+        return ""
+    own = [path for path, size in sizes.items() if size <= total]  # a larger one is another's
+    largest_first = sorted(own, key=lambda path: -sizes[path])
+    named = few([f"{one_line(path)} ({format_bytes(sizes[path])})" for path in largest_first])
+    who = "the command left" if last else "while it ran, files of a tmpfs got"
+    return f"{who} {format_bytes(total)} of shared memory: {named or 'in no file that is visible'}"

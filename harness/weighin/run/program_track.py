@@ -8,8 +8,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from weighin.probes.cgroup import PeakMark
-from weighin.probes.observer import grown
+from weighin.probes.cgroup import PeakMark, grown
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
 from weighin.result import Memory, Phase
 from weighin.text import one_line

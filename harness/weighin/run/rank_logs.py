@@ -1,13 +1,12 @@
-"""Combine the event logs and samples of the ranks: the processes that load one model together. A
+"""Combine the event logs of the ranks: the processes that load one model together. A
 cell (measurement) without ranks has one event log.
 """
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from weighin.isolation.base import Exit
-from weighin.result import Faults, Outcome, Rank, Sample
+from weighin.result import Faults, Outcome, Rank
 from weighin.run.event_log import EventLog
 
 
@@ -117,46 +116,6 @@ def judge(
 def lost(oom_kills: int) -> str:
     killed = f"{oom_kills} process{'es' * (oom_kills > 1)}"
     return f"the kernel killed {killed} of this measurement for lack of memory"
-
-
-def merge(cell: Sequence[Sample], of_ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Return one sample of all ranks for each sample in ``cell``, at the same time.
-
-    Samples from before the first rank's start are left out. Anonymous memory is the sum over the
-    ranks. File-backed and shared memory are those of the cgroup, which counts a shared page only
-    once. Without a cgroup, each of the two is the largest value of any one rank.
-    """
-    merged = []
-    places = [0] * len(of_ranks)
-    for at in cell:
-        now = []
-        for rank, samples in enumerate(of_ranks):
-            while places[rank] + 1 < len(samples) and samples[places[rank] + 1].t_ns <= at.t_ns:
-                places[rank] += 1
-            if samples and samples[0].t_ns <= at.t_ns:
-                now.append(samples[places[rank]])
-        if not now:
-            continue  # no rank has started yet
-        anon = sum(each.anon_bytes for each in now)
-        if at.cgroup_file_bytes is None or at.cgroup_shmem_bytes is None:
-            shmem = max(each.shmem_bytes for each in now)
-            file = max(each.file_bytes for each in now)
-        else:
-            shmem = at.cgroup_shmem_bytes
-            file = max(0, at.cgroup_file_bytes - shmem)
-        merged.append(
-            replace(
-                at,
-                rss_bytes=anon + file + shmem,
-                anon_bytes=anon,
-                file_bytes=file,
-                shmem_bytes=shmem,
-                swap_bytes=sum(each.swap_bytes for each in now),
-                minor_faults=sum(each.minor_faults for each in now),
-                major_faults=sum(each.major_faults for each in now),
-            )
-        )
-    return merged
 
 
 def _places(logs: Sequence[EventLog]) -> list[tuple[str, list[int]]]:

@@ -18,10 +18,18 @@ from weighin.cell import Job
 from weighin.disk.mount import Mount
 from weighin.isolation.base import Exit, Running
 from weighin.probes import kernel_log
-from weighin.probes.cgroup import limits_around, read_machine_oom_kills
+from weighin.probes.cgroup import (
+    Counters,
+    MemoryCgroup,
+    PeakMark,
+    grown,
+    limits_around,
+    pressure_file_of,
+    read_machine_oom_kills,
+)
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
-from weighin.probes.observer import Observation, Observer, grown
-from weighin.probes.sampler import DEFAULT_INTERVAL_S, RankSamplers
+from weighin.probes.memory import ProcessMemory
+from weighin.probes.sampler import Sampler
 from weighin.protocol import ACKNOWLEDGEMENT
 from weighin.records import thrashing
 from weighin.records.repeats import largest
@@ -64,7 +72,8 @@ class Watch:
     Attributes:
         samples: the worker's memory readings; for several ranks, joined by ``rank_logs.merge``.
         rank_samples: the memory readings of each rank, by the rank's number.
-        escape: how the worker got out of its memory limit: "left its cgroup"; empty if it did not.
+        escape: how the worker got out of its memory limit (``GroupMemory.escape``); empty if it did
+            not.
     """
 
     def __init__(
@@ -95,26 +104,31 @@ class Watch:
         self.event_log = self._logs[0]
         self.samples: list[Sample] = []
         self.rank_samples: dict[int, list[Sample]] = {}
-        self._rank_samplers: RankSamplers | None = None
         self._ends: dict[int, Exit] = {}
         self._running = running
         self._on_phase = on_phase
         self._before_load = before_load
         self._peak_bytes: int | None = None
         self._driver: DriverMemory | None = None
-        self._at_baseline = self._at_end = Observation()
-        self._at_ready: Observation | None = None
+        self._at_baseline = self._at_end = Counters()
+        self._at_ready: Counters | None = None
         self.escape = ""
         self._peak_at_kill: int | None = None
         self._oom_kills: int | None = None
         self._limits: list[tuple[int, Path]] = []
         self._machine_oom_kills = read_machine_oom_kills()
-        self._observer = (
-            Observer(running.pid, running.cgroup, DEFAULT_INTERVAL_S, is_alone=ranks == 1)
-            if running.pid
-            else None
-        )
-        self._at_phase_end = self._observe()
+        self._mark = mark_of(running)
+        self._memory: ProcessMemory | None = None
+        if ranks == 1:
+            self._start_sampling()
+        self._at_phase_end = self._counters()
+
+    def _start_sampling(self) -> None:
+        if pid := self._running.pid:
+            cgroup = self._mark.cgroup if self._mark else None
+            self._memory = ProcessMemory(pid, cgroup, ranks=len(self._logs))
+            self._sampler = Sampler(self._memory)
+            self._sampler.start()
 
     def follow(self, timeout_s: float) -> None:
         """Answer all events of the worker; kill the worker if it thrashes, or after ``timeout_s``."""
@@ -143,7 +157,7 @@ class Watch:
         if self._guard is None:
             return None
         return self._guard.proof(
-            self._observe, self._at_baseline, self._peak_bytes, is_loading=not self._is_ready
+            self._counters, self._at_baseline, self._peak_bytes, is_loading=not self._is_ready
         )
 
     def end(self) -> Exit:
@@ -156,7 +170,7 @@ class Watch:
                 ended = self._running.wait(_GRACE_S)
             except TimeoutError:  # it is in an uninterruptible sleep, which SIGKILL does not end
                 ended = Exit(None, still_runs=True)
-        self._at_end = self._observe()
+        self._at_end = self._counters()
         self._oom_kills = self._at_end.oom_kills
         if self._running.cgroup:
             self._limits = limits_around(self._running.cgroup.parent)
@@ -167,15 +181,15 @@ class Watch:
     def close(self) -> None:
         """End the sampling, and set ``samples`` and ``rank_samples``."""
         driver = self._driver.stop() if self._driver else None
-        if self._observer:
-            samples = self._observer.stop()
-            if self._rank_samplers:
-                self.rank_samples = self._rank_samplers.stop()
-            if len(self._logs) > 1:
-                samples = rank_logs.merge(samples, list(self.rank_samples.values()))
+        if self._memory:
+            samples = self._sampler.stop()
+            self.rank_samples = self._memory.rank_samples
             self.samples = _with_cuda(samples, self.event_log.cuda_points, driver)
             if self._oom_kills is None:
-                self._oom_kills = self._observer.oom_kills
+                self._oom_kills = self._sampler.oom_kills
+            self.escape = self.escape or self._memory.escape
+        if self._mark:
+            self._mark.close()
 
     def result(self, job: Job, ended: Exit) -> Result:
         event_log, totals = self.event_log, self._at_ready or self._at_end
@@ -327,7 +341,7 @@ class Watch:
         is_last = all(each.baseline for each in self._logs if each is not log)
         if is_last and self._before_load:
             self._before_load()
-        self._at_baseline = self._observe()
+        self._at_baseline = self._counters()
         log.take_baseline(event, self._at_baseline.usage_bytes)
         if not is_last:
             return
@@ -336,13 +350,13 @@ class Watch:
             usage = self._at_baseline.usage_bytes
             each.baseline = replace(each.baseline, cgroup_bytes=usage)
         self._watch_driver()
-        if len(self._logs) > 1 and self._running.pid:
-            self._rank_samplers = RankSamplers(self._running.pid, DEFAULT_INTERVAL_S)
-        if self._observer and self._observer.reset_peak():
+        if len(self._logs) > 1:
+            self._start_sampling()
+        if self._mark and self._mark.reset():
             self._peak_bytes = None
 
     def _take_phase(self, log: EventLog, phase: Phase) -> None:
-        now = self._observe()
+        now = self._counters()
         phase = replace(phase, end=replace(phase.end, cgroup_bytes=now.usage_bytes))
         peak = now.peak_bytes
         if not self._is_ready:
@@ -351,7 +365,7 @@ class Watch:
         if len(self._logs) > 1:  # ranks share a cgroup, so its figures are of no single phase
             log.take_phase(phase)
             return
-        if not (self._observer and self._observer.reset_peak()):
+        if not (self._mark and self._mark.reset()):
             peak = None  # without a reset, the high-water mark includes earlier phases
         refaults = grown(before.refaults, now.refaults)
         log.take_phase(replace(phase, peak_cgroup_bytes=peak, workingset_refault_file=refaults))
@@ -360,7 +374,7 @@ class Watch:
         """Store the cgroup's figures at the time at which all ranks have read every byte."""
         self._at_ready = self._at_phase_end
         if len(self._logs) > 1:
-            self._at_ready = self._observe()
+            self._at_ready = self._counters()
             self._raise_peak(self._at_ready.peak_bytes)
 
     def _watch_driver(self) -> None:
@@ -388,12 +402,9 @@ class Watch:
         phases = [phase for log in self._logs for phase in log.load_phases()]
         on_gpu = event_log.cuda_phases()
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
-        if self._observer and not (self._is_ready or event_log.failure):
+        if self._memory and not (self._is_ready or event_log.failure):
             # The worker died inside a phase, whose high-water mark only the last sample has.
-            if self._rank_samplers:
-                rss += self._rank_samplers.last_peaks_rss_bytes
-            elif len(self._logs) == 1:
-                rss.append(self._observer.last_peak_rss_bytes)
+            rss += self._memory.last_peaks_rss_bytes
         baseline_ns = max(log.baseline_ns for log in self._logs)
         last_ns = max(log.ready_at_ns or math.inf for log in self._logs)
         seen: list[Memory | Sample] = []
@@ -401,7 +412,7 @@ class Watch:
             seen += [phase.end for phase in phases]
         if all(log.baseline for log in self._logs):
             seen += [each for each in self.samples if baseline_ns <= each.t_ns <= last_ns]
-        number, private_bytes = self._observer.others if self._observer else (0, 0)
+        number, private_bytes = self._memory.others if self._memory else (0, 0)
         return Peaks(
             rss_bytes=largest(rss),
             cgroup_bytes=self._peak_bytes,
@@ -419,7 +430,7 @@ class Watch:
             others_private_sampled_bytes=private_bytes if number and len(self._logs) == 1 else None,
         )
 
-    def _faults(self, totals: Observation) -> Faults | None:
+    def _faults(self, totals: Counters) -> Faults | None:
         refaults = grown(self._at_baseline.refaults, totals.refaults)
         counted = rank_logs.faults(self._logs, refaults)
         if self.event_log.baseline is None or self._is_ready or len(self._logs) > 1:
@@ -437,7 +448,7 @@ class Watch:
             refaults,
         )
 
-    def _pressure(self, totals: Observation) -> Pressure | None:
+    def _pressure(self, totals: Counters) -> Pressure | None:
         before, after = self._at_baseline, totals
         some, full = grown(before.some_ns, after.some_ns), grown(before.full_ns, after.full_ns)
         return None if some is None and full is None else Pressure(some, full)
@@ -450,7 +461,7 @@ class Watch:
                 "without a cgroup, the memory that ranks share cannot be counted once, so the"
                 " file-backed memory is that of the rank that has the most"
             )
-        number, private_bytes = self._observer.others if self._observer else (0, 0)
+        number, private_bytes = self._memory.others if self._memory else (0, 0)
         if private_bytes >= _NOTABLE_BYTES and len(self._logs) == 1 and not forks:
             started = f"{number} process{'es' * (number > 1)}"
             warnings.append(
@@ -466,11 +477,8 @@ class Watch:
             warnings.append(rank_logs.lost(self._oom_kills))
         return warnings
 
-    def _observe(self) -> Observation:
-        seen = self._observer.look() if self._observer else Observation()
-        if self.event_log.baseline:  # a worker enters its cgroup only after it was started
-            self.escape = self.escape or seen.escape
-        return seen
+    def _counters(self) -> Counters:
+        return self._mark.counters() if self._mark else Counters()
 
     def _kill(self) -> None:
         """Kill the worker, read the peak, and lift the limit so that a thrashing process can exit.
@@ -481,9 +489,16 @@ class Watch:
         self._running.kill()
         if self._disk:
             self._disk.close()
-        self._peak_at_kill = self._observe().peak_bytes
-        if self._observer:
-            self._observer.raise_limit()
+        self._peak_at_kill = self._counters().peak_bytes
+        if self._memory:
+            self._memory.raise_limit()
+
+
+def mark_of(running: Running) -> PeakMark | None:
+    """Return the mark of the cgroup of what runs; None without one, or if weighin cannot see it."""
+    if not running.pid or not running.cgroup:
+        return None
+    return PeakMark(MemoryCgroup(running.cgroup, pressure_file_of(running.pid)))
 
 
 def _with_cuda(

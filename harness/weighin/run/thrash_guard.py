@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from weighin.probes.observer import Observation
+from weighin.probes.cgroup import Counters
 from weighin.records import thrashing
 from weighin.result import Stopped
 
@@ -25,8 +25,8 @@ class ThrashGuard:
 
     def proof(
         self,
-        look: Callable[[], Observation],
-        before: Observation,
+        look: Callable[[], Counters],
+        before: Counters,
         peak_bytes: int | None = None,
         *,
         is_loading: bool = True,
