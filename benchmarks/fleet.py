@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/fleet.py
 
 The script starts a Ray cluster on this machine. Its nodes answer each cell at once with a published
-record, or sleep, so that no worker runs and only the fleet itself is measured: Ray's tasks, the
-driver's choice of nodes, and the records that the driver checks, appends and syncs.
+record, or sleep, so that no worker runs and only the fleet itself is measured: Ray's tasks, its
+choice of nodes, and the records that the driver checks, appends and syncs.
 """
 
 import argparse
@@ -12,16 +12,15 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.engines.driver import Driver
-from weighin.engines.ray import cluster as clusters
-from weighin.engines.ray.cluster import Cluster, Relay
-from weighin.engines.ray.fleet import RayTransport, placed
+from weighin.fleet import cluster as clusters
+from weighin.fleet.cluster import Task
+from weighin.fleet.driver import Driver
 from weighin.isolation import select
 from weighin.plan.loads import plan_cell
 from weighin.plan.nodes import Node
@@ -68,20 +67,19 @@ def main() -> None:
     )
 
 
-def relay_of(seconds: float) -> Relay:
+def task_of(seconds: float) -> Task:
     """Return a task that answers a cell with a published record after ``seconds``."""
     template = RECORDS.read_text().splitlines()[0]
 
-    def answer(assignment: bytes) -> Iterator[bytes]:
+    def answer(assignment: Mapping[str, Any], _: Any) -> tuple[str, list[bytes], str | None]:
         import time
 
-        asked = json.loads(assignment)
-        if asked["kind"] == "measure":
-            time.sleep(seconds)
-            record = json.loads(template) | {"cell": asked["cells"][0], "samples_path": None}
-            event = {"event": "record", "record": json.dumps(record), "free_ram_bytes": 2**33}
-            yield json.dumps(event).encode()
-        yield b'{"event": "ended", "code": 0, "stderr": ""}'
+        import ray
+
+        time.sleep(seconds)
+        record = json.loads(template) | {"cell": assignment["cell"], "samples_path": None}
+        event = {"event": "record", "record": json.dumps(record), "free_ram_bytes": 2**33}
+        return ray.get_runtime_context().get_node_id(), [json.dumps(event).encode()], "0"
 
     return answer
 
@@ -115,9 +113,9 @@ def measured(address: str, *, cells: int) -> Cost:
             readings.append((time.monotonic(), time.process_time()))
         most_kib = max(most_kib, resident_kib())
 
-    run(address, relay_of(0), _WARM_UP, nodes=2, progress=Progress())  # imports and connects
+    run(address, task_of(0), _WARM_UP, nodes=2, progress=Progress())  # imports and connects
     before_kib = resident_kib()
-    run(address, relay_of(0), cells, nodes=2, progress=Progress(finished=finished))
+    run(address, task_of(0), cells, nodes=2, progress=Progress(finished=finished))
     (wall_s, cpu_s), (wall_end_s, cpu_end_s) = readings
     between = cells - _WARM_UP
     return Cost(
@@ -131,20 +129,23 @@ def measured(address: str, *, cells: int) -> Cost:
 def slept(address: str, *, cells: int, nodes: int) -> float:
     """Return the seconds that cells of one second each take on some of the nodes."""
     begun_s = time.monotonic()
-    run(address, relay_of(1), cells, nodes=nodes, progress=Progress())
+    run(address, task_of(1), cells, nodes=nodes, progress=Progress())
     return time.monotonic() - begun_s
 
 
-def run(address: str, relay: Relay, cells: int, *, nodes: int, progress: Progress) -> None:
+def run(address: str, task: Task, cells: int, *, nodes: int, progress: Progress) -> None:
     """Run a plan of ``cells`` cells in a folder that is then removed."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         planned = plan(cells)
         settings = {"strategy_paths": {planned[0].strategy.name: str(planned[0].strategy.path)}}
         run_folder.write_plan(Path(folder), [each.cell for each in planned], settings)
-        task = Run(Path(folder), planned, select.named("process"))
-        with clusters.connected(address, {}, relay) as cluster:
-            nodes_used = described(cluster)[:nodes]
-            Driver(RayTransport(cluster), nodes_used, task, progress, placed).run()
+        todo = Run(Path(folder), planned, select.named("process"))
+        with clusters.connected(address, {}, task) as cluster:
+            used = [
+                Node(place, name, 8 * GIB, 8 * GIB, {"process": ""})
+                for place, name in cluster.names().items()
+            ]
+            Driver(cluster, used[:nodes], todo, progress).run()
         records = run_folder.read(Path(folder)).results
         assert len({record.cell.repeat for record in records}) == len(records) == cells
 
@@ -155,11 +156,6 @@ def plan(cells: int) -> list[Planned]:
     cell = replace(cell, ram_limit_bytes=None, isolation="process")
     info = registry.strategies("load")[cell.strategy]
     return [plan_cell(replace(cell, repeat=repeat), info) for repeat in range(cells)]
-
-
-def described(cluster: Cluster) -> Sequence[Node]:
-    """Return the cluster's nodes, without asking them what they can isolate."""
-    return [Node(node.id, node.name, 8 * GIB, 8 * GIB, {"process": ""}) for node in cluster.nodes()]
 
 
 def resident_kib() -> int:

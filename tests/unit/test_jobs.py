@@ -9,9 +9,8 @@ import pytest
 from factories import make_cell, make_result
 from test_check import run_of
 
-from weighin.engines import base, jobs
-from weighin.engines.jobs import JobsEngine, LocalJobs
 from weighin.errors import ConfigError, UnknownName
+from weighin.fleet import engine, jobs
 from weighin.gate import check as checks
 from weighin.isolation import delegation
 from weighin.isolation.cgroup import CgroupIsolation
@@ -81,9 +80,9 @@ def test_limits_that_do_not_fit_together_into_a_cgroup_around_the_cells() -> Non
 
 @pytest.mark.usefixtures("limited")
 def test_each_job_has_the_ram_of_the_cgroup_around_the_cells() -> None:
-    node = LocalJobs(1, "cgroup").nodes[0]
+    node = jobs.Jobs(1, "cgroup").probe(["here"])["here"]
     assert (node.ram_bytes, node.free_ram_bytes) == (5 * GIB, 4 * GIB)
-    assert LocalJobs(1, "docker").nodes[0].free_ram_bytes == 16 * GIB
+    assert jobs.Jobs(1, "docker").probe(["here"])["here"].free_ram_bytes == 16 * GIB
 
 
 @pytest.mark.usefixtures("limited")
@@ -118,17 +117,15 @@ def test_what_cannot_run_at_once() -> None:
 
 
 def test_the_settings_of_an_engine() -> None:
-    assert base.settings("local", None, ()) == {}
-    assert base.settings("local", None, (), jobs=4) == {"name": "local", "jobs": 4}
-    assert base.settings("ray", None, ["a=b"]) == {
+    assert engine.settings("local", None, ()) == {}
+    assert engine.settings("local", None, (), jobs=4) == {"name": "local", "jobs": 4}
+    assert engine.settings("ray", None, ["a=b"]) == {
         "name": "ray",
         "address": "auto",
         "labels": {"a": "b"},
     }
-    with base.opened({}) as engine:
-        assert isinstance(engine, base.LocalEngine)
-    with base.opened({"name": "local", "jobs": 2}) as engine:
-        assert isinstance(engine, JobsEngine)
+    with engine.opened({}) as (nodes, perform):
+        assert (nodes, perform) == ((), runner.run)
 
 
 @pytest.mark.parametrize(
@@ -160,13 +157,13 @@ def test_the_settings_of_an_engine() -> None:
 )
 def test_settings_that_contradict(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        base.settings(*arguments)
+        engine.settings(*arguments)
     assert str(caught.value) == message
 
 
 def test_an_unknown_engine() -> None:
     with pytest.raises(UnknownName, match="no engine is called 'rai'"):
-        base.settings("rai", None, ())
+        engine.settings("rai", None, ())
 
 
 def at_once(result: Result, cells: int = 4) -> Result:

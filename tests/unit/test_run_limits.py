@@ -8,7 +8,6 @@ from ran_commands import make_command
 from weighin.errors import ConfigError
 from weighin.isolation import delegation
 from weighin.isolation.cgroup import CgroupIsolation
-from weighin.isolation.process import ProcessIsolation
 from weighin.isolation.select import check_limits_around
 from weighin.plan import nodes
 from weighin.probes import environment
@@ -57,9 +56,3 @@ def test_a_limit_of_all_ram_is_accepted_and_more_is_not(monkeypatch: pytest.Monk
         "--ram 1025MiB is more than this machine has (1.000 GiB)\n"
         "give a smaller limit, or leave out --ram"
     )
-
-
-def test_this_machine_chooses_among_its_own_isolations() -> None:
-    isolation, note = nodes.choose_isolation("process", (), limited=False)
-    assert isinstance(isolation, ProcessIsolation)
-    assert note == ""

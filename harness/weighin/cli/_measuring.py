@@ -12,7 +12,7 @@ import click
 from weighin.cli import _console
 
 if TYPE_CHECKING:
-    from weighin.engines.base import Engine
+    from weighin.fleet.engine import Perform
     from weighin.plan.nodes import Node
     from weighin.plan.task import Run
     from weighin.result import Result
@@ -31,13 +31,13 @@ def enter_scope(isolation: str) -> None:
 @contextmanager
 def planned(
     typed: dict[str, Any], start: "Callable[[dict[str, Any], Sequence[Node]], tuple[Run, str]]"
-) -> "Iterator[tuple[Run, Engine]]":
-    """Yield the run to perform, and the engine that performs the run.
+) -> "Iterator[tuple[Run, Perform]]":
+    """Yield the run to perform, and the function that performs the run.
 
     With --resume, the run is the stopped run in the given folder. Without --resume, ``start`` plans
     a new run from the engine's settings and nodes, and returns it with a note to print.
     """
-    from weighin.engines import base
+    from weighin.fleet import engine
 
     patience_s = math.inf if typed.get("wait") else 0
     resumed = None
@@ -47,15 +47,15 @@ def planned(
         resumed = plans.resume(typed["resume"], trusted=typed["trust"])
         settings = dict(resumed.settings.engine)
         if typed["address"]:
-            settings |= base.settings(settings.get("name", "local"), typed["address"], ())
+            settings |= engine.settings(settings.get("name", "local"), typed["address"], ())
             settings["labels"] = resumed.settings.engine["labels"]
     else:
         jobs = typed.get("jobs", 1)
-        settings = base.settings(typed["engine"], typed["address"], typed["labels"], jobs)
-    with base.opened(settings) as engine:
-        task, note = (resumed, "") if resumed else start(settings, engine.nodes)
+        settings = engine.settings(typed["engine"], typed["address"], typed["labels"], jobs)
+    with engine.opened(settings) as (nodes, perform):
+        task, note = (resumed, "") if resumed else start(settings, nodes)
         _console.note(note)
-        yield replace(task, patience_s=patience_s), engine
+        yield replace(task, patience_s=patience_s), perform
 
 
 def end(context: click.Context, results: Sequence["Result"]) -> None:

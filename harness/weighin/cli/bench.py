@@ -170,7 +170,7 @@ def bench(context: click.Context, /, **_: Any) -> None:
         settings = _arguments.settings(typed, model, shard=shard, engine=engine)
         return start(settings, typed["folder"], nodes)
 
-    with _measuring.planned(typed, plan) as (task, engine):
+    with _measuring.planned(typed, plan) as (task, perform):
         limits = [planned.cell.ram_limit_bytes for planned in task.planned]
         if not task.isolation.limits or not any(limits):
             _console.note(
@@ -181,6 +181,6 @@ def bench(context: click.Context, /, **_: Any) -> None:
             _progress.progress(_console.err(), len(task.planned)) as progress,
             resumable("bench", task),
         ):
-            results = engine.run(task, progress)
+            results = perform(task, progress)
     show_run(task.folder, run_folder.of_results(task.folder, results), json_file=typed["json_file"])
     _measuring.end(context, results)

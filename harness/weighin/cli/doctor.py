@@ -32,13 +32,13 @@ def doctor(context: click.Context, /, **typed: Any) -> None:
     With --engine ray, `weighin doctor` tests each node of the Ray cluster instead. The exit code is
     then 3 if a node cannot measure.
     """
-    from weighin.engines import base
+    from weighin.fleet import engine
 
-    if settings := base.settings(typed["engine"], typed["address"], typed["labels"]):
-        from weighin.engines.ray import doctor as of_fleet
+    if settings := engine.settings(typed["engine"], typed["address"], typed["labels"]):
+        from weighin.fleet import doctor as of_fleet
 
         nodes = of_fleet.examine(settings["address"], settings["labels"], _console.note)
-        tables = [of_fleet.table(node) for node in nodes]
+        tables = [node.table() for node in nodes]
         document: dict[str, Any] = {"nodes": [node.as_json() for node in nodes]}
         is_fit = all(node.can_measure for node in nodes)
     else:

@@ -99,10 +99,10 @@ def run(context: click.Context, /, **_: Any) -> None:
     if typed["engine"] == "local":
         _measuring.enter_scope("cgroup" if typed["isolation"] == "auto" else typed["isolation"])
     with (
-        _measuring.planned(typed, partial(_start, typed)) as (task, engine),
+        _measuring.planned(typed, partial(_start, typed)) as (task, perform),
         resumable("run", task),
     ):
-        results = list(engine.run(task, Progress()))
+        results = list(perform(task, Progress()))
     _end(context, task, results, typed["json_file"])
 
 

@@ -1,6 +1,7 @@
 """Choose an isolation (way to run a worker) by name, or the best that works on this machine."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from weighin.cell import Cell
@@ -15,6 +16,10 @@ NAMES = ("docker", "cgroup", "process")
 
 _WITHOUT_LIMIT: Final = (
     "without a RAM limit, these work: weighin recommend, predict, and bench without --ram"
+)
+_ON_NODES: Final = (
+    "find the fault (weighin doctor --engine ray), or name an isolation that works on some nodes, and"
+    " weighin measures only on those"
 )
 
 
@@ -54,38 +59,52 @@ def choose(
     packages: tuple[str, ...] = (),
     containers: bool = True,
     image: str = "",
+    nodes: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> tuple[Isolation, str]:
-    """Return a working isolation, and for ``auto`` a line that tells why better isolations were not used.
+    """Return a working isolation, and a note for the user; empty without one.
 
-    ``auto`` takes the first of these that works: Docker, if its engine has or can pull the image;
-    then a cgroup; then a plain process. If ``limited``, only an isolation that enforces a RAM limit
-    is taken. Without ``containers``, ``auto`` does not take Docker.
+    ``auto`` takes the first of these that works, and the note tells why better ones do not: Docker,
+    if its engine has or can pull the image; then a cgroup; then a plain process. If ``limited``, only
+    an isolation that enforces a RAM limit is taken. Without ``containers``, ``auto`` does not take
+    Docker.
+
+    ``nodes`` has, for each machine of a cluster that is to run the cells instead of this one, the
+    reason why an isolation does not work there; empty if it works. ``auto`` takes what works on all
+    of them. A named isolation need only work on one, and the note names those that take no part.
 
     Raises:
         IsolationUnavailable: no isolation works, or the named isolation does not work or cannot
             enforce a limit.
     """
     refused: list[IsolationUnavailable] = []
-    tried = NAMES if containers else NAMES[1:]
-    for candidate in (name,) if name != "auto" else tried:
+    for candidate in (name,) if name != "auto" else NAMES if containers else NAMES[1:]:
         isolation = named(candidate, base_image, packages, image)
         if limited and not isolation.limits:
             continue
+        broken = {node: of[candidate] for node, of in nodes.items() if of[candidate]}
+        why = "; ".join(f"{candidate} on {node}: {broken[node]}" for node in broken)
+        if broken and name != "auto" and len(broken) < len(nodes):
+            return isolation, f"these nodes take no part in the run: {why}"
         try:
-            isolation.check()
+            if not nodes:
+                isolation.check()
         except IsolationUnavailable as error:
             refused.append(error)
+            continue
+        if broken:
+            refused.append(IsolationUnavailable(why, _ON_NODES))
             continue
         reasons = "; ".join(error.message for error in refused)
         return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
     if name != "auto":
-        raise _instead(name, refused, limited, base_image, packages)
-    problem = "no isolation can enforce a RAM limit here" if limited else "no isolation works here"
+        raise _instead(name, refused, limited, base_image, packages, nodes)
+    where = "on every node" if nodes else "here"
+    can = "can enforce a RAM limit" if limited else "works"
     # The last isolation has the easiest repair: a cgroup needs nothing but the permission.
-    repairs = ", or ".join(error.repair for error in reversed(refused) if error.repair)
+    repairs = dict.fromkeys(error.repair for error in reversed(refused) if error.repair)
     raise IsolationUnavailable(
-        f"{problem}: {'; '.join(error.message for error in refused)}",
-        "; ".join(filter(None, [repairs, _WITHOUT_LIMIT if limited else ""])),
+        f"no isolation {can} {where}: {'; '.join(error.message for error in refused)}",
+        "; ".join(filter(None, [", or ".join(repairs), _WITHOUT_LIMIT if limited else ""])),
     )
 
 
@@ -95,13 +114,16 @@ def _instead(
     limited: bool,
     base_image: str | None,
     packages: tuple[str, ...],
+    nodes: Mapping[str, Mapping[str, str]],
 ) -> IsolationUnavailable:
     """Return the error for a named isolation that does not work; it advises one that does."""
     error = refused[0] if refused else None
     message = error.message if error else f"--isolation {name} cannot enforce a RAM limit"
     repairs = [error.repair] if error and error.repair else []
     try:
-        other, _ = choose("auto", limited=limited, base_image=base_image, packages=packages)
+        other, _ = choose(
+            "auto", limited=limited, base_image=base_image, packages=packages, nodes=nodes
+        )
         repairs.append(f"use --isolation {other.name}")
     except IsolationUnavailable as nothing:
         if not error:

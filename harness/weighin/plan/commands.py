@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, RecordError
+from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.plan import nodes as machines
 from weighin.plan.nodes import Node
@@ -43,9 +44,9 @@ def plan(settings: Settings, nodes: Sequence[Node]) -> tuple[list[Planned], Isol
         )
     machines.check_ram(settings.ram, nodes)
     # A container must be asked for, because it lacks this machine's programs.
-    isolation, note = machines.choose_isolation(
+    isolation, note = select.choose(
         "docker" if settings.image else settings.isolation,
-        nodes,
+        nodes={node.name: node.isolations for node in nodes},
         limited=settings.within is not None or any(limit is not None for limit in settings.ram),
         base_image=settings.base_image,
         containers=settings.isolation != "auto" or bool(settings.image),

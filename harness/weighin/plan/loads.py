@@ -51,9 +51,9 @@ def plan(
         formats.known(name)  # raises for an unknown format before the isolation is tested
     machines.check_ram(settings.ram, nodes)
     _check_gpu(settings, nodes)
-    isolation, note = machines.choose_isolation(
+    isolation, note = select.choose(
         settings.isolation,
-        nodes,
+        nodes={node.name: node.isolations for node in nodes},
         limited=settings.within is not None or any(limit is not None for limit in settings.ram),
         base_image=settings.base_image,
         packages=_installed([info for info, _ in strategies], models, chosen.own_formats.values()),

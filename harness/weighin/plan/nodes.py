@@ -110,55 +110,6 @@ def check_gpu(device: str, vram_limits: Sequence[int | None], nodes: Sequence[No
             )
 
 
-def choose_isolation(
-    name: str,
-    nodes: Sequence[Node],
-    *,
-    limited: bool,
-    base_image: str | None = None,
-    packages: tuple[str, ...] = (),
-    containers: bool = True,
-    image: str = "",
-) -> tuple[Isolation, str]:
-    """Return an isolation that works on the machines, and a note for the user.
-
-    The parameters and the errors are those of ``weighin.isolation.select.choose``. For ``auto``,
-    every node must have the isolation. For any other ``name``, one node suffices, and the note names
-    the nodes without the isolation.
-    """
-    if not nodes:
-        return select.choose(
-            name,
-            limited=limited,
-            base_image=base_image,
-            packages=packages,
-            containers=containers,
-            image=image,
-        )
-    refused = []
-    tried = select.NAMES if containers else select.NAMES[1:]
-    for candidate in tried if name == "auto" else [name]:
-        isolation = select.named(candidate, base_image, packages, image)
-        if limited and not isolation.limits:
-            refused.append(f"{candidate} cannot enforce a RAM limit")
-            continue
-        broken = [node for node in nodes if node.isolations[candidate]]
-        reasons = "; ".join(
-            f"{candidate} on {node.name}: {node.isolations[candidate]}" for node in broken
-        )
-        if not broken:
-            return isolation, f"isolation {candidate}: {'; '.join(refused)}" if refused else ""
-        if name != "auto" and len(broken) < len(nodes):
-            return isolation, f"these nodes take no part in the run: {reasons}"
-        refused.append(reasons)
-    raise IsolationUnavailable(
-        f"no isolation (docker, cgroup, process) works on every node: {'; '.join(refused)}",
-        "name an isolation that works on some nodes, and weighin measures only on those"
-        " nodes: --isolation cgroup. To find the fault of the others: weighin doctor --engine"
-        " ray",
-    )
-
-
 def check_soft_limit(isolation: Isolation, nodes: Sequence[Node]) -> None:
     """Raise IsolationUnavailable if ``isolation`` cannot set memory.high (``--ram-high``)."""
     if not nodes:

@@ -1,8 +1,8 @@
-"""Define the interface of engines, which run cells (measurements), and choose an engine by name."""
+"""Choose where the cells (measurements) of a plan run: ``local``, this machine, or ``ray``, a cluster."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 from weighin.errors import ConfigError, UnknownName
 from weighin.plan.nodes import Node
@@ -12,29 +12,8 @@ from weighin.run import runner
 
 NAMES: Final = ("local", "ray")
 
-
-class Engine(Protocol):
-    """A way to run the cells (measurements) of a plan: on this machine, or on a cluster."""
-
-    @property
-    def nodes(self) -> Sequence[Node]:
-        """The nodes that run the cells; empty for this machine."""
-
-    def run(self, task: Run, progress: Progress) -> Sequence[Result]:
-        """Run every cell that has no record, and return the results of all cells.
-
-        Raises:
-            HarnessError: the run cannot start or go on; finished cells keep their records.
-        """
-
-
-class LocalEngine:
-    """Runs the cells (measurements) of a plan one by one on this machine."""
-
-    nodes: Sequence[Node] = ()
-
-    def run(self, task: Run, progress: Progress) -> Sequence[Result]:
-        return runner.run(task, progress)
+Perform = Callable[[Run, Progress], Sequence[Result]]
+"""A function that runs every cell without a record, and returns the results of all cells."""
 
 
 def settings(
@@ -74,15 +53,13 @@ def settings(
                 "write --label ray.io/accelerator-type=H100",
                 option="--label",
             )
-    return {
-        "name": name,
-        "address": address or "auto",
-        "labels": {key: value for key, _, value in pairs},
-    }
+    named = {key: value for key, _, value in pairs}
+    return {"name": name, "address": address or "auto", "labels": named}
 
 
-def opened(chosen: Mapping[str, Any]) -> AbstractContextManager[Engine]:
-    """Return a context manager that yields the engine with the settings ``chosen``.
+@contextmanager
+def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]]:
+    """Yield the nodes that run the cells (none for this machine), and the function that runs them.
 
     ``chosen`` comes from ``settings``. For the engine ``ray``, entering the block connects to Ray.
 
@@ -90,11 +67,15 @@ def opened(chosen: Mapping[str, Any]) -> AbstractContextManager[Engine]:
         ConfigError: ray is not installed, the cluster does not answer, or its nodes cannot measure.
     """
     if not chosen:
-        return nullcontext(LocalEngine())
-    if chosen["name"] == "local":
-        from weighin.engines.jobs import JobsEngine
+        yield (), runner.run
+    elif chosen["name"] == "local":
+        from weighin.fleet import jobs
 
-        return nullcontext(JobsEngine(chosen["jobs"]))
-    from weighin.engines.ray.fleet import opened as ray_opened  # ray takes a second to import
+        yield (), lambda task, progress: jobs.run(chosen["jobs"], task, progress)
+    else:
+        from weighin.fleet.cluster import connected  # ray takes a second to import
+        from weighin.fleet.driver import Driver
 
-    return ray_opened(chosen["address"], chosen["labels"])
+        with connected(chosen["address"], chosen["labels"]) as cluster:
+            nodes = cluster.find()
+            yield nodes, lambda task, progress: Driver(cluster, nodes, task, progress).run()

@@ -1,0 +1,254 @@
+"""Hand out a plan's cells, several at once, and write their records: only the driver's process does."""
+
+import base64
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from queue import SimpleQueue
+from threading import Event
+from typing import TYPE_CHECKING, Any, Final
+
+from weighin.cell import Cell
+from weighin.errors import HarnessError, NoNodeLeft, RecordError
+from weighin.fleet.node import Answer
+from weighin.foreign import no_link
+from weighin.plan.nodes import Demand, Node
+from weighin.plan.task import Planned, Progress, Run, skipped
+from weighin.probes import environment
+from weighin.records import coverage, run_folder
+from weighin.records.parsing import parse
+from weighin.result import SCHEMA, Outcome, Result
+from weighin.run import interrupts, runner
+from weighin.run.run_lock import only_writer
+from weighin.suite import registry
+from weighin.text import one_line
+
+if TYPE_CHECKING:
+    from weighin.fleet.cluster import Cluster
+    from weighin.fleet.jobs import Jobs
+
+_WAIT_S: Final = 0.5  # until the driver looks for signals again
+_LOOK_S: Final = 3.0  # until it looks again for nodes that were lost or have joined
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A cell that was handed out, and the ids of the nodes of which one runs it."""
+
+    planned: Planned
+    demand: Demand
+    nodes: Sequence[str]
+    stopped: Event = field(default_factory=Event)
+
+
+class Driver:
+    """Runs the cells (measurements) of one plan; the ``crew`` chooses which of the able nodes runs a cell.
+
+    No more cells are handed out than the able nodes can run at once, so that a node that joins gets
+    the next cell, and each cell starts with what its node said last.
+    """
+
+    def __init__(
+        self, crew: "Cluster | Jobs", nodes: Iterable[Node], task: Run, progress: Progress
+    ) -> None:
+        self._crew = crew
+        self._task = task
+        self._progress = progress
+        self._nodes = {n.id: n for n in nodes if not n.isolations[task.isolation.name]}
+        self._names = crew.names()  # also of nodes that were lost or left out
+        self._tested: dict[tuple[int | None, int], set[str]] = {}
+        self._trouble: HarnessError = NoNodeLeft(f"none can use {task.isolation.name}")
+        self._waiting: dict[Demand, deque[Planned]] = {}
+        self._running: dict[Future[Answer], _Work] = {}
+        self._said: SimpleQueue[tuple[str, str, bool]] = SimpleQueue()
+        self._steps: dict[str, str] = {}
+        self._settings = _settings(task)
+        code = environment.code()
+        self._code = {name: value for name, value in code.items() if name.startswith("git_")}
+
+    def run(self) -> Sequence[Result]:
+        """Run every cell that has no record yet, and return the results of all cells.
+
+        Raises:
+            NoNodeLeft: no node can run the remaining cells.
+            HarnessError: another process runs this plan.
+            RecordError: the run's folder cannot be read or written, or a node sent a file that
+                no record names.
+        """
+        with (
+            runner.discarding(self._task),
+            only_writer(self._task.folder),
+            interrupts.stoppable(),
+            interrupts.put_off(),
+            ThreadPoolExecutor(self._crew.threads) as self._pool,
+        ):
+            results = self._task.begin()
+            todo = {c.id for c in coverage.pending([p.cell for p in self._task.planned], results)}
+            for planned in self._task.planned:
+                if planned.cell.id in todo and planned.skip:
+                    self._record(skipped(planned, {}))
+                elif planned.cell.id in todo:
+                    self._waiting.setdefault(Demand.of(planned.cell), deque()).append(planned)
+            try:
+                self._run()
+            finally:  # the pool then waits for the ends of the cells that still run
+                for task, work in self._running.items():
+                    task.cancel()
+                    work.stopped.set()
+        return self._task.results
+
+    def _run(self) -> None:
+        looked_s = time.monotonic()
+        while self._running or any(self._waiting.values()):
+            interrupts.check()
+            if time.monotonic() - looked_s > _LOOK_S:
+                self._look()
+                looked_s = time.monotonic()
+            self._hand_out()
+            if not self._running:  # before giving up, ask all nodes for their free RAM
+                self._look(again=self._nodes)
+                self._hand_out()
+            if not self._running:
+                raise self._stuck()
+            for task in wait(self._running, _WAIT_S, FIRST_COMPLETED).done:
+                self._take(task, self._running.pop(task))
+            self._show()
+
+    def _look(self, again: Iterable[str] = ()) -> None:
+        """Leave out the nodes that were lost; ask those that have joined, and ``again``, what they have."""
+        alive = self._crew.names()
+        for lost in self._nodes.keys() - alive.keys():
+            self._leave_out(lost, HarnessError("the node was lost"))
+        asked = (alive.keys() - self._names.keys()) | (alive.keys() & set(again))
+        self._names |= alive
+        for place, found in self._crew.probe(asked).items():
+            if isinstance(found, HarnessError):
+                self._leave_out(place, found)
+            elif not found.isolations[self._task.isolation.name]:
+                self._nodes[place] = found
+
+    def _hand_out(self) -> None:
+        for demand, cells in self._waiting.items():
+            able = [node.id for node in self._nodes.values() if not demand.lacks_now(node)]
+            out = sum(work.demand == demand for work in self._running.values())
+            for _ in range(min(len(cells), self._crew.slots * len(able) - out)):
+                work = _Work(cells.popleft(), demand, able)
+                self._running[self._pool.submit(self._measured, work)] = work
+
+    def _measured(self, work: _Work) -> Answer:
+        """Measure a cell, in a thread of its own."""
+        cell = work.planned.cell
+        # the nodes on which a worker under this limit was tested, and need not be tested again
+        tested = self._tested.setdefault((cell.ram_limit_bytes, cell.ranks), set())
+        assignment = {
+            "cell": asdict(cell),
+            "settings": self._settings,
+            "patience_s": min(self._task.patience_s, 1e9),  # JSON has no infinity
+            "is_tested": tested,
+        }
+        say, is_stopped = self._said.put, work.stopped.is_set
+        answer = self._crew.measure(assignment, work.nodes, say, is_stopped)
+        if "record" in answer[1]:
+            tested.add(answer[0])
+        return answer
+
+    def _take(self, task: Future[Answer], work: _Work) -> None:
+        cell = work.planned.cell
+        try:
+            place, events, files = task.result()
+        except HarnessError as lost:
+            self._fail(cell, "", lost.message)
+            return
+        told, error = events.get("record", events.get("short")), events.get("error")
+        if told and place in self._nodes:
+            free = told["free_ram_bytes"]
+            self._nodes[place] = replace(self._nodes[place], free_ram_bytes=free)
+        if "record" in events:
+            self._write(cell, files)
+            where = f"a record from the node {self._names[place]}"
+            result = parse(Result, events["record"]["record"].encode(), where)
+            self._record(self._crew.placed(replace(result, cell=cell), place))
+        elif error or "short" in events:
+            self._waiting[work.demand].appendleft(work.planned)
+        else:
+            words = (f"exit code {events['ended']['code']}", one_line(events["ended"]["stderr"]))
+            self._fail(cell, place, ", ".join(filter(None, words)))
+        if error:
+            told = {name: error[name] for name in ("message", "repair", "exit_code")}
+            self._leave_out(place, HarnessError(**told))
+
+    def _leave_out(self, place: str, error: HarnessError) -> None:
+        """Give a node no further cell; hand out anew the cells for which no other node was able."""
+        message = f"{self._names[place]}: {error.message}"
+        self._progress.preparing(f"no further cell for {message}", None)
+        self._trouble = HarnessError(message, error.repair, exit_code=error.exit_code)
+        self._nodes.pop(place, None)
+        for task, work in list(self._running.items()):
+            if not self._nodes.keys() & set(work.nodes):
+                work.stopped.set()
+                self._waiting[work.demand].appendleft(self._running.pop(task).planned)
+
+    def _stuck(self) -> HarnessError:
+        left = sum(map(len, self._waiting.values()))
+        waiting = f"{left} cell{'s' * (left > 1)} cannot run"
+        if not self._nodes:
+            message, last = f"{waiting}, no node is left: {self._trouble.message}", self._trouble
+            return NoNodeLeft(message, last.repair, exit_code=last.exit_code)
+        demand = next(demand for demand, cells in self._waiting.items() if cells)
+        reasons = "; ".join(map(demand.lacks_now, self._nodes.values()))
+        return NoNodeLeft(f"{waiting}: {reasons}", "free memory on a node, or add a node")
+
+    def _record(self, result: Result) -> None:
+        result = replace(result, environment=result.environment | self._code)
+        self._task.results.append(run_folder.append(self._task.folder, result))
+        self._progress.finished(self._task.results[-1])
+
+    def _fail(self, cell: Cell, place: str, why: str) -> None:
+        result = Result(
+            schema=SCHEMA,
+            cell=cell,
+            outcome=Outcome.MEASUREMENT_FAILED,
+            message=f"on {self._names[place]}: {why}" if place else why,
+            started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        )
+        self._record(self._crew.placed(result, place))
+
+    def _write(self, cell: Cell, files: Sequence[dict[str, Any]]) -> None:
+        """Write a cell's samples before its record, so that a record always has its samples."""
+        for number, part in enumerate(files):
+            if part["path"] not in run_folder.paths_of(cell):
+                raise RecordError(f"a node sent the file {part['path']!r}, which no record names")
+            path = self._task.folder / part["path"]
+            is_first = part["path"] not in [each["path"] for each in files[:number]]
+            with run_folder.writing(path, f"; the measurement of {cell.id} is lost"):
+                no_link(path, self._task.folder)
+                path.parent.mkdir(exist_ok=True)
+                with path.open("wb" if is_first else "ab") as file:
+                    file.write(zlib.decompress(base64.b64decode(part["content"])))
+
+    def _show(self) -> None:
+        while not self._said.empty():
+            who, text, is_line = self._said.get()
+            name = self._names.get(who, who)
+            self._steps[name] = text
+            if is_line:
+                self._progress.preparing(f"{name}: {text}", None)
+        self._progress.nodes({name: step for name, step in self._steps.items() if step})
+
+
+def _settings(task: Run) -> dict[str, Any]:
+    """Return the plan's settings to send to the nodes, without shard and engine.
+
+    A strategy that is part of weighin gets an empty path: a node finds it in its own installation.
+    """
+    paths = task.settings.strategy_paths
+    if paths:  # a command has no strategies
+        operation = task.planned[0].cell.operation if task.planned else "load"
+        own = {str(info.path) for info in registry.strategies(operation).values()}
+        paths = {name: "" if path in own else path for name, path in paths.items()}
+    ours = {"strategy_paths": paths, "shard": None, "engine": {}}
+    return task.settings.model_copy(update=ours).as_json()

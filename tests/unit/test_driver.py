@@ -1,0 +1,190 @@
+"""The driver of a fleet: every cell gets one record, whatever happens to nodes and whatever they send."""
+
+import base64
+import random
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import make_cell, make_result
+
+from weighin.cell import Cell
+from weighin.errors import HarnessError, NoNodeLeft, RecordError
+from weighin.fleet import driver as drivers
+from weighin.fleet.driver import Driver
+from weighin.fleet.node import Answer
+from weighin.isolation.process import ProcessIsolation
+from weighin.plan.nodes import Demand, Node
+from weighin.plan.task import Planned, Progress, Run
+from weighin.records import run_folder
+from weighin.result import Outcome, Result
+from weighin.units import GIB
+
+SMALL = Node("s", "small", 8 * GIB, 6 * GIB, {"process": ""})
+LARGE = Node("l", "large", 64 * GIB, 60 * GIB, {"process": ""}, (16 * GIB,))
+
+RECORD = run_folder._line(make_result(make_cell("streaming")))[0].decode()
+
+Answering = Callable[[Node, dict[str, Any]], dict[str, dict[str, Any]]]
+
+
+class Crew:
+    """Nodes in this process: ``answering`` answers for each of them, and the first able node is taken."""
+
+    slots = 1
+    threads = 8
+
+    def __init__(self, answering: Answering, *nodes: Node) -> None:
+        self.answering = answering
+        self.nodes = {node.id: node for node in nodes}
+        self.ran: list[tuple[str, int]] = []
+        self.files: list[dict[str, Any]] = []
+
+    def names(self) -> dict[str, str]:
+        return {place: node.name for place, node in self.nodes.items()}
+
+    def probe(self, places: Iterable[str]) -> dict[str, Node]:
+        return {place: self.nodes[place] for place in places}
+
+    def measure(
+        self,
+        assignment: Mapping[str, Any],
+        nodes: Sequence[str],
+        say: object,
+        is_stopped: Callable[[], bool],
+    ) -> Answer:
+        while not is_stopped() and not (able := [each for each in nodes if each in self.nodes]):
+            time.sleep(0.01)
+        if is_stopped():
+            raise HarnessError("stopped")
+        cell = dict(assignment["cell"])
+        self.ran.append((able[0], cell["repeat"]))
+        return able[0], self.answering(self.nodes[able[0]], cell), self.files
+
+    def placed(self, result: Result, place: str) -> Result:
+        return replace(result, environment=result.environment | {"node": place})
+
+
+def cells(*limits: int | None, **fields: Any) -> list[Cell]:
+    cell = replace(make_cell("streaming"), isolation="process", **fields)
+    return [
+        replace(cell, ram_limit_bytes=limit, repeat=number) for number, limit in enumerate(limits)
+    ]
+
+
+def measured(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {"record": {"record": RECORD, "free_ram_bytes": node.free_ram_bytes}}
+
+
+def run(folder: Path, crew: Crew, planned: list[Cell], progress: Progress | None = None) -> Run:
+    if not (folder / "plan.json").exists():
+        run_folder.write_plan(folder, planned)
+    task = Run(folder, [Planned(each) for each in planned], ProcessIsolation())
+    Driver(crew, [*crew.nodes.values()], task, progress or Progress()).run()  # type: ignore[arg-type]
+    return task
+
+
+def recorded(task: Run) -> list[tuple[int, str]]:
+    results = run_folder.read(task.folder).results
+    return sorted((each.cell.repeat, each.environment["node"]) for each in results)
+
+
+def test_a_limit_is_never_above_the_free_ram_of_its_node(tmp_path: Path) -> None:
+    crew = Crew(measured, SMALL, LARGE)
+    task = run(tmp_path, crew, cells(32 * GIB, 7 * GIB, 4 * GIB, None))
+    assert recorded(task)[:2] == [(0, "l"), (1, "l")]
+    assert len(recorded(task)) == 4
+
+
+def test_a_node_that_is_short_of_ram_at_the_start_begins_no_cell(tmp_path: Path) -> None:
+    def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        return {"short": {"free_ram_bytes": GIB}} if node is SMALL else measured(node, cell)
+
+    crew = Crew(answer, SMALL, LARGE)
+    assert recorded(run(tmp_path, crew, cells(4 * GIB, 4 * GIB))) == [(0, "l"), (1, "l")]
+
+
+def test_a_cell_that_fits_on_no_node_says_why(tmp_path: Path) -> None:
+    with pytest.raises(NoNodeLeft) as caught:
+        run(tmp_path, Crew(measured, SMALL, replace(SMALL, id="t", name="tiny", ram_bytes=GIB)), cells(7 * GIB))  # fmt: skip
+    assert str(caught.value) == (
+        "1 cell cannot run: small has 6.000 GiB free, less than --ram 7GiB; tiny has 1.000 GiB,"
+        " less than --ram 7GiB\nfree memory on a node, or add a node"
+    )
+
+
+def test_a_cell_for_a_gpu_needs_that_gpu_and_its_memory() -> None:
+    def lacks(node: Node, **fields: Any) -> str:
+        return Demand.of(cells(None, **fields)[0]).lacks_now(node)
+
+    assert lacks(SMALL, device="cuda") == "small has no cuda"
+    assert lacks(LARGE, device="cuda") == ""
+    assert lacks(LARGE, device="cuda:1") == "large has no cuda:1"
+    assert lacks(LARGE, device="cuda", vram_limit_bytes=24 * GIB) == (
+        "the GPU of large has 16.000 GiB, less than --vram 24GiB"
+    )
+
+
+def test_a_node_that_cannot_go_on_gets_no_further_cell(tmp_path: Path) -> None:
+    error = {"message": "the disk is full", "repair": "free some space", "exit_code": 2}
+    said: list[str] = []
+
+    def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        return {"error": error} if node is SMALL else measured(node, cell)
+
+    crew = Crew(answer, SMALL, LARGE)
+    task = run(tmp_path, crew, cells(*[None] * 5), Progress(preparing=lambda text, _: said.append(text)))  # fmt: skip
+    assert recorded(task) == [(number, "l") for number in range(5)]
+    assert set(said) == {"no further cell for small: the disk is full"}
+    with pytest.raises(NoNodeLeft, match="1 cell cannot run, no node is left: small: the disk is"):
+        run(tmp_path / "alone", Crew(answer, SMALL), cells(None))
+
+
+def test_a_record_counts_although_the_node_failed_after_it(tmp_path: Path) -> None:
+    error = {"message": "the disk is full", "repair": "", "exit_code": 2}
+    crew = Crew(lambda node, cell: {**measured(node, cell), "error": error}, SMALL, LARGE)
+    assert len(recorded(run(tmp_path, crew, cells(None, None)))) == 2
+
+
+def test_a_cell_whose_process_died_is_a_failed_measurement(tmp_path: Path) -> None:
+    crew = Crew(lambda *_: {"ended": {"code": -9, "stderr": "Killed"}}, SMALL)
+    (result,) = run(tmp_path, crew, cells(None)).results
+    assert result.outcome is Outcome.MEASUREMENT_FAILED
+    assert result.message == "on small: exit code -9, Killed"
+
+
+def test_with_nodes_that_are_lost_and_join_every_cell_ends_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drivers, "_LOOK_S", 0.01)
+    monkeypatch.setattr(drivers, "_WAIT_S", 0.01)
+    chance = random.Random(7)
+
+    def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        if chance.random() < 0.3:
+            crew.nodes.pop(node.id, None)  # and another one joins
+            name = f"node-{chance.random()}"
+            crew.nodes[name] = replace(LARGE, id=name, name=name)
+        if chance.random() < 0.2:
+            raise HarnessError("the node was lost: as Ray says after the last try")
+        return measured(node, cell)
+
+    crew = Crew(answer, LARGE)
+    task = run(tmp_path, crew, cells(*[None, 2 * GIB] * 15))
+    assert [repeat for repeat, _ in recorded(task)] == list(range(30))
+
+
+@pytest.mark.parametrize("path", ["../owned", "/tmp/owned", "plan.json", "samples/../../owned"])
+def test_a_node_can_write_no_file_that_no_record_names(tmp_path: Path, path: str) -> None:
+    planned = cells(None)
+    run_folder.write_plan(tmp_path / "run", planned)
+    before = {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
+    crew = Crew(measured, SMALL)
+    crew.files = [{"path": path, "content": base64.b64encode(zlib.compress(b"owned")).decode()}]
+    with pytest.raises(RecordError, match="which no record names"):
+        run(tmp_path / "run", crew, planned)
+    assert {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()} == before
