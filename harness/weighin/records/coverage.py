@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError
-from weighin.records.bisection import next_cell
-from weighin.records.floor import Aim
+from weighin.records.floor import Aim, next_cell
 from weighin.records.shard import parse
 from weighin.result import Result
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from weighin.cell import Cell
+from weighin.records.floor import searched
 from weighin.records.repeats import grouped, middle
 from weighin.records.series import label_among
 from weighin.records.verdict import Judgement, Verdict, judge_all, used_ns
@@ -23,11 +24,9 @@ _FAILED: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of the survival matrix: the measurement that stands for all repeats, and its verdict.
+    """The measurement that stands for all repeats of a row under one limit, and its verdict.
 
-    This measurement has the median time among the repeats with the worst verdict. ``alike`` is the
-    number of repeats with that verdict. ``spent_ns`` is the measurement's time until the model was
-    ready, plus the time of the model's use.
+    It has the median time (``used_ns``) among the ``alike`` repeats with the worst verdict.
     """
 
     result: Result
@@ -76,36 +75,32 @@ class Matrix:
 
 
 def matrices(results: Iterable[Result]) -> list[Matrix]:
-    """Return a matrix for each group of cells that has at least two RAM limits.
-
-    Cells of a group differ only in strategy, format, options, variables, command, limit and repeat.
+    """Return a matrix for each group of cells that has at least two RAM limits, and that differ only in
+    strategy, format, options, variables, command, limit and repeat.
     """
     cells = list(results)
     judgements = judge_all(cells)
+
+    def scene(cell: Cell) -> Cell:
+        row = searched(cell)
+        return replace(row, strategy="", format="", options={}, environment={}, command=())
+
     built = []
-    for ours in grouped(cells, lambda one: _scene(one.cell).series).values():
+    for ours in grouped(cells, lambda one: scene(one.cell).series).values():
         limits = {result.cell.ram_limit_bytes for result in ours}
-        if len(limits - {None}) >= _LEAST_LIMITS:
-            built.append(_matrix(_scene(ours[0].cell), ours, limits, judgements))
+        if len(limits - {None}) < _LEAST_LIMITS:
+            continue
+        ordered = sorted(limits, key=lambda limit: -(float("inf") if limit is None else limit))
+        groups = grouped(ours, lambda one: searched(one.cell).series).values()
+        fields = {}
+        for row, group in enumerate(groups):
+            by_limit = grouped(group, lambda one: one.cell.ram_limit_bytes)
+            for column, limit in enumerate(ordered):
+                if limit in by_limit:
+                    fields[row, column] = _field(by_limit[limit], judgements)
+        rows = tuple(searched(group[0].cell) for group in groups)
+        built.append(Matrix(scene(ours[0].cell), rows, tuple(ordered), fields))
     return built
-
-
-def _matrix(
-    scene: Cell,
-    ours: Sequence[Result],
-    limits: set[int | None],
-    judgements: dict[str, Judgement | None],
-) -> Matrix:
-    ordered = sorted(limits, key=lambda limit: float("inf") if limit is None else limit)[::-1]
-    groups = grouped(ours, lambda one: _row(one.cell).series).values()
-    rows = [_row(group[0].cell) for group in groups]
-    fields = {}
-    for number, group in enumerate(groups):
-        for column, limit in enumerate(ordered):
-            repeats = [result for result in group if result.cell.ram_limit_bytes == limit]
-            if repeats:
-                fields[number, column] = _field(repeats, judgements)
-    return Matrix(scene, tuple(rows), tuple(ordered), fields)
 
 
 def _field(repeats: Sequence[Result], judgements: dict[str, Judgement | None]) -> Field:
@@ -120,11 +115,3 @@ def _field(repeats: Sequence[Result], judgements: dict[str, Judgement | None]) -
     typical_ns = middle(map(used_ns, alike))
     chosen = next((result for result in alike if used_ns(result) == typical_ns), alike[0])
     return Field(chosen, judgements[chosen.cell.id], used_ns(chosen), len(alike), len(repeats))
-
-
-def _scene(cell: Cell) -> Cell:
-    return replace(_row(cell), strategy="", format="", options={}, environment={}, command=())
-
-
-def _row(cell: Cell) -> Cell:
-    return replace(cell, ram_limit_bytes=None, repeat=0)
