@@ -15,7 +15,7 @@ from weighin.records.explanation.facts import (
     size,
     title_of,
 )
-from weighin.records.samples import read_samples
+from weighin.records.run_folder import read_samples
 from weighin.result import Kill, Outcome, Result, Sample
 from weighin.text import few
 from weighin.units import MIB
