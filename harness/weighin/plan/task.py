@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A planned cell. ``skip`` is the reason not to run the cell; it is empty for a cell to run.
-
-    ``info`` describes the strategy of a load or a save; it is None for a command.
-    """
+    """A planned cell. ``skip`` is the reason not to run it. ``info`` describes the strategy of a load or save."""
 
     cell: Cell
     info: StrategyInfo | None = None
@@ -108,19 +105,14 @@ class Run:
         return self.results
 
     def unlimited_result(self, cell: Cell) -> Result | None:
-        """Return the recorded result of the same cell without a limit. Return None if there is no
-        such result, or if ``cell`` itself has no limit.
-        """
+        """Return the result of the same cell without a limit; None if there is none, or ``cell`` has none."""
         if cell.ram_limit_bytes is None:
             return None
         return unlimited_of(results_of(searched(cell), self.results))
 
     def reference_for(self, cell: Cell) -> Reference | None:
-        """Return the figures of the same cell without a limit, with which weighin proves that
-        ``cell`` thrashes.
-
-        ``reference_for`` returns None for a cell that may thrash until its time-out, and if no cell
-        without a limit was measured.
+        """Return the figures of the same cell without a limit, with which weighin proves that ``cell`` thrashes;
+        None for a cell that may thrash until its time-out.
         """
         if self.settings.within is None or self.settings.aim is Aim.ENDS:
             return None

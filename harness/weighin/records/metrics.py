@@ -1,22 +1,9 @@
 """Define the metrics that ``weighin check`` compares: unit, exactness and default tolerance.
 
-The default tolerances come from repeated runs, in which thirteen strategies loaded gpt2-small: 6 to
-9 runs in cgroups, 3 as plain processes and 2 in containers, on two processor cores that also ran
-other programs. For each metric, the table shows how far the highest run was above the median run:
-first for the strategy that varies most, then the largest such distance of the other strategies:
-
-    peak_rss        36.5 MiB (per_module)     12.6 MiB
-    above_import    36.4 MiB (per_module)      7.2 MiB
-    anon            36.7 MiB (per_module)      5.3 MiB
-    ready_anon      36.1 MiB (per_module)      9.9 MiB
-    peak_cgroup     96.7 MiB (meta_copy)      59.5 MiB
-    load, ready     225 %    (mmap_assign)   160 %
-
-Most of the variation is freed heap memory, which glibc keeps in some runs and returns to the kernel
-in others. In one run of six, the strategy per_module kept 36 MiB. With three repeats, one run that
-deviates hardly changes the median.
-peak_cgroup varies because the kernel charges the pages of torch's libraries to the process that
-reads them first.
+The default tolerances come from repeated runs (docs/ci.md). Most of the variation is freed heap
+memory, which glibc keeps in some runs and returns to the kernel in others: 36 MiB in one run of six
+of the strategy per_module. peak_cgroup varies because the kernel charges the pages of torch's
+libraries to the process that reads them first.
 """
 
 from collections.abc import Callable
@@ -52,10 +39,8 @@ _OF_COMMANDS: Final[tuple[Operation, ...]] = ("command",)
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How much a metric may get worse: the larger of ``relative`` and ``absolute``.
-
-    The tolerance is added to the range of the repeats in the baseline file. ``relative`` is a share
-    of the median in this file, and ``absolute`` is in bytes or nanoseconds.
+    """How much a metric may get worse than the range of the repeats in the baseline file: the larger of
+    ``relative``, a share of the median, and ``absolute``, in bytes or nanoseconds.
     """
 
     relative: float
@@ -130,10 +115,7 @@ def ready_anon(result: Result) -> int | None:
 
 
 def _of_use(read: Callable[[Result], int | None]) -> Callable[[Result], int | None]:
-    """Wrap ``read`` to return None for a cell whose model only runs forward passes.
-
-    Old records of such cells lack the value.
-    """
+    """Leave out cells whose model only runs forward passes: their old records lack the value."""
     return lambda result: read(result) if result.cell.use else None
 
 
@@ -184,11 +166,7 @@ ALIASES: Final = {"rss": "peak_rss", "cgroup": "peak_cgroup", "cuda": "cuda_allo
 
 
 def named(name: str) -> Metric:
-    """Return a metric by its name or its alias.
-
-    Raises:
-        UnknownName: no metric has that name.
-    """
+    """Return a metric by its name or its alias; raise UnknownName if no metric has that name."""
     metric = METRICS.get(ALIASES.get(name, name))
     if metric is None:
         raise UnknownName("metric", name, METRICS)

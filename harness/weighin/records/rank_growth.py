@@ -1,6 +1,6 @@
 """Compute from records how a strategy's memory grows with the number of ranks (processes)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -15,14 +15,10 @@ _LINEAR: Final = 0.75
 
 @dataclass(frozen=True, slots=True)
 class RankSeries:
-    """The results of one strategy, measured with several numbers of ranks.
+    """The ok results of one strategy, by the number of ranks. ``cell`` has one rank.
 
-    Attributes:
-        cell: the strategy's cell with one rank.
-        by_ranks: the results that ended ok, by the number of ranks.
-        charges: the memory of all ranks together, without that of the imports, in bytes, by the
-            number of ranks. It comes from the RAM floor if a search found one, else from the median
-            of the cgroup's peaks.
+    ``charges`` is the memory of all ranks together, without that of the imports, in bytes: from the
+    RAM floor if a search found one, else from the median of the cgroup's peaks.
     """
 
     cell: Cell
@@ -40,10 +36,7 @@ class RankSeries:
 
     @property
     def growth(self) -> Literal["flat", "between", "linear"] | None:
-        """How much memory each further rank adds: "flat" is less than 0.25 model sizes.
-
-        "linear" is at least 0.75 model sizes; "between" is the rest. None if the memory is unknown.
-        """
+        """How much memory each further rank adds, in model sizes; None if that is unknown."""
         if (copies := self.copies_per_rank) is None:
             return None
         if copies < _FLAT:
@@ -52,19 +45,22 @@ class RankSeries:
 
 
 def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
-    """Return a ``RankSeries`` for each strategy of a run that was measured with two or more ranks.
-
-    Peaks of cells under a RAM limit are left out, because page cache fills memory up to a limit.
+    """Return a ``RankSeries`` for each strategy of a run that was measured with two or more ranks,
+    without a RAM limit: page cache fills memory up to a limit.
     """
     found = {
         floor.cell.series: floor.bytes - (floor.import_bytes or 0)
         for floor in floors(results)
         if floor.bytes is not None
     }
+    loads = [
+        result
+        for result in latest(results)
+        if (result.outcome, result.cell.operation) == (Outcome.OK, "load")
+        and result.cell.ram_limit_bytes is None
+    ]
     series = []
-    for group in grouped(
-        _unlimited(results), lambda one: replace(one.cell, ranks=1).series
-    ).values():
+    for group in grouped(loads, lambda one: replace(one.cell, ranks=1).series).values():
         ordered = sorted(group, key=lambda each: each.cell.ranks)
         by_ranks = grouped(ordered, lambda each: each.cell.ranks)
         charges = {}
@@ -96,19 +92,8 @@ def unreclaimable(result: Result) -> int | None:
 
 
 def sum_of_peaks(result: Result) -> int | None:
-    """Return the sum of the ranks' peak RSS, which counts a shared page once for each rank.
-
-    Return None without ranks, or if the peak of a rank is unknown.
+    """Return the sum of the ranks' peak RSS, which counts a shared page once for each rank; None without
+    ranks, or if a peak is unknown.
     """
     peaks = [rank.peak_rss_bytes for rank in result.ranks]
     return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None
-
-
-def _unlimited(results: Iterable[Result]) -> Iterable[Result]:
-    return [
-        result
-        for result in latest(results)
-        if result.outcome is Outcome.OK
-        and result.cell.ram_limit_bytes is None
-        and result.cell.operation == "load"
-    ]

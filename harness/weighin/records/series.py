@@ -36,12 +36,11 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The summary of all repeats of one cell.
+    """The summary of all repeats of one cell; ``figures`` (by metric) and ``phases`` are of ok repeats.
 
-    ``outcome`` is a text of ``outcome_of``, such as "ok" or "ok 2, timeout 1". ``figures`` (by
-    metric) and ``phases`` cover only repeats that ended ok. ``phases[name][key]`` is the median of
-    the number that ``PHASE_FIGURES[key]`` reads from the phase ``name``. ``no_floor`` is the reason
-    why a search found no RAM floor.
+    ``outcome`` is a text of ``outcome_of``, such as "ok" or "ok 2, timeout 1". ``phases[name][key]``
+    is the median of the number that ``PHASE_FIGURES[key]`` reads from the phase ``name``. ``no_floor``
+    is the reason why a search found no RAM floor.
     """
 
     outcome: str
@@ -65,10 +64,8 @@ class Series:
 
 
 def selects(selector: str, name: str) -> bool:
-    """Return whether ``selector`` matches a series' name.
-
-    A selector matches if it is the whole name, or if each of its words, which may have shell
-    wildcards, matches a word of the name.
+    """Return whether ``selector`` is a series' name, or each of its words, which may have shell wildcards,
+    matches a word of the name.
     """
     words = name.split(" ")
     return selector == name or all(
@@ -108,9 +105,8 @@ def further_words(cell: Cell) -> list[str]:
 
 
 def label_among(cell: Cell, cells: Iterable[Cell]) -> str:
-    """Return the strategy's name, followed by the cell's format, options and variables.
-
-    Of these three, the label has only those that differ among the strategy's cells in ``cells``.
+    """Return the strategy's name, followed by those of the cell's format, options and variables that
+    differ among the strategy's cells in ``cells``.
     """
     same = [other for other in cells if other.strategy == cell.strategy]
     words = [cell.strategy]
@@ -132,11 +128,10 @@ class SeriesRun:
 
 
 def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
-    """Return the ``Series`` of all runs together, by name; each has its repeats from all runs.
+    """Return the ``Series`` of all runs together, by name; of two records of a cell, the last counts.
 
-    If a run has two records of a cell, the last record counts. A floor search yields one series for
-    each case that it searched, and the floor, if found, is one of the series' ``figures``. The repeats of this series are
-    the cells without a limit, and the cell that stopped the search early, if any.
+    A floor search yields one series for each case that it searched, with the floor, if found, among its
+    ``figures``. Its repeats are the cells without a limit, and the cell that stopped the search early.
     """
     groups: dict[str, list[Result]] = {}
     floors: dict[str, list[int]] = {}
@@ -165,31 +160,27 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
 def _series(group: Sequence[Result]) -> Series:
     good = [result for result in group if result.outcome is Outcome.OK]
     bad = [result for result in group if result.outcome is not Outcome.OK]
-    figures = {}
-    for metric in METRICS.values():
-        if figure := Figure.of([metric.of(result) for result in good]):
-            figures[metric.name] = figure
+    figures = {
+        metric.name: figure
+        for metric in METRICS.values()
+        if (figure := Figure.of([metric.of(result) for result in good]))
+    }
+    values: dict[str, dict[str, list[int]]] = {}
+    for result in good:
+        for name, phase in phases_of_load(result):
+            of_phase = values.setdefault(name, {})
+            for key, read in PHASE_FIGURES.items():
+                if (value := read(phase)) is not None:
+                    of_phase.setdefault(key, []).append(value)
     return Series(
         outcome=outcome_of(result.outcome for result in group),
         repeats=len(group),
         model_bytes=next((each.model_bytes for each in group if each.model_bytes), None),
         limit_bytes=group[0].cell.ram_limit_bytes,
         figures=figures,
-        phases=_phases(good),
+        phases={
+            name: {key: known for key, each in keys.items() if (known := middle(each)) is not None}
+            for name, keys in values.items()
+        },
         message=bad[0].message if bad else "",
     )
-
-
-def _phases(good: Iterable[Result]) -> dict[str, dict[str, int]]:
-    """Return medians by phase name and key of ``PHASE_FIGURES``, over repeats with this number."""
-    values: dict[str, dict[str, list[int]]] = {}
-    for result in good:
-        for name, phase in phases_of_load(result):
-            figures = values.setdefault(name, {})
-            for key, read in PHASE_FIGURES.items():
-                if (value := read(phase)) is not None:
-                    figures.setdefault(key, []).append(value)
-    return {
-        name: {key: known for key, each in figures.items() if (known := middle(each)) is not None}
-        for name, figures in values.items()
-    }

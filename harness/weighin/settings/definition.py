@@ -49,18 +49,11 @@ DEFAULT_STRATEGIES = (
     "per_param",
     "streaming",
 )
-
 DEFAULT_SAVING = ("torch_save", "per_param", "per_module", "sharded", "safetensors", "dcp")
-
-
 DTYPES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-}
+    "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16",
+}  # fmt: skip
 """The dtypes that a load may give floating-point tensors, by the names that a user may write."""
 
 
@@ -248,11 +241,6 @@ def _by_name(value: object) -> object:
     ]
 
 
-def _default_strategies(operation: str) -> list[SuiteStrategy]:
-    names = DEFAULT_SAVING if operation == "save" else DEFAULT_STRATEGIES
-    return [SuiteStrategy(name=name) for name in names]
-
-
 _SLOW = "weighin slows the disk down only for a load, not for a save"
 _NOT_FOR_A_SAVE: Final[dict[str, tuple[object, str, str]]] = {
     "cache": (
@@ -283,7 +271,10 @@ class Settings(Strict):
     operation: Annotated[Literal["load", "save"], MODELS] = "load"
     """Whether the strategies load a checkpoint or save one."""
     strategies: Annotated[_Some[SuiteStrategy], BeforeValidator(_by_name), MODELS] = Field(
-        default_factory=lambda known: _default_strategies(known.get("operation", "load"))
+        default_factory=lambda known: [
+            SuiteStrategy(name=name)
+            for name in (DEFAULT_SAVING if known.get("operation") == "save" else DEFAULT_STRATEGIES)
+        ]
     )
     """Names of `weighin list strategies`, paths of files (`./mine.py`), `all`, or mappings with the keys of a strategy."""
     ram: Annotated[_Some[_Limit], MODELS, COMMANDS] = [None]
