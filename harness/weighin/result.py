@@ -41,8 +41,6 @@ these windows cannot be reclaimed. Measured with 1, 2 and 4 threads: 3 to 5 wind
 
 
 class Outcome(StrEnum):
-    """How a cell (one measurement) ended."""
-
     OK = "ok"
     OOM_KILLED = "oom_killed"
     CHILD_KILLED = "child_killed"
@@ -111,8 +109,6 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of the worker (the measured process) at one instant."""
-
     rss_bytes: int
     anon_bytes: int
     file_bytes: int
@@ -124,8 +120,6 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A named part of a load, save or command, with the peaks of memory within this part."""
-
     name: str
     start_ns: int
     end_ns: int
@@ -163,8 +157,6 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Page faults and refaults from the start of the load until ready."""
-
     minor: int
     major: int
     workingset_refault_file: int | None = None
@@ -172,8 +164,6 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """Stall times (PSI) of the cell's cgroup from the start of the load until ready."""
-
     some_ns: int | None = None
     full_ns: int | None = None
 
@@ -192,8 +182,6 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The total length of a saved checkpoint's files, the disk space they use, and their number."""
-
     file_bytes: int
     disk_bytes: int
     files: int
@@ -201,8 +189,6 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Facts about the use of a loaded model (such as a training step), beside the use's ``Phase``."""
-
     anon_sampled_bytes: int | None = None
     gradients: str = ""
     children_private_bytes: tuple[int, ...] = ()
@@ -275,8 +261,6 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A line of a command's output that matched the regular expression of ``--mark``."""
-
     t_ns: int
     text: str
 
@@ -303,8 +287,6 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Facts about a command that the record of a load does not have."""
-
     pid: int
     peak_ns: int | None = None
     needed_bytes: int | None = None

@@ -287,7 +287,6 @@ def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Pl
 
 
 def _without_gpu_uses(planned: list[Planned], nodes: Sequence[Node]) -> list[Planned]:
-    """Skip the cells that move a model to a GPU, if no machine has a GPU."""
     if not any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
         return planned
     try:
@@ -310,7 +309,6 @@ def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
 
 
 def _check_any_runs(planned: Sequence[Planned]) -> None:
-    """Raise ConfigError if every cell is skipped, because the run would measure nothing."""
     if all(one.skip for one in planned):
         reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
         raise ConfigError(

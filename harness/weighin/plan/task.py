@@ -89,13 +89,11 @@ class Run:
     results: list[Result] = field(default_factory=list)
 
     def prepare(self, progress: Progress) -> None:
-        """Prepare the isolation, and create the folder for the cells' samples (memory readings)."""
         self.isolation.prepare(progress.building)
         with run_folder.writing(samples := self.folder / "samples"):
             samples.mkdir(exist_ok=True)
 
     def environment(self) -> dict[str, Any]:
-        """Return facts about this machine, the software's versions and the isolation, for records."""
         about = {"isolation": self.isolation.describe()}
         return environment.machine() | environment.code() | about
 

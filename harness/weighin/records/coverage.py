@@ -97,14 +97,12 @@ def coverage(
 
 
 def verb_of(settings: Mapping[str, Any]) -> str:
-    """Return the weighin verb that makes runs with such settings, and that resumes them."""
     if "within" in settings:
         return "floor"
     return "run" if settings.get("commands") or settings.get("command") else "bench"
 
 
 def resume_command(verb: str, run: Path) -> str:
-    """Return the command line that resumes ``run``: it measures the cells without a record."""
     return f"weighin {verb} --resume {quote(str(run))}"
 
 

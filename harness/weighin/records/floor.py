@@ -26,7 +26,7 @@ from enum import StrEnum
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.records import after_load
+from weighin.records.metrics import use_needed_bytes
 from weighin.records.repeats import grouped, middle
 from weighin.records.verdict import Judgement, Verdict, judge_result, used_ns
 from weighin.result import Outcome, Result
@@ -108,7 +108,6 @@ class Floor:
 
     @property
     def per_model(self) -> float | None:
-        """The floor divided by the model's size."""
         return self.bytes / self.model_bytes if self.bytes and self.model_bytes else None
 
     @property
@@ -186,7 +185,7 @@ def _estimate(first: Result, aim: Aim) -> int | None:
         files = peaks.file_sampled_bytes - before.file_bytes
         copies = (peaks.anon_sampled_bytes or 0) - before.anon_bytes * first.cell.ranks
         is_mapped = 2 * files > size > 2 * copies
-    in_use = after_load.needed_bytes(first)
+    in_use = use_needed_bytes(first)
     if in_use > sampled or not is_mapped:
         sampled = max(in_use, sampled)
         return sampled + sampled // _PAGE_TABLE_SHARE + _BESIDE_COPIES_BYTES
@@ -255,17 +254,14 @@ def searched(cell: Cell) -> Cell:
 
 
 def results_of(cell: Cell, results: Iterable[Result]) -> list[Result]:
-    """Return the results of the search for the floor of ``cell``, which comes from ``searched``."""
     return [result for result in results if searched(result.cell) == cell]
 
 
 def unlimited_of(results: Sequence[Result]) -> Result | None:
-    """Return the first result without a RAM limit; None if there is none."""
     return next((result for result in results if result.cell.ram_limit_bytes is None), None)
 
 
 def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
-    """Return the bounds of the RAM floor of the kind ``aim``, from all results of its search."""
     by_limit: dict[int, list[bool | None]] = {}
     for result in results:
         if (limit := result.cell.ram_limit_bytes) is not None:
@@ -315,7 +311,6 @@ def stopped_by(ours: Iterable[Result]) -> Result | None:
 
 
 def why_stopped(result: Result) -> str:
-    """Describe the result that ended a search: its outcome, limit and message."""
     if result.outcome is Outcome.MEASUREMENT_FAILED:
         return f"could not be measured: {result.message}"
     limit = result.cell.ram_limit_bytes
@@ -384,7 +379,6 @@ def _floor(ours: list[Result], aim: Aim) -> Floor:
 
 
 def _how(result: Result) -> str:
-    """Return how a cell failed under its limit: it was killed, thrashed or timed out."""
     if result.outcome in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
         return KILLED
     if result.outcome is not Outcome.TIMEOUT:

@@ -78,7 +78,6 @@ class Records:
 
     @property
     def missing(self) -> int | None:
-        """The number of planned cells without a record; None for a run without a readable plan."""
         return None if self.coverage is None else len(self.coverage.pending)
 
 
@@ -253,7 +252,6 @@ def samples_path(cell: Cell, rank: int | None = None) -> str:
 
 
 def trace_path(cell: Cell) -> str:
-    """Return the path, relative to a run's folder, of the trace of the CUDA allocator in a cell."""
     return f"traces/{cell.id}.csv"
 
 

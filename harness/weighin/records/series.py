@@ -68,7 +68,6 @@ class Series:
 
     @property
     def failures(self) -> frozenset[str]:
-        """The outcomes of the repeats, without "ok"."""
         ends = (part.partition(" ")[0] for part in self.outcome.split(", "))
         return frozenset(end for end in ends if end != Outcome.OK)
 

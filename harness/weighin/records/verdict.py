@@ -117,7 +117,6 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
 
 
 def _killed(result: Result) -> str:
-    """Return how lack of memory killed the cell; empty if the cell was not killed in this way."""
     if result.outcome is Outcome.CUDA_OOM:
         return result.message or "the CUDA allocator refused an allocation"
     if result.outcome is Outcome.OOM_KILLED:

@@ -137,8 +137,6 @@ class Strict(BaseModel):
 
 
 class SuiteStrategy(Strict):
-    """One strategy of a suite, with its options."""
-
     name: str
     """A name of `weighin list strategies`, or the path of a file, such as `./mine.py`."""
     options: dict[str, Any] = {}
@@ -460,12 +458,10 @@ class Settings(Strict):
 
     @property
     def selection(self) -> Selection:
-        """The part of the user's checkpoint that has the weights."""
         return Selection(self.key, self.strip_prefix)
 
     @property
     def choice(self) -> FolderChoice:
-        """Which weights and which class to load from a Hugging Face folder."""
         return FolderChoice(
             self.variant, self.model_class, self.revision, self.trust_remote_code, self.adapter
         )
@@ -482,7 +478,6 @@ class Settings(Strict):
         return self.model_dump(exclude_defaults=True, exclude_unset=True)
 
     def command(self, label: str) -> SuiteCommand:
-        """Return the command with this label; raise KeyError if there is none."""
         return {each.name: each for each in self.commands}[label]
 
     def checkpoint_of(self, model: ModelSpec) -> Path | None:

@@ -74,7 +74,6 @@ def read_suite(path: Path, kind: str = MODELS) -> Settings:
 
 
 def check_suite(options: Mapping[str, Any]) -> Settings:
-    """Return settings that were given as options; raise ConfigError that names an invalid option."""
     return validate(Settings, options, "")
 
 

@@ -86,7 +86,6 @@ class NotOk(Result):
 
 
 def guarded(result: Result) -> Result:
-    """Return the result if its outcome is ok, else a ``NotOk``."""
     if result.outcome is Outcome.OK:
         return result
     return NotOk(**{each.name: getattr(result, each.name) for each in fields(result)})

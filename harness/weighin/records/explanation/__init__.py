@@ -50,7 +50,6 @@ def answer(run: Path, result: Result) -> list[str]:
 
 
 def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause | None:
-    """Return what caused a command's memory use; None if the record proves no cause."""
     return find(Facts(result, result.ran, samples or ())) if result.ran else None
 
 

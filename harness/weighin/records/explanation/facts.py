@@ -46,7 +46,6 @@ class Frame:
 
     @property
     def is_library(self) -> bool:
-        """Whether the code belongs to Python or to an installed package."""
         return self.path.startswith("<frozen") or bool(_INSTALLED.fullmatch(self.path))
 
     @property
@@ -125,7 +124,6 @@ class Facts:
 
     @cached_property
     def at_peak(self) -> Sample | None:
-        """The sample at the peak; None without samples."""
         peak_ns = self.ran.peak_ns
         if self.ran.at_peak or not self.samples or peak_ns is None:
             return self.ran.at_peak
@@ -160,7 +158,6 @@ class Facts:
 
     @property
     def held_bytes(self) -> int:
-        """The sum of the anonymous and shared memory."""
         return self.anon_bytes + self.shmem_bytes
 
     @property
@@ -288,7 +285,6 @@ def is_waiting(place: Place) -> bool:
 
 
 def held_by(process: Process) -> int:
-    """Return the anonymous and shared memory of a process at the peak, in bytes."""
     return (process.anon_bytes or 0) + (process.shmem_bytes or 0)
 
 
