@@ -63,7 +63,7 @@ BROKEN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A reading of the measured process's or processes' memory; those from ``locked_bytes`` on are of commands."""
+    """A reading of the measured processes' memory; from ``locked_bytes`` on, of a command's alone."""
 
     t_ns: int
     rss_bytes: int
@@ -267,7 +267,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The stack of one thread; ``frames`` are texts "function (path/of/file.py:14)", the innermost first."""
+    """The stack of a thread; ``frames`` are "function (path/file.py:14)", the innermost first."""
 
     t_ns: int
     pid: int

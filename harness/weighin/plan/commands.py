@@ -75,8 +75,8 @@ def plan(settings: Settings, nodes: Sequence[Node]) -> tuple[list[Planned], Isol
 
 
 def restore(cells: Sequence[Cell], settings: Settings, place: Path) -> list[Planned]:
-    """Return the cells of a plan; raise RecordError if the plan, which is in ``place``, lacks the command of
-    a cell, and ConfigError as ``check``.
+    """Return the cells of the plan in ``place``; raise RecordError if it lacks the command of a cell,
+    and ConfigError as ``check``.
     """
     try:
         for cell in cells:

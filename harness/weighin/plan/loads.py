@@ -35,8 +35,8 @@ _FOLDERS: Final = {
 def plan(
     settings: Settings, nodes: Sequence[Node]
 ) -> tuple[list[Planned], Isolation, Settings, str]:
-    """Return a new run's cells and isolation, its settings with all paths, and a note for the user; raise
-    ConfigError, UnknownName or IsolationUnavailable if the run cannot start.
+    """Return a new run's cells and isolation, its settings with all paths, and a note for the user;
+    raise ConfigError, UnknownName or IsolationUnavailable if the run cannot start.
     """
     chosen = chosen_models.choose(settings)
     models = chosen.specs
@@ -95,8 +95,8 @@ def plan(
 def restore(
     cells: Sequence[Cell], settings: Settings, place: Path
 ) -> tuple[list[Planned], Isolation]:
-    """Return the cells of a plan, and their isolation; raise RecordError if the plan, which is in ``place``,
-    lacks the path of a strategy, and ConfigError if its file is missing or every cell is skipped.
+    """Return the cells of the plan in ``place``, and their isolation; raise RecordError if it lacks the
+    path of a strategy, and ConfigError if the strategy's file is missing or every cell is skipped.
     """
     infos = {
         name: registry.read_strategy(Path(path), cells[0].operation)
@@ -125,8 +125,7 @@ def cells_of(
     dtypes: Mapping[str, str] = MappingProxyType({}),
     own_formats: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Planned]:
-    """Return the cells of a run without duplicates. Every cell runs before the first cell is repeated: A B
-    C A B C.
+    """Return the cells of a run without duplicates, all before the first is repeated: A B C A B C.
 
     If the run also asks for several ranks (processes), a strategy that divides a load among ranks
     gets no cell with one rank. ``dtypes`` and ``own_formats`` (of the user's checkpoint) are by the

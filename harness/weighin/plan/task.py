@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A planned cell. ``skip`` is the reason not to run it. ``info`` describes the strategy of a load or save."""
+    """A planned cell, why it is not to be run (``skip``), and the strategy of a load or save."""
 
     cell: Cell
     info: StrategyInfo | None = None
@@ -103,14 +103,14 @@ class Run:
         return self.results
 
     def unlimited_result(self, cell: Cell) -> Result | None:
-        """Return the result of the same cell without a limit; None if there is none, or ``cell`` has none."""
+        """Return the result of a limited cell without its limit; None if there is none."""
         if cell.ram_limit_bytes is None:
             return None
         return unlimited_of(results_of(searched(cell), self.results))
 
     def reference_for(self, cell: Cell) -> Reference | None:
-        """Return the figures of the same cell without a limit, with which weighin proves that ``cell`` thrashes;
-        None for a cell that may thrash until its time-out.
+        """Return the figures of the same cell without a limit, with which weighin proves that ``cell``
+        thrashes; None for a cell that may thrash until its time-out.
         """
         if self.settings.within is None or self.settings.aim is Aim.ENDS:
             return None

@@ -73,8 +73,8 @@ class Series:
 
 
 def selects(selector: str, name: str) -> bool:
-    """Return whether ``selector`` is a series' name, or each of its words, which may have shell wildcards,
-    matches a word of the name.
+    """Return whether ``selector`` is a series' name, or each of its words, which may have shell
+    wildcards, matches a word of the name.
     """
     words = name.split(" ")
     return selector == name or all(
@@ -369,8 +369,8 @@ def unreclaimable(result: Result) -> int | None:
 
 
 def sum_of_peaks(result: Result) -> int | None:
-    """Return the sum of the ranks' peak RSS, which counts a shared page once for each rank; None without
-    ranks, or if a peak is unknown.
+    """Return the sum of the ranks' peak RSS, which counts a shared page once for each rank; None
+    without ranks, or if a peak is unknown.
     """
     peaks = [rank.peak_rss_bytes for rank in result.ranks]
     return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None

@@ -50,7 +50,7 @@ class Frame:
 
     @property
     def name(self) -> str:
-        """The function with its class, "Server.answer", that has this code; empty in the body of a module."""
+        """The function with its class, "Server.answer"; empty in the body of a module."""
         return _INNER.sub("", self.function).replace(".<locals>", "")
 
     @property
@@ -217,8 +217,8 @@ class Facts:
         return next((one for one in reversed(self.ran.processes) if one.pid == pid), None)
 
     def grown(self, pid: int, holds: Callable[[Place], bool]) -> int:
-        """Return a lower bound of how much the command's memory grew, in bytes, while ``holds`` was true: the
-        growth between each two successive stacks of the process ``pid`` for which ``holds`` is true.
+        """Return a lower bound of how much the command's memory grew while ``holds`` was true: the sum
+        over each two successive stacks of the process ``pid`` for which it is true, in bytes.
         """
         places = sorted(
             (one for one in self.places if one.stack.pid == pid and not is_waiting(one)),
@@ -232,8 +232,8 @@ class Facts:
         return sum(step for step in steps if step > 0)
 
     def grown_since(self, file: OpenFile) -> int:
-        """Return a lower bound of the growth of anonymous memory, in bytes, since ``file`` was opened: 0 without
-        samples, or if no sample found the file open.
+        """Return a lower bound of the growth of anonymous memory since ``file`` was opened, in bytes: 0
+        without samples, or if no sample found the file open.
         """
         if file.seen_ns is None or not self.samples:
             return 0
@@ -242,7 +242,7 @@ class Facts:
         return self.anon_bytes - before.anon_bytes
 
     def read_files(self, pid: int) -> list[OpenFile]:
-        """Return the checkpoint files that a process opened and mapped to less than half, the largest first."""
+        """Return a process's checkpoint files that it mapped to less than half, the largest first."""
         process = self.process(pid)
         files = process.files if process else ()
         found = [
