@@ -26,7 +26,7 @@ from weighin.plan.loads import plan_cell
 from weighin.plan.nodes import Node
 from weighin.plan.task import Planned, Progress, Run
 from weighin.records import run_folder
-from weighin.records.parsing import parse
+from weighin.records.run_folder import parse
 from weighin.result import Result
 from weighin.suite import registry
 from weighin.units import GIB, KIB

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from weighin.records import after_load
 from weighin.records.floor import KILLED, Aim, Floor, floors
+from weighin.records.metrics import use_most_anon_bytes
 from weighin.records.repeats import grouped, middle, outcome_of
 from weighin.report import captions
 from weighin.report.after_load import multiple
@@ -169,4 +169,4 @@ def markdown_trained(results: Sequence[Result]) -> str:
 
 def _step(repeats: Sequence[Result]) -> str:
     before = multiple(repeats, lambda one: one.peaks.anon_sampled_bytes)
-    return f"{repeats[0].cell.strategy} {before} → {multiple(repeats, after_load.most_anon_bytes)}"
+    return f"{repeats[0].cell.strategy} {before} → {multiple(repeats, use_most_anon_bytes)}"

@@ -38,7 +38,7 @@ from weighin.probes import gpu_check, kernel_log, page_cache
 from weighin.probes.cgroup import MemoryCgroup, memory_hierarchy
 from weighin.records import run_folder
 from weighin.records.explanation import answer, cause_of
-from weighin.records.samples import read_samples
+from weighin.records.run_folder import read_samples
 from weighin.records.thrashing import Reference
 from weighin.records.verdict import judge_result
 from weighin.result import UNNAMED, Outcome, Phase, Result

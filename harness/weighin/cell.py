@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, Literal, Self
 
 from weighin.text import one_line, printable
@@ -46,23 +46,8 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Cell:
-    """A measurement to take. Limits are in bytes; None means no limit.
-
-    Attributes:
-        ram_high_bytes: the soft limit above which the kernel throttles the cell's processes.
-        use: the name of the operation to run on the loaded model: one in ``weighin.uses``, or the
-            user's own. If empty, the model runs ``passes`` forward passes.
-        ranks: the number of processes that load the model at the same time, all under the same
-            limits.
-        format: the format of the checkpoint; for a save, the format to write.
-        device: the device of the loaded model; for a save, the device that holds the model.
-        environment: the environment variables to add for the measured process.
-        disk_bytes_per_s: the rate to which the checkpoint's disk is slowed down; None leaves the disk
-            as fast as it is.
-        disk_latency_ns: the delay of each request to the checkpoint's disk; None for no delay.
-        command: the program and its arguments, for a cell that measures a command and not a load.
-            Such a cell has the operation "command" and no model, dtype or format. Its ``strategy``
-            is the command's label (``of_command``).
+    """A measurement to take; results/README.md documents the fields. Limits are in bytes; None means no
+    limit.
     """
 
     model: ModelSpec
@@ -106,11 +91,10 @@ class Cell:
 
     @cached_property
     def series(self) -> str:
-        """The name that all repeats of this cell share: the strategy, and a hash of the cell's
-        fields without ``repeat``.
+        """The name that all repeats of this cell share: the strategy, and a hash of the cell's fields.
 
-        The hash leaves out fields that have their default value. Names therefore stay the same when
-        a later version of weighin adds a field.
+        The hash leaves out fields that have their default value. Names therefore stay the same when a
+        later version of weighin adds a field.
         """
         usual = Cell(ModelSpec("", ""), "", "")
         fields = {
@@ -170,21 +154,11 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A cell, with the files that the cell's measured process (worker) reads. In a container, the
-    paths of a job are the paths inside the container.
+    """A cell, with the files that the cell's measured process (worker) reads: their paths as the worker
+    sees them. With a ``body``, it reads only ``cell``, ``timeout_s`` and ``python_path``.
 
-    Attributes:
-        manifest: a file with the names and checksums of the expected tensors.
-        python_path: the folders from which the worker imports a user's own modules.
-        target: the empty folder into which a save, or the use "save", writes.
-        trace: whether PyTorch's CUDA allocator records every allocation and release.
-        mounts: further paths of this machine that a container needs.
-        body: a test or function to run in place of a load. The worker then loads no model, and reads
-            only ``cell``, ``timeout_s`` and ``python_path``.
-        rank: the number of this process, from 0, if several processes (ranks) load the model
-            together; None for the worker that starts these processes, and for the worker of a
-            cell without ranks.
-        use_path: the file of a user's own use; empty for one of weighin's uses.
+    ``rank`` is the number of this process, from 0, if several load the model together; None for the
+    worker that starts these processes, and for the worker of a cell without ranks.
     """
 
     cell: Cell
@@ -203,14 +177,11 @@ class Job:
 
 def with_arguments(name: str, kwargs: Mapping[str, Any]) -> str:
     """Return a name followed by arguments, without spaces: "nets:build(width=64)"."""
-    text = ",".join(f"{key}={_short(kwargs[key])}" for key in sorted(kwargs))
+    short = partial(json.dumps, sort_keys=True, separators=(",", ":"), default=str)
+    text = ",".join(f"{key}={short(kwargs[key])}" for key in sorted(kwargs))
     if len(text) > _LONGEST_ARGUMENTS:
         text = f"{text[:_KEPT_ARGUMENTS]}...{_digest(text)[:8]}"
     return f"{name}({text})" if text else name
-
-
-def _short(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
 
 
 def _digest(text: str) -> str:

@@ -139,10 +139,8 @@ class Interrupted(HarnessError):
 
 @contextmanager
 def extra(name: str, purpose: str) -> Iterator[None]:
-    """Turn a failed import in the ``with`` block into a ConfigError with the install command.
-
-    ``purpose`` is the feature that needs the package, and ``name`` is the extra of weighin that
-    installs the package.
+    """Turn a failed import in the ``with`` block into a ConfigError with the command that installs the
+    extra ``name`` of weighin; ``purpose`` is the feature that needs the package.
     """
     try:
         yield

@@ -81,11 +81,7 @@ def object_in(path: "Path", most_bytes: int = 16 * MIB) -> dict[str, Any]:
 
 
 def bounded(value: Any) -> Any:
-    """Return ``value``, a tree of dicts and lists, if its size is within the limits.
-
-    Raises:
-        ValueError: the tree has too many levels or too many dicts and lists, or contains itself.
-    """
+    """Return ``value``, a tree of dicts and lists; raise ValueError if it is too deep or too large."""
     level, seen = _inside([value]), 0
     for _ in range(_MOST_DEPTH):
         if not level:

@@ -22,7 +22,11 @@ def command(*extras: str, anywhere: bool = False) -> str:
     not a clone or wheel on this machine.
     """
     chosen = f"[{','.join(extras)}]" if extras else ""
-    record = _direct_url()
+    try:
+        text = metadata.distribution("weighin").read_text("direct_url.json")  # by pip
+    except metadata.PackageNotFoundError:
+        text = None
+    record: dict[str, Any] = json.loads(text or "{}")
     parts = urlsplit(record.get("url", ""))
     path = unquote(parts.path)
     if not anywhere and parts.scheme == "file" and Path(path).exists():
@@ -47,13 +51,3 @@ def _repository(record: dict[str, Any]) -> str:
         urls = []
     addresses = dict(line.partition(", ")[::2] for line in urls)  # "Source, https://..."
     return f"git+{addresses['Source']}" if "Source" in addresses else ""
-
-
-def _direct_url() -> dict[str, Any]:
-    """Return ``direct_url.json``, pip's record of weighin's origin; empty if there is none."""
-    try:
-        text = metadata.distribution("weighin").read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return {}
-    record: dict[str, Any] = json.loads(text or "{}")
-    return record

@@ -1,4 +1,5 @@
-"""Define the record of a cell (one measurement): a ``Result``. results/README.md documents its fields.
+"""Define the record of a cell (one measurement): a ``Result``. results/README.md says of every field
+what it is, when it is None, and whether it is exact or sampled.
 
 Bytes and nanoseconds are integers, and times come from the machine's monotonic clock. None means that
 a figure was not measured, never that the figure was zero. A size with ``peak`` in its name is a
@@ -23,15 +24,8 @@ UNNAMED: Final = "other"
 """The name of the phase for time outside all named phases, or for a whole load without phases."""
 
 OURS: Final = (
-    "import",
-    *IMPORTS_OF_LIBRARIES,
-    "prepare",
-    "touch",
-    "sync",
-    "verify",
-    "forward",
-    UNNAMED,
-)
+    "import", *IMPORTS_OF_LIBRARIES, "prepare", "touch", "sync", "verify", "forward", UNNAMED,
+)  # fmt: skip
 """The names of weighin's own phases, which a strategy must not use."""
 
 NOT_DROPPED: Final = "not dropped"
@@ -47,8 +41,6 @@ these windows cannot be reclaimed. Measured with 1, 2 and 4 threads: 3 to 5 wind
 
 
 class Outcome(StrEnum):
-    """How a cell (one measurement) ended."""
-
     OK = "ok"
     OOM_KILLED = "oom_killed"
     CHILD_KILLED = "child_killed"
@@ -64,23 +56,14 @@ class Outcome(StrEnum):
 
 
 BROKEN: Final = (
-    Outcome.WRONG_WEIGHTS,
-    Outcome.STRATEGY_FAILED,
-    Outcome.COMMAND_FAILED,
-    Outcome.USE_FAILED,
-)
+    Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.COMMAND_FAILED, Outcome.USE_FAILED,
+)  # fmt: skip
 """Outcomes that show a fault of the strategy, command or use, and not a limit that is too small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A reading that weighin made at ``t_ns`` of the measured process's or processes' memory.
-
-    The fields from ``locked_bytes`` on are of commands. The anonymous memory of a command is without
-    ``freed_bytes``: pages that the command gave back with MADV_FREE, and that the kernel reclaims.
-    ``locked_bytes`` are file pages that the kernel cannot reclaim, because they are locked.
-    ``kernel_bytes`` is all kernel memory but that of TCP sockets (``socket_bytes``).
-    """
+    """A reading of the measured processes' memory; from ``locked_bytes`` on, of a command's alone."""
 
     t_ns: int
     rss_bytes: int
@@ -126,8 +109,6 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of the worker (the measured process) at one instant."""
-
     rss_bytes: int
     anon_bytes: int
     file_bytes: int
@@ -139,12 +120,6 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A named part of a load, save or command, with the peaks of memory within this part.
-
-    ``peak_cgroup_bytes`` is None without a cgroup, and if the cgroup's high-water mark could not be
-    reset at the start of the phase.
-    """
-
     name: str
     start_ns: int
     end_ns: int
@@ -162,15 +137,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The peaks and sampled maxima from the start of the load until every byte was read (``ready``).
-
-    ``others_private_sampled_bytes`` is the private memory of all processes that the worker started;
-    all other sizes of a process's memory are of the worker alone. In a cell with several ranks
-    (processes), ``rss_bytes`` is the highest peak of a rank, and the sampled maxima are sums over
-    all ranks, with shared pages counted once. ``pss_bytes`` is the sum of all ranks' proportional
-    set sizes when all ranks had read every byte. ``kernel_bytes`` is the peak of a command's kernel
-    memory, which only cgroup v1 keeps.
-    """
+    """The peaks and sampled maxima from the start of the load until every byte was read (``ready``)."""
 
     rss_bytes: int | None = None
     cgroup_bytes: int | None = None
@@ -190,8 +157,6 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Page faults and refaults from the start of the load until every byte was read (``ready``)."""
-
     minor: int
     major: int
     workingset_refault_file: int | None = None
@@ -199,8 +164,6 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """Stall times (PSI) of the cell's cgroup, from the start of the load until every byte was read."""
-
     some_ns: int | None = None
     full_ns: int | None = None
 
@@ -219,8 +182,6 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The total length of a saved checkpoint's files, the disk space they use, and their number."""
-
     file_bytes: int
     disk_bytes: int
     files: int
@@ -228,16 +189,6 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Facts about the use of a loaded model (such as a training step), beside the use's ``Phase``.
-
-    Attributes:
-        anon_sampled_bytes: the sampled maximum of the worker's anonymous memory during the use.
-        gradients: "backward" if a backward pass computed the gradients of a step, "synthetic" if
-            weighin filled the gradients in; empty for a use without gradients.
-        children_private_bytes: the private dirty memory of each forked process, after it wrote every
-            weight.
-    """
-
     anon_sampled_bytes: int | None = None
     gradients: str = ""
     children_private_bytes: tuple[int, ...] = ()
@@ -245,12 +196,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One of the processes (ranks) that load a model together in one cell. The rank's number is its
-    index in ``Result.ranks``.
-
-    ``phase`` is the last phase that the rank began. ``samples_path`` is the file with this rank's
-    samples.
-    """
+    """One of the processes that load a model together; its number is its index in ``Result.ranks``."""
 
     phase: str | None = None
     load_ns: int | None = None
@@ -263,12 +209,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A file that a process had open or mapped up to the time when the command used most memory.
-
-    ``position_bytes`` is the file offset of the next read; None for a file that is only mapped.
-    ``is_open`` is False if the process had closed the file by that time. ``seen_ns`` is the time of
-    the first sample that found the file open; the process opened the file earlier.
-    """
+    """A file that a process had open or mapped up to the time when the command used most memory."""
 
     path: str
     size_bytes: int
@@ -280,14 +221,7 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of a command, from the process's first to its last sample.
-
-    ``anon_bytes``, ``file_bytes`` and ``shmem_bytes`` are the process's proportional shares (PSS) when
-    the whole command used most memory; None if the process did not run then. ``highest_rss_bytes`` is
-    the highest RSS (VmHWM) up to the last sample; a peak after that sample is missing.
-    ``copied_bytes`` are pages that the process shared with its parent, and that became private.
-    ``grown_bytes`` is what its anonymous memory grew by since all processes together had 3/4 as much.
-    """
+    """One process of a command; its sizes are those at the command's highest memory use."""
 
     pid: int
     parent_pid: int
@@ -305,15 +239,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One process that the kernel killed for lack of memory, according to the kernel's log.
-
-    ``limit_of`` names the cgroup that reached its limit: empty for the command's own cgroup,
-    "machine" if the whole machine had no memory left, "unknown" if the log does not say, else the
-    path of another cgroup. ``limit_bytes`` is the limit of that cgroup if it is the command's own
-    or one around it; None for any other kill. ``limit_is`` says where another cgroup is, seen from
-    the command's own: "around", "below" or "elsewhere"; empty if that is not known.
-    ``kernel_bytes`` is the kernel memory of the command's cgroup at a kill for its own limit.
-    """
+    """One process that the kernel killed for lack of memory, according to the kernel's log."""
 
     pid: int
     command: str
@@ -335,20 +261,13 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A line of a command's output that matched the regular expression of ``--mark``."""
-
     t_ns: int
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The stack of one thread of a process while the whole command used ``usage_bytes`` of memory.
-
-    ``usage_bytes`` does not include page cache, which the kernel can reclaim. ``frames`` are texts
-    "function (path/of/file.py:14)", the innermost frame first. ``code`` is the source line of
-    the innermost frame outside of libraries; empty if the source could not be read.
-    """
+    """The stack of a thread; ``frames`` are "function (path/file.py:14)", the innermost first."""
 
     t_ns: int
     pid: int
@@ -360,11 +279,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The phases of one process of a command. Their peaks are of this process alone.
-
-    The main process, which is the process that began the first phase, has no track: its phases are
-    in ``Result.phases``.
-    """
+    """The phases of a process of a command other than the main one, which began the first phase."""
 
     pid: int
     phases: tuple[Phase, ...]
@@ -372,25 +287,6 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Facts about a command that the record of a load does not have.
-
-    Attributes:
-        pid: the pid of the command's first process, as weighin's process sees it.
-        peak_ns: the time of the sample with the most memory; None without samples.
-        needed_bytes: the memory that the command needed, as ``Sample.needed_bytes``. If
-            ``needed_is_sampled``, the command may have needed more, because a short peak can fall
-            between two samples.
-        at_peak: the sample with the most needed memory.
-        notes: the warnings about memory that is not in the figures, or that the command left.
-        signal: the signal that ended the first process; None if the process exited.
-        survived: False if SIGKILL ended the first process, else True, for example if the kernel
-            killed only another process.
-        ended: command lines of the processes that weighin stopped, because they still ran at the end.
-        cold: the paths whose page cache was dropped before the start.
-        frozen_ns: the time for which the command was stopped while weighin read its stacks.
-        tracks: the phases of every process but the main one, whose phases are ``Result.phases``.
-    """
-
     pid: int
     peak_ns: int | None = None
     needed_bytes: int | None = None
@@ -411,18 +307,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Why weighin killed a running cell: the time-out, or the proof that the cell thrashed.
-
-    Attributes:
-        after_ns: the time from the cell's start to the kill.
-        timeout_s: the time-out, in seconds; None for a cell that was proven to thrash.
-        reference_ns: the time that the same cell took without a RAM limit; None for a time-out.
-        size_bytes: the size to compare with ``reread_bytes``. For a load, the larger of the model's
-            size and the size of the files mapped by the imports. For a command, its needed memory
-            plus its page cache in the run without a limit. None for a time-out.
-        reread_bytes: bytes that the load (or command) read again after the kernel reclaimed them.
-        waited_ns: the time in which some task of the load (or command) waited for memory.
-    """
+    """Why weighin killed a running cell: the time-out, or the proof that the cell thrashed."""
 
     after_ns: int
     timeout_s: float | None = None
@@ -471,10 +356,7 @@ class Result:
 
     @property
     def above_import_bytes(self) -> int | None:
-        """The peak RSS minus the RSS after ``import torch``; None if one of the two is unknown.
-
-        Unlike the peak RSS, this difference does not depend on the size of torch's libraries.
-        """
+        """The peak RSS minus the RSS after ``import torch``, on which torch's libraries have no effect."""
         if self.peaks.rss_bytes is None or self.baseline is None:
             return None
         return self.peaks.rss_bytes - self.baseline.rss_bytes

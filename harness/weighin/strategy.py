@@ -30,22 +30,10 @@ if TYPE_CHECKING:  # for types only, because this module must not import torch a
     from weighin.models.pretrained_diffusers import diffusers_class
 
 __all__ = [
-    "MAX_SHARD_BYTES",
-    "Load",
-    "Save",
-    "arguments_to_dequantise",
-    "assign",
-    "diffusers_class",
-    "file_name",
-    "files",
-    "from_pretrained_arguments",
-    "load_streaming",
-    "pretrained_class",
-    "retie",
-    "share_missing",
-    "tied_names",
-    "without_weights",
-]
+    "MAX_SHARD_BYTES", "Load", "Save", "arguments_to_dequantise", "assign", "diffusers_class",
+    "file_name", "files", "from_pretrained_arguments", "load_streaming", "pretrained_class", "retie",
+    "share_missing", "tied_names", "without_weights",
+]  # fmt: skip
 
 HELPERS = {
     "MAX_SHARD_BYTES": "weighin.formats.sharded",

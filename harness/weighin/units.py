@@ -28,13 +28,10 @@ _SIZE: Final = r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*"
 
 
 def parse_bytes(text: str, *, decimal: bool = False) -> int:
-    """Return the size in ``text`` as bytes: "8g", "8GiB", "8Gi", "6500m", "1.5 GiB", "4096".
+    """Return the size in ``text`` as bytes: "8g", "8GiB", "6500m", "1.5 GiB"; or raise ConfigError.
 
     The suffixes k, m, g and t are powers of 1024. "GB" is an error, because some tools read it as
     1000**3 and others as 1024**3. With ``decimal`` (for shard sizes and rates), "GB" is 1000**3.
-
-    Raises:
-        ConfigError: the text has no number or an unknown unit, or is less than one byte.
     """
     match = re.fullmatch(_SIZE, text)
     unit = match["unit"].lower() if match else ""
@@ -91,11 +88,7 @@ def format_duration(seconds: float) -> str:
 
 
 def parse_seconds(text: str) -> int:
-    """Return the duration in ``text`` as nanoseconds: "2.5 s", "150ms", "3 min".
-
-    Raises:
-        ConfigError: the text has no number, no unit or an unknown unit, or is less than 1 ns.
-    """
+    """Return the duration in ``text`` as nanoseconds: "2.5 s", "150ms", "3 min"; or raise ConfigError."""
     from decimal import Decimal  # 0.3 MiB, which a worker does without
 
     match = re.fullmatch(_SIZE, text)
@@ -120,12 +113,9 @@ def format_latency(nanoseconds: int) -> str:
 
 
 def parse_rate(text: str) -> int:
-    """Return the rate in ``text`` in bytes per second: "200MB/s", "1.5GB/s", "100MiB/s".
+    """Return the rate in ``text`` in bytes per second: "200MB/s", "100MiB/s"; or raise ConfigError.
 
     MB is 1000**2, as makers of disks and networks count. The text may lack the "/s".
-
-    Raises:
-        ConfigError: the text is no rate, or a rate below 100 KB/s.
     """
     size = text.strip().removesuffix("/s")
     try:
@@ -150,10 +140,7 @@ def format_rate(bytes_per_s: int) -> str:
 
 
 def complaint_of_limit(limit: int | None) -> tuple[str, str] | None:
-    """Return a complaint about a RAM limit below 1 MiB, and the repair; None for any other limit.
-
-    A user who types a limit of only a few bytes has usually forgotten to type the unit.
-    """
+    """Return a complaint about a RAM limit below 1 MiB, which often lacks its unit, and the repair."""
     if limit is None or limit >= MIB:
         return None
     repair = f"did you mean {limit}g?" if limit < 1024 else "give at least 1MiB"

@@ -33,10 +33,8 @@ _PHASE: Final = "use: "  # the name of a strategy's phase has no colon
 
 
 def phase_of(use: str) -> str:
-    """Return the name of the phase in which a use runs."""
     return use if use == FORWARD else _PHASE + use
 
 
 def is_of_use(phase: str) -> bool:
-    """Return whether the phase with this name is a use, and not a part of the load."""
     return phase == FORWARD or phase.startswith(_PHASE)

@@ -9,7 +9,6 @@ import pytest
 from command_records import PID, made, process, samples_of, stack
 
 from weighin.records.explanation import Cause, cause_of
-from weighin.records.explanation.causes import RULES
 from weighin.result import Kill, OpenFile, Outcome, Peaks, Process, Result, Sample
 from weighin.units import MIB
 
@@ -525,7 +524,6 @@ def test_the_more_specific_of_two_causes_is_said() -> None:
 def test_a_small_command_and_a_record_without_evidence_have_no_cause() -> None:
     assert cause_of(made()) is None
     assert found(*killed([20 * MIB], stacks=(stack(20 * MIB, *LOADS),))) is None
-    assert len({rule.name for rule in RULES}) == len(RULES)
 
 
 def name_of(case: tuple[Result, list[Sample]]) -> str:

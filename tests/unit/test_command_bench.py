@@ -12,7 +12,7 @@ from weighin.cell import Cell
 from weighin.errors import ConfigError, Interrupted
 from weighin.isolation.process import ProcessIsolation
 from weighin.plan.task import Planned, Progress, Run
-from weighin.records import parsing, run_folder
+from weighin.records import run_folder
 from weighin.records.floor import Aim
 from weighin.records.thrashing import Reference
 from weighin.result import Outcome
@@ -71,7 +71,7 @@ def test_each_record_is_parsed_once_by_a_run_and_once_by_the_run_that_resumes_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parsed: list[bytes] = []
-    parse = parsing.parse
+    parse = run_folder.parse
 
     def counted(kind: Any, text: bytes, *arguments: str) -> Any:
         parsed.append(text)

@@ -15,9 +15,8 @@ from rich.console import Console
 
 from pages import freshness
 from weighin.records.floor import floors
-from weighin.records.parsing import parse
-from weighin.records.series import name_of
-from weighin.records.survival import matrices
+from weighin.records.run_folder import parse
+from weighin.records.series import matrices, name_of
 from weighin.report import (
     commands,
     findings,

@@ -9,7 +9,7 @@ from weighin.errors import ConfigError
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
 from weighin.records import run_folder
-from weighin.records.shard import parse
+from weighin.records.coverage import parse_shard
 from weighin.settings.definition import COMMANDS, MODELS, Settings
 from weighin.settings.reading import read_suite
 
@@ -142,11 +142,13 @@ def test_a_resumed_suite_keeps_the_settings_of_each_command(here: Path) -> None:
 
 def test_a_shard_of_commands(here: Path) -> None:
     text = TWO.replace("[true, 1]", "['true', 1]").replace("ram: [none, 100m]", "ram: none")
-    task = planned(here, text, shard=parse("2/2"))
+    task = planned(here, text, shard=parse_shard("2/2"))
     assert [each.cell.strategy for each in task.planned] == ["second", "second"]
     assert len(run_folder.read_plan(task.folder).cells) == 4
     with pytest.raises(ConfigError, match="the plan has only 4 cells"):
-        planned(here / "..", text.replace("cold.bin", str(here / "cold.bin")), shard=parse("5/5"))
+        planned(
+            here / "..", text.replace("cold.bin", str(here / "cold.bin")), shard=parse_shard("5/5")
+        )
 
 
 def test_a_missing_program_of_a_suite_is_named(here: Path) -> None:

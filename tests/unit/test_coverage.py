@@ -9,8 +9,7 @@ from factories import make_cell, make_result
 from weighin.cell import Cell
 from weighin.errors import DamagedRecord
 from weighin.records import run_folder
-from weighin.records.bisection import next_cell
-from weighin.records.floor import floors
+from weighin.records.floor import floors, next_cell
 from weighin.result import Outcome, Result
 from weighin.units import GIB
 

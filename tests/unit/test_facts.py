@@ -7,15 +7,17 @@ from command_records import made, process, samples_of, stack
 
 from weighin.records.explanation.facts import (
     Facts,
+    Frame,
     Place,
     held_by,
     is_waiting,
     names,
+    own,
     place_of,
     program,
+    read_all,
     size,
 )
-from weighin.records.explanation.frames import Frame, own, read_all
 from weighin.result import OpenFile, Outcome, Process, Result, Sample, Stack
 from weighin.units import GIB, MIB
 
@@ -298,7 +300,7 @@ def test_a_program_in_a_sentence() -> None:
     ],
 )
 def test_the_place_of_a_frame(path: str, place: str, is_library: bool) -> None:
-    frame = Frame.read(f"run ({path}:7)")
+    (frame,) = read_all([f"run ({path}:7)"])
     assert frame == Frame("run", path, 7)
     assert (frame.place, frame.is_library) == (place, is_library)
     assert own([frame]) == (None if is_library else frame)
@@ -317,4 +319,4 @@ def test_the_place_of_a_frame(path: str, place: str, is_library: bool) -> None:
 def test_the_name_of_a_function(function: str, name: str, short: str) -> None:
     frame = Frame(function, "a.py", 1)
     assert (frame.name, frame.short_name) == (name, short)
-    assert Frame.read("no frame") is None
+    assert read_all(["no frame"]) == ()

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 
 from weighin.cell import Cell
 from weighin.records import run_folder
-from weighin.records.bisection import TYPICAL_CELLS, next_cell, remaining_ns
-from weighin.records.floor import KILLED, Aim, Bracket, bracket, floors
+from weighin.records.floor import (
+    KILLED,
+    TYPICAL_CELLS,
+    Aim,
+    Bracket,
+    bracket,
+    floors,
+    next_cell,
+    remaining_ns,
+)
 from weighin.records.verdict import Verdict
 from weighin.report.floors import as_dict
 from weighin.result import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Ran, Result, Stopped

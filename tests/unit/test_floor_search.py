@@ -13,8 +13,7 @@ from weighin.errors import ConfigError, RecordError
 from weighin.isolation import delegation
 from weighin.plan import start as plans
 from weighin.plan.task import Planned, Progress, Run
-from weighin.records.bisection import TYPICAL_CELLS
-from weighin.records.floor import Aim
+from weighin.records.floor import TYPICAL_CELLS, Aim
 from weighin.result import Cost, Outcome, Result
 from weighin.run import runner
 from weighin.run.floor_search import Search, resume, said, start

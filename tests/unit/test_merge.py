@@ -16,7 +16,7 @@ from weighin.cli import app
 from weighin.errors import RecordError
 from weighin.plan import start
 from weighin.records import run_folder
-from weighin.records.shard import Shard, parse
+from weighin.records.coverage import Shard, parse_shard
 from weighin.result import Result
 from weighin.run import merge as merging
 from weighin.run.merge import merge
@@ -43,7 +43,7 @@ def shard(text: str, plan: list[Cell] = PLAN, **settings: Any) -> Path:
     folder = Path(f"shard-{text.replace('/', '-')}")
     run_folder.write_plan(folder, plan, {"seed": 0, "shard": text} | settings)
     (folder / "samples").mkdir()
-    for cell in parse(text).of(plan):
+    for cell in parse_shard(text).of(plan):
         run_folder.append(folder, result_of(cell))
         (folder / "samples" / f"{cell.id}.csv").write_text(f"samples of {cell.strategy}")
     return folder
@@ -148,7 +148,7 @@ def test_a_merged_run_of_commands_is_resumed_by_its_own_verb(tmp_path: Path) -> 
     cells = [make_command(repeat=repeat) for repeat in (0, 1)]
     first, second = Path("first"), Path("second")
     for folder, part in ((first, "1/2"), (second, "2/2")):
-        settings = settings_of(cells[0], shard=parse(part))
+        settings = settings_of(cells[0], shard=parse_shard(part))
         run_folder.write_plan(folder, cells, settings.as_json())
     run_folder.append(first, make_ran(cells[0]))
     merged = merge([first], Path("part"))

@@ -7,7 +7,7 @@ from factories import make_cell, make_result
 
 from weighin.result import Outcome, Peaks
 from weighin.testing import bodies
-from weighin.testing.results import guarded
+from weighin.testing.bodies import guarded
 
 
 @pytest.mark.parametrize("name", ["peaks", "above_import_bytes"])

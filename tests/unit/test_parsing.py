@@ -10,7 +10,7 @@ from factories import make_result
 
 from weighin.errors import DamagedRecord, RecordError
 from weighin.records import run_folder
-from weighin.records.parsing import parse
+from weighin.records.run_folder import parse
 from weighin.result import SCHEMA, Result
 
 RECORDS = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))

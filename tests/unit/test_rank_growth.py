@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from factories import MODEL_BYTES, make_cell, make_result
 
-from weighin.records.rank_growth import (
+from weighin.records.series import (
     charge,
     over_ranks,
     sum_of_peaks,

@@ -16,7 +16,7 @@ from factories import (
     write_samples,
 )
 
-from weighin.records.samples import read_samples
+from weighin.records.run_folder import read_samples
 from weighin.report.rows import FIGURES, OF_CELLS, OF_SERIES, cells, series, values, varying
 from weighin.report.style import row_labels
 from weighin.result import Outcome, Peaks

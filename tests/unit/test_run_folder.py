@@ -18,7 +18,7 @@ from weighin.cell import Cell, ModelSpec
 from weighin.errors import DamagedRecord, RecordError
 from weighin.records import coverage, run_folder
 from weighin.records.floor import results_of, searched
-from weighin.records.parsing import parse
+from weighin.records.run_folder import parse
 from weighin.result import SCHEMA, Outcome, Peaks, Result
 
 FIXTURE = Path(__file__).parent / "fixtures" / "records-schema1.jsonl"

@@ -12,7 +12,7 @@ from factories import ENVIRONMENT, make_cell, make_result
 
 from weighin.cli import app
 from weighin.errors import RecordError
-from weighin.records import run_folder, samples
+from weighin.records import run_folder
 from weighin.run.measurement import CellMeasurement
 
 EVIL = "\x1b]52;c;Y3Vyb\x07\x1b[2J\n::error::PWNED\n::stop-commands::zz\u202e"
@@ -92,11 +92,11 @@ def test_a_resumed_run_writes_through_no_link(theirs: Path, tmp_path: Path, name
 def test_samples_are_read_from_regular_files_of_the_run_alone(theirs: Path) -> None:
     (theirs / "samples").mkdir()
     (theirs / "samples" / "zero.csv").symlink_to("/dev/zero")
-    assert samples.read_samples(theirs, "samples/zero.csv") == []
+    assert run_folder.read_samples(theirs, "samples/zero.csv") == []
     (theirs / "samples" / "zero.csv").unlink()
     (theirs / "samples").rmdir()
     (theirs / "samples").symlink_to("/dev")
-    assert samples.read_samples(theirs, "samples/zero") == []
+    assert run_folder.read_samples(theirs, "samples/zero") == []
 
 
 def test_a_token_in_a_message_is_hidden(theirs: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weighin.errors import ConfigError
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
-from weighin.records.shard import Shard, parse
+from weighin.records.coverage import Shard, parse_shard
 from weighin.settings.reading import check_suite
 
 
@@ -25,7 +25,7 @@ def test_every_cell_is_in_one_shard(cells: int, count: int) -> None:
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/0", "a/b", "-1/4", "1/4/2"])
 def test_a_text_that_is_no_shard(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(text)
+        parse_shard(text)
     assert str(caught.value) == (
         f"--shard: cannot read {text!r}\n"
         "write the shard's number, from 1, and the number of shards: --shard 2/8"

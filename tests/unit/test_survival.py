@@ -12,7 +12,7 @@ from rich.console import Console
 from sweeps import a_sweep, swept
 
 from weighin.records import run_folder
-from weighin.records.survival import matrices
+from weighin.records.series import matrices
 from weighin.records.verdict import Verdict
 from weighin.report import passes, survival
 from weighin.report.findings import markdown

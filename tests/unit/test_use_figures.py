@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from factories import make_cell, make_result
 
-from weighin.records import after_load
+from weighin.records import metrics
+from weighin.report.figures import COLUMNS
 from weighin.result import Memory, Phase, Result, Use
 
 PHASES = [(10, 300, 700, 50), (5, 200, 900, 60), (7, 100, None, 40)]
@@ -25,37 +26,37 @@ def used(phases: list[tuple[int, int, int | None, int]], use: Use | None = None)
 
 def test_the_figures_are_of_all_passes_and_the_memory_is_that_after_the_last() -> None:
     result = used(PHASES)
-    assert after_load.used_ns(result) == 22
-    assert after_load.peak_rss_bytes(result) == 300
-    assert after_load.peak_cgroup_bytes(result) == 900
-    assert after_load.anon_bytes(result) == 40
+    assert metrics.use_ns(result) == 22
+    assert metrics.use_peak_rss_bytes(result) == 300
+    assert COLUMNS["use_peak_cgroup_bytes"].read(result) == 900
+    assert metrics.use_anon_bytes(result) == 40
 
 
 def test_a_load_without_a_use_has_none_of_them() -> None:
     result = used([])
-    assert after_load.used_ns(result) is None
-    assert after_load.peak_rss_bytes(result) is None
-    assert after_load.peak_cgroup_bytes(result) is None
-    assert after_load.anon_bytes(result) is None
-    assert after_load.child_private_bytes(result) is None
-    assert after_load.most_anon_bytes(result) is None
-    assert after_load.needed_bytes(result) == 0
+    assert metrics.use_ns(result) is None
+    assert metrics.use_peak_rss_bytes(result) is None
+    assert COLUMNS["use_peak_cgroup_bytes"].read(result) is None
+    assert metrics.use_anon_bytes(result) is None
+    assert metrics.use_child_bytes(result) is None
+    assert metrics.use_most_anon_bytes(result) is None
+    assert metrics.use_needed_bytes(result) == 0
 
 
 def test_forked_processes_need_their_own_memory() -> None:
     forked = used(PHASES, Use(1000, "", (30, 50, 20)))
-    assert after_load.child_private_bytes(forked) == 50
-    assert after_load.most_anon_bytes(forked) == 1000
-    assert after_load.needed_bytes(forked) == 1100
+    assert metrics.use_child_bytes(forked) == 50
+    assert metrics.use_most_anon_bytes(forked) == 1000
+    assert metrics.use_needed_bytes(forked) == 1100
     unknown = used(PHASES, Use(None, "backward", ()))
-    assert after_load.child_private_bytes(unknown) is None
-    assert after_load.needed_bytes(unknown) == 0
+    assert metrics.use_child_bytes(unknown) is None
+    assert metrics.use_needed_bytes(unknown) == 0
 
 
 def test_memory_as_a_multiple_of_the_model_counts_from_the_imports() -> None:
     result = replace(used(PHASES), model_bytes=200, baseline=Memory(90, 50, 0, 0))
-    assert after_load.per_model(result, 450) == pytest.approx(2.0)
-    assert after_load.per_model(result, None) is None
-    assert after_load.per_model(replace(result, baseline=None), 450) is None
-    assert after_load.per_model(replace(result, model_bytes=None), 450) is None
-    assert after_load.per_model(replace(result, model_bytes=0), 450) is None
+    assert metrics.per_model(result, 450) == pytest.approx(2.0)
+    assert metrics.per_model(result, None) is None
+    assert metrics.per_model(replace(result, baseline=None), 450) is None
+    assert metrics.per_model(replace(result, model_bytes=None), 450) is None
+    assert metrics.per_model(replace(result, model_bytes=0), 450) is None

@@ -12,8 +12,7 @@ from rich.console import Console
 from pages.run_tables import markdown_trained
 from pages.tables import fill
 from weighin.records import run_folder
-from weighin.records.bisection import next_cell
-from weighin.records.floor import floors
+from weighin.records.floor import floors, next_cell
 from weighin.records.series import SeriesRun, name_of, summarise
 from weighin.records.verdict import used_ns
 from weighin.report import after_load, captions, exports

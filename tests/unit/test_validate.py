@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from weighin.records.parsing import clean, impossible
+from weighin.records.run_folder import clean, impossible
 
 
 @pytest.mark.parametrize(

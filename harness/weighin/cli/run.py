@@ -125,7 +125,7 @@ def command_settings(typed: dict[str, Any], **more: Any) -> "Settings":
     from pathlib import Path
 
     from weighin.plan.commands import label_of
-    from weighin.records.shard import parse
+    from weighin.records.coverage import parse_shard
     from weighin.settings.definition import COMMANDS, SuiteCommand
     from weighin.settings.reading import check_suite, read_suite
 
@@ -169,7 +169,7 @@ def command_settings(typed: dict[str, Any], **more: Any) -> "Settings":
         "ready_url": typed["ready_url"],
         "grace_s": typed["grace_s"],
         "mounts": tuple(str(path.absolute()) for path in typed["mounts"]),
-        "shard": parse(typed["shard"]) if typed.get("shard") else None,
+        "shard": parse_shard(typed["shard"]) if typed.get("shard") else None,
     }
     return settings.model_copy(update=beside | more)
 

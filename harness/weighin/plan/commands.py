@@ -15,7 +15,7 @@ from weighin.isolation.base import Isolation
 from weighin.plan import nodes as machines
 from weighin.plan.nodes import Node
 from weighin.plan.task import Planned
-from weighin.settings.definition import Settings, SuiteCommand
+from weighin.settings.definition import Settings
 
 _INTERPRETERS: Final = re.compile(r"(python|pypy|perl|ruby|node|bash|sh)[\d.]*")
 _CODE: Final = {"perl": "eE", "ruby": "e", "node": "ep"}  # code follows these options, else -c
@@ -24,15 +24,19 @@ _LONG_CODE: Final = ("--eval", "--print")
 
 
 def plan(settings: Settings, nodes: Sequence[Node]) -> tuple[list[Planned], Isolation, str]:
-    """Return a new run's cells and isolation, and a note on the isolation.
-
-    Raises:
-        ConfigError, IsolationUnavailable: the run cannot start.
+    """Return a new run's cells and isolation, and a note on the isolation; raise ConfigError or
+    IsolationUnavailable if the run cannot start.
     """
     in_container = settings.isolation == "docker" or bool(settings.image)
     for command in settings.commands:
-        if not (in_container or nodes):  # else the program is in the image or on another node
-            _check_program(command)
+        program, variables = command.command[0], os.environ | command.environment
+        # Else the program is in the image or on another node.
+        is_here = not (in_container or nodes)
+        if is_here and shutil.which(program, path=variables.get("PATH")) is None:
+            raise ConfigError(
+                f"there is no program {program!r}",
+                "give a program in PATH, or the path of a program; for a shell's command line: sh -c 'LINE'",
+            )
         if not nodes:
             files_in(command.cold)
     check(settings)
@@ -72,11 +76,8 @@ def plan(settings: Settings, nodes: Sequence[Node]) -> tuple[list[Planned], Isol
 
 
 def restore(cells: Sequence[Cell], settings: Settings, place: Path) -> list[Planned]:
-    """Return the cells of a plan.
-
-    Raises:
-        RecordError: the plan, which is in ``place``, lacks the command of a cell.
-        ConfigError: as ``check``.
+    """Return the cells of the plan in ``place``; raise RecordError if it lacks the command of a cell,
+    and ConfigError as ``check``.
     """
     try:
         for cell in cells:
@@ -123,11 +124,7 @@ def check(settings: Settings) -> None:
 
 
 def files_in(paths: Sequence[str]) -> list[Path]:
-    """Return the files among ``paths``, and all files below the folders among ``paths``.
-
-    Raises:
-        ConfigError: a path does not exist.
-    """
+    """Return the files among ``paths`` and in its folders; raise ConfigError if a path does not exist."""
     files: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
@@ -161,13 +158,3 @@ def label_of(command: Sequence[str]) -> str:
                     next(words, "")
                 break
     return name
-
-
-def _check_program(command: SuiteCommand) -> None:
-    program = command.command[0]
-    path = command.environment.get("PATH", os.environ.get("PATH"))
-    if shutil.which(program, path=path) is None:
-        raise ConfigError(
-            f"there is no program {program!r}",
-            "give a program in PATH, or the path of a program; for a shell's command line: sh -c 'LINE'",
-        )

@@ -35,10 +35,8 @@ _FOLDERS: Final = {
 def plan(
     settings: Settings, nodes: Sequence[Node]
 ) -> tuple[list[Planned], Isolation, Settings, str]:
-    """Return a new run's cells and isolation, its settings with all paths, and a note for the user.
-
-    Raises:
-        ConfigError, UnknownName, IsolationUnavailable: the run cannot start.
+    """Return a new run's cells and isolation, its settings with all paths, and a note for the user;
+    raise ConfigError, UnknownName or IsolationUnavailable if the run cannot start.
     """
     chosen = chosen_models.choose(settings)
     models = chosen.specs
@@ -97,11 +95,8 @@ def plan(
 def restore(
     cells: Sequence[Cell], settings: Settings, place: Path
 ) -> tuple[list[Planned], Isolation]:
-    """Return the cells of a plan, and their isolation.
-
-    Raises:
-        RecordError: the plan, which is in ``place``, lacks the path of a strategy.
-        ConfigError: a strategy's file is missing, or every cell is skipped.
+    """Return the cells of the plan in ``place``, and their isolation; raise RecordError if it lacks the
+    path of a strategy, and ConfigError if the strategy's file is missing or every cell is skipped.
     """
     infos = {
         name: registry.read_strategy(Path(path), cells[0].operation)
@@ -130,16 +125,11 @@ def cells_of(
     dtypes: Mapping[str, str] = MappingProxyType({}),
     own_formats: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Planned]:
-    """Return the cells of a run without duplicates. Every cell runs before the first cell is
-    repeated: A B C A B C.
+    """Return the cells of a run without duplicates, all before the first is repeated: A B C A B C.
 
     If the run also asks for several ranks (processes), a strategy that divides a load among ranks
-    gets no cell with one rank. ``dtypes`` has the dtype of each model, and ``own_formats`` the
-    format of each user's checkpoint, by the model's title.
-
-    Raises:
-        UnknownName: the settings name a format or a use that does not exist.
-        ConfigError: a file that they name as a use has no function ``use``, or a taken name.
+    gets no cell with one rank. ``dtypes`` and ``own_formats`` (of the user's checkpoint) are by the
+    model's title.
     """
     wanted = [formats.known(name) for name in settings.format]
     axes: dict[str, Sequence[Any]] = {
@@ -182,7 +172,7 @@ def cells_of(
 
 
 def plan_cell(cell: Cell, info: StrategyInfo, own_format: str | None = None) -> Planned:
-    """Plan a cell; skip the cell if its strategy lacks a package, or does not support the cell's settings.
+    """Plan a cell; skip it if its strategy lacks a package, or does not support the cell's settings.
 
     ``own_format`` is the format of the user's checkpoint for the model; None without one.
     """
@@ -232,10 +222,9 @@ def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operati
 def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list[str]:
     """Return the formats in which one strategy loads or saves one model.
 
-    If the settings name formats (``wanted``), the result has those that the strategy supports. If it
-    supports none, the result is the first wanted format, whose cell is then skipped with a reason.
-    Without ``wanted``, the result is the format of the user's checkpoint (``own``) if the strategy
-    reads it or it is GGUF, and else the first format that the strategy declares.
+    They are those of ``wanted`` that the strategy supports; if it supports none, the first one, whose
+    cell is then skipped with a reason. Without ``wanted``, it is the format of the user's checkpoint
+    (``own``) if the strategy reads it or it is GGUF, and else the first that the strategy declares.
     """
     if not wanted and own and (own in info.formats or own == gguf.NAME):
         # Without --format, a GGUF file is not dequantised: the result is up to 8 times as large.
@@ -247,10 +236,7 @@ def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list
 def _installed(
     infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec], checkpoints: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return, sorted, the installed packages that these strategies, models and checkpoints need.
-
-    ``checkpoints`` has the format of each checkpoint.
-    """
+    """Return, sorted, the installed packages that these strategies, models and formats need."""
     needed = [name for info in infos for name in info.packages]
     needed += [library.name for model in models if (library := library_of(model.builder))]
     found = [quantised.of_model(model) for model in models]
@@ -282,11 +268,7 @@ def _check_own_selections(planned: list[Planned], selection: Selection, own: str
 
 
 def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Planned]:
-    """Skip the cells of strategies whose torch.load(weights_only=True) refuses the user's checkpoint.
-
-    Raises:
-        ConfigError: every cell is skipped.
-    """
+    """Skip the cells of strategies whose torch.load(weights_only=True) refuses the user's checkpoint."""
     reads = [each.strategy.weights_only and bool(each.selection) for each in planned]
     if checkpoint is None or not any(reads):
         return planned
@@ -304,7 +286,6 @@ def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Pl
 
 
 def _without_gpu_uses(planned: list[Planned], nodes: Sequence[Node]) -> list[Planned]:
-    """Skip the cells that move a model to a GPU, if no machine has a GPU."""
     if not any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
         return planned
     try:
@@ -327,7 +308,6 @@ def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
 
 
 def _check_any_runs(planned: Sequence[Planned]) -> None:
-    """Raise ConfigError if every cell is skipped, because the run would measure nothing."""
     if all(one.skip for one in planned):
         reasons = "; ".join(dict.fromkeys(one.skip for one in planned))
         raise ConfigError(

@@ -38,10 +38,8 @@ def start(
     """Plan a new run, write its plan, and return the run, and notes on models and isolation.
 
     Without ``folder``, the run's folder is ``results/TIME-LABELS-LIMITS``. ``nodes`` are the machines
-    that will measure; without them, this machine measures.
-
-    Raises:
-        ConfigError, UnknownName, IsolationUnavailable, RecordError: the run cannot start.
+    that will measure; without them, this machine measures. If the run cannot start, it raises
+    ConfigError, UnknownName, IsolationUnavailable or RecordError.
     """
     if settings.commands:
         planned, isolation, note = commands.plan(settings, nodes)
@@ -78,9 +76,8 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
 
     Raises:
         RecordError: the folder has no run that can be resumed, or a search of ``weighin floor``.
-        ConfigError: a strategy's file is missing, every cell is skipped, or ``trusted`` is False
-            and the plan, which this user's weighin did not write, names code that is neither
-            weighin's nor installed.
+        ConfigError: a file is missing, every cell is skipped, or the plan is not ours and names
+            foreign code without ``trusted``.
     """
     run = restore(folder, trusted=trusted)
     if run.settings.within is not None:

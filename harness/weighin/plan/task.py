@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A planned cell. ``skip`` is the reason not to run the cell; it is empty for a cell to run.
-
-    ``info`` describes the strategy of a load or a save; it is None for a command.
-    """
+    """A planned cell, why it is not to be run (``skip``), and the strategy of a load or save."""
 
     cell: Cell
     info: StrategyInfo | None = None
@@ -92,13 +89,11 @@ class Run:
     results: list[Result] = field(default_factory=list)
 
     def prepare(self, progress: Progress) -> None:
-        """Prepare the isolation, and create the folder for the cells' samples (memory readings)."""
         self.isolation.prepare(progress.building)
         with run_folder.writing(samples := self.folder / "samples"):
             samples.mkdir(exist_ok=True)
 
     def environment(self) -> dict[str, Any]:
-        """Return facts about this machine, the software's versions and the isolation, for records."""
         about = {"isolation": self.isolation.describe()}
         return environment.machine() | environment.code() | about
 
@@ -108,19 +103,14 @@ class Run:
         return self.results
 
     def unlimited_result(self, cell: Cell) -> Result | None:
-        """Return the recorded result of the same cell without a limit. Return None if there is no
-        such result, or if ``cell`` itself has no limit.
-        """
+        """Return the result of a limited cell without its limit; None if there is none."""
         if cell.ram_limit_bytes is None:
             return None
         return unlimited_of(results_of(searched(cell), self.results))
 
     def reference_for(self, cell: Cell) -> Reference | None:
-        """Return the figures of the same cell without a limit, with which weighin proves that
-        ``cell`` thrashes.
-
-        ``reference_for`` returns None for a cell that may thrash until its time-out, and if no cell
-        without a limit was measured.
+        """Return the figures of the same cell without a limit, with which weighin proves that ``cell``
+        thrashes; None for a cell that may thrash until its time-out.
         """
         if self.settings.within is None or self.settings.aim is Aim.ENDS:
             return None

@@ -14,7 +14,8 @@ from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.probes import environment
-from weighin.records import after_load, run_folder
+from weighin.records import run_folder
+from weighin.records.metrics import use_needed_bytes
 from weighin.records.repeats import middle
 from weighin.result import Outcome, Result
 from weighin.settings import reading
@@ -214,7 +215,7 @@ def _unreclaimable(results: list[Result]) -> int | None:
         result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
         for result in results
     ]
-    sizes += [after_load.needed_bytes(result) for result in results if result.cell.use]
+    sizes += [use_needed_bytes(result) for result in results if result.cell.use]
     return max((size for size in sizes if size is not None), default=None)
 
 

@@ -9,8 +9,9 @@ from typing import Final
 from weighin.cell import Cell
 from weighin.errors import RecordError
 from weighin.probes import environment
-from weighin.records import after_load, run_folder
+from weighin.records import run_folder
 from weighin.records.machine import CONCURRENT
+from weighin.records.metrics import use_needed_bytes
 from weighin.records.repeats import middle
 from weighin.result import Outcome, Result
 
@@ -53,7 +54,7 @@ class Evidence:
         self.ok_limits.append(cell.ram_limit_bytes)
         kept = peaks.unreclaimable_sampled_bytes or peaks.anon_sampled_bytes or 0
         if cell.use:
-            kept = max(kept, after_load.needed_bytes(result))
+            kept = max(kept, use_needed_bytes(result))
         self.anon_bytes = max(self.anon_bytes or 0, kept) or None
         self.cuda_reserved_bytes = peaks.cuda_reserved_bytes
 

@@ -1,24 +1,50 @@
-"""Compare a run's records with its plan, to find planned cells (measurements) without a record.
+"""Compare a run's records with its plan, or its shard, to find planned cells without a record.
 
 The records of a stopped run look like those of a complete run. ``run_folder.read`` therefore
 returns a ``Coverage`` together with the records.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError
-from weighin.records.bisection import next_cell
-from weighin.records.floor import Aim
-from weighin.records.shard import parse
+from weighin.records.floor import Aim, next_cell
 from weighin.result import Result
 
+_Cell = TypeVar("_Cell")
 _ANY_RAM_BYTES: Final = 1 << 62  # stands for the machine's RAM if no record tells the size
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Every ``count``-th cell of a plan, beginning with the cell number ``index``, counted from 1."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def of(self, cells: Sequence[_Cell]) -> Sequence[_Cell]:
+        return cells[self.index - 1 :: self.count]
+
+
+def parse_shard(text: str) -> Shard:
+    """Return the shard in the text of --shard, such as "2/8"; or raise ConfigError."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if match and 1 <= int(match[1]) <= int(match[2]):
+        return Shard(int(match[1]), int(match[2]))
+    raise ConfigError(
+        f"--shard: cannot read {text!r}",
+        "write the shard's number, from 1, and the number of shards: --shard 2/8",
+        option="--shard",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +81,28 @@ def coverage(
     again = resume_command(verb_of(settings), run)
     shard = str(settings.get("shard", ""))
     if is_search:
-        left = _unfinished(cells, results, settings["within"], Aim(settings.get("aim", Aim.ENDS)))
-        return Coverage(len(cells), tuple(left), again, is_search)
+        rams = (ram for result in results if (ram := result.environment.get("ram_bytes")))
+        how = (
+            settings["within"],
+            max(rams, default=_ANY_RAM_BYTES),
+            Aim(settings.get("aim", "ends")),
+        )
+        left = tuple(cell for cell in cells if next_cell(cell, results, *how))
+        return Coverage(len(cells), left, again, is_search)
     try:
-        ours = parse(shard).of(cells) if shard else cells
+        ours = parse_shard(shard).of(cells) if shard else cells
     except ConfigError:  # somebody edited the plan
         ours, shard = cells, ""
     return Coverage(len(ours), tuple(pending(ours, results)), again, shard=shard)
 
 
 def verb_of(settings: Mapping[str, Any]) -> str:
-    """Return the weighin verb that makes runs with such settings, and that resumes them."""
     if "within" in settings:
         return "floor"
     return "run" if settings.get("commands") or settings.get("command") else "bench"
 
 
 def resume_command(verb: str, run: Path) -> str:
-    """Return the command line that resumes ``run``: it measures the cells without a record."""
     return f"weighin {verb} --resume {quote(str(run))}"
 
 
@@ -89,21 +119,11 @@ def identity(cell: Cell) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """Return a dataclass as a dict without a deep copy, and any other value as text.
-
-    It is the ``default`` of ``json.dumps`` for records, plans and cells.
+    """Return a dataclass as a dict without a deep copy, and any other value as text: the ``default`` of
+    ``json.dumps`` for records, plans and cells.
     """
     return (
         {f.name: getattr(value, f.name) for f in fields(value)}
         if is_dataclass(value)
         else str(value)
     )
-
-
-def _unfinished(
-    cells: Sequence[Cell], results: Sequence[Result], within: float, aim: Aim
-) -> list[Cell]:
-    """Return the cells for which a resumed search would measure again, to find their RAM floors."""
-    rams = [ram for result in results if (ram := result.environment.get("ram_bytes"))]
-    highest = max(rams, default=_ANY_RAM_BYTES)
-    return [cell for cell in cells if next_cell(cell, results, within, highest, aim) is not None]

@@ -1,18 +1,23 @@
-"""Compute RAM floors: the smallest RAM limit under which a load or command survives, or just ends.
+"""Search and compute RAM floors: the smallest RAM limit under which a load or command survives, or
+just ends. Both need only the results so far, so that an interrupted search can be resumed.
 
-The input is only the results of cells (measurements) that ``weighin.records.bisection`` chose. A
-limit *works* if every cell under the limit ended ok. A limit *fails* if, in a cell under the limit,
-the kernel killed a process for lack of memory, or the cell timed out. A search goes on only if the
-cell without a limit ended ok, so in time.
+A limit *works* if every cell (measurement) under the limit ended ok. A limit *fails* if, in a cell
+under the limit, the kernel killed a process for lack of memory, or the cell timed out. There are two
+kinds of floors (``Aim``). For a floor that a load *survives*, a limit also fails if a cell thrashes
+under the limit (``weighin.records.verdict``). For a floor under which a load *ends*, a cell that
+thrashes but ends ok does not prevent the limit from working.
 
-There are two kinds of floors (``Aim``). For a floor that a load *survives*, a limit also fails if a
-cell thrashes under the limit (``weighin.records.verdict``). For a floor under which a load *ends*,
-a cell that thrashes but ends ok does not prevent the limit from working.
+The floor is the smallest working limit above all failing limits. It is confirmed if ``PASSES`` cells
+end ok under it, and a cell fails under a limit that is smaller by at most ``COARSEST`` of the floor,
+or by at most ``finest_step``. A cell that fails for a reason other than memory, or that is not ok
+without a limit, ends the search without a floor.
 
-The floor is the smallest working limit above all failing limits. The floor is confirmed if
-``PASSES`` cells end ok under it, and a cell fails under a limit that is smaller by at most
-``COARSEST`` of the floor, or by at most ``finest_step``. A cell that fails for a reason other than
-memory ends the search without a floor.
+The first cell of a search has no limit. Its anonymous and shared memory, plus a margin, is the
+estimate of the floor and the first limit to try. The next limits move away from the estimate until
+one limit works and one limit fails. The search then halves the interval between the largest failing
+limit and the smallest working limit, until the interval is one step. It repeats the cell under the
+smallest working limit, and measures one cell under a limit 10 % larger. A search takes 6 cells if
+the floor is the estimate or one step above the estimate.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,21 +26,29 @@ from enum import StrEnum
 from typing import Final
 
 from weighin.cell import Cell
+from weighin.records.metrics import use_needed_bytes
 from weighin.records.repeats import grouped, middle
 from weighin.records.verdict import Judgement, Verdict, judge_result, used_ns
 from weighin.result import Outcome, Result
 from weighin.units import MIB, format_bytes, format_exact
 
 PASSES: Final = 3
-_FINEST_STEP_BYTES: Final = 8 * MIB
-_FINEST_STEP_OF_COMMANDS: Final = MIB
 COARSEST: Final = 0.10
 """A reported floor exceeds the largest failing limit by this share at most, or ``finest_step``."""
 ROOM: Final = 1.1
 """A search also measures a cell under ``ROOM`` times the floor, to show how long it takes there."""
-_FAILING: Final = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT)
-_BOUNDING: Final = (*_FAILING, Outcome.THRASHING)
 KILLED: Final = "killed"
+TYPICAL_CELLS: Final = 7
+"""The expected number of cells in a search for one floor; most searches take 6 to 10 cells."""
+_MOST_CELLS: Final = 60
+_LEAST_OF_DOCKER: Final = 6 * MIB  # the Docker engine refuses a smaller limit
+# A limit must also cover page tables and the kernel's per-CPU page lists: the floors of copying loads
+# were 4 to 9 MiB above the sampled maximum of anonymous memory for a load of 1.5 GiB.
+_BESIDE_COPIES_BYTES: Final = 4 * MIB
+_PAGE_TABLE_SHARE: Final = 512
+# The limit of a mapped load must also cover the pages of libraries and of the file that are in use.
+_BESIDE_BYTES: Final = 16 * MIB
+_FAILING: Final = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT)
 
 
 class Aim(StrEnum):
@@ -75,15 +88,7 @@ class Life:
 @dataclass(frozen=True, slots=True)
 class Floor:
     """The RAM floor of a load or command; without one, ``bytes`` is None and ``message`` says why.
-
-    Attributes:
-        cell: the cell (measurement) whose floor was searched; it has no limit.
-        aim: whether the load survives under the floor, or only ends (and may thrash).
-        step_bytes: the floor minus the largest failing limit.
-        below: how cells failed under that failing limit: "killed", "thrashes", "timed out after
-            300 s".
-        import_bytes: the median anonymous and shared memory before the load, summed over the ranks.
-        cells: the number of measured cells, including the cell under ``ROOM`` times the floor.
+    results/README.md describes the other fields, which ``weighin floor --json`` prints.
     """
 
     cell: Cell
@@ -103,7 +108,6 @@ class Floor:
 
     @property
     def per_model(self) -> float | None:
-        """The floor divided by the model's size."""
         return self.bytes / self.model_bytes if self.bytes and self.model_bytes else None
 
     @property
@@ -114,12 +118,134 @@ class Floor:
         return (self.bytes - self.import_bytes) / self.model_bytes
 
 
-def finest_step(cell: Cell) -> int:
-    """Return the smallest step between the limits to try, in bytes.
+def next_cell(
+    cell: Cell,
+    results: Iterable[Result],
+    within: float,
+    highest: int,
+    aim: Aim = Aim.SURVIVES,
+) -> Cell | None:
+    """Return the next cell to measure in the search for the RAM floor of ``cell``; None at its end.
 
-    The step is smaller for a command, because a command may need little memory.
+    ``within`` is the wanted precision, as a share of the floor. ``highest`` is the largest limit to
+    try, in bytes.
     """
-    return _FINEST_STEP_OF_COMMANDS if cell.operation == "command" else _FINEST_STEP_BYTES
+    cell, ours = searched(cell), results_of(cell, results)
+    if stopped_by(ours):
+        return None
+    first = unlimited_of(ours)
+    if first is None:
+        return cell
+    limit = _next_limit(first, ours, within, highest, aim)
+    if limit is None:
+        return None
+    repeat = sum(result.cell.ram_limit_bytes == limit for result in ours)
+    return replace(cell, ram_limit_bytes=limit, repeat=repeat)
+
+
+def _next_limit(
+    first: Result, ours: Sequence[Result], within: float, highest: int, aim: Aim
+) -> int | None:
+    finest = finest_step(first.cell)
+    estimate = _estimate(first, aim) or finest
+    bounds = bracket(ours, aim)
+    failing, working = bounds.failing_bytes, bounds.working_bytes
+    # The step is a power of two, so that repeated searches try the same limits.
+    coarsest = max(finest, int(min(estimate, working or estimate) * within))
+    step = 1 << (coarsest.bit_length() - 1)
+    tried = {limit for result in ours if (limit := result.cell.ram_limit_bytes) is not None}
+    # The second and the third limit are one step away from the limit before; then the distance doubles.
+    jump = step << max(0, len(tried) - 2)
+    least = max(step, _LEAST_OF_DOCKER) if first.cell.isolation == "docker" else step
+    if working is None:
+        if failing is None:
+            return min(max(-(-estimate // step) * step, least), highest)
+        return min(failing + jump, highest) if failing < highest else None
+    if failing is None:
+        return max(working - jump, least) if working > least else None
+    if working - failing > step:
+        return failing + max(1, (working - failing) // step // 2) * step
+    if bounds.passed < PASSES:
+        return working
+    room = _with_room(working)
+    return room if room not in tried and room <= highest else None
+
+
+def _estimate(first: Result, aim: Aim) -> int | None:
+    """Estimate the floor, in bytes, from the result without a limit; None if it has no peaks."""
+    if first.ran:
+        needed = first.ran.needed_bytes
+        return needed and needed + min(_BESIDE_BYTES, MIB + needed // 64)
+    peaks, before, size = first.peaks, first.baseline, first.model_bytes
+    sampled = peaks.unreclaimable_sampled_bytes or peaks.anon_sampled_bytes or peaks.rss_bytes
+    if not sampled:
+        return None
+    is_mapped = False  # whether most of the model was in mapped file pages, not in anonymous memory
+    if before and size and peaks.file_sampled_bytes is not None:
+        files = peaks.file_sampled_bytes - before.file_bytes
+        copies = (peaks.anon_sampled_bytes or 0) - before.anon_bytes * first.cell.ranks
+        is_mapped = 2 * files > size > 2 * copies
+    in_use = use_needed_bytes(first)
+    if in_use > sampled or not is_mapped:
+        sampled = max(in_use, sampled)
+        return sampled + sampled // _PAGE_TABLE_SHARE + _BESIDE_COPIES_BYTES
+    # With a smaller limit, the kernel reads ahead less: the load ends, but reads pages repeatedly.
+    return sampled + _BESIDE_BYTES + (first.in_flight_bytes if aim is Aim.SURVIVES else 0)
+
+
+def remaining_ns(
+    cells: Sequence[Cell], results: Sequence[Result], within: float, highest: int, aim: Aim
+) -> int | None:
+    """Return the expected time until all searches for floors end; None before the first result.
+
+    Each floor is assumed to lie in the middle between its known bounds. Each remaining measurement
+    is expected to take the mean time of the earlier measurements for the same floor. If there are
+    none, it is expected to take the mean time of all ``results``.
+    """
+
+    def mean_ns(of: Sequence[Result]) -> int | None:
+        times = [result.cost.wall_ns for result in of if result.cost]
+        return sum(times) // len(times) if times else None
+
+    every = mean_ns(results)
+    if every is None:
+        return None
+    left_ns = 0
+    for cell in cells:
+        ours = results_of(searched(cell), results)
+        each = mean_ns(ours)
+        left_ns += _cells_left(cell, ours, within, highest, aim) * (every if each is None else each)
+    return left_ns
+
+
+def _cells_left(cell: Cell, ours: Sequence[Result], within: float, highest: int, aim: Aim) -> int:
+    first = unlimited_of(ours)
+    if first is None:
+        return TYPICAL_CELLS
+    bounds = bracket(ours, aim)
+    failing, working = bounds.failing_bytes, bounds.working_bytes
+    need = working
+    if failing is not None:
+        need = failing + 1 if working is None else (failing + working) // 2
+    assumed = list(ours)
+    for number in range(_MOST_CELLS):
+        following = next_cell(cell, assumed, within, highest, aim)
+        limit = following.ram_limit_bytes if following else None
+        if following is None or limit is None:
+            return number
+        need = limit if need is None else need
+        outcome = Outcome.OK if limit >= need else Outcome.OOM_KILLED
+        assumed.append(replace(first, cell=following, outcome=outcome, pressure=None))
+    return _MOST_CELLS
+
+
+def finest_step(cell: Cell) -> int:
+    """Return the smallest step between the limits to try, in bytes; a command may need little."""
+    return MIB if cell.operation == "command" else 8 * MIB
+
+
+def _with_room(floor_bytes: int) -> int:
+    return round(floor_bytes * ROOM / MIB) * MIB
 
 
 def searched(cell: Cell) -> Cell:
@@ -127,8 +253,15 @@ def searched(cell: Cell) -> Cell:
     return replace(cell, ram_limit_bytes=None, repeat=0)
 
 
+def results_of(cell: Cell, results: Iterable[Result]) -> list[Result]:
+    return [result for result in results if searched(result.cell) == cell]
+
+
+def unlimited_of(results: Sequence[Result]) -> Result | None:
+    return next((result for result in results if result.cell.ram_limit_bytes is None), None)
+
+
 def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
-    """Return the bounds of the RAM floor of the kind ``aim``, from all results of its search."""
     by_limit: dict[int, list[bool | None]] = {}
     for result in results:
         if (limit := result.cell.ram_limit_bytes) is not None:
@@ -171,14 +304,13 @@ def stopped_by(ours: Iterable[Result]) -> Result | None:
     the search unless the cell was killed for lack of memory, timed out or thrashed.
     """
     for result in ours:
-        bounding = () if result.cell.ram_limit_bytes is None else _BOUNDING
-        if result.outcome not in (Outcome.OK, *bounding):
+        limited = result.cell.ram_limit_bytes is not None
+        if result.outcome not in (Outcome.OK, *((*_FAILING, Outcome.THRASHING) if limited else ())):
             return result
     return None
 
 
 def why_stopped(result: Result) -> str:
-    """Describe the result that ended a search: its outcome, limit and message."""
     if result.outcome is Outcome.MEASUREMENT_FAILED:
         return f"could not be measured: {result.message}"
     limit = result.cell.ram_limit_bytes
@@ -186,41 +318,24 @@ def why_stopped(result: Result) -> str:
     return f"{result.outcome} {where}" + (f": {result.message}" if result.message else "")
 
 
-def with_room(floor_bytes: int) -> int:
-    """Return ``ROOM`` times a floor, in bytes, rounded to whole MiB."""
-    return round(floor_bytes * ROOM / MIB) * MIB
-
-
 def floors(results: Iterable[Result]) -> list[Floor]:
     """Return a ``Floor`` for each search with a cell without a limit, even if it found no floor.
 
-    A working limit far above the highest failing limit is not a floor: the two limits must differ
-    by at most ``COARSEST`` of the working limit, or by at most ``finest_step``. The floor is of the
-    kind ``Aim.ENDS``, as in a search with --thrashing, only if no floor of the kind
-    ``Aim.SURVIVES`` was found.
+    The floor is of the kind ``Aim.ENDS``, as in a search with --thrashing, only if no floor of the
+    kind ``Aim.SURVIVES`` was found.
     """
-    groups = grouped(results, lambda one: searched(one.cell).series)
-    return [_either(ours) for ours in groups.values() if unlimited_of(ours)]
+    found = []
+    for ours in grouped(results, lambda one: searched(one.cell).series).values():
+        if unlimited_of(ours):
+            survived = _floor(ours, Aim.SURVIVES)
+            ended = _floor(ours, Aim.ENDS) if survived.bytes is None else survived
+            found.append(survived if ended.bytes is None else ended)
+    return found
 
 
-def _either(ours: list[Result]) -> Floor:
-    cell = searched(ours[0].cell)
-    survived = _floor(cell, ours, Aim.SURVIVES)
-    if survived.bytes is not None:
-        return survived
-    ended = _floor(cell, ours, Aim.ENDS)
-    return survived if ended.bytes is None else ended
-
-
-def _floor(cell: Cell, ours: list[Result], aim: Aim) -> Floor:
-    bounds = bracket(ours, aim)
+def _floor(ours: list[Result], aim: Aim) -> Floor:
+    cell, bounds, unlimited_ns = searched(ours[0].cell), bracket(ours, aim), _unlimited_ns(ours)
     limit, failing = bounds.working_bytes, bounds.failing_bytes
-    failed = [
-        result
-        for result in ours
-        if result.cell.ram_limit_bytes == failing and _works(result, ours, aim) is False
-    ]
-    message = _trouble(ours, bounds)
     baselines = [
         (result.baseline.anon_bytes + result.baseline.shmem_bytes) * cell.ranks
         for result in ours
@@ -229,46 +344,41 @@ def _floor(cell: Cell, ours: list[Result], aim: Aim) -> Floor:
     floor = Floor(
         cell=cell,
         bytes=None,
-        message=message,
         model_bytes=next((result.model_bytes for result in ours if result.model_bytes), None),
         import_bytes=middle(baselines),
         unlimited=_life(None, ours, None),
         cells=len(ours),
         aim=aim,
     )
-    if message or limit is None:
-        return floor
-    unlimited_ns = _unlimited_ns(ours)
+    if stop := stopped_by(ours):
+        return replace(floor, message=why_stopped(stop))
+    if limit is None:
+        fails = f"fails even under {format_bytes(failing)}" if failing else "not searched"
+        return replace(floor, message=fails)
+    if failing is None:
+        return replace(floor, message=f"works even under {format_bytes(limit)}")
+    is_wide = limit - failing > max(finest_step(cell), int(limit * COARSEST))
+    if is_wide or bounds.passed < PASSES:
+        between = f"above {format_bytes(failing)}, at most {format_bytes(limit)}"
+        return replace(floor, message=f"{between}: the search is not finished")
+    failed = [
+        _how(result)
+        for result in ours
+        if result.cell.ram_limit_bytes == failing and _works(result, ours, aim) is False
+    ]
     return replace(
         floor,
         bytes=limit,
-        step_bytes=bounds.step_bytes,
-        below=", ".join(dict.fromkeys(map(_how, failed))),
+        step_bytes=limit - failing,
+        below=", ".join(dict.fromkeys(failed)),
         passed=bounds.passed,
         failed=len(failed),
         at_floor=_life(limit, ours, unlimited_ns),
-        with_room=_life(with_room(limit), ours, unlimited_ns),
+        with_room=_life(_with_room(limit), ours, unlimited_ns),
     )
 
 
-def _trouble(ours: Sequence[Result], bounds: Bracket) -> str:
-    """Return the reason why there is no floor; empty if the floor is confirmed."""
-    limit, failing = bounds.working_bytes, bounds.failing_bytes
-    if stop := stopped_by(ours):
-        return why_stopped(stop)
-    if limit is None or failing is None:
-        if limit:
-            return f"works even under {format_bytes(limit)}"
-        return f"fails even under {format_bytes(failing)}" if failing else "not searched"
-    is_wide = limit - failing > max(finest_step(ours[0].cell), int(limit * COARSEST))
-    if is_wide or bounds.passed < PASSES:
-        between = f"above {format_bytes(failing)}, at most {format_bytes(limit)}"
-        return f"{between}: the search is not finished"
-    return ""
-
-
 def _how(result: Result) -> str:
-    """Return how a cell failed under its limit: it was killed, thrashed or timed out."""
     if result.outcome in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
         return KILLED
     if result.outcome is not Outcome.TIMEOUT:
@@ -295,13 +405,3 @@ def _life(limit: int | None, ours: Sequence[Result], unlimited_ns: int | None) -
         judge_result(chosen, unlimited_ns),
         spent_ns / unlimited_ns if spent_ns and unlimited_ns else None,
     )
-
-
-def results_of(cell: Cell, results: Iterable[Result]) -> list[Result]:
-    """Return the results of the search for the floor of ``cell``, which comes from ``searched``."""
-    return [result for result in results if searched(result.cell) == cell]
-
-
-def unlimited_of(results: Sequence[Result]) -> Result | None:
-    """Return the first result without a RAM limit; None if there is none."""
-    return next((result for result in results if result.cell.ram_limit_bytes is None), None)

@@ -106,7 +106,6 @@ def differences(
 
 
 def spoils_times(found: Iterable[Difference]) -> bool:
-    """Return whether one of the differences makes the times of two runs incomparable."""
     return any(fnmatchcase(each.name, pattern) for each in found for pattern in TIMING)
 
 

@@ -1,22 +1,9 @@
 """Define the metrics that ``weighin check`` compares: unit, exactness and default tolerance.
 
-The default tolerances come from repeated runs, in which thirteen strategies loaded gpt2-small: 6 to
-9 runs in cgroups, 3 as plain processes and 2 in containers, on two processor cores that also ran
-other programs. For each metric, the table shows how far the highest run was above the median run:
-first for the strategy that varies most, then the largest such distance of the other strategies:
-
-    peak_rss        36.5 MiB (per_module)     12.6 MiB
-    above_import    36.4 MiB (per_module)      7.2 MiB
-    anon            36.7 MiB (per_module)      5.3 MiB
-    ready_anon      36.1 MiB (per_module)      9.9 MiB
-    peak_cgroup     96.7 MiB (meta_copy)      59.5 MiB
-    load, ready     225 %    (mmap_assign)   160 %
-
-Most of the variation is freed heap memory, which glibc keeps in some runs and returns to the kernel
-in others. In one run of six, the strategy per_module kept 36 MiB. With three repeats, one run that
-deviates hardly changes the median.
-peak_cgroup varies because the kernel charges the pages of torch's libraries to the process that
-reads them first.
+The default tolerances come from repeated runs (docs/ci.md). Most of the variation is freed heap
+memory, which glibc keeps in some runs and returns to the kernel in others: 36 MiB in one run of six
+of the strategy per_module. peak_cgroup varies because the kernel charges the pages of torch's
+libraries to the process that reads them first.
 """
 
 from collections.abc import Callable
@@ -25,7 +12,6 @@ from typing import Final, Literal
 
 from weighin.cell import Operation
 from weighin.errors import UnknownName
-from weighin.records import after_load
 from weighin.result import IMPORTS_OF_LIBRARIES, UNNAMED, Phase, Result
 from weighin.units import (
     GIB,
@@ -52,10 +38,8 @@ _OF_COMMANDS: Final[tuple[Operation, ...]] = ("command",)
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How much a metric may get worse: the larger of ``relative`` and ``absolute``.
-
-    The tolerance is added to the range of the repeats in the baseline file. ``relative`` is a share
-    of the median in this file, and ``absolute`` is in bytes or nanoseconds.
+    """How much a metric may get worse than the range of the repeats in the baseline file: the larger of
+    ``relative``, a share of the median, and ``absolute``, in bytes or nanoseconds.
     """
 
     relative: float
@@ -129,11 +113,48 @@ def ready_anon(result: Result) -> int | None:
     return ready.end.anon_bytes if ready else None
 
 
-def _of_use(read: Callable[[Result], int | None]) -> Callable[[Result], int | None]:
-    """Wrap ``read`` to return None for a cell whose model only runs forward passes.
+# A use of several forward passes has one phase for each pass: its peak is the highest of them, and
+# the memory after the use is that at the end of the last pass. All are None without a use.
 
-    Old records of such cells lack the value.
-    """
+
+def use_ns(result: Result) -> int | None:
+    times = [phase.end_ns - phase.start_ns for phase in result.use_phases]
+    return sum(times) if times else None
+
+
+def use_peak_rss_bytes(result: Result) -> int | None:
+    return max((phase.peak_rss_bytes for phase in result.use_phases), default=None)
+
+
+def use_anon_bytes(result: Result) -> int | None:
+    return result.use_phases[-1].end.anon_bytes if result.use_phases else None
+
+
+def use_child_bytes(result: Result) -> int | None:
+    """Return the largest private memory of the processes that the use forked."""
+    return max(result.use.children_private_bytes, default=None) if result.use else None
+
+
+def use_most_anon_bytes(result: Result) -> int | None:
+    return result.use.anon_sampled_bytes if result.use else None
+
+
+def use_needed_bytes(result: Result) -> int:
+    """Return ``use_most_anon_bytes`` plus the private memory of forked processes; 0 without a use."""
+    return (use_most_anon_bytes(result) or 0) + sum(
+        result.use.children_private_bytes if result.use else ()
+    )
+
+
+def per_model(result: Result, size: int | None) -> float | None:
+    """Return ``size`` minus the anonymous memory before the load, divided by the model's size."""
+    if size is None or result.baseline is None or not result.model_bytes:
+        return None
+    return (size - result.baseline.anon_bytes) / result.model_bytes
+
+
+def _of_use(read: Callable[[Result], int | None]) -> Callable[[Result], int | None]:
+    """Leave out cells whose model only runs forward passes: their old records lack the value."""
     return lambda result: read(result) if result.cell.use else None
 
 
@@ -158,10 +179,10 @@ METRICS: Final = {
         Metric("cuda_reserved", "bytes", "cuda_reserved", True, _ALLOCATOR, lambda r: r.peaks.cuda_reserved_bytes),
         # weighin.records.series computes the floor from a whole search, not from one result.
         Metric("floor", "bytes", "peak_rss", True, _FLOOR),
-        Metric("use_peak_rss", "bytes", "peak_rss", True, _HEAP, _of_use(after_load.peak_rss_bytes), operations=_LOADS),
-        Metric("use_anon", "bytes", "end_anon", True, _HEAP, _of_use(after_load.anon_bytes), operations=_LOADS),
-        Metric("use_child", "bytes", "end_anon", True, _HEAP, _of_use(after_load.child_private_bytes), operations=_LOADS),
-        Metric("use", "ns", "time", True, _TIME, _of_use(after_load.used_ns), False, _LOADS),
+        Metric("use_peak_rss", "bytes", "peak_rss", True, _HEAP, _of_use(use_peak_rss_bytes), operations=_LOADS),
+        Metric("use_anon", "bytes", "end_anon", True, _HEAP, _of_use(use_anon_bytes), operations=_LOADS),
+        Metric("use_child", "bytes", "end_anon", True, _HEAP, _of_use(use_child_bytes), operations=_LOADS),
+        Metric("use", "ns", "time", True, _TIME, _of_use(use_ns), False, _LOADS),
         Metric("load", "ns", "time", True, _TIME, lambda r: r.load_ns, False, _OF_MODELS),
         Metric("ready", "ns", "time", True, _TIME, lambda r: r.ready_ns, False, _OF_MODELS),
         Metric("needed", "bytes", "peak_cgroup", False, _HEAP, lambda r: r.ran.needed_bytes if r.ran else None),
@@ -184,11 +205,7 @@ ALIASES: Final = {"rss": "peak_rss", "cgroup": "peak_cgroup", "cuda": "cuda_allo
 
 
 def named(name: str) -> Metric:
-    """Return a metric by its name or its alias.
-
-    Raises:
-        UnknownName: no metric has that name.
-    """
+    """Return a metric by its name or its alias; raise UnknownName if no metric has that name."""
     metric = METRICS.get(ALIASES.get(name, name))
     if metric is None:
         raise UnknownName("metric", name, METRICS)

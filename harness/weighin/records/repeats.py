@@ -22,7 +22,6 @@ def middle(values: Iterable[_Number | None]) -> _Number | None:
 
 
 def largest(values: Iterable[int | None]) -> int | None:
-    """Return the largest of the values that are not None; None if there are no such values."""
     return max((value for value in values if value is not None), default=None)
 
 

@@ -1,4 +1,4 @@
-"""Read and write the folder of a run: its plan and its records.
+"""Read and write the folder of a run: its plan, its records and its samples.
 
 ::
 
@@ -13,34 +13,45 @@ results/README.md documents every field of these files.
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from io import FileIO
-from pathlib import Path
+from operator import attrgetter
+from pathlib import Path, PurePath
+from reprlib import repr as short_repr
 from shlex import quote
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+import msgspec
 
 from weighin import atomic
 from weighin.cell import Cell
 from weighin.errors import DamagedRecord, RecordError
 from weighin.foreign import no_link, parse_json, read_bytes
 from weighin.records.coverage import Coverage, as_json, coverage, resume_command, verb_of
-from weighin.records.parsing import parse
 from weighin.records.repeats import grouped
-from weighin.result import SCHEMA, Outcome, Result
-from weighin.text import masked
+from weighin.result import SCHEMA, Outcome, Result, Sample
+from weighin.text import masked, one_line, printable
 
 RECORDS: Final = "records.jsonl"
 PLAN: Final = "plan.json"
 
-_MOST_BYTES: Final = 1024**3  # the size of about 180,000 records
+_MOST_BYTES: Final = 1024**3  # of about 180,000 records, or of twelve days of samples, 5 ms apart
 _ROOM: Final = ".room"
 _ROOM_BYTES: Final = 256 * 1024  # the largest record so far has 9 KiB
 
 _DAMAGES_TOLD: Final = 5
 _NAME_ANOTHER: Final = "free disk space, or name a writable folder: weighin bench ... --out FOLDER"
+_FREE: Final = {"kwargs", "options", "environment"}  # a user may put any value there
+_CELLS: Final = {"cell", "cells", "model"}
+_LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
+_VALUE_LENGTH: Final = 60  # characters of a damaged value in an error
+_NAMES: Final = tuple(each.name for each in fields(Sample))  # the columns of a file of samples
+_REQUIRED: Final = sum(each.default is MISSING for each in fields(Sample))
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +65,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The results of a run in the order of measurement, with warnings.
+    """The results of a run in the order of measurement, with warnings for the user.
 
-    Attributes:
-        warnings: texts about unreadable lines, a damaged plan, planned cells without a record, and
-            repeats that differ in their code or in the model's size.
-        coverage: the comparison of the results with the run's plan; None without a readable plan.
-        damage: the error for the first line that is not a record. If there is no such line, the
-            error for a damaged plan, or None.
+    ``coverage`` is None without a readable plan. ``damage`` is the error for the first line that is
+    not a record; if there is no such line, the error for a damaged plan, or None.
     """
 
     results: tuple[Result, ...]
@@ -71,7 +78,6 @@ class Records:
 
     @property
     def missing(self) -> int | None:
-        """The number of planned cells without a record; None for a run without a readable plan."""
         return None if self.coverage is None else len(self.coverage.pending)
 
 
@@ -80,8 +86,7 @@ def append(run: Path, result: Result) -> Result:
 
     A result that ``read`` would refuse is recorded as ``measurement_failed``, with a message that
     names the impossible value. An incomplete last line of the file is removed. The new line uses
-    the disk space that ``room`` reserved. ``append`` creates the folder of the run if the folder
-    does not exist.
+    the disk space that ``room`` reserved.
 
     Raises:
         RecordError: the folder or file cannot be written, or the result is not valid JSON (a number
@@ -100,41 +105,39 @@ def append(run: Path, result: Result) -> Result:
         path.touch()
         with path.open("r+b", buffering=0) as file:
             _mend_tail(file)
-            _write_whole(file, line)
+            start = file.tell()
+            try:
+                while line:
+                    line = line[file.write(line) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(start)
+                raise
         if is_new:
             atomic.sync_folder(run)
     return result
 
 
 def _line(result: Result) -> tuple[bytes, Result]:
-    """Return a result as a line of JSON, and as a reader gets it from that line, but with its own cell.
-
-    The cell stays as it was planned: a reader finds lists for tuples, and "?" for what cannot be
-    printed. A result that the reader would refuse becomes a failed measurement that says why.
+    """Return a result as a line of JSON, and as a reader gets it from that line, but with its own cell,
+    as it was planned: a reader finds lists for tuples, and "?" for what cannot be printed.
     """
-    name = result.cell.id
+    name, cell = result.cell.id, result.cell
     line = _encode(result, name) + b"\n"
     try:
-        return line, replace(parse(Result, line, name), cell=result.cell)
+        return line, replace(parse(Result, line, name), cell=cell)
     except DamagedRecord as error:
-        failed = Result(
-            schema=SCHEMA,
-            cell=result.cell,
-            outcome=Outcome.MEASUREMENT_FAILED,
-            message="the measured process reported an impossible figure:"
-            f" {error.message.removeprefix(f'{name}: ')}",
-            started_at=result.started_at,
-        )
-        line = _encode(failed, name) + b"\n"
-        return line, replace(parse(Result, line, name), cell=result.cell)
+        figure = error.message.removeprefix(f"{name}: ")
+        why = f"the measured process reported an impossible figure: {figure}"
+    failed = Result(SCHEMA, cell, Outcome.MEASUREMENT_FAILED, why, started_at=result.started_at)
+    line = _encode(failed, name) + b"\n"
+    return line, replace(parse(Result, line, name), cell=cell)
 
 
 @contextmanager
 def room(run: Path) -> Iterator[None]:
-    """Reserve disk space for one record while its cell is measured.
-
-    Raises:
-        RecordError: the disk space cannot be reserved, so that the ``with`` block does not start.
+    """Reserve disk space for one record while its cell is measured; raise RecordError, before the
+    ``with`` block, if there is none.
     """
     kept = run / _ROOM
     try:
@@ -150,14 +153,13 @@ def room(run: Path) -> Iterator[None]:
 
 
 def read(run: Path) -> Records:
-    """Return all records of a run.
+    """Return all records of a run. Keys that this version of weighin does not know are ignored.
 
     An incomplete last line, as after a power cut, causes a warning, and the cell of that line counts
-    as not measured. Keys that this version of weighin does not know are ignored.
+    as not measured.
 
     Raises:
-        RecordError: the folder is not a run, or cannot be read.
-        RecordError: a newer version of weighin wrote a record or the plan.
+        RecordError: the folder is not a run or cannot be read, or a newer weighin wrote it.
         DamagedRecord: a line is not a record, or the plan is damaged; the message names the field.
     """
     records = read_whole(run)
@@ -189,14 +191,10 @@ def _mixed(results: Sequence[Result]) -> Iterator[str]:
 
 
 def read_whole(run: Path) -> Records:
-    """Return all readable records of a run, with warnings about unreadable lines.
-
-    Reports use this function. It does not raise ``Records.damage``, unlike ``read``.
-
-    Raises:
-        RecordError: the folder is not a run, or cannot be read.
+    """As ``read``, for reports: unreadable lines and a damaged plan cause warnings and ``damage``, and
+    only a folder that is not a run, or cannot be read, raises RecordError.
     """
-    path, plan, plan_error = run / RECORDS, None, None
+    path, plan, plan_error, warnings = run / RECORDS, None, None, []
     has_plan = (run / PLAN).exists()
     try:
         plan = read_plan(run) if has_plan else None
@@ -204,7 +202,6 @@ def read_whole(run: Path) -> Records:
         plan_error = error
     again = resume_command(verb_of(plan.settings) if plan else "bench", run)
     lines = [b""] if has_plan and not path.exists() else _read(path).split(b"\n")
-    warnings = []
     if lines[-1].strip() and not _is_json(lines[-1]):
         warnings.append(
             f"{path}, line {len(lines)} is incomplete, because the run was killed while it wrote"
@@ -231,11 +228,7 @@ def read_whole(run: Path) -> Records:
 
 
 def of_results(run: Path, results: Sequence[Result]) -> Records:
-    """Return the records of a run that has just been measured, without reading them again.
-
-    Raises:
-        RecordError, DamagedRecord: as ``read_plan``.
-    """
+    """Return the records of a run that has just been measured, without reading them again."""
     plan = read_plan(run) if (run / PLAN).exists() else None
     return _records(run, plan, results, [], None)
 
@@ -259,7 +252,6 @@ def samples_path(cell: Cell, rank: int | None = None) -> str:
 
 
 def trace_path(cell: Cell) -> str:
-    """Return the path, relative to a run's folder, of the trace of the CUDA allocator in a cell."""
     return f"traces/{cell.id}.csv"
 
 
@@ -276,7 +268,7 @@ def write_plan(
     *,
     is_new: bool = False,
 ) -> bytes:
-    """Write plan.json atomically, and return its content. Create the run's folder if it does not exist.
+    """Write plan.json atomically, in a new folder if need be, and return its content.
 
     Raises:
         RecordError: the folder cannot be written, or, with ``is_new``, has a plan already; or the
@@ -300,7 +292,6 @@ def write_plan(
 
 
 def already_there(run: Path, verb: str) -> RecordError:
-    """Return the error for a new run in the folder of another one."""
     return RecordError(
         f"{run} already contains a run",
         f"to resume that run: {resume_command(verb, run)}; for a new run, name another folder with"
@@ -320,13 +311,6 @@ def discard_unmeasured(run: Path) -> None:
 
 
 def read_plan(run: Path) -> Plan:
-    """Return the plan of a run.
-
-    Raises:
-        RecordError: the plan does not exist or cannot be read.
-        RecordError: a newer version of weighin wrote the plan.
-        DamagedRecord: the file is not a valid plan; the message names the field.
-    """
     return parse_plan(run, plan_bytes(run))
 
 
@@ -351,18 +335,6 @@ def _encode(value: Result | Plan, name: str, indent: int | None = None) -> bytes
             "use finite numbers in the options of models and strategies",
         ) from error
     return text.encode("utf-8", "replace")  # file names may contain bytes that are not UTF-8
-
-
-def _write_whole(file: FileIO, line: bytes) -> None:
-    """Write a line at the file's current position and sync the file; on failure, cut the line off."""
-    start = file.tell()
-    try:
-        while line:
-            line = line[file.write(line) :]
-        os.fsync(file.fileno())
-    except OSError:
-        file.truncate(start)
-        raise
 
 
 def _mend_tail(file: FileIO) -> None:
@@ -412,3 +384,147 @@ def writing(path: Path, and_so: str = "", repair: str = _NAME_ANOTHER) -> Iterat
         yield
     except OSError as error:
         raise RecordError(f"cannot write {path}: {error.strerror}{and_so}", repair) from error
+
+
+def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
+    """Parse a text of JSON as the dataclass ``kind``; ``place`` names the text in errors.
+
+    Raises:
+        RecordError: a newer version of weighin wrote the text.
+        DamagedRecord: the text is not a valid ``kind``, or has an ``impossible`` value.
+    """
+    try:
+        shown = text.decode()  # json itself would accept UTF-16 and lone surrogates
+        value = parse_json(shown)
+    except ValueError as error:  # a UnicodeDecodeError too
+        raise DamagedRecord(f"{place}: not JSON: {one_line(str(error))}", repair) from None
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if isinstance(schema, int) and schema > SCHEMA:
+        from weighin import install
+
+        raise RecordError(
+            f"{place}: written by a newer weighin (schema {short_repr(schema)}; this version reads up to {SCHEMA})",
+            install.upgrade(),
+        )
+    # Most lines have no control character, neither raw nor escaped, and need not be walked through.
+    is_clean = "\\" not in shown and shown.strip().isprintable()
+    try:
+        parsed = msgspec.convert(value if is_clean else clean(value), kind)
+    except (msgspec.ValidationError, UnicodeError) as error:  # or a lone surrogate
+        raise DamagedRecord(f"{place}: {_complaint(str(error), kind, value)}", repair) from None
+    if complaint := impossible(value):
+        raise DamagedRecord(f"{place}: {complaint}", repair)
+    return parsed
+
+
+def _complaint(text: str, kind: Any, record: Any) -> str:
+    """Return an error of msgspec with the place first: "peaks.rss_bytes: expected `int`, got `str` '1'"."""
+    text, _, path = text.partition(" - at `$")
+    keys = [int(index) if index else key for index, key in re.findall(r"\[(\d+)\]|(\w+)", path)]
+    where = ".".join(map(str, keys))
+    if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
+        return f"{f'{where}.{missing[1]}'.strip('.')}: missing"
+    is_unknown = text.startswith("Invalid enum value")
+    if not (is_unknown or text.startswith("Expected")) or "..." in path or "` in `" in text:
+        # The place is not known: msgspec writes "..." for a key of a mapping.
+        return one_line(f"{where or 'the record'}: {text[:1].lower()}{text[1:]}")
+    expected: list[Any] = [msgspec.inspect.type_info(kind)]
+    for key in keys:
+        record = record[key]
+        expected = [inner for each in expected for inner in _types_at(each, key)]
+    shown = one_line(short_repr(record), _VALUE_LENGTH)
+    if is_unknown:
+        values = [str(one) for each in expected for one in getattr(each, "values", ()) or each.cls]
+        return f"{where}: unknown value {shown}; known values: {', '.join(values)}"
+    return one_line(f"{where or 'the record'}: {text[:1].lower()}{text[1:]} {shown}")
+
+
+def _types_at(outer: Any, key: int | str) -> list[Any]:
+    """Return the types that msgspec expects at a key of a dataclass, or at an index of a tuple."""
+    types = getattr(outer, "types", [outer])  # of a union
+    fields = [field for each in types for field in getattr(each, "fields", ())]
+    found = [field.type for field in fields if field.name == key]
+    return found or [each.item_type for each in types if hasattr(each, "item_type")]
+
+
+def clean(value: Any, *, is_cell: bool = False) -> Any:
+    """Return a record's JSON value, with "?" for each unprintable character in its texts.
+
+    Newlines and tabs stay, and so does what a user may choose freely in a cell, such as options: the
+    cell's name follows from it.
+    """
+    if isinstance(value, dict):
+        return {
+            key: each if is_cell and key in _FREE else clean(each, is_cell=key in _CELLS)
+            for key, each in value.items()
+        }
+    if isinstance(value, list):
+        return [clean(each, is_cell=is_cell) for each in value]
+    if isinstance(value, str):
+        return printable(value, kept="\n\t")
+    return value
+
+
+def impossible(record: dict[str, Any], before: str = "") -> str:
+    """Describe the first impossible value of a record, whose own place is ``before``; empty if none is.
+
+    An amount in bytes, ns or faults is impossible below 0 or above 2**63 - 1, and so is a phase that
+    ends before its start, or ``ready_ns`` below ``load_ns``.
+    """
+    for key, value in record.items():
+        if key in _FREE:
+            continue
+        inner = value if isinstance(value, dict) else {}
+        if isinstance(value, list):
+            inner = {str(n): item for n, item in enumerate(value) if isinstance(item, dict)}
+        if inner and (complaint := impossible(inner, f"{before}{key}.")):
+            return complaint
+        is_amount = isinstance(value, int) and key.endswith(("_bytes", "_ns", "_faults"))
+        if is_amount and not 0 <= value < _LARGEST:
+            return f"{before}{key}: impossible value {short_repr(value)}"
+    if _is_less(record.get("end_ns"), record.get("start_ns")):
+        return f"{before}end_ns: earlier than start_ns"
+    if _is_less(record.get("ready_ns"), record.get("load_ns")):
+        return f"{before}ready_ns: less than load_ns"
+    return ""
+
+
+def _is_less(one: Any, other: Any) -> bool:
+    return isinstance(one, int) and isinstance(other, int) and one < other
+
+
+def read_samples(run: Path, path: str | None) -> list[Sample]:
+    """Return the samples in a file of a run, the oldest first; empty if the file has none.
+
+    A row without a value that ``Sample`` requires is left out, as is a row that ``read_columns``
+    leaves out.
+    """
+    rows = read_columns(run, path, _NAMES)
+    samples = [Sample(*row) for row in rows if None not in row[:_REQUIRED]]
+    return sorted(samples, key=attrgetter("t_ns"))
+
+
+def read_columns(run: Path, path: str | None, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield the named columns of each row in a file of a run; a missing value is None.
+
+    An incomplete last line and rows with impossible values are left out. A missing or unreadable
+    file has no rows. A path outside the run's folder is not read, because the path comes from a
+    record that a stranger may have written.
+    """
+    if path is None or PurePath(path).is_absolute() or ".." in PurePath(path).parts:
+        return
+    try:
+        text = read_bytes(run / path, _MOST_BYTES, within=run).decode()
+    except (OSError, ValueError):
+        return
+    head, *lines = text[: text.rfind("\n") + 1].splitlines() or [""]
+    places = {name: place for place, name in enumerate(head.split(","))}
+    wanted = [places.get(name) for name in names]
+    for line in lines:
+        texts = line.split(",")
+        try:
+            row = tuple(int(texts[at]) if at is not None and texts[at] else None for at in wanted)
+        except (IndexError, ValueError):
+            continue
+        if all(value is None or 0 <= value < _LARGEST for value in row):
+            yield row

@@ -1,22 +1,32 @@
-"""Summarise the repeats of a measurement by outcome, metrics and phases, for ``weighin check``."""
+"""Summarise the repeats of a measurement, and compare series: as a matrix of survival, and over ranks.
+
+``summarise`` is for ``weighin check``. A row of the matrix of survival is a strategy with its format
+and options, a column is a RAM limit, and a field is the measurement that stands for all repeats.
+``over_ranks`` tells how a strategy's memory grows with the number of ranks (processes).
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Final, Literal
 
 from weighin.cell import Cell
-from weighin.records.floor import floors as find_floors
-from weighin.records.floor import searched, stopped_by
+from weighin.records.floor import floors, searched, stopped_by
 from weighin.records.metrics import METRICS, PHASE_FIGURES, phases_of_load
-from weighin.records.repeats import latest, middle, outcome_of
+from weighin.records.repeats import grouped, latest, middle, outcome_of
+from weighin.records.verdict import Judgement, Verdict, judge_all, used_ns
 from weighin.result import Outcome, Result
 from weighin.text import one_line
-from weighin.units import format_exact
+from weighin.units import format_exact, format_seconds
 
 STRATEGY: Final = 1
 FORMAT: Final = 2
 """``STRATEGY`` and ``FORMAT`` are positions of words in the name of a series (``name_of``)."""
+_LEAST_LIMITS: Final = 2
+_SEVERITY: Final = {Verdict.SURVIVES: 0, Verdict.THRASHES: 1, Verdict.KILLED: 3}
+_FAILED: Final = 2  # between a cell that thrashes and one that the kernel killed
+_FLAT: Final = 0.25
+_LINEAR: Final = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +46,11 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The summary of all repeats of one cell.
+    """The summary of all repeats of one cell; ``figures`` (by metric) and ``phases`` are of ok repeats.
 
-    ``outcome`` is a text of ``outcome_of``, such as "ok" or "ok 2, timeout 1". ``figures`` (by
-    metric) and ``phases`` cover only repeats that ended ok. ``phases[name][key]`` is the median of
-    the number that ``PHASE_FIGURES[key]`` reads from the phase ``name``. ``no_floor`` is the reason
-    why a search found no RAM floor.
+    ``outcome`` is a text of ``outcome_of``, such as "ok" or "ok 2, timeout 1". ``phases[name][key]``
+    is the median of the number that ``PHASE_FIGURES[key]`` reads from the phase ``name``. ``no_floor``
+    is the reason why a search found no RAM floor.
     """
 
     outcome: str
@@ -59,15 +68,12 @@ class Series:
 
     @property
     def failures(self) -> frozenset[str]:
-        """The outcomes of the repeats, without "ok"."""
         ends = (part.partition(" ")[0] for part in self.outcome.split(", "))
         return frozenset(end for end in ends if end != Outcome.OK)
 
 
 def selects(selector: str, name: str) -> bool:
-    """Return whether ``selector`` matches a series' name.
-
-    A selector matches if it is the whole name, or if each of its words, which may have shell
+    """Return whether ``selector`` is a series' name, or each of its words, which may have shell
     wildcards, matches a word of the name.
     """
     words = name.split(" ")
@@ -108,9 +114,8 @@ def further_words(cell: Cell) -> list[str]:
 
 
 def label_among(cell: Cell, cells: Iterable[Cell]) -> str:
-    """Return the strategy's name, followed by the cell's format, options and variables.
-
-    Of these three, the label has only those that differ among the strategy's cells in ``cells``.
+    """Return the strategy's name, followed by those of the cell's format, options and variables that
+    differ among the strategy's cells in ``cells``.
     """
     same = [other for other in cells if other.strategy == cell.strategy]
     words = [cell.strategy]
@@ -132,14 +137,13 @@ class SeriesRun:
 
 
 def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
-    """Return the ``Series`` of all runs together, by name; each has its repeats from all runs.
+    """Return the ``Series`` of all runs together, by name; of two records of a cell, the last counts.
 
-    If a run has two records of a cell, the last record counts. A floor search yields one series for
-    each case that it searched, and the floor, if found, is one of the series' ``figures``. The repeats of this series are
-    the cells without a limit, and the cell that stopped the search early, if any.
+    A floor search yields one series for each case that it searched, with the floor, if found, among its
+    ``figures``. Its repeats are the cells without a limit, and the cell that stopped the search early.
     """
     groups: dict[str, list[Result]] = {}
-    floors: dict[str, list[int]] = {}
+    sizes: dict[str, list[int]] = {}
     without: dict[str, str] = {}
     for run in runs:
         for result in latest(run.results):
@@ -147,14 +151,14 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
                 groups.setdefault(name_of(result.cell), []).append(result)
             elif result.cell.ram_limit_bytes is None or stopped_by([result]):
                 groups.setdefault(name_of(searched(result.cell)), []).append(result)
-        for floor in find_floors(run.results) if run.is_search else ():
+        for floor in floors(run.results) if run.is_search else ():
             if floor.bytes is not None:
-                floors.setdefault(name_of(floor.cell), []).append(floor.bytes)
+                sizes.setdefault(name_of(floor.cell), []).append(floor.bytes)
             else:
                 without[name_of(floor.cell)] = floor.message
     series = {name: _series(group) for name, group in groups.items()}
-    for name, sizes in floors.items():
-        if figure := Figure.of(sizes):
+    for name, found in sizes.items():
+        if figure := Figure.of(found):
             figures = series[name].figures | {"floor": figure}
             series[name] = replace(series[name], figures=figures)
     for name, why in without.items():
@@ -165,31 +169,208 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
 def _series(group: Sequence[Result]) -> Series:
     good = [result for result in group if result.outcome is Outcome.OK]
     bad = [result for result in group if result.outcome is not Outcome.OK]
-    figures = {}
-    for metric in METRICS.values():
-        if figure := Figure.of([metric.of(result) for result in good]):
-            figures[metric.name] = figure
+    figures = {
+        metric.name: figure
+        for metric in METRICS.values()
+        if (figure := Figure.of([metric.of(result) for result in good]))
+    }
+    values: dict[str, dict[str, list[int]]] = {}
+    for result in good:
+        for name, phase in phases_of_load(result):
+            of_phase = values.setdefault(name, {})
+            for key, read in PHASE_FIGURES.items():
+                if (value := read(phase)) is not None:
+                    of_phase.setdefault(key, []).append(value)
     return Series(
         outcome=outcome_of(result.outcome for result in group),
         repeats=len(group),
         model_bytes=next((each.model_bytes for each in group if each.model_bytes), None),
         limit_bytes=group[0].cell.ram_limit_bytes,
         figures=figures,
-        phases=_phases(good),
+        phases={
+            name: {key: known for key, each in keys.items() if (known := middle(each)) is not None}
+            for name, keys in values.items()
+        },
         message=bad[0].message if bad else "",
     )
 
 
-def _phases(good: Iterable[Result]) -> dict[str, dict[str, int]]:
-    """Return medians by phase name and key of ``PHASE_FIGURES``, over repeats with this number."""
-    values: dict[str, dict[str, list[int]]] = {}
-    for result in good:
-        for name, phase in phases_of_load(result):
-            figures = values.setdefault(name, {})
-            for key, read in PHASE_FIGURES.items():
-                if (value := read(phase)) is not None:
-                    figures.setdefault(key, []).append(value)
-    return {
-        name: {key: known for key, each in figures.items() if (known := middle(each)) is not None}
-        for name, figures in values.items()
+@dataclass(frozen=True, slots=True)
+class Field:
+    """The measurement that stands for all repeats of a row under one limit, and its verdict.
+
+    It has the median time (``used_ns``) among the ``alike`` repeats with the worst verdict.
+    """
+
+    result: Result
+    judgement: Judgement | None
+    spent_ns: int | None
+    alike: int
+    repeats: int
+
+    @property
+    def words(self) -> str:
+        """The field's text: "killed", or the time or outcome, then "thrashes" for this verdict."""
+        outcome, verdict = self.result.outcome, self.judgement and self.judgement.verdict
+        if verdict is Verdict.KILLED:
+            text = "killed"
+        elif outcome is Outcome.OK and self.spent_ns is not None:
+            text = format_seconds(self.spent_ns)
+            text += " thrashes" if verdict is Verdict.THRASHES else ""
+        else:
+            text = f"{outcome} thrashes" if verdict is Verdict.THRASHES else str(outcome)
+        return text if self.alike == self.repeats else f"{text} ({self.alike} of {self.repeats})"
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The survival matrix of comparable cells; ``fields`` maps (row, column) numbers to fields.
+
+    ``limits``, the columns, are in descending order, with None (no limit) first.
+    """
+
+    scene: Cell
+    rows: tuple[Cell, ...]
+    limits: tuple[int | None, ...]
+    fields: dict[tuple[int, int], Field]
+
+    def field(self, row: int, column: int) -> Field | None:
+        return self.fields.get((row, column))
+
+    @property
+    def model_bytes(self) -> int | None:
+        sizes = [field.result.model_bytes for field in self.fields.values()]
+        return next((size for size in sizes if size), None)
+
+    def label(self, row: int) -> str:
+        """Return a row's name: the strategy, and the format and options if the rows differ in them."""
+        return label_among(self.rows[row], self.rows)
+
+
+def matrices(results: Iterable[Result]) -> list[Matrix]:
+    """Return a matrix for each group of cells that has at least two RAM limits, and that differ only in
+    strategy, format, options, variables, command, limit and repeat.
+    """
+    cells = list(results)
+    judgements = judge_all(cells)
+
+    def scene(cell: Cell) -> Cell:
+        row = searched(cell)
+        return replace(row, strategy="", format="", options={}, environment={}, command=())
+
+    built = []
+    for ours in grouped(cells, lambda one: scene(one.cell).series).values():
+        limits = {result.cell.ram_limit_bytes for result in ours}
+        if len(limits - {None}) < _LEAST_LIMITS:
+            continue
+        ordered = sorted(limits, key=lambda limit: -(float("inf") if limit is None else limit))
+        groups = grouped(ours, lambda one: searched(one.cell).series).values()
+        fields = {}
+        for row, group in enumerate(groups):
+            by_limit = grouped(group, lambda one: one.cell.ram_limit_bytes)
+            for column, limit in enumerate(ordered):
+                if limit in by_limit:
+                    fields[row, column] = _field(by_limit[limit], judgements)
+        rows = tuple(searched(group[0].cell) for group in groups)
+        built.append(Matrix(scene(ours[0].cell), rows, tuple(ordered), fields))
+    return built
+
+
+def _field(repeats: Sequence[Result], judgements: dict[str, Judgement | None]) -> Field:
+    def severity(result: Result) -> int:
+        judgement = judgements[result.cell.id]
+        if judgement is None:
+            return 0 if result.outcome is Outcome.OK else _FAILED
+        return _SEVERITY[judgement.verdict]
+
+    worst = max(severity(result) for result in repeats)
+    alike = [result for result in repeats if severity(result) == worst]
+    typical_ns = middle(map(used_ns, alike))
+    chosen = next((result for result in alike if used_ns(result) == typical_ns), alike[0])
+    return Field(chosen, judgements[chosen.cell.id], used_ns(chosen), len(alike), len(repeats))
+
+
+@dataclass(frozen=True, slots=True)
+class RankSeries:
+    """The ok results of one strategy, by the number of ranks. ``cell`` has one rank.
+
+    ``charges`` is the memory of all ranks together, without that of the imports, in bytes: from the
+    RAM floor if a search found one, else from the median of the cgroup's peaks.
+    """
+
+    cell: Cell
+    by_ranks: dict[int, list[Result]]
+    charges: dict[int, int]
+    model_bytes: int | None
+
+    @property
+    def copies_per_rank(self) -> float | None:
+        """The memory that each further rank adds, in model sizes; None if it cannot be computed."""
+        if len(self.charges) < 2 or not self.model_bytes:
+            return None
+        low, high = min(self.charges), max(self.charges)
+        return (self.charges[high] - self.charges[low]) / (high - low) / self.model_bytes
+
+    @property
+    def growth(self) -> Literal["flat", "between", "linear"] | None:
+        """How much memory each further rank adds, in model sizes; None if that is unknown."""
+        if (copies := self.copies_per_rank) is None:
+            return None
+        if copies < _FLAT:
+            return "flat"
+        return "linear" if copies >= _LINEAR else "between"
+
+
+def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
+    """Return a ``RankSeries`` for each strategy of a run that was measured with two or more ranks,
+    without a RAM limit: page cache fills memory up to a limit.
+    """
+    found = {
+        floor.cell.series: floor.bytes - (floor.import_bytes or 0)
+        for floor in floors(results)
+        if floor.bytes is not None
     }
+    loads = [
+        result
+        for result in latest(results)
+        if (result.outcome, result.cell.operation) == (Outcome.OK, "load")
+        and result.cell.ram_limit_bytes is None
+    ]
+    series = []
+    for group in grouped(loads, lambda one: replace(one.cell, ranks=1).series).values():
+        ordered = sorted(group, key=lambda each: each.cell.ranks)
+        by_ranks = grouped(ordered, lambda each: each.cell.ranks)
+        charges = {}
+        for ranks, repeats in by_ranks.items():
+            floor = found.get(repeats[0].cell.series)
+            size = middle(map(charge, repeats)) if floor is None else floor
+            if size is not None:
+                charges[ranks] = size
+        if max(by_ranks) > 1:
+            model = next((each.model_bytes for each in group if each.model_bytes), None)
+            series.append(RankSeries(replace(group[0].cell, ranks=1), by_ranks, charges, model))
+    return series
+
+
+def charge(result: Result) -> int | None:
+    """Return the peak of a cell's cgroup minus the cgroup's usage before the load, in bytes."""
+    before = result.baseline.cgroup_bytes if result.baseline else None
+    peak = result.peaks.cgroup_bytes
+    return None if before is None or peak is None else peak - before
+
+
+def unreclaimable(result: Result) -> int | None:
+    """Return the sampled maximum of the ranks' anonymous and shared memory, above the imports'."""
+    most = result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
+    if most is None or result.baseline is None:
+        return None
+    before = (result.baseline.anon_bytes + result.baseline.shmem_bytes) * result.cell.ranks
+    return max(0, most - before)
+
+
+def sum_of_peaks(result: Result) -> int | None:
+    """Return the sum of the ranks' peak RSS, which counts a shared page once for each rank; None
+    without ranks, or if a peak is unknown.
+    """
+    peaks = [rank.peak_rss_bytes for rank in result.ranks]
+    return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None

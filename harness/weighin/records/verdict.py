@@ -34,7 +34,7 @@ from enum import StrEnum
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.records.repeats import middle
+from weighin.records.repeats import grouped, middle
 from weighin.result import Outcome, Result
 from weighin.units import format_bytes, format_seconds
 
@@ -67,37 +67,83 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
 
     ``reference_ns`` is the time of the same cell without a limit, or under a higher limit.
     """
-    if result.cell.ram_limit_bytes is None:
+    cell, limit = result.cell, result.cell.ram_limit_bytes
+    if limit is None:
         return None
     if killed := _killed(result):
         return Judgement(Verdict.KILLED, killed)
     if result.outcome is Outcome.THRASHING:
         return Judgement(Verdict.THRASHES, result.message)
-    reread, pages = _reread(result)
-    slow, times = _slow(result, reference_ns)
-    stalled, waits = _stalled(result)
-    lost_time = stalled or (reread and slow) or _reread_often(result)
-    below = _below(result)
-    reason = "; ".join([*(below if lost_time else []), *times, *pages, *waits])
-    if result.outcome in (Outcome.OK, Outcome.TIMEOUT) and lost_time and not below:
-        return Judgement(Verdict.THRASHES, reason)
-    return Judgement(Verdict.SURVIVES, reason) if result.outcome is Outcome.OK else None
+    is_command, is_slow, said = cell.operation == "command", False, []
+    spent_ns = used_ns(result)
+    if result.outcome is Outcome.TIMEOUT:
+        is_slow, said = True, [result.message]
+    elif spent_ns is not None:
+        said = [format_seconds(spent_ns)]
+        if reference_ns:
+            ratio = spent_ns / reference_ns
+            is_slow = ratio >= SLOWDOWN and spent_ns - reference_ns >= LEAST_LOST_NS
+            said[0] += f", {ratio:.1f}x the time without a limit: {format_seconds(reference_ns)}"
+
+    pages = refaults(result)
+    reread_bytes = (pages or 0) * result.page_bytes
+    # So many pages show that a load thrashes, however short its time was.
+    lost_time = not is_command and reread_bytes > MOST_REREAD * size_read(result) > 0
+    of, size = ("the limit", limit) if is_command else ("the model", result.model_bytes)
+    if pages is not None and size:
+        share = reread_bytes / size
+        lost_time |= is_slow and share >= REFAULTS_PER_MODEL
+        said.append(f"{format_bytes(reread_bytes, digits=2)} read again ({share:.2f}x {of})")
+    if result.faults:
+        said.append(f"{result.faults.major} major faults")
+
+    spent_ns = result.ready_ns or (result.cost.wall_ns if result.cost else None)
+    some_ns = result.pressure.some_ns if result.pressure else None
+    if result.pressure and some_ns is not None and spent_ns:
+        some, full = some_ns / spent_ns, (result.pressure.full_ns or 0) / spent_ns
+        lost_time |= some >= STALLED_SHARE and some_ns >= LEAST_LOST_NS
+        of = "run" if is_command else "load"
+        said.append(f"waited for memory {some:.0%} of the {of} (all tasks at once {full:.0%})")
+
+    charge = highest_charge(result)
+    if lost_time and charge is not None and charge < min(limit, cell.ram_high_bytes or limit):
+        lost_time = False  # not for lack of memory under this limit
+        most = format_bytes(charge, digits=2)
+        said.insert(0, f"its memory never reached the limit: {most} at most")
+    if lost_time and result.outcome in (Outcome.OK, Outcome.TIMEOUT):
+        return Judgement(Verdict.THRASHES, "; ".join(said))
+    is_ok = result.outcome is Outcome.OK
+    return Judgement(Verdict.SURVIVES, "; ".join(said)) if is_ok else None
+
+
+def _killed(result: Result) -> str:
+    if result.outcome is Outcome.CUDA_OOM:
+        return result.message or "the CUDA allocator refused an allocation"
+    if result.outcome is Outcome.OOM_KILLED:
+        return result.message or "killed by the kernel for lack of memory"
+    if result.outcome is not Outcome.OK and result.oom_kills:
+        return f"the kernel killed {result.oom_kills} of its processes for lack of memory"
+    return ""
 
 
 def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
     """Return the verdict on each cell by its id; the reference times come from the same results."""
-    cells = list(results)
-    times: dict[str, dict[float, list[int]]] = {}
-    for result in cells:
-        if result.outcome is Outcome.OK and (spent_ns := used_ns(result)) is not None:
-            by_limit = times.setdefault(_unlimited(result.cell), {})
-            by_limit.setdefault(_height(result.cell), []).append(spent_ns)
+
+    def height(cell: Cell) -> float:
+        return float("inf") if cell.ram_limit_bytes is None else cell.ram_limit_bytes
+
     judgements = {}
-    for result in cells:
-        by_limit = times.get(_unlimited(result.cell), {})
-        top = max(by_limit, default=0.0)
-        reference_ns = middle(by_limit[top]) if top > _height(result.cell) else None
-        judgements[result.cell.id] = judge_result(result, reference_ns)
+    for ours in grouped(
+        results, lambda one: replace(one.cell, ram_limit_bytes=None).series
+    ).values():
+        ok = [result for result in ours if result.outcome is Outcome.OK]
+        timed = grouped(
+            (one for one in ok if used_ns(one) is not None), lambda one: height(one.cell)
+        )
+        top = max(timed, default=0.0)
+        for result in ours:
+            reference_ns = middle(map(used_ns, timed[top])) if top > height(result.cell) else None
+            judgements[result.cell.id] = judge_result(result, reference_ns)
     return judgements
 
 
@@ -124,8 +170,7 @@ def refaults(result: Result) -> int | None:
     loading = result.faults.workingset_refault_file if result.faults else None
     if loading is None:
         return None
-    using = [phase.workingset_refault_file for phase in result.use_phases]
-    return loading + sum(pages for pages in using if pages is not None)
+    return loading + sum(phase.workingset_refault_file or 0 for phase in result.use_phases)
 
 
 def highest_charge(result: Result) -> int | None:
@@ -136,85 +181,6 @@ def highest_charge(result: Result) -> int | None:
     return max([result.peaks.cgroup_bytes, *using])
 
 
-def _below(result: Result) -> list[str]:
-    """Return a remark if the cell's peak is known and below its limits; else an empty list."""
-    cell, charge = result.cell, highest_charge(result)
-    limits = [limit for limit in (cell.ram_limit_bytes, cell.ram_high_bytes) if limit is not None]
-    if charge is None or charge >= min(limits, default=0):
-        return []
-    return [f"its memory never reached the limit: {format_bytes(charge, digits=2)} at most"]
-
-
-def _killed(result: Result) -> str:
-    """Return how lack of memory killed the cell; empty if the cell was not killed in this way."""
-    if result.outcome is Outcome.CUDA_OOM:
-        return result.message or "the CUDA allocator refused an allocation"
-    if result.outcome is Outcome.OOM_KILLED:
-        return result.message or "killed by the kernel for lack of memory"
-    if result.outcome is not Outcome.OK and result.oom_kills:
-        return f"the kernel killed {result.oom_kills} of its processes for lack of memory"
-    return ""
-
-
-def _reread(result: Result) -> tuple[bool, list[str]]:
-    """Return whether at least ``REFAULTS_PER_MODEL`` was read again, and texts with the amounts."""
-    is_much, figures = False, []
-    of, size = "the model", result.model_bytes
-    if result.cell.operation == "command":
-        of, size = "the limit", result.cell.ram_limit_bytes
-    if (pages := refaults(result)) is not None and size:
-        share = pages * result.page_bytes / size
-        is_much = share >= REFAULTS_PER_MODEL
-        again = format_bytes(pages * result.page_bytes, digits=2)
-        figures.append(f"{again} read again ({share:.2f}x {of})")
-    if result.faults:
-        figures.append(f"{result.faults.major} major faults")
-    return is_much, figures
-
-
 def size_read(result: Result) -> int:
     """Return the model's size, or the size of the files mapped by the imports if that is larger."""
     return max(result.model_bytes or 0, result.baseline.file_bytes if result.baseline else 0)
-
-
-def _reread_often(result: Result) -> bool:
-    """Return whether a load read so many pages again that it thrashes, however short its time was."""
-    pages, size = refaults(result), size_read(result)
-    if pages is None or not size or result.cell.operation == "command":
-        return False
-    return pages * result.page_bytes > MOST_REREAD * size
-
-
-def _stalled(result: Result) -> tuple[bool, list[str]]:
-    """Return whether the cell waited too long for memory, and a text with its share of the time."""
-    spent_ns = result.ready_ns or (result.cost and result.cost.wall_ns)
-    if result.pressure is None or result.pressure.some_ns is None or not spent_ns:
-        return False, []
-    some = result.pressure.some_ns / spent_ns
-    full = (result.pressure.full_ns or 0) / spent_ns
-    of = "run" if result.cell.operation == "command" else "load"
-    return some >= STALLED_SHARE and result.pressure.some_ns >= LEAST_LOST_NS, [
-        f"waited for memory {some:.0%} of the {of} (all tasks at once {full:.0%})"
-    ]
-
-
-def _slow(result: Result, reference_ns: int | None) -> tuple[bool, list[str]]:
-    """Return whether the cell timed out or took too long, and a text with both times."""
-    spent_ns = used_ns(result)
-    if result.outcome is Outcome.TIMEOUT:
-        return True, [result.message]
-    if spent_ns is None or not reference_ns:
-        return False, [] if spent_ns is None else [format_seconds(spent_ns)]
-    ratio = spent_ns / reference_ns
-    reference = format_seconds(reference_ns)
-    return ratio >= SLOWDOWN and spent_ns - reference_ns >= LEAST_LOST_NS, [
-        f"{format_seconds(spent_ns)}, {ratio:.1f}x the time without a limit: {reference}"
-    ]
-
-
-def _unlimited(cell: Cell) -> str:
-    return replace(cell, ram_limit_bytes=None).series
-
-
-def _height(cell: Cell) -> float:
-    return float("inf") if cell.ram_limit_bytes is None else cell.ram_limit_bytes

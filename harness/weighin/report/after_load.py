@@ -6,8 +6,7 @@ A number is (anonymous memory - anonymous memory after the imports) / the size o
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from weighin.records import after_load
-from weighin.records.metrics import ready_anon
+from weighin.records import metrics
 from weighin.records.repeats import grouped, middle
 from weighin.report import captions
 from weighin.report.findings import Found, of_texts
@@ -51,7 +50,7 @@ def _cells(rows: Sequence[Row], groups: dict[str, list[Result]], uses: Sequence[
     of_use = {row["use"]: groups[row["group"]] for row in rows}
     everything = [result for group in of_use.values() for result in group]
     texts = [_use_text(of_use.get(use, [])) for use in uses]
-    return [multiple(everything, ready_anon), *texts]
+    return [multiple(everything, metrics.ready_anon), *texts]
 
 
 def _use_text(repeats: Sequence[Result]) -> str:
@@ -59,13 +58,13 @@ def _use_text(repeats: Sequence[Result]) -> str:
     if not good:
         ended = [one.outcome.value for one in repeats if one.outcome is not Outcome.SKIPPED]
         return ", ".join(dict.fromkeys(ended)) or _MISSING
-    if children := [size for one in good if (size := after_load.child_private_bytes(one))]:
+    if children := [size for one in good if (size := metrics.use_child_bytes(one))]:
         size = good[0].model_bytes
         return f"+{max(children) / size:.2f}" if size else _MISSING
-    return f"{multiple(good, after_load.most_anon_bytes)} {multiple(good, after_load.anon_bytes)}"
+    return f"{multiple(good, metrics.use_most_anon_bytes)} {multiple(good, metrics.use_anon_bytes)}"
 
 
 def multiple(results: Sequence[Result], read: Callable[[Result], int | None]) -> str:
     """Return the median of (``read(result)`` - anonymous memory after imports) / model size, as text."""
-    found = middle(after_load.per_model(result, read(result)) for result in results)
+    found = middle(metrics.per_model(result, read(result)) for result in results)
     return _MISSING if found is None else f"{max(found, 0.0):.2f}"

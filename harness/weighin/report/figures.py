@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from weighin.records import after_load
-from weighin.records.rank_growth import sum_of_peaks
+from weighin.records import metrics
+from weighin.records.repeats import largest
+from weighin.records.series import sum_of_peaks
 from weighin.records.verdict import through_first_pass_ns
 from weighin.result import IMPORT_TRANSFORMERS, Result
 from weighin.units import GIB
@@ -83,7 +84,7 @@ COLUMNS: Final = {
         Column("load_s", "s", "load", _seconds(lambda one: one.load_ns), "exact, clock", "time until the strategy returned, without the pauses in which weighin reads the peaks", is_usual=True),
         Column("ready_s", "s", "ready", _seconds(lambda one: one.ready_ns), "exact, clock", "load plus the time until every byte of every parameter and buffer was read once, because a lazy load returns before it reads the file", is_usual=True),
         Column("ready_and_pass_s", "s", "ready + first pass", _seconds(lambda one: through_first_pass_ns(one) if one.cell.disk else None), "exact, clock", "ready plus the time of the first forward pass"),
-        Column("use_s", "s", "use", _seconds(after_load.used_ns), "exact, clock", "time of the use of the loaded model, such as a training step"),
+        Column("use_s", "s", "use", _seconds(metrics.use_ns), "exact, clock", "time of the use of the loaded model, such as a training step"),
         Column("peak_rss_bytes", _GIB, "peak RSS", lambda one: one.peaks.rss_bytes, "exact, kernel", "the kernel's high-water mark of the resident set size (VmHWM) until every byte was read; for a killed load, the last reading", is_usual=True),
         Column("above_import_bytes", _GIB, "", lambda one: one.above_import_bytes),
         Column("anon_sampled_bytes", _GIB, "anonymous (sampled)", lambda one: one.peaks.anon_sampled_bytes, "sampled", "sampled maximum of the anonymous memory, which the kernel cannot reclaim; sampled from outside, so a short spike may be missed", is_usual=True),
@@ -105,14 +106,14 @@ COLUMNS: Final = {
         Column("needed_bytes", _GIB, "needs", lambda one: one.ran.needed_bytes if one.ran else None, "sampled, or exact minus sampled", "the most memory of all processes that the kernel cannot reclaim: anonymous, shared, locked and kernel memory, without page cache. The larger of the samples and of the exact peak minus reclaimable memory. ≥ marks a figure of which a part is sampled", "needed_is_sampled", is_usual=True),
         Column("shmem_sampled_bytes", _GIB, "shared (sampled)", lambda one: one.peaks.shmem_sampled_bytes, "sampled", "sampled maximum of shared memory and files on tmpfs, such as /dev/shm"),
         Column("exit_code", "", "exit code", lambda one: one.exit_code, "exact", "exit code of the first process, or 128 + n if signal n ended the process"),
-        Column("use_peak_rss_bytes", _GIB, "peak RSS of use", after_load.peak_rss_bytes, "exact, kernel", "highest resident set size during the use"),
-        Column("use_peak_cgroup_bytes", _GIB, "cgroup peak of use", after_load.peak_cgroup_bytes, "exact, kernel", "highest memory charge of the cgroup during the use"),
-        Column("use_peak_cuda_allocated_bytes", _GIB, "CUDA allocated in use", after_load.peak_cuda_allocated_bytes, "exact, allocator", "peak of the bytes that the allocator gave to tensors on the GPU during the use"),
-        Column("use_anon_bytes", _GIB, "", after_load.anon_bytes),
-        Column("use_anon_sampled_bytes", _GIB, "", after_load.most_anon_bytes),
-        Column("use_child_bytes", _GIB, "forked process", after_load.child_private_bytes, "exact at that instant", "largest private dirty memory of a forked process, after the process wrote every weight"),
+        Column("use_peak_rss_bytes", _GIB, "peak RSS of use", metrics.use_peak_rss_bytes, "exact, kernel", "highest resident set size during the use"),
+        Column("use_peak_cgroup_bytes", _GIB, "cgroup peak of use", lambda one: largest(phase.peak_cgroup_bytes for phase in one.use_phases), "exact, kernel", "highest memory charge of the cgroup during the use"),
+        Column("use_peak_cuda_allocated_bytes", _GIB, "CUDA allocated in use", lambda one: largest(phase.peak_cuda_allocated_bytes for phase in one.use_phases), "exact, allocator", "peak of the bytes that the allocator gave to tensors on the GPU during the use"),
+        Column("use_anon_bytes", _GIB, "", metrics.use_anon_bytes),
+        Column("use_anon_sampled_bytes", _GIB, "", metrics.use_most_anon_bytes),
+        Column("use_child_bytes", _GIB, "forked process", metrics.use_child_bytes, "exact at that instant", "largest private dirty memory of a forked process, after the process wrote every weight"),
         Column("above_import_per_model", _MODEL, "above import", _above_import_per_model, "exact, computed", "peak RSS minus the resident set size after import torch, divided by the size of all parameters and buffers", is_usual=True),
-        Column("use_most_per_model", _MODEL, "most in use", lambda one: after_load.per_model(one, after_load.most_anon_bytes(one)), "sampled", "sampled maximum of anonymous memory during the use, minus the anonymous memory after the imports, divided by the size of the model"),
-        Column("use_anon_per_model", _MODEL, "after use", lambda one: after_load.per_model(one, after_load.anon_bytes(one)), "exact", "anonymous memory at the end of the use, minus the anonymous memory after the imports, divided by the size of the model"),
+        Column("use_most_per_model", _MODEL, "most in use", lambda one: metrics.per_model(one, metrics.use_most_anon_bytes(one)), "sampled", "sampled maximum of anonymous memory during the use, minus the anonymous memory after the imports, divided by the size of the model"),
+        Column("use_anon_per_model", _MODEL, "after use", lambda one: metrics.per_model(one, metrics.use_anon_bytes(one)), "exact", "anonymous memory at the end of the use, minus the anonymous memory after the imports, divided by the size of the model"),
     )
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from weighin.records.survival import Matrix, matrices
+from weighin.records.series import Matrix, matrices
 from weighin.records.verdict import Verdict
 from weighin.report import captions, operations
 from weighin.report.findings import Entry, Found

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.records.survival import Field, Matrix, matrices
+from weighin.records.series import Field, Matrix, matrices
 from weighin.records.verdict import Verdict, refaults
 from weighin.report import captions
 from weighin.report import style as look

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from weighin.records.repeats import latest
-from weighin.records.samples import read_columns, read_samples
+from weighin.records.run_folder import read_columns, read_samples
 from weighin.report import captions, style
 from weighin.report.rows import Row, values
 from weighin.result import Outcome, Phase, Result, Sample

@@ -10,12 +10,14 @@ from weighin.errors import ConfigError, RecordError
 from weighin.isolation import delegation
 from weighin.plan import start as plans
 from weighin.plan.task import Planned, Progress, Run
-from weighin.records.bisection import TYPICAL_CELLS, next_cell, remaining_ns
 from weighin.records.coverage import resume_command
 from weighin.records.floor import (
     COARSEST,
+    TYPICAL_CELLS,
     Aim,
     bracket,
+    next_cell,
+    remaining_ns,
     results_of,
     searched,
     stopped_by,

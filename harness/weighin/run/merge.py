@@ -11,8 +11,8 @@ from weighin.cell import Cell
 from weighin.errors import RecordError
 from weighin.plan import start
 from weighin.records import coverage, run_folder
+from weighin.records.coverage import Shard, parse_shard
 from weighin.records.run_folder import Plan
-from weighin.records.shard import Shard, parse
 from weighin.result import Result
 
 _OF_A_PART: Final = ("shard", "engine")
@@ -54,7 +54,7 @@ class _Part:
     @property
     def shard(self) -> Shard | None:
         text = self.plan.settings.get("shard")
-        return parse(text) if text else None
+        return parse_shard(text) if text else None
 
 
 def merge(folders: Sequence[Path], out: Path) -> Merged:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from weighin.records.explanation.frames import own, read_all
+from weighin.records.explanation.facts import own, read_all
 from weighin.result import Stack
 from weighin.text import one_line
 

@@ -27,9 +27,8 @@ from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.selection import Selection
+from weighin.records.coverage import Shard, parse_shard
 from weighin.records.floor import COARSEST, Aim
-from weighin.records.shard import Shard
-from weighin.records.shard import parse as parse_shard
 from weighin.text import printable
 from weighin.units import (
     LONGEST_S,
@@ -50,18 +49,11 @@ DEFAULT_STRATEGIES = (
     "per_param",
     "streaming",
 )
-
 DEFAULT_SAVING = ("torch_save", "per_param", "per_module", "sharded", "safetensors", "dcp")
-
-
 DTYPES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-}
+    "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
+    "float16": "float16", "fp16": "float16",
+}  # fmt: skip
 """The dtypes that a load may give floating-point tensors, by the names that a user may write."""
 
 
@@ -145,8 +137,6 @@ class Strict(BaseModel):
 
 
 class SuiteStrategy(Strict):
-    """One strategy of a suite, with its options."""
-
     name: str
     """A name of `weighin list strategies`, or the path of a file, such as `./mine.py`."""
     options: dict[str, Any] = {}
@@ -249,11 +239,6 @@ def _by_name(value: object) -> object:
     ]
 
 
-def _default_strategies(operation: str) -> list[SuiteStrategy]:
-    names = DEFAULT_SAVING if operation == "save" else DEFAULT_STRATEGIES
-    return [SuiteStrategy(name=name) for name in names]
-
-
 _SLOW = "weighin slows the disk down only for a load, not for a save"
 _NOT_FOR_A_SAVE: Final[dict[str, tuple[object, str, str]]] = {
     "cache": (
@@ -284,7 +269,10 @@ class Settings(Strict):
     operation: Annotated[Literal["load", "save"], MODELS] = "load"
     """Whether the strategies load a checkpoint or save one."""
     strategies: Annotated[_Some[SuiteStrategy], BeforeValidator(_by_name), MODELS] = Field(
-        default_factory=lambda known: _default_strategies(known.get("operation", "load"))
+        default_factory=lambda known: [
+            SuiteStrategy(name=name)
+            for name in (DEFAULT_SAVING if known.get("operation") == "save" else DEFAULT_STRATEGIES)
+        ]
     )
     """Names of `weighin list strategies`, paths of files (`./mine.py`), `all`, or mappings with the keys of a strategy."""
     ram: Annotated[_Some[_Limit], MODELS, COMMANDS] = [None]
@@ -470,12 +458,10 @@ class Settings(Strict):
 
     @property
     def selection(self) -> Selection:
-        """The part of the user's checkpoint that has the weights."""
         return Selection(self.key, self.strip_prefix)
 
     @property
     def choice(self) -> FolderChoice:
-        """Which weights and which class to load from a Hugging Face folder."""
         return FolderChoice(
             self.variant, self.model_class, self.revision, self.trust_remote_code, self.adapter
         )
@@ -492,7 +478,6 @@ class Settings(Strict):
         return self.model_dump(exclude_defaults=True, exclude_unset=True)
 
     def command(self, label: str) -> SuiteCommand:
-        """Return the command with this label; raise KeyError if there is none."""
         return {each.name: each for each in self.commands}[label]
 
     def checkpoint_of(self, model: ModelSpec) -> Path | None:

@@ -38,11 +38,7 @@ class _ModelFile(Strict):
 
 
 def read_model(path: Path) -> ModelSpec:
-    """Read a model's YAML file.
-
-    Raises:
-        ConfigError: the file is unreadable or not YAML, or a key or value in it is invalid.
-    """
+    """Read a model's YAML file; raise ConfigError if the file, a key or a value in it is invalid."""
     from weighin.settings.yaml_file import read_mapping  # `weighin run` does without yaml
 
     model = validate(_ModelFile, read_mapping(path), str(path))
@@ -55,11 +51,7 @@ def keys_of(suite: str) -> list[str]:
 
 
 def read_suite(path: Path, kind: str = MODELS) -> Settings:
-    """Read a suite's YAML file.
-
-    Raises:
-        ConfigError: as in ``read_model``, or the suite is of the other kind.
-    """
+    """Read a suite's YAML file; raise ConfigError as ``read_model``, or if it is of the other kind."""
     from weighin.settings.yaml_file import read_mapping
 
     content = read_mapping(path)
@@ -82,16 +74,11 @@ def read_suite(path: Path, kind: str = MODELS) -> Settings:
 
 
 def check_suite(options: Mapping[str, Any]) -> Settings:
-    """Return settings that were given as options; raise ConfigError that names an invalid option."""
     return validate(Settings, options, "")
 
 
 def read_plan(settings: Mapping[str, Any], cells: Sequence[Cell], place: Path) -> Settings:
-    """Return the settings of a plan, also of an older weighin; ignore keys of a later one.
-
-    Raises:
-        ConfigError: a value is invalid; the message names ``place``.
-    """
+    """Return the settings of a plan, also of an older weighin; ignore keys of a later one."""
     content = {name: value for name, value in settings.items() if value is not None}
     # An older weighin stored the settings of commands in an object of their own, and by label what
     # differs between the commands.
@@ -115,14 +102,10 @@ def read_plan(settings: Mapping[str, Any], cells: Sequence[Cell], place: Path) -
 def validate(
     kind: type[_Kind], content: Mapping[str, Any], file: str, context: str | None = None
 ) -> _Kind:
-    """Validate ``content`` and return it as an instance of ``kind``.
+    """Validate ``content`` as a ``kind``; raise ConfigError that names an invalid key or value.
 
     ``file`` is the file that error messages name; empty for options of a command line. In a plan
     (``context``), a later version of weighin may have written more keys; they are ignored.
-
-    Raises:
-        ConfigError: a key or its value is invalid. The message names the key, and for an unknown
-            key the most similar valid key.
     """
     try:
         extra: Literal["ignore"] | None = "ignore" if context == IN_PLAN else None

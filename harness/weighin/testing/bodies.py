@@ -1,7 +1,7 @@
-"""Measure a test or any function in a new process, with the phases and limits of a load.
+"""Measure a load for a test, or a test or any function in a new process, with its phases and limits.
 
-The new process has the isolation ``cgroup`` or ``process``. It cannot run in a container, because
-the container lacks the modules that a test imports.
+The process of a test or function has the isolation ``cgroup`` or ``process``. It cannot run in a
+container, because the container lacks the modules that a test imports.
 """
 
 import json
@@ -9,20 +9,26 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from weighin.cell import Body, Cell, Job, ModelSpec
-from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, UnknownName
+from weighin.errors import (
+    ConfigError,
+    HarnessError,
+    Interrupted,
+    IsolationUnavailable,
+    UnknownName,
+)
 from weighin.isolation import select
 from weighin.probes import environment
 from weighin.result import Outcome, Result
 from weighin.run.cell_runner import measure
-from weighin.testing.results import phase_table
-from weighin.units import format_bytes, parse_bytes
+from weighin.units import format_bytes, format_seconds, parse_bytes
+from weighin.uses import FORWARD
 
 METRICS: Final[dict[str, tuple[str, str]]] = {
     "rss": ("rss_bytes", "rss_bytes"),
@@ -33,6 +39,14 @@ METRICS: Final[dict[str, tuple[str, str]]] = {
 """Maps a metric to its fields in ``Peaks`` and in ``Memory``. All but ``anon`` are high-water marks."""
 
 Call = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
+PATIENCE_S: Final = 600.0
+"""How many seconds a load waits for other runs to end; xdist runs tests in parallel."""
+_OF_LOADS: Final = (
+    "device", "dtype", "cache", "format", "checkpoint", "kwargs", "trust_remote_code", "variant",
+    "model_class", "revision",
+)  # fmt: skip
+_FIGURES: Final = ("peaks", "above_import_bytes", "use_phases")
+_HEADS: Final = ("phase", "time", "peak RSS", "anonymous at end", "cgroup peak", "CUDA peak")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +58,78 @@ class Limit:
     ram: str | None = None
     timeout_s: float = 600.0
     device: str = "cpu"
+
+
+class NotOk(Result):
+    """A ``Result`` of a failed measurement: to read its peaks raises AssertionError.
+
+    The peaks of a failed load do not show how much memory the load needs. A test that expects a
+    failure can read ``outcome``, ``message`` and ``phases``.
+    """
+
+    __slots__ = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _FIGURES:
+            __tracebackhide__ = True
+            end = f"{self.outcome}: {self.message}" if self.message else self.outcome
+            raise AssertionError(
+                f"{name} cannot be read, because {self.cell.strategy} did not end ok: {end}\nthe"
+                " peaks of such a load are incomplete: if the outcome is intended, assert"
+                ' run.outcome == "..." and read no peaks'
+            )
+        return super().__getattribute__(name)
+
+    def __repr__(self) -> str:
+        """Return a short text, which pytest prints when an assertion on the outcome fails."""
+        return f"<result of {self.cell.strategy}: {self.outcome}>"
+
+
+def guarded(result: Result) -> Result:
+    if result.outcome is Outcome.OK:
+        return result
+    return NotOk(**{each.name: getattr(result, each.name) for each in fields(result)})
+
+
+def measure_load(
+    strategy: str, say: Callable[[str], None], *, ram: str | None, **options: Any
+) -> Result:
+    """Measure one load as ``weighin bench`` does, in a run of one cell in a temporary folder.
+
+    ``Weighin.measure`` documents the options. ``say`` gets each line that a long preparation
+    prints, such as the build of a Docker image.
+
+    Raises:
+        HarnessError: the load cannot be measured here, or an argument is invalid.
+    """
+    from weighin.plan import start as plans
+    from weighin.plan.task import Progress
+    from weighin.run import runner
+    from weighin.settings.reading import check_suite
+
+    suite = {
+        "models": [options.pop("model", "gpt2-small")],
+        "strategies": [{"name": strategy, "options": options.pop("options", None) or {}}],
+        "ram": [ram or "none"],
+        "isolation": options.pop("isolation"),
+        "timeout_s": options.pop("timeout_s"),
+        "uses": options.pop("use", FORWARD),
+        "dtype": "float32",
+    }
+    for name, value in options.items():
+        if name not in _OF_LOADS:
+            raise TypeError(f"measure() of a strategy has no option {name!r}")
+        if value:
+            suite[name] = value
+    with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
+        task, _ = plans.start(check_suite(suite), Path(folder) / "run")
+        try:
+            (result,) = runner.run(replace(task, patience_s=PATIENCE_S), Progress(building=say))
+        except Interrupted:
+            raise KeyboardInterrupt from None
+    if result.outcome == "measurement_failed":
+        raise HarnessError(f"{strategy} could not be measured: {result.message}")
+    return result
 
 
 def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: float) -> Result:
@@ -151,50 +237,68 @@ def _judged(
     """Return the report. Return a failure instead if the memory was not measured or grew by more
     than ``allowed``, or if the kernel killed a child process.
     """
-    if report.when == "call" and report.passed:
-        if result.outcome is Outcome.CHILD_KILLED:
-            return _failed(item, f"{result.outcome}: {result.message}", result)
-        metric, (of_peak, of_start) = limit.metric, METRICS[limit.metric]
-        peak, start = getattr(result.peaks, of_peak), getattr(result.baseline, of_start, 0)
-        if peak is None or start is None:
-            needs = {"cgroup": ": needs the isolation cgroup", "cuda": ': needs device="cuda"'}
-            why = f"{metric} was not measured under the isolation {result.cell.isolation}"
-            return _failed(item, f"{why}{needs.get(metric, '')}", result)
-        # rss and anon leave out the memory of a test's child processes, which weighin samples.
-        others = result.peaks.others_private_sampled_bytes if metric in ("rss", "anon") else 0
-        if peak - start + (others or 0) > allowed:
-            return _failed(
-                item, _too_much(result, metric, peak - start, others or 0, allowed), result
-            )
-    if report.failed:
-        report.sections.append(_section(result))
-    return report
-
-
-def _too_much(result: Result, metric: str, growth: int, held: int, allowed: int) -> str:
+    if report.when != "call" or not report.passed:
+        if report.failed:
+            report.sections.append(_section(result))
+        return report
+    if result.outcome is Outcome.CHILD_KILLED:
+        return _failed(item, f"{result.outcome}: {result.message}", result)
+    metric, (of_peak, of_start) = limit.metric, METRICS[limit.metric]
+    peak, start = getattr(result.peaks, of_peak), getattr(result.baseline, of_start, 0)
+    if peak is None or start is None:
+        needs = {"cgroup": ": needs the isolation cgroup", "cuda": ': needs device="cuda"'}
+        why = f"{metric} was not measured under the isolation {result.cell.isolation}"
+        return _failed(item, f"{why}{needs.get(metric, '')}", result)
+    # rss and anon leave out the memory of a test's child processes, which weighin samples.
+    others = result.peaks.others_private_sampled_bytes if metric in ("rss", "anon") else 0
+    growth, held = peak - start, others or 0
+    if growth + held <= allowed:
+        return report
     kind = "sampled" if metric == "anon" else "exact"
     text = f"{metric} ({kind}) grew by {format_bytes(growth)} during the test's body"
     if growth > allowed:
-        lines = [f"{text}, more than its limit of {format_bytes(allowed)}"]
+        text += f", more than its limit of {format_bytes(allowed)}"
     else:
-        lines = [
-            f"{text}, and its child processes had {format_bytes(held)} of private memory (sampled):"
+        text += (
+            f", and its child processes had {format_bytes(held)} of private memory (sampled):"
             f" together more than the limit of {format_bytes(allowed)}"
-        ]
-    before = result.baseline.rss_bytes if result.baseline else 0
-    highest = max(result.phases, key=lambda phase: phase.peak_rss_bytes, default=None)
-    if highest:
-        above = format_bytes(highest.peak_rss_bytes - before)
-        lines.append(
-            f"the phase with the highest peak RSS is {highest.name!r}: {above} above the start"
         )
-    return "\n".join(lines)
+    before = result.baseline.rss_bytes if result.baseline else 0
+    if highest := max(result.phases, key=lambda phase: phase.peak_rss_bytes, default=None):
+        above = format_bytes(highest.peak_rss_bytes - before)
+        text += (
+            f"\nthe phase with the highest peak RSS is {highest.name!r}: {above} above the start"
+        )
+    return _failed(item, text, result)
 
 
 def _section(result: Result) -> tuple[str, str]:
     phases = tuple(phase for phase in result.phases if phase.name != "import")
     table = phase_table(replace(result, phases=phases))
     return f"weighin: phases under {result.cell.isolation}", table
+
+
+def phase_table(result: Result) -> str:
+    """Return a table of the phases; an error message and the RSS at the start follow, if any."""
+    rows: list[tuple[str, ...]] = [_HEADS]
+    for phase in result.phases:
+        sizes = (
+            *(phase.peak_rss_bytes, phase.end.anon_bytes),
+            *(phase.peak_cgroup_bytes, phase.peak_cuda_allocated_bytes),
+        )
+        texts = ("-" if size is None else format_bytes(size) for size in sizes)
+        rows.append((phase.name, format_seconds(phase.end_ns - phase.start_ns), *texts))
+    columns = [each for each in zip(*rows, strict=True) if {*each[1:]} - {"-"}]
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in zip(*columns, strict=True)
+    ]
+    if result.message:
+        lines.append(f"{result.outcome}: {result.message}")
+    if result.baseline:
+        lines.append(f"RSS at the start: {format_bytes(result.baseline.rss_bytes)}")
+    return "\n".join(lines)
 
 
 def _failed(item: pytest.Item, message: str, result: Result | None = None) -> pytest.TestReport:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -108,8 +109,7 @@ class Weighin:
                 the peaks of such a result raises AssertionError, so that the test fails.
             TypeError: a strategy got positional arguments.
         """
-        from weighin.testing import bodies, loads
-        from weighin.testing.results import guarded
+        from weighin.testing import bodies
 
         chosen = isolation or isolation_of(self._config)
         if callable(what):
@@ -118,16 +118,11 @@ class Weighin:
         elif arguments:
             raise TypeError("a strategy takes no arguments: give options by name")
         else:
-            result = loads.measure_load(
-                what,
-                ram=ram,
-                isolation=chosen,
-                timeout_s=timeout_s,
-                say=lambda line: _say(self._config, line),
-                **options,
-            )
+            say = partial(_say, self._config)
+            options |= {"isolation": chosen, "timeout_s": timeout_s}
+            result = bodies.measure_load(what, say, ram=ram, **options)
         self._results.append(result)
-        return guarded(result)
+        return bodies.guarded(result)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the ``with`` block as a phase; without a limit of ``limit_peak``, do nothing."""
@@ -187,7 +182,7 @@ def pytest_runtest_makereport(
     """Add a table of the phases of each measurement to the report of a failed test."""
     report = yield
     if report.failed and (results := item.stash.get(MEASURED, [])):
-        from weighin.testing.results import phase_table
+        from weighin.testing.bodies import phase_table
 
         for result in results:
             title = f"weighin: {result.cell.strategy} {result.outcome}"

@@ -15,7 +15,7 @@ from weighin.records.explanation.facts import (
     size,
     title_of,
 )
-from weighin.records.samples import read_samples
+from weighin.records.run_folder import read_samples
 from weighin.result import Kill, Outcome, Result, Sample
 from weighin.text import few
 from weighin.units import MIB
@@ -50,7 +50,6 @@ def answer(run: Path, result: Result) -> list[str]:
 
 
 def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause | None:
-    """Return what caused a command's memory use; None if the record proves no cause."""
     return find(Facts(result, result.ran, samples or ())) if result.ran else None
 
 
@@ -64,7 +63,9 @@ def _ending(result: Result) -> str:
     else:
         text = result.message[:1].upper() + result.message[1:] or f"Ended: {result.outcome}"
     if ran and ran.ended:
-        text += f". weighin stopped processes that still ran at the end: {_counted(ran.ended)}"
+        counts = Counter(map(program, ran.ended)).most_common()
+        texts = [f"{command} ({count})" if count > 1 else command for command, count in counts]
+        text += f". weighin stopped processes that still ran at the end: {few(texts)}"
     return f"{text}."
 
 
@@ -87,13 +88,6 @@ def _killed(result: Result, kills: Sequence[Kill]) -> str:
     if grower and grower.pid not in {kill.pid for kill in kills}:  # it kills what holds most
         grew = f". The process that grew most is {title_of(grower)}, by {size(grown_by(grower))}"
     return f"Killed {_limit(result, kills)}: the kernel killed {who}{first}{grew}"
-
-
-def _counted(commands: Sequence[str]) -> str:
-    """Return the most frequent command lines with their counts: "python x.py (3), tee"."""
-    counts = Counter(map(program, commands)).most_common()
-    texts = [f"{command} ({count})" if count > 1 else command for command, count in counts]
-    return few(texts)
 
 
 def _limit(result: Result, kills: Sequence[Kill]) -> str:
@@ -138,7 +132,7 @@ def _need(facts: Facts) -> str:
 def _kinds(facts: Facts, needed: int) -> str:
     """Name the kinds of memory that were read, each with its size if there are several."""
     sizes = {
-        "anonymous": max(facts.anon_bytes, facts.anon_of_killed),
+        "anonymous": max(facts.anon_bytes, 0, *(kill.anon_bytes or 0 for kill in facts.ran.kills)),
         "shared": facts.shmem_bytes,
         "locked": facts.locked_bytes,
         "kernel": facts.kernel_bytes,

@@ -1,18 +1,25 @@
 """Find the kinds of memory at a command's peak, and the process and line of code that used most."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Final
 
-from weighin.records.explanation.frames import Frame, own, read_all
 from weighin.result import OpenFile, Outcome, Process, Ran, Result, Sample, Stack
 from weighin.text import few, one_line
 from weighin.units import GIB, MIB, format_bytes
 
+_FRAME: Final = re.compile(r"(?P<function>.*) \((?P<path>.*):(?P<line>\d+)\)")
+_INSTALLED: Final = re.compile(
+    r"(?:.*/)?(?:site-packages|dist-packages|lib(?:64)?/python\d(?:\.\d+)?t?)/(?P<inside>.*)"
+)
+_INNER: Final = re.compile(
+    r"(?:\.?<locals>)?\.?<(?:module|lambda|listcomp|genexpr|dictcomp|setcomp)>"
+)
+_GENERIC: Final = ("__init__.py", "__main__.py")
 _NEAR: Final = 0.75
 """A stack counts only if the command then used at least this share of its highest memory."""
 _SHORT_CODE: Final = 48
@@ -27,6 +34,47 @@ _WAITING_CODE: Final = re.compile(r"\b(?:os\.wait\w*|\w+\.(?:wait|join|sleep|com
 _CHECKPOINT: Final = re.compile(
     r".*\.(?:pt|pth|bin|ckpt|safetensors|gguf|pkl|npy|npz|h5|msgpack|distcp)"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame of a stack; ``line`` is the line number, counted from 1."""
+
+    function: str
+    path: str
+    line: int
+
+    @property
+    def is_library(self) -> bool:
+        return self.path.startswith("<frozen") or bool(_INSTALLED.fullmatch(self.path))
+
+    @property
+    def name(self) -> str:
+        """The function with its class, "Server.answer"; empty in the body of a module."""
+        return _INNER.sub("", self.function).replace(".<locals>", "")
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def place(self) -> str:
+        """The file's name and line: "script.py:14"; for a library, with the package's folders."""
+        inside = _INSTALLED.fullmatch(self.path)
+        parts = (inside["inside"] if inside else self.path).split("/")
+        kept = len(parts) if inside else 2 if parts[-1] in _GENERIC else 1
+        return f"{'/'.join(parts[-kept:])}:{self.line}"
+
+
+def read_all(texts: Iterable[str]) -> tuple[Frame, ...]:
+    """Parse the frames of a stack, the innermost first; leave out texts of another form."""
+    matches = (match for text in texts if (match := _FRAME.fullmatch(text)))
+    return tuple(Frame(match["function"], match["path"], int(match["line"])) for match in matches)
+
+
+def own(frames: Iterable[Frame]) -> Frame | None:
+    """Return the innermost frame outside of libraries; None if all frames belong to libraries."""
+    return next((frame for frame in frames if not frame.is_library), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +116,14 @@ class Facts:
         """Anonymous memory, shared memory and page cache at the peak, in bytes; None if unknown."""
         if at := self.at_peak:
             return at.anon_bytes, at.shmem_bytes, at.page_cache_bytes
-        if self.present:
-            parts = [
-                (p.anon_bytes or 0, p.shmem_bytes or 0, p.file_bytes or 0) for p in self.present
-            ]
-            anon, shmem, file = (sum(part) for part in zip(*parts, strict=True))
-            return anon, shmem, file
-        return None
+        sums = [
+            sum(getattr(one, name) or 0 for one in self.present)
+            for name in ("anon_bytes", "shmem_bytes", "file_bytes")
+        ]
+        return (sums[0], sums[1], sums[2]) if self.present else None
 
     @cached_property
     def at_peak(self) -> Sample | None:
-        """The sample at the peak; None without samples."""
         peak_ns = self.ran.peak_ns
         if self.ran.at_peak or not self.samples or peak_ns is None:
             return self.ran.at_peak
@@ -108,17 +153,11 @@ class Facts:
         return self.split[0] if self.split else 0
 
     @property
-    def anon_of_killed(self) -> int:
-        """The anonymous memory of the killed process with most of it, from the kernel's log."""
-        return max((kill.anon_bytes or 0 for kill in self.ran.kills), default=0)
-
-    @property
     def shmem_bytes(self) -> int:
         return self.split[1] if self.split else 0
 
     @property
     def held_bytes(self) -> int:
-        """The sum of the anonymous and shared memory."""
         return self.anon_bytes + self.shmem_bytes
 
     @property
@@ -144,16 +183,27 @@ class Facts:
     @cached_property
     def place(self) -> Place | None:
         """The line that ran last near the memory peak; None without a stack, or if all threads waited."""
+
+        def weight(place: Place) -> tuple[int, bool, int]:
+            process = self.process(place.stack.pid)
+            grown, held = (grown_by(process), held_by(process)) if process else (0, 0)
+            return grown, own(place.frames) is not None, held
+
         least = _NEAR * self.needed_bytes
         near = [place for place in self.places if place.stack.usage_bytes >= least]
         last = None
         for t_ns in dict.fromkeys(place.stack.t_ns for place in reversed(near)):
             now = [place for place in near if place.stack.t_ns == t_ns]
-            for place in sorted(now, key=self._weight, reverse=True):
-                if not is_waiting(place):
-                    if found := _walk_up(place, now):
-                        return found
-                    last = last or place
+            for place in sorted(now, key=weight, reverse=True):
+                if is_waiting(place):
+                    continue
+                if own(place.frames) or place.frames[-1].function == "<module>":
+                    return place
+                # A library's own thread: a line of the user in another thread waits for it.
+                for other in now:
+                    if other.stack.pid == place.stack.pid and own(other.frames):
+                        return other
+                last = last or place
         return last
 
     @cached_property
@@ -162,21 +212,13 @@ class Facts:
         found = [place for stack in self.ran.stacks if (place := place_of(stack))]
         return sorted(found, key=lambda place: (place.stack.usage_bytes, place.stack.t_ns))
 
-    def _weight(self, place: Place) -> tuple[int, bool, int]:
-        process = self.process(place.stack.pid)
-        grown, held = (grown_by(process), held_by(process)) if process else (0, 0)
-        return grown, own(place.frames) is not None, held
-
     def process(self, pid: int) -> Process | None:
         """Return the last process that had the pid ``pid``."""
         return next((one for one in reversed(self.ran.processes) if one.pid == pid), None)
 
     def grown(self, pid: int, holds: Callable[[Place], bool]) -> int:
-        """Return how much the command's memory grew, in bytes, while ``holds`` was true.
-
-        The result is the sum of the growth between each two successive stacks of the process
-        ``pid``, if ``holds`` is true for both stacks. It is a lower bound, because it leaves out
-        the growth just before and just after these stacks.
+        """Return a lower bound of how much the command's memory grew while ``holds`` was true: the sum
+        over each two successive stacks of the process ``pid`` for which it is true, in bytes.
         """
         places = sorted(
             (one for one in self.places if one.stack.pid == pid and not is_waiting(one)),
@@ -190,10 +232,8 @@ class Facts:
         return sum(step for step in steps if step > 0)
 
     def grown_since(self, file: OpenFile) -> int:
-        """Return the growth of anonymous memory from the first sight of ``file`` to the peak.
-
-        The result, in bytes, is a lower bound of the growth since the file was opened. It is 0 if
-        there are no samples, or if no sample found the file open.
+        """Return a lower bound of the growth of anonymous memory since ``file`` was opened, in bytes: 0
+        without samples, or if no sample found the file open.
         """
         if file.seen_ns is None or not self.samples:
             return 0
@@ -202,10 +242,7 @@ class Facts:
         return self.anon_bytes - before.anon_bytes
 
     def read_files(self, pid: int) -> list[OpenFile]:
-        """Return the checkpoint files that a process opened and mapped to less than half.
-
-        The largest file comes first.
-        """
+        """Return a process's checkpoint files that it mapped to less than half, the largest first."""
         process = self.process(pid)
         files = process.files if process else ()
         found = [
@@ -226,28 +263,12 @@ def place_of(stack: Stack) -> Place | None:
 def place_at(stack: Stack, frames: tuple[Frame, ...], at: int) -> Place:
     called = frames[at - 1] if at else None
     name = "" if called is None else "import" if is_import(called) else called.short_name
-    return Place(stack, frames, frames[at], name or _function(frames[at:]))
-
-
-def _function(frames: Sequence[Frame]) -> str:
-    """Return the first frame's function, or "" in a module's body.
-
-    In Python 3.11, a comprehension has a frame of its own, which is skipped.
-    """
-    for frame in frames:
-        if frame.path != frames[0].path or frame.function == "<module>":
-            return ""
-        if frame.name:
-            return frame.name
-    return ""
-
-
-def _walk_up(place: Place, now: Sequence[Place]) -> Place | None:
-    """Return the user's line: for a library's own thread, a line of another thread, which waits for it."""
-    if own(place.frames) or place.frames[-1].function == "<module>":
-        return place
-    same = (one for one in now if one.stack.pid == place.stack.pid and own(one.frames))
-    return next(same, None)
+    # In Python 3.11, a comprehension has a frame of its own without a name, which is skipped.
+    for frame in frames[at:]:
+        if name or frame.path != frames[at].path or frame.function == "<module>":
+            break
+        name = frame.name
+    return Place(stack, frames, frames[at], name)
 
 
 def is_import(frame: Frame) -> bool:
@@ -264,7 +285,6 @@ def is_waiting(place: Place) -> bool:
 
 
 def held_by(process: Process) -> int:
-    """Return the anonymous and shared memory of a process at the peak, in bytes."""
     return (process.anon_bytes or 0) + (process.shmem_bytes or 0)
 
 
