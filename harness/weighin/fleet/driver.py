@@ -20,7 +20,7 @@ from weighin.plan.nodes import Demand, Node
 from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.probes import environment
 from weighin.records import coverage, run_folder
-from weighin.records.parsing import parse
+from weighin.records.run_folder import parse
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.run import interrupts, runner
 from weighin.run.run_lock import only_writer
