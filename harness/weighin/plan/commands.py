@@ -9,7 +9,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from weighin.cell import Cell
-from weighin.errors import ConfigError, RecordError
+from weighin.errors import ConfigError
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.plan import nodes as machines
@@ -73,22 +73,6 @@ def plan(settings: Settings, nodes: Sequence[Node]) -> tuple[list[Planned], Isol
         for command in settings.commands
     ]
     return planned, isolation, note
-
-
-def restore(cells: Sequence[Cell], settings: Settings, place: Path) -> list[Planned]:
-    """Return the cells of the plan in ``place``; raise RecordError if it lacks the command of a cell,
-    and ConfigError as ``check``.
-    """
-    try:
-        for cell in cells:
-            settings.command(cell.strategy)
-    except KeyError as error:
-        raise RecordError(
-            f"{place} lacks the command {error}",
-            "start a new run, because this run cannot be resumed without the command",
-        ) from None
-    check(settings)
-    return [Planned(cell) for cell in cells]
 
 
 def check(settings: Settings) -> None:

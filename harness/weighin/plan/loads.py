@@ -9,13 +9,13 @@ from typing import Any, Final
 
 from weighin import formats
 from weighin.cell import Cell, ModelSpec, Operation
-from weighin.errors import ConfigError, IsolationUnavailable, RecordError
+from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.formats import gguf, quantised
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import code_of, folder_library
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import Selection
-from weighin.isolation import preload, select
+from weighin.isolation import preload
 from weighin.isolation.base import Isolation
 from weighin.plan import nodes as machines
 from weighin.plan.nodes import Node
@@ -92,28 +92,18 @@ def plan(
     return planned, isolation, settings.model_copy(update=found), note
 
 
-def restore(
-    cells: Sequence[Cell], settings: Settings, place: Path
-) -> tuple[list[Planned], Isolation]:
-    """Return the cells of the plan in ``place``, and their isolation; raise RecordError if it lacks the
-    path of a strategy, and ConfigError if the strategy's file is missing or every cell is skipped.
+def restore(cells: Sequence[Cell], settings: Settings) -> tuple[list[Planned], tuple[str, ...]]:
+    """Return the cells of a plan, and the packages that they need; raise KeyError if it lacks the path
+    of a strategy, and ConfigError if the strategy's file is missing or every cell is skipped.
     """
     infos = {
         name: registry.read_strategy(Path(path), cells[0].operation)
         for name, path in settings.strategy_paths.items()
     }
-    try:
-        planned = [plan_cell(cell, infos[cell.strategy]) for cell in cells]
-    except KeyError as error:
-        raise RecordError(
-            f"{place} lacks the path of the strategy {error}",
-            "start a new run, because this run cannot be resumed without the path",
-        ) from None
+    planned = [plan_cell(cell, infos[cell.strategy]) for cell in cells]
     _check_any_runs(planned)
-    needed = _installed(
-        infos.values(), [cell.model for cell in cells], {cell.format for cell in cells}
-    )
-    return planned, select.named(cells[0].isolation, settings.base_image, needed)
+    models, used = [cell.model for cell in cells], {cell.format for cell in cells}
+    return planned, _installed(infos.values(), models, used)
 
 
 def cells_of(

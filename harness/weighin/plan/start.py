@@ -20,7 +20,7 @@ from weighin.errors import ConfigError, RecordError
 from weighin.isolation import select
 from weighin.plan import commands
 from weighin.plan.nodes import Node
-from weighin.plan.task import Run
+from weighin.plan.task import Planned, Run
 from weighin.records import run_folder
 from weighin.records.coverage import resume_command
 from weighin.settings import reading
@@ -104,15 +104,24 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
             place=place,
             again=resume_command(settings.verb, folder),
         )
-    if settings.commands:
-        planned = commands.restore(found.cells, settings, place)
-        isolation = select.named(
-            found.cells[0].isolation, settings.base_image, image=settings.image
-        )
-    else:
-        from weighin.plan import loads
+    what = "command" if settings.commands else "path"
+    packages: tuple[str, ...] = ()
+    try:
+        if settings.commands:
+            planned = [Planned(cell) for cell in found.cells if settings.command(cell.strategy)]
+            commands.check(settings)
+        else:
+            from weighin.plan import loads
 
-        planned, isolation = loads.restore(found.cells, settings, place)
+            planned, packages = loads.restore(found.cells, settings)
+    except KeyError as error:
+        of = "" if settings.commands else " of the strategy"
+        raise RecordError(
+            f"{place} lacks the {what}{of} {error}",
+            f"start a new run, because this run cannot be resumed without the {what}",
+        ) from None
+    name = found.cells[0].isolation
+    isolation = select.named(name, settings.base_image, packages, settings.image)
     ours = settings.shard.of(planned) if settings.shard else planned
     return Run(folder, ours, isolation, settings)
 

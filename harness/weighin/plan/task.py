@@ -44,17 +44,11 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Callbacks that report a run's progress. The run calls each one at the event that is named here.
+    """Callbacks that report a run's progress, named after what begins or happens.
 
-    Attributes:
-        preparing: a step of the preparation begins, or a share of it (0 to 1) is done.
-        building: the isolation prints a line, such as Docker while it builds an image.
-        starting: a cell starts.
-        phase: a phase of the cell begins.
-        narrowed: a search has come closer to the smallest working limit; the argument says how far.
-        nodes: a machine (node) of a cluster begins a step; the argument maps each node's name to
-            its step.
-        finished: a cell has a record.
+    ``preparing`` gets a step and its share that is done (0 to 1), ``building`` a line that Docker
+    prints, ``narrowed`` how close a search has come to its floor, and ``nodes`` the step of each
+    machine of a cluster, by its name.
     """
 
     preparing: Callable[[str, float | None], None] = lambda _text, _share: None
@@ -70,13 +64,9 @@ class Progress:
 class Run:
     """One run to perform: its cells, the folder for their records, and its settings.
 
-    Attributes:
-        results: the results of the cells that have a record; empty until the run has begun.
-        is_new: whether the run is new, and not resumed. A new run's folder is removed if an error
-            stops the run before its first record.
-        patience_s: the longest time to wait for the end of another run on this machine, in seconds.
-        is_probed: whether an earlier run with the same limits has tested a worker on this machine,
-            so that this run need not repeat the test.
+    ``results`` is empty until the run has begun. The folder of a new run is removed if an error stops
+    the run before its first record. ``patience_s`` is the longest time to wait for another run on this
+    machine. ``is_probed``: an earlier run with the same limits has tested a worker on this machine.
     """
 
     folder: Path
@@ -103,7 +93,7 @@ class Run:
         return self.results
 
     def unlimited_result(self, cell: Cell) -> Result | None:
-        """Return the result of a limited cell without its limit; None if there is none."""
+        """Return the result of the same cell without a limit; None for a cell that has no limit."""
         if cell.ram_limit_bytes is None:
             return None
         return unlimited_of(results_of(searched(cell), self.results))

@@ -45,11 +45,10 @@ def check(
 
 def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
     """Return one line for each entry of a plan that names code that is neither part of weighin nor
-    installed.
+    installed; run none of it.
 
     Code can come from builders, strategies, uses, Hugging Face folders, base images, mounts,
-    environment variables and the address of a Ray cluster; a command is always foreign. ``foreign``
-    runs none of the code.
+    environment variables and the address of a Ray cluster; a command is always foreign.
     """
     # Ray unpickles what a cluster sends, and so runs its code.
     address = settings.engine.get("address")

@@ -23,12 +23,12 @@ from operator import attrgetter
 from pathlib import Path, PurePath
 from reprlib import repr as short_repr
 from shlex import quote
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 import msgspec
 
 from weighin import atomic
-from weighin.cell import Cell
+from weighin.cell import CacheState, Cell, Operation
 from weighin.errors import DamagedRecord, RecordError
 from weighin.foreign import no_link, parse_json, read_bytes
 from weighin.records.coverage import Coverage, as_json, coverage, resume_command, verb_of
@@ -48,6 +48,11 @@ _NAME_ANOTHER: Final = "free disk space, or name a writable folder: weighin benc
 _FREE: Final = {"kwargs", "options", "environment"}  # a user may put any value there
 _CELLS: Final = {"cell", "cells", "model"}
 _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
+_CHOICES: Final[dict[int | str, list[str]]] = {
+    "outcome": [*Outcome],
+    "cache": sorted(get_args(CacheState)),
+    "operation": sorted(get_args(Operation)),
+}
 _VALUE_LENGTH: Final = 60  # characters of a damaged value in an error
 _NAMES: Final = tuple(each.name for each in fields(Sample))  # the columns of a file of samples
 _REQUIRED: Final = sum(each.default is MISSING for each in fields(Sample))
@@ -411,13 +416,13 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
     try:
         parsed = msgspec.convert(value if is_clean else clean(value), kind)
     except (msgspec.ValidationError, UnicodeError) as error:  # or a lone surrogate
-        raise DamagedRecord(f"{place}: {_complaint(str(error), kind, value)}", repair) from None
+        raise DamagedRecord(f"{place}: {_complaint(str(error), value)}", repair) from None
     if complaint := impossible(value):
         raise DamagedRecord(f"{place}: {complaint}", repair)
     return parsed
 
 
-def _complaint(text: str, kind: Any, record: Any) -> str:
+def _complaint(text: str, record: Any) -> str:
     """Return an error of msgspec with the place first: "peaks.rss_bytes: expected `int`, got `str` '1'"."""
     text, _, path = text.partition(" - at `$")
     keys = [int(index) if index else key for index, key in re.findall(r"\[(\d+)\]|(\w+)", path)]
@@ -428,23 +433,12 @@ def _complaint(text: str, kind: Any, record: Any) -> str:
     if not (is_unknown or text.startswith("Expected")) or "..." in path or "` in `" in text:
         # The place is not known: msgspec writes "..." for a key of a mapping.
         return one_line(f"{where or 'the record'}: {text[:1].lower()}{text[1:]}")
-    expected: list[Any] = [msgspec.inspect.type_info(kind)]
     for key in keys:
         record = record[key]
-        expected = [inner for each in expected for inner in _types_at(each, key)]
     shown = one_line(short_repr(record), _VALUE_LENGTH)
     if is_unknown:
-        values = [str(one) for each in expected for one in getattr(each, "values", ()) or each.cls]
-        return f"{where}: unknown value {shown}; known values: {', '.join(values)}"
+        return f"{where}: unknown value {shown}; known values: {', '.join(_CHOICES[keys[-1]])}"
     return one_line(f"{where or 'the record'}: {text[:1].lower()}{text[1:]} {shown}")
-
-
-def _types_at(outer: Any, key: int | str) -> list[Any]:
-    """Return the types that msgspec expects at a key of a dataclass, or at an index of a tuple."""
-    types = getattr(outer, "types", [outer])  # of a union
-    fields = [field for each in types for field in getattr(each, "fields", ())]
-    found = [field.type for field in fields if field.name == key]
-    return found or [each.item_type for each in types if hasattr(each, "item_type")]
 
 
 def clean(value: Any, *, is_cell: bool = False) -> Any:
