@@ -15,8 +15,7 @@ from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import code_of, folder_library
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import Selection
-from weighin.isolation import preload
-from weighin.isolation import select
+from weighin.isolation import preload, select
 from weighin.isolation.base import Isolation
 from weighin.plan import nodes as machines
 from weighin.plan.nodes import Node
