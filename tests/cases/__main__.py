@@ -1,6 +1,6 @@
 """Run the test of each case that a stranger's use has shown, and print what came of it.
 
-    PYTHONPATH=harness:tests python tests/cases
+    python tests/cases
 
 The cases are kinds of memory and faults that weighin once told wrongly. ``make test-all`` runs the
 same tests among all others. They need cgroups and a C compiler, and take about five minutes.

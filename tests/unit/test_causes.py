@@ -431,6 +431,17 @@ def test_a_growth_in_changing_inner_lines_is_that_of_the_line_that_they_share() 
     assert cause.place.title == "`add` (load.py:20)"
 
 
+def test_the_line_of_most_readings_alone_is_a_chance_where_its_caller_is_in_all() -> None:
+    stacks = tuple(
+        stack(100 * at * MIB, f"Cache.add (load.py:{line})", "<module> (load.py:17)")
+        for at, line in enumerate((9, 10, 9), start=1)
+    )
+    cause = found(*killed(STEADY, stacks=stacks))
+    assert cause
+    assert cause.place
+    assert cause.place.title == "`add` (load.py:17)"
+
+
 def test_a_growth_in_one_step_is_not_steady() -> None:
     steps = [10 * MIB] * 15 + [300 * MIB] * 15
     assert found(*growing(steps, 9, 9, 9, 9)) is None

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from leftovers import lives, wait_until
 from scripts import JOB
@@ -144,9 +145,9 @@ def written_pid(folder: Path) -> int:
 
 
 def daemon(folder: Path) -> int:
-    """Return the pid of DAEMON once it has left the shell's process group, which ends with it."""
+    """Return the pid of DAEMON once it is ``sleep``, in a session of its own."""
     pid = written_pid(folder)
-    wait_until(lambda: os.getsid(pid) == pid, "it did not become a daemon")
+    wait_until(lambda: psutil.Process(pid).name() == "sleep", "it did not become a daemon")
     return pid
 
 
