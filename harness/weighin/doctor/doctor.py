@@ -7,10 +7,10 @@ measure is tested in a temporary cgroup.
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import isclose
 from mmap import PAGESIZE, mmap
 from pathlib import Path
@@ -63,9 +63,10 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The rows of the table."""
+    """The rows of the table; ``about`` says which node of a cluster was tested."""
 
     capabilities: tuple[Capability, ...]
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def holds_a_limit(self) -> bool:
@@ -76,6 +77,7 @@ class Examination:
 
     def as_json(self) -> dict[str, Any]:
         return {
+            **self.about,
             "holds_a_limit": self.holds_a_limit,
             "capabilities": [
                 asdict(one) | {"verdict": _WORDS[one.verdict]} for one in self.capabilities
@@ -97,7 +99,15 @@ def examine(say: Callable[[str], None]) -> Examination:
 
 
 def table(examination: Examination) -> Table:
-    shown = Table("subject", "works", "detail", box=SIMPLE_HEAD, pad_edge=False)
+    title = f"node {examination.about['name']}" if examination.about else None
+    shown = Table(
+        *("subject", "works", "detail"),
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for one in examination.capabilities:
         works = f"[{_STYLES[one.verdict]}]{_WORDS[one.verdict]}[/]"
         shown.add_row(escape(one.subject), works, escape(one.detail))
@@ -197,7 +207,7 @@ def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:
 
 def figures() -> Iterator[Capability]:
     """Yield a row for each kind of memory figure in records, and a row for the cold page cache."""
-    yield _row(
+    yield row(
         "peak RSS of each phase",
         os.access("/proc/self/clear_refs", os.W_OK),
         "exact: VmHWM, reset through clear_refs",
@@ -227,7 +237,7 @@ def figures() -> Iterator[Capability]:
     if left is None:
         why = f"{folder}: this kernel does not tell which pages are cached"
     yes = f"files in {folder} are evicted, and checked"
-    yield _row("cold page cache", left == 0, yes, "bad", why)
+    yield row("cold page cache", left == 0, yes, "bad", why)
 
 
 def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
@@ -240,22 +250,22 @@ def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
         else:
             exact = f"exact for each phase: {name}, reset at the end of each"
             why = f"exact for the whole cell, not for a phase: resetting {name} needs Linux 6.12"
-            yield _row("cgroup peak", mark.reset(), exact, "poor", why)
-    yield _row(
+            yield row("cgroup peak", mark.reset(), exact, "poor", why)
+    yield row(
         "kills for lack of memory",
         cgroup.read_oom_kills() is not None,
         f"exact: oom_kill in {kills}",
         "bad",
         f"missing: oom_kill in {kills} needs Linux 5.2 (v2) or 4.13 (v1)",
     )
-    yield _row(
+    yield row(
         "refaults",
         cgroup.read_refaults() is not None,
         "exact: workingset_refault_file in memory.stat",
         "poor",
         "missing: this counter needs Linux 5.9; only major page faults are available",
     )
-    yield _row(
+    yield row(
         "soft limit (--ram-high)",
         cgroup.soft_limit_path is not None,
         "memory.high, with --isolation cgroup",
@@ -300,7 +310,7 @@ def nested() -> Capability:
         return Capability(subject, "bad", f"cells cannot have limits of their own here: {reason}")
     name = outer.limit_path.name
     yes, no = f"{name} of a group inside a limited group", f"{name} of an inner group has no effect"
-    return _row(subject, is_limited, yes, "bad", no)
+    return row(subject, is_limited, yes, "bad", no)
 
 
 def _machine() -> Iterator[Capability]:
@@ -350,6 +360,6 @@ def gpu() -> Capability:
     return Capability("CUDA GPU", "good", detail)
 
 
-def _row(subject: str, works: bool, yes: str, verdict: Verdict, no: str) -> Capability:
+def row(subject: str, works: bool, yes: str, verdict: Verdict, no: str) -> Capability:
     """Return the row of a capability that works (good: ``yes``), or else ``verdict``: ``no``."""
     return Capability(subject, "good", yes) if works else Capability(subject, verdict, no)
