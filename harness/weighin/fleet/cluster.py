@@ -27,6 +27,7 @@ with extra("ray", "--engine ray"):
     import ray
     from ray import cloudpickle
     from ray.exceptions import RayError
+    from ray.util.queue import Empty, Queue
 
 SLOT: Final = "weighin_slot"
 START: Final = f"""RAY_memory_monitor_refresh_ms=0 ray start --resources '{{"{SLOT}": 1}}'"""
@@ -37,11 +38,11 @@ _WAIT_S: Final = 0.5
 _CANCELLING_S: Final = 45.0
 
 Task = Callable[[Mapping[str, Any], Any], tuple[str, list[bytes]]]
-"""A function that Ray runs on a node: it takes an assignment and the actor ``Steps``, and returns the
-node's id and the events of the assignment."""
+"""A function that Ray runs on a node: it takes an assignment and the queue of what nodes say, and returns
+the node's id and the events of the assignment."""
 
 
-def run(assignment: Mapping[str, Any], steps: Any) -> tuple[str, list[bytes]]:
+def run(assignment: Mapping[str, Any], said: Queue) -> tuple[str, list[bytes]]:
     """Run an assignment on the node to which Ray copied this function; without a kind, only look.
 
     The process of the assignment gets the environment with which the node was started. Ray's own
@@ -53,22 +54,11 @@ def run(assignment: Mapping[str, Any], steps: Any) -> tuple[str, list[bytes]]:
     events = [json.dumps({"event": "raylet", "t_ns": t_ns, "refresh_ms": monitor}).encode()]
     if assignment["kind"]:
         asked = {**assignment, "is_tested": place in assignment["is_tested"]}
-        events += node.run(asked, raylet, lambda *step: steps.say.remote(place, *step))
+        queue: Any = (
+            said.actor
+        )  # called without waiting, so that a cell does not end with the queue
+        events += node.run(asked, raylet, lambda *step: queue.put_nowait.remote((place, *step)))
     return place, events
-
-
-class Steps:
-    """An actor beside the driver, which keeps what the nodes say until the driver takes it."""
-
-    def __init__(self) -> None:
-        self._said: list[Any] = []
-
-    def say(self, *step: Any) -> None:
-        self._said.append(step)
-
-    def take(self) -> list[Any]:
-        said, self._said = self._said, []
-        return said
 
 
 class Cluster:
@@ -83,7 +73,7 @@ class Cluster:
             cloudpickle.register_pickle_by_value(module)
         self._task = ray.remote(num_cpus=0, resources={SLOT: 1})(task)
         beside = {_NODE_ID: ray.get_runtime_context().get_node_id()}
-        self._steps: Any = ray.remote(Steps).options(num_cpus=0, label_selector=beside).remote()
+        self._said = Queue(actor_options={"num_cpus": 0, "label_selector": beside})
         self._taken_s = time.monotonic()
         self._names: dict[str, str] = {}
         self._gpus: dict[str, float] = {}
@@ -119,7 +109,7 @@ class Cluster:
             max_retries=tries - 1,
             num_gpus=min(self._gpus[place] for place in nodes),
             label_selector={_NODE_ID: f"in({','.join(nodes)})"},
-        ).remote(assignment, self._steps)
+        ).remote(assignment, self._said)
         try:
             while not ray.wait([task], timeout=_WAIT_S)[0]:
                 if is_stopped():
@@ -128,9 +118,9 @@ class Cluster:
                     break
                 if time.monotonic() - self._taken_s > _WAIT_S:
                     self._taken_s = time.monotonic()
-                    with suppress(RayError):  # without what nodes say, the cells go on
-                        for step in ray.get(self._steps.take.remote(), timeout=_WAIT_S):
-                            say(step)
+                    with suppress(RayError, Empty):  # without what nodes say, the cells go on
+                        while True:
+                            say(self._said.get_nowait())
             return node.answer(*ray.get(task, timeout=0))
         except RayError as lost:
             raise HarnessError(f"the node was lost: {one_line(str(lost), 200)}") from None

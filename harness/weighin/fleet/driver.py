@@ -84,7 +84,7 @@ class Driver:
             only_writer(self._task.folder),
             interrupts.stoppable(),
             interrupts.put_off(),
-            ThreadPoolExecutor(self._crew.threads) as self._pool,
+            ThreadPoolExecutor(self._crew.threads, "job") as self._pool,
         ):
             results = self._task.begin()
             todo = {c.id for c in coverage.pending([p.cell for p in self._task.planned], results)}

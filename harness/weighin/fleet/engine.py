@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from queue import SimpleQueue
+from threading import current_thread
 from typing import Any, Final
 
 from weighin import child_process
@@ -102,9 +102,6 @@ class Jobs:
     def __init__(self, jobs: int, isolation: str) -> None:
         self.slots = self.threads = jobs
         self._isolation = isolation
-        self._free: SimpleQueue[int] = SimpleQueue()
-        for number in range(1, jobs + 1):
-            self._free.put(number)
 
     def measure(
         self,
@@ -113,22 +110,19 @@ class Jobs:
         say: node.Say,
         is_stopped: Callable[[], bool],
     ) -> node.Answer:
-        job = self._free.get()
+        job = current_thread().name  # of the driver's pool: job_0, job_1
         own = {
             # The driver holds this machine's lock. A job has the same lock file in every run, and
             # removes what the job of a dead run with this lock file left.
-            LOCK_VARIABLE: f"{run_lock.lock_path()}.job-{job}",
-            "WEIGHIN_CACHE": str(cache.folder() / "jobs" / f"job-{job}"),
+            LOCK_VARIABLE: f"{run_lock.lock_path()}.{job}",
+            "WEIGHIN_CACHE": str(cache.folder() / "jobs" / job),
         }
-        try:
-            events = node.run(
-                {**assignment, "is_tested": _HERE in assignment["is_tested"]},
-                child_process.environment(inherit=False) | own,
-                lambda *step: say((f"job {job}", *step)),
-                is_stopped,
-            )
-        finally:
-            self._free.put(job)
+        events = node.run(
+            {**assignment, "is_tested": _HERE in assignment["is_tested"]},
+            child_process.environment(inherit=False) | own,
+            lambda *step: say((job, *step)),
+            is_stopped,
+        )
         return node.answer(_HERE, events)
 
     def names(self) -> dict[str, str]:
