@@ -75,7 +75,9 @@ def test_limits_that_do_not_fit_together_into_a_cgroup_around_the_cells() -> Non
         "--jobs 2: the RAM limits of 2 cells are 5.000 GiB together, but only 4.000 GiB of RAM are free\n"
         "give a smaller number to --jobs, or smaller limits to --ram"
     )
-    engine.check(replace(too_much, isolation=DockerIsolation()), 2)  # the engine's groups are others
+    engine.check(
+        replace(too_much, isolation=DockerIsolation()), 2
+    )  # the engine's groups are others
 
 
 @pytest.mark.usefixtures("limited")
