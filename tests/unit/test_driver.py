@@ -107,6 +107,12 @@ def test_a_node_that_is_short_of_ram_at_the_start_begins_no_cell(tmp_path: Path)
     assert recorded(run(tmp_path, crew, cells(4 * GIB, 4 * GIB))) == [(0, "l"), (1, "l")]
 
 
+def test_nodes_that_are_short_again_and_again_end_the_run(tmp_path: Path) -> None:
+    crew = Crew(lambda *_: {"short": {"free_ram_bytes": GIB}}, SMALL)
+    with pytest.raises(NoNodeLeft, match=r"small has 1\.000 GiB free, less than --ram 4GiB"):
+        run(tmp_path, crew, cells(4 * GIB))
+
+
 def test_a_cell_that_fits_on_no_node_says_why(tmp_path: Path) -> None:
     with pytest.raises(NoNodeLeft) as caught:
         run(tmp_path, Crew(measured, SMALL, replace(SMALL, id="t", name="tiny", ram_bytes=GIB)), cells(7 * GIB))  # fmt: skip

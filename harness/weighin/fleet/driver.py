@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _WAIT_S: Final = 0.5  # until the driver looks for signals again
 _LOOK_S: Final = 3.0  # until it looks again for nodes that were lost or have joined
+_MOST_IN_VAIN: Final = (
+    10  # looks for free RAM without a record, because a node has less at the start
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Driver:
         self._running: dict[Future[Answer], _Work] = {}
         self._said: SimpleQueue[tuple[str, str, bool]] = SimpleQueue()
         self._steps: dict[str, str] = {}
+        self._in_vain = 0
         self._settings = _settings(task)
         code = environment.code()
         self._code = {name: value for name, value in code.items() if name.startswith("git_")}
@@ -109,7 +113,8 @@ class Driver:
                 self._look()
                 looked_s = time.monotonic()
             self._hand_out()
-            if not self._running:  # before giving up, ask all nodes for their free RAM
+            if not self._running and self._in_vain < _MOST_IN_VAIN:
+                self._in_vain += 1  # before giving up, ask all nodes for their free RAM
                 self._look(again=self._nodes)
                 self._hand_out()
             if not self._running:
@@ -212,6 +217,7 @@ class Driver:
 
     def _record(self, result: Result) -> None:
         result = replace(result, environment=result.environment | self._code)
+        self._in_vain = 0
         self._task.results.append(run_folder.append(self._task.folder, result))
         self._progress.finished(self._task.results[-1])
 
