@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weighin.cell import Cell
-from weighin.disk.pace import Pace
+from weighin.disk.passthrough import Pace
 from weighin.plan.loads import plan_cell
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction

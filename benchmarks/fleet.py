@@ -71,15 +71,23 @@ def task_of(seconds: float) -> Task:
     """Return a task that answers a cell with a published record after ``seconds``."""
     template = RECORDS.read_text().splitlines()[0]
 
-    def answer(assignment: Mapping[str, Any], _: Any) -> tuple[str, list[bytes], str | None]:
+    def answer(assignment: Mapping[str, Any], _: Any) -> tuple[str, list[bytes]]:
         import time
 
         import ray
 
+        place = ray.get_runtime_context().get_node_id()
+        if assignment["kind"] != "measure":
+            return place, [b'{"event": "ended", "code": 0, "stderr": ""}']
         time.sleep(seconds)
         record = json.loads(template) | {"cell": assignment["cell"], "samples_path": None}
-        event = {"event": "record", "record": json.dumps(record), "free_ram_bytes": 2**33}
-        return ray.get_runtime_context().get_node_id(), [json.dumps(event).encode()], "0"
+        event = {
+            "event": "record",
+            "record": json.dumps(record),
+            "files": {},
+            "free_ram_bytes": 2**33,
+        }
+        return place, [json.dumps(event).encode()]
 
     return answer
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.disk.pace import Pace
+from weighin.disk.passthrough import Pace
 from weighin.formats.pretrained_folder import is_folder
 from weighin.plan.loads import plan_cell
 from weighin.predict.client import predict

@@ -27,7 +27,7 @@ from weighin.cell import CacheState, Cell, Job, ModelSpec, Operation
 from weighin.checkpoint import cache as checkpoints
 from weighin.disk import mount
 from weighin.disk.mount import Mount, remove_stale
-from weighin.disk.pace import Pace
+from weighin.disk.passthrough import Pace
 from weighin.errors import CheckpointError, ConfigError, HarnessError, IsolationUnavailable
 from weighin.formats.base import TensorPlan
 from weighin.formats.gguf import UNDECODED

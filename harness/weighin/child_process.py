@@ -123,15 +123,6 @@ class Child:
                 raise TimeoutError
         return line
 
-    def read(self) -> bool:
-        """Read the data that has arrived; return whether ``receive`` would return at once."""
-        self._read_ready(self._open, 0)
-        return bool(self._lines) or self._stdout not in self._open
-
-    def filenos(self) -> list[int]:
-        """Return the descriptors to poll: one is readable if data arrived or the child ended."""
-        return [*self._open, *([] if self._process is None else [self._process])]
-
     def send(self, line: bytes) -> None:
         """Write a line to the child; do nothing if the child has ended."""
         if not self._streams[0].closed:
@@ -352,9 +343,6 @@ class LineBuffer:
     def __init__(self) -> None:
         self._lines: list[bytes] = []
         self._begun = bytearray()
-
-    def __len__(self) -> int:
-        return len(self._lines)
 
     def feed(self, data: bytes) -> None:
         rest, *later = data.split(b"\n")

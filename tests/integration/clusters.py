@@ -51,11 +51,13 @@ class Nodes:
     def alive(self) -> list[Any]:
         return [node for node in self.by_lock.values() if node.any_processes_alive()]
 
-    def add(self, *, monitor: str | None = "0") -> Any:
-        """Start a node; ``monitor`` is the refresh time of Ray's memory monitor, in ms."""
+    def add(self, *, monitor: str | None = "0", code: Path = ROOT / "harness") -> Any:
+        """Start a node; ``monitor`` is the refresh time of Ray's memory monitor, in ms, and ``code``
+        the folder of its weighin.
+        """
         lock = str(self._folder / f"lock-{len(self.by_lock)}.")
         variables = {
-            "PYTHONPATH": str(ROOT / "harness"),
+            "PYTHONPATH": str(code),
             "WEIGHIN_CACHE": str(self.cache),
             "WEIGHIN_LOCK": lock,
             "DOCKER_HOST": "unix:///nonexistent",  # the nodes have cgroups, and no Docker

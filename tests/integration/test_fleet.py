@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Set
@@ -11,7 +12,7 @@ from typing import Any
 import leftovers
 import pytest
 from clusters import Nodes, cluster
-from commands import CommandLine, Started
+from commands import ROOT, CommandLine, Started
 from nightly import nightly
 
 pytestmark = [pytest.mark.ray, pytest.mark.cgroup, pytest.mark.slow]
@@ -256,6 +257,37 @@ def test_the_cell_of_a_lost_node_runs_on_another_node(
     assert lost.node_id not in {
         record["environment"]["node"]["id"] for record in records(command)[CELLS - 2 :]
     }
+
+
+@pytest.mark.nightly
+def test_a_node_that_joins_gets_the_next_cells_unless_its_code_differs(
+    command: CommandLine, nodes: Nodes, hold: Path
+) -> None:
+    first, *others = nodes.grow(1)
+    for node in others:
+        nodes.kill(node)
+    other = command.folder / "other"
+    shutil.copytree(ROOT / "harness" / "weighin", other / "harness" / "weighin")
+    (other / "strategies").symlink_to(ROOT / "strategies")
+    with (other / "harness" / "weighin" / "text.py").open("a") as file:
+        file.write("# changed\n")
+    started = start(command, nodes)
+    leftovers.wait_until(lambda: len(records(command)) >= 1, "no cell ended", patience_s=120)
+    changed, joined = nodes.add(code=other / "harness"), nodes.add()
+    leftovers.wait_until(
+        lambda: len(records(command)) == CELLS - 2 and len(nodes.at_work()) == 2,
+        "the node that joined got no cell",
+        patience_s=120,
+    )
+    assert {nodes.of_process(pid) for pid in nodes.at_work()} == {first, joined}
+    hold.chmod(0o644)
+    ended = started.end()
+    nodes.kill(changed)
+    assert (ended.code, ended.left) == (0, []), ended.err
+    assert_complete(command)
+    assert used_nodes(command) == {first.node_id, joined.node_id}
+    name = f"/{changed.node_id[:8]}"
+    assert re.search(rf"no further cell for \S+{name}: the node \S+{name} has weighin ", ended.err)
 
 
 @pytest.mark.nightly

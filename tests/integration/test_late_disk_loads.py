@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weighin.disk.mount import Mount
-from weighin.disk.pace import Pace
+from weighin.disk.passthrough import Pace
 from weighin.errors import CheckpointError
 from weighin.loader.load import load_streaming
 

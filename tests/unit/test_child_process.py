@@ -70,7 +70,7 @@ def test_silence_times_out() -> None:
 
 def test_half_a_line_times_out_and_is_kept() -> None:
     with shell("printf on; read -r _; echo e") as child:
-        assert ready(child.filenos(), 60)
+        assert ready([child._stdout], 60)
         with pytest.raises(TimeoutError):
             child.receive(0.01)
         child.send(b"\n")
@@ -79,7 +79,7 @@ def test_half_a_line_times_out_and_is_kept() -> None:
 
 def test_a_line_that_waits_is_found_without_waiting() -> None:
     with shell("echo one; read -r _") as child:
-        assert ready(child.filenos(), 60)
+        assert ready([child._stdout], 60)
         assert child.receive(0) == b"one"
 
 
@@ -88,7 +88,7 @@ def test_a_worker_that_prints_without_end_times_out_too() -> None:
         with pytest.raises(TimeoutError):
             child.receive(0.05)
         child.send(b"\n")
-        assert ready(child.filenos()[:1], 60)
+        assert ready([child._stdout], 60)
         assert child.receive(0) == b"one"
 
 

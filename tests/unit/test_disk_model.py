@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from weighin.disk.pace import Pace
+from weighin.disk.passthrough import Pace
 from weighin.recommend.slow_disk import behind, rate
 from weighin.recommend.speeds import Speeds
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_matrix import cells_of
 
-from weighin.disk.pace import Pace, Schedule
+from weighin.disk.passthrough import Pace, Schedule
 from weighin.errors import ConfigError
 from weighin.probes import mounts, storage
 from weighin.records.series import name_of

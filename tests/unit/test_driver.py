@@ -42,7 +42,6 @@ class Crew:
         self.answering = answering
         self.nodes = {node.id: node for node in nodes}
         self.ran: list[tuple[str, int]] = []
-        self.files: list[dict[str, Any]] = []
 
     def names(self) -> dict[str, str]:
         return {place: node.name for place, node in self.nodes.items()}
@@ -63,7 +62,7 @@ class Crew:
             raise HarnessError("stopped")
         cell = dict(assignment["cell"])
         self.ran.append((able[0], cell["repeat"]))
-        return able[0], self.answering(self.nodes[able[0]], cell), self.files
+        return able[0], self.answering(self.nodes[able[0]], cell)
 
     def placed(self, result: Result, place: str) -> Result:
         return replace(result, environment=result.environment | {"node": place})
@@ -77,7 +76,7 @@ def cells(*limits: int | None, **fields: Any) -> list[Cell]:
 
 
 def measured(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {"record": {"record": RECORD, "free_ram_bytes": node.free_ram_bytes}}
+    return {"record": {"record": RECORD, "free_ram_bytes": node.free_ram_bytes, "files": {}}}
 
 
 def run(folder: Path, crew: Crew, planned: list[Cell], progress: Progress | None = None) -> Run:
@@ -106,6 +105,12 @@ def test_a_node_that_is_short_of_ram_at_the_start_begins_no_cell(tmp_path: Path)
 
     crew = Crew(answer, SMALL, LARGE)
     assert recorded(run(tmp_path, crew, cells(4 * GIB, 4 * GIB))) == [(0, "l"), (1, "l")]
+
+
+def test_nodes_that_are_short_again_and_again_end_the_run(tmp_path: Path) -> None:
+    crew = Crew(lambda *_: {"short": {"free_ram_bytes": GIB}}, SMALL)
+    with pytest.raises(NoNodeLeft, match=r"small has 1\.000 GiB free, less than --ram 4GiB"):
+        run(tmp_path, crew, cells(4 * GIB))
 
 
 def test_a_cell_that_fits_on_no_node_says_why(tmp_path: Path) -> None:
@@ -183,8 +188,12 @@ def test_a_node_can_write_no_file_that_no_record_names(tmp_path: Path, path: str
     planned = cells(None)
     run_folder.write_plan(tmp_path / "run", planned)
     before = {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
-    crew = Crew(measured, SMALL)
-    crew.files = [{"path": path, "content": base64.b64encode(zlib.compress(b"owned")).decode()}]
+
+    def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        files = {path: base64.b64encode(zlib.compress(b"owned")).decode()}
+        return {"record": measured(node, cell)["record"] | {"files": files}}
+
+    crew = Crew(answer, SMALL)
     with pytest.raises(RecordError, match="which no record names"):
         run(tmp_path / "run", crew, planned)
     assert {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()} == before

@@ -240,16 +240,6 @@ def test_leftovers_of_dead_runs_are_told() -> None:
     assert not saving.exists()
 
 
-def test_prepare_tests_a_worker_and_measures_nothing() -> None:
-    run = asked(BASELINE, DONE)
-    runner.prepare(run, Progress())
-    assert len(jobs_of(run)) == 1
-    assert run_folder.read(run.folder).results == ()
-    run = replace(run, planned=[replace(run.planned[0], skip="x")])
-    runner.prepare(run, Progress())
-    assert len(jobs_of(run)) == 1
-
-
 @pytest.fixture
 def own() -> Path:
     """A user's own checkpoint of the smallest model."""

@@ -12,7 +12,7 @@ from scripts import JOB
 
 from weighin.disk import mount
 from weighin.disk.mount import Mount
-from weighin.disk.pace import Pace
+from weighin.disk.passthrough import Pace
 from weighin.errors import IsolationUnavailable
 from weighin.protocol import encode_event
 from weighin.run import cell_runner

@@ -308,6 +308,6 @@ def test_storage_moves_the_cache_only_while_its_run_measures(
 ) -> None:
     monkeypatch.setenv("WEIGHIN_CACHE", str(here / "cache"))
     task = own_run(storage="elsewhere")
-    runner.prepare(replace(task, planned=[replace(task.planned[0], skip="too long")]), Progress())
+    runner.run(replace(task, planned=[replace(task.planned[0], skip="too long")]), Progress())
     assert entries.folder() == here / "cache"
     assert stopped(task) == "resume it: weighin bench --resume run"

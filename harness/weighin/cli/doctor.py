@@ -32,18 +32,17 @@ def doctor(context: click.Context, /, **typed: Any) -> None:
     With --engine ray, `weighin doctor` tests each node of the Ray cluster instead. The exit code is
     then 3 if a node cannot measure.
     """
+    from weighin.doctor import doctor as of_machine
     from weighin.fleet import engine
 
     if settings := engine.settings(typed["engine"], typed["address"], typed["labels"]):
         from weighin.fleet import doctor as of_fleet
 
         nodes = of_fleet.examine(settings["address"], settings["labels"], _console.note)
-        tables = [node.table() for node in nodes]
+        tables = [of_machine.table(node) for node in nodes]
         document: dict[str, Any] = {"nodes": [node.as_json() for node in nodes]}
-        is_fit = all(node.can_measure for node in nodes)
+        is_fit = all(node.about["can_measure"] for node in nodes)
     else:
-        from weighin.doctor import doctor as of_machine
-
         examination = of_machine.examine(_console.note)
         tables, document = [of_machine.table(examination)], examination.as_json()
         is_fit = examination.holds_a_limit

@@ -147,7 +147,7 @@ def _pipeline(
 
 
 def _question(typed: dict[str, Any]) -> "Question":
-    from weighin.disk.pace import Pace
+    from weighin.disk.passthrough import Pace
     from weighin.recommend import answer
     from weighin.recommend.candidates import Limits
     from weighin.settings.reading import check_suite

@@ -13,8 +13,7 @@ from typing import Final
 
 from weighin import child_process, install
 from weighin.child_process import last_line
-from weighin.disk.pace import Pace
-from weighin.disk.passthrough import may_allow_others, unmount
+from weighin.disk.passthrough import Pace, may_allow_others, unmount
 from weighin.errors import IsolationUnavailable
 from weighin.probes import mounts
 from weighin.probes.cgroup import is_left_behind, owned_name

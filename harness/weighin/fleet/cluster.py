@@ -1,16 +1,18 @@
 """Run cells (measurements) as tasks on the nodes of a Ray cluster; Ray chooses among the able nodes."""
 
+import json
 import logging
-import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from threading import Event
 from typing import Any, Final
+
+import psutil
 
 from weighin import __version__, child_process, install
 from weighin.errors import ConfigError, HarnessError, extra
@@ -25,6 +27,7 @@ with extra("ray", "--engine ray"):
     import ray
     from ray import cloudpickle
     from ray.exceptions import RayError
+    from ray.util.queue import Empty, Queue
 
 SLOT: Final = "weighin_slot"
 START: Final = f"""RAY_memory_monitor_refresh_ms=0 ray start --resources '{{"{SLOT}": 1}}'"""
@@ -34,73 +37,43 @@ _NODE_ID: Final = "ray.io/node-id"
 _WAIT_S: Final = 0.5
 _CANCELLING_S: Final = 45.0
 
-Task = Callable[[Mapping[str, Any], Any], tuple[str, list[bytes], str | None]]
-"""A function that Ray runs on a node. It takes an assignment and ``Steps``, and returns the node's id, the
-events of the assignment, and the setting of Ray's memory monitor on the node."""
+Task = Callable[[Mapping[str, Any], Any], tuple[str, list[bytes]]]
+"""A function that Ray runs on a node: it takes an assignment and the queue of what nodes say, and returns
+the node's id and the events of the assignment."""
 
 
-def run(assignment: Mapping[str, Any], steps: Any) -> tuple[str, list[bytes], str | None]:
-    """Run an assignment on the node to which Ray copied this function; see ``Task``.
+def run(assignment: Mapping[str, Any], said: Queue) -> tuple[str, list[bytes]]:
+    """Run an assignment on the node to which Ray copied this function; without a kind, only look.
 
     The process of the assignment gets the environment with which the node was started. Ray's own
     workers have further variables, such as OMP_NUM_THREADS, that would change the measurement.
     """
-    place, variables = ray.get_runtime_context().get_node_id(), _raylet_environment()
-    asked = {**assignment, "is_tested": place in assignment["is_tested"]}
-    events = node.run(asked, variables, lambda *step: steps.say.remote(place, *step))
-    return place, events, variables.get("RAY_memory_monitor_refresh_ms")
-
-
-def _raylet_environment() -> dict[str, str]:
-    """Return the environment of the raylet, the daemon of Ray on this node that started this process."""
-    pid = os.getppid()
-    while pid > 1:
-        folder = Path(f"/proc/{pid}")
-        name = os.fsdecode((folder / "cmdline").read_bytes().split(b"\0")[0])
-        if Path(name).name == "raylet":
-            entries = (folder / "environ").read_bytes().split(b"\0")
-            pairs = [os.fsdecode(entry).partition("=") for entry in entries if entry]
-            return {key: value for key, _, value in pairs}
-        status = (folder / "stat").read_bytes()
-        pid = int(status.rpartition(b")")[2].split()[1])
-    raise RuntimeError("no raylet is among the parents of this process, so Ray did not start it")
-
-
-def _time_ns() -> int:
-    return time.time_ns()  # Ray takes no built-in function
-
-
-class Steps:
-    """An actor beside the driver, which keeps what the nodes say until the driver takes it."""
-
-    def __init__(self) -> None:
-        self._said: list[Any] = []
-
-    def say(self, *step: Any) -> None:
-        self._said.append(step)
-
-    def take(self) -> list[Any]:
-        said, self._said = self._said, []
-        return said
+    t_ns, place = time.time_ns(), ray.get_runtime_context().get_node_id()
+    raylet = next(each for each in psutil.Process().parents() if each.name() == "raylet").environ()
+    monitor = raylet.get("RAY_memory_monitor_refresh_ms")
+    events = [json.dumps({"event": "raylet", "t_ns": t_ns, "refresh_ms": monitor}).encode()]
+    if assignment["kind"]:
+        asked = {**assignment, "is_tested": place in assignment["is_tested"]}
+        queue: Any = (
+            said.actor
+        )  # called without waiting, so that a cell does not end with the queue
+        events += node.run(asked, raylet, lambda *step: queue.put_nowait.remote((place, *step)))
+    return place, events
 
 
 class Cluster:
-    """A connection to a Ray cluster, made by ``connected``.
-
-    Because of ``SLOT``, Ray runs one assignment at a time on a node.
-    """
+    """A connection to a Ray cluster. Because of ``SLOT``, a node runs one assignment at a time."""
 
     slots = 1
     threads = 1024  # which mostly wait
 
-    def __init__(self, labels: Mapping[str, str], task: Task = run) -> None:
+    def __init__(self, labels: Mapping[str, str], task: Task) -> None:
         self._labels = dict(labels)
         for module in (sys.modules[__name__], node, child_process):
             cloudpickle.register_pickle_by_value(module)
         self._task = ray.remote(num_cpus=0, resources={SLOT: 1})(task)
-        self._clock = ray.remote(num_cpus=0, max_retries=0)(_time_ns)
         beside = {_NODE_ID: ray.get_runtime_context().get_node_id()}
-        self._steps: Any = ray.remote(Steps).options(num_cpus=0, label_selector=beside).remote()
+        self._said = Queue(actor_options={"num_cpus": 0, "label_selector": beside})
         self._taken_s = time.monotonic()
         self._names: dict[str, str] = {}
         self._gpus: dict[str, float] = {}
@@ -108,6 +81,7 @@ class Cluster:
     def names(self) -> dict[str, str]:
         """Return, by id, the names of the living nodes that have ``SLOT`` and the labels of --label."""
         found = [each for each in ray.nodes() if each["Alive"] and each["Resources"].get(SLOT)]
+        found = [each for each in found if _has_raylet(each)]
         hosts = [each["NodeManagerHostname"] for each in found]
         names = {}
         for each, host in zip(found, hosts, strict=True):
@@ -135,7 +109,7 @@ class Cluster:
             max_retries=tries - 1,
             num_gpus=min(self._gpus[place] for place in nodes),
             label_selector={_NODE_ID: f"in({','.join(nodes)})"},
-        ).remote(assignment, self._steps)
+        ).remote(assignment, self._said)
         try:
             while not ray.wait([task], timeout=_WAIT_S)[0]:
                 if is_stopped():
@@ -144,30 +118,34 @@ class Cluster:
                     break
                 if time.monotonic() - self._taken_s > _WAIT_S:
                     self._taken_s = time.monotonic()
-                    with suppress(RayError):  # without what nodes say, the cells go on
-                        for step in ray.get(self._steps.take.remote(), timeout=_WAIT_S):
-                            say(step)
-            place, events, refresh_ms = ray.get(task, timeout=0)
+                    with suppress(RayError, Empty):  # without what nodes say, the cells go on
+                        while True:
+                            say(self._said.get_nowait())
+            return node.answer(*ray.get(task, timeout=0))
         except RayError as lost:
             raise HarnessError(f"the node was lost: {one_line(str(lost), 200)}") from None
-        found = node.answer(place, events)
-        found[1]["monitor"] = {"refresh_ms": refresh_ms}
-        return found
 
     def ask(
-        self, nodes: Iterable[str], say: Say = lambda _: None, *, examine: bool = False
+        self, nodes: Iterable[str], kind: str, say: Say = lambda _: None
     ) -> dict[str, dict[str, Any] | HarnessError]:
-        """Ask nodes at the same time what they have; return each one's events, or why there are none."""
-        stopped = Event()
+        """Ask nodes at the same time; return the events of each, or why there are none."""
+        stopped, places = Event(), list(nodes)
 
         def asked(place: str) -> dict[str, Any] | HarnessError:
-            about = {"is_tested": (), "examine": examine, "gpu": self._gpus[place] > 0}
+            about = {"kind": kind, "is_tested": (), "gpu": self._gpus[place] > 0}
             try:
-                return self.measure(about, [place], say, stopped.is_set, tries=1)[1]
+                events = self.measure(about, [place], say, stopped.is_set, tries=1)[1]
             except HarnessError as lost:
                 return lost
+            if not kind or "node" in events:
+                return events
+            problem = events["error"]["message"] if "error" in events else events["ended"]["stderr"]
+            return ConfigError(
+                f"weighin does not run on the node {self._names[place]}: {problem}",
+                "install weighin on that node, in Ray's environment:"
+                f" {install.command('ray', anywhere=True)}",
+            )
 
-        places = list(nodes)
         with ThreadPoolExecutor(self.threads) as pool:
             try:
                 return dict(zip(places, pool.map(asked, places), strict=True))
@@ -177,8 +155,8 @@ class Cluster:
     def probe(self, nodes: Iterable[str]) -> dict[str, Node | HarnessError]:
         """Ask nodes what they have; return each node, or why it cannot measure."""
         return {
-            place: events if isinstance(events, HarnessError) else self._described(place, events)
-            for place, events in self.ask(nodes).items()
+            place: found if isinstance(found, HarnessError) else self._described(place, found)
+            for place, found in self.ask(nodes, "describe").items()
         }
 
     def find(self) -> list[Node]:
@@ -189,15 +167,14 @@ class Cluster:
                 or a node has no weighin or other code of it.
         """
         found = self.probe(self.names()).values()
-        refused = [each for each in found if isinstance(each, ConfigError)]
-        if refused:
+        if refused := [each for each in found if isinstance(each, ConfigError)]:
             raise ConfigError("; ".join(each.message for each in refused), refused[0].repair)
         if not (nodes := [each for each in found if isinstance(each, Node)]):
             raise no_slot()
         return nodes
 
     def _described(self, place: str, events: Mapping[str, Any]) -> Node | ConfigError:
-        name, (is_on, source) = self._names[place], monitor(events)
+        name, facts, (is_on, source) = self._names[place], events["node"], monitor(events)
         if (
             is_on
         ):  # it kills tasks when the node is short of memory, also a cell below its own limit
@@ -207,9 +184,6 @@ class Cluster:
                 "stop Ray on these nodes (ray stop), and start Ray there without its memory monitor:"
                 f" {START}",
             )
-        if "node" not in events:
-            return no_weighin(name, events)
-        facts = events["node"]
         if facts["weighin"] != (here := own_code()):
             return ConfigError(
                 f"the node {name} has {facts['weighin']}, and this machine {here}",
@@ -224,9 +198,15 @@ class Cluster:
         where = {"node": {"name": self._names[place], "id": place}} if place else {}
         return replace(result, environment=result.environment | where)
 
-    def time_ns(self, place: str) -> int:
-        """Return the time of a node's clock, in ns since 1970."""
-        return ray.get(self._clock.options(label_selector={_NODE_ID: place}).remote())
+
+def _has_raylet(described: Mapping[str, Any]) -> bool:
+    """Tell whether a node's raylet listens; that it is gone, Ray itself notices up to 20 s later."""
+    address = described["NodeManagerAddress"], described["NodeManagerPort"]
+    try:
+        socket.create_connection(address, timeout=1.0).close()
+    except OSError as error:  # if the node is slow or unreachable, Ray decides
+        return not isinstance(error, ConnectionRefusedError)
+    return True
 
 
 def monitor(events: Mapping[str, Any]) -> tuple[bool, str]:
@@ -234,7 +214,7 @@ def monitor(events: Mapping[str, Any]) -> tuple[bool, str]:
     configured = ray._private.state.state.get_system_config().get("memory_monitor_refresh_ms")
     if configured is not None:
         return int(configured) > 0, f"the cluster's system config: {configured}"
-    value = events["monitor"]["refresh_ms"]
+    value = events["raylet"]["refresh_ms"]
     if value is None:
         return True, "RAY_memory_monitor_refresh_ms is not set: Ray's default"
     return value.strip() != "0", f"RAY_memory_monitor_refresh_ms={value}"
@@ -243,14 +223,6 @@ def monitor(events: Mapping[str, Any]) -> tuple[bool, str]:
 def own_code() -> str:
     """Return the version and digest of this weighin, as a node tells its own."""
     return f"weighin {__version__}, files with the digest {environment.code_digest()}"
-
-
-def no_weighin(name: str, events: Mapping[str, Any]) -> ConfigError:
-    problem = events["error"]["message"] if "error" in events else events["ended"]["stderr"]
-    return ConfigError(
-        f"weighin does not run on the node {name}: {problem}",
-        f"install weighin on that node, in Ray's environment: {install.command('ray', anywhere=True)}",
-    )
 
 
 def no_slot() -> ConfigError:

@@ -29,10 +29,13 @@ from weighin.text import one_line
 
 if TYPE_CHECKING:
     from weighin.fleet.cluster import Cluster
-    from weighin.fleet.jobs import Jobs
+    from weighin.fleet.engine import Jobs
 
 _WAIT_S: Final = 0.5  # until the driver looks for signals again
 _LOOK_S: Final = 3.0  # until it looks again for nodes that were lost or have joined
+_MOST_IN_VAIN: Final = (
+    10  # looks for free RAM without a record, because a node has less at the start
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +56,20 @@ class Driver:
     """
 
     def __init__(
-        self, crew: "Cluster | Jobs", nodes: Iterable[Node], task: Run, progress: Progress
+        self, crew: "Cluster | Jobs", nodes: Sequence[Node], task: Run, progress: Progress
     ) -> None:
         self._crew = crew
         self._task = task
         self._progress = progress
         self._nodes = {n.id: n for n in nodes if not n.isolations[task.isolation.name]}
-        self._names = crew.names()  # also of nodes that were lost or left out
+        self._names = {n.id: n.name for n in nodes}  # also of nodes that were lost or left out
         self._tested: dict[tuple[int | None, int], set[str]] = {}
         self._trouble: HarnessError = NoNodeLeft(f"none can use {task.isolation.name}")
         self._waiting: dict[Demand, deque[Planned]] = {}
         self._running: dict[Future[Answer], _Work] = {}
         self._said: SimpleQueue[tuple[str, str, bool]] = SimpleQueue()
         self._steps: dict[str, str] = {}
+        self._in_vain = 0
         self._settings = _settings(task)
         code = environment.code()
         self._code = {name: value for name, value in code.items() if name.startswith("git_")}
@@ -84,7 +88,7 @@ class Driver:
             only_writer(self._task.folder),
             interrupts.stoppable(),
             interrupts.put_off(),
-            ThreadPoolExecutor(self._crew.threads) as self._pool,
+            ThreadPoolExecutor(self._crew.threads, "job") as self._pool,
         ):
             results = self._task.begin()
             todo = {c.id for c in coverage.pending([p.cell for p in self._task.planned], results)}
@@ -109,7 +113,8 @@ class Driver:
                 self._look()
                 looked_s = time.monotonic()
             self._hand_out()
-            if not self._running:  # before giving up, ask all nodes for their free RAM
+            if not self._running and self._in_vain < _MOST_IN_VAIN:
+                self._in_vain += 1  # before giving up, ask all nodes for their free RAM
                 self._look(again=self._nodes)
                 self._hand_out()
             if not self._running:
@@ -145,6 +150,7 @@ class Driver:
         # the nodes on which a worker under this limit was tested, and need not be tested again
         tested = self._tested.setdefault((cell.ram_limit_bytes, cell.ranks), set())
         assignment = {
+            "kind": "measure",
             "cell": asdict(cell),
             "settings": self._settings,
             "patience_s": min(self._task.patience_s, 1e9),  # JSON has no infinity
@@ -158,25 +164,32 @@ class Driver:
 
     def _take(self, task: Future[Answer], work: _Work) -> None:
         cell = work.planned.cell
+        why, place, events = "", "", dict[str, Any]()
         try:
-            place, events, files = task.result()
+            place, events = task.result()
         except HarnessError as lost:
-            self._fail(cell, "", lost.message)
-            return
-        told, error = events.get("record", events.get("short")), events.get("error")
-        if told and place in self._nodes:
+            why = lost.message
+        record, short, error = (events.get(kind) for kind in ("record", "short", "error"))
+        if place in self._nodes and (told := record or short):
             free = told["free_ram_bytes"]
             self._nodes[place] = replace(self._nodes[place], free_ram_bytes=free)
-        if "record" in events:
-            self._write(cell, files)
+        if record:
+            self._write(cell, record["files"])
             where = f"a record from the node {self._names[place]}"
-            result = parse(Result, events["record"]["record"].encode(), where)
-            self._record(self._crew.placed(replace(result, cell=cell), place))
-        elif error or "short" in events:
+            result = replace(parse(Result, record["record"].encode(), where), cell=cell)
+            self._record(self._crew.placed(result, place))
+        elif short or error:
             self._waiting[work.demand].appendleft(work.planned)
         else:
-            words = (f"exit code {events['ended']['code']}", one_line(events["ended"]["stderr"]))
-            self._fail(cell, place, ", ".join(filter(None, words)))
+            if ended := events.get("ended"):
+                words = (f"exit code {ended['code']}", one_line(ended["stderr"]))
+                why = f"on {self._names[place]}: {', '.join(filter(None, words))}"
+            failed, now = (
+                Outcome.MEASUREMENT_FAILED,
+                datetime.now(UTC).isoformat("T", "milliseconds"),
+            )
+            result = Result(SCHEMA, cell, failed, message=why, started_at=now)
+            self._record(self._crew.placed(result, place))
         if error:
             told = {name: error[name] for name in ("message", "repair", "exit_code")}
             self._leave_out(place, HarnessError(**told))
@@ -204,31 +217,20 @@ class Driver:
 
     def _record(self, result: Result) -> None:
         result = replace(result, environment=result.environment | self._code)
+        self._in_vain = 0
         self._task.results.append(run_folder.append(self._task.folder, result))
         self._progress.finished(self._task.results[-1])
 
-    def _fail(self, cell: Cell, place: str, why: str) -> None:
-        result = Result(
-            schema=SCHEMA,
-            cell=cell,
-            outcome=Outcome.MEASUREMENT_FAILED,
-            message=f"on {self._names[place]}: {why}" if place else why,
-            started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        )
-        self._record(self._crew.placed(result, place))
-
-    def _write(self, cell: Cell, files: Sequence[dict[str, Any]]) -> None:
+    def _write(self, cell: Cell, files: dict[str, str]) -> None:
         """Write a cell's samples before its record, so that a record always has its samples."""
-        for number, part in enumerate(files):
-            if part["path"] not in run_folder.paths_of(cell):
-                raise RecordError(f"a node sent the file {part['path']!r}, which no record names")
-            path = self._task.folder / part["path"]
-            is_first = part["path"] not in [each["path"] for each in files[:number]]
+        for name, content in files.items():
+            if name not in run_folder.paths_of(cell):
+                raise RecordError(f"a node sent the file {name!r}, which no record names")
+            path = self._task.folder / name
             with run_folder.writing(path, f"; the measurement of {cell.id} is lost"):
                 no_link(path, self._task.folder)
                 path.parent.mkdir(exist_ok=True)
-                with path.open("wb" if is_first else "ab") as file:
-                    file.write(zlib.decompress(base64.b64decode(part["content"])))
+                path.write_bytes(zlib.decompress(base64.b64decode(content)))
 
     def _show(self) -> None:
         while not self._said.empty():

@@ -4,17 +4,12 @@
 input open for as long as it wants the answer. When the input ends, this process stops the measurement
 and cleans up. Each line of standard output is an event (``weighin.protocol.encode_event``).
 
-==========  ====================================================================================
-event       fields
-==========  ====================================================================================
-step        text; is_line: whether it is worth a line of its own
-file        path in the run's folder; content: its next part, compressed by zlib, as Base64
-record      record: a line of records.jsonl; free_ram_bytes: free RAM after the cell
-short       free_ram_bytes: less than the cell's limit, so that the cell was not begun
-node        version, code, RAM, GPUs and isolations of the machine; capabilities, if asked for
-error       message, repair, exit_code
-ended       code; stderr, its last line: how this process ended, added by ``run``
-==========  ====================================================================================
+step    text; is_line: whether it is worth a line of its own
+record  record: a line of records.jsonl; files: the run's others, by path; free_ram_bytes after it
+short   free_ram_bytes: less than the cell's limit, so that the cell was not begun
+node    what the machine has
+error   message, repair, exit_code
+ended   code, stderr: how this process ended, and its last line; added by ``run``
 
 A command that this process measures has no input, because ``Parent`` has replaced standard input by
 /dev/null. The command has no terminal: its output goes to this process's standard error, a pipe.
@@ -45,16 +40,14 @@ from weighin.records import run_folder
 from weighin.result import SCHEMA
 from weighin.run import interrupts, runner
 from weighin.suite import registry
-from weighin.units import MIB
 
-Answer = tuple[str, dict[str, dict[str, Any]], list[dict[str, Any]]]
-"""The id of a node, its last event of each kind, and its events of the kind "file"."""
+Answer = tuple[str, dict[str, dict[str, Any]]]
+"""The id of a node, and its events by their kind; it sends one of a kind."""
 Say = Callable[[tuple[str, str, bool]], object]
 """Takes who says something, what (nothing at the end), and whether that is worth a line."""
 
 _PAUSE_S = 0.5  # Ray can cancel a task only between two lines of Python
 _PATIENCE_S = 30.0  # the measured processes of a stopped cell need a moment to end
-_PART_BYTES: Final = 16 * MIB
 _LOCK_PATIENCE_S: Final = 60.0  # after a driver is killed, its worker needs a moment to end
 
 
@@ -97,9 +90,7 @@ def run(
 
 def answer(place: str, lines: Iterable[bytes]) -> Answer:
     """Return the events of ``run``, which may come from another machine."""
-    events = [event for event in map(decode_event, lines) if event]
-    files = [event for event in events if event["event"] == "file"]
-    return place, {event["event"]: event for event in events}, files
+    return place, {event["event"]: event for event in map(decode_event, lines) if event}
 
 
 def main() -> int:
@@ -112,7 +103,7 @@ def main() -> int:
     threading.Thread(target=_stop_at_end_of_input, args=(events,), daemon=True).start()
     try:
         with interrupts.stoppable(interrupts.Stopped):
-            (_measure if "cell" in assignment else _describe)(assignment, events)
+            (_measure if assignment["kind"] == "measure" else _describe)(assignment, events)
     except (HarnessError, OSError) as found:
         error = found if isinstance(found, HarnessError) else explain(found)
         events.send("error", message=error.message, repair=error.repair, exit_code=error.exit_code)
@@ -141,7 +132,7 @@ def _describe(assignment: Mapping[str, Any], events: Parent) -> None:
     except HarnessError as error:
         no_soft_limit = error.message
     capabilities = []
-    if assignment["examine"]:
+    if assignment["kind"] == "examine":
         from weighin.doctor import doctor  # imports what measurements do not need
 
         found = doctor.examine(lambda text: events.send("step", text=text, is_line=True))
@@ -181,17 +172,13 @@ def _measure(assignment: Mapping[str, Any], events: Parent) -> None:
             runner.run(task, progress)
         finally:  # an error after the measurement, such as a full disk, must not lose the record
             if (records := task.folder / run_folder.RECORDS).exists():
-                for path in sorted(task.folder.glob("*/*.csv")):
-                    _send_file(str(path.relative_to(task.folder)), task, events)
+                files = {}
+                for path in task.folder.glob("*/*.csv"):
+                    packed = base64.b64encode(zlib.compress(path.read_bytes()))
+                    files[str(path.relative_to(task.folder))] = packed.decode()
                 _, free = delegation.ram_bytes(task.isolation.name)
-                events.send("record", record=records.read_text(), free_ram_bytes=free)
-
-
-def _send_file(name: str, task: Run, events: Parent) -> None:
-    with (task.folder / name).open("rb") as file:
-        while part := file.read(_PART_BYTES):
-            content = base64.b64encode(zlib.compress(part)).decode()
-            events.send("file", path=name, content=content)
+                record = records.read_text()
+                events.send("record", record=record, files=files, free_ram_bytes=free)
 
 
 @contextlib.contextmanager

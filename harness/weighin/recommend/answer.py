@@ -14,7 +14,7 @@ from rich.table import Table
 
 from weighin import formats
 from weighin.cell import SYNTHESISED, Cell, ModelSpec
-from weighin.disk.pace import Pace
+from weighin.disk.passthrough import Pace
 from weighin.errors import CheckpointError, UnknownName
 from weighin.foreign import object_in
 from weighin.formats import gguf, quantised

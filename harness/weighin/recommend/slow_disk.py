@@ -10,8 +10,7 @@ import os
 from dataclasses import replace
 from typing import Final
 
-from weighin.disk.pace import Pace
-from weighin.disk.passthrough import LARGEST_READ_BYTES
+from weighin.disk.passthrough import LARGEST_READ_BYTES, Pace
 from weighin.loader.disk_readers import TimedRead, choose
 from weighin.recommend.speeds import Speeds
 

@@ -12,8 +12,7 @@ from typing import Any
 from weighin.cell import Job
 from weighin.checkpoint import entries
 from weighin.disk.mount import Mount
-from weighin.disk.pace import Pace
-from weighin.disk.passthrough import LARGEST_READ_BYTES
+from weighin.disk.passthrough import LARGEST_READ_BYTES, Pace
 from weighin.formats.pretrained_folder import folder_of
 from weighin.isolation.base import Isolation
 from weighin.probes import page_cache

@@ -56,17 +56,6 @@ def discarding(task: Run) -> Iterator[None]:
         raise
 
 
-def prepare(task: Run, progress: Progress) -> None:
-    """Prepare this machine for a run's cells, and test that a worker can run; measure no cell.
-
-    Raises:
-        HarnessError: no cell can be run here.
-    """
-    with _machine(task, progress):
-        if any(not each.skip for each in task.planned):
-            _set_up(task, task.planned, progress)
-
-
 @contextmanager
 def _machine(task: Run, progress: Progress) -> Iterator[None]:
     """Check the isolation, lock this machine, and remove the leftovers of runs that were killed.
