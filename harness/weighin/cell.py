@@ -185,6 +185,7 @@ class Job:
             together; None for the worker that starts these processes, and for the worker of a
             cell without ranks.
         use_path: the file of a user's own use; empty for one of weighin's uses.
+        listener: the socket to which the worker reports.
     """
 
     cell: Cell
@@ -199,6 +200,7 @@ class Job:
     body: Body | None = None
     rank: int | None = None
     use_path: str = ""
+    listener: str = ""
 
 
 def with_arguments(name: str, kwargs: Mapping[str, Any]) -> str:

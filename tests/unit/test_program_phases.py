@@ -10,15 +10,52 @@ from pathlib import Path
 
 import pytest
 
+from weighin.cell import Cell
 from weighin.phase_reporter import Reporter
-from weighin.probes.cgroup import MemoryCgroup
+from weighin.probes.cgroup import MemoryCgroup, PeakMark
 from weighin.program_phases import VARIABLE
 from weighin.result import OURS, Phase, Track
-from weighin.run.program_phases import PhaseListener
+from weighin.run.listener import Listener
+from weighin.run.spec import Spec
+from weighin.run.watch import Watch
 from weighin.units import MIB
 
 HARNESS = Path(__file__).resolve().parents[2] / "harness"
 TAKE = "def take(mib):\n    return bytearray(b'1') * (mib << 20)\n"
+
+
+class PhaseListener:
+    """The listener and the watch of a command that a test runs itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self.inner = Listener(folder)
+        self.watching = Watch(Spec(Cell.of_command("x", ("x",), "process")), self.inner)
+        self.environment = {VARIABLE: str(self.inner.path)}
+
+    def watch(self, cgroup: MemoryCgroup | None) -> None:
+        self.watching._mark = PeakMark(cgroup) if cgroup else None
+        self.inner.watch(self.watching._take, self.watching._counters)
+
+    def close(self) -> tuple[tuple[Phase, ...], tuple[Track, ...]]:
+        self.inner.close()
+        tracks = [Track(each.pid, each.phases) for each in self.inner.tracks.values()]
+        return (tracks[0].phases if tracks else ()), tuple(tracks[1:])
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return self.watching._peak_bytes
+
+    @property
+    def last_phase(self) -> str | None:
+        return next(iter(self.inner.tracks.values())).died_in
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(text for each in self.inner.tracks.values() for text in each.warnings)
+
+    @property
+    def highest_rss_bytes(self) -> dict[int, int]:
+        return {each.pid: each.highest_rss_bytes for each in self.inner.tracks.values()}
 
 
 @pytest.fixture
@@ -74,7 +111,8 @@ with weighin.phase("kept"):
     assert spike.minor_faults > 0
     assert spike.start_ns < spike.end_ns <= nothing.start_ns < nothing.end_ns <= kept.start_ns
     assert kept.peak_cgroup_bytes is kept.end.cgroup_bytes is kept.workingset_refault_file is None
-    assert max(listener.highest_rss_bytes.values()) == spike.peak_rss_bytes
+    highest = max(listener.highest_rss_bytes.values())
+    assert highest == pytest.approx(spike.peak_rss_bytes, abs=MIB)
     assert (listener.peak_bytes, listener.last_phase, listener.warnings) == (None, None, ())
 
 
