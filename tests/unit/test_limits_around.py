@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from scripts import JOB, followed
 
-from weighin.isolation import cgroup, delegation
-from weighin.isolation.cgroup import CgroupRunning
+from weighin.isolation import cgroup, delegation, process
+from weighin.isolation.process import Started
 from weighin.probes.cgroup import MemoryCgroup, limits_around, memory_hierarchy
 from weighin.result import Outcome, Result
 from weighin.units import MIB
@@ -38,7 +38,7 @@ def around() -> Iterator[Path]:
     if (control := group / "cgroup.subtree_control").exists():
         control.write_text("+memory")
     yield group
-    cgroup._remove([group])
+    process.remove([group])
 
 
 def killed(around: Path, limit_bytes: int | None) -> Result:
@@ -47,7 +47,7 @@ def killed(around: Path, limit_bytes: int | None) -> Result:
     cell.mkdir()
     if limit_bytes:
         cgroup.limit(cell, limit_bytes)
-    running = CgroupRunning(TAKES, [cell])
+    running = Started(TAKES, groups=[cell])
     job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=limit_bytes), timeout_s=60)
     try:
         return followed(running, job=job)[0]

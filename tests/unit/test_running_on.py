@@ -21,9 +21,9 @@ from scripts import JOB, KILLED, take
 from weighin import child_process
 from weighin.cli import app as cli
 from weighin.errors import HarnessError, IsolationUnavailable, RecordError, StillRunning
-from weighin.isolation import cgroup, process_tree
+from weighin.isolation import cgroup, process
 from weighin.isolation.cgroup import CgroupIsolation
-from weighin.isolation.process import LocalRunning, ProcessIsolation
+from weighin.isolation.process import ProcessIsolation, Started
 from weighin.plan.task import Run
 from weighin.probes import page_cache
 from weighin.probes.cgroup import this_process
@@ -159,10 +159,10 @@ def deathless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kill, killpg = os.kill, os.killpg
     monkeypatch.setattr(os, "kill", lambda *_: None)
     monkeypatch.setattr(os, "killpg", lambda *_: None)
-    monkeypatch.setattr(cgroup, "_kill_members", lambda _: None)
+    monkeypatch.setattr(process, "kill_members", lambda _: None)
     monkeypatch.setattr(child_process, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(cgroup, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(process_tree, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(process, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(cgroup, "PATIENCE_S", 0.1)
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
@@ -190,7 +190,7 @@ def _groups() -> list[Path]:
 
 @pytest.mark.usefixtures("deathless")
 def test_closing_a_worker_that_does_not_die_ends_and_says_so() -> None:
-    running = LocalRunning(SLEEPING)
+    running = Started(SLEEPING)
     with pytest.raises(StillRunning) as caught:
         running.close()
     assert str(caught.value) == (
@@ -208,7 +208,7 @@ def test_a_cgroup_whose_worker_does_not_die_stays_and_a_later_run_is_not_stopped
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     groups = cgroup._make_groups()
-    running = cgroup.CgroupRunning(SLEEPING, groups)
+    running = Started(SLEEPING, groups=groups)
     while not (groups[0] / "cgroup.procs").read_text():
         pass
     with pytest.raises(StillRunning):

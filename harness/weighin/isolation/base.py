@@ -104,8 +104,11 @@ class Running(Started, Protocol):
     def pid(self) -> int | None:
         """The worker's pid, as weighin's process sees it; None if weighin cannot see the worker."""
 
-    def wait(self, timeout_s: float) -> Exit:
-        """Return how the worker ended; raise TimeoutError if it still runs after ``timeout_s``."""
+    def wait(self, timeout_s: float) -> bool | Exit:
+        """Return whether the worker ends in ``timeout_s``.
+
+        A worker in a container is reaped: ``wait`` returns how it ended, or raises TimeoutError.
+        """
 
 
 class RunningCommand(Started, Protocol):

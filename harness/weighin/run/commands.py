@@ -14,7 +14,7 @@ from weighin.cell import Cell
 from weighin.errors import Interrupted
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, RunningCommand
-from weighin.isolation.command import PASSED
+from weighin.isolation.process import PASSED
 from weighin.plan.commands import files_in
 from weighin.plan.task import Planned, Progress, Run
 from weighin.program_phases import VARIABLE

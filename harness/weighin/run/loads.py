@@ -334,9 +334,9 @@ def _probe(task: Run, job: Job) -> Memory:
                     "end other programs on this machine, and run the command again",
                 )
             with suppress(TimeoutError), interrupts.allowed():
-                running.wait(0)
-                listener.close()  # takes the last messages
-                break
+                if running.wait(0):
+                    listener.close()  # takes the last messages
+                    break
         if found:
             return found[0]
         if failures:

@@ -182,7 +182,7 @@ class Watch:
                 ends_s = deadline
 
     def _ends_within(self, timeout_s: float) -> bool:
-        """Return whether the first process ends in ``timeout_s``; a worker is reaped then."""
+        """Return whether the first process ends in ``timeout_s``; in a container, a worker is reaped."""
         try:
             ended = self._running.wait(timeout_s)
         except TimeoutError:
@@ -310,8 +310,9 @@ class Watch:
         if self._spec.readiness:
             self._spec.readiness.end()
         if self._spec.job:
-            if self._exit is None and not self._ends_within(_PATIENCE_S):
-                self._exit = Exit(None, still_runs=True)  # it is in an uninterruptible sleep
+            if self._exit is None and self._ends_within(_PATIENCE_S):
+                self._exit = self._exit or running.reap()
+            self._exit = self._exit or Exit(None, still_runs=True)  # in an uninterruptible sleep
             self._listener.close()  # takes the last messages
             self._at_end = self._counters()
             return
