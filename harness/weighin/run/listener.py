@@ -586,8 +586,9 @@ class Listener:
             return
         chosen = self.ranks[rank]
         chosen.pid, chosen.rank, chosen.is_main = track.pid, rank, rank == 0
-        key = next(key for key, each in self.tracks.items() if each is track)
-        self.tracks[key] = self._by_connection[connection] = chosen
+        self._by_connection[connection] = chosen
+        for key, each in self.tracks.items():
+            self.tracks[key] = chosen if each is track else each
 
     def _answer(self, connection: socket.socket) -> None:
         try:
