@@ -4,15 +4,17 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from leftovers import wait_until
 
 from weighin.cell import Cell
-from weighin.phase_reporter import Reporter
-from weighin.probes.cgroup import MemoryCgroup, PeakMark
+from weighin.phase_reporter import Connection, Reporter
+from weighin.probes.cgroup import Counters, MemoryCgroup, PeakMark
 from weighin.program_phases import VARIABLE
 from weighin.result import OURS, Phase, Track
 from weighin.run.listener import Listener
@@ -469,3 +471,46 @@ assert not {"socket", "json", "threading", "pathlib", "inspect"} & set(sys.modul
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_program_that_plays_a_worker_changes_no_figure(tmp_path: Path) -> None:
+    listener = PhaseListener(tmp_path)
+    listener.watch(None)
+    listener.watching._peak_bytes = 7
+    connection = Connection(listener.environment[VARIABLE], 10.0)
+    memory = {"rss_bytes": 1, "anon_bytes": 1, "file_bytes": 0, "shmem_bytes": 0}
+    baseline = {"event": "baseline", "t_ns": 1, "memory": memory, "import_ns": 1, "environment": {}}
+    connection.send(baseline, wait=True)
+    connection.send({"event": "done", "first_use_ns": None, "marks_ns": 0}, wait=True)
+    connection.drop()
+    listener.close()
+    (track,) = listener.inner.tracks.values()
+    assert (listener.peak_bytes, track.baseline, track.done) == (7, None, False)
+
+
+def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    """None gets an answer before all have sent the message; a third process is no rank."""
+    listener = Listener(tmp_path, ranks=2)
+    taken: list[tuple[int | None, str]] = []
+    listener.watch(lambda track, one: taken.append((track.rank, type(one).__name__)), Counters)
+    connections = [Connection(str(listener.path), 10.0) for _ in range(2)]
+    answered: list[int] = []
+
+    def meet(rank: int) -> None:
+        connections[rank].send({"event": "shared", "pss_bytes": rank}, wait=True)
+        answered.append(rank)
+
+    for rank, connection in enumerate(connections):
+        connection.send({"event": "rank", "rank": rank}, wait=False)
+    first = threading.Thread(target=meet, args=(0,))
+    first.start()
+    wait_until(lambda: taken, "the message was not taken")
+    time.sleep(0.05)
+    assert answered == []
+    meet(1)
+    first.join(10)
+    assert sorted(answered) == [0, 1]
+    for connection in connections:
+        connection.drop()
+    listener.close()
+    assert listener.error is None

@@ -1,20 +1,16 @@
 """Watch one cell from outside: its messages, its memory, its cgroup, and its end."""
 
-import bisect
 import math
 import os
 import signal
-import stat
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
-from weighin.child_process import signal_each
 from weighin.isolation.base import Exit, Running, RunningCommand
-from weighin.probes import kernel_log, mounts
+from weighin.probes import kernel_log
 from weighin.probes.allocator_trace import Trace
 from weighin.probes.cgroup import (
     Counters,
@@ -26,9 +22,8 @@ from weighin.probes.cgroup import (
     pressure_file_of,
     read_machine_oom_kills,
 )
-from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable
+from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, with_cuda
 from weighin.probes.memory import FamilyMemory, GroupMemory, ProcessMemory
-from weighin.probes.process_table import command_of
 from weighin.probes.sampler import Sampler
 from weighin.records import run_folder
 from weighin.records.repeats import largest
@@ -53,10 +48,10 @@ from weighin.result import (
 )
 from weighin.run import interrupts, judge, listener
 from weighin.run.judge import is_beyond
+from weighin.run.leftovers import end_rest, left
 from weighin.run.listener import Listener
 from weighin.run.spec import Spec
 from weighin.run.thrash_guard import ThrashGuard
-from weighin.text import few, one_line
 from weighin.units import MIB, format_bytes
 from weighin.uses import FORK, is_of_use
 
@@ -67,12 +62,9 @@ _NOTABLE_BYTES = 2 * MIB  # of child processes, for a warning; a shell takes les
 _PATIENCE_S: Final = 10.0  # from SIGKILL to the end of a process
 _SETTLE_S: Final = 0.3  # in which short children of a command end by themselves
 _LONGEST_PAUSE_S: Final = 0.2  # between two looks at a cell that runs
-_PAUSE_S: Final = 0.01  # while a server is awaited, or the rest of a command's processes
+_PAUSE_S: Final = 0.01  # while a server is awaited
 _RANKS_END_S: Final = 0.5  # for other ranks to fail after one, so that the first cause is known
 _AFTER_KILL_S: Final = 1.0  # from the kill of a process of a server, which will not be ready
-_CLOCK_S: Final = 0.02  # the kernel's clock for files is a little behind
-_COMMAND_LENGTH: Final = 120
-_Point = TypeVar("_Point", bound=tuple[int, ...])
 
 
 class Watch:
@@ -230,6 +222,8 @@ class Watch:
     # What the cell reports ------------------------------------------------------------------------
 
     def _take(self, track: listener.Track, message: listener.Message | listener.End) -> None:
+        if not self._spec.job and not isinstance(message, listener.Begin | listener.End):
+            return  # a program reports phases alone
         is_alone = len(self._ranks) == 1
         match message:
             case listener.Begin():
@@ -330,7 +324,7 @@ class Watch:
         self.samples = self._sampler.without_caches()
         if running.shares_terminal and not running.members():  # else a container's files are gone
             last = self.samples[-1] if self._mark and self.samples and not is_server_ready else None
-            self._left = _left(self._started_s, last)
+            self._left = left(self._started_s, last)
 
     def close(self) -> None:
         """End the sampling; also after an error."""
@@ -340,7 +334,7 @@ class Watch:
             samples = self._sampler.stop()
             if self._of_ranks:
                 self.rank_samples = self._of_ranks.rank_samples
-            self.samples = _with_cuda(samples, self._ranks[0].cuda_points, driver)
+            self.samples = with_cuda(samples, self._ranks[0].cuda_points, driver)
         if self._mark:
             self._mark.close()
 
@@ -688,87 +682,3 @@ def mark_of(running: Running | RunningCommand) -> PeakMark | None:
     if not running.pid or not running.cgroup:
         return None
     return PeakMark(MemoryCgroup(running.cgroup, pressure_file_of(running.pid)))
-
-
-def end_rest(running: RunningCommand, grace_s: float, settle_s: float) -> tuple[str, ...]:
-    """End the processes of a command that outlive its first process, and return their command lines.
-
-    A process that ends by itself within ``settle_s`` is not listed. The other processes get SIGTERM,
-    and SIGKILL after ``grace_s``; one that this user may not signal is neither listed nor waited for.
-    """
-    names, spared = [], {running.pid}
-
-    def rest(patience_s: float) -> list[int]:
-        """Wait for the end of all that are not spared; return the pids of those that still run."""
-        deadline = time.monotonic() + patience_s
-        while left := [pid for pid in running.members() if pid not in spared]:
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(_PAUSE_S)
-        return left
-
-    for pid in rest(settle_s):
-        name = ""
-        with suppress(OSError):
-            name = one_line(command_of(pid), _COMMAND_LENGTH)
-        try:
-            signal_each([pid], signal.SIGTERM)
-            names.append(name or f"process {pid}")
-        except PermissionError:
-            spared.add(pid)
-    if rest(grace_s) or len(spared) > 1:
-        running.kill()  # of a container, the engine ends also those
-    return tuple(names)
-
-
-def _left(started_s: float, last: Sample | None) -> str:
-    """Say which files of a tmpfs that changed since ``started_s`` take memory; empty below 1 MiB.
-
-    ``last`` is the cgroup's sample after the end of all processes, with the shared memory that they
-    left. Without it (and a cgroup), a file may be another program's.
-    """
-    if last and last.shmem_bytes <= MIB:
-        return ""
-    sizes: dict[str, int] = {}
-    for place in (one.place for one in mounts.read() if one.kind in ("tmpfs", "ramfs")):
-        for folder, below, names in os.walk(place):
-            below[:] = [name for name in below if not os.path.ismount(Path(folder, name))]
-            for path in (Path(folder, name) for name in names):
-                with suppress(OSError):  # removed meanwhile
-                    state = path.lstat()
-                    if stat.S_ISREG(state.st_mode) and state.st_ctime >= started_s - _CLOCK_S:
-                        sizes[str(path)] = state.st_blocks * 512
-    total = last.shmem_bytes if last else sum(sizes.values())
-    if total <= MIB:
-        return ""
-    own = [path for path, size in sizes.items() if size <= total]  # a larger one is another's
-    largest_first = sorted(own, key=lambda path: -sizes[path])
-    named = few([f"{one_line(path)} ({format_bytes(sizes[path])})" for path in largest_first])
-    who = "the command left" if last else "while it ran, files of a tmpfs got"
-    return f"{who} {format_bytes(total)} of shared memory: {named or 'in no file that is visible'}"
-
-
-def _with_cuda(
-    samples: list[Sample],
-    points: list[tuple[int, int, int]],
-    driver_points: list[tuple[int, int]] | None,
-) -> list[Sample]:
-    """Return the samples; add to each sample the last GPU figures that were read until its time.
-
-    ``points`` come from the worker: (monotonic ns, allocated bytes, driver's bytes).
-    ``driver_points`` come from NVML and replace the worker's driver bytes; None without NVML.
-    """
-    if not points:
-        return samples
-    joined = []
-    for sample in samples:
-        _, allocated, driver = _latest(points, sample.t_ns) or (0, None, None)
-        if driver_points is not None:
-            driver = (_latest(driver_points, sample.t_ns) or (0, None))[1]
-        joined.append(replace(sample, cuda_allocated_bytes=allocated, cuda_driver_bytes=driver))
-    return joined
-
-
-def _latest(points: Sequence[_Point], t_ns: int) -> _Point | None:
-    index = bisect.bisect_right(points, t_ns, key=lambda point: point[0]) - 1
-    return points[index] if index >= 0 else None
