@@ -42,8 +42,9 @@ from weighin.records.run_folder import read_samples
 from weighin.records.thrashing import Reference
 from weighin.records.verdict import judge_result
 from weighin.result import UNNAMED, Outcome, Phase, Result
-from weighin.run import save_target, supervisor
-from weighin.run.cell_runner import measure
+from weighin.run import save_target, watch
+from weighin.run.loads import LoadSpec
+from weighin.run.measure import measure
 from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES
 from weighin.suite.registry import data_folder, model, read_strategy
 from weighin.suite.registry import strategies as all_strategies
@@ -301,7 +302,7 @@ def known_file(strategies: Path) -> Path:
 
 def hide_kills_elsewhere(patch: pytest.MonkeyPatch) -> None:
     """Hide the kernel's kills of cells in other test processes, which a plain process cannot tell."""
-    patch.setattr(supervisor, "read_machine_oom_kills", lambda: 0)
+    patch.setattr(watch, "read_machine_oom_kills", lambda: 0)
 
 
 @dataclass(slots=True)
@@ -416,16 +417,16 @@ class Bench:
         writes = operation == "save" or use == "save"
         with save_target.target(model_bytes) if writes else nullcontext("") as target:
             job = replace(job, target=str(target))
-            result = measure(
-                isolation,
-                self.run,
+            spec = LoadSpec.of(
                 job,
                 [*paths, *files],
                 model_bytes,
-                reference=reference,
                 on_phase=on_phase,
                 stall_from_bytes=disk.stall_from_bytes,
             )
+            measured = measure(isolation, spec, reference=reference)
+            measured.finish(self.run)
+            result = measured.result
         assert leftovers.all_of(os.getpid(), self.mark) == []
         return result
 

@@ -159,6 +159,7 @@ class Job:
 
     ``rank`` is the number of this process, from 0, if several load the model together; None for the
     worker that starts these processes, and for the worker of a cell without ranks.
+    ``listener`` is the socket to which the worker reports.
     """
 
     cell: Cell
@@ -173,6 +174,7 @@ class Job:
     body: Body | None = None
     rank: int | None = None
     use_path: str = ""
+    listener: str = ""
 
 
 def with_arguments(name: str, kwargs: Mapping[str, Any]) -> str:

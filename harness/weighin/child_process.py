@@ -1,7 +1,6 @@
 """Exchange lines between weighin and the processes that it starts.
 
-``Child`` is weighin's end of the pipes. ``Parent`` is the end of a child that runs weighin's code,
-and ``Lifeline`` that of a measured process. This module imports little, because a measured process
+``Child`` is weighin's end of the pipes. ``Parent`` is the end of a child that runs weighin's code. This module imports little, because a measured process
 imports it before torch. Ray pickles ``Child``, and what ``Child`` uses, by value, and sends both to
 machines that may lack weighin: they need the standard library alone.
 """
@@ -12,7 +11,6 @@ import os
 import select
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
@@ -24,7 +22,6 @@ from weighin.protocol import decode_event, encode_event
 STDERR_KEPT_BYTES = 64 * 1024
 PATIENCE_S = 10.0
 """The longest wait from SIGKILL to the end of a process."""
-_ORPHANED = 125
 _LONGEST_BYTES = 256 * 1024**2
 _SMALL_BYTES = 4096  # of a part, so that the worker's heap does not grow
 _PART_BYTES = 65536
@@ -284,37 +281,6 @@ class Parent:
     def send(self, event: str, **fields: Any) -> None:
         """Send one event; do nothing if the parent has ended."""
         write(self._events, encode_event({"event": event, **fields}))
-
-
-class Lifeline(Parent):
-    """A measured process's connection to weighin, which acknowledges events with empty lines."""
-
-    def __init__(self) -> None:
-        # If a strategy hangs while it holds the GIL, no thread can notice the end of standard input.
-        # The kernel then ends this process; in a container, the engine does.
-        end_with_parent()
-        super().__init__()
-        self._acknowledged = threading.Semaphore(0)
-
-    def receive_job(self) -> bytes:
-        """Return the first line of stdin. From then on, the worker ends when its stdin ends."""
-        if (line := self.receive()) is None:
-            os._exit(_ORPHANED)
-        threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
-        return line
-
-    def send_and_wait(self, event: str, **fields: Any) -> None:
-        """Send one event, and wait until weighin acknowledges it. At the end of a phase, weighin
-        first reads and resets the cgroup's high-water mark.
-        """
-        self.send(event, **fields)
-        self._acknowledged.acquire()
-
-    def _listen(self) -> None:
-        while self.receive() is not None:
-            self._acknowledged.release()
-        sys.stderr.flush()
-        os._exit(_ORPHANED)
 
 
 def end_with_parent() -> None:

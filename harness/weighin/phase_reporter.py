@@ -1,12 +1,32 @@
-"""Report when this process begins and ends a phase, so that ``weighin run`` reads the memory peaks
-at these times.
+"""Tell weighin what this process does: its phases, each with the peak of its memory, and more of a load.
 
-Each message of the measured process to ``weighin run`` is one packet with one line of JSON:
-``{"event": "begin", "id": 1, "name": "read"}`` or ``{"event": "end", "id": 1, "t_ns": ...}``. After
-its message, the measured process waits for one byte from ``weighin run``. ``weighin run`` answers
-with a byte after it has read and reset the kernel's high-water marks. The measured process connects
-to the socket by path, because launchers such as torchrun close descriptors that their children
-would inherit.
+Each message is one packet with one JSON object, sent to a Unix socket by path, because launchers such
+as torchrun close descriptors that their children would inherit. After a message in ``AWAITED``, the
+process waits for one byte, with which weighin answers when it has read and reset the high-water mark
+of the cgroup. The process reads and resets its own mark, VmHWM. Any process may begin and end phases;
+the other messages are of a worker: the process that loads or saves a model.
+
+========  ==================================================================================
+message   fields
+========  ==================================================================================
+begin     name, t_ns; of a program also id (which the end repeats), faults, peak_rss_bytes
+phase     a phase has ended: all fields of ``Phase`` but those of the cgroup; id of a program
+rank      rank: the number of the process, if several load a model together; its first message
+baseline  t_ns, memory, import_ns, environment: the worker's memory before the load
+cuda      points: [[t_ns, allocated bytes, driver-used bytes], ...]
+note      text: a warning about a measured value, for the record
+trace     requested_bytes, reserved_bytes at its start,
+          events: [[t_ns, action, bytes], ...]; several of these
+loaded    load_ns, without the time spent between phases
+ready     t_ns, touch_ns; for a save also written: all fields of Written
+shared    pss_bytes, when all ranks are ready
+failed    outcome, message, summary (of the allocator, if out of memory)
+used      gradients, children_private_bytes: fields of ``Use``
+done      first_use_ns, marks_ns
+ended     rank, code, signal: how a rank ended, told by the process that started it; stderr_tail
+========  ==================================================================================
+
+All ranks wait for each other at the messages in ``MET``.
 """
 
 import json
@@ -19,9 +39,14 @@ from threading import RLock
 from time import monotonic_ns
 from typing import Any, Final
 
+MET: Final = ("baseline", "ready", "shared", "done")
+AWAITED: Final = (*MET, "phase")
+"""A process also waits after the begin of a program's phase, which has an id."""
 PATIENCE_S: Final = 2.0
 LONGEST_NAME: Final = 200
+LONGEST_MESSAGE: Final = 128 * 1024  # bytes; the kernel refuses a packet of more than 200 KiB
 _LONGEST_PATH: Final = 107  # bytes of a path in sockaddr_un, without the final zero (sys/un.h)
+_FIELDS: Final = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmSwap")
 
 
 @contextmanager
@@ -38,70 +63,81 @@ def address(path: str) -> Iterator[str]:
         os.close(descriptor)
 
 
-class Reporter:
-    """The connection of this process to ``weighin run``, made at the first phase.
+def read_text(path: str) -> str:
+    """Return the text of a small file in /proc; bytes that are not UTF-8 become surrogates."""
+    with open(path, errors="surrogateescape") as file:  # noqa: PTH123 (pathlib takes 1 MiB)
+        return file.read()
 
-    A failure raises no error, but this process then reports no further phases.
+
+def parse_status(text: str) -> dict[str, int]:
+    """Return the memory fields that a /proc/PID/status text contains, in bytes."""
+    fields = {}
+    for line in text.split("\n"):  # splitlines would also split at "\r" in the process's name
+        name, _, value = line.partition(":")
+        if name in _FIELDS:
+            fields[name] = int(value.split()[0]) * 1024
+    return fields
+
+
+def parse_faults(text: str) -> tuple[int, int]:
+    """Return (minor, major) page faults of a /proc/PID/stat text."""
+    # The program's name in brackets may itself contain blanks and brackets.
+    fields = text.rpartition(")")[2].split()
+    return int(fields[7]), int(fields[9])
+
+
+def memory_of(status: dict[str, int]) -> dict[str, int]:
+    """Return the memory fields of a status as those of ``Memory``."""
+    return {
+        "rss_bytes": status["VmRSS"],
+        "anon_bytes": status["RssAnon"],
+        "file_bytes": status["RssFile"],
+        "shmem_bytes": status["RssShmem"],
+        "swap_bytes": status.get("VmSwap", 0),
+    }
+
+
+def reset_peak() -> None:
+    """Reset VmHWM, the peak RSS of this process, to its present RSS."""
+    with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123
+        file.write("5")
+
+
+class Connection:
+    """The connection of this process to weighin, made at the first message.
+
+    An error of it is raised. The program may have closed its descriptor, or have forked: the
+    connection is then made anew.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._is_off = False
-        self._ids = count(1)
-        self._lock = RLock()  # reentrant: a signal handler may begin a phase during a message
+    def __init__(self, path: str, patience_s: float | None = None) -> None:
+        self._path, self._patience_s = path, patience_s
         self._descriptor = self._inode = -1
-        os.register_at_fork(after_in_child=self._after_fork)
 
-    def begin(self, name: str) -> tuple[int, int]:
-        """Report that a phase begins; return the pid and the phase's number, to pass to ``end``."""
-        number = next(self._ids)
-        self._tell(event="begin", id=number, name=name)
-        return os.getpid(), number
-
-    def end(self, begun: tuple[int, int]) -> None:
-        """Report that a phase ends; do nothing in a forked child of the process that began the phase."""
-        pid, number = begun
-        if pid == os.getpid():
-            self._tell(event="end", id=number, t_ns=monotonic_ns())
-
-    def _tell(self, **fields: Any) -> None:
-        """Send a message and wait for the acknowledgement; after a failure, never send again."""
-        if self._is_off:
-            return
-        if not self._lock.acquire(timeout=PATIENCE_S):
-            self._is_off = True
-            return
-        try:
-            if "name" in fields:
-                name = str(fields["name"])[:LONGEST_NAME]
-                fields["name"] = name.encode(errors="replace").decode()  # no lone surrogate
-            self._exchange(json.dumps(fields).encode() + b"\n")
-        except Exception:  # the measured program must go on as it would without weighin
-            self._is_off = True
-            self._drop()
-        except BaseException:  # Ctrl-C: an acknowledgement may still arrive on this connection
-            self._drop()
-            raise
-        finally:
-            self._lock.release()
-
-    def _exchange(self, message: bytes) -> None:
+    def send(self, message: dict[str, Any], *, wait: bool) -> None:
+        """Send a message; with ``wait``, return when weighin has answered."""
         if not self._is_ours():
             self._descriptor = -1
             self._connect()
         connection = _socket(self._descriptor)
         try:
-            connection.settimeout(PATIENCE_S)
-            connection.send(message, socket.MSG_NOSIGNAL)  # SIGPIPE could kill the program
-            if not connection.recv(1):
+            connection.settimeout(self._patience_s)
+            packet = json.dumps(message, separators=(",", ":")).encode()
+            connection.send(packet, socket.MSG_NOSIGNAL)  # SIGPIPE could kill the program
+            if wait and not connection.recv(1):
                 raise ConnectionResetError
         finally:
             connection.detach()
 
+    def drop(self) -> None:
+        if self._is_ours():
+            os.close(self._descriptor)
+        self._descriptor = -1
+
     def _connect(self) -> None:
         connection = _socket()
         try:
-            connection.settimeout(PATIENCE_S)
+            connection.settimeout(self._patience_s)
             with address(self._path) as place:
                 connection.connect(place)
             self._inode = os.fstat(connection.fileno()).st_ino
@@ -111,23 +147,98 @@ class Reporter:
             connection.close()
 
     def _is_ours(self) -> bool:
-        """Return whether the descriptor is still the connection to ``weighin run``. The program may
-        have closed it, and opened another file with the same number.
-        """
         try:
             return self._descriptor >= 0 and os.fstat(self._descriptor).st_ino == self._inode
         except OSError:
             return False
 
-    def _drop(self) -> None:
-        if self._is_ours():
-            os.close(self._descriptor)
-        self._descriptor = -1
+
+class Reporter:
+    """Reports the phases of any program. They may be nested, and those of several threads overlap.
+
+    A failure raises no error, but this process then reports no further phases.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._connection = Connection(path, PATIENCE_S)
+        self._is_off = False
+        self._ids = count(1)
+        self._lock = RLock()  # reentrant: a signal handler may begin a phase during a message
+        self._open: dict[int, dict[str, Any]] = {}  # the fields of each phase that has not ended
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def begin(self, name: str) -> tuple[int, int]:
+        """Report that a phase begins; return the pid and the phase's number, to pass to ``end``."""
+        number = next(self._ids)
+        self._tell(number, name)
+        return os.getpid(), number
+
+    def end(self, begun: tuple[int, int]) -> None:
+        """Report that a phase ends; do nothing in a forked child of the process that began the phase."""
+        pid, number = begun
+        if pid == os.getpid():
+            self._tell(number)
+
+    def _tell(self, number: int, name: str | None = None) -> None:
+        """Report a begin or, without a ``name``, an end; after a failure, never report again."""
+        if self._is_off:
+            return
+        if not self._lock.acquire(timeout=PATIENCE_S):
+            self._is_off = True
+            return
+        try:
+            self._measure(number, name)
+        except Exception:  # the measured program must go on as it would without weighin
+            self._is_off = True
+            self._connection.drop()
+        except BaseException:  # Ctrl-C: an answer may still arrive on this connection
+            self._connection.drop()
+            raise
+        finally:
+            self._lock.release()
+
+    def _measure(self, number: int, name: str | None) -> None:
+        """Read this process's mark, which counts for all open phases; then reset it."""
+        end_ns = monotonic_ns()
+        status, faults = (
+            parse_status(read_text("/proc/self/status")),
+            parse_faults(read_text("/proc/self/stat")),
+        )
+        peak_bytes = status["VmHWM"]
+        for phase in self._open.values():
+            phase["peak_rss_bytes"] = max(phase["peak_rss_bytes"], peak_bytes)
+        if name is None:
+            if (ended := self._open.pop(number, None)) is None:
+                return
+            minor, major = ended.pop("faults")
+            changes = {"minor_faults": faults[0] - minor, "major_faults": faults[1] - major}
+            end = {"event": "phase", "id": number, "end_ns": end_ns, "end": memory_of(status)}
+            self._connection.send(ended | end | changes, wait=True)
+            return
+        name = str(name)[:LONGEST_NAME].encode(errors="replace").decode()  # no lone surrogate
+        begun = {"id": number, "name": name, "t_ns": end_ns, "faults": faults}
+        self._connection.send(
+            {"event": "begin", **begun, "peak_rss_bytes": peak_bytes, "memory": memory_of(status)},
+            wait=True,
+        )
+        resets = True
+        try:
+            reset_peak()
+        except OSError:  # the program has another user now, or /proc is read-only
+            resets = False
+        self._open[number] = {
+            "name": name,
+            "start_ns": monotonic_ns(),
+            "faults": faults,
+            "peak_rss_bytes": 0 if resets else peak_bytes,
+            "resets": resets,
+        }
 
     def _after_fork(self) -> None:
-        """In a forked child, drop the parent's connection, and make a new, unlocked lock."""
+        """In a forked child, drop the parent's connection and phases, and make a new, unlocked lock."""
         self._lock = RLock()
-        self._drop()
+        self._connection.drop()
+        self._open = {}
 
 
 def _socket(descriptor: int | None = None) -> socket.socket:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from weighin.errors import HarnessError, IsolationUnavailable, StillRunning
-from weighin.isolation.process import LocalRunning, ProcessIsolation
+from weighin.isolation.process import ProcessIsolation, Started
 from weighin.plan.start import resume
 from weighin.plan.start import start as plan
 from weighin.plan.task import Progress
@@ -18,7 +18,7 @@ STUCK = StillRunning("the measured process 5 does not end, not even after SIGKIL
 GONE = IsolationUnavailable("the Docker engine has stopped", "start it again")
 
 
-class _Stuck(LocalRunning):
+class _Stuck(Started):
     """It cannot be removed; all that can be is."""
 
     def close(self) -> None:
@@ -26,7 +26,7 @@ class _Stuck(LocalRunning):
         raise STUCK
 
 
-class _Lost(LocalRunning):
+class _Lost(Started):
     """Its engine does not say how it ended."""
 
     def wait(self, timeout_s: float) -> Any:
@@ -38,7 +38,7 @@ class _Lost(LocalRunning):
     [(_Stuck, STUCK, 4, ["baseline", "sequential"]), (_Lost, GONE, 3, ["baseline"])],
 )
 def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
-    kind: type[LocalRunning],
+    kind: type[Started],
     error: HarnessError,
     code: int,
     kept: list[str],
@@ -52,12 +52,12 @@ def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
     suite = check_suite({"models": "gpt2-tiny", "strategies": names, "isolation": "process"})
     task, _ = plan(suite, tmp_path / "run")
     # The first worker only imports torch; the third is the second cell's.
-    kinds = [LocalRunning, LocalRunning, kind]
+    kinds = [Started, Started, kind]
     with monkeypatch.context() as patched:
         start = ProcessIsolation.start
 
-        def start_next(self: ProcessIsolation, job: Any) -> LocalRunning:
-            patched.setattr("weighin.isolation.process.LocalRunning", kinds.pop(0))
+        def start_next(self: ProcessIsolation, job: Any) -> Started:
+            patched.setattr("weighin.isolation.process.Started", kinds.pop(0))
             return start(self, job)
 
         patched.setattr(ProcessIsolation, "start", start_next)

@@ -8,7 +8,7 @@ import pytest
     ("module", "file"),
     [
         ("run/merge.py", "test_merge.py"),
-        ("run/program_track.py", "test_program_phases.py"),
+        ("run/listener.py", "test_messages.py"),
         ("predict/dispatch.py", "test_predict.py"),  # in a process of its own
         ("gate/freeze.py", "test_freeze.py"),  # by way of the command line
     ],
@@ -22,7 +22,7 @@ def test_a_module_is_tested_by_those_that_import_it_or_its_callers(module: str, 
 def test_the_file_of_a_modules_name_comes_first() -> None:
     for module, file in {
         "gate/baseline.py": "test_baseline_file.py",
-        "run/command_outcome.py": "test_command_outcome.py",
+        "run/judge.py": "test_judge.py",
         "records/explanation/causes.py": "test_causes.py",
     }.items():
         assert chosen_tests.tests_of(module)[0].name == file

@@ -1,11 +1,13 @@
 """A worker that plays a script: what it says, how it ends, and what was said to it."""
 
+import json
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,7 +18,9 @@ from weighin.probes.memory import ProcessMemory
 from weighin.probes.sampler import Sampler
 from weighin.protocol import encode_event
 from weighin.result import Memory, Sample
-from weighin.run import supervisor
+from weighin.run import loads, watch
+from weighin.run import measure as measuring
+from weighin.run.listener import Listener, decode
 from weighin.units import MIB
 
 Step = bytes | Callable[[], None] | type[TimeoutError]
@@ -26,35 +30,43 @@ OK = Exit(0)
 
 
 class FakeChannel:
-    """Gives out the lines of a script. A function in it is called when its turn comes."""
+    """The standard error of a played worker."""
 
-    def __init__(self, script: Sequence[Step], stderr_tail: bytes) -> None:
-        self.script = deque(script)
+    def __init__(self, stderr_tail: bytes) -> None:
         self.stderr_tail = stderr_tail
-        self.sent: list[bytes] = []
         self.closed = 0
-
-    def receive(self, timeout_s: float) -> bytes | None:
-        while self.script:
-            step = self.script.popleft()
-            if isinstance(step, bytes):
-                return step.rstrip(b"\n")
-            if isinstance(step, type):
-                raise step
-            step()
-        return None
-
-    def send(self, line: bytes) -> None:
-        self.sent.append(line)
 
     def close(self) -> None:
         self.closed += 1
 
 
+class KnownListener(Listener):
+    """A listener that a played worker finds by its socket's path."""
+
+    by_path: ClassVar[dict[str, "KnownListener"]] = {}
+    newest: ClassVar["KnownListener"]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.by_path[str(self.path)] = KnownListener.newest = self
+
+    def deliver(self, line: bytes) -> None:
+        """Take a message as if a process had sent it; ``rank`` is the sender's number."""
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            return
+        ended = fields["event"] == "ended"
+        rank = fields.get("rank", 0) if ended else fields.pop("rank", 0)
+        decoded = decode(json.dumps(fields).encode())
+        if decoded and rank < len(self.ranks):
+            self._take(self.ranks[rank], decoded[1])
+
+
 class Silent:
     """A cell's mark, memory and sampler that see nothing and do nothing."""
 
-    escape, cgroup = "", None
+    escape, cgroup, table = "", None, None
     oom_kills: int | None = None
     last_peaks_rss_bytes: Sequence[int | None] = ()
     others = (0, 0)
@@ -83,21 +95,27 @@ _played: dict[int, Silent] = {}
 
 def play(patch: pytest.MonkeyPatch) -> None:
     """Let a played worker be observed by what its test plays, in all unit tests."""
-    mark_of = supervisor.mark_of
+    mark_of = watch.mark_of
 
     def memory_of(pid: int, *arguments: Any, **options: Any) -> Silent | ProcessMemory:
         return _played.get(pid) or ProcessMemory(pid, *arguments, **options)
 
-    def sampler_of(memory: Any) -> Silent | Sampler:
-        return memory if isinstance(memory, Silent) else Sampler(memory)
+    def sampler_of(memory: Any, **options: Any) -> Silent | Sampler:
+        return memory if isinstance(memory, Silent) else Sampler(memory, **options)
 
-    patch.setattr(supervisor, "mark_of", lambda one: _played.get(one.pid or 0) or mark_of(one))
-    patch.setattr(supervisor, "ProcessMemory", memory_of)
-    patch.setattr(supervisor, "Sampler", sampler_of)
+    patch.setattr(watch, "mark_of", lambda one: _played.get(one.pid or 0) or mark_of(one))
+    patch.setattr(watch, "ProcessMemory", memory_of)
+    patch.setattr(watch, "Sampler", sampler_of)
+    patch.setattr(measuring, "Listener", KnownListener)
+    patch.setattr(loads, "Listener", KnownListener)
 
 
 class FakeRunning:
-    """A worker without a process. ``hangs`` is how many of its waits time out."""
+    """A worker without a process, which plays its script while it is waited for.
+
+    A function in the script is called when its turn comes. With ``TimeoutError`` at its end, the
+    worker does not end before it is killed. ``hangs`` is how many kills it takes.
+    """
 
     def __init__(
         self,
@@ -112,7 +130,9 @@ class FakeRunning:
         inside: Silent | None = None,
     ) -> None:
         """``inside`` is all that a ``Watch`` sees of this worker (``play``)."""
-        self.channel = FakeChannel(script, stderr_tail)
+        self.script = deque(script)
+        self.channel = FakeChannel(stderr_tail)
+        self.listener: Any = None
         self.pid = pid
         if inside:
             self.pid = next(_pids)
@@ -124,13 +144,25 @@ class FakeRunning:
         self._hangs = hangs
 
     def wait(self, timeout_s: float) -> Exit:
-        if self._hangs:
-            self._hangs -= 1
+        while self.script:
+            step = self.script.popleft()
+            if isinstance(step, bytes):
+                (self.listener or KnownListener.newest).deliver(step)
+            elif isinstance(step, type):
+                if not self.script:
+                    self._hangs = max(self._hangs, 1)
+                time.sleep(min(timeout_s, 0.002))
+                raise step
+            else:
+                step()
+        if self.kills < self._hangs:
+            time.sleep(min(timeout_s, 0.002))
             raise TimeoutError
         return self._ended
 
     def kill(self) -> None:
         self.kills += 1
+        self.script.clear()
 
     def close(self) -> None:
         self.channel.close()
@@ -165,7 +197,9 @@ class PlayedIsolation:
     def start(self, job: Job) -> FakeRunning:
         self.jobs.append(job)
         script = self._scripts.popleft() if len(self._scripts) > 1 else self._scripts[0]
-        return FakeRunning(script, inside=self._inside, stderr_tail=self.stderr_tail)
+        running = FakeRunning(script, inside=self._inside, stderr_tail=self.stderr_tail)
+        running.listener = KnownListener.by_path.get(job.listener)
+        return running
 
     def start_command(
         self,

@@ -1,20 +1,27 @@
 """Whole scripts for ``fakes.FakeRunning``, and what a watch makes of them."""
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import fakes
 import pytest
-from fakes import FakeRunning, Silent, begin, done, loaded, phase, ready
+from fakes import FakeRunning, KnownListener, Silent, begin, done, loaded, phase, ready
 
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.isolation.base import Exit
 from weighin.probes.cgroup import MemoryCgroup
+from weighin.records.thrashing import Reference
 from weighin.result import Result
-from weighin.run import supervisor
-from weighin.run.supervisor import Watch
+from weighin.run import measure as measuring
+from weighin.run import watch
+from weighin.run.loads import LoadSpec
+from weighin.run.measure import Measured
+from weighin.run.thrash_guard import ThrashGuard
+from weighin.run.watch import Watch
 
-JOB = Job(Cell(ModelSpec("m", "a:b"), "s", "process"), "/c", "/m", "/s.py", timeout_s=2.5)
+JOB = Job(Cell(ModelSpec("m", "a:b"), "s", "process"), "/c", "/m", "/s.py", timeout_s=0.25)
 KILLED = Exit(None, signal=9)
 
 BASELINE = (begin("import"), phase("import", 900), begin("prepare"), phase("prepare", 800), fakes.baseline())  # fmt: skip
@@ -36,19 +43,59 @@ class FakeSampler(Silent):
             self._group.raise_limit()
 
 
+def followed(
+    running: FakeRunning,
+    *,
+    ranks: int = 1,
+    job: Job = JOB,
+    guard: ThrashGuard | None = None,
+    disk: Any = None,
+    before_load: Callable[[], None] = lambda: None,
+    on_phase: Callable[[str], None] = lambda _: None,
+) -> tuple[Result, Watch]:
+    """Watch a played worker from its start to its result."""
+    kind = type("PlayedSpec", (LoadSpec,), {"before_load": lambda _: before_load()})
+    spec = kind.of(job, on_phase=on_phase)
+    spec.disk = disk
+    with tempfile.TemporaryDirectory() as folder:
+        running.listener = KnownListener(Path(folder), ranks)
+        watch = Watch(spec, running.listener, guard)
+        watch.begin(running)
+        try:
+            watch.wait()
+            watch.end()
+        finally:
+            watch.close()
+    return watch.result({"environment": {}}, 0, 10**18), watch
+
+
 def watched(running: FakeRunning, say: Callable[[str], None] = lambda _: None) -> Result:
-    watch = Watch(running, say)
-    try:
-        watch.follow(JOB.timeout_s)
-        ended = watch.end()
-    finally:
-        watch.close()
-    return watch.result(JOB, ended)
+    return followed(running, on_phase=say)[0]
+
+
+def take(
+    isolation: Any,
+    job: Job,
+    files: Sequence[Path] = (),
+    model_bytes: int | None = None,
+    environment: dict[str, Any] | None = None,
+    reference: Reference | None = None,
+    **options: Any,
+) -> Measured:
+    spec = LoadSpec.of(job, files, model_bytes, **options)
+    return measuring.measure(isolation, spec, environment, reference)
+
+
+def measure(isolation: Any, run: Path, *arguments: Any, **options: Any) -> Result:
+    """Measure one cell, and write its samples to the folder ``run``."""
+    measured = take(isolation, *arguments, **options)
+    measured.finish(run)
+    return measured.result
 
 
 @pytest.fixture(name="sampler")
 def fake_sampler(monkeypatch: pytest.MonkeyPatch) -> type[FakeSampler]:
     kind = type("Seen", (FakeSampler,), {})
-    monkeypatch.setattr(supervisor, "ProcessMemory", kind)
-    monkeypatch.setattr(supervisor, "pressure_file_of", lambda pid: None)
+    monkeypatch.setattr(watch, "ProcessMemory", kind)
+    monkeypatch.setattr(watch, "pressure_file_of", lambda pid: None)
     return kind

@@ -11,9 +11,9 @@ import leftovers
 import pytest
 
 from weighin.errors import IsolationUnavailable
-from weighin.isolation import cgroup, delegation
-from weighin.isolation.cgroup import CgroupIsolation, CgroupRunning, temporary_group
-from weighin.isolation.process_tree import end_orphans
+from weighin.isolation import cgroup, delegation, process
+from weighin.isolation.cgroup import CgroupIsolation, temporary_group
+from weighin.isolation.process import Started, end_orphans
 from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, start_time, this_process
 from weighin.probes.memory import ProcessMemory
 
@@ -42,7 +42,7 @@ def test_only_groups_of_dead_owners_are_stale(
 def test_groups_that_a_worker_made_below_its_own_go_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cgroup, "_PATIENCE_S", 1)
+    monkeypatch.setattr(process, "PATIENCE_S", 1)
     with subprocess.Popen(["sleep", "60"]) as sleeper:
         try:
             with temporary_group() as group:
@@ -60,8 +60,8 @@ def test_a_group_that_cannot_be_removed_says_the_kernels_reason(
 ) -> None:
     (file := tmp_path / "weighin.1-1.0" / "cgroup.procs").parent.mkdir()
     file.touch()  # as in no cgroup: rmdir says ENOTEMPTY
-    monkeypatch.setattr(cgroup, "_PATIENCE_S", 0)
-    running = CgroupRunning(("true",), [file.parent])
+    monkeypatch.setattr(process, "PATIENCE_S", 0)
+    running = Started(("true",), groups=[file.parent])
     running.wait(60)
     with pytest.raises(IsolationUnavailable) as caught:
         running.close()
@@ -86,7 +86,7 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
     for file in groups[0].glob("memory.memsw.limit_in_bytes"):
         file.write_text(str(96 << 20))
     script = f"echo in; read go; group={groups[0]}; limit={name}; {script}; echo done; read go"
-    running = CgroupRunning(("/bin/sh", "-c", script), groups)
+    running = Started(("/bin/sh", "-c", script), groups=groups)
     try:
         assert running.pid
         assert running.channel.receive(60) == b"in"
@@ -108,7 +108,7 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
 def test_a_child_that_left_the_cgroup_ends_with_the_worker() -> None:
     groups = cgroup._make_groups()
     script = f"sleep 60 & echo $! > {groups[0]}/../cgroup.procs; echo $!"
-    running = CgroupRunning(("/bin/sh", "-c", script), groups)
+    running = Started(("/bin/sh", "-c", script), groups=groups)
     child = int(running.channel.receive(60) or 0)
     running.close()
     leftovers.wait_until(lambda: start_time(child) is None, "the child lives on")
@@ -117,7 +117,7 @@ def test_a_child_that_left_the_cgroup_ends_with_the_worker() -> None:
 OWNS_A_GROUP = """
 import os, subprocess, sys
 from weighin.isolation.cgroup import temporary_group
-from weighin.isolation.process_tree import ProcessTree
+from weighin.isolation.process import ProcessTree
 environment = os.environ | ProcessTree(adopts=False).environment
 with temporary_group() as group, subprocess.Popen(["sleep", "60"], env=environment) as sleeper:
     (group / "cgroup.procs").write_text(str(sleeper.pid))
@@ -128,7 +128,7 @@ with temporary_group() as group, subprocess.Popen(["sleep", "60"], env=environme
 """
 REMOVES_LEFTOVERS = """
 from weighin.isolation.cgroup import CgroupIsolation
-from weighin.isolation.process_tree import end_orphans
+from weighin.isolation.process import end_orphans
 assert [*CgroupIsolation().remove_stale(), *end_orphans()] == []
 """
 IN_A_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")

@@ -18,7 +18,8 @@ from weighin.cell import Cell
 from weighin.errors import IsolationUnavailable, StillRunning
 from weighin.isolation import cgroup, process
 from weighin.isolation.base import Exit, Streams
-from weighin.isolation.cgroup import CgroupIsolation, CgroupRunning, temporary_group
+from weighin.isolation.cgroup import CgroupIsolation, temporary_group
+from weighin.isolation.process import Started
 from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, this_process
 from weighin.protocol import encode_job
 from weighin.units import MIB
@@ -217,20 +218,18 @@ def endings() -> dict[str, Callable[[list[Path]], None]]:
     """The ways in which the processes of a cell's groups are ended."""
 
     def kill_worker(groups: list[Path]) -> None:
-        running = CgroupRunning(("true",), groups)
-        assert running.wait(10) == Exit(0)
+        running = Started(("true",), groups=groups)
+        assert running.reap() == Exit(0)
         running.kill()
         running.close()
 
     def kill_command(groups: list[Path]) -> None:
-        running = cgroup.CgroupCommand(
-            ("true",), folder="/", environment={}, streams=Streams(), groups=groups
-        )
+        running = Started(("true",), folder="/", environment={}, streams=Streams(), groups=groups)
         assert running.wait(10)
         running.kill()
         running.close()
 
-    return {"worker": kill_worker, "command": kill_command, "removal": cgroup._remove}
+    return {"worker": kill_worker, "command": kill_command, "removal": process.remove}
 
 
 @pytest.mark.parametrize("ending", list(endings()))
@@ -257,12 +256,12 @@ def test_processes_in_groups_below_end_with_the_cell(
 
 
 def test_a_worker_that_is_killed_takes_its_children_along(hybrid: Kernel, sleeper: int) -> None:
-    running = CgroupRunning(("sleep", "60"), groups := cgroup._make_groups())
+    running = Started(("sleep", "60"), groups=(groups := cgroup._make_groups()))
     (groups[0] / "below").mkdir()
     hybrid.put(sleeper, groups[0] / "below")
     running.kill()
     assert os.waitpid(sleeper, 0)[1] == signal.SIGKILL
-    assert running.wait(10) == Exit(None, signal=signal.SIGKILL)
+    assert running.reap() == Exit(None, signal=signal.SIGKILL)
     assert set(hybrid.groups()) == {*groups, groups[0] / "below"}  # until it is closed
     running.close()
     assert hybrid.groups() == []
@@ -288,7 +287,7 @@ def test_the_processes_of_a_command_are_those_of_all_its_groups(hybrid: Kernel) 
 def test_a_process_that_does_not_end_is_named_with_its_group(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cgroup, "_PATIENCE_S", 0)
+    monkeypatch.setattr(process, "PATIENCE_S", 0)
     with pytest.raises(StillRunning) as caught, temporary_group() as group:
         kernel.busy.add(group)
     assert caught.value.message == (
@@ -300,9 +299,9 @@ def test_a_process_that_does_not_end_is_named_with_its_group(
 def test_all_groups_are_removed_but_the_one_whose_process_does_not_end(
     hybrid: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cgroup, "_PATIENCE_S", 0)
-    running = CgroupRunning(("true",), groups := cgroup._make_groups())
-    assert running.wait(10) == Exit(0)
+    monkeypatch.setattr(process, "PATIENCE_S", 0)
+    running = Started(("true",), groups=(groups := cgroup._make_groups()))
+    assert running.reap() == Exit(0)
     hybrid.busy.add(groups[0])
     with pytest.raises(StillRunning):
         running.close()
@@ -334,15 +333,15 @@ def test_the_groups_of_a_worker_that_does_not_end_are_tried_once(
     def stays(running: object) -> None:
         raise StillRunning("the worker does not end")
 
-    running = CgroupRunning(("true",), groups := cgroup._make_groups())
-    assert running.wait(10) == Exit(0)
+    running = Started(("true",), groups=(groups := cgroup._make_groups()))
+    assert running.reap() == Exit(0)
     hybrid.busy.add(groups[0])
-    real = process.LocalRunning.close
-    monkeypatch.setattr(process.LocalRunning, "close", stays)
+    real = process.Started._end_first
+    monkeypatch.setattr(process.Started, "_end_first", stays)
     with pytest.raises(StillRunning, match="the worker does not end"):
         running.close()
     assert hybrid.groups() == [groups[0]]
-    monkeypatch.setattr(process.LocalRunning, "close", real)
+    monkeypatch.setattr(process.Started, "_end_first", real)
     hybrid.busy.clear()
     running.close()
 
@@ -366,7 +365,7 @@ def test_a_leftover_that_cannot_be_removed_is_not_said_to_be(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(LOCK_VARIABLE)
-    monkeypatch.setattr(cgroup, "_PATIENCE_S", 0)
+    monkeypatch.setattr(process, "PATIENCE_S", 0)
     (dead := kernel.memory / f"weighin.{ENDED}.0").mkdir()
     kernel.busy.add(dead)
     assert CgroupIsolation().remove_stale() == []
@@ -410,7 +409,7 @@ def test_a_worker_imports_the_packages_of_this_environment() -> None:
 def test_the_end_of_a_worker_by_an_error_of_its_start_leaves_no_group(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cgroup, "CgroupRunning", lambda *_: 1 / 0)
+    monkeypatch.setattr(cgroup, "Started", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         CgroupIsolation().start(JOB)
     assert kernel.groups() == []

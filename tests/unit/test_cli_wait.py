@@ -11,7 +11,7 @@ from weighin.cli import app
 from weighin.errors import HarnessError
 from weighin.isolation.cgroup import CgroupIsolation
 from weighin.probes.cgroup import LOCK_VARIABLE
-from weighin.run import load_bench, run_lock
+from weighin.run import loads, run_lock
 
 
 class LockIsFree(Exception):
@@ -31,7 +31,7 @@ def _short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "lock"))
-    monkeypatch.setattr(load_bench, "compile_code", stop)
+    monkeypatch.setattr(loads, "compile_code", stop)
     monkeypatch.setattr(CgroupIsolation, "check", lambda _: None)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from weighin.records import run_folder
 from weighin.records.floor import Aim
 from weighin.records.thrashing import Reference
 from weighin.result import Outcome
-from weighin.run import command_runner, run_lock, runner
-from weighin.run.command_runner import CommandBench
-from weighin.run.measurement import CellMeasurement
+from weighin.run import commands, run_lock, runner
+from weighin.run.commands import Commands
+from weighin.run.measure import Measured
+from weighin.run.spec import Spec
 from weighin.units import GIB, MIB
 
 
@@ -116,11 +118,11 @@ def test_the_settings_of_a_run_reach_its_commands() -> None:
 
 def test_a_signal_that_a_command_got_ends_the_run_before_the_next() -> None:
     run = asked("exit 0")
-    bench = command_runner.set_up(run, Progress())
-    bench.measure(run.planned[0])
+    bench = commands.set_up(run, Progress())
+    bench.take(run.planned[0])
     bench.stopped = True
     with pytest.raises(Interrupted, match="stopped; nothing is left running"):
-        bench.measure(run.planned[0])
+        bench.take(run.planned[0])
 
 
 UNLIMITED = make_ran(make_command())  # 3 s
@@ -143,7 +145,6 @@ def searching(aim: Aim = Aim.ENDS, **changes: Any) -> Run:
         (0.05, 0, LIMITED, 60.0),  # ten times the 3 s without a limit, and 30 s more
         (0.05, 7, LIMITED, 7),
         (0.05, 0, UNLIMITED.cell, 0.0),
-        (0.05, 0, make_command("new.py", ram_limit_bytes=GIB), 0.0),
         (None, 0, LIMITED, 0.0),
     ],
 )
@@ -156,13 +157,13 @@ def test_a_command_that_starves_in_a_search_is_ended(
 ) -> None:
     given: list[float] = []
 
-    def take(*arguments: Any) -> tuple[CellMeasurement, bool]:
-        given.append(arguments[3])
-        return CellMeasurement(UNLIMITED), False
+    def measure(_: Any, spec: Spec, *__: Any) -> Measured:
+        given.append(0.0 if spec.timeout_s == inf else spec.timeout_s)
+        return Measured(UNLIMITED)
 
-    monkeypatch.setattr(command_runner, "take", take)
-    bench = CommandBench(searching(timeout_s=timeout_s, within=within), {})
-    bench.measure(Planned(cell))
+    monkeypatch.setattr(commands, "measure", measure)
+    bench = Commands(searching(timeout_s=timeout_s, within=within), {})
+    bench.take(Planned(cell))
     assert given == [expected]
 
 

@@ -8,26 +8,25 @@ from ran_commands import make_command
 
 from weighin.isolation.base import Exit
 from weighin.result import Kill, Outcome
-from weighin.run.command_outcome import Facts, judge, with_limits
+from weighin.run.judge import End, judge
 from weighin.units import MIB
 
 OUTER = (800 * MIB, Path("/sys/fs/cgroup/user.slice/run.scope"))
 AROUND = "/user.slice/run.scope"
 
 
-def facts(**changes: Any) -> Facts:
+def facts(**changes: Any) -> End:
     """A command under 600 MiB in a scope of 800 MiB, whose first process was killed."""
     known: dict[str, Any] = {
         "cell": make_command(ram_limit_bytes=600 * MIB),
         "ended": Exit(None, signal=9),
-        "in_time": True,
         "oom_kills": 1,
         "machine_oom_kills": 1,
         "kills": None,
         "peak_bytes": 600 * MIB,
         "limits": [OUTER],
     }
-    return Facts(**(known | changes))
+    return End(**(known | changes))
 
 
 def test_a_container_that_was_killed_at_birth_had_one_process() -> None:
@@ -36,24 +35,6 @@ def test_a_container_that_was_killed_at_birth_had_one_process() -> None:
     outcome, message = judge(facts(ended=born_dead, oom_kills=0, kills=()))
     assert outcome is Outcome.OOM_KILLED
     assert message.startswith("the kernel killed a process for lack of memory: ")
-
-
-@pytest.mark.parametrize(
-    ("limit_of", "limit_bytes"),
-    [
-        ("", 600 * MIB),
-        (AROUND, 800 * MIB),
-        ("/user.slice", None),
-        ("machine", None),
-        ("unknown", None),
-    ],
-)
-def test_a_kill_has_the_size_of_its_limit_where_it_is_known(
-    limit_of: str, limit_bytes: int | None
-) -> None:
-    kill = Kill(1, "python", is_main=True, limit_of=limit_of)
-    (found,) = with_limits([kill], 600 * MIB, [OUTER])
-    assert found.limit_bytes == limit_bytes
 
 
 @pytest.mark.parametrize(

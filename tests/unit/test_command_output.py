@@ -18,7 +18,7 @@ import pytest
 from ran_commands import make_command, settings_of
 
 from weighin.result import Mark
-from weighin.run.command_output import MOST_MARKS, Relay, relaying
+from weighin.run.output import MOST_MARKS, Relay, relaying
 
 NOTHING = "[^\\s\\S]"  # a search that finds nothing
 PASSED_ON = """

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from fakes import FakeRunning
-from scripts import DONE, JOB
+from scripts import DONE, JOB, measure
 
 from weighin import child_process
 from weighin.errors import Interrupted
 from weighin.run import interrupts
-from weighin.run.cell_runner import measure
 
 
 def stop(number: int = signal.SIGINT) -> None:

@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scripts import JOB
+from scripts import JOB, followed
 
-from weighin.isolation import cgroup, delegation
-from weighin.isolation.cgroup import CgroupRunning
+from weighin.isolation import cgroup, delegation, process
+from weighin.isolation.process import Started
 from weighin.probes.cgroup import MemoryCgroup, limits_around, memory_hierarchy
 from weighin.result import Outcome, Result
-from weighin.run.supervisor import Watch
 from weighin.units import MIB
 
 pytestmark = pytest.mark.cgroup
@@ -39,7 +38,7 @@ def around() -> Iterator[Path]:
     if (control := group / "cgroup.subtree_control").exists():
         control.write_text("+memory")
     yield group
-    cgroup._remove([group])
+    process.remove([group])
 
 
 def killed(around: Path, limit_bytes: int | None) -> Result:
@@ -48,16 +47,12 @@ def killed(around: Path, limit_bytes: int | None) -> Result:
     cell.mkdir()
     if limit_bytes:
         cgroup.limit(cell, limit_bytes)
-    running = CgroupRunning(TAKES, [cell])
-    watch = Watch(running, lambda _: None)
+    running = Started(TAKES, groups=[cell])
+    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=limit_bytes), timeout_s=60)
     try:
-        watch.follow(60)
-        ended = watch.end()
+        return followed(running, job=job)[0]
     finally:
-        watch.close()
         running.close()
-    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=limit_bytes))
-    return watch.result(job, ended)
 
 
 @pytest.mark.parametrize("limit_bytes", [None, 160 * MIB, 48 * MIB])

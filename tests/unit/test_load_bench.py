@@ -18,8 +18,8 @@ from weighin.plan.task import Progress, Run
 from weighin.probes import page_cache
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
-from weighin.run import load_bench, runner
-from weighin.run.load_bench import set_up
+from weighin.run import loads, runner
+from weighin.run.loads import set_up
 from weighin.settings.reading import check_suite
 from weighin.suite.packages import versions
 from weighin.units import MIB
@@ -39,7 +39,7 @@ def compiled(tmp_path: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch)
     noted: list[str] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WEIGHIN_CACHE", str(checkpoints))
-    monkeypatch.setattr(load_bench, "compile_code", lambda: noted.append("compiled"))
+    monkeypatch.setattr(loads, "compile_code", lambda: noted.append("compiled"))
     monkeypatch.setattr(page_cache, "drop", lambda _: 0)
     return noted
 
@@ -98,7 +98,8 @@ def test_a_run_tests_a_worker_and_then_measures_each_cell(compiled: list[str]) -
     for job, planned in zip(others, run.planned, strict=True):
         assert Path(job.checkpoint).exists() and Path(job.manifest).name == "manifest.json"
         assert Path(job.strategy_path).name == f"{planned.cell.strategy}.py"
-        assert (job.timeout_s, job.python_path, job.mounts) == (5, (), ())
+        assert (job.timeout_s, job.python_path) == (5, ())
+        assert job.mounts == (str(Path(job.listener).parent),)
         assert (job.trace, job.target, job.use_path) == (False, "", "")
     assert [each.outcome for each in results] == [Outcome.OK, Outcome.OK]
     assert results == list(run_folder.read(Path("run")).results) == told.finished
@@ -182,12 +183,13 @@ def test_a_limit_below_that_of_an_import_is_refused(ranks: int, limit: int, said
             " no torch",
         ),
         ([failed("measurement_failed", "no torch")], b"", "nothing can be measured: no torch"),
-        ([TimeoutError], b"", "`import torch` took longer than 120 s"),
+        ([TimeoutError], b"", "`import torch` took longer than 0 s"),
     ],
 )
 def test_a_first_worker_that_fails_stops_the_run(
-    script: list[Any], stderr: bytes, said: str
+    monkeypatch: pytest.MonkeyPatch, script: list[Any], stderr: bytes, said: str
 ) -> None:
+    monkeypatch.setattr(loads, "_PROBE_TIMEOUT_S", 0.4)
     run = asked(script)
     assert isinstance(run.isolation, PlayedIsolation)
     run.isolation.stderr_tail = stderr

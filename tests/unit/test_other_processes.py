@@ -14,8 +14,7 @@ import pytest
 from weighin import child_process
 from weighin.child_process import adopt_orphans
 from weighin.isolation import cgroup
-from weighin.isolation.cgroup import CgroupRunning
-from weighin.isolation.process import LocalRunning
+from weighin.isolation.process import Started
 from weighin.probes.cgroup import MemoryCgroup, start_time
 from weighin.probes.memory import ProcessMemory
 from weighin.units import MIB
@@ -42,7 +41,7 @@ def test_processes_that_left_the_workers_session_are_sampled(
     monkeypatch.setattr(child_process, "is_program", True)
     command = (sys.executable, "-c", CHILDREN)
     groups: list[Path] = cgroup._make_groups() if name == "cgroup" else []
-    running = CgroupRunning(command, groups) if groups else LocalRunning(command)
+    running = Started(command, groups=groups)
     try:
         assert running.pid
         memory = ProcessMemory(running.pid, MemoryCgroup(groups[0]) if groups else None)
@@ -77,7 +76,7 @@ def test_a_daemon_without_the_environment_ends_with_the_worker_and_others_childr
     bare = partial(subprocess.Popen, ["sleep", "99"], env={}, start_new_session=True)
     hosts = [bare()]
     time.sleep(0.05)  # several ticks of the kernel's clock, so that the worker starts later
-    running = LocalRunning((sys.executable, "-c", BARE))
+    running = Started((sys.executable, "-c", BARE))
     if not is_program:
         hosts.append(bare())
     daemon = int(running.channel.receive(60) or 0)

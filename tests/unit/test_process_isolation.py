@@ -20,14 +20,13 @@ from weighin import child_process
 from weighin.cell import Cell
 from weighin.child_process import adopt_orphans
 from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
-from weighin.isolation import command, process
+from weighin.isolation import process
 from weighin.isolation.base import Exit, RunningCommand, Streams
-from weighin.isolation.process import LocalRunning, ProcessIsolation
-from weighin.isolation.process_tree import ProcessTree
+from weighin.isolation.process import ProcessIsolation, ProcessTree, Started
 from weighin.probes.cgroup import parent_of, this_process
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
-from weighin.run.command_outcome import end_rest
+from weighin.run.leftovers import end_rest
 
 Start = Callable[..., RunningCommand]
 
@@ -61,7 +60,7 @@ def test_how_a_command_ended(
     start: Start, monkeypatch: pytest.MonkeyPatch, script: str, ended: Exit, has_pidfd: bool
 ) -> None:
     if not has_pidfd:  # before Linux 5.3
-        monkeypatch.setattr(command, "open_process", lambda _: None)
+        monkeypatch.setattr(process, "open_process", lambda _: None)
     running = start(script)
     assert running.wait(20)
     assert running.wait(0)
@@ -92,7 +91,7 @@ def test_a_command_that_runs_is_waited_for_and_gets_signals(
     start: Start, monkeypatch: pytest.MonkeyPatch, has_pidfd: bool
 ) -> None:
     if not has_pidfd:
-        monkeypatch.setattr(command, "open_process", lambda _: None)
+        monkeypatch.setattr(process, "open_process", lambda _: None)
     running = start("exec sleep 60")
     assert not running.wait(0)
     assert not running.wait(0.05)
@@ -272,7 +271,7 @@ def test_a_process_of_another_user_is_spared_and_named_and_not_waited_for(
 def test_a_command_of_another_user_loses_no_measurement(
     start: Start, anothers: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(process, "PATIENCE_S", 0.1)
     running = start("exec sleep 60")
     anothers.add(running.pid)
     running.kill()
@@ -288,10 +287,10 @@ def test_a_worker_of_which_a_process_is_another_users(
     tmp_path: Path, anothers: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
-    running = LocalRunning(("sh", "-c", f"cd {tmp_path}; {DAEMON} exit 4"))
+    running = Started(("sh", "-c", f"cd {tmp_path}; {DAEMON} exit 4"))
     pid = daemon(tmp_path)
     anothers.add(pid)
-    assert running.wait(20) == Exit(4)
+    assert running.reap() == Exit(4)
     running.close()
     assert running.unseen.endswith(
         f"; weighin may not end these of another user: sleep (process {pid})"
@@ -305,7 +304,7 @@ def test_a_worker_of_which_a_process_is_another_users(
 def test_a_worker_that_cannot_start_leaves_no_adoption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
     with pytest.raises(FileNotFoundError):
-        LocalRunning(("no-such-program",))
+        Started(("no-such-program",))
     assert not adopt_orphans(adopt=False)
 
 
@@ -313,7 +312,7 @@ WORKER = ("sh", "-c", f'echo "$MODE,${{{PHASES_VARIABLE}-none}},$PYTHONPATH"; ex
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRunning]:
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     monkeypatch.setattr(process, "WORKER", WORKER)
     monkeypatch.setenv(PHASES_VARIABLE, "/of/another/program")
     cell = replace(JOB.cell, environment={"MODE": "fast"})
@@ -322,7 +321,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRunning]:
     running.close()
 
 
-def test_a_worker_gets_its_variables_and_then_its_job(worker: LocalRunning) -> None:
+def test_a_worker_gets_its_variables_and_then_its_job(worker: Started) -> None:
     mode, phases, path = (worker.channel.receive(20) or b"").split(b",")
     assert (mode, phases) == (b"fast", b"none")
     assert path.split(b":")[0] == os.fsencode(Path(process.__file__).parents[2])
@@ -331,11 +330,10 @@ def test_a_worker_gets_its_variables_and_then_its_job(worker: LocalRunning) -> N
     assert (worker.cgroup, worker.unseen) == (None, "a plain process has no cgroup of its own")
 
 
-def test_a_worker_that_is_killed_or_closed_ends(worker: LocalRunning) -> None:
-    with pytest.raises(TimeoutError):
-        worker.wait(0)
+def test_a_worker_that_is_killed_or_closed_ends(worker: Started) -> None:
+    assert not worker.wait(0)
     worker.kill()
-    assert worker.wait(20) == Exit(None, signal=signal.SIGKILL)
+    assert worker.reap() == Exit(None, signal=signal.SIGKILL)
     worker.close()
     assert worker.pid and not lives(worker.pid)
 
@@ -345,10 +343,10 @@ def test_a_child_of_a_worker_in_its_own_session_ends_with_it(
 ) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
     script = f"read go; cd {tmp_path}; {DAEMON} exit 4"
-    running = LocalRunning(("sh", "-c", script))
+    running = Started(("sh", "-c", script))
     running.channel.send(b"\n")  # the mark is given to a process that has started
     pid = daemon(tmp_path)
-    assert running.wait(20) == Exit(4)
+    assert running.reap() == Exit(4)
     assert lives(pid)
     running.close()
     wait_until(lambda: not lives(pid), "the child lives on")
@@ -405,7 +403,7 @@ def test_processes_of_a_dead_run_are_ended_and_named() -> None:
 
 CLEANS = """
 import subprocess
-from weighin.isolation.process_tree import end_orphans
+from weighin.isolation.process import end_orphans
 with subprocess.Popen(["sleep", "60"]) as relative:
     assert end_orphans() == []
     assert relative.poll() is None
@@ -442,10 +440,10 @@ def test_a_worker_that_does_not_end_is_an_error_and_its_children_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
-    running = LocalRunning(("sh", "-c", f"read go; cd {tmp_path}; {DAEMON} exit 0"))
+    running = Started(("sh", "-c", f"read go; cd {tmp_path}; {DAEMON} exit 0"))
     running.channel.send(b"\n")
     pid = daemon(tmp_path)
-    assert running.wait(20) == Exit(0)
+    assert running.reap() == Exit(0)
     close = running.channel.close
 
     def stays() -> None:

@@ -4,21 +4,60 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from leftovers import wait_until
 
-from weighin.phase_reporter import Reporter
-from weighin.probes.cgroup import MemoryCgroup
+from weighin.cell import Cell
+from weighin.phase_reporter import Connection, Reporter
+from weighin.probes.cgroup import Counters, MemoryCgroup, PeakMark
 from weighin.program_phases import VARIABLE
 from weighin.result import OURS, Phase, Track
-from weighin.run.program_phases import PhaseListener
+from weighin.run.listener import Listener
+from weighin.run.spec import Spec
+from weighin.run.watch import Watch
 from weighin.units import MIB
 
 HARNESS = Path(__file__).resolve().parents[2] / "harness"
 TAKE = "def take(mib):\n    return bytearray(b'1') * (mib << 20)\n"
+
+
+class PhaseListener:
+    """The listener and the watch of a command that a test runs itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self.inner = Listener(folder)
+        self.watching = Watch(Spec(Cell.of_command("x", ("x",), "process")), self.inner)
+        self.environment = {VARIABLE: str(self.inner.path)}
+
+    def watch(self, cgroup: MemoryCgroup | None) -> None:
+        self.watching._mark = PeakMark(cgroup) if cgroup else None
+        self.inner.watch(self.watching._take, self.watching._counters)
+
+    def close(self) -> tuple[tuple[Phase, ...], tuple[Track, ...]]:
+        self.inner.close()
+        tracks = [Track(each.pid, each.phases) for each in self.inner.tracks.values()]
+        return (tracks[0].phases if tracks else ()), tuple(tracks[1:])
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return self.watching._peak_bytes
+
+    @property
+    def last_phase(self) -> str | None:
+        return next(iter(self.inner.tracks.values())).died_in
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(text for each in self.inner.tracks.values() for text in each.warnings)
+
+    @property
+    def highest_rss_bytes(self) -> dict[int, int]:
+        return {each.pid: each.highest_rss_bytes for each in self.inner.tracks.values()}
 
 
 @pytest.fixture
@@ -74,7 +113,8 @@ with weighin.phase("kept"):
     assert spike.minor_faults > 0
     assert spike.start_ns < spike.end_ns <= nothing.start_ns < nothing.end_ns <= kept.start_ns
     assert kept.peak_cgroup_bytes is kept.end.cgroup_bytes is kept.workingset_refault_file is None
-    assert max(listener.highest_rss_bytes.values()) == spike.peak_rss_bytes
+    highest = max(listener.highest_rss_bytes.values())
+    assert highest == pytest.approx(spike.peak_rss_bytes, abs=MIB)
     assert (listener.peak_bytes, listener.last_phase, listener.warnings) == (None, None, ())
 
 
@@ -431,3 +471,46 @@ assert not {"socket", "json", "threading", "pathlib", "inspect"} & set(sys.modul
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_program_that_plays_a_worker_changes_no_figure(tmp_path: Path) -> None:
+    listener = PhaseListener(tmp_path)
+    listener.watch(None)
+    listener.watching._peak_bytes = 7
+    connection = Connection(listener.environment[VARIABLE], 10.0)
+    memory = {"rss_bytes": 1, "anon_bytes": 1, "file_bytes": 0, "shmem_bytes": 0}
+    baseline = {"event": "baseline", "t_ns": 1, "memory": memory, "import_ns": 1, "environment": {}}
+    connection.send(baseline, wait=True)
+    connection.send({"event": "done", "first_use_ns": None, "marks_ns": 0}, wait=True)
+    connection.drop()
+    listener.close()
+    (track,) = listener.inner.tracks.values()
+    assert (listener.peak_bytes, track.baseline, track.done) == (7, None, False)
+
+
+def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    """None gets an answer before all have sent the message; a third process is no rank."""
+    listener = Listener(tmp_path, ranks=2)
+    taken: list[tuple[int | None, str]] = []
+    listener.watch(lambda track, one: taken.append((track.rank, type(one).__name__)), Counters)
+    connections = [Connection(str(listener.path), 10.0) for _ in range(2)]
+    answered: list[int] = []
+
+    def meet(rank: int) -> None:
+        connections[rank].send({"event": "shared", "pss_bytes": rank}, wait=True)
+        answered.append(rank)
+
+    for rank, connection in enumerate(connections):
+        connection.send({"event": "rank", "rank": rank}, wait=False)
+    first = threading.Thread(target=meet, args=(0,))
+    first.start()
+    wait_until(lambda: taken, "the message was not taken")
+    time.sleep(0.05)
+    assert answered == []
+    meet(1)
+    first.join(10)
+    assert sorted(answered) == [0, 1]
+    for connection in connections:
+        connection.drop()
+    listener.close()
+    assert listener.error is None

@@ -27,7 +27,7 @@ def test_a_short_command_imports_nothing_that_takes_time(tmp_path: Path) -> None
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     imported = done.stdout.splitlines()[-1].split()
-    assert "weighin.run.command_runner" in imported
+    assert "weighin.run.commands" in imported
     assert sorted(HEAVY & {*imported}) == []
     # The record was not checked when it was written: it is as any reader wants it.
     (result,) = run_folder.read(tmp_path / "r").results

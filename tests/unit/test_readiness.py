@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -12,7 +12,7 @@ from leftovers import wait_until
 from weighin.errors import ConfigError
 from weighin.plan.commands import check
 from weighin.run import readiness
-from weighin.run.readiness import Readiness, answers, stop
+from weighin.run.readiness import Readiness, answers
 from weighin.settings.definition import Settings
 
 
@@ -107,62 +107,10 @@ class Command:
         self.kills += 1
 
 
-def waited(
-    command: Command,
-    timeout_s: float = 60.0,
-    *,
-    ready: str = "up",
-    kills: Callable[[], int | None] = lambda: None,
-    is_over: Callable[[], bool] | None = None,
-    after: Callable[[Readiness], None] = lambda _: None,
-) -> tuple[bool, int | None]:
-    """Wait for a command; return whether it was in time, and when it was ready."""
-    one = Readiness(Settings(ready=ready), lambda: None)
-    one.begin()
-    after(one)
-    running: Any = command
-    in_time = one.wait(running, timeout_s, kills, is_over)
-    one.end()
-    return in_time, one.ready_ns
-
-
-def test_a_command_without_readiness_is_waited_for_at_once() -> None:
-    ended, runs = Command(0), Command()
-    assert waited(ended, 7.0, ready="") == (True, None)
-    assert waited(runs, 7.0, ready="") == (False, None)
-    assert (ended.waits, runs.waits) == ([7.0], [7.0])
-
-
-def test_a_wait_ends_when_the_server_is_ready_or_the_command_ends() -> None:
-    in_time, ready_ns = waited(Command(), after=Readiness.now)
-    assert in_time and ready_ns
-    assert waited(Command(3)) == (True, None)
-    assert waited(Command(), 0.02) == (False, None)
-
-
-def test_a_wait_ends_when_it_is_proven_to_be_over() -> None:
-    looks = iter([False, False, True])
-    assert waited(Command(), is_over=lambda: next(looks)) == (False, None)
-    looks = iter([True])
-    command = Command()
-    assert waited(command, ready="", is_over=lambda: next(looks)) == (False, None)
-    assert command.waits[0] > 0.05  # looks at a command that may thrash are not so near
-
-
-def test_a_server_of_which_a_process_was_killed_gets_no_long_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(readiness, "_AFTER_KILL_S", 0.05)
-    start_s = time.monotonic()
-    assert waited(Command(), 60.0, kills=lambda: 1) == (False, None)
-    assert time.monotonic() - start_s < 50
-    monkeypatch.setattr(readiness, "_AFTER_KILL_S", 1000.0)
-    assert waited(Command(), 0.05, kills=lambda: 1) == (False, None)  # it gets no more than it had
-
-
 def test_the_figures_are_read_once_when_the_server_is_ready() -> None:
     reads: list[int] = []
-    one = Readiness(Settings(ready="up"), lambda: reads.append(1))
+    one = Readiness(Settings(ready="up"))
+    one.begin(lambda: reads.append(1))
     one.now()
     first = one.ready_ns
     one.now()
@@ -172,9 +120,8 @@ def test_the_figures_are_read_once_when_the_server_is_ready() -> None:
 def test_an_address_is_asked_until_it_answers(server: Server) -> None:
     url = f"{server.url}/200"
     server.close()
-    one = Readiness(Settings(ready_url=url), lambda: None)
-    assert one.is_expected
-    one.begin()
+    one = Readiness(Settings(ready_url=url))
+    one.begin(lambda: None)
     assert one.ready_ns is None
     one.end()
 
@@ -182,8 +129,8 @@ def test_an_address_is_asked_until_it_answers(server: Server) -> None:
 def test_an_address_that_answers_is_ready(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     given = iter([False, False, True])
     monkeypatch.setattr(readiness, "answers", lambda _: next(given))
-    one = Readiness(Settings(ready_url=server.url), lambda: None)
-    one.begin()
+    one = Readiness(Settings(ready_url=server.url))
+    one.begin(lambda: None)
     wait_until(lambda: one.ready_ns, "it is not ready")
     one.end()
     assert next(given, None) is None
@@ -191,17 +138,8 @@ def test_an_address_that_answers_is_ready(server: Server, monkeypatch: pytest.Mo
 
 def test_an_address_that_answers_before_the_start_is_refused(server: Server) -> None:
     with pytest.raises(ConfigError) as caught:
-        Readiness(Settings(ready_url=server.url), lambda: None)
+        Readiness(Settings(ready_url=server.url))
     assert str(caught.value) == (
         f"a server answers at {server.url} before the command starts\n"
         "stop that server, or start the command on another port and write that port into --ready-url"
     )
-
-
-def test_a_server_is_asked_to_end_and_then_killed() -> None:
-    ends, stays = Command(0), Command()
-    for command in (ends, stays):
-        running: Any = command
-        stop(running, 3.0)
-    assert (ends.signals, ends.kills, ends.waits) == ([15], 0, [3.0])
-    assert (stays.signals, stays.kills, stays.waits) == ([15], 1, [3.0, 10.0])

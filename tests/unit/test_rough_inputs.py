@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from weighin.cli import _console, app
 from weighin.errors import ConfigError, HarnessError
-from weighin.run.output_lines import Pattern
+from weighin.run.output import Pattern
 from weighin.settings.yaml_file import read_mapping
 
 TYPED = {

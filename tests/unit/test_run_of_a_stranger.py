@@ -13,7 +13,7 @@ from factories import ENVIRONMENT, make_cell, make_result
 from weighin.cli import app
 from weighin.errors import RecordError
 from weighin.records import run_folder
-from weighin.run.measurement import CellMeasurement
+from weighin.run.measure import Measured
 
 EVIL = "\x1b]52;c;Y3Vyb\x07\x1b[2J\n::error::PWNED\n::stop-commands::zz\u202e"
 READERS = (
@@ -84,7 +84,7 @@ def test_a_resumed_run_writes_through_no_link(theirs: Path, tmp_path: Path, name
     if name == "samples":
         sampled = make_result(make_cell(options={"x": 1}), samples_path="samples/a.csv")
         with pytest.raises(RecordError, match="symbolic link"):
-            CellMeasurement(sampled).finish(theirs)
+            Measured(sampled).finish(theirs)
     assert [path.name for path in mine.iterdir()] == ["photo"]
     assert (mine / "photo").read_text() == "mine"
 

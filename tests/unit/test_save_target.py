@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from factories import make_result
 
 from weighin.errors import ConfigError
 from weighin.probes import page_cache
@@ -61,15 +60,13 @@ def test_files_that_stay_in_memory_are_told(
         return kept[len(dropped) - 1]
 
     monkeypatch.setattr(page_cache, "drop", drop)
-    result = make_result(warnings=("before",))
-    found = [save_target.with_warnings(result, tmp_path) for _ in kept]
+    found = [save_target.doubts(tmp_path) for _ in kept]
     assert dropped == [files] * 3
-    assert found[:2] == [result, result]
-    assert found[2].warnings == (
-        "before",
+    assert found[:2] == [[], []]
+    assert found[2] == [
         "3.000 MiB of the written files could not be dropped from the page cache: on a tmpfs, files"
         " take up memory; put weighin's cache on a disk: WEIGHIN_CACHE=/path",
-    )
+    ]
 
 
 def test_folders_of_killed_saves_are_removed(cache: Path) -> None:

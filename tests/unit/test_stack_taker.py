@@ -13,7 +13,7 @@ import pytest
 from command_trees import command
 from leftovers import wait_until
 
-from weighin.isolation import cgroup
+from weighin.isolation import cgroup, process
 from weighin.probes import stacks
 from weighin.probes.cgroup import pids_in
 from weighin.probes.stacks import StackTaker
@@ -46,7 +46,7 @@ def groups() -> Iterator[list[Path]]:
     try:
         yield made
     finally:
-        cgroup._remove(made)
+        process.remove(made)
 
 
 def test_py_spy_is_run_once_only_on_a_program_that_is_not_python(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from factories import make_cell, make_result
 from fakes import FakeRunning, Silent, Step, begin
-from scripts import BASELINE, JOB, KILLED
+from scripts import BASELINE, JOB, KILLED, followed
 
 from weighin.cell import Cell
 from weighin.probes.cgroup import Counters
@@ -13,7 +13,6 @@ from weighin.records.thrashing import Reference, Seen, proof, reference_of, word
 from weighin.records.verdict import Verdict, judge_result
 from weighin.result import Cost, Outcome, Peaks, Ran, Result, Stopped
 from weighin.run import thrash_guard
-from weighin.run.supervisor import Watch
 from weighin.run.thrash_guard import ThrashGuard
 from weighin.units import GIB, MIB
 
@@ -103,11 +102,7 @@ class Rereading(Silent):
 
 def watched(running: FakeRunning, timeout_s: float = 30) -> Result:
     guard = ThrashGuard(Reference(SECOND, 200 * MIB), 256 * MIB)
-    watch = Watch(running, lambda _: None, guard=guard)
-    watch.follow(timeout_s)
-    ended = watch.end()
-    watch.close()
-    return watch.result(replace(JOB, timeout_s=timeout_s), ended)
+    return followed(running, guard=guard, job=replace(JOB, timeout_s=timeout_s))[0]
 
 
 @pytest.fixture(autouse=True)
@@ -136,14 +131,18 @@ def test_a_worker_that_thrashes_is_killed_and_its_outcome_says_by_which_figures(
 
 def test_a_worker_that_sends_events_all_the_time_is_looked_at_too() -> None:
     observer = Rereading()
-    script: list[Step] = [*BASELINE, observer.begins, *[begin(f"part {n}") for n in range(40)]]
+    script: list[Step] = [
+        *BASELINE,
+        observer.begins,
+        *[step for n in range(40) for step in (begin(f"part {n}"), TimeoutError)],
+    ]
     running = FakeRunning(script, KILLED, inside=observer)
     assert watched(running).outcome is Outcome.THRASHING
 
 
 def test_a_worker_below_its_limit_goes_on() -> None:
     observer = Rereading(255 * MIB)
-    script: list[Step] = [*BASELINE, observer.begins, *[TimeoutError] * 20]
+    script: list[Step] = [*BASELINE, observer.begins, *[TimeoutError] * 20, begin("read")]
     running = FakeRunning(script, KILLED, inside=observer)
     result = watched(running)
     assert result.outcome is not Outcome.THRASHING

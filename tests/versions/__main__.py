@@ -29,7 +29,7 @@ PAIRS: Final = "oldest:3.11 newest:3.13"
 TESTED: Final = (
     "alignment", "zip_directory", "blocks", "skeleton", "cache", "checkpoint_files", "checksum", "contract",
     "convert", "converting_views", "dcp", "deferred", "direct_io", "dtypes", "vectored", "hostile_files",
-    "hostile_matrix", "inspect", "formats", "scratch", "generate", "cell_runner", "huge_pages", "models",
+    "hostile_matrix", "inspect", "formats", "scratch", "generate", "measure", "huge_pages", "models",
     "arena", "per_module", "per_param", "reads", "predict", "predict_allocator", "predict_heap",
     "predict_tables", "pt_legacy", "registry",
     "safetensors_layout", "saving", "sharded", "sidecar", "snippet", "strategy_options", "load_streaming",

@@ -32,8 +32,8 @@ from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import environment, gpu_check, page_cache
 from weighin.probes.cgroup import MemoryCgroup, PeakMark, memory_hierarchy, pressure_hierarchy
 from weighin.result import Outcome
-from weighin.run import command_runner
-from weighin.run.cell_runner import measure
+from weighin.run.loads import LoadSpec
+from weighin.run.measure import measure, remove_leftovers
 from weighin.suite.registry import model, read_strategy
 from weighin.units import MIB, format_bytes
 
@@ -89,7 +89,7 @@ def examine(say: Callable[[str], None]) -> Examination:
     """
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say)]
-    folders = map(_removed, command_runner.remove_leftovers())
+    folders = map(_removed, remove_leftovers())
     mounts = map(_removed, mount.remove_stale(entries.slow_disks()))
     return Examination((*folders, *mounts, *limits, _slow_disk(say), *figures(), *_machine()))
 
@@ -173,13 +173,15 @@ def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:
     job = Job(cell, str(checkpoint.path), str(checkpoint.manifest_path), str(probe.path))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "samples").mkdir()
-        result = measure(isolation, Path(folder), job, [checkpoint.path], None)
+        measured = measure(isolation, LoadSpec.of(job, [checkpoint.path]))
+        measured.finish(Path(folder))
+        result = measured.result
     peak = result.peaks.cgroup_bytes
     subject = f"isolation {isolation.name} enforces a limit"
     if result.outcome is Outcome.OOM_KILLED and result.last_phase == "overrun":
-        measured = f"cgroup peak {format_bytes(peak)}" if peak else "cgroup peak not measured"
+        charged = f"cgroup peak {format_bytes(peak)}" if peak else "cgroup peak not measured"
         killed = f"a probe that allocated more than {format_bytes(_PROBE_LIMIT_BYTES)} was killed"
-        return Capability(subject, "good", "; ".join([f"{killed}, {measured}", *result.warnings]))
+        return Capability(subject, "good", "; ".join([f"{killed}, {charged}", *result.warnings]))
     survived = f"a probe above its limit was not killed: {result.outcome} {result.message}"
     return Capability(subject, "bad", survived.rstrip())
 

@@ -1,8 +1,8 @@
 """The interface of isolations: the ways to run a worker, which is the measured process.
 
 The isolations are Docker containers, memory cgroups and plain processes. An isolation starts a
-worker and returns a ``Running``. Through the ``Running``, weighin talks to the worker, waits for
-the worker's exit and cleans up. The isolation sets all limits before the worker's first
+worker and returns a ``Running``, through which weighin waits for the worker's exit and cleans up.
+The worker reports to a socket. The isolation sets all limits before the worker's first
 instruction.
 """
 
@@ -30,9 +30,6 @@ class Channel(Protocol):
     @property
     def stderr_tail(self) -> bytes:
         """The last 64 KiB that the worker and its strategy printed to stderr."""
-
-    def receive(self, timeout_s: float) -> bytes | None:
-        """Return the worker's next line, None after the last; raise TimeoutError if none arrives."""
 
     def send(self, line: bytes) -> None:
         """Write a line to the worker, or do nothing if the worker has ended."""
@@ -98,14 +95,17 @@ class Running(Started, Protocol):
 
     @property
     def channel(self) -> Channel:
-        """The channel that receives the worker's events and sends acknowledgements."""
+        """The channel through which the worker gets its job."""
 
     @property
     def pid(self) -> int | None:
         """The worker's pid, as weighin's process sees it; None if weighin cannot see the worker."""
 
-    def wait(self, timeout_s: float) -> Exit:
-        """Return how the worker ended; raise TimeoutError if it still runs after ``timeout_s``."""
+    def wait(self, timeout_s: float) -> bool | Exit:
+        """Return whether the worker ends in ``timeout_s``.
+
+        A worker in a container is reaped: ``wait`` returns how it ended, or raises TimeoutError.
+        """
 
 
 class RunningCommand(Started, Protocol):

@@ -6,27 +6,23 @@ weighin process that made the group, so that a later run can remove the groups o
 """
 
 import contextlib
-import errno
 import itertools
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from weighin.cell import Cell, Job
-from weighin.child_process import signal_each
-from weighin.errors import IsolationUnavailable, StillRunning
+from weighin.child_process import PATIENCE_S
+from weighin.errors import IsolationUnavailable
 from weighin.isolation import delegation
 from weighin.isolation.base import Isolation, Streams
-from weighin.isolation.command import LocalCommand, thaw
-from weighin.isolation.process import WORKER, LocalRunning
+from weighin.isolation.process import WORKER, Started, removal_error, remove
 from weighin.probes.cgroup import (
     MemoryCgroup,
     is_left_behind,
     memory_hierarchy,
     owned_name,
-    pids_in,
     pressure_hierarchy,
 )
 from weighin.protocol import encode_job
@@ -34,7 +30,6 @@ from weighin.units import format_bytes
 
 _PREFIX = "weighin."
 _SWAPS = Path("/proc/swaps")
-_PATIENCE_S = 10.0
 _numbers = itertools.count()
 
 
@@ -62,9 +57,9 @@ class CgroupIsolation(Isolation):
                 f" {format_bytes(left[0])} does not apply there"
             )
 
-    def start(self, job: Job) -> "CgroupRunning":
+    def start(self, job: Job) -> Started:
         with _limited_groups(job.cell) as groups:
-            running = CgroupRunning(WORKER, groups, job.cell.environment)
+            running = Started(WORKER, environment=job.cell.environment, groups=groups)
         running.channel.send(encode_job(job))
         return running
 
@@ -74,14 +69,14 @@ class CgroupIsolation(Isolation):
         folder: str,
         streams: Streams,
         _mounts: Sequence[str] = (),
-    ) -> "CgroupCommand":
+    ) -> Started:
         with _limited_groups(cell) as groups:
-            return CgroupCommand(
+            return Started(
                 cell.command,
-                folder=folder,
                 environment=cell.environment,
-                streams=streams,
                 groups=groups,
+                folder=folder,
+                streams=streams,
             )
 
     def remove_stale(self) -> list[str]:
@@ -91,54 +86,11 @@ class CgroupIsolation(Isolation):
             for root in _roots()
             for group in root.glob(f"{_PREFIX}*")
             if is_left_behind(group.name.removeprefix(_PREFIX))
-            and not _removal_error(group, patience_s=_PATIENCE_S)
+            and not removal_error(group, patience_s=PATIENCE_S)
         ]
 
     def describe(self) -> dict[str, str]:
         return {"groups": str(delegation.groups_root())}
-
-
-class CgroupRunning(LocalRunning):
-    """A worker in its own cgroups; ``close`` removes the cgroups."""
-
-    def __init__(
-        self,
-        command: tuple[str, ...],
-        groups: list[Path],
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(command, groups, environment)
-        self._groups = groups
-
-    def kill(self) -> None:
-        """Kill all processes in the cgroup, including children outside the worker's process group."""
-        super().kill()
-        _kill_members(self._groups[0])
-
-    def close(self) -> None:
-        try:
-            super().close()
-        except StillRunning:
-            _removal_error(*self._groups, patience_s=0)
-            raise
-        _remove(self._groups)
-
-
-class CgroupCommand(LocalCommand):
-    """A command in its own cgroups; ``close`` removes the cgroups."""
-
-    def members(self) -> list[int]:
-        """Return the pids in the command's cgroup and in all cgroups that the command made below it."""
-        return [pid for folder in _tree(self.groups[0]) for pid in pids_in(folder)]
-
-    def kill(self) -> None:
-        frozen = self.members()
-        _kill_members(self.groups[0])
-        thaw(frozen)
-
-    def close(self) -> None:
-        super().close()
-        _remove(list(self.groups))
 
 
 @contextlib.contextmanager
@@ -152,7 +104,7 @@ def _limited_groups(cell: Cell) -> Iterator[list[Path]]:
             (groups[0] / "memory.high").write_text(str(cell.ram_high_bytes))
         yield groups
     except BaseException:
-        _remove(groups)
+        remove(groups)
         raise
 
 
@@ -209,7 +161,7 @@ def temporary_group() -> Iterator[Path]:
     try:
         yield groups[0]
     finally:
-        _remove(groups)
+        remove(groups)
 
 
 def limit(group: Path, limit_bytes: int) -> None:
@@ -235,57 +187,3 @@ def limit(group: Path, limit_bytes: int) -> None:
             " under a RAM limit could swap",
             "turn swap off (sudo swapoff -a), or boot with swapaccount=1",
         )
-
-
-def _tree(group: Path) -> list[Path]:
-    return [Path(folder) for folder, _, _ in os.walk(group, topdown=False)]
-
-
-def _kill_members(group: Path) -> None:
-    if (kill := group / "cgroup.kill").exists():  # cgroup v2 since Linux 5.14
-        with contextlib.suppress(OSError):
-            kill.write_text("1")
-        return
-    for folder in _tree(group):
-        signal_each(pids_in(folder))
-
-
-def _remove(groups: list[Path]) -> None:
-    """Kill the processes in the given cgroups, and remove the cgroups.
-
-    Raises:
-        StillRunning: a process in one of the cgroups does not end.
-        IsolationUnavailable: a cgroup without processes cannot be removed.
-    """
-    if (error := _removal_error(*groups, patience_s=_PATIENCE_S)) is None:
-        return
-    if error.errno == errno.EBUSY:
-        raise StillRunning(
-            f"a process in the cgroup {error.filename} does not end, not even after SIGKILL"
-        )
-    raise IsolationUnavailable(
-        f"cannot remove the cgroup {error.filename}: {error.strerror}", f"rmdir {error.filename}"
-    )
-
-
-def _removal_error(*groups: Path, patience_s: float) -> OSError | None:
-    """Kill all processes in the cgroups and below, and remove these cgroups.
-
-    Return the error for a cgroup that remains; None if no cgroup remains.
-    """
-    deadline = time.monotonic() + patience_s
-    left: OSError | None = None
-    for group in groups:
-        while group.exists():
-            _kill_members(group)
-            try:
-                for folder in _tree(group):
-                    folder.rmdir()
-            except FileNotFoundError:  # another process removed a group
-                continue
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    left = error
-                    break
-                time.sleep(0.005)
-    return left

@@ -1,20 +1,59 @@
-"""Run the worker (or a command) as a plain process, whose memory is measured but not limited."""
+"""Run a worker or a command on this machine: as a plain process here, or for ``cgroup`` in cgroups.
 
+``Started`` is what runs, in both cases.
+"""
+
+import contextlib
+import errno
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any, Final
+
+import psutil
 
 from weighin import child_process
 from weighin.cell import Cell, Job
-from weighin.errors import IsolationUnavailable, StillRunning
-from weighin.isolation.base import Exit, Isolation, RunningCommand, Streams
-from weighin.isolation.command import UNSEEN, LocalCommand, thaw
-from weighin.isolation.process_tree import ProcessTree, end_orphans
+from weighin.child_process import (
+    PATIENCE_S,
+    adopt_orphans,
+    end_with_parent,
+    entering,
+    open_process,
+    signal_each,
+    wait_for_end,
+)
+from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
+from weighin.isolation.base import Exit, Isolation, Streams
+from weighin.probes import mounts
+from weighin.probes.cgroup import is_left_behind, owned_name, pids_in, read_kernel
+from weighin.probes.descendants import Descendants
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
 
 WORKER = child_process.module("weighin.worker")
-_UNSEEN = "a plain process has no cgroup of its own"
+WORKER_VARIABLE = "WEIGHIN_WORKER"
+"""The environment variable that marks a worker or command; all its processes inherit the mark."""
+PASSED: Final = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
+    signal.SIGALRM, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH,
+)  # fmt: skip
+"""The signals that weighin passes on to a command, and blocks in itself meanwhile."""
+
+_UNSEEN: Final = "a plain process has no cgroup of its own"
+_UNSEEN_OF_COMMAND: Final = (
+    f"{_UNSEEN}, so these are not seen: kernel memory, huge pages, and"
+    " files in memory that no process maps (memfd, /dev/shm)"
+)
+_PAUSE_S = 0.005  # a killed process takes a moment to end, and may just have forked
+_numbers = itertools.count()
 
 
 class ProcessIsolation(Isolation):
@@ -32,94 +71,357 @@ class ProcessIsolation(Isolation):
                 "run on Linux",
             )
 
-    def start(self, job: Job) -> "LocalRunning":
+    def start(self, job: Job) -> "Started":
         """Start a worker without a RAM limit, which only a cgroup could enforce."""
-        running = LocalRunning(WORKER, environment=job.cell.environment)
+        running = Started(WORKER, environment=job.cell.environment)
         running.channel.send(encode_job(job))
         return running
 
     def start_command(
-        self,
-        cell: Cell,
-        folder: str,
-        streams: Streams,
-        _mounts: Sequence[str] = (),
-    ) -> RunningCommand:
-        return ProcessCommand(cell, folder, streams)
+        self, cell: Cell, folder: str, streams: Streams, _mounts: Sequence[str] = ()
+    ) -> "Started":
+        environment = cell.environment
+        return Started(cell.command, environment=environment, folder=folder, streams=streams)
 
     def remove_stale(self) -> list[str]:
         """Kill what workers and commands of killed runs started; they themselves ended with weighin."""
         return end_orphans()
 
 
-class ProcessCommand(LocalCommand):
-    """A command without a cgroup, whose orphans weighin adopts until ``close``."""
+class Started:
+    """A worker or, with ``streams``, a command. It enters ``groups`` before its first instruction.
 
-    def __init__(self, cell: Cell, folder: str, streams: Streams) -> None:
-        self._tree = ProcessTree(adopts=True)
-        environment = cell.environment | self._tree.environment
-        try:
-            super().__init__(cell.command, folder=folder, environment=environment, streams=streams)
-        except BaseException:
-            self._tree.end()
-            raise
-        self._tree.begin(self.pid)
+    A worker has pipes (``channel``), and a session and process group of its own, so that Ctrl-C in a
+    terminal does not reach it. A command has this process's session and process group, and may use
+    the terminal. Without cgroups, weighin adopts a command's orphans until ``close``, which removes
+    the cgroups.
+    """
 
-    def members(self) -> list[int]:
-        return self._tree.members()
-
-    def kill(self) -> None:
-        thaw(self._tree.kill())
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self.kill()
-            self._tree.end()
-            self.unseen = self._tree.unseen(UNSEEN)
-
-
-class LocalRunning:
-    """A worker that is a child of this process, in its own session and process group."""
+    helpers: frozenset[int] = frozenset()
+    shares_terminal = True
 
     def __init__(
         self,
-        command: tuple[str, ...],
-        groups: Sequence[Path] = (),
+        command: Sequence[str],
+        *,
         environment: Mapping[str, str] | None = None,
+        groups: Sequence[Path] = (),
+        folder: str = "",
+        streams: Streams | None = None,
     ) -> None:
-        self._tree = ProcessTree(adopts=child_process.is_program)
-        # If weighin itself is measured, its worker must not report phases to the outer weighin.
-        variables = {name: value for name, value in os.environ.items() if name != PHASES_VARIABLE}
-        variables |= dict(environment or {})
-        variables |= {"PYTHONPATH": os.pathsep.join(child_process.CODE_PATH)}
-        try:
-            marked = variables | self._tree.environment
-            self.channel = child_process.Child(command, marked, groups=groups)
-        except BaseException:
-            self._tree.end()
-            raise
-        self._tree.begin(self.channel.pid)
-        self.pid: int | None = self.channel.pid
+        self.groups = tuple(groups)
         self.cgroup = groups[0] if groups else None
-        self.unseen = "" if groups else _UNSEEN
+        is_worker = streams is None
+        self._why = _UNSEEN if is_worker else _UNSEEN_OF_COMMAND
+        self.unseen = "" if groups else self._why
+        self._tree: ProcessTree | None = None
+        if is_worker or not groups:
+            self._tree = ProcessTree(adopts=not is_worker or child_process.is_program)
+        variables = os.environ | dict(environment or {})
+        variables |= self._tree.environment if self._tree else {}
+        self._popen: subprocess.Popen[Any] | None = None
+        self._process: int | None = None
+        try:
+            if streams:
+                self._popen = _start(command, variables, groups, folder, streams)
+                self.pid = self._popen.pid
+                self._process = open_process(self.pid)
+            else:
+                # If weighin itself is measured, its worker must not report to the outer weighin.
+                variables.pop(PHASES_VARIABLE, None)
+                variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
+                self.channel = child_process.Child(command, variables, groups=groups)
+                self.pid = self.channel.pid
+        except BaseException:
+            if self._tree:
+                self._tree.end()
+            raise
+        if self._tree:
+            self._tree.begin(self.pid)
 
-    def wait(self, timeout_s: float) -> Exit:
-        code = self.channel.wait(timeout_s)
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the first process ends in ``timeout_s``."""
+        if self._popen:
+            return wait_for_end(self._process, self._has_ended, timeout_s)
+        try:
+            self.channel.wait(timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _has_ended(self) -> bool:
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return os.waitid(os.P_PID, self.pid, options) is not None
+
+    def reap(self) -> Exit:
+        """Wait for the end of the first process, and return how it ended."""
+        try:
+            code = (self._popen or self.channel).wait(PATIENCE_S)
+        except (subprocess.TimeoutExpired, TimeoutError):
+            return Exit(None, still_runs=True)
         return Exit(code) if code >= 0 else Exit(None, signal=-code)
 
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(PermissionError):  # sudo, for example, is another user's
+            signal_each([self.pid], number)
+
+    def members(self) -> list[int]:
+        """Return the pids of all processes, in cgroups that they made below their own, too."""
+        if self.groups:
+            return [pid for folder in tree_of(self.groups[0]) for pid in pids_in(folder)]
+        return self._tree.members() if self._tree else []
+
     def kill(self) -> None:
-        self.channel.kill()
+        """Kill the worker or command with its children, and return without waiting for their end."""
+        if not self._popen:
+            self.channel.kill()
+        if self.groups:
+            frozen = self.members()
+            kill_members(self.groups[0])
+            thaw(frozen)
+        elif self._popen and self._tree:
+            thaw(self._tree.kill())
 
     def close(self) -> None:
+        """Kill what still runs, reap the first process, remove the cgroups; a second call does nothing.
+
+        Raises:
+            StillRunning: a process does not end, not even after SIGKILL.
+        """
         try:
-            self.channel.close()
-        except TimeoutError:
-            raise StillRunning(
-                f"the measured process {self.pid} does not end, not even after SIGKILL"
-            ) from None
+            self._end_first()
+        except StillRunning:
+            removal_error(*self.groups, patience_s=0)
+            raise
         finally:
-            self._tree.end()
-            if not self.cgroup:
-                self.unseen = self._tree.unseen(_UNSEEN)
+            if self._tree:
+                thaw(self._tree.kill())
+                self._tree.end()
+                if not self.groups:
+                    self.unseen = self._tree.unseen(self._why)
+        remove([*self.groups])
+
+    def _end_first(self) -> None:
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
+        if self._popen is None:
+            try:
+                self.channel.close()
+            except TimeoutError:
+                raise StillRunning(
+                    f"the measured process {self.pid} does not end, not even after SIGKILL"
+                ) from None
+        elif self._popen.returncode is None:
+            self.send_signal(signal.SIGKILL)
+            if self.reap().still_runs:
+                raise StillRunning(
+                    f"the command's process {self.pid} does not end, not even after SIGKILL"
+                )
+
+
+def _start(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    groups: Sequence[Path],
+    folder: str,
+    streams: Streams,
+) -> "subprocess.Popen[Any]":
+    """Start a command as a shell does.
+
+    Raises:
+        ConfigError: the program does not start.
+    """
+    with entering(groups) as enter:
+        # Popen would go on to the next program of this name where the first is no binary.
+        program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
+        start = partial(
+            subprocess.Popen,
+            cwd=folder or None,
+            env=variables,
+            stdin=streams.stdin,
+            stdout=streams.stdout,
+            stderr=streams.stderr,
+            close_fds=False,  # a shell passes descriptors on, for make -j and diff <(a) <(b)
+            preexec_fn=partial(_begin, enter),
+        )
+        try:
+            try:
+                return start(command, executable=program)
+            except OSError as error:
+                if error.errno != errno.ENOEXEC or not _is_text(Path(folder, program)):
+                    raise
+                return start(("/bin/sh", program, *command[1:]))  # as a shell does
+        except OSError as error:
+            raise ConfigError(
+                f"cannot start {command[0]!r} in {folder}: {error.strerror}",
+                "give a command as in a shell: weighin run -- python train.py",
+            ) from None
+
+
+def _begin(enter: Callable[[], None] | None) -> None:
+    """Enter the cgroups, and end with the parent; a new process calls this before the command runs."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
+    if enter:
+        enter()
+    end_with_parent()
+
+
+class ProcessTree:
+    """The processes of a worker or command: its descendants, and those that inherited its variable.
+
+    With ``adopts``, weighin adopts its orphans until ``end``, so that it finds a daemon that clears
+    its environment, too. Only the program ``weighin`` may do so: in another program, such as pytest,
+    an orphan could not be told from a child that the program started meanwhile.
+
+    Attributes:
+        environment: the variable that marks the processes, also for a later run of weighin.
+        spared: the names of the processes that the last ``kill`` was not allowed to kill.
+    """
+
+    def __init__(self, *, adopts: bool) -> None:
+        self._mark = owned_name(next(_numbers))
+        self.environment = {WORKER_VARIABLE: self._mark}
+        self.spared: list[str] = []
+        self._adopts = adopts
+        self._adopted_before = adopts and adopt_orphans()
+        self._descendants: Descendants | None = None
+
+    def begin(self, pid: int) -> None:
+        """Look from now on also for the descendants of ``pid``, a child of this process."""
+        self._descendants = Descendants(pid, adopts=self._adopts)
+
+    def members(self) -> list[int]:
+        found = self._descendants.pids() if self._descendants else []
+        return sorted({*found, *(pid for pid in psutil.pids() if mark_of(pid) == self._mark)})
+
+    def kill(self) -> list[int]:
+        """Send SIGKILL to all processes except those of another user; return the pids of the killed."""
+        killed, self.spared = [], []
+        for pid in self.members():
+            try:
+                signal_each([pid])
+                killed.append(pid)
+            except PermissionError:
+                with suppress(psutil.NoSuchProcess):
+                    self.spared.append(f"{psutil.Process(pid).name()} (process {pid})")
+        return killed
+
+    def end(self) -> None:
+        """Kill all processes, wait up to 10 s for the end of the killed, and adopt no more orphans."""
+        deadline = time.monotonic() + PATIENCE_S
+        try:
+            while self.kill() and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
+        finally:
+            if self._adopts:
+                adopt_orphans(adopt=self._adopted_before)
+                self._adopts = False
+
+    def unseen(self, why: str) -> str:
+        """Return ``why`` weighin sees only a part, and the processes that it was not allowed to kill."""
+        spared = ", ".join(self.spared)
+        return f"{why}; weighin may not end these of another user: {spared}" if spared else why
+
+
+def mark_of(pid: int) -> str | None:
+    """Return the mark of a process; None if it has no mark, has ended, or is another user's."""
+    prefix = f"{WORKER_VARIABLE}="
+    try:
+        variables = read_kernel(Path(f"/proc/{pid}/environ")).split("\0")
+    except OSError:
+        return None
+    return next((line.removeprefix(prefix) for line in variables if line.startswith(prefix)), None)
+
+
+def end_orphans() -> list[str]:
+    """Kill the processes whose mark names an ended weighin process; return one line for each.
+
+    A process with the mark of this process or of one above it is not killed, because a killed run may
+    have started the shell in which weighin, or a weighin around this one, runs now.
+    """
+    above = [one.pid for one in psutil.Process().parents()]
+    ours, ended = {mark_of(pid) for pid in (os.getpid(), *above)}, dict[int, str]()
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        marks = {pid: mark for pid in psutil.pids() if (mark := mark_of(pid)) and mark not in ours}
+        if not (left := {pid: mark for pid, mark in marks.items() if is_left_behind(mark)}):
+            break
+        signal_each(left)
+        ended |= left
+        time.sleep(_PAUSE_S)
+    return [f"process {pid} of process {mark.partition('-')[0]}" for pid, mark in ended.items()]
+
+
+def tree_of(group: Path) -> list[Path]:
+    return [Path(folder) for folder, _, _ in os.walk(group, topdown=False)]
+
+
+def kill_members(group: Path) -> None:
+    if (kill := group / "cgroup.kill").exists():  # cgroup v2 since Linux 5.14
+        with contextlib.suppress(OSError):
+            kill.write_text("1")
+        return
+    for folder in tree_of(group):
+        signal_each(pids_in(folder))
+
+
+def remove(groups: list[Path]) -> None:
+    """Kill the processes in the given cgroups, and remove the cgroups.
+
+    Raises:
+        StillRunning: a process in one of the cgroups does not end.
+        IsolationUnavailable: a cgroup without processes cannot be removed.
+    """
+    if (error := removal_error(*groups, patience_s=PATIENCE_S)) is None:
+        return
+    if error.errno == errno.EBUSY:
+        raise StillRunning(
+            f"a process in the cgroup {error.filename} does not end, not even after SIGKILL"
+        )
+    raise IsolationUnavailable(
+        f"cannot remove the cgroup {error.filename}: {error.strerror}", f"rmdir {error.filename}"
+    )
+
+
+def removal_error(*groups: Path, patience_s: float) -> OSError | None:
+    """Kill all processes in the cgroups and below, and remove these cgroups.
+
+    Return the error for a cgroup that remains; None if no cgroup remains.
+    """
+    deadline = time.monotonic() + patience_s
+    left: OSError | None = None
+    for group in groups:
+        while group.exists():
+            kill_members(group)
+            try:
+                for folder in tree_of(group):
+                    folder.rmdir()
+            except FileNotFoundError:  # another process removed a group
+                continue
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    left = error
+                    break
+                time.sleep(0.005)
+    return left
+
+
+def thaw(pids: Iterable[int]) -> None:
+    """Thaw the freezer groups (cgroup v1) of processes that got SIGKILL, which ends none in a frozen
+    group; on v2 it does.
+    """
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended, or the group is not this user's
+            lines = read_kernel(Path(f"/proc/{pid}/cgroup")).splitlines()
+            group = next((line.split(":", 2)[2] for line in lines if ":freezer:" in line), "/")
+            for mount in (each.place for each in mounts.read() if "freezer" in each.options):
+                for above in (own := Path(f"{mount}{group}"), *own.parents):
+                    if (state := above / "freezer.state").exists():
+                        state.write_text("THAWED")
+
+
+def _is_text(script: Path) -> bool:
+    """Tell whether a file without #! is a script, by a shell's rule: no zero byte at its beginning."""
+    with script.open("rb") as file:
+        return b"\0" not in file.read(128)

@@ -358,11 +358,13 @@ class Counters:
     """What the kernel has counted for a cgroup so far; without a cgroup, all numbers are None.
 
     ``peak_bytes`` is the high-water mark since its last reset, or since the group's creation.
-    ``some_ns`` and ``full_ns`` are PSI's stall times.
+    ``kernel_peak_bytes`` is that of the kernel memory, which only v1 keeps. ``some_ns`` and
+    ``full_ns`` are PSI's stall times.
     """
 
     usage_bytes: int | None = None
     peak_bytes: int | None = None
+    kernel_peak_bytes: int | None = None
     refaults: int | None = None
     some_ns: int | None = None
     full_ns: int | None = None
@@ -413,6 +415,7 @@ class PeakMark:
         return Counters(
             usage_bytes=group.read_usage(),
             peak_bytes=self.read(),
+            kernel_peak_bytes=group.read_kernel("max_usage_in_bytes"),
             refaults=group.read_refaults(),
             some_ns=some_ns,
             full_ns=full_ns,

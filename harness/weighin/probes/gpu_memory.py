@@ -4,10 +4,16 @@ The driver also counts the CUDA context, code and the buffers of libraries, whic
 allocator does not count.
 """
 
+import bisect
 import threading
 import time
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final, TypeVar
 
+from weighin.result import Sample
+
+_Point = TypeVar("_Point", bound=tuple[int, ...])
 _INTERVAL_S: Final = 0.02  # one query takes about a millisecond
 
 
@@ -73,6 +79,32 @@ class DriverMemory:
                 "NVML does not report the memory of single processes on this machine"
             )
         return int(used[self._pid])
+
+
+def with_cuda(
+    samples: list[Sample],
+    points: list[tuple[int, int, int]],
+    driver_points: list[tuple[int, int]] | None,
+) -> list[Sample]:
+    """Return the samples; add to each sample the last GPU figures that were read until its time.
+
+    ``points`` come from the worker: (monotonic ns, allocated bytes, driver's bytes).
+    ``driver_points`` come from NVML and replace the worker's driver bytes; None without NVML.
+    """
+    if not points:
+        return samples
+    joined = []
+    for sample in samples:
+        _, allocated, driver = _latest(points, sample.t_ns) or (0, None, None)
+        if driver_points is not None:
+            driver = (_latest(driver_points, sample.t_ns) or (0, None))[1]
+        joined.append(replace(sample, cuda_allocated_bytes=allocated, cuda_driver_bytes=driver))
+    return joined
+
+
+def _latest(points: Sequence[_Point], t_ns: int) -> _Point | None:
+    index = bisect.bisect_right(points, t_ns, key=lambda point: point[0]) - 1
+    return points[index] if index >= 0 else None
 
 
 def _start() -> Any:

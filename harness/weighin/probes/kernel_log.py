@@ -44,13 +44,13 @@ _VICTIM: Final = re.compile(
 _FIRST_NAMESPACE: Final = 0xEFFF_FFFC  # PROC_PID_INIT_INO, of the kernel's proc_ns.h
 
 
-def position(*, at_end: bool = True) -> int | None:
-    """Open the log, at its end or at its oldest message; None if this user may not read the log."""
+def position() -> int | None:
+    """Open the log at its end; None if this user may not read the log."""
     try:
         log = os.open(_LOG, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
-    os.lseek(log, 0, os.SEEK_END if at_end else os.SEEK_SET)
+    os.lseek(log, 0, os.SEEK_END)
     return log
 
 

@@ -5,25 +5,17 @@ import pathlib, which would take 1 MiB in the worker. Source: Documentation/file
 the kernel.
 """
 
+from weighin import phase_reporter
+from weighin.phase_reporter import parse_faults, parse_status, read_text
 from weighin.result import Memory
 from weighin.units import KIB
 
-_STATUS_FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmSwap")
+__all__ = ["parse_faults", "parse_status", "read_text"]
 
 
 def read_status(pid: int | str = "self") -> dict[str, int]:
     """Return the memory fields of /proc/PID/status, in bytes."""
     return parse_status(read_text(f"/proc/{pid}/status"))
-
-
-def parse_status(text: str) -> dict[str, int]:
-    """Return the memory fields that a status text contains, in bytes."""
-    fields = {}
-    for line in text.split("\n"):  # splitlines would also split at "\r" in the process's name
-        name, _, value = line.partition(":")
-        if name in _STATUS_FIELDS:
-            fields[name] = int(value.split()[0]) * KIB
-    return fields
 
 
 def read_pss(pid: int | str = "self") -> int:
@@ -54,23 +46,4 @@ def read_rollup(pid: int | str) -> dict[str, int]:
 
 def memory_of(status: dict[str, int]) -> Memory:
     """Return the result of ``read_status`` as ``Memory``; its fields of cgroup and GPU stay None."""
-    return Memory(
-        rss_bytes=status["VmRSS"],
-        anon_bytes=status["RssAnon"],
-        file_bytes=status["RssFile"],
-        shmem_bytes=status["RssShmem"],
-        swap_bytes=status.get("VmSwap", 0),
-    )
-
-
-def parse_faults(text: str) -> tuple[int, int]:
-    """Return (minor, major) page faults of a /proc/PID/stat text."""
-    # The program's name in brackets may itself contain blanks and brackets.
-    fields = text.rpartition(")")[2].split()
-    return int(fields[7]), int(fields[9])
-
-
-def read_text(path: str) -> str:
-    """Return the text of a small file in /proc; bytes that are not UTF-8 become surrogates."""
-    with open(path, errors="surrogateescape") as file:  # noqa: PTH123 (see the module's docstring)
-        return file.read()
+    return Memory(**phase_reporter.memory_of(status))

@@ -93,11 +93,12 @@ class Sampler:
         return self.samples
 
     def _run(self) -> None:
-        # A real-time priority lets the thread run although the command uses all processors; the
-        # processes that it starts, such as py-spy, keep the normal one. Only root may raise it.
-        with contextlib.suppress(OSError):
-            policy, priority = os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(_PRIORITY)
-            os.sched_setscheduler(0, policy, priority)
+        if self.table:
+            # A real-time priority lets the thread run although the command uses all processors; the
+            # processes that it starts, such as py-spy, keep the normal one. Only root may raise it.
+            with contextlib.suppress(OSError):
+                policy, priority = os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(_PRIORITY)
+                os.sched_setscheduler(0, policy, priority)
         before: Sample | None = None
         while True:
             is_last = self._stop.is_set()

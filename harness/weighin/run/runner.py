@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from weighin.checkpoint import entries
 from weighin.errors import HarnessError
@@ -13,22 +13,15 @@ from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.records import coverage, run_folder
 from weighin.result import Result
 from weighin.run import interrupts
-from weighin.run.measurement import CellMeasurement
+from weighin.run.measure import Measured
 from weighin.run.run_lock import only_run, only_writer
+
+if TYPE_CHECKING:
+    from weighin.run.commands import Commands
+    from weighin.run.loads import Loads
 
 Following = Callable[[Sequence[Result]], Planned | None]
 """A function that gets the run's results so far and returns the next cell; None ends the run."""
-
-
-class Bench(Protocol):
-    """The prepared checkpoints and settings of a run; ``measure`` measures one cell."""
-
-    @property
-    def environment(self) -> dict[str, Any]:
-        """Facts about the machine and the software's versions, for each record."""
-
-    def measure(self, planned: Planned) -> CellMeasurement:
-        """Measure one cell."""
 
 
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
@@ -84,15 +77,15 @@ def _machine(task: Run, progress: Progress) -> Iterator[None]:
         yield
 
 
-def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> Bench:
+def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> Commands | Loads:
     """Prepare the checkpoints of loads and saves, or the isolation of commands."""
     if task.settings.commands:
-        from weighin.run import command_runner
+        from weighin.run import commands
 
-        return command_runner.set_up(task, progress)
-    from weighin.run import load_bench  # imports formats and pydantic, which take 0.2 s
+        return commands.set_up(task, progress)
+    from weighin.run import loads  # imports formats and pydantic, which take 0.2 s
 
-    return load_bench.set_up(task, needed, progress)
+    return loads.set_up(task, needed, progress)
 
 
 def _run(task: Run, progress: Progress, following: Following | None) -> list[Result]:
@@ -105,7 +98,7 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
         else:
             needed = list(task.planned)
             cells = _chosen(following, results)
-        bench: Bench | None = None
+        bench: Commands | Loads | None = None
         for planned in cells:
             interrupts.check()
             if bench is None and any(not each.skip for each in needed):
@@ -113,10 +106,10 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
             with run_folder.room(task.folder):
                 if planned.skip or bench is None:
                     known_environment = bench.environment if bench else {}
-                    measured = CellMeasurement(skipped(planned, known_environment))
+                    measured = Measured(skipped(planned, known_environment))
                 else:
                     progress.starting(planned.cell)
-                    measured = bench.measure(planned)
+                    measured = bench.take(planned)
                 with interrupts.put_off():
                     result = run_folder.append(task.folder, measured.result)
                     results.append(result)

@@ -3,13 +3,11 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from weighin.checkpoint import cache, staging
 from weighin.errors import ConfigError
 from weighin.probes import page_cache
-from weighin.result import Result
 from weighin.units import MIB, format_bytes
 
 _SPARE_BYTES = 64 * MIB  # for headers, indexes and the rounding to file system blocks
@@ -39,16 +37,15 @@ def remove_leftovers() -> list[str]:
     return [f"files of a save in {folder}" for folder in staging.remove_orphans(_root())]
 
 
-def with_warnings(result: Result, folder: Path) -> Result:
-    """Add a warning to a save's result if its files stay in the page cache, as on a tmpfs."""
+def doubts(folder: Path) -> list[str]:
+    """Return a warning if the files of a save stay in the page cache, as on a tmpfs."""
     kept = page_cache.drop(path for path in folder.rglob("*") if path.is_file())
     if not kept:
-        return result
-    warning = (
+        return []
+    return [
         f"{format_bytes(kept)} of the written files could not be dropped from the page cache: on a"
         " tmpfs, files take up memory; put weighin's cache on a disk: WEIGHIN_CACHE=/path"
-    )
-    return replace(result, warnings=(*result.warnings, warning))
+    ]
 
 
 def _root() -> Path:

@@ -26,7 +26,8 @@ from weighin.errors import (
 from weighin.isolation import select
 from weighin.probes import environment
 from weighin.result import Outcome, Result
-from weighin.run.cell_runner import measure
+from weighin.run.loads import LoadSpec
+from weighin.run.measure import measure
 from weighin.units import format_bytes, format_seconds, parse_bytes
 from weighin.uses import FORWARD
 
@@ -202,7 +203,9 @@ def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> R
         body=body,
     )
     (folder / "samples").mkdir()
-    return measure(chosen, folder, job, (), None, environment.machine())
+    measured = measure(chosen, LoadSpec.of(job), environment.machine())
+    measured.finish(folder)
+    return measured.result
 
 
 def _arguments(item: pytest.Item) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 A cell that measures a save saves the model in phases, syncs the files, and reads them back to
 verify them.
 
-An isolation starts this module as ``python -m weighin.worker``; ``protocol.py`` defines the
-protocol. Modules of weighin that are imported before torch would add weighin's own memory to the
+An isolation starts this module as ``python -m weighin.worker``; ``phase_reporter.py`` defines
+what it reports. Modules of weighin that are imported before torch would add weighin's own memory to the
 figures. The worker therefore imports even pathlib, which takes 1 MiB, after torch.
 """
 
@@ -16,13 +16,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from weighin.cell import Job
-from weighin.child_process import Lifeline
 from weighin.probes.process import read_pss
-from weighin.protocol import decode_job
 from weighin.result import Outcome
 from weighin.uses import FORWARD
 from weighin.worker.failures import StrategyFailed, classify, describe, fail
-from weighin.worker.phases import Marks
+from weighin.worker.phases import Lifeline, Marks
 from weighin.worker.warmup import (
     check_preloaded,
     import_model_package,
@@ -35,10 +33,7 @@ from weighin.worker.warmup import (
 if TYPE_CHECKING:
     import torch
 
-    from weighin.worker.cuda import CudaMemory
     from weighin.worker.loading import Inputs, WorkerLoad
-
-_TRACE_PIECE = 10_000  # the most events in one line, so that the parent parses short lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +52,7 @@ class PreparedWorker:
 
 def main() -> None:
     lifeline = Lifeline()
-    job = decode_job(lifeline.receive_job())
+    job = lifeline.job
     if job.cell.ranks > 1 and job.rank is None:
         from weighin.worker.launcher import launch
 
@@ -80,7 +75,7 @@ def main() -> None:
         outcome, message = classify(error, job.strategy_path)
         if marks.cuda:
             with contextlib.suppress(Exception):  # a failed GPU may raise a second error
-                tell_trace(lifeline, marks.cuda)
+                tell_trace(marks)
         summary = marks.cuda.summary() if marks.cuda and outcome is Outcome.CUDA_OOM else ""
         fail(lifeline, outcome, message, summary)
     os._exit(0)  # skip the interpreter's shutdown, which takes time
@@ -185,7 +180,7 @@ def run_strategy(worker: PreparedWorker, argument: Any) -> Any:
     marks.flush()
     lifeline.send("loaded", load_ns=load_ns)
     if marks.cuda:
-        tell_trace(lifeline, marks.cuda)
+        tell_trace(marks)
         for note in marks.cuda.notes_at_end():
             lifeline.send("note", text=note)
     return returned
@@ -231,17 +226,16 @@ def check(worker: PreparedWorker, model: "torch.nn.Module") -> None:
     with marks.phase("touch"):
         checksums = verify.touch(tensors)
         end_ns = time.monotonic_ns()
-    tell = lifeline.send if job.rank is None else lifeline.send_and_wait
-    tell("ready", t_ns=end_ns, touch_ns=end_ns - start_ns)
+    lifeline.send("ready", t_ns=end_ns, touch_ns=end_ns - start_ns)
     if job.rank is not None:
-        lifeline.send_and_wait("shared", pss_bytes=read_pss())
+        lifeline.send("shared", pss_bytes=read_pss())
         checksums |= verify.checksums_of_sharded(tensors)
     for note in verify.check_values(checksums, worker.manifest, load.dtype):
         if not job.rank:  # only rank 0 sends notes
             lifeline.send("note", text=note)
     del tensors  # would keep the old buffers alive while a use converts the model
     first_use_ns = use(worker, model)
-    tell("done", first_use_ns=first_use_ns, marks_ns=marks.spent_ns)
+    lifeline.send("done", first_use_ns=first_use_ns, marks_ns=marks.spent_ns)
 
 
 def use(worker: PreparedWorker, model: "torch.nn.Module") -> int | None:
@@ -264,13 +258,10 @@ def use(worker: PreparedWorker, model: "torch.nn.Module") -> int | None:
     return time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
 
 
-def tell_trace(lifeline: Lifeline, cuda: "CudaMemory") -> None:
-    """Send the events that the CUDA allocator recorded, if any, in lines of at most 10,000 events."""
-    if (trace := cuda.take_trace()) is None:
-        return
-    events = trace.pop("events")
-    for start in range(0, max(1, len(events)), _TRACE_PIECE):
-        lifeline.send("trace", **trace, events=events[start : start + _TRACE_PIECE])
+def tell_trace(marks: Marks) -> None:
+    """Send the events that the CUDA allocator recorded, if any."""
+    if marks.cuda and (trace := marks.cuda.take_trace()) is not None:
+        marks.send_in_pieces("trace", "events", trace.pop("events"), **trace)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,11 @@ that memory and time include pending copies.
 import math
 import threading
 import time
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
 from weighin.probes.allocator_trace import TRACE_EVENTS
-from weighin.result import Phase
 from weighin.units import format_bytes, format_exact
 
 _SAMPLE_INTERVAL_S: Final = 0.005
@@ -59,18 +57,11 @@ class CudaMemory:
         if hasattr(torch.cuda, "reset_peak_host_memory_stats"):  # torch 2.8
             torch.cuda.reset_peak_host_memory_stats()
 
-    def complete(self, phase: Phase) -> Phase:
-        """Return the phase with the allocator's peaks since the last reset."""
+    def peaks(self) -> dict[str, int | None]:
+        """Return the allocator's peaks since the last reset, as fields of ``Phase``."""
         stats = torch.cuda.memory_stats(self.device)
-        requested, allocated, reserved = (stats.get(f"{kind}_bytes.all.peak") for kind in _KINDS)
-        return replace(
-            phase,
-            end=replace(phase.end, cuda_allocated_bytes=self.allocated()),
-            peak_cuda_requested_bytes=requested,
-            peak_cuda_allocated_bytes=allocated,
-            peak_cuda_reserved_bytes=reserved,
-            peak_pinned_bytes=_pinned_peak(),
-        )
+        found = {f"peak_cuda_{kind}_bytes": stats.get(f"{kind}_bytes.all.peak") for kind in _KINDS}
+        return found | {"peak_pinned_bytes": _pinned_peak()}
 
     def take_timeline(self) -> list[tuple[int, int, int]]:
         """Return the samples since the last call: (t_ns, allocated bytes, bytes that are in use by

@@ -5,9 +5,11 @@ import sys
 import traceback
 from typing import NoReturn
 
-from weighin.child_process import Lifeline
 from weighin.result import Outcome
 from weighin.text import one_line
+from weighin.worker.phases import Lifeline
+
+_LONGEST = 8000  # characters; a longer message would not fit into a packet
 
 
 class StrategyFailed(Exception):
@@ -55,6 +57,6 @@ def describe(error: BaseException, strategy: str = "") -> str:
 def fail(lifeline: Lifeline, outcome: Outcome, message: str, summary: str = "") -> NoReturn:
     """Report the failure, print the traceback to standard error, and end this process."""
     traceback.print_exc()
-    lifeline.send("failed", outcome=outcome, message=message, summary=summary)
+    lifeline.send("failed", outcome=outcome, message=message[:_LONGEST], summary=summary)
     sys.stderr.flush()
     os._exit(1)  # do not wait for the strategy's threads and exit handlers

@@ -5,22 +5,74 @@ weighin has read and reset the cgroup's peak. The worker subtracts the time of t
 the load time.
 """
 
+import os
 import re
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from reprlib import repr as short_repr
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from weighin.child_process import Lifeline
-from weighin.probes.process import memory_of, parse_faults, read_status, read_text
-from weighin.result import OURS, UNNAMED, Memory, Phase
+from weighin.cell import Job
+from weighin.child_process import Parent, end_with_parent
+from weighin.phase_reporter import (
+    AWAITED,
+    Connection,
+    memory_of,
+    parse_faults,
+    parse_status,
+    read_text,
+    reset_peak,
+)
+from weighin.protocol import decode_job
+from weighin.result import OURS, UNNAMED
 
 if TYPE_CHECKING:
     from weighin.worker.cuda import CudaMemory
 
 _SHORTEST_GAP_NS = 1_000_000  # a shorter gap between two phases counts to the second phase
+_ORPHANED = 125
+_PIECE = 1000  # the most points or events in one message
+
+
+class Lifeline(Parent):
+    """A worker's connection to weighin, without which it ends.
+
+    The job comes through standard input, whose end tells that weighin has ended.
+    """
+
+    def __init__(self) -> None:
+        # If a strategy hangs while it holds the GIL, no thread can notice the end of standard input.
+        # The kernel then ends this process; in a container, the engine does.
+        end_with_parent()
+        super().__init__()
+        if (line := self.receive()) is None:
+            os._exit(_ORPHANED)
+        self.job: Job = decode_job(line)
+        self._connection = Connection(self.job.listener)
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
+        if self.job.rank is not None:
+            self.send("rank", rank=self.job.rank)
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Send a message; if it is in ``AWAITED``, return when weighin has answered."""
+        try:
+            with self._lock:
+                self._connection.send({"event": event, **fields}, wait=event in AWAITED)
+        except OSError:  # weighin has ended
+            self._end()
+
+    def _listen(self) -> None:
+        while self.receive() is not None:
+            pass
+        self._end()
+
+    def _end(self) -> None:
+        sys.stderr.flush()
+        os._exit(_ORPHANED)
 
 
 def named_by_strategy(name: object) -> str:
@@ -80,36 +132,41 @@ class Marks:
         self._faults = _read_faults()
         self._start_ns = time.monotonic_ns()
 
-    def memory(self) -> Memory:
-        memory = memory_of(read_status())
-        return replace(memory, cuda_allocated_bytes=self.cuda.allocated()) if self.cuda else memory
+    def memory(self) -> dict[str, int]:
+        memory = memory_of(parse_status(read_text("/proc/self/status")))
+        return memory | {"cuda_allocated_bytes": self.cuda.allocated()} if self.cuda else memory
 
     def close(self, name: str) -> None:
         """Report the time since the last phase as a phase of the given name, however short."""
         if self.cuda:
             self.cuda.synchronize()
         end_ns = time.monotonic_ns()
-        status = read_status()
+        status = parse_status(read_text("/proc/self/status"))
         minor, major = _read_faults()
-        phase = Phase(
-            name=name,
-            start_ns=self._start_ns,
-            end_ns=end_ns,
-            peak_rss_bytes=status["VmHWM"],
-            end=memory_of(status),
-            minor_faults=minor - self._faults[0],
-            major_faults=major - self._faults[1],
-        )
+        phase: dict[str, Any] = {
+            "name": name,
+            "start_ns": self._start_ns,
+            "end_ns": end_ns,
+            "peak_rss_bytes": status["VmHWM"],
+            "end": memory_of(status),
+            "minor_faults": minor - self._faults[0],
+            "major_faults": major - self._faults[1],
+        }
         if self.cuda:
-            phase = self.cuda.complete(phase)
-            self._lifeline.send("cuda", points=self.cuda.take_timeline())
-        self._lifeline.send_and_wait("phase", **asdict(phase))
+            phase |= self.cuda.peaks()
+            phase["end"]["cuda_allocated_bytes"] = self.cuda.allocated()
+            self.send_in_pieces("cuda", "points", self.cuda.take_timeline())
+        self._lifeline.send("phase", **phase)
         if self.cuda:
             self.cuda.reset()
-        with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123 (pathlib takes 1 MiB)
-            file.write("5")
+        reset_peak()
         self.restart()
         self.spent_ns += self._start_ns - end_ns
+
+    def send_in_pieces(self, event: str, name: str, items: list[Any], **fields: Any) -> None:
+        """Send a long list in several messages, each short enough for the connection."""
+        for start in range(0, max(1, len(items)), _PIECE):
+            self._lifeline.send(event, **fields, **{name: items[start : start + _PIECE]})
 
 
 def _read_faults() -> tuple[int, int]:

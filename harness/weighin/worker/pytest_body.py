@@ -17,11 +17,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 from weighin.cell import Body, Job
-from weighin.child_process import Lifeline
 from weighin.protocol import BODY_PLUGIN
 from weighin.result import Outcome
 from weighin.worker.failures import describe, fail
-from weighin.worker.phases import Marks
+from weighin.worker.phases import Lifeline, Marks
 from weighin.worker.warmup import report_baseline
 
 BODY = "body"

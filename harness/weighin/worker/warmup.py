@@ -10,20 +10,18 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weighin.cell import ModelSpec
 from weighin.formats.pretrained_library import library_of
-from weighin.probes.process import read_text
+from weighin.phase_reporter import read_text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
-    from weighin.child_process import Lifeline
-    from weighin.worker.phases import Marks
+    from weighin.worker.phases import Lifeline, Marks
 
 _WARM_PIECE_BYTES = 1024**2
 
@@ -106,10 +104,10 @@ def report_baseline(lifeline: "Lifeline", marks: "Marks", import_ns: int) -> Non
     """Send the baseline, the worker's memory before the load, to weighin. A figure "above import"
     is a later figure minus the baseline.
     """
-    lifeline.send_and_wait(
+    lifeline.send(
         "baseline",
         t_ns=time.monotonic_ns(),
-        memory=asdict(marks.memory()),
+        memory=marks.memory(),
         import_ns=import_ns,
         environment=_environment(marks),
     )

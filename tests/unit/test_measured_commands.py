@@ -20,8 +20,9 @@ from weighin.isolation.process import ProcessIsolation
 from weighin.probes import kernel_log, page_cache
 from weighin.records.thrashing import Reference
 from weighin.result import Faults, Outcome, Peaks, Result
-from weighin.run import command_runner, command_watch
-from weighin.run.measurement import CellMeasurement
+from weighin.run import watch
+from weighin.run.commands import CommandSpec
+from weighin.run.measure import Measured, measure, remove_leftovers
 from weighin.units import MIB
 
 NO_CGROUP = (
@@ -33,7 +34,7 @@ NO_CGROUP = (
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no other process of the machine be killed for lack of memory."""
-    monkeypatch.setattr(command_watch, "read_machine_oom_kills", lambda: 0)
+    monkeypatch.setattr(watch, "read_machine_oom_kills", lambda: 0)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ class Watched(ProcessIsolation):
         return running
 
 
-Take = Callable[..., tuple[CellMeasurement, bool]]
+Take = Callable[..., tuple[Measured, bool]]
 
 
 @pytest.fixture
@@ -79,18 +80,13 @@ def take(tmp_path: Path) -> Take:
         cold: Sequence[str] = (),
         marks: Sequence[str] = (),
         **settings: Any,
-    ) -> tuple[CellMeasurement, bool]:
+    ) -> tuple[Measured, bool]:
         isolation = isolation or ProcessIsolation()
         planned = Cell.of_command("mine", ("sh", "-c", script), isolation.name, **(cell or {}))
         changes = {"cwd": str(tmp_path), "cold": cold, "marks": marks} | settings
-        return command_runner.take(
-            isolation,
-            settings_of(planned, **changes),
-            planned,
-            timeout_s,
-            {"machine": "this"},
-            reference,
-        )
+        spec = CommandSpec.of(planned, settings_of(planned, **changes), timeout_s)
+        measured = measure(isolation, spec, {"machine": "this"}, reference)
+        return measured, spec.asked_to_end
 
     return run
 
@@ -164,7 +160,7 @@ def test_a_command_that_is_killed_when_the_machine_has_no_memory(
     result_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_log, "has_our_pids", lambda: False)
-    monkeypatch.setattr(command_watch, "read_machine_oom_kills", count(3).__next__)
+    monkeypatch.setattr(watch, "read_machine_oom_kills", count(3).__next__)
     result = result_of("kill -KILL $$")
     assert (result.outcome, result.message) == (
         Outcome.OOM_KILLED,
@@ -255,7 +251,7 @@ def test_a_command_that_cannot_start_leaves_nothing(tmp_path: Path, temporary: P
     with pytest.raises(ConfigError, match="cannot start 'sh'"):
         cell = Cell.of_command("mine", ("sh",), "process")
         settings = settings_of(cell, cwd=str(tmp_path / "none"))
-        command_runner.take(ProcessIsolation(), settings, cell, 0.0, {})
+        measure(ProcessIsolation(), CommandSpec.of(cell, settings))
     assert descriptors() == before
     assert list(temporary.iterdir()) == []
 
@@ -313,7 +309,7 @@ def test_a_signal_that_is_ignored_stays_ignored(take: Take) -> None:
 def test_folders_of_killed_runs_are_removed(temporary: Path) -> None:
     for name in ("weighin-run-1", "another"):
         (temporary / name).mkdir()
-    assert command_runner.remove_leftovers() == [f"folder {temporary}/weighin-run-1"]
+    assert remove_leftovers() == [f"folder {temporary}/weighin-run-1"]
     assert [path.name for path in temporary.iterdir()] == ["another"]
 
 
@@ -456,7 +452,7 @@ def test_a_kill_of_another_program_is_not_this_commands(
     result_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the log names the machine's processes, and none of these."""
-    monkeypatch.setattr(command_watch, "read_machine_oom_kills", count(3).__next__)
+    monkeypatch.setattr(watch, "read_machine_oom_kills", count(3).__next__)
     monkeypatch.setattr(kernel_log, "has_our_pids", lambda: True)
     monkeypatch.setattr(kernel_log, "kills_since", lambda *_, **__: ())
     result = result_of("kill -KILL $$")

@@ -10,14 +10,13 @@ from typing import Any
 import fakes
 import pytest
 from fakes import PlayedIsolation, Silent, done, event, ready
-from scripts import BASELINE, JOB
+from scripts import BASELINE, JOB, measure, take
 
 from weighin.cell import Job
 from weighin.probes import environment, page_cache
 from weighin.probes.cgroup import Counters
 from weighin.result import Outcome
 from weighin.run import page_preconditioning
-from weighin.run.cell_runner import measure, take
 from weighin.units import MIB
 
 

@@ -1,41 +1,137 @@
-"""Prepare the checkpoints of a run of loads or saves, and measure each cell."""
+"""Prepare the checkpoints of a run of loads or saves, and measure each cell of it."""
 
+import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from weighin import formats
 from weighin.cell import Cell, Job, ModelSpec
-from weighin.checkpoint import cache
+from weighin.checkpoint import cache, entries
 from weighin.checkpoint.entries import discard
 from weighin.child_process import last_line
 from weighin.disk import mount
+from weighin.disk.mount import Mount
+from weighin.disk.passthrough import LARGEST_READ_BYTES, Pace
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
 from weighin.formats import quantised
 from weighin.formats.lora import files_of
+from weighin.formats.pretrained_folder import folder_of
 from weighin.isolation import select
-from weighin.isolation.base import Running
+from weighin.isolation.base import Isolation, Running
 from weighin.plan.task import Planned, Progress, Run, skipped
-from weighin.protocol import ACKNOWLEDGEMENT
-from weighin.result import Memory, Phase
-from weighin.run import events, interrupts, save_target
+from weighin.probes import storage as storages
+from weighin.probes.cgroup import Counters
+from weighin.probes.environment import code_digest, read_ahead_bytes
+from weighin.result import Memory
+from weighin.run import interrupts, page_preconditioning, save_target
 from weighin.run.bytecode import compile_code
-from weighin.run.cell_runner import take
-from weighin.run.measurement import CellMeasurement
+from weighin.run.listener import Baseline, End, Failed, Listener, Message, Track
+from weighin.run.measure import Measured, measure, own_folder
+from weighin.run.spec import Spec
 from weighin.suite import packages, user_code
 from weighin.text import one_line
 from weighin.units import format_bytes, format_exact
 from weighin.uses import SAVE
 
 _PROBE_TIMEOUT_S = 120.0
+_PAUSE_S = 0.02
+
+
+@dataclass(slots=True)
+class LoadSpec(Spec):
+    """A load, a save or a test's body.
+
+    If the cell's cache is "warm", the worker reads the files again before the load, so that the kernel
+    charges their pages to the cell's own cgroup.
+
+    Attributes:
+        steady: whether weighin writes to free memory before the load (``page_preconditioning``).
+        stall_from_bytes: the file offset behind which a slow disk never answers a read; None if the
+            disk answers all reads.
+    """
+
+    steady: bool = False
+    stall_from_bytes: int | None = None
+    _held: ExitStack = field(default_factory=ExitStack)
+
+    @classmethod
+    def of(
+        cls, job: Job, files: Sequence[Path] = (), model_bytes: int | None = None, **options: Any
+    ) -> "LoadSpec":
+        """Return the spec of a job; ``files`` are the checkpoint's, by their paths on this machine."""
+        return cls(
+            job.cell,
+            files,
+            job,
+            timeout_s=job.timeout_s,
+            model_bytes=model_bytes,
+            **options,
+        )
+
+    @property
+    def _job(self) -> Job:
+        assert self.job
+        return self.job
+
+    def sources_hash(self) -> str | None:
+        job = self._job
+        if not job.body:
+            with suppress(OSError):  # the cell itself then fails
+                own = [Path(name) for name in (job.strategy_path, job.use_path) if name]
+                return code_digest(*own)
+        return None
+
+    def enter(self, opened: ExitStack) -> None:
+        job, cell = self._job, self.cell
+        if pace := Pace(cell.disk_bytes_per_s, cell.disk_latency_ns, self.stall_from_bytes):
+            folder = folder_of(Path(job.checkpoint))
+            self.disk = Mount(folder, pace, entries.slow_disks())
+            opened.callback(self.disk.close)
+            inside = self.disk.folder / Path(job.checkpoint).relative_to(folder)
+            self.job = job = replace(job, checkpoint=str(inside))
+            self.facts["disk"] = {"means": "fuse", "request_bytes": LARGEST_READ_BYTES}
+        if size := (self.model_bytes or 0) * cell.ranks if self.steady else 0:
+            # Leave memory for what the worker needs before its baseline: a save's model, a warm
+            # load's file. A strategy of weighin needs at most two copies of the model and its file
+            # in the page cache.
+            spare = size if cell.operation == "save" or cell.cache == "warm" else 0
+            opened.enter_context(self._held)
+            held = page_preconditioning.held(3 * size, spare)
+            self.touched_bytes = self._held.enter_context(held)
+        if self.files:
+            self.facts["storage"] = asdict(storages.describe(self.files[0]))
+            self.facts["read_ahead_bytes"] = read_ahead_bytes(Path(job.checkpoint))
+
+    def start(self, isolation: Isolation, listener: Path) -> Running:
+        job = self._job
+        mounts = (*job.mounts, str(listener.parent))
+        return isolation.start(replace(job, listener=str(listener), mounts=mounts))
+
+    def finish(self) -> list[str]:
+        return save_target.doubts(Path(self._job.target)) if self._job.target else []
+
+    def before_load(self) -> None:
+        if self.touched_bytes is not None:
+            page_preconditioning.give_back(self._held)
+
+    def doubts_of_cache(self, cached_bytes: int | None) -> list[str]:
+        if cached_bytes is None:
+            return [
+                "weighin cannot tell whether the checkpoint was dropped from the page cache: Linux"
+                " reports cached pages only to a user who owns the files or may write them"
+            ]
+        if cached_bytes:
+            left = format_bytes(cached_bytes)
+            return [f"{left} of the checkpoint could not be dropped from the page cache"]
+        return []
 
 
 @dataclass(frozen=True, slots=True)
-class LoadBench:
+class Loads:
     """The checkpoints and settings that all loads and saves of a run share.
 
     ``prepared`` has the checkpoints, and ``refused`` the reasons why other checkpoints cannot be
@@ -48,33 +144,29 @@ class LoadBench:
     prepared: dict[tuple[str, str], cache.Prepared]
     refused: dict[tuple[str, str], str]
 
-    def measure(self, planned: Planned) -> CellMeasurement:
+    def take(self, planned: Planned) -> Measured:
+        """Measure one cell."""
         key = _checkpoint_key(self.task, planned)
         if why := self.refused.get(key) or self._unmet_keys(planned, key):
-            return CellMeasurement(skipped(replace(planned, skip=why), self.environment))
-        job = _job(self.task, planned, self.prepared)
-        files = [*formats.files(Path(job.checkpoint)), *files_of(planned.cell.model)]
-        model_bytes = self.prepared[key].manifest().model_bytes(planned.cell.dtype)
+            return Measured(skipped(replace(planned, skip=why), self.environment))
+        job, cell = _job(self.task, planned, self.prepared), planned.cell
+        model_bytes = self.prepared[key].manifest().model_bytes(cell.dtype)
         environment, needed = self.environment, planned.strategy.packages
         if needed:  # their versions are the same in a container as here
             environment = environment | {"packages": packages.versions(needed)}
-        taken = partial(
-            take,
-            self.task.isolation,
-            files=files,
-            model_bytes=model_bytes,
-            environment=environment,
-            reference=self.task.reference_for(planned.cell),
-            steady=self.task.settings.steady,
-            on_phase=self.progress.phase,
-        )
-        if planned.cell.operation == "save" or planned.cell.use == SAVE:
-            with save_target.target(model_bytes) as folder:
-                measured = taken(job=replace(job, target=str(folder)))
-                result = save_target.with_warnings(measured.result, folder)
-                measured = replace(measured, result=result)
-        else:
-            measured = taken(job=job)
+        with ExitStack() as opened:
+            if cell.operation == "save" or cell.use == SAVE:
+                folder = opened.enter_context(save_target.target(model_bytes))
+                job = replace(job, target=str(folder))
+            spec = LoadSpec.of(
+                job,
+                [*formats.files(Path(job.checkpoint)), *files_of(cell.model)],
+                model_bytes,
+                on_phase=self.progress.phase,
+                steady=self.task.settings.steady,
+            )
+            reference = self.task.reference_for(cell)
+            measured = measure(self.task.isolation, spec, environment, reference)
         return self._restored(measured, planned, key) if measured.changed else measured
 
     def _unmet_keys(self, planned: Planned, key: tuple[str, str]) -> str:
@@ -90,9 +182,7 @@ class LoadBench:
             " weighin convert FOLDER TARGET --keys model"
         )
 
-    def _restored(
-        self, measured: CellMeasurement, planned: Planned, key: tuple[str, str]
-    ) -> CellMeasurement:
+    def _restored(self, measured: Measured, planned: Planned, key: tuple[str, str]) -> Measured:
         """Generate anew the checkpoint that a cell has changed; if it is the user's own checkpoint,
         add an error that stops the run.
         """
@@ -109,7 +199,7 @@ class LoadBench:
         return measured
 
 
-def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBench:
+def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> Loads:
     compile_code()
     select.check_limits_around(task.isolation, [each.cell for each in needed])
     if any(each.cell.disk and not each.skip for each in needed):
@@ -128,7 +218,7 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> LoadBenc
     if not task.is_probed:
         progress.preparing("importing torch, to measure the memory that the import needs", None)
         _check_limits(needed, _probe(task, jobs[0]))
-    return LoadBench(task, task.environment(), progress, prepared, refused)
+    return Loads(task, task.environment(), progress, prepared, refused)
 
 
 def _prepare_checkpoints(
@@ -216,34 +306,46 @@ def _probe(task: Run, job: Job) -> Memory:
     not charged for them. If the worker fails, the error stops the run before its first record.
     """
     cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load", ranks=1)
-    unlimited = replace(job, cell=cell)
+    spec = LoadSpec.of(replace(job, cell=cell))
+    found, is_over = list[Memory](), threading.Event()
+    failures: list[str] = []
+
+    def take(_track: Track, message: Message | End) -> None:
+        if isinstance(message, Baseline):
+            found.append(message.memory)
+        if isinstance(message, Failed):
+            failures.append(message.message)
+        if found or failures:
+            is_over.set()
+
     deadline = time.monotonic() + _PROBE_TIMEOUT_S
-    with interrupts.put_off(), closing(task.isolation.start(unlimited)) as running:
-        while line := _receive(running, deadline):
-            _, event = events.decode(line) or (None, None)
-            if isinstance(event, events.Baseline):
-                return event.memory
-            if isinstance(event, Phase):
-                running.channel.send(ACKNOWLEDGEMENT)
-            if isinstance(event, events.Failed):
-                raise ConfigError(f"nothing can be measured: {event.message}")
+    with (
+        own_folder() as folder,
+        closing(Listener(folder)) as listener,
+        interrupts.put_off(),
+        closing(spec.start(task.isolation, listener.path)) as running,
+    ):
+        listener.watch(take, Counters)
+        while not is_over.wait(_PAUSE_S):
+            if time.monotonic() >= deadline:
+                raise HarnessError(
+                    f"`import torch` took longer than {_PROBE_TIMEOUT_S:.0f} s",
+                    "end other programs on this machine, and run the command again",
+                )
+            with suppress(TimeoutError), interrupts.allowed():
+                if running.wait(0):
+                    listener.close()  # takes the last messages
+                    break
+        if found:
+            return found[0]
+        if failures:
+            raise ConfigError(f"nothing can be measured: {failures[0]}")
         said = last_line(running.channel.stderr_tail)
     raise HarnessError(
         f"a process under --isolation {task.isolation.name} ended before it had imported torch"
         + (f": {one_line(said)}" if said else ""),
         "weighin doctor tests which isolations work on this machine",
     )
-
-
-def _receive(running: Running, deadline: float) -> bytes | None:
-    try:
-        with interrupts.allowed():
-            return running.channel.receive(max(0.0, deadline - time.monotonic()))
-    except TimeoutError:
-        raise HarnessError(
-            f"`import torch` took longer than {_PROBE_TIMEOUT_S:.0f} s",
-            "end other programs on this machine, and run the command again",
-        ) from None
 
 
 def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:

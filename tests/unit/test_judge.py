@@ -4,29 +4,40 @@ from typing import Any
 
 import fakes
 import pytest
+from factories import make_cell
 
 from weighin.isolation.base import Exit
 from weighin.probes.allocator_trace import Trace
-from weighin.result import Cost, Faults, Memory, Outcome, Phase, Written
-from weighin.run import events
-from weighin.run.event_log import EventLog
+from weighin.probes.cgroup import Counters
+from weighin.result import Cost, Memory, Outcome, Written
+from weighin.run import listener
+from weighin.run.judge import End, judge
+from weighin.run.listener import Track
 
 KILLED = Exit(None, signal=9)
 
 
-def told(*lines: bytes) -> EventLog:
-    """A event_log in which these events were taken in, as ``Watch`` does it."""
-    event_log = EventLog()
+def told(*lines: bytes) -> Track:
+    """A track in which these messages were taken in, as ``Watch`` does it."""
+    track = Track()
     for line in lines:
-        decoded = events.decode(line)
+        decoded = listener.decode(line)
         assert decoded
-        if isinstance(decoded[1], events.Baseline):
-            event_log.take_baseline(decoded[1], cgroup_bytes=7)
-        elif isinstance(decoded[1], Phase):
-            event_log.take_phase(decoded[1])
-        else:
-            event_log.take(decoded[1])
-    return event_log
+        match decoded[1]:
+            case listener.Baseline() as message:
+                track.take_baseline(message, Counters(usage_bytes=7))
+            case listener.End() as message:
+                track.end(message, Counters(), resets_group=False)
+            case listener.Begin() as message:
+                track.begin(message, Counters(), resets_group=False)
+            case listener.Message() as message:
+                track.take(message)
+    return track
+
+
+def judged(track: Track, ended: Exit, oom_kills: int | None, **facts: Any) -> tuple[Outcome, str]:
+    cell = make_cell()
+    return judge(End(cell, ended, ranks=[track], oom_kills=oom_kills, **facts))
 
 
 BEFORE = (fakes.begin("import"), fakes.phase("import"), fakes.begin("prepare"))
@@ -61,7 +72,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             0,
             b"",
             Outcome.USE_FAILED,
-            "the measured process was ended by SIGSEGV in phase 'use: mine'",
+            "the measured process was ended by SIGSEGV in phase 'use: mine'; every weight is right",
         ),
         (
             (*READY, fakes.failed("use_failed", "fork: a forked process was ended by SIGKILL")),
@@ -196,7 +207,7 @@ def test_the_outcome_of_a_worker_that_ended(
     outcome: Outcome,
     message: str,
 ) -> None:
-    assert told(*lines).judge(ended, oom_kills, stderr_tail) == (outcome, message)
+    assert judged(told(*lines), ended, oom_kills, stderr_tail=stderr_tail) == (outcome, message)
 
 
 @pytest.mark.parametrize(
@@ -232,12 +243,13 @@ def test_the_outcome_of_a_worker_that_ended(
 def test_a_worker_without_a_cgroup_is_judged_by_the_machines_counter(
     oom_kills: int | None, machine_oom_kills: int | None, outcome: Outcome, message: str
 ) -> None:
-    event_log = told(*BASELINE, fakes.begin("read"))
-    assert event_log.judge(KILLED, oom_kills, b"", machine_oom_kills) == (outcome, message)
+    track = told(*BASELINE, fakes.begin("read"))
+    found = judged(track, KILLED, oom_kills, machine_oom_kills=machine_oom_kills)
+    assert found == (outcome, message)
 
 
-def names(event_log: EventLog) -> list[str]:
-    return [phase.name for phase in event_log.load_phases()]
+def names(track: Track) -> list[str]:
+    return [phase.name for phase in track.load_phases]
 
 
 @pytest.mark.parametrize(
@@ -264,8 +276,8 @@ def test_the_phases_of_the_load_lie_between_baseline_and_ready(
 def test_ready_is_the_load_and_one_reading_of_every_byte(
     lines: tuple[bytes, ...], load_ns: int | None, ready_ns: int | None
 ) -> None:
-    event_log = told(*lines)
-    assert (event_log.load_ns(), event_log.ready_ns()) == (load_ns, ready_ns)
+    track = told(*lines)
+    assert (track.load_ns, track.ready_ns) == (load_ns, ready_ns)
 
 
 @pytest.mark.parametrize(
@@ -279,25 +291,19 @@ def test_ready_is_the_load_and_one_reading_of_every_byte(
     ],
 )
 def test_where_the_time_went(lines: tuple[bytes, ...], cost: Cost) -> None:
-    assert told(*lines).cost() == cost
-
-
-def test_faults_are_those_of_the_load() -> None:
-    assert told(*DONE).faults(5) == Faults(minor=20, major=2, workingset_refault_file=5)
-    assert told(*DONE).faults(None) == Faults(20, 2, None)
-    assert told(*BASELINE).faults(5) is None
+    assert told(*lines).cost(0) == cost
 
 
 def test_the_baseline_has_the_cgroups_charge() -> None:
-    event_log = told(*BASELINE)
-    assert event_log.baseline == Memory(**fakes.memory(300) | {"cgroup_bytes": 7})
-    assert event_log.environment == fakes.ENVIRONMENT
+    track = told(*BASELINE)
+    assert track.baseline == Memory(**fakes.memory(300) | {"cgroup_bytes": 7})
+    assert track.environment == fakes.ENVIRONMENT
 
 
 def test_looks_at_the_gpu_are_kept_in_their_order() -> None:
     points: list[Any] = [[1, 10, 100], [2, 20, 200]]
-    event_log = told(fakes.event("cuda", points=points), fakes.event("cuda", points=[[3, 30, 300]]))
-    assert event_log.cuda_points == [(1, 10, 100), (2, 20, 200), (3, 30, 300)]
+    track = told(fakes.event("cuda", points=points), fakes.event("cuda", points=[[3, 30, 300]]))
+    assert track.cuda_points == [(1, 10, 100), (2, 20, 200), (3, 30, 300)]
 
 
 def test_a_trace_comes_in_pieces() -> None:

@@ -11,7 +11,7 @@ from scripts import BASELINE, DONE, KILLED, FakeSampler, fake_sampler, watched
 from weighin.isolation.base import Exit
 from weighin.probes.cgroup import MemoryCgroup, PeakMark
 from weighin.result import Outcome, Pressure
-from weighin.run import supervisor
+from weighin.run import watch
 
 __all__ = ["fake_sampler"]
 
@@ -102,7 +102,7 @@ def test_pressure_is_what_the_load_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: type[FakeSampler]
 ) -> None:
     group = Group(tmp_path, 2)
-    monkeypatch.setattr(supervisor, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
+    monkeypatch.setattr(watch, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
     used: list[Step] = [begin("forward"), group.has(pressure_us=20), phase("forward"), done()]
     script: list[Step] = [
         *BASELINE,
@@ -120,7 +120,7 @@ def test_the_refaults_and_the_pressure_of_a_killed_load_are_all_that_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: type[FakeSampler]
 ) -> None:
     group = Group(tmp_path, 2)
-    monkeypatch.setattr(supervisor, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
+    monkeypatch.setattr(watch, "pressure_file_of", lambda pid: tmp_path / "memory.pressure")
     script: list[Step] = [
         *BASELINE,
         begin("read"),

@@ -1,0 +1,351 @@
+"""Derive a cell's outcome from how it ended, from what it reported, and from what the kernel tells."""
+
+import math
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV
+from typing import Final
+
+from weighin.cell import Cell
+from weighin.child_process import printed_lines
+from weighin.isolation.base import Exit
+from weighin.probes import kernel_log
+from weighin.records import thrashing
+from weighin.result import BROKEN, Kill, Memory, Outcome, Peaks, Stopped
+from weighin.run.listener import Track
+from weighin.text import one_line
+from weighin.units import MIB, format_bytes, format_seconds
+from weighin.uses import FORWARD, is_of_use
+
+_LACK_OF_MEMORY = r"MemoryError|(?i:can't allocate|cannot allocate)"  # of Python, torch, the kernel
+_CRASHES = (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL)  # signals that code sends to itself
+_STDERR_LENGTH: Final = 200
+_FULL: Final = 0.9  # of the cell's limit; a kill at a smaller charge was for another limit
+_NAMED: Final = 3  # the most killed processes that a message names
+_LOST: Final = "the measured process lost a child, killed by the kernel for lack of memory"
+_SLACK_BYTES = 4 * MIB  # the kernel counts pages for each processor, and adds them up later
+_SLACK_SHARE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What weighin knows about a cell that has ended; a figure that was not measured is None.
+
+    Attributes:
+        ranks: what each process that loads or saves has reported; empty for a command.
+        ends: the exits of the ranks that failed, by their numbers, in their order in time.
+        stopped: why weighin killed the cell; None if weighin did not kill it.
+        kills: the kills in the kernel's log; None if this user may not read the log.
+        peak_bytes: the highest charge of the cgroup.
+        limits: the limits of the cgroups around it, the smallest first.
+        ready: whether a server was ready before it was stopped; None if the cell is no server.
+        escape: how a process got out of the limit; empty if none did.
+        stalled: what the slow disk of a load still waited for; empty for others.
+    """
+
+    cell: Cell
+    ended: Exit
+    ranks: Sequence[Track] = ()
+    ends: Mapping[int, Exit] = field(default_factory=dict)
+    stopped: Stopped | None = None
+    oom_kills: int | None = None
+    machine_oom_kills: int | None = None
+    kills: Sequence[Kill] | None = None
+    peak_bytes: int | None = None
+    limits: Sequence[tuple[int, Path]] = ()
+    ready: bool | None = None
+    escape: str = ""
+    stalled: str = ""
+    stderr_tail: bytes = b""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all ranks have read every byte of the model."""
+        return all(each.ready_at_ns is not None for each in self.ranks)
+
+
+def judge(end: End) -> tuple[Outcome, str]:
+    """Return the outcome of a cell, and the reason in one line; for an outcome "ok", a warning.
+
+    The outcome is ``oom_killed`` only if a counter of the kernel or of the Docker engine shows a kill
+    for lack of memory; a high peak is no proof. Without a cgroup, the OOM kills of the whole machine
+    decide.
+    """
+    outcome, why = _of_load(end) if end.ranks else _of_command(end)
+    if end.escape:
+        figures = "its figures and its limit are not valid"
+        if not end.ranks:
+            figures = "the figures are of a part of it and its limit is not valid (--isolation process measures all processes)"
+        void_as = Outcome.STRATEGY_FAILED if end.ranks else Outcome.MEASUREMENT_FAILED
+        return void(outcome, why, void_as, f"{end.escape}, so {figures}")
+    return outcome, why
+
+
+def void(outcome: Outcome, why: str, now: Outcome, because: str) -> tuple[Outcome, str]:
+    """Return the outcome ``now``; its message is ``because``, then the former outcome and message."""
+    return now, f"{because}; it ended with {outcome}" + f": {why}" * bool(why)
+
+
+def _of_load(end: End) -> tuple[Outcome, str]:
+    ranks, stopped = end.ranks, end.stopped
+    if stopped and stopped.timeout_s is not None:
+        message = f"still running after {stopped.timeout_s:g} s, {where(ranks)}"
+        return Outcome.TIMEOUT, message + (f"; {end.stalled}" if end.stalled else "")
+    if stopped:
+        return Outcome.THRASHING, f"{thrashing.words(stopped)}; {where(ranks)}"
+    if all(each.done for each in ranks):
+        if not end.oom_kills:
+            return Outcome.OK, ""
+        return Outcome.CHILD_KILLED, lost(end.oom_kills) + _killed_children(end)
+    number = culprit(end)
+    last = end.ends.get(number, end.ended)
+    outcome, message = _of_process(end, ranks[number], last)
+    if len(ranks) > 1 and not end.ends:
+        message = f"the process that starts the ranks: {message}"
+    elif len(ranks) > 1:
+        killed = [rank for rank, each in end.ends.items() if each.signal == signal.SIGKILL]
+        is_oom = outcome is Outcome.OOM_KILLED and killed
+        message = f"{_named(killed if is_oom else [number])}: {message}"
+    if outcome is Outcome.USE_FAILED:
+        message += "; every weight is right"
+    elif outcome in BROKEN and _only_forward_failed(end):  # so the load is right
+        return Outcome.OK, (
+            f"the forward pass of {end.cell.model.title} fails: {message}. Every weight is"
+            " right. To measure the load alone: --use none"
+        )
+    if outcome is Outcome.OOM_KILLED:
+        message += _met_elsewhere(end) + (_killed_children(end) if _LOST in message else "")
+    return outcome, message
+
+
+def _of_process(end: End, track: Track, ended: Exit) -> tuple[Outcome, str]:
+    """Judge a worker that ended before it was done."""
+    oom_kills = end.oom_kills
+    if track.failure:
+        outcome, message = track.failure
+        if oom_kills and outcome in (Outcome.STRATEGY_FAILED, Outcome.USE_FAILED):
+            outcome, message = Outcome.OOM_KILLED, f"{_LOST}; then it failed: {message}"
+        return outcome, message
+    if ended.signal == signal.SIGKILL and (oom_kills or ended.oom_killed):
+        return Outcome.OOM_KILLED, f"killed by the kernel for lack of memory {track.where}"
+    if ended.signal == signal.SIGKILL and oom_kills is None and end.machine_oom_kills:
+        why = "killed by the kernel when the whole machine ran out of memory"
+        return Outcome.OOM_KILLED, f"{why}, {track.where}"
+    how = f"ended with exit code {ended.code}"
+    if ended.still_runs:
+        how = "does not end, not even after SIGKILL,"
+    elif ended.signal:
+        how = f"was ended by {ended.signal_name}"
+    lines = printed_lines(track.stderr_tail.encode() if end.ends else end.stderr_tail)
+    if lines and ended.signal and lines[-1].startswith(signal.strsignal(ended.signal) or "?"):
+        lines.pop()  # the shell in a container prints the signal as its last line
+    last = f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else ""
+    if oom_kills and ended.signal is None and not ended.still_runs:
+        return Outcome.OOM_KILLED, f"{_LOST}; then it {how} {track.where}{last}"
+    in_load = track.baseline is not None and not ended.still_runs
+    outcome = Outcome.STRATEGY_FAILED if in_load else Outcome.MEASUREMENT_FAILED
+    if in_load and track.current != FORWARD and is_of_use(track.current or ""):
+        outcome = Outcome.USE_FAILED
+    return outcome, f"the measured process {how} {track.where}{last}"
+
+
+def _only_forward_failed(end: End) -> bool:
+    """Tell whether the model's own forward pass failed, by an error or a crash, and nothing else.
+
+    A signal from outside and a lack of memory are failures of the cell.
+    """
+    number = culprit(end)
+    track, last = end.ranks[number], end.ends.get(number)
+    last = last or (end.ended if len(end.ranks) == 1 else None)
+    told = track.failure and not re.search(_LACK_OF_MEMORY, track.failure[1])
+    return (
+        end.is_ready
+        and track.current == FORWARD
+        and all(each.done or each.current == FORWARD for each in end.ranks)
+        and bool(told if track.failure else last and last.signal in _CRASHES)
+    )
+
+
+def culprit(end: End) -> int:
+    """Return the number of the rank that decides the outcome of a cell that failed.
+
+    The choice is the first rank that the kernel killed for lack of memory, else the first rank that
+    failed, else the rank with the fewest ended phases.
+    """
+    killed = [rank for rank, each in end.ends.items() if each.signal == signal.SIGKILL]
+    if killed and end.oom_kills != 0:
+        return killed[0]
+    return next(iter(end.ends), _places(end.ranks)[0][1][0])
+
+
+def where(ranks: Sequence[Track]) -> str:
+    """Return each rank's position in words: "rank 2 in phase 'read', ranks 0 and 1 after 'touch'"."""
+    if len(ranks) == 1:
+        return ranks[0].where
+    return ", ".join(f"{_named(numbers)} {place}" for place, numbers in _places(ranks))
+
+
+def _places(ranks: Sequence[Track]) -> list[tuple[str, list[int]]]:
+    """Return the ranks by their position in words, those with the fewest ended phases first."""
+    numbers: dict[str, list[int]] = {}
+    for number, track in enumerate(ranks):
+        numbers.setdefault("ended" if track.done else track.where, []).append(number)
+    return sorted(
+        numbers.items(),
+        key=lambda item: (ranks[item[1][0]].done, len(ranks[item[1][0]].phases), len(item[1])),
+    )
+
+
+def _named(numbers: Sequence[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def lost(oom_kills: int) -> str:
+    killed = f"{oom_kills} process{'es' * (oom_kills > 1)}"
+    return f"the kernel killed {killed} of this measurement for lack of memory"
+
+
+def _met_elsewhere(end: End) -> str:
+    """Say for which limit the kernel killed; empty for the load's own limit, or if it is unknown."""
+    limit_bytes, peak = end.cell.ram_limit_bytes, end.peak_bytes
+    if peak is None or (limit_bytes and peak >= _FULL * limit_bytes):
+        return ""
+    charge = f", when its cgroup had {format_bytes(peak)}"
+    if end.limits and end.limits[0][0] < (limit_bytes or math.inf):
+        limit, group = end.limits[0]
+        return f"{charge}: the limit of the outer cgroup {group} is {format_bytes(limit)}"
+    if limit_bytes is None:
+        return ""
+    return f"{charge}: the machine, or an outer cgroup that is not visible here, was full"
+
+
+def _killed_children(end: End) -> str:
+    """Describe the child processes that the kernel killed, and the peak of the cell's cgroup."""
+    if len(end.ranks) > 1:
+        return ""
+    text = "".join(
+        f"; the kernel killed {kill.command} (process {kill.pid}) with"
+        f" {format_bytes(kill.anon_bytes or 0)} of anonymous memory"
+        for kill in (end.kills or ())[:_NAMED]
+        if not kill.is_main
+    )
+    peak = end.peak_bytes
+    return f"{text}; the peak of the cgroup was {format_bytes(peak)}" if peak else text
+
+
+def _of_command(end: End) -> tuple[Outcome, str]:
+    """Judge a command.
+
+    Any kill for lack of memory makes the outcome ``oom_killed``, even if the first process ended
+    well, because a pipeline that lost a process may print a wrong result.
+    """
+    ended, kills, stopped = end.ended, end.kills or (), end.stopped
+    if end.ready and not end.oom_kills:
+        return Outcome.OK, ""  # weighin stopped a server that was ready
+    if end.oom_kills or kills or (ended.oom_killed and ended.signal == signal.SIGKILL):
+        return Outcome.OOM_KILLED, _killed(end)
+    if stopped and stopped.timeout_s is None:
+        return Outcome.THRASHING, thrashing.words(stopped)
+    if stopped:
+        how = "still running" if end.ready is None else "not ready"
+        return Outcome.TIMEOUT, f"{how} after {stopped.timeout_s:g} s"
+    if end.oom_kills is None and end.machine_oom_kills and ended.signal == signal.SIGKILL:
+        return Outcome.OOM_KILLED, "killed by the kernel when the whole machine ran out of memory"
+    return (Outcome.COMMAND_FAILED, how) if (how := _failure(end)) else (Outcome.OK, "")
+
+
+def _failure(end: End) -> str:
+    """Return how a command failed, by its exit code or by a signal; empty if it succeeded."""
+    ended = end.ended
+    if ended.signal == signal.SIGKILL:
+        return f"killed by SIGKILL, not for lack of memory{_room(end)}"
+    if ended.signal:
+        return f"ended by {ended.signal_name}"
+    if end.ready is False:
+        return f"exit code {ended.code} before the server was ready"
+    return f"exit code {ended.code}" if ended.code else ""
+
+
+def _room(end: End) -> str:
+    limit, peak = end.cell.ram_limit_bytes, end.peak_bytes
+    if limit is None or peak is None or peak >= limit:
+        return ": the kernel counts no kill, so another process sent SIGKILL"
+    return (
+        f": {format_bytes(limit - peak)} of its limit were never used, so another process sent"
+        " SIGKILL"
+    )
+
+
+def _killed(end: End) -> str:
+    kills = end.kills or ()
+    number = max(end.oom_kills or 0, len(kills), 1)
+    if not kills:
+        who = "a process" if number == 1 else f"{number} processes"
+    else:
+        who = ", ".join(f"{kill.command} (pid {kill.pid})" for kill in kills[:_NAMED])
+        who += f" and {number - _NAMED} more" if number > _NAMED else ""
+    lived = "" if end.ended.signal == signal.SIGKILL else "; the command's first process lived on"
+    return f"the kernel killed {who} for lack of memory: {_limit(end)}{lived}"
+
+
+def _limit(end: End) -> str:
+    """Say which limit the command reached, from the kernel's log, or else from the command's peak."""
+    own = end.cell.ram_limit_bytes
+    of = {kill.limit_of for kill in end.kills or ()} - {kernel_log.UNKNOWN}
+    if not of and own and end.peak_bytes and end.peak_bytes >= _FULL * own:
+        of = {""}
+    if of == {""} and own:
+        return f"the command reached its RAM limit of {format_bytes(own)}"
+    if kernel_log.MACHINE in of:
+        return "the machine had no memory left"
+    for kill in end.kills or ():
+        if kill.limit_of in of - {""}:
+            size = f" of {format_bytes(kill.limit_bytes)}" if kill.limit_bytes else ""
+            group = f"the outer cgroup {kill.limit_of}"
+            if kill.limit_is != "around":
+                group = f"the cgroup {kill.limit_of}" + f" {kill.limit_place}" * bool(kill.limit_is)
+            return f"the command reached the limit{size} of {group}"
+    if end.limits and (own is None or end.limits[0][0] < own):
+        limit, around = end.limits[0]
+        return (
+            f"the command reached the limit of {format_bytes(limit)} of the outer cgroup {around}"
+        )
+    return "the command reached the limit of an outer cgroup, or the end of the machine's memory"
+
+
+def is_beyond(bytes_: int | None, bound_bytes: int | None) -> bool:
+    """Return whether a size is clearly above a bound; False if one of the two is not known."""
+    if bytes_ is None or bound_bytes is None:
+        return False
+    return bytes_ > bound_bytes + max(_SLACK_BYTES, _SLACK_SHARE * bound_bytes)
+
+
+def contradictions(
+    peaks: Peaks,
+    baseline: Memory | None,
+    limit_bytes: int | None,
+    ranks: int,
+    spent_ns: int,
+    wall_ns: int,
+) -> Iterator[str]:
+    """Yield how figures contradict each other: what was measured got around the measurement."""
+    outside, reset = "it had memory outside of its cgroup", "the peak was reset"
+    # The sum over several ranks is not of one instant, and has the pages that they share twice.
+    anon = peaks.anon_sampled_bytes if ranks <= 1 else None
+    base = baseline.rss_bytes if baseline else None
+    for size, what, bound, than, cause in (
+        (anon, "sampled anonymous memory", peaks.cgroup_bytes, "peak of the cgroup", outside),
+        (peaks.cgroup_bytes, "peak of the cgroup", limit_bytes, "limit", "the limit was changed"),
+        (anon, "sampled anonymous memory", peaks.rss_bytes, "exact peak of the process", reset),
+        (base, "memory before the load", peaks.rss_bytes, "exact peak of the load", reset),
+    ):
+        if is_beyond(size, bound):
+            sizes = [format_bytes(each or 0) for each in (size, bound)]
+            yield f"the {what}, {sizes[0]}, is more than the {than}, {sizes[1]}: {cause}"
+    if spent_ns > wall_ns:
+        times = [format_seconds(each) for each in (spent_ns, wall_ns)]
+        yield f"a time, {times[0]}, is longer than the whole measurement, {times[1]}"

@@ -1,0 +1,631 @@
+"""Answer the messages of what is measured: phases and their peaks, and what a worker reports of a load.
+
+``weighin.phase_reporter`` says what the messages mean. A wrong message is refused, because any process
+of a command, and any strategy, could write to the socket.
+"""
+
+import json
+import re
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec import Struct, ValidationError, convert
+
+from weighin.foreign import parse_json
+from weighin.phase_reporter import AWAITED, LONGEST_MESSAGE, MET, address
+from weighin.probes.allocator_trace import Trace
+from weighin.probes.cgroup import Counters, grown, start_time
+from weighin.probes.process import memory_of, parse_faults, read_status, read_text
+from weighin.result import Cost, Memory, Outcome, Phase, Use, Written
+from weighin.text import one_line
+from weighin.worker.phases import named_by_strategy
+
+_SOCKET: Final = "phases"
+_MOST_CONNECTIONS: Final = 512
+_INTERVAL_S: Final = 0.02  # between two readings of a process in a phase, which may die inside it
+_DRAIN_S: Final = 1.0  # for messages that a worker sent before its end
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, user, group: struct ucred
+_LONGEST_TEXT: Final = 1000  # characters; an error's message has its file and line
+_LONGEST_NAME: Final = 64  # of a program's phase
+_MOST_PHASES: Final = 1000  # of one program, because a training loop may have millions
+_MOST_RENAMED: Final = 3  # in a warning
+
+
+class Message(Struct, forbid_unknown_fields=True):
+    """A message but for ``Phase``; the name of its class is its kind."""
+
+
+class Begin(Message):
+    name: str
+    t_ns: int
+    id: int = 0
+    faults: tuple[int, int] = (0, 0)
+    peak_rss_bytes: int = 0
+    memory: Memory | None = None
+
+
+class Rank(Message):
+    rank: int
+
+
+class Baseline(Message):
+    t_ns: int
+    memory: Memory
+    import_ns: int
+    environment: dict[str, Any]
+
+
+class Cuda(Message):
+    points: list[tuple[int, int, int]]
+
+
+class Note(Message):
+    text: str
+
+
+class AllocatorTrace(Message):
+    requested_bytes: int
+    reserved_bytes: int
+    events: list[tuple[int, str, int]]
+
+
+class Loaded(Message):
+    load_ns: int
+
+
+class Ready(Message):
+    t_ns: int
+    touch_ns: int
+    written: Written | None = None
+
+
+class Failed(Message):
+    outcome: Outcome
+    message: str
+    summary: str = ""
+
+
+class Used(Message):
+    gradients: str
+    children_private_bytes: tuple[int, ...]
+
+
+class Done(Message):
+    first_use_ns: int | None
+    marks_ns: int
+
+
+class Shared(Message):
+    pss_bytes: int | None
+
+
+class Ended(Message):
+    rank: int
+    code: int | None
+    signal: int | None
+    stderr_tail: str
+
+
+class End(Struct):
+    """The end of a phase; ``resets`` is False if the process could not reset its mark at the begin."""
+
+    phase: Phase
+    id: int = 0
+    resets: bool = True
+
+
+_KINDS: Final[dict[str, type[Message]]] = {
+    "trace": AllocatorTrace,
+    **{kind.__name__.lower(): kind for kind in Message.__subclasses__()},
+}
+
+
+def decode(packet: bytes) -> tuple[str, Message | End] | None:
+    """Return the kind and the content of a message; None for a wrong one.
+
+    A message is wrong if its kind is unknown, or if a field is missing, unknown or of a wrong type.
+    Of a phase and of memory, unknown fields are ignored. Texts are cut to one printable line.
+    """
+    try:
+        fields = parse_json(packet)
+        kind = fields.pop("event")
+        for name in ("name", "text", "message"):
+            if isinstance(text := fields.get(name), str):
+                fields[name] = one_line(text, _LONGEST_TEXT)
+        json.dumps(fields, ensure_ascii=False).encode()  # fails for a lone surrogate
+        if kind == "phase":
+            number, resets = fields.pop("id", 0), fields.pop("resets", True)
+            return kind, convert({"phase": fields, "id": number, "resets": resets}, End)
+        return kind, convert(fields, _KINDS[kind])
+    except (ValueError, TypeError, AttributeError, KeyError, ValidationError, RecursionError):
+        return None
+
+
+@dataclass(slots=True)
+class _Open:
+    """A program's phase that has not ended; its peaks are the largest readings since it began."""
+
+    name: str
+    start_ns: int
+    faults: tuple[int, int]
+    memory: Memory
+    refaults: int | None
+    peak_rss_bytes: int = 0
+    peak_cgroup_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class Track:
+    """What one process has reported so far.
+
+    ``pid`` is 0 for a rank that has not reported anything. Only the phases of the first process
+    (``is_main``) have the peaks of the cgroup. A worker's phases follow each other; the phases of a
+    program may be nested, and overlap.
+    """
+
+    pid: int = 0
+    is_main: bool = True
+    is_program: bool = False
+    rank: int | None = None
+    current: str | None = None
+    baseline: Memory | None = None
+    baseline_ns: int = 0
+    ready_at_ns: int | None = None
+    times: dict[str, int | None] = field(default_factory=dict)
+    pss_bytes: int | None = None
+    stderr_tail: str = ""
+    environment: dict[str, Any] = field(default_factory=dict)
+    cuda_points: list[tuple[int, int, int]] = field(default_factory=list)
+    written: Written | None = None
+    use: Use = field(default_factory=Use)
+    notes: list[str] = field(default_factory=list)
+    trace: Trace | None = None
+    failure: tuple[Outcome, str] | None = None
+    allocator_summary: str = ""
+    done: bool = False
+    highest_rss_bytes: int = 0
+    died_in: str | None = None
+    _phases: list[Phase] = field(default_factory=list)
+    _in_phase: bool = False
+    _before_load: int = 0  # the number of phases before the baseline
+    _until_loaded: int | None = None  # the number of phases before ``loaded``
+    _until_ready: int | None = None  # the number of phases before ``ready``
+    before: Counters = field(default_factory=Counters)
+    """The cgroup at the end of the last phase."""
+    _open: dict[int, _Open] = field(default_factory=dict)
+    _last: tuple[int, Memory, tuple[int, int]] | None = None
+    _highest: dict[str, int] = field(default_factory=dict)
+    _number_lost: int = 0
+    _renamed: dict[str, str] = field(default_factory=dict)
+    _resets: bool = True
+    _resets_group: bool = True
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases that have ended; those of a program are sorted by their start."""
+        if not self.is_program:
+            return tuple(self._phases)
+        return tuple(sorted(self._phases, key=lambda phase: (phase.start_ns, -phase.end_ns)))
+
+    @property
+    def is_in_phase(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def where(self) -> str:
+        """A worker's position in words: "in phase 'read'" or "after phase 'read'"."""
+        if self.current is None:
+            return "before its first phase"
+        return f"{'in' if self._in_phase else 'after'} phase {self.current!r}"
+
+    @property
+    def load_phases(self) -> list[Phase]:
+        """The load's ended phases, up to the phase in which the worker read every byte."""
+        return self._phases[self._before_load : self._until_ready] if self.baseline else []
+
+    @property
+    def cuda_phases(self) -> list[Phase]:
+        """The load's phases before the checksums, which themselves allocate GPU memory."""
+        return self.load_phases[: (self._until_loaded or len(self._phases)) - self._before_load]
+
+    @property
+    def load_ns(self) -> int | None:
+        return self.times.get("load_ns")
+
+    @property
+    def ready_ns(self) -> int | None:
+        """The load time plus the time to read every byte once; None if either is unknown.
+
+        For a save, the time is the save time plus the time to sync every byte to the disk.
+        """
+        load_ns, touch_ns = self.load_ns, self.times.get("touch_ns")
+        return None if load_ns is None or touch_ns is None else load_ns + touch_ns
+
+    def cost(self, wall_ns: int) -> Cost:
+        return Cost(wall_ns=wall_ns, **self.times)
+
+    def take(self, message: Message) -> None:
+        """Store a message but for those of phases, and ``Baseline``."""
+        match message:
+            case Cuda():
+                self.cuda_points += message.points
+            case Note():
+                self.notes.append(message.text)
+            case AllocatorTrace():
+                self.trace = self.trace or Trace(message.requested_bytes, message.reserved_bytes)
+                self.trace.events += message.events
+            case Loaded():
+                self._until_loaded = len(self._phases)
+                self.times["load_ns"] = message.load_ns
+            case Ready():
+                self.ready_at_ns, self._until_ready = message.t_ns, len(self._phases)
+                self.times["touch_ns"] = message.touch_ns
+                self.written = message.written
+            case Failed():
+                self.failure = message.outcome, message.message
+                self.allocator_summary = message.summary
+            case Used():
+                self.use = Use(None, message.gradients, message.children_private_bytes)
+            case Shared():
+                self.pss_bytes = message.pss_bytes
+            case Done():
+                self.times |= {"first_use_ns": message.first_use_ns, "marks_ns": message.marks_ns}
+                self.done = True
+
+    def take_baseline(self, message: Baseline, now: Counters) -> None:
+        """Store the memory before the load; later phases belong to the load."""
+        self.baseline = replace(message.memory, cgroup_bytes=now.usage_bytes)
+        self.baseline_ns, self._before_load = message.t_ns, len(self._phases)
+        self.environment = message.environment
+        self.times["import_ns"] = message.import_ns
+        self.current = None  # the phases before the baseline are weighin's own
+
+    def begin(self, begun: Begin, now: Counters, *, resets_group: bool) -> None:
+        """Note the begin of a phase; ``now`` are the counters of the cgroup."""
+        if not begun.id:
+            self.current, self._in_phase = begun.name, True
+            return
+        self.is_program, self._resets_group = True, self._resets_group and resets_group
+        self._raise(begun.peak_rss_bytes, now)
+        name = _cleaned(begun.name)
+        was = one_line(begun.name, 2 * _LONGEST_NAME)
+        if name != was and len(self._renamed) < _MOST_RENAMED:
+            self._renamed[was] = name
+        if before := self._open.pop(begun.id, None):  # a phase from before the process called exec
+            self._end_open(before, now)
+        memory = begun.memory or Memory(0, 0, 0, 0)
+        memory = replace(memory, cgroup_bytes=now.usage_bytes)
+        start_ns = time.monotonic_ns()
+        self._open[begun.id] = _Open(name, start_ns, begun.faults, memory, now.refaults)
+        self._last = start_ns, memory, begun.faults
+
+    def end(self, ended: End, now: Counters, *, resets_group: bool) -> None:
+        """Add a phase that has ended; of a program, the end of one that has not begun has no effect."""
+        phase = ended.phase
+        memory = replace(phase.end, cgroup_bytes=now.usage_bytes)
+        if not ended.id:
+            self._phases.append(
+                replace(
+                    phase,
+                    end=memory,
+                    peak_cgroup_bytes=now.peak_bytes if resets_group else None,
+                    workingset_refault_file=grown(self.before.refaults, now.refaults),
+                )
+            )
+            self.before, self._in_phase = now, False
+            return
+        self._resets = self._resets and ended.resets
+        self._raise(phase.peak_rss_bytes, now)
+        if begun := self._open.pop(ended.id, None):
+            # The process sends the end's time, which may be invalid: keep it between begin and now.
+            end_ns = min(max(begun.start_ns, phase.end_ns), time.monotonic_ns())
+            self._add(replace(phase, end_ns=end_ns, end=memory), begun, now)
+
+    def _raise(self, peak_rss_bytes: int, now: Counters) -> None:
+        """Raise the peaks of all open phases to new readings."""
+        self.highest_rss_bytes = max(self.highest_rss_bytes, peak_rss_bytes)
+        for phase in self._open.values():
+            phase.peak_rss_bytes = max(phase.peak_rss_bytes, peak_rss_bytes)
+            if now.peak_bytes is not None:
+                phase.peak_cgroup_bytes = max(phase.peak_cgroup_bytes or 0, now.peak_bytes)
+
+    def sample(self, now: Callable[[], Counters]) -> None:
+        """Read the figures of a process in a phase, in which it may die."""
+        if not self._open:
+            return
+        try:
+            status = read_status(self.pid)
+            faults = parse_faults(read_text(f"/proc/{self.pid}/stat"))
+            self._last = time.monotonic_ns(), memory_of(status), faults
+            self._raise(status["VmHWM"], Counters())
+        except (OSError, KeyError):  # it has ended; a zombie has no memory
+            self.close(now())
+
+    def close(self, now: Counters) -> None:
+        """End all open phases at the last reading."""
+        if self._open:
+            self.died_in = list(self._open.values())[-1].name
+            self._raise(0, now)
+        while self._open:
+            _, phase = self._open.popitem()
+            self._end_open(phase, now)
+
+    def _end_open(self, begun: _Open, now: Counters) -> None:
+        assert self._last
+        end_ns, memory, (minor, major) = self._last
+        if end_ns < begun.start_ns:
+            end_ns, memory, (minor, major) = begun.start_ns, begun.memory, begun.faults
+        memory = replace(memory, cgroup_bytes=memory.cgroup_bytes or now.usage_bytes)
+        first_minor, first_major = begun.faults
+        peak_bytes = begun.peak_rss_bytes or begun.memory.rss_bytes
+        self._add(
+            Phase(
+                name=begun.name,
+                start_ns=begun.start_ns,
+                end_ns=end_ns,
+                peak_rss_bytes=peak_bytes,
+                end=memory,
+                minor_faults=minor - first_minor,
+                major_faults=major - first_major,
+            ),
+            begun,
+            now,
+        )
+
+    def _add(self, phase: Phase, begun: _Open, now: Counters) -> None:
+        """Add a program's phase. After 1000 phases, it can only replace the phase of its name that has
+        the highest peak RSS, if its own peak RSS is higher.
+        """
+        phase = replace(
+            phase,
+            name=begun.name,
+            start_ns=begun.start_ns,
+            peak_cgroup_bytes=begun.peak_cgroup_bytes if self._resets_group else None,
+            workingset_refault_file=grown(begun.refaults, now.refaults),
+        )
+        index = self._highest.get(phase.name)
+        is_higher = index is None or phase.peak_rss_bytes > self._phases[index].peak_rss_bytes
+        if len(self._phases) < _MOST_PHASES:
+            if is_higher:
+                self._highest[phase.name] = len(self._phases)
+            self._phases.append(phase)
+            return
+        self._number_lost += 1
+        if is_higher and index is not None:
+            self._phases[index] = phase
+
+    @property
+    def warnings(self) -> list[str]:
+        """Texts for the record that name a program's figures that are missing or not exact."""
+        found = []
+        if not self._resets:
+            found.append(
+                f"the peak RSS of process {self.pid} could not be reset: the value of each phase"
+                " is the peak since the process started"
+            )
+        if self.is_main and not self._resets_group:
+            found.append(
+                "the cgroup's peak could not be reset, so phases have no cgroup peak (cgroup v2"
+                " needs Linux 6.12 for it)"
+            )
+        if self.died_in is not None:
+            found.append(
+                f"process {self.pid} ended inside its phase {self.died_in!r}, whose peak RSS is"
+                " therefore sampled"
+            )
+        if self._number_lost:
+            found.append(
+                f"process {self.pid} had more than {_MOST_PHASES} phases: {self._number_lost} are"
+                " not recorded, but for each name, the one with the highest peak RSS is"
+            )
+        if self._renamed:
+            names = [f"{was!r} as {name!r}" for was, name in self._renamed.items()]
+            found.append(
+                f"process {self.pid} has phases that are recorded under other names"
+                f" ({', '.join(names)}): a name has at most 64 letters, digits, spaces and"
+                " _ . + / ( ) -, and is not that of one of weighin's own phases"
+            )
+        return found
+
+
+class Listener:
+    """Listens at a socket in ``folder``, from ``watch`` until ``close``.
+
+    A process that sends a message earlier waits until ``watch`` is called. Ranks wait for each
+    other: none gets an answer to a message in ``MET`` before all have sent it.
+
+    Attributes:
+        path: the socket. A container must mount its folder at the same path.
+        tracks: what each process has reported; the first one is the main process.
+        ranks: the tracks of a load's ranks by their numbers; of other cells, of the main process.
+        error: an error of the function that takes the messages; None if there was none.
+    """
+
+    def __init__(self, folder: Path, ranks: int = 1) -> None:
+        self.path = folder / _SOCKET
+        self.tracks: dict[tuple[int, int], Track] = {}
+        self.ranks = [Track() for _ in range(ranks)]
+        self.error: BaseException | None = None
+        self._take: Callable[[Track, Message | End], None] = lambda *_: None
+        self._counters: Callable[[], Counters] = Counters
+        self._server = _listening(self.path)
+        self._woken, self._wake = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._thread: threading.Thread | None = None
+        self._by_connection: dict[socket.socket, Track] = {}
+        self._waiting: list[socket.socket] = []
+
+    def watch(
+        self, take: Callable[[Track, Message | End], None], counters: Callable[[], Counters]
+    ) -> None:
+        """Start the thread that calls ``take`` with each message, and then answers it.
+
+        ``counters`` reads the cgroup of what is measured.
+        """
+        self._take, self._counters = take, counters
+        self._thread = threading.Thread(target=self._listen, name="messages", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take the messages that were sent before now, end all phases, and stop listening.
+
+        Call ``close`` before the cgroup is removed. A second call does nothing.
+        """
+        if self._server.fileno() < 0:
+            return
+        if self._thread:
+            self._wake.send(b"\0")
+            self._thread.join()
+        for track in self.tracks.values():
+            is_open = track.is_in_phase and track.is_main
+            track.close(self._counters() if is_open else Counters())
+        for each in (*self._by_connection, self._server, self._woken, self._wake):
+            each.close()
+        self._selector.close()
+        self.path.unlink(missing_ok=True)
+
+    def _listen(self) -> None:
+        try:
+            self._selector.register(self._server, selectors.EVENT_READ)
+            self._selector.register(self._woken, selectors.EVENT_READ)
+            while not self._serve(None):
+                pass
+            self._selector.unregister(self._woken)
+            deadline = time.monotonic() + _DRAIN_S
+            while self._by_connection and self._serve(0) and time.monotonic() < deadline:
+                pass
+        except BaseException as error:  # the main thread raises it
+            self.error = error
+
+    def _serve(self, timeout_s: float | None) -> bool:
+        """Take what has arrived; return whether to stop or, without waiting, whether something had."""
+        is_in_phase = any(track.is_in_phase for track in self.tracks.values())
+        ready = self._selector.select(
+            _INTERVAL_S if is_in_phase and timeout_s is None else timeout_s
+        )
+        for key, _ in ready:
+            if key.fileobj is self._woken:
+                return True
+            assert isinstance(key.fileobj, socket.socket)
+            if key.fileobj is self._server:
+                self._accept()
+            else:
+                self._receive(key.fileobj)
+        for track in self.tracks.values():
+            track.sample(self._counters if track.is_main else Counters)
+        return bool(ready) if timeout_s is not None else False
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except OSError:  # the process ended while it waited, or this process has no free descriptor
+            return
+        size = _CREDENTIALS.size
+        pid, _, _ = _CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        )
+        ticks = None
+        if pid:  # 0 stands for a process of another pid namespace
+            try:
+                ticks = start_time(pid)
+            except OSError:  # /proc hides other users' processes
+                ticks = None
+        if ticks is None or len(self._by_connection) >= _MOST_CONNECTIONS:
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._by_connection[connection] = self.track_of(pid, ticks)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def track_of(self, pid: int, ticks: int) -> Track:
+        """Return the track of a process; the main process is the first one, if there are no ranks."""
+        if (pid, ticks) not in self.tracks:
+            is_main = not self.tracks and len(self.ranks) == 1
+            track = self.ranks[0] if is_main else Track(is_main=False)
+            track.pid = pid
+            self.tracks[pid, ticks] = track
+        return self.tracks[pid, ticks]
+
+    def _receive(self, connection: socket.socket) -> None:
+        try:
+            packet = connection.recv(LONGEST_MESSAGE)
+            decoded = decode(packet) if packet else None
+        except BlockingIOError:
+            return
+        except OSError:
+            decoded = None
+        if decoded is None:
+            self._drop(connection)
+            return
+        kind, message = decoded
+        track = self._by_connection[connection]
+        if isinstance(message, Rank):
+            self._join(connection, track, message.rank)
+            return
+        self._take(track, message)
+        if kind in MET and len(self.ranks) > 1:
+            self._waiting.append(connection)
+            if len(self._waiting) == len(self.ranks):
+                for each in self._waiting:
+                    self._answer(each)
+                self._waiting.clear()
+        elif kind in AWAITED or (isinstance(message, Begin) and message.id):
+            self._answer(connection)
+
+    def _join(self, connection: socket.socket, track: Track, rank: int) -> None:
+        """Let the track of a process be that of a rank, unless another process is this rank."""
+        if not 0 <= rank < len(self.ranks) or self.ranks[rank].pid:
+            self._drop(connection)
+            return
+        chosen = self.ranks[rank]
+        chosen.pid, chosen.rank, chosen.is_main = track.pid, rank, rank == 0
+        self._by_connection[connection] = chosen
+        for key, each in self.tracks.items():
+            self.tracks[key] = chosen if each is track else each
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            connection.send(b"\n", socket.MSG_NOSIGNAL)
+        except OSError:  # it has ended
+            self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        if self._by_connection.pop(connection, None):
+            self._selector.unregister(connection)
+            connection.close()
+
+
+def slowest(ranks: Sequence[Track]) -> Track:
+    """Return a rank that has not read every byte of the model; if all ranks have, the slowest one."""
+    return max(ranks, key=lambda each: float("inf") if each.ready_ns is None else each.ready_ns)
+
+
+def _listening(path: Path) -> socket.socket:
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with address(str(path)) as place:
+            server.bind(place)
+        server.listen(4096)  # the most processes that may connect before ``watch``
+        server.setblocking(False)
+    except BaseException:
+        server.close()
+        raise
+    return server
+
+
+def _cleaned(name: str) -> str:
+    """Return a valid name of a phase, in which "_" replaces each character that is not allowed."""
+    name = re.sub(r"[^A-Za-z0-9 _.+/()-]", "_", one_line(name, _LONGEST_NAME))
+    if not re.match(r"[A-Za-z0-9]", name):
+        name = f"phase {name}"[:_LONGEST_NAME].strip()
+    try:
+        return named_by_strategy(name)
+    except ValueError:  # weighin has a phase of this name
+        return f"{name} (program)"
