@@ -95,6 +95,7 @@ class FakeRunning:
             _observers[self.pid] = inside
         self.cgroup = cgroup
         self.unseen = unseen
+        self.helpers = frozenset[int]()
         self.kills = 0
         self._ended = ended
         self._hangs = hangs
@@ -134,9 +135,6 @@ class PlayedIsolation:
     def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
         self.steps.append("prepare")
         progress("building")
-
-    def added_code(self, job: Job, /) -> list[str]:
-        return [f"added for {job.cell.model.title}"]
 
     def start(self, job: Job) -> FakeRunning:
         self.jobs.append(job)

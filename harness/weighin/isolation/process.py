@@ -83,6 +83,8 @@ class ProcessCommand(LocalCommand):
 class LocalRunning:
     """A worker that is a child of this process, in its own session and process group."""
 
+    helpers: frozenset[int] = frozenset()
+
     def __init__(
         self,
         command: tuple[str, ...],

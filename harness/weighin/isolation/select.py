@@ -18,23 +18,17 @@ _WITHOUT_LIMIT: Final = (
 )
 
 
-def named(
-    name: str,
-    base_image: str | None = None,
-    packages: tuple[str, ...] = (),
-    image: str = "",
-) -> Isolation:
+def named(name: str, image: str = "") -> Isolation:
     """Return an isolation by its name, without checking that it works on this machine.
 
-    weighin's own Docker image also contains ``packages``, which strategies need. A command's
-    container runs ``image``, or weighin's own image if ``image`` is empty.
+    A command's container runs ``image``; if it is empty, the container sees this machine's programs.
     """
     if name == "docker":
         from weighin.isolation.docker.isolation import (
             DockerIsolation,  # the SDK takes 0.2 s to import
         )
 
-        return DockerIsolation(base_image, packages, image)
+        return DockerIsolation(image)
     if name == "cgroup":
         from weighin.isolation.cgroup import CgroupIsolation
 
@@ -50,14 +44,12 @@ def choose(
     name: str,
     *,
     limited: bool,
-    base_image: str | None = None,
-    packages: tuple[str, ...] = (),
     containers: bool = True,
     image: str = "",
 ) -> tuple[Isolation, str]:
     """Return a working isolation, and for ``auto`` a line that tells why better isolations were not used.
 
-    ``auto`` takes the first of these that works: Docker, if its engine has or can pull the image;
+    ``auto`` takes the first of these that works: Docker, if its engine can start a container here;
     then a cgroup; then a plain process. If ``limited``, only an isolation that enforces a RAM limit
     is taken. Without ``containers``, ``auto`` does not take Docker.
 
@@ -68,7 +60,7 @@ def choose(
     refused: list[IsolationUnavailable] = []
     tried = NAMES if containers else NAMES[1:]
     for candidate in (name,) if name != "auto" else tried:
-        isolation = named(candidate, base_image, packages, image)
+        isolation = named(candidate, image)
         if limited and not isolation.limits:
             continue
         try:
@@ -79,7 +71,7 @@ def choose(
         reasons = "; ".join(error.message for error in refused)
         return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
     if name != "auto":
-        raise _instead(name, refused, limited, base_image, packages)
+        raise _instead(name, refused, limited)
     problem = "no isolation can enforce a RAM limit here" if limited else "no isolation works here"
     # The last isolation has the easiest repair: a cgroup needs nothing but the permission.
     repairs = ", or ".join(error.repair for error in reversed(refused) if error.repair)
@@ -89,19 +81,13 @@ def choose(
     )
 
 
-def _instead(
-    name: str,
-    refused: list[IsolationUnavailable],
-    limited: bool,
-    base_image: str | None,
-    packages: tuple[str, ...],
-) -> IsolationUnavailable:
+def _instead(name: str, refused: list[IsolationUnavailable], limited: bool) -> IsolationUnavailable:
     """Return the error for a named isolation that does not work; it advises one that does."""
     error = refused[0] if refused else None
     message = error.message if error else f"--isolation {name} cannot enforce a RAM limit"
     repairs = [error.repair] if error and error.repair else []
     try:
-        other, _ = choose("auto", limited=limited, base_image=base_image, packages=packages)
+        other, _ = choose("auto", limited=limited)
         repairs.append(f"use --isolation {other.name}")
     except IsolationUnavailable as nothing:
         if not error:

@@ -1,6 +1,6 @@
 """Plan a run of loads or saves: expand its settings into cells, in the order in which they run."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,7 +13,6 @@ from weighin.errors import ConfigError, IsolationUnavailable, RecordError
 from weighin.formats import gguf, quantised
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import code_of, folder_library
-from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import Selection
 from weighin.isolation import preload, select
 from weighin.isolation.base import Isolation
@@ -55,8 +54,6 @@ def plan(
         settings.isolation,
         nodes,
         limited=settings.within is not None or any(limit is not None for limit in settings.ram),
-        base_image=settings.base_image,
-        packages=_installed([info for info, _ in strategies], models, chosen.own_formats.values()),
     )
     if settings.ram_high is not None:
         machines.check_soft_limit(isolation, nodes)
@@ -115,10 +112,7 @@ def restore(
             "start a new run, because this run cannot be resumed without the path",
         ) from None
     _check_any_runs(planned)
-    needed = _installed(
-        infos.values(), [cell.model for cell in cells], {cell.format for cell in cells}
-    )
-    return planned, select.named(cells[0].isolation, settings.base_image, needed)
+    return planned, select.named(cells[0].isolation)
 
 
 def cells_of(
@@ -242,21 +236,6 @@ def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list
         return [own]
     supported = [fmt for fmt in wanted if fmt in info.formats]
     return supported or [*wanted, *info.formats][:1]
-
-
-def _installed(
-    infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec], checkpoints: Iterable[str]
-) -> tuple[str, ...]:
-    """Return, sorted, the installed packages that these strategies, models and checkpoints need.
-
-    ``checkpoints`` has the format of each checkpoint.
-    """
-    needed = [name for info in infos for name in info.packages]
-    needed += [library.name for model in models if (library := library_of(model.builder))]
-    found = [quantised.of_model(model) for model in models]
-    needed += [name for one in found if one for name in one.packages]
-    needed += [name for fmt in checkpoints for name in packages.OF_FORMAT.get(fmt, ())]
-    return tuple(sorted(packages.versions(needed)))
 
 
 def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:

@@ -115,8 +115,6 @@ def choose_isolation(
     nodes: Sequence[Node],
     *,
     limited: bool,
-    base_image: str | None = None,
-    packages: tuple[str, ...] = (),
     containers: bool = True,
     image: str = "",
 ) -> tuple[Isolation, str]:
@@ -127,18 +125,11 @@ def choose_isolation(
     the nodes without the isolation.
     """
     if not nodes:
-        return select.choose(
-            name,
-            limited=limited,
-            base_image=base_image,
-            packages=packages,
-            containers=containers,
-            image=image,
-        )
+        return select.choose(name, limited=limited, containers=containers, image=image)
     refused = []
     tried = select.NAMES if containers else select.NAMES[1:]
     for candidate in tried if name == "auto" else [name]:
-        isolation = select.named(candidate, base_image, packages, image)
+        isolation = select.named(candidate, image)
         if limited and not isolation.limits:
             refused.append(f"{candidate} cannot enforce a RAM limit")
             continue

@@ -109,9 +109,7 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
         )
     if settings.commands:
         planned = commands.restore(found.cells, settings, place)
-        isolation = select.named(
-            found.cells[0].isolation, settings.base_image, image=settings.image
-        )
+        isolation = select.named(found.cells[0].isolation, settings.image)
     else:
         from weighin.plan import loads
 

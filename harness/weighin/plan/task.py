@@ -51,7 +51,7 @@ class Progress:
 
     Attributes:
         preparing: a step of the preparation begins, or a share of it (0 to 1) is done.
-        building: the isolation prints a line, such as Docker while it builds an image.
+        building: the isolation prints a line, such as Docker when it pulls an image.
         starting: a cell starts.
         phase: a phase of the cell begins.
         narrowed: a search has come closer to the smallest working limit; the argument says how far.

@@ -1,5 +1,6 @@
 """Observe a running worker (measured process) from outside: sample its memory, read its cgroup."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,14 +55,23 @@ class Observer:
     """Observes a worker, and its memory cgroup if it has one, until ``stop`` is called."""
 
     def __init__(
-        self, pid: int, cgroup: Path | None, interval_s: float, *, is_alone: bool = True
+        self,
+        pid: int,
+        cgroup: Path | None,
+        interval_s: float,
+        *,
+        is_alone: bool = True,
+        helpers: Collection[int] = (),
     ) -> None:
-        """``is_alone`` is False if the worker starts ranks; then child processes are not sampled."""
+        """``is_alone`` is False if the worker starts ranks; then child processes are not sampled.
+
+        ``helpers`` are the pids in the cgroup that belong to the isolation.
+        """
         self._pid = pid
         self._cgroup = MemoryCgroup(cgroup, pressure_file_of(pid)) if cgroup else None
         self._limit_bytes = self._cgroup.read_limit() if self._cgroup else None
         self._mark = PeakMark(self._cgroup) if self._cgroup else None
-        self._others = OtherProcesses(pid, self._cgroup)
+        self._others = OtherProcesses(pid, self._cgroup, helpers)
         others = self._others if is_alone else None
         self._sampler = Sampler(pid, self._cgroup, interval_s, others)
         self._sampler.start()

@@ -1,12 +1,13 @@
 """Sample the child processes of a measured process (worker), whose own RSS leaves them out."""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from weighin.probes.cgroup import MemoryCgroup, parent_of, pids_in, read_kernel
+from weighin.probes.cgroup import MemoryCgroup, pids_in, read_kernel
 from weighin.probes.process import read_private
 from weighin.probes.process_table import Pause
 
@@ -24,16 +25,15 @@ class OtherProcesses:
             process maps) at any time.
     """
 
-    def __init__(self, pid: int, cgroup: MemoryCgroup | None) -> None:
+    def __init__(
+        self, pid: int, cgroup: MemoryCgroup | None, helpers: Collection[int] = ()
+    ) -> None:
+        """``helpers`` are the pids in the cgroup that belong to the isolation."""
         self.number = self.private_bytes = 0
         self._cgroup = cgroup
         self._known: dict[int, bool] = {}
         self._pid, self._mark = pid, ""
-        self._not_others = {
-            pid,
-            os.getpid(),
-            parent_of(pid),
-        }  # in a container, the parent is weighin's keeper
+        self._not_others = {pid, os.getpid(), *helpers}
         self._pause = Pause(_INTERVAL_S)  # the kernel walks the address space of each process
 
     def sample(self) -> None:

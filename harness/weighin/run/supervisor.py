@@ -110,7 +110,13 @@ class Watch:
         self._limits: list[tuple[int, Path]] = []
         self._machine_oom_kills = read_machine_oom_kills()
         self._observer = (
-            Observer(running.pid, running.cgroup, DEFAULT_INTERVAL_S, is_alone=ranks == 1)
+            Observer(
+                running.pid,
+                running.cgroup,
+                DEFAULT_INTERVAL_S,
+                is_alone=ranks == 1,
+                helpers=running.helpers,
+            )
             if running.pid
             else None
         )

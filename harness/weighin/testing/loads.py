@@ -41,7 +41,7 @@ def measure_load(
 ) -> Result:
     """Measure one load as ``weighin bench`` does; ``Weighin.measure`` documents the options.
 
-    ``say`` gets each line that a long preparation prints, such as the build of a Docker image.
+    ``say`` gets each line that a long preparation prints, such as the pull of a Docker image.
 
     Raises:
         HarnessError: the load cannot be measured here, or an argument is invalid.
