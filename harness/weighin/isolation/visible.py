@@ -21,6 +21,7 @@ from weighin.formats.pretrained_folder import folder_of
 from weighin.formats.pretrained_library import library_of
 from weighin.suite.registry import data_folder
 
+SHELL: Final[tuple[str, ...]] = ("/bin/sh",)
 _SYSTEM: Final = (
     *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/nix/store", "/gnu/store"),
     *("/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/ld.so.cache", "/etc/localtime"),
@@ -91,3 +92,14 @@ def binds(seen: Iterable[str], fixed: Iterable[str] = ()) -> dict[str, str]:
             for above, real in wanted.items()
         )
     }
+
+
+def own_shell() -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return how to run this machine's shell in any image, even in one without a shell, and its files."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [Path(line.split(maxsplit=5)[5]) for line in lines if " /" in line]
+    loader = next(file for file in mapped if file.name.startswith("ld-"))
+    libc = next((file for file in mapped if file.name.startswith("libc")), loader)
+    files = {"loader": loader, "lib": libc.parent, "sh": Path(SHELL[0]).resolve()}
+    command = ("/weighin/loader", "--library-path", "/weighin/lib", "/weighin/sh")
+    return command, {f"/weighin/{name}": str(path) for name, path in files.items()}

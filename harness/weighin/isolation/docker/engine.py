@@ -22,11 +22,7 @@ _REMOVE_S: Final = 10.0
 
 
 def connect() -> docker.APIClient:
-    """Return a client of the engine that DOCKER_HOST or Docker's current context names.
-
-    Raises:
-        IsolationUnavailable: no engine answers, or this user may not use it.
-    """
+    """Return a client of the engine that DOCKER_HOST or Docker's current context names."""
     address = os.environ.get("DOCKER_HOST", "the current context")
     try:
         settings: dict[str, Any] = dict(docker.utils.kwargs_from_env())
@@ -57,10 +53,7 @@ def connect() -> docker.APIClient:
 
 
 def check_engine(info: dict[str, Any]) -> None:
-    """Raise IsolationUnavailable if an engine is on another machine, or cannot limit RAM and swap.
-
-    ``info`` is the engine's answer to ``docker info``.
-    """
+    """Raise IsolationUnavailable if an engine (``docker info``) is elsewhere, or cannot limit RAM and swap."""
     kernel = os.uname().release
     # The engine writes 6.1 as 6.1.0.
     same = (None, kernel, re.sub(r"^(\d+\.\d+)(?!\.?\d)", r"\1.0", kernel))

@@ -1,8 +1,7 @@
 """Run the worker (the measured process), or any command, in a Docker container with a RAM limit.
 
-The image is empty: the container sees this machine's own programs, each at its own path (``visible``),
-so that it runs the same torch as a plain process. With ``--image``, a command runs in an image, as
-``docker run`` does.
+The image is empty: the container sees this machine's own programs at their paths (``visible``), and so
+runs the same torch as a plain process. With ``--image``, a command runs in an image.
 """
 
 import io
@@ -24,14 +23,13 @@ from weighin.errors import ConfigError
 from weighin.isolation import preload, visible
 from weighin.isolation.base import Isolation, Streams
 from weighin.isolation.docker.engine import check_engine, connect, explained, find_image, remove
-from weighin.isolation.docker.process import HOLD, NOT_FOR_SHELLS, DockerCommand, DockerWorker
+from weighin.isolation.docker.process import NOT_FOR_SHELLS, DockerCommand, DockerWorker
 from weighin.probes import environment
 from weighin.probes.cgroup import is_left_behind, lock_suffix, this_process
 from weighin.protocol import encode_job
 from weighin.units import MIB
 
 IMAGE: Final = "weighin-empty:1"
-_SHELL: Final[tuple[str, ...]] = ("/bin/sh",)
 _TMP: Final = "/tmp"  # noqa: S108 (inside the container)
 _TMPFS_BYTES: Final = 64 * MIB  # for each of /tmp and /dev/shm; Docker's default for /dev/shm
 _CLOSED: Final[Mapping[str, Any]] = {
@@ -50,9 +48,8 @@ _tried: set[Any] = set()  # the engines that have started a container for this p
 class DockerIsolation(Isolation):
     """Runs processes in Docker containers, one container for each cell.
 
-    A worker has no network, no capabilities and a read-only root, with a small tmpfs at /tmp (also HOME)
-    and /dev/shm, whose files count as the cell's memory. Commands run in ``image``; if it is empty,
-    they see this machine's programs, as workers do.
+    A worker has no network, no capabilities and a read-only root; its small /tmp (also HOME) and /dev/shm
+    count as the cell's memory. Commands run in ``image``, or without one, see what workers see.
     """
 
     name = "docker"
@@ -74,11 +71,6 @@ class DockerIsolation(Isolation):
             find_image(self._client, self._image, progress)
 
     def start(self, job: Job) -> DockerWorker:
-        """Start one worker, in a container of its own, for the given job.
-
-        Raises:
-            IsolationUnavailable: the engine refused a request.
-        """
         seen = [*visible.of_job(job), *job.mounts]
         worker = child_process.module("weighin.worker")
         running = self._start_worker(job.cell, worker, seen, job.target)
@@ -101,20 +93,12 @@ class DockerIsolation(Isolation):
         return DockerWorker(self._client, command=command, variables=variables, **settings)
 
     def start_command(
-        self,
-        cell: Cell,
-        folder: str,
-        streams: Streams,
-        mounts: Sequence[str] = (),
+        self, cell: Cell, folder: str, streams: Streams, mounts: Sequence[str] = ()
     ) -> DockerCommand:
         """Start a command in its working folder, which the container sees at the same path.
 
         The container sees ``mounts`` read-only. Except for the limits, the mounts, the user and the
         first process, it equals the container of ``docker run``.
-
-        Raises:
-            IsolationUnavailable: the engine refused a request, or runs on another machine.
-            ConfigError: a path cannot be mounted.
         """
         if folder in ("", "/"):
             raise ConfigError(
@@ -126,9 +110,9 @@ class DockerIsolation(Isolation):
                 raise ConfigError(f"--mount {path}: there is no such file or folder")
         binds = visible.binds(() if self._image else visible.of_machine(), [folder, *mounts])
         variables = {"TERM": os.environ["TERM"]} if "TERM" in os.environ else {}
-        command, shell = cell.command, _SHELL
+        command, shell = cell.command, visible.SHELL
         if self._image:
-            shell, files = _own_shell()
+            shell, files = visible.own_shell()
             binds |= files
             with explained("describe an image"):
                 described = self._client.inspect_image(self._image)["Config"]  # type: ignore[no-untyped-call]
@@ -139,28 +123,19 @@ class DockerIsolation(Isolation):
             variables |= {"PATH": os.environ.get("PATH", os.defpath), "HOME": _TMP}
         image = self._image or self._empty_image
         settings = self._create(cell, image, binds, folder, shell=shell, workdir=folder)
+        variables |= cell.environment
         return DockerCommand(
-            self._client,
-            streams,
-            command=command,
-            variables=variables | cell.environment,
-            **settings,
+            self._client, streams, command=command, variables=variables, **settings
         )
 
     def _create(
-        self,
-        cell: Cell,
-        image: str,
-        binds: Mapping[str, str],
-        writable: str,
-        *,
-        shell: Sequence[str] = _SHELL,
-        workdir: str = _TMP,
-        **host: Any,
-    ) -> dict[str, Any]:
+        self, cell: Cell, image: str, binds: Mapping[str, str], writable: str, *,
+        shell: Sequence[str] = visible.SHELL, workdir: str = _TMP, **host: Any
+    ) -> dict[str, Any]:  # fmt: skip
         """Create a container, and return the arguments of ``DockerCommand`` for a process in it."""
         written = (writable, os.path.realpath(writable)) if writable else ()
-        host = {"security_opt": ["label=disable"], **host}
+        host = {"security_opt": ["label=disable"], "auto_remove": True, **host}
+        host["log_config"] = LogConfig(type="none")
         host["mounts"] = [Mount(t, s, "bind", read_only=t not in written) for t, s in binds.items()]
         if cell.ram_limit_bytes is not None and self._info.get("CgroupVersion", "1") == "1":
             host["mem_swappiness"] = 0
@@ -172,36 +147,32 @@ class DockerIsolation(Isolation):
             host["userns_mode"] = "host"
         # Root in a container of a rootless engine is this user.
         user = "" if "name=rootless" in options else f"{os.getuid()}:{os.getgid()}"
-        labels = {
-            "weighin.owner": this_process(),
-            "weighin.host": socket.gethostname(),
-            "weighin.lock": lock_suffix(),
-            "weighin.cell": cell.id,
-        }
+        labels = {"weighin.owner": this_process(), "weighin.host": socket.gethostname()}
+        labels |= {"weighin.lock": lock_suffix(), "weighin.cell": cell.id}
         with explained("create a container"):
             container = self._client.create_container(
                 image,
-                [*shell[1:], *HOLD],
+                [*shell[1:], "-c", "read -r _"],
                 entrypoint=list(shell[:1]),
                 environment=sorted(NOT_FOR_SHELLS),  # without a value: removes the image's own
                 name=f"weighin-{os.getpid()}-{secrets.token_hex(4)}",
-                host_config=self._client.create_host_config(
-                    auto_remove=True, log_config=LogConfig(type="none"), **host
-                ),
+                host_config=self._client.create_host_config(**host),
                 stdin_open=True,
                 user=user,
                 working_dir=workdir,
                 labels=labels,
             )["Id"]
-        found = {"container": container, "shell": shell, "user": user, "workdir": workdir}
-        return found | {"limit_bytes": cell.ram_limit_bytes}
+        limit = cell.ram_limit_bytes  # equal limits: no swap
+        limits = {"mem_limit": limit, "memswap_limit": limit} if limit is not None else {}
+        where = {"user": user, "workdir": workdir}
+        return {"container": container, "shell": shell, "limits": limits, **where}
 
     def remove_stale(self) -> list[str]:
         """Remove the containers whose owner, a weighin process of this machine, has ended."""
         removed = []
-        of_this_machine = {"label": f"weighin.host={socket.gethostname()}"}
+        host = f"weighin.host={socket.gethostname()}"
         with explained("list the containers"):
-            ours = self._client.containers(all=True, filters=of_this_machine)
+            ours = self._client.containers(all=True, filters={"label": host})
         for container in ours:
             name, labels = container["Names"][0].lstrip("/"), container["Labels"]
             owner = labels["weighin.owner"]
@@ -211,12 +182,10 @@ class DockerIsolation(Isolation):
         return removed
 
     def describe(self) -> dict[str, str]:
-        entries = {
-            "engine": self._info.get("ServerVersion"),
-            "cgroup_driver": self._info.get("CgroupDriver"),
-            "cgroup_version": self._info.get("CgroupVersion"),
-            "storage_driver": self._info.get("Driver"),
-            "image": self._image,
+        facts = {"engine": "ServerVersion", "cgroup_driver": "CgroupDriver"}
+        facts |= {"cgroup_version": "CgroupVersion", "storage_driver": "Driver"}
+        entries = {name: self._info.get(key) for name, key in facts.items()} | {
+            "image": self._image
         }
         return {name: str(value) for name, value in entries.items() if value}
 
@@ -240,14 +209,3 @@ class DockerIsolation(Isolation):
                     file.addfile(folder)
                 self._client.import_image_from_data(content.getvalue(), *IMAGE.split(":"))
         return IMAGE
-
-
-def _own_shell() -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return how to run this machine's shell in any image, even in one without a shell, and its files."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    mapped = [Path(line.split(maxsplit=5)[5]) for line in lines if " /" in line]
-    loader = next(file for file in mapped if file.name.startswith("ld-"))
-    libc = next((file for file in mapped if file.name.startswith("libc")), loader)
-    files = {"loader": loader, "lib": libc.parent, "sh": Path(_SHELL[0]).resolve()}
-    command = ("/weighin/loader", "--library-path", "/weighin/lib", "/weighin/sh")
-    return command, {f"/weighin/{name}": str(path) for name, path in files.items()}

@@ -32,23 +32,17 @@ from weighin.isolation.base import Exit, Streams
 from weighin.isolation.docker.engine import ENGINE_ERRORS, elsewhere, explained, remove
 from weighin.probes import cgroup as groups
 
-HOLD: Final = ("-c", "read -r _")
-_BARRIER: Final = """\
-kill -STOP $$
-unset PWD OLDPWD SHLVL
-while [ "$1" != -- ]; do export "$1"; shift; done
-shift
-exec "$@"
-"""
+_BARRIER: Final = (
+    "kill -STOP $$; unset PWD OLDPWD SHLVL;"
+    ' while [ "$1" != -- ]; do export "$1"; shift; done; shift; exec "$@"'
+)
 NOT_FOR_SHELLS: Final = frozenset(
     ("LD_PRELOAD", "LD_AUDIT", "LD_BIND_NOW", "GLIBC_TUNABLES", "PWD", "OLDPWD", "SHLVL")
 )
 """Variables for the command alone: the shells' loader would obey them, or a shell sets them itself."""
-_AT_ONCE: Final = 64 * 1024
 _BIRTH_S: Final = 30.0
 _OUTPUT_S: Final = 5.0  # for output that the command has written before its end
 _RESIZE_S: Final = 0.25
-_READ_S: Final = 0.02
 _PAUSE_S: Final = 0.002
 
 
@@ -56,60 +50,39 @@ class DockerCommand:
     """A command in a container; the class implements ``weighin.isolation.base.RunningCommand``."""
 
     shares_terminal = False
-    ends_together = False
-    """Whether all processes of the container end with the command's first process."""
+    ends_together = False  # whether all processes end with the command's first
 
     def __init__(
-        self,
-        client: docker.APIClient,
-        streams: Streams,
-        *,
-        container: str,
-        shell: Sequence[str],
-        command: Sequence[str],
-        variables: Mapping[str, str],
-        limit_bytes: int | None,
-        user: str,
-        workdir: str,
-    ) -> None:
+        self, client: docker.APIClient, streams: Streams, *, container: str, shell: Sequence[str],
+        command: Sequence[str], variables: Mapping[str, str], limits: Mapping[str, Any], **where: Any
+    ) -> None:  # fmt: skip
         """Start a container that exists, and in it a shell that becomes the command.
 
-        Raises:
-            IsolationUnavailable: the engine runs on another machine, or refused a request.
+        ``limits`` are arguments of ``update_container``, and ``where`` of ``exec_create``.
         """
         self._client, self._container = client, container
         self._exit: Exit | None = None
         self._first: Any = None
         self.process: int | None = None
-        self.pid = 0
+        self.pid, self.unseen = 0, ""
         self.cgroup: Path | None = None
         self.helpers: frozenset[int] = frozenset()
-        self.unseen = ""
         self._pump = _Pump(self, streams)
         terminal = self._pump.is_terminal
         apart = [f"{n}={value}" for n, value in variables.items() if n in NOT_FOR_SHELLS]
-        others = [f"{n}={value}" for n, value in variables.items() if n not in NOT_FOR_SHELLS]
+        where["environment"] = [f"{n}={v}" for n, v in variables.items() if n not in NOT_FOR_SHELLS]
         line = [*shell, "-c", _BARRIER, "sh", *apart, "--", *command]
         try:
             with explained("run a container"):
                 self._first = client.attach_socket(container, params={"stdin": 1, "stream": 1})
                 client.start(container)
                 cgroup = self._find_container()
-                self.exec = client.exec_create(
-                    container,
-                    line,
-                    environment=others,
-                    stdin=True,
-                    tty=terminal,
-                    user=user,
-                    workdir=workdir,
-                )["Id"]
+                create = client.exec_create
+                self.exec = create(container, line, stdin=True, tty=terminal, **where)["Id"]
                 self._pump.stream = client.exec_start(self.exec, tty=terminal, socket=True)
                 self._await_barrier()
-                if limit_bytes is not None:  # equal limits: no swap
-                    client.update_container(
-                        container, mem_limit=limit_bytes, memswap_limit=limit_bytes
-                    )
+                if limits:
+                    client.update_container(container, **limits)
             with contextlib.closing(groups.PeakMark(cgroup)) as mark:
                 mark.reset()  # so that the peak does not include the container's own start
             self._pump.begin()
@@ -120,9 +93,8 @@ class DockerCommand:
 
     def _find_container(self) -> groups.MemoryCgroup:
         state = self._client.inspect_container(self._container)["State"]
-        if not state["Running"]:
+        if not (first := int(state["Pid"])):
             raise _not_started()
-        first = int(state["Pid"])
         with contextlib.suppress(OSError):
             if self._container in groups.read_kernel(Path(f"/proc/{first}/cgroup")):
                 self.cgroup, self.helpers = groups.memory_cgroup_of(first), frozenset({first})
@@ -133,17 +105,16 @@ class DockerCommand:
     def _await_barrier(self) -> None:
         """Wait until the shell of the command has stopped itself."""
         deadline = time.monotonic() + _BIRTH_S
-        while True:
+        while not self.pid:
             state = self._client.exec_inspect(self.exec)
-            with contextlib.suppress(OSError):  # it has not started yet, or has ended
-                status = groups.read_kernel(Path(f"/proc/{state['Pid']}/stat"))
-                if status.rpartition(")")[2].split()[0] == "T":
-                    self.pid = state["Pid"]
-                    self.process = child_process.open_process(self.pid)
-                    return
             is_over = not state["Running"] and state["ExitCode"] is not None
             if is_over or time.monotonic() > deadline:
                 raise _not_started()
+            with contextlib.suppress(OSError):  # it has not started yet, or has ended
+                status = groups.read_kernel(Path(f"/proc/{state['Pid']}/stat"))
+                if status.rpartition(")")[2].split()[0] == "T":
+                    self.pid = int(state["Pid"])
+                    self.process = child_process.open_process(self.pid)
             time.sleep(_PAUSE_S)
 
     def resize(self, rows: int, columns: int) -> None:
@@ -151,14 +122,11 @@ class DockerCommand:
             self._client.exec_resize(self.exec, rows, columns)
 
     def wait(self, timeout_s: float) -> Any:
-        """Return whether the command's first process ends in ``timeout_s``, without reaping it."""
         return child_process.wait_for_end(self.process, self._has_ended, timeout_s)
 
     def _has_ended(self) -> bool:
-        if self._exit is not None:
-            return True
-        if self.process is not None:
-            return bool(ready([self.process], 0))
+        if self._exit or self.process:
+            return bool(self._exit or ready([self.process or 0], 0))
         with explained("report how a command ended"):
             return not self._client.exec_inspect(self.exec)["Running"]
 
@@ -196,7 +164,6 @@ class DockerCommand:
                 child_process.signal_each([self.pid], number)
 
     def members(self) -> list[int]:
-        """Return the pids in the container, without that of its first process."""
         pids = groups.pids_in(self.cgroup) if self.cgroup else []
         return [pid for pid in pids if pid not in self.helpers]
 
@@ -235,18 +202,9 @@ class DockerWorker(DockerCommand):
                 os.close(file)
 
     def wait(self, timeout_s: float) -> Exit:
-        """Return how the worker ended, and read its output meanwhile.
-
-        Raises:
-            TimeoutError: the worker still runs after ``timeout_s``.
-        """
-        deadline = time.monotonic() + timeout_s
-        while not super().wait(_READ_S):
-            if time.monotonic() >= deadline:
-                raise TimeoutError
-            self.channel.read()
-        while self.channel.filenos() and time.monotonic() < deadline + PATIENCE_S:
-            ready(self.channel.filenos(), PATIENCE_S)
+        if not super().wait(timeout_s):
+            raise TimeoutError
+        while ready(files := self.channel.filenos(), PATIENCE_S if files else 0):
             self.channel.read()
         return self.reap()
 
@@ -258,9 +216,8 @@ class DockerWorker(DockerCommand):
 class _Pump:
     """Copies between a command's stream and descriptors of this process, in two threads.
 
-    If standard input, output and error are all terminals, the command gets a terminal of its own, and
-    the user's is raw, so that each key, even Ctrl-C, reaches the command at once. If one of the three
-    is no terminal, the streams stay separate: the engine sends them in frames over one connection.
+    If all three are terminals, the command gets a terminal of its own, and the user's is raw, so that
+    each key, even Ctrl-C, reaches the command. If one is none, the engine sends the streams in frames.
     """
 
     def __init__(self, command: DockerCommand, streams: Streams) -> None:
@@ -270,12 +227,8 @@ class _Pump:
         given = (streams.stdin, streams.stdout, streams.stderr)
         # Another file may have got the number of a closed standard stream by now.
         own = (sys.__stdin__, sys.__stdout__, sys.__stderr__)
-        self._files = [
-            None
-            if file is None and own[number] is None
-            else os.dup(number if file is None else file)
-            for number, file in enumerate(given)
-        ]
+        files = [n if file is None and own[n] else file for n, file in enumerate(given)]
+        self._files = [None if file is None else os.dup(file) for file in files]
         self._is_in_background = False  # a read of standard input would then stop this process
         with contextlib.suppress(OSError, TypeError):  # no terminal, or not that of this session
             self._is_in_background = os.tcgetpgrp(self._files[0]) != os.getpgrp()  # type: ignore[arg-type]
@@ -363,12 +316,12 @@ class _Pump:
                 found = ready(awaited, _RESIZE_S if self.is_terminal else inf)
                 if ended in found:
                     self._command.kill()
-                if {*watched} & {*found}:
+                if stdin is None or {*watched} & {*found}:
                     return
-                if self.is_terminal and stdin is not None:
+                if self.is_terminal:
                     self._follow_size(stdin)
-                if stdin is not None and stdin in found:
-                    if data := os.read(stdin, _AT_ONCE):
+                if stdin in found:
+                    if data := os.read(stdin, 64 * 1024):
                         self._socket.sendall(data)
                     else:
                         self._socket.shutdown(socket.SHUT_WR)
