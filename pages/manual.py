@@ -36,8 +36,6 @@ _COMPLETION = (
 _ENVIRONMENT = {
     "WEIGHIN_CACHE": "Folder for the checkpoints that weighin generates. Default: the user's cache"
     " folder.",
-    "WEIGHIN_BASE_IMAGE": "The image with Python on which weighin builds the Docker image of the"
-    " measured processes.",
     "WEIGHIN_LOCK": "File that a run of weighin locks while it measures, so that only one run at"
     " a time measures on a machine. A run with a lock file of its own removes only what earlier"
     " runs with the same lock file left when they were killed.",

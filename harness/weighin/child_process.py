@@ -10,6 +10,7 @@ import ctypes
 import os
 import select
 import signal
+import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ _LONGEST_BYTES = 256 * 1024**2
 _SMALL_BYTES = 4096  # of a part, so that the worker's heap does not grow
 _PART_BYTES = 65536
 _MOST_READS = 32  # 32 parts are 2 MiB, more than a pipe can hold
+_PIDFD_GET_INFO = 0xC040FF0B  # of linux/pidfd.h, since Linux 6.13
+_PIDFD_INFO_EXIT = 8  # since Linux 6.15
 _PAUSE_S = 0.02  # before Linux 5.3, which has no pidfd, a process is polled at this interval
 
 _PACKAGE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 (a worker imports no pathlib)
@@ -53,16 +56,108 @@ def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dic
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-class Child:
-    """A running child process, in a session and process group of its own.
+class Pipes:
+    """This process's ends of the pipes to a process's standard streams.
 
-    Ctrl-C in a terminal does not reach the child; ``close`` kills the child. The child's lines end
-    with the child, although a process that the child forked may keep standard output open.
-    ``copy`` is a descriptor to which the child's standard error is also written. The child enters the
-    cgroups in ``groups`` before its first instruction.
+    The process's lines end with the pipe, or with the process ``process`` (a pidfd), although a process
+    that it forked may keep standard output open. ``copy`` is a descriptor to which the standard error
+    is also written.
 
     Attributes:
-        stderr_tail: the last 64 KiB that the child printed to standard error.
+        stderr_tail: the last 64 KiB that the process printed to standard error.
+    """
+
+    def __init__(
+        self, files: Sequence[int], process: int | None = None, copy: int | None = None
+    ) -> None:
+        """``files`` are for the standard input, output and error; ``close`` closes all of them."""
+        self._files: Sequence[int] = files
+        self._stdin, self._stdout, self._stderr = files
+        self._process, self._copy = process, copy
+        self._open = [self._stdout, self._stderr]
+        self._lines = LineBuffer()
+        self.stderr_tail = b""
+
+    def receive(self, timeout_s: float = inf) -> bytes | None:
+        """Return the process's next line, or None after the last line.
+
+        Raises:
+            TimeoutError: no line arrived within ``timeout_s``.
+        """
+        deadline = monotonic() + timeout_s
+        while (line := self._lines.pop()) is None:
+            if self._stdout not in self._open:
+                self._drain(self._stderr)
+                return None
+            left_s = deadline - monotonic()
+            # After the deadline, read no standard error: a child may print there without end.
+            if not self._read_ready(self._open if left_s > 0 else [self._stdout], left_s):
+                raise TimeoutError
+        return line
+
+    def read(self) -> bool:
+        """Read the data that has arrived; return whether ``receive`` would return at once."""
+        self._read_ready(self._open, 0)
+        return bool(self._lines) or self._stdout not in self._open
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors to poll: one is readable if data arrived or the process ended."""
+        return [*self._open, *([] if self._process is None else [self._process])]
+
+    def send(self, line: bytes) -> None:
+        """Write a line to the process; do nothing if the process has ended."""
+        if self._stdin >= 0:
+            write(self._stdin, line)
+
+    def end_input(self) -> None:
+        if self._stdin >= 0:
+            os.close(self._stdin)
+            self._stdin = -1
+
+    def close(self) -> None:
+        """Close all descriptors; repeated calls do nothing."""
+        self.end_input()
+        for file in (*self._files[1:], self._process):
+            if file is not None:
+                os.close(file)
+        self._files, self._process, self._open = (), None, []
+
+    def _read_ready(self, awaited: list[int], timeout_s: float) -> bool:
+        """Wait for data or the process's end, and read the data; return False if the time ran out."""
+        ended = [] if self._process is None else [self._process]
+        found = ready([*awaited, *ended], timeout_s)
+        if self._process in found:  # all that the process wrote is now in the pipes
+            self._drain(self._stdout)
+            self._open = [each for each in self._open if each == self._stderr]
+        else:
+            for descriptor in found:
+                self._read(descriptor)
+        return bool(found)
+
+    def _drain(self, descriptor: int) -> None:
+        """Read a pipe until it is empty, but at most 2 MiB: a process may write without end."""
+        for _ in range(_MOST_READS):
+            if descriptor not in self._open or not ready([descriptor], 0):
+                return
+            self._read(descriptor)
+
+    def _read(self, descriptor: int) -> None:
+        data = os.read(descriptor, _PART_BYTES)
+        if not data:
+            self._open.remove(descriptor)
+        elif descriptor == self._stdout:
+            self._lines.feed(data)
+        else:
+            self.stderr_tail = (self.stderr_tail + data)[-STDERR_KEPT_BYTES:]
+            if self._copy is not None:
+                write(self._copy, data)
+
+
+class Child(Pipes):
+    """A running child process, in a session and process group of its own.
+
+    Ctrl-C in a terminal does not reach the child; ``close`` kills the child. The child enters the
+    cgroups in ``groups`` before its first instruction.
     """
 
     def __init__(
@@ -86,47 +181,20 @@ class Child:
                 env=variables,
                 preexec_fn=enter,  # noqa: PLW1509 (only writes to open files)
             )
-        streams = (self._popen.stdin, self._popen.stdout, self._popen.stderr)
-        self._streams = [each for each in streams if each]
-        self._stdin, self._stdout, self._stderr = (each.fileno() for each in self._streams)
         self.pid = self._popen.pid
-        self._process = open_process(self.pid)
-        self._copy = copy
-        self._open = [self._stdout, self._stderr]
-        self._lines = LineBuffer()
+        streams = (self._popen.stdin, self._popen.stdout, self._popen.stderr)
+        files = [os.dup(each.fileno()) for each in streams if each]
+        for each in streams:
+            if each:
+                each.close()
+        super().__init__(files, open_process(self.pid), copy)
         self._is_closed = False
-        self.stderr_tail = b""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def receive(self, timeout_s: float = inf) -> bytes | None:
-        """Return the child's next line, or None after the last line.
-
-        Raises:
-            TimeoutError: no line arrived within ``timeout_s``.
-        """
-        deadline = monotonic() + timeout_s
-        while (line := self._lines.pop()) is None:
-            if self._stdout not in self._open:
-                self._drain(self._stderr)
-                return None
-            left_s = deadline - monotonic()
-            # After the deadline, read no standard error: a child may print there without end.
-            if not self._read_ready(self._open if left_s > 0 else [self._stdout], left_s):
-                raise TimeoutError
-        return line
-
-    def send(self, line: bytes) -> None:
-        """Write a line to the child; do nothing if the child has ended."""
-        if not self._streams[0].closed:
-            write(self._stdin, line)
-
-    def end_input(self) -> None:
-        self._streams[0].close()
 
     def wait(self, timeout_s: float = inf) -> int:
         """Wait for the child's end while reading its output; return the exit code, -n for signal n.
@@ -161,41 +229,8 @@ class Child:
         try:
             self.wait(PATIENCE_S)
         finally:
-            self._is_closed, self._open = True, []
-            for each in self._streams:
-                each.close()
-            if self._process is not None:
-                os.close(self._process)
-
-    def _read_ready(self, awaited: list[int], timeout_s: float) -> bool:
-        """Wait for data or the child's end, and read the data; return False if the time ran out."""
-        ended = [] if self._process is None else [self._process]
-        found = ready([*awaited, *ended], timeout_s)
-        if self._process in found:  # all that the child wrote is now in the pipes
-            self._drain(self._stdout)
-            self._open = [each for each in self._open if each == self._stderr]
-        else:
-            for descriptor in found:
-                self._read(descriptor)
-        return bool(found)
-
-    def _drain(self, descriptor: int) -> None:
-        """Read a pipe until it is empty, but at most 2 MiB: a process may write without end."""
-        for _ in range(_MOST_READS):
-            if descriptor not in self._open or not ready([descriptor], 0):
-                return
-            self._read(descriptor)
-
-    def _read(self, descriptor: int) -> None:
-        data = os.read(descriptor, _PART_BYTES)
-        if not data:
-            self._open.remove(descriptor)
-        elif descriptor == self._stdout:
-            self._lines.feed(data)
-        else:
-            self.stderr_tail = (self.stderr_tail + data)[-STDERR_KEPT_BYTES:]
-            if self._copy is not None:
-                write(self._copy, data)
+            self._is_closed = True
+            super().close()
 
 
 @contextlib.contextmanager
@@ -381,6 +416,20 @@ def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: 
         else:
             ready([process], left_s)
     return True
+
+
+def wait_status(process: int) -> int | None:
+    """Return the status of a process that has ended and was reaped; None before Linux 6.15.
+
+    ``process`` is its pidfd; the process need not be a child of this one.
+    """
+    import fcntl  # imported here to save a worker's memory
+
+    told = bytearray(struct.pack("=QQ", _PIDFD_INFO_EXIT, 0) + bytes(48))
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(process, _PIDFD_GET_INFO, told)
+    mask, status = struct.unpack("=Q52xi", told)
+    return status if mask & _PIDFD_INFO_EXIT else None
 
 
 def open_process(pid: int) -> int | None:

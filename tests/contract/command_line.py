@@ -35,7 +35,7 @@ _FIXED: Final = {
     "WEIGHIN_DELEGATED": "1",  # else weighin could replace this process by one in a scope of systemd
 }
 _UNSET: Final = (
-    "FORCE_COLOR", "GITHUB_STEP_SUMMARY", "WEIGHIN_BASE_IMAGE", "WEIGHIN_PHASES", "XDG_CACHE_HOME",
+    "FORCE_COLOR", "GITHUB_STEP_SUMMARY", "WEIGHIN_PHASES", "XDG_CACHE_HOME",
 )  # fmt: skip
 
 

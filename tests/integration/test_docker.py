@@ -12,21 +12,19 @@ from pathlib import Path
 
 import leftovers
 import pytest
-from commands import CommandLine
 
+from weighin import child_process
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
-from weighin.isolation.docker.container import DockerRunning
-from weighin.isolation.docker.image import PYTHON
 from weighin.isolation.docker.isolation import DockerIsolation
-from weighin.isolation.docker.mounts import Bind
-from weighin.probes.cgroup import MemoryCgroup
+from weighin.isolation.docker.process import DockerWorker, _close_stream
+from weighin.probes.cgroup import MemoryCgroup, this_process
 from weighin.units import MIB
 
 pytestmark = pytest.mark.docker
 
-Start = Callable[..., DockerRunning]
+Start = Callable[..., DockerWorker]
 
 
 def cell(limit_bytes: int | None = None) -> Cell:
@@ -43,32 +41,18 @@ def isolation() -> DockerIsolation:
 @pytest.fixture
 def start(isolation: DockerIsolation) -> Iterator[Start]:
     """Start a Python program as a worker; closes it after the test."""
-    started: list[DockerRunning] = []
+    started: list[DockerWorker] = []
 
-    def start(
-        code: str, limit_bytes: int | None = None, binds: Sequence[Bind] = ()
-    ) -> DockerRunning:
-        command = (PYTHON, "-c", textwrap.dedent(code))
-        started.append(isolation._start(command, cell(limit_bytes), binds))
+    def start(code: str, limit_bytes: int | None = None, seen: Sequence[Path] = ()) -> DockerWorker:
+        command = (sys.executable, "-c", textwrap.dedent(code))
+        paths = map(str, seen)
+        started.append(isolation._start_worker(cell(limit_bytes), command, paths))
         return started[-1]
 
     yield start
     for running in started:
         running.close()
     assert containers(isolation) == []
-
-
-@pytest.mark.cgroup
-def test_auto_takes_a_cgroup_where_the_engine_has_no_base_image(command: CommandLine) -> None:
-    ended = command.run(
-        *("bench", "gpt2-tiny", "--ram", "1g", "-s", "baseline"),
-        WEIGHIN_BASE_IMAGE="weighin-missing:never",
-    )
-    assert ended.code == 0, ended.err
-    assert ended.err.startswith(
-        "note: isolation cgroup: the base image weighin-missing:never does not exist here and cannot be pulled from a registry: "
-    )
-    assert "isolation cgroup" in ended.out
 
 
 def containers(isolation: DockerIsolation) -> list[str]:
@@ -78,7 +62,7 @@ def containers(isolation: DockerIsolation) -> list[str]:
     return [name for c in found for name in c["Names"] if name.startswith(f"/{mine}")]
 
 
-def lines(running: DockerRunning) -> list[str]:
+def lines(running: DockerWorker) -> list[str]:
     received = []
     while (line := running.channel.receive(60)) is not None:
         received.append(line.decode())
@@ -151,14 +135,20 @@ def test_stderr_is_apart_from_events_and_complete(start: Start) -> None:
 
 
 def test_the_end_of_stdin_reaches_the_worker(start: Start) -> None:
-    running = start("import sys; sys.stdin.read(); open('/proc/1/fd/1', 'w').write('ended\\n')")
+    running = start("import sys; sys.stdin.read(); sys.exit(5)")
     with pytest.raises(TimeoutError):
         running.wait(0.3)
-    init = running._keeper
-    running.channel.close()
-    leftovers.wait_until(
-        lambda: not Path(f"/proc/{init}").exists(), "the container outlived its stdin"
-    )
+    running.channel.end_input()
+    assert running.wait(60) == Exit(5)
+
+
+def test_the_container_ends_with_the_standard_input_of_its_first_process(start: Start) -> None:
+    running = start("import time; time.sleep(600)")
+    (first,) = running.helpers
+    _close_stream(running._first)
+    leftovers.wait_until(lambda: not Path(f"/proc/{first}").exists(), "the container goes on")
+    assert running.wait(60) == Exit(code=None, signal=signal.SIGKILL)
+    assert "was killed with its command" in running.unseen
 
 
 def test_an_acknowledgement_that_nobody_read_does_not_release_the_container(start: Start) -> None:
@@ -168,7 +158,7 @@ def test_an_acknowledgement_that_nobody_read_does_not_release_the_container(star
         running.channel.send(b"\n")
     time.sleep(0.2)
     assert running.cgroup
-    assert (running.cgroup / "cgroup.procs").read_text().split() == [str(running._keeper)]
+    assert (running.cgroup / "cgroup.procs").read_text().split() == [str(*running.helpers)]
 
 
 def test_kill_ends_the_worker_and_its_children_only(start: Start) -> None:
@@ -187,16 +177,22 @@ def test_kill_ends_the_worker_and_its_children_only(start: Start) -> None:
     assert MemoryCgroup(running.cgroup).read_oom_kills() == 0
 
 
-def test_a_worker_that_cannot_be_seen_can_be_killed_and_waited_for(start: Start) -> None:
-    running = start("import time; time.sleep(60)")
-    running.cgroup = running.pid = None
-    running.kill()
-    assert running.wait(60) == Exit(code=None, signal=signal.SIGKILL)
+def test_a_process_that_the_worker_leaves_does_not_hold_its_end_up(start: Start) -> None:
+    code = """
+        import subprocess
+        subprocess.Popen(["sleep", "60"], start_new_session=True)
+        print("last", flush=True)
+    """
+    running = start(code)
+    start_s = time.monotonic()
+    assert lines(running) == ["last"]
+    assert running.wait(60) == Exit(0)
+    assert time.monotonic() - start_s < 30
 
 
 def test_the_container_sees_little_and_changes_nothing(start: Start, tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"w")
-    running = start(
+    code = f"PATH = {str(tmp_path / 'weights.bin')!r}\n" + textwrap.dedent(
         """
         import json, os, socket
         def attempt(action):
@@ -207,7 +203,7 @@ def test_the_container_sees_little_and_changes_nothing(start: Start, tmp_path: P
         status = dict(line.split(":", 1) for line in open("/proc/self/status"))
         print(json.dumps({
             "uid": [os.getuid(), os.getgid()],
-            "mount": attempt(lambda: open("/data/weights.bin", "r+b")),
+            "mount": attempt(lambda: open(PATH, "r+b")),
             "root": attempt(lambda: open("/new", "w")),
             "tmp": attempt(lambda: open("/tmp/new", "w")),
             "links": sorted(os.listdir("/sys/class/net")),
@@ -215,9 +211,9 @@ def test_the_container_sees_little_and_changes_nothing(start: Start, tmp_path: P
             "capabilities": int(status["CapEff"], 16),
             "no_new_privileges": int(status["NoNewPrivs"]),
         }))
-        """,
-        binds=[Bind(tmp_path, "/data")],
+        """
     )
+    running = start(code, seen=[tmp_path])
     seen = json.loads(lines(running)[0])
     assert seen == {
         "uid": [os.getuid(), os.getgid()],
@@ -231,7 +227,7 @@ def test_the_container_sees_little_and_changes_nothing(start: Start, tmp_path: P
     }
 
 
-def test_the_image_has_the_torch_of_this_environment(start: Start) -> None:
+def test_a_worker_has_the_torch_of_this_environment(start: Start) -> None:
     import importlib.metadata
 
     running = start("import torch; print(torch.__version__)")
@@ -244,7 +240,7 @@ def test_settings_of_allocators_reach_the_worker(
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     monkeypatch.setenv("LD_PRELOAD_NOT", "x")
     running = start("import os; print(os.environ['MALLOC_ARENA_MAX'], os.environ['PYTHONPATH'])")
-    assert lines(running) == ["1 /weighin/code"]
+    assert lines(running) == [f"1 {os.pathsep.join(child_process.CODE_PATH)}"]
 
 
 def test_an_acknowledgement_takes_about_a_millisecond(start: Start) -> None:
@@ -265,8 +261,8 @@ def test_start_gives_the_worker_the_paths_that_it_can_read(
         (tmp_path / name).write_text(name)
     code = "import json; j = json.loads(input()); print(*[open(j[k]).read() for k in j if k in "
     code += "('checkpoint', 'manifest', 'strategy_path')])"
-    original = isolation._start
-    monkeypatch.setattr(isolation, "_start", lambda _, *rest: original((PYTHON, "-c", code), *rest))
+    command = (sys.executable, "-c", code)
+    monkeypatch.setattr(child_process, "module", lambda _: command)
     checkpoint, manifest, strategy = (str(tmp_path / n) for n in ("w.pt", "w.json", "mine.py"))
     running = isolation.start(Job(cell(256 * MIB), checkpoint, manifest, strategy))
     try:
@@ -276,77 +272,68 @@ def test_start_gives_the_worker_the_paths_that_it_can_read(
         running.close()
 
 
-def test_a_missing_folder_is_explained_and_leaves_nothing(
-    isolation: DockerIsolation, start: Start
-) -> None:
-    with pytest.raises(IsolationUnavailable) as caught:
-        start("pass", binds=[Bind(Path("/not/there"), "/data")])
-    assert caught.value.message.startswith(
-        "the Docker engine cannot access a folder of this machine:"
-    )
-    assert containers(isolation) == []
-
-
 def test_an_interrupt_during_the_start_leaves_nothing(
     isolation: DockerIsolation, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    for step in ("attach_socket", "start", "inspect_container"):
+    steps = (
+        "attach_socket",
+        "start",
+        "inspect_container",
+        "exec_create",
+        "exec_start",
+        "exec_inspect",
+    )
+    for step in steps:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(isolation._client, step, interrupt)
             start("pass")
         assert containers(isolation) == []
 
 
-def test_what_a_killed_parent_leaves_is_removed(isolation: DockerIsolation) -> None:
-    code = """
-        import sys, time
-        from weighin.cell import Cell, ModelSpec
-        from weighin.isolation.docker.isolation import DockerIsolation
-        isolation = DockerIsolation()
-        cell = Cell(ModelSpec("m", "x:y"), "mine", "docker")
-        isolation._start(("sleep", "600"), cell)
-        print(*isolation._containers, flush=True)
-        time.sleep(600)
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as parent:
-        assert parent.stdout
-        name = parent.stdout.readline().strip()
-        assert isolation.remove_stale() == []
-        parent.kill()
-    assert isolation.remove_stale() == [f"container {name} of process {parent.pid}"]
-    assert isolation.remove_stale() == []
+STARTING = """
+    import os, signal, sys
+    from weighin.cell import Cell, ModelSpec
+    from weighin.isolation.docker.isolation import DockerIsolation
+    cell = Cell(ModelSpec("m", "x:y"), "mine", "docker")
+    DockerIsolation()._start_worker(cell, ["sleep", "600"])
+"""
 
 
-def test_a_parent_that_exits_without_closing_leaves_nothing(isolation: DockerIsolation) -> None:
-    code = """
-        import sys
-        from weighin.cell import Cell, ModelSpec
-        from weighin.isolation.docker.isolation import DockerIsolation
-        isolation = DockerIsolation()
-        cell = Cell(ModelSpec("m", "x:y"), "mine", "docker")
-        isolation._start(("sleep", "600"), cell)
-        sys.exit(3)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    assert subprocess.run(command, check=False).returncode == 3
-    assert isolation.remove_stale() == []
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])
+def test_a_parent_that_ends_without_closing_leaves_nothing(end: str) -> None:
+    command = (sys.executable, "-c", f"{textwrap.dedent(STARTING)}{end}")
+    with subprocess.Popen(command) as parent:
+        assert parent.wait(60) in (-signal.SIGKILL, 3)
+        owner = parent.pid
+    leftovers.wait_until(lambda: leftovers.containers(owner) == [], "the container is there")
+
+
+def test_a_container_that_a_killed_parent_did_not_start_is_removed(
+    isolation: DockerIsolation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = "-".join(["1", "1", *this_process().split("-")[2:]])
+    with monkeypatch.context() as patch:
+        patch.setattr("weighin.isolation.docker.isolation.this_process", lambda: ended)
+        isolation._create(cell(), isolation._empty_image, {}, "")
+    (name,) = containers(isolation)
+    assert isolation.remove_stale() == [f"container {name.lstrip('/')} of process 1"]
+    assert containers(isolation) == isolation.remove_stale() == []
+
+
+def test_a_container_sees_neither_the_home_nor_the_current_folder(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = [f"{tmp_path}/mine", "/root", "/home", "/var/run/docker.sock", "/etc/shadow"]
+    running = start(f"import os; print([p for p in {seen!r} if os.path.exists(p)])")
+    assert lines(running) == ["[]"]
 
 
 def test_describe_says_what_changes_figures(isolation: DockerIsolation) -> None:
     described = isolation.describe()
-    assert set(described) == {
-        "engine",
-        "cgroup_driver",
-        "cgroup_version",
-        "storage_driver",
-        "base_image",
-        "image",
-    }
-    assert described["image"].startswith("weighin:")
+    assert set(described) == {"engine", "cgroup_driver", "cgroup_version", "storage_driver"}

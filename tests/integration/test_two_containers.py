@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
+import images
 import leftovers
 import pytest
 from commands import ROOT
 
 from weighin.isolation.cgroup import CgroupIsolation
-from weighin.isolation.docker.image import BASE_VARIABLE, DEFAULT_BASE
 from weighin.probes.cgroup import LOCK_VARIABLE, lock_suffix, memory_hierarchy
 
 pytestmark = [pytest.mark.docker, pytest.mark.cgroup, pytest.mark.root, pytest.mark.slow]
@@ -44,7 +44,15 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def image() -> Iterator[str]:
+    name = f"weighin-test-mounts:{os.getpid()}"
+    images.make(name, ("sh", "mount", "chroot"))
+    yield name
+    images.remove(name)
+
+
+@pytest.fixture
+def start(tmp_path: Path, image: str) -> Iterator[Start]:
     """Starts ``weighin ARGUMENTS`` in a container; what still runs at the end is killed."""
     numbers, started = count(), dict[str, "subprocess.Popen[str]"]()
     own = tmp_path / "own"
@@ -53,7 +61,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def starting(*arguments: str) -> "subprocess.Popen[str]":
         name = f"weighin-test-{os.getpid()}-{next(numbers)}"
-        image = os.environ.get(BASE_VARIABLE, DEFAULT_BASE)
         container = ("docker", "run", "--rm", f"--name={name}", *NEEDED, "--volume=/:/host", image)
         variables = ("env", f"--chdir={tmp_path}", *(f"{k}={v}" for k, v in settings.items()))
         started[name] = subprocess.Popen(

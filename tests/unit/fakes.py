@@ -139,6 +139,7 @@ class FakeRunning:
             _played[self.pid] = inside
         self.cgroup = cgroup
         self.unseen = unseen
+        self.helpers = frozenset[int]()
         self.kills = 0
         self._ended = ended
         self._hangs = hangs
@@ -190,9 +191,6 @@ class PlayedIsolation:
     def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
         self.steps.append("prepare")
         progress("building")
-
-    def added_code(self, job: Job, /) -> list[str]:
-        return [f"added for {job.cell.model.title}"]
 
     def start(self, job: Job) -> FakeRunning:
         self.jobs.append(job)

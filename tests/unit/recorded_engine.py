@@ -19,9 +19,6 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
-from test_docker_stream import frame
-
-from weighin.isolation.docker.stream import CANCEL, STDERR, STDOUT
 
 RECORDED = Path(__file__).parent / "fixtures" / "engine" / "20.10.json"
 CONTAINER = "0123456789abcdef" * 4
@@ -130,7 +127,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _handle(self) -> None:
         url = urlsplit(self.path)
         length = int(self.headers.get("Content-Length") or 0)
-        body = json.loads(self.rfile.read(length)) if length else None
+        content = self.rfile.read(length)
+        is_json = "json" in self.headers.get("Content-Type", "")
+        body = json.loads(content) if length and is_json else content
         call = f"{self.command} {_named(url.path)}"
         answer = self.server.answer(Request(call, url.path, dict(parse_qsl(url.query)), body))
         if answer.status == 101:
@@ -157,33 +156,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.streams.put(self.connection.dup())
 
     def log_message(self, *_: object) -> None: ...
-
-
-class Stream:
-    """The engine's end of an attached stream."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        connection.settimeout(10)
-
-    def says(self, *lines: bytes) -> None:
-        """Write lines of the worker to its standard output."""
-        self._connection.sendall(b"".join(frame(STDOUT, line + b"\n") for line in lines))
-
-    def ends(self, code: int, stderr: bytes = b"") -> None:
-        """Write what the keeper writes after the worker's end."""
-        self._connection.sendall(
-            frame(STDOUT, CANCEL + b"%d\n" % code) + frame(STDERR, stderr + CANCEL)
-        )
-
-    def hears(self) -> bytes:
-        """Return what the worker gets on its standard input; empty at its end."""
-        return self._connection.recv(1 << 20)
-
-    def close(self) -> None:
-        with suppress(OSError):  # the client has left
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
 
 
 @contextmanager

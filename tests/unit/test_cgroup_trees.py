@@ -402,10 +402,6 @@ def test_a_group_that_another_process_removes_at_the_same_time_is_gone(
     assert kernel.groups() == []
 
 
-def test_a_worker_imports_the_packages_of_this_environment() -> None:
-    assert CgroupIsolation().added_code(JOB) == []
-
-
 def test_the_end_of_a_worker_by_an_error_of_its_start_leaves_no_group(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

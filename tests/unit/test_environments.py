@@ -11,7 +11,6 @@ from weighin.cell import Cell, ModelSpec
 from weighin.cli import _arguments
 from weighin.errors import ConfigError
 from weighin.isolation import preload
-from weighin.isolation.docker.mounts import environment_inside
 from weighin.plan.loads import plan_cell
 from weighin.predict.client import predict
 from weighin.protocol import decode_job, encode_job
@@ -121,15 +120,6 @@ def test_existing_libraries_may_be_preloaded(tmp_path: Path) -> None:
     for name in ("a.so", "b.so"):
         (tmp_path / name).touch()
     preload.check([{"LD_PRELOAD": f"{tmp_path}/a.so:{tmp_path}/b.so"}])
-
-
-def test_a_container_finds_preloaded_libraries_where_they_are_mounted() -> None:
-    environment = {"LD_PRELOAD": "/lib/a.so /opt/b.so", "A": "1"}
-    assert environment_inside(environment) == {
-        "LD_PRELOAD": "/weighin/preload/0/a.so:/weighin/preload/1/b.so",
-        "A": "1",
-    }
-    assert environment_inside({"A": "1"}) == {"A": "1"}
 
 
 def test_a_prediction_follows_no_other_settings() -> None:

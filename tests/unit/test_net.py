@@ -50,17 +50,6 @@ def test_an_import_of_the_insides_is_found(code: str, found: list[str]) -> None:
     assert list(insides(code)) == found
 
 
-def test_the_tests_of_mechanisms_that_are_to_go_are_there() -> None:
-    page = (TESTS / "README.md").read_text().partition("\n## Mechanisms that are to go\n")[2]
-    files = re.findall(r"`((?:dropped|unit)/\w+\.py)`", table := page.partition("\n## ")[0])
-    assert {f"dropped/{path.name}" for path in (TESTS / "dropped").glob("test_*.py")} <= {*files}
-    assert [name for name in files if not (TESTS / name).exists()] == []
-    texts = "".join((TESTS / name).read_text() for name in {*files} if (TESTS / name).exists())
-    assert [
-        name for name in re.findall(r"`(test_\w+)`", table) if f"def {name}(" not in texts
-    ] == []
-
-
 def insides(code: str) -> Iterator[str]:
     """Yield the modules of weighin that a file imports, but public ones; also in texts that it runs."""
     for node in ast.walk(ast.parse(code)):

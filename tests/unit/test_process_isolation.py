@@ -357,7 +357,7 @@ def test_what_a_plain_process_is_and_is_not() -> None:
     isolation.check()
     isolation.prepare()
     assert (isolation.name, isolation.limits) == ("process", False)
-    assert (isolation.added_code(JOB), isolation.describe()) == ([], {})
+    assert isolation.describe() == {}
 
 
 def test_a_system_without_reset_of_peaks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,6 @@ UNUSUAL: dict[str, Any] = {
     "adapter": "/lora",
     "seed": 7,
     "storage": "/storage",
-    "base_image": "base:1",
     "mounts": ["/a", "/b"],
     "cwd": "/work",
     "ready": "up",

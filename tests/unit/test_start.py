@@ -72,7 +72,6 @@ def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
         strategies="./mine.py",
         seed=7,
         checkpoint=Path("weights.pt"),
-        base_image="base:1",
         kwargs={"n_layers": 2},
     )
     plan = json.loads((here / "run/plan.json").read_text())
@@ -83,7 +82,6 @@ def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
         "kwargs": {"n_layers": 2},
         "seed": 7,
         "checkpoint": f"{here}/weights.pt",
-        "base_image": "base:1",
         "strategy_paths": {"mine": f"{here}/mine.py"},
     }
     assert plan["cells"][0]["model"]["kwargs"]["n_layers"] == 2

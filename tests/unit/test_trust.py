@@ -60,11 +60,6 @@ def strategy(plan: dict[str, Any]) -> None:
     plan["settings"]["strategy_paths"]["baseline"] = str(Path("mine.py").resolve())
 
 
-def base(plan: dict[str, Any]) -> None:
-    plan["cells"][0]["isolation"] = "docker"
-    plan["settings"]["base_image"] = "evil:1"
-
-
 def variable(plan: dict[str, Any]) -> None:
     plan["cells"][0]["environment"] = {"LD_PRELOAD": "/evil.so", "MALLOC_ARENA_MAX": "2"}
 
@@ -88,7 +83,6 @@ def shown(here: Path) -> dict[Callable[[dict[str, Any]], None], str]:
     return {
         builder: 'builder os:system with {"command": "touch \\u001b[2Jowned"}',
         strategy: f"strategy {here}/mine.py (sha256 {MINE})",
-        base: "base image evil:1",
         variable: "environment LD_PRELOAD=/evil.so",
         mount: "mount /etc",
         cluster: "Ray cluster ray://evil:10001",
@@ -96,7 +90,7 @@ def shown(here: Path) -> dict[Callable[[dict[str, Any]], None], str]:
     }
 
 
-@pytest.mark.parametrize("change", [builder, strategy, base, variable, mount, cluster, folder])
+@pytest.mark.parametrize("change", [builder, strategy, variable, mount, cluster, folder])
 def test_foreign_code_of_a_plan_is_shown_and_not_run_without_trust(
     here: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:

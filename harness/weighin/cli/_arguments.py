@@ -20,7 +20,7 @@ DEFAULT_MODEL = "gpt2-small"
 _BESIDE_ALL = {"trust", "json_file", "wait"}
 _BESIDE_RESUME = _BESIDE_ALL | {"resume", "address"}
 _BESIDE_SUITE = _BESIDE_ALL | {
-    "suite", "kwargs", "checkpoint", "key", "strip_prefix", "seed", "folder", "base_image", "mounts",
+    "suite", "kwargs", "checkpoint", "key", "strip_prefix", "seed", "folder", "mounts",
     "engine", "jobs", "address", "labels", "shard", "storage", "trust_remote_code", "variant",
     "model_class", "revision", "adapter",
     "checkpoint_dtype", "phases",  # options of `weighin predict`
@@ -32,7 +32,7 @@ _OF_SUITE = (
 """Options that are also keys of a suite (YAML file), under the same name."""
 _BESIDE_KEYS = (
     "seed", "checkpoint", "key", "strip_prefix", "variant", "model_class", "revision",
-    "trust_remote_code", "adapter", "base_image", "storage",
+    "trust_remote_code", "adapter", "storage",
 )  # fmt: skip
 """Options that are settings under the same name, but no keys of a suite."""
 _LISTS = {name: name for name in ("ram", "vram", "ranks", "disk", "disk_latency")} | {"uses": "use"}

@@ -240,13 +240,6 @@ adapter = click.option(
     help="A folder with a LoRA adapter that peft saved. Before the load, weighin merges this"
     " adapter into the weights of the Hugging Face folder or GGUF file.",
 )
-base_image = click.option(
-    "--base-image",
-    envvar="WEIGHIN_BASE_IMAGE",
-    metavar="IMAGE",
-    show_envvar=True,
-    help="The base image of the Docker image that weighin builds for --isolation docker.",
-)
 mounts = click.option(
     "--mount",
     "mounts",
@@ -304,8 +297,8 @@ image = click.option(
     " entrypoint gets the command as its arguments, and the container uses the Docker engine's"
     " network. In the container, the current folder has the same path as on this machine, and the"
     " command runs with your user id. Of the shell's environment variables, the container gets only"
-    " TERM; --env sets others. With --isolation docker and without --image, the command runs in"
-    " weighin's own image, which contains torch.",
+    " TERM; --env sets others. With --isolation docker and without --image, the container sees this"
+    " machine's own programs, this Python and its packages, and also gets PATH.",
 )
 cold = click.option(
     "--cold",

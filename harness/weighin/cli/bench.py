@@ -149,7 +149,6 @@ EXAMPLES = {
 @_options.trust
 @_options.wait
 @_options.json
-@_options.base_image
 @_options.mounts
 @click.pass_context
 def bench(context: click.Context, /, **_: Any) -> None:

@@ -26,7 +26,7 @@ _OF_COMMANDS = {"cold", "ready", "ready_url", "grace_s", "label", "image"}
 _OF_MODELS = {
     "model", "model_option", "kwargs", "variant", "revision", "model_class", "trust_remote_code",
     "adapter", "checkpoint", "key", "strip_prefix", "strategies", "device", "dtype", "fmt", "use",
-    "ranks", "seed", "base_image", "wait",
+    "ranks", "seed", "wait",
 }  # fmt: skip
 
 
@@ -71,7 +71,6 @@ _OF_MODELS = {
 @_options.trust
 @_options.wait
 @_options.json
-@_options.base_image
 @_options.mounts
 @click.pass_context
 def floor(context: click.Context, /, **_: Any) -> None:

@@ -26,7 +26,7 @@ from weighin.checkpoint import cache, entries
 from weighin.disk import mount
 from weighin.disk.passthrough import Pace
 from weighin.errors import HarnessError
-from weighin.isolation import delegation, select
+from weighin.isolation import delegation, select, visible
 from weighin.isolation.base import Isolation
 from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import environment, gpu_check, page_cache
@@ -120,6 +120,10 @@ def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Cap
         say(f"running a probe into a limit of {limit_size} with {isolation.name}")
         try:
             yield _prove(isolation, say)
+            if isolation.name == "docker":
+                seen = ", ".join(sorted(visible.binds(visible.of_machine())))
+                detail = f"read-only: {seen}; beside them, the files of a load or command alone"
+                yield Capability("files that a container sees", "good", detail)
         except HarnessError as error:
             yield Capability(subject, "bad", f"{error.message}. {error.repair}")
 

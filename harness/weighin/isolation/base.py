@@ -72,6 +72,10 @@ class Started(Protocol):
         """The folder of the memory cgroup; None without one, or if weighin cannot see the folder."""
 
     @property
+    def helpers(self) -> frozenset[int]:
+        """The pids in the cgroup that belong to the isolation, and not to the worker or command."""
+
+    @property
     def unseen(self) -> str:
         """The reason why weighin cannot see the pid or the cgroup; empty if weighin sees them.
 
@@ -116,10 +120,6 @@ class RunningCommand(Started, Protocol):
         """The pid of the command's first process, as weighin's process sees it."""
 
     @property
-    def helpers(self) -> frozenset[int]:
-        """The pids in the command's cgroups that belong to the isolation, and not to the command."""
-
-    @property
     def shares_terminal(self) -> bool:
         """Whether the terminal itself sends Ctrl-C to the command, so that weighin need not pass it on."""
 
@@ -151,16 +151,8 @@ class Isolation(Protocol):
         """Raise IsolationUnavailable, with advice, if this isolation does not work on this machine."""
 
     def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
-        """Do slow work that all cells share, such as building an image; report each step to ``_progress``."""
+        """Do slow work that all cells share, such as pulling an image; report each step to ``_progress``."""
         return  # workers on this machine share no such work
-
-    def added_code(self, _job: Job, /) -> list[str]:
-        """Return a line about each package that the isolation mounts, or refuses to, for a worker.
-
-        Raises:
-            ConfigError: the isolation cannot provide the package of the model's module.
-        """
-        return []  # a worker on this machine imports the packages of this environment
 
     def start(self, job: Job) -> Running:
         """Start one worker for the given job, with the limits of ``job.cell``."""

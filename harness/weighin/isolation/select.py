@@ -23,23 +23,17 @@ _ON_NODES: Final = (
 )
 
 
-def named(
-    name: str,
-    base_image: str | None = None,
-    packages: tuple[str, ...] = (),
-    image: str = "",
-) -> Isolation:
+def named(name: str, image: str = "") -> Isolation:
     """Return an isolation by its name, without checking that it works on this machine.
 
-    weighin's own Docker image also contains ``packages``, which strategies need. A command's
-    container runs ``image``, or weighin's own image if ``image`` is empty.
+    A command's container runs ``image``; if it is empty, the container sees this machine's programs.
     """
     if name == "docker":
         from weighin.isolation.docker.isolation import (
             DockerIsolation,  # the SDK takes 0.2 s to import
         )
 
-        return DockerIsolation(base_image, packages, image)
+        return DockerIsolation(image)
     if name == "cgroup":
         from weighin.isolation.cgroup import CgroupIsolation
 
@@ -55,8 +49,6 @@ def choose(
     name: str,
     *,
     limited: bool,
-    base_image: str | None = None,
-    packages: tuple[str, ...] = (),
     containers: bool = True,
     image: str = "",
     nodes: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
@@ -64,7 +56,7 @@ def choose(
     """Return a working isolation, and a note for the user; empty without one.
 
     ``auto`` takes the first of these that works, and the note tells why better ones do not: Docker,
-    if its engine has or can pull the image; then a cgroup; then a plain process. If ``limited``, only
+    if its engine can start a container here; then a cgroup; then a plain process. If ``limited``, only
     an isolation that enforces a RAM limit is taken. Without ``containers``, ``auto`` does not take
     Docker.
 
@@ -78,7 +70,7 @@ def choose(
     """
     refused: list[IsolationUnavailable] = []
     for candidate in (name,) if name != "auto" else NAMES if containers else NAMES[1:]:
-        isolation = named(candidate, base_image, packages, image)
+        isolation = named(candidate, image)
         if limited and not isolation.limits:
             continue
         broken = {node: of[candidate] for node, of in nodes.items() if of[candidate]}
@@ -97,7 +89,7 @@ def choose(
         reasons = "; ".join(error.message for error in refused)
         return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
     if name != "auto":
-        raise _instead(name, refused, limited, base_image, packages, nodes)
+        raise _instead(name, refused, limited, nodes)
     where = "on every node" if nodes else "here"
     can = "can enforce a RAM limit" if limited else "works"
     # The last isolation has the easiest repair: a cgroup needs nothing but the permission.
@@ -112,8 +104,6 @@ def _instead(
     name: str,
     refused: list[IsolationUnavailable],
     limited: bool,
-    base_image: str | None,
-    packages: tuple[str, ...],
     nodes: Mapping[str, Mapping[str, str]],
 ) -> IsolationUnavailable:
     """Return the error for a named isolation that does not work; it advises one that does."""
@@ -121,9 +111,7 @@ def _instead(
     message = error.message if error else f"--isolation {name} cannot enforce a RAM limit"
     repairs = [error.repair] if error and error.repair else []
     try:
-        other, _ = choose(
-            "auto", limited=limited, base_image=base_image, packages=packages, nodes=nodes
-        )
+        other, _ = choose("auto", limited=limited, nodes=nodes)
         repairs.append(f"use --isolation {other.name}")
     except IsolationUnavailable as nothing:
         if not error:

@@ -52,7 +52,6 @@ def plan(settings: Settings, nodes: Sequence[Node]) -> tuple[list[Planned], Isol
         "docker" if settings.image else settings.isolation,
         nodes={node.name: node.isolations for node in nodes},
         limited=settings.within is not None or any(limit is not None for limit in settings.ram),
-        base_image=settings.base_image,
         containers=settings.isolation != "auto" or bool(settings.image),
         image=settings.image,
     )

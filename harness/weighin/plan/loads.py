@@ -1,6 +1,6 @@
 """Plan a run of loads or saves: expand its settings into cells, in the order in which they run."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,7 +13,6 @@ from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.formats import gguf, quantised
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import code_of, folder_library
-from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import Selection
 from weighin.isolation import preload, select
 from weighin.isolation.base import Isolation
@@ -53,8 +52,6 @@ def plan(
         settings.isolation,
         nodes={node.name: node.isolations for node in nodes},
         limited=settings.within is not None or any(limit is not None for limit in settings.ram),
-        base_image=settings.base_image,
-        packages=_installed([info for info, _ in strategies], models, chosen.own_formats.values()),
     )
     if settings.ram_high is not None:
         machines.check_soft_limit(isolation, nodes)
@@ -92,9 +89,9 @@ def plan(
     return planned, isolation, settings.model_copy(update=found), note
 
 
-def restore(cells: Sequence[Cell], settings: Settings) -> tuple[list[Planned], tuple[str, ...]]:
-    """Return the cells of a plan, and the packages that they need; raise KeyError if it lacks the path
-    of a strategy, and ConfigError if the strategy's file is missing or every cell is skipped.
+def restore(cells: Sequence[Cell], settings: Settings) -> list[Planned]:
+    """Return the cells of a plan; raise KeyError if it lacks the path of a strategy, and ConfigError if
+    the strategy's file is missing or every cell is skipped.
     """
     infos = {
         name: registry.read_strategy(Path(path), cells[0].operation)
@@ -102,8 +99,7 @@ def restore(cells: Sequence[Cell], settings: Settings) -> tuple[list[Planned], t
     }
     planned = [plan_cell(cell, infos[cell.strategy]) for cell in cells]
     _check_any_runs(planned)
-    models, used = [cell.model for cell in cells], {cell.format for cell in cells}
-    return planned, _installed(infos.values(), models, used)
+    return planned
 
 
 def cells_of(
@@ -221,18 +217,6 @@ def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list
         return [own]
     supported = [fmt for fmt in wanted if fmt in info.formats]
     return supported or [*wanted, *info.formats][:1]
-
-
-def _installed(
-    infos: Iterable[registry.StrategyInfo], models: Sequence[ModelSpec], checkpoints: Iterable[str]
-) -> tuple[str, ...]:
-    """Return, sorted, the installed packages that these strategies, models and formats need."""
-    needed = [name for info in infos for name in info.packages]
-    needed += [library.name for model in models if (library := library_of(model.builder))]
-    found = [quantised.of_model(model) for model in models]
-    needed += [name for one in found if one for name in one.packages]
-    needed += [name for fmt in checkpoints for name in packages.OF_FORMAT.get(fmt, ())]
-    return tuple(sorted(packages.versions(needed)))
 
 
 def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:

@@ -105,7 +105,6 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
             again=resume_command(settings.verb, folder),
         )
     what = "command" if settings.commands else "path"
-    packages: tuple[str, ...] = ()
     try:
         if settings.commands:
             planned = [Planned(cell) for cell in found.cells if settings.command(cell.strategy)]
@@ -113,7 +112,7 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
         else:
             from weighin.plan import loads
 
-            planned, packages = loads.restore(found.cells, settings)
+            planned = loads.restore(found.cells, settings)
     except KeyError as error:
         of = "" if settings.commands else " of the strategy"
         raise RecordError(
@@ -121,7 +120,7 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
             f"start a new run, because this run cannot be resumed without the {what}",
         ) from None
     name = found.cells[0].isolation
-    isolation = select.named(name, settings.base_image, packages, settings.image)
+    isolation = select.named(name, settings.image)
     ours = settings.shard.of(planned) if settings.shard else planned
     return Run(folder, ours, isolation, settings)
 

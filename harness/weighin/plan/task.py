@@ -47,8 +47,8 @@ class Progress:
     """Callbacks that report a run's progress, named after what begins or happens.
 
     ``preparing`` gets a step and its share that is done (0 to 1), ``building`` a line that Docker
-    prints, ``narrowed`` how close a search has come to its floor, and ``nodes`` the step of each
-    machine of a cluster, by its name.
+    prints when it pulls an image, ``narrowed`` how close a search has come to its floor, and ``nodes``
+    the step of each machine of a cluster, by its name.
     """
 
     preparing: Callable[[str, float | None], None] = lambda _text, _share: None

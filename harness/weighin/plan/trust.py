@@ -7,7 +7,6 @@ installed packages is not foreign.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from shlex import join
@@ -47,8 +46,8 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
     """Return one line for each entry of a plan that names code that is neither part of weighin nor
     installed; run none of it.
 
-    Code can come from builders, strategies, uses, Hugging Face folders, base images, mounts,
-    environment variables and the address of a Ray cluster; a command is always foreign.
+    Code can come from builders, strategies, uses, Hugging Face folders, mounts, environment variables
+    and the address of a Ray cluster; a command is always foreign.
     """
     # Ray unpickles what a cluster sends, and so runs its code.
     address = settings.engine.get("address")
@@ -83,12 +82,6 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
             lines[f"strategy {one_line(str(path))} ({_hash(path)})"] = None
     for path in map(Path, settings.use_paths.values()):
         lines[f"use {one_line(str(path))} ({_hash(path)})"] = None
-    base_image = settings.base_image
-    if base_image and any(cell.isolation == "docker" for cell in cells):
-        from weighin.isolation.docker.image import BASE_VARIABLE, DEFAULT_BASE  # imports the SDK
-
-        if base_image not in (DEFAULT_BASE, os.environ.get(BASE_VARIABLE)):
-            lines[f"base image {one_line(base_image)}"] = None
     listed = {code["folder"] for cell in cells if (code := code_of(cell.model))}
     listed |= {str(adapter) for cell in cells if (adapter := adapter_of(cell.model))}
     lines |= {f"mount {one_line(path)}": None for path in settings.mounts if path not in listed}

@@ -229,7 +229,7 @@ def _settings(run: Path) -> Settings:
         settings = reading.read_plan(found.settings, found.cells, run / run_folder.PLAN)
     except HarnessError:
         return Settings()
-    return settings.model_copy(update={"base_image": None, "mounts": ()})
+    return settings.model_copy(update={"mounts": ()})
 
 
 def _strategy(name: str, paths: Mapping[str, str]) -> StrategyInfo:

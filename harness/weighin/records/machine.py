@@ -19,7 +19,10 @@ Setting = str | int | float | bool | None
 
 # The first pattern that matches a setting decides; a difference that matches no pattern is a warning.
 _POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
-    ("isolation.image", "ignore"),  # a hash of the wheels, whose versions are settings themselves
+    (
+        "isolation.image",
+        "ignore",
+    ),  # in older records, a hash of versions that are settings themselves
     ("isolation.groups", "ignore"),
     ("node.*", "ignore"),  # the name of a machine in a fleet, not a property of the machine
     ("disk.*", "ignore"),  # series of different disks have different names anyway

@@ -209,15 +209,9 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> Loads:
     progress.preparing(f"preparing {task.isolation.name}", None)
     task.prepare(progress)
     needed = [each for each in needed if not each.skip]
-    jobs = [_job(task, each, prepared) for each in needed]
-    by_builder = {job.cell.model.builder: job for job in jobs}.values()
-    for line in dict.fromkeys(
-        line for job in by_builder for line in task.isolation.added_code(job)
-    ):
-        progress.preparing(line, None)
     if not task.is_probed:
         progress.preparing("importing torch, to measure the memory that the import needs", None)
-        _check_limits(needed, _probe(task, jobs[0]))
+        _check_limits(needed, _probe(task, _job(task, needed[0], prepared)))
     return Loads(task, task.environment(), progress, prepared, refused)
 
 

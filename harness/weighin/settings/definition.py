@@ -344,8 +344,6 @@ class Settings(Strict):
     """The random seed of generated weights."""
     storage: _Path | None = None
     """The folder for generated and converted checkpoints; none for weighin's cache."""
-    base_image: str | None = None
-    """The base image of containers; none for weighin's default."""
     mounts: tuple[str, ...] = ()
     """The paths of this machine that a container mounts read-only at the same path."""
     cwd: str = ""

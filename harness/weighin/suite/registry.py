@@ -38,7 +38,7 @@ _FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
 
 
 def data_folder(name: str) -> Path:
-    """Return the path of one of weighin's data folders: "strategies", "configs" or "docker".
+    """Return the path of one of weighin's data folders: "strategies" or "configs".
 
     The data folders lie beside the package in a checkout, and inside the package in an installed
     wheel.

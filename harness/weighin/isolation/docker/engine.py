@@ -2,130 +2,73 @@
 
 import os
 import re
-import shutil
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import docker
 import docker.context
 import docker.utils
-from docker.errors import DockerException, InvalidVersion
-from requests.exceptions import RequestException
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from requests import codes, exceptions
 
 from weighin.errors import IsolationUnavailable
-from weighin.probes.cgroup import lock_suffix, this_process
 
-OWNER_LABEL: Final = "weighin.owner"
-HOST_LABEL: Final = "weighin.host"
-LOCK_LABEL: Final = "weighin.lock"
-
-ENGINE_ERRORS: Final = (DockerException, RequestException)
+ENGINE_ERRORS: Final = (DockerException, exceptions.RequestException)
 """All errors that the SDK raises: its own errors, and errors of its HTTP library."""
-
-_OOM_AT_BIRTH: Final = (
-    "container init was OOM-killed (memory limit too low?)",
-    "OOM: the memory limit could be too low",
-)
-"""The messages of runc (since 1.0) and crun about a RAM limit that is too small, in full. The word
-"oom" alone would also match a path of the model bloom-560m."""
-
-_KERNEL_LINE: Final = (
-    "boot with {parameter} on the kernel's command line "
-    "(/etc/default/grub: GRUB_CMDLINE_LINUX, then sudo update-grub and reboot)"
-)
-
-
-def engine_address() -> tuple[str, Any]:
-    """Return the engine's address and TLS settings, from DOCKER_HOST or Docker's current context."""
-    settings = docker.utils.kwargs_from_env()
-    if "base_url" in settings:
-        return settings["base_url"], settings.get("tls")
-    context = docker.context.ContextAPI.get_current_context()
-    return context.Host or "unix:///var/run/docker.sock", context.TLSConfig
+_REMOVE_S: Final = 10.0
 
 
 def connect() -> docker.APIClient:
-    """Return a client of the Docker engine that ``engine_address`` names.
-
-    Raises:
-        IsolationUnavailable: no engine answers, or this user may not use it.
-    """
+    """Return a client of the engine that DOCKER_HOST or Docker's current context names."""
     address = os.environ.get("DOCKER_HOST", "the current context")
     try:
-        address, tls = engine_address()
-        _knock(address)
-        return docker.APIClient(base_url=address, tls=tls or False)
+        settings: dict[str, Any] = dict(docker.utils.kwargs_from_env())
+        if "base_url" not in settings:
+            context = docker.context.ContextAPI.get_current_context()
+            settings = {"base_url": context.Host, "tls": context.TLSConfig}
+        address = settings["base_url"] or "unix:///var/run/docker.sock"
+        if address.startswith(
+            "unix://"
+        ):  # after a failure, the SDK would leave its own socket open
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.connect(address.removeprefix("unix://"))
+        return docker.APIClient(base_url=address, tls=settings.get("tls") or False)
+    except PermissionError as error:
+        message = f"this user has no permission to use the Docker engine at {address}"
+        repair = "sudo usermod -aG docker $USER, then log in again"
+        raise IsolationUnavailable(message, repair) from error
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+        message = f"no Docker engine answers at {address}"
+        repair = "set DOCKER_HOST to the address of an engine that runs, or unset it"
+        if "DOCKER_HOST" not in os.environ:
+            repair = "start the Docker engine: sudo systemctl start docker"
+        raise IsolationUnavailable(message, repair) from error
     except (*ENGINE_ERRORS, OSError) as error:
-        raise explain_unreachable(error, address) from error
-
-
-def _knock(address: str) -> None:
-    """Try to connect to the engine's Unix socket before the SDK does.
-
-    After a failure, the SDK would leave its own socket open.
-    """
-    if address.startswith("unix://"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.connect(address.removeprefix("unix://"))
-
-
-def explain_unreachable(error: BaseException, address: str) -> IsolationUnavailable:
-    causes = list(_causes(error))
-    if any(isinstance(cause, PermissionError) for cause in causes):
-        return IsolationUnavailable(
-            f"this user has no permission to use the Docker engine at {address}",
-            "sudo usermod -aG docker $USER, then log in again",
-        )
-    if any(isinstance(cause, FileNotFoundError | ConnectionRefusedError) for cause in causes):
-        return IsolationUnavailable(f"no Docker engine answers at {address}", _start())
-    if any(isinstance(cause, InvalidVersion) for cause in causes):
-        return IsolationUnavailable(
-            f"the Docker engine at {address} is too old: {first_line(error)}",
-            "install Docker 20.10 or later",
-        )
-    return IsolationUnavailable(
-        f"cannot talk to the Docker engine at {address}: {first_line(error)}",
-        "run docker info, and check DOCKER_HOST",
-    )
-
-
-def _start() -> str:
-    if os.environ.get("DOCKER_HOST"):
-        return "set DOCKER_HOST to the address of an engine that runs, or unset it"
-    if shutil.which("dockerd"):
-        return "start the Docker engine: sudo systemctl start docker"
-    return "install Docker: https://docs.docker.com/engine/install"
+        message = f"cannot talk to the Docker engine at {address}: {first_line(error)}"
+        repair = "run docker info, and check DOCKER_HOST"
+        raise IsolationUnavailable(message, repair) from error
 
 
 def check_engine(info: dict[str, Any]) -> None:
-    """Raise IsolationUnavailable if an engine is on another machine or in a virtual machine, or cannot
-    limit RAM and swap of Linux containers.
-
-    ``info`` is the engine's answer to ``docker info``.
-    """
-    if info.get("OSType", "linux") != "linux":
-        raise IsolationUnavailable(
-            f"the Docker engine runs {info['OSType']} containers",
-            "switch the Docker engine to Linux containers",
-        )
+    """Raise IsolationUnavailable if an engine (``docker info``) is elsewhere, or cannot limit RAM and swap."""
     kernel = os.uname().release
     # The engine writes 6.1 as 6.1.0.
     same = (None, kernel, re.sub(r"^(\d+\.\d+)(?!\.?\d)", r"\1.0", kernel))
     if info.get("KernelVersion") not in same:
         raise elsewhere()
-    if not info.get("MemoryLimit"):
-        raise IsolationUnavailable(
-            "the Docker engine cannot limit memory: the kernel's memory controller is off",
-            _KERNEL_LINE.format(parameter="cgroup_enable=memory swapaccount=1"),
-        )
-    if not info.get("SwapLimit"):
-        raise IsolationUnavailable(
-            "the Docker engine cannot keep a container from swapping: the kernel does not count"
-            " swap for each cgroup",
-            _KERNEL_LINE.format(parameter="swapaccount=1"),
-        )
+    for key, lack, parameter in (
+        ("MemoryLimit", "cannot limit memory: the kernel's memory controller is off", "cgroup_enable=memory "),
+        ("SwapLimit", "cannot keep a container from swapping: the kernel does not count swap for each cgroup", ""),
+    ):  # fmt: skip
+        if not info.get(key):
+            raise IsolationUnavailable(
+                f"the Docker engine {lack}",
+                f"boot with {parameter}swapaccount=1 on the kernel's command line"
+                " (/etc/default/grub: GRUB_CMDLINE_LINUX, then sudo update-grub and reboot)",
+            )
 
 
 def elsewhere() -> IsolationUnavailable:
@@ -136,13 +79,38 @@ def elsewhere() -> IsolationUnavailable:
     )
 
 
-def owner_labels() -> dict[str, str]:
-    """Return the labels that name a container's owner: this process, its host and its lock file."""
-    return {
-        OWNER_LABEL: this_process(),
-        HOST_LABEL: socket.gethostname(),
-        LOCK_LABEL: lock_suffix(),
-    }
+def find_image(client: docker.APIClient, name: str, say: Callable[[str], None]) -> None:
+    """Pull an image if the engine does not have it; raise IsolationUnavailable if it cannot."""
+    try:
+        try:
+            client.inspect_image(name)  # type: ignore[no-untyped-call]
+        except ImageNotFound:
+            say(f"pulling {name}")
+            repository, tag = docker.utils.parse_repository_tag(name)
+            client.pull(repository, tag=tag or "latest")
+    except ENGINE_ERRORS as error:
+        raise IsolationUnavailable(
+            f"the image {name} does not exist here and cannot be pulled from a registry:"
+            f" {first_line(error)}",
+            "choose an image that `docker images` lists: --image IMAGE; or leave --image out, and"
+            " the container sees this machine's own programs",
+        ) from error
+
+
+def remove(client: docker.APIClient, container: str) -> None:
+    """Remove a container and all processes in it; return when the container is gone."""
+    deadline = time.monotonic() + _REMOVE_S
+    with explained(f"remove the container {container}"):
+        while True:
+            try:
+                return client.remove_container(container, v=True, force=True)
+            except NotFound:
+                return None
+            except APIError as error:
+                is_under_way = error.status_code == codes.conflict
+                if not is_under_way or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.02)
 
 
 @contextmanager
@@ -151,65 +119,22 @@ def explained(doing: str) -> Iterator[None]:
     try:
         yield
     except ENGINE_ERRORS as error:
-        raise explain_refusal(error, doing) from error
-
-
-def is_gone(error: BaseException) -> bool:
-    return any(
-        isinstance(cause, FileNotFoundError | ConnectionRefusedError | ConnectionResetError)
-        for cause in _causes(error)
-    )
-
-
-def explain_refusal(error: BaseException, doing: str) -> IsolationUnavailable:
-    if is_gone(error):
-        return IsolationUnavailable(
-            f"the Docker engine has stopped: it could not {doing}",
-            "start the Docker engine again: sudo systemctl start docker",
-        )
-    reason = first_line(error)
-    if "could not select device driver" in reason:
-        return IsolationUnavailable(
-            "the Docker engine cannot pass a GPU to a container",
-            "install nvidia-container-toolkit, then sudo nvidia-ctk runtime configure "
-            "--runtime=docker and sudo systemctl restart docker",
-        )
-    if "minimum memory limit" in reason.lower():
-        return IsolationUnavailable(
-            f"the Docker engine refuses so small a RAM limit: {reason}",
-            "give a larger --ram, or use --isolation cgroup",
-        )
-    if "bind source path does not exist" in reason or "mounts denied" in reason.lower():
-        return IsolationUnavailable(
-            f"the Docker engine cannot access a folder of this machine: {reason}",
-            "share the folder with the Docker engine (Docker Desktop: Settings, Resources, File"
-            " sharing); weighin cannot use a Docker engine on another machine",
-        )
-    return IsolationUnavailable(
-        f"the Docker engine could not {doing}: {reason}",
-        "see the log of the Docker engine: sudo journalctl -u docker",
-    )
-
-
-def killed_at_birth(error: BaseException) -> bool:
-    """Tell whether the kernel killed a container at its start, because its RAM limit is too small."""
-    text = str(getattr(error, "explanation", None) or error)
-    return any(message in text for message in _OOM_AT_BIRTH)
+        reason = first_line(error)
+        message = f"the Docker engine could not {doing}: {reason}"
+        repair = "see the log of the Docker engine: sudo journalctl -u docker"
+        if isinstance(error, exceptions.ConnectionError):
+            message = f"the Docker engine has stopped: it could not {doing}"
+            repair = "start the Docker engine again: sudo systemctl start docker"
+        elif "minimum memory limit" in reason.lower():
+            message = f"the Docker engine refuses so small a RAM limit: {reason}"
+            repair = "give a larger --ram, or use --isolation cgroup"
+        elif "bind source path does not exist" in reason or "mounts denied" in reason.lower():
+            message = f"the Docker engine cannot access a folder of this machine: {reason}"
+            repair = "use an engine that runs on this machine, or --isolation cgroup or process"
+        raise IsolationUnavailable(message, repair) from error
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of the engine's message, without the text that the HTTP library adds."""
     text = str(getattr(error, "explanation", None) or error)
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error of the Docker SDK and all its causes, including those only in ``args``."""
-    seen: list[BaseException] = []
-    todo: list[object] = [error]
-    while todo:
-        cause = todo.pop()
-        if isinstance(cause, BaseException) and not any(cause is earlier for earlier in seen):
-            seen.append(cause)
-            todo += [cause.__cause__, cause.__context__, *cause.args]
-            yield cause

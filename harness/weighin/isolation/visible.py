@@ -1,0 +1,105 @@
+"""What a container sees: this machine's programs, this Python, and the files of one cell.
+
+Each file has the same path inside as here, by its own name and by its real name. All but one folder
+are read-only.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from weighin import child_process, formats
+from weighin.cell import Job
+from weighin.formats.pretrained_folder import folder_of
+from weighin.formats.pretrained_library import library_of
+from weighin.suite.registry import data_folder
+
+SHELL: Final[tuple[str, ...]] = ("/bin/sh",)
+_SYSTEM: Final = (
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/nix/store", "/gnu/store"),
+    *("/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/ld.so.cache", "/etc/localtime"),
+    *("/etc/alternatives", "/etc/ssl/certs", "/etc/pki/tls/certs", "/etc/pki/ca-trust"),
+)
+
+
+def of_machine() -> tuple[str, ...]:
+    """Return the paths of this machine's programs, of this Python, of its packages and of weighin.
+
+    The packages are those in ``sys.path`` and those that pip installed as editable, but never the
+    root, the home or the current folder merely because it is in ``sys.path``.
+    """
+    whole = {"/", os.path.realpath(os.path.expanduser("~"))}  # noqa: PTH111
+    with contextlib.suppress(FileNotFoundError):  # the current folder was deleted
+        whole.add(os.path.realpath("."))
+    found = (sys.prefix, sys.base_prefix, *(path for path in sys.path if path), *_editable())
+    own = (str(Path(child_process.__file__).parent), str(data_folder("strategies")))
+    return (*_SYSTEM, *(path for path in found if os.path.realpath(path) not in whole), *own)
+
+
+@cache
+def _editable() -> tuple[str, ...]:
+    """Return the folders of the packages that pip installed as editable."""
+    origins = (each.read_text("direct_url.json") for each in metadata.distributions())
+    return tuple(
+        unquote(urlsplit(origin["url"]).path)
+        for origin in map(json.loads, filter(None, origins))
+        if origin.get("dir_info", {}).get("editable")
+    )
+
+
+def of_job(job: Job) -> Iterator[str]:
+    """Yield the paths that the worker of a job reads."""
+    checkpoint = Path(job.checkpoint)
+    if checkpoint.is_dir():
+        yield job.checkpoint
+        # Download caches consist of links, whose targets are elsewhere.
+        yield from (str(file) for file in checkpoint.rglob("*") if file.is_symlink())
+    else:
+        is_index = checkpoint.suffix == ".json"
+        yield from map(str, formats.files(checkpoint) if is_index else [checkpoint])
+        if library_of(job.cell.model.builder):  # from_pretrained reads them
+            yield from map(str, folder_of(checkpoint).glob("*.json"))
+    yield from (job.manifest, job.strategy_path, job.use_path, *job.python_path)
+
+
+def binds(seen: Iterable[str], fixed: Iterable[str] = ()) -> dict[str, str]:
+    """Return a dict from each path in a container to the real path of its file or folder here.
+
+    Paths that do not exist are left out, and so are paths that another path contains, except those in
+    ``fixed``, which the caller may bind in another way.
+    """
+
+    def named(paths: Iterable[str]) -> dict[str, str]:
+        here = [os.path.abspath(path) for path in paths if path and os.path.exists(path)]  # noqa: PTH100, PTH110
+        real = [os.path.realpath(path) for path in here]
+        return {path: path for path in real} | dict(zip(here, real, strict=True))
+
+    apart = named(fixed)
+    wanted = {target: source for target, source in (named(seen) | apart).items() if target != "/"}
+    return {
+        target: source
+        for target, source in wanted.items()
+        if target in apart
+        or not any(
+            target.startswith(f"{above}/") and source == real + target.removeprefix(above)
+            for above, real in wanted.items()
+        )
+    }
+
+
+def own_shell() -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return how to run this machine's shell in any image, even in one without a shell, and its files."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [Path(line.split(maxsplit=5)[5]) for line in lines if " /" in line]
+    loader = next(file for file in mapped if file.name.startswith("ld-"))
+    libc = next((file for file in mapped if file.name.startswith("libc")), loader)
+    files = {"loader": loader, "lib": libc.parent, "sh": Path(SHELL[0]).resolve()}
+    command = ("/weighin/loader", "--library-path", "/weighin/lib", "/weighin/sh")
+    return command, {f"/weighin/{name}": str(path) for name, path in files.items()}

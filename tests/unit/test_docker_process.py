@@ -1,0 +1,230 @@
+"""The streams of a process in a container: what is copied, where it ends, and a terminal's mode."""
+
+import fcntl
+import os
+import signal
+import socket
+import struct
+import subprocess
+import termios
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from leftovers import wait_until
+
+from weighin import child_process
+from weighin.isolation.base import Streams
+from weighin.isolation.docker import process
+from weighin.isolation.docker.process import _Pump
+
+
+def frame(stream: int, payload: bytes) -> bytes:
+    return bytes([stream, 0, 0, 0]) + len(payload).to_bytes(4, "big") + payload
+
+
+class Wires:
+    """A pump, the engine's end of its stream, and the user's ends of the standard streams.
+
+    It stands for the command, too, and notes what the pump asks of it.
+    """
+
+    def __init__(self, *files: int, ends_together: bool = False, ended: int | None = None) -> None:
+        self.engine, ours = socket.socketpair()
+        self.engine.settimeout(10)
+        self.signals: list[int] = []
+        self.sizes: list[tuple[int, int]] = []
+        self.kills = 0
+        self.ends_together, self.process = ends_together, ended
+        command: Any = self
+        self.pump = _Pump(command, Streams(*files))
+        self.pump.stream = ours
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def resize(self, rows: int, columns: int) -> None:
+        self.sizes.append((rows, columns))
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def say(self, *parts: tuple[int, bytes]) -> None:
+        self.engine.sendall(b"".join(frame(*part) for part in parts))
+
+    def end(self) -> None:
+        self.engine.close()
+        if self.pump._wake >= 0:  # it is not closed yet
+            self.pump.finish()
+        self.pump.close()
+        self.pump.close()
+
+
+Plug = Callable[..., Wires]
+
+
+@pytest.fixture
+def pipes() -> Iterator[tuple[list[int], int, int, int]]:
+    """Ends for a pump, and then the user's: of what is typed, of the output and of the errors."""
+    (stdin, keys), (out, stdout), (err, stderr) = os.pipe(), os.pipe(), os.pipe()
+    yield [stdin, stdout, stderr], keys, out, err
+    for file in (stdin, stdout, stderr, keys, out, err):
+        try:
+            os.close(file)
+        except OSError:
+            continue
+
+
+Pipes = tuple[list[int], int, int, int]
+
+
+def rest(file: int) -> bytes:
+    os.set_blocking(file, False)
+    try:
+        return os.read(file, 1 << 20)
+    except BlockingIOError:
+        return b""
+
+
+def test_output_and_errors_stay_apart(pipes: Pipes) -> None:
+    files, _, out, err = pipes
+    wires = Wires(*files)
+    wires.pump.begin()
+    wires.say((1, b"one\n"), (2, b"noise"), (1, b""), (1, bytes(30_000)), (1, b"two"))
+    wires.end()
+    assert (rest(out), rest(err)) == (b"one\n" + bytes(30_000) + b"two", b"noise")
+
+
+def test_input_is_passed_on_with_its_end(pipes: Pipes) -> None:
+    files, keys, *_ = pipes
+    wires = Wires(*files)
+    os.close(files[0])
+    wires.pump.begin()
+    os.write(keys, b"typed\n")
+    assert wires.engine.recv(100) == b"typed\n"
+    os.close(keys)
+    assert wires.engine.recv(100) == b""
+    wires.end()
+
+
+def test_output_that_nobody_reads_is_a_broken_pipe_for_the_command(pipes: Pipes) -> None:
+    files, _, out, err = pipes
+    wires = Wires(*files)
+    os.close(out)
+    os.close(files[1])
+    wires.pump.begin()
+    wires.say((1, b"y\n"), (2, b"still heard"))
+    wait_until(lambda: wires.signals, "no signal")
+    wires.end()
+    assert (wires.signals, rest(err)) == ([signal.SIGPIPE], b"still heard")
+
+
+def test_the_end_of_a_worker_ends_what_it_left(pipes: Pipes) -> None:
+    files, *_ = pipes
+    with subprocess.Popen(["sleep", "60"]) as running:
+        wires = Wires(*files, ends_together=True, ended=child_process.open_process(running.pid))
+        wires.pump.begin()
+        assert wires.kills == 0
+        running.kill()
+    wait_until(lambda: wires.kills, "nothing was ended")
+    wires.end()
+    assert wires.process is not None
+    os.close(wires.process)
+
+
+def test_a_pump_that_never_began_leaves_no_descriptor(pipes: Pipes) -> None:
+    files, *_ = pipes
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    wires = Wires(*files)
+    wires.end()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+class Screen(Wires):
+    """A pump to a terminal, whose user's end is ``user``."""
+
+    def __init__(self) -> None:
+        self.user, self.terminal = os.openpty()
+        self.set_size(40, 120)
+        self.usual = self.mode()
+        super().__init__(*[self.terminal] * 3)
+
+    def set_size(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def mode(self) -> list[Any]:
+        return termios.tcgetattr(self.terminal)
+
+
+@pytest.fixture
+def screen() -> Iterator[Screen]:
+    screen = Screen()
+    yield screen
+    screen.end()
+    os.close(screen.user)
+    os.close(screen.terminal)
+
+
+def test_a_terminal_is_raw_until_the_command_has_ended(screen: Screen) -> None:
+    assert screen.pump.is_terminal
+    screen.pump.begin()
+    assert screen.mode() != screen.usual
+    os.write(screen.user, b"a\x03")  # Ctrl-C is a key of the command
+    assert screen.engine.recv(2, socket.MSG_WAITALL) == b"a\x03"
+    screen.engine.sendall(b"\x01\x00not a frame")
+    screen.end()
+    assert screen.mode() == screen.usual
+    assert os.read(screen.user, 100) == b"\x01\x00not a frame"
+
+
+def test_a_terminal_that_is_closed_is_as_it_was(screen: Screen) -> None:
+    screen.pump.begin()
+    screen.pump.close()
+    assert screen.mode() == screen.usual
+
+
+def test_the_commands_terminal_has_the_size_of_the_users(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_RESIZE_S", 0.01)
+    screen.pump.begin()
+    assert screen.sizes == [(40, 120)]
+    screen.set_size(50, 80)
+    wait_until(lambda: len(screen.sizes) > 1, "the new size was not passed on")
+    assert screen.sizes == [(40, 120), (50, 80)]
+
+
+@pytest.mark.parametrize("is_file", [0, 1, 2])
+def test_one_stream_that_is_no_terminal_keeps_all_apart(screen: Screen, is_file: int) -> None:
+    with Path(os.devnull).open("r+b") as file:
+        files = [screen.terminal] * 3
+        files[is_file] = file.fileno()
+        wires = Wires(*files)
+    assert not wires.pump.is_terminal
+    wires.end()
+
+
+def test_a_command_in_the_background_gets_no_input(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
+        wires = Wires(*[screen.terminal] * 3)
+    assert not wires.pump.is_terminal
+    wires.pump.begin()
+    os.write(screen.user, b"key")
+    wires.engine.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        wires.engine.recv(3)
+    wires.end()
+
+
+def test_the_status_of_another_processes_child_is_known_when_it_was_reaped() -> None:
+    with subprocess.Popen(["sh", "-c", "kill -9 $$"]) as running:
+        process = child_process.open_process(running.pid)
+        assert process is not None
+        assert child_process.wait_status(process) is None  # nobody has reaped it yet
+        running.wait()
+    assert child_process.wait_status(process) in (signal.SIGKILL, None)  # None before Linux 6.15
+    os.close(process)
