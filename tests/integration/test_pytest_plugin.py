@@ -359,7 +359,7 @@ def test_a_body_in_docker_is_refused_with_its_repair(user: pytest.Pytester) -> N
     result = user.runpytest_subprocess()
     result.assert_outcomes(failed=1)
     assert (
-        "a test's body cannot run in Docker: the image lacks the modules that it imports\n"
+        "a test's body cannot run in Docker: a container cannot write the test's report\n"
         "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)"
     ) in result.stdout.str()
 

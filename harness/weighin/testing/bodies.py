@@ -183,7 +183,7 @@ def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.Tes
 def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> Result:
     if isolation == "docker":
         raise IsolationUnavailable(
-            "a test's body cannot run in Docker: it could not write its report, and sees only a part of this machine",
+            "a test's body cannot run in Docker: a container cannot write the test's report",
             "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)",
         )
     chosen, _ = select.choose(isolation, limited=limit.ram is not None, containers=False)
