@@ -64,8 +64,12 @@ class Exit:
             return f"signal {self.signal}"
 
 
-class Started(Protocol):
+class Running(Protocol):
     """A started worker or command."""
+
+    @property
+    def pid(self) -> int | None:
+        """The first process's pid, as weighin's process sees it; None if weighin cannot see it."""
 
     @property
     def cgroup(self) -> Path | None:
@@ -76,6 +80,12 @@ class Started(Protocol):
         """The reason why weighin cannot see the pid or the cgroup; empty if weighin sees them.
 
         After ``close``, it also names the processes that weighin was not allowed to kill.
+        """
+
+    def wait(self, timeout_s: float) -> bool | Exit:
+        """Return whether the first process ends in ``timeout_s``, without reaping it.
+
+        A worker in a container is reaped: ``wait`` returns how it ended, or raises TimeoutError.
         """
 
     def kill(self) -> None:
@@ -90,30 +100,19 @@ class Started(Protocol):
         """
 
 
-class Running(Started, Protocol):
+class RunningWorker(Running, Protocol):
     """A started worker."""
 
     @property
     def channel(self) -> Channel:
         """The channel through which the worker gets its job."""
 
-    @property
-    def pid(self) -> int | None:
-        """The worker's pid, as weighin's process sees it; None if weighin cannot see the worker."""
 
-    def wait(self, timeout_s: float) -> bool | Exit:
-        """Return whether the worker ends in ``timeout_s``.
-
-        A worker in a container is reaped: ``wait`` returns how it ended, or raises TimeoutError.
-        """
-
-
-class RunningCommand(Started, Protocol):
+class RunningCommand(Running, Protocol):
     """A started command, together with all processes that it starts."""
 
     @property
-    def pid(self) -> int:
-        """The pid of the command's first process, as weighin's process sees it."""
+    def pid(self) -> int: ...
 
     @property
     def helpers(self) -> frozenset[int]:
@@ -123,8 +122,7 @@ class RunningCommand(Started, Protocol):
     def shares_terminal(self) -> bool:
         """Whether the terminal itself sends Ctrl-C to the command, so that weighin need not pass it on."""
 
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether the command's first process ends in ``timeout_s``, without reaping it."""
+    def wait(self, timeout_s: float) -> bool: ...
 
     def reap(self) -> Exit:
         """Wait for the end of the command's first process, and return how the process ended."""
@@ -162,7 +160,7 @@ class Isolation(Protocol):
         """
         return []  # a worker on this machine imports the packages of this environment
 
-    def start(self, job: Job) -> Running:
+    def start(self, job: Job) -> RunningWorker:
         """Start one worker for the given job, with the limits of ``job.cell``."""
 
     def start_command(

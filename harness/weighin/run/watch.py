@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.isolation.base import Exit, Running, RunningCommand
+from weighin.isolation.base import Exit, Running
 from weighin.probes import kernel_log
 from weighin.probes.allocator_trace import Trace
 from weighin.probes.cgroup import (
@@ -105,7 +105,7 @@ class Watch:
 
     # Before and while the cell runs ---------------------------------------------------------------
 
-    def begin(self, running: Running | RunningCommand) -> None:
+    def begin(self, running: Running) -> None:
         """Begin to measure what has just started."""
         self._running: Any = running
         self._mark = mark_of(running)
@@ -677,7 +677,7 @@ class Watch:
         return with_code(self._stacks.stacks, self._spec.settings.cwd, self._started_s)
 
 
-def mark_of(running: Running | RunningCommand) -> PeakMark | None:
+def mark_of(running: Running) -> PeakMark | None:
     """Return the mark of the cgroup of what runs; None without one, or if weighin cannot see it."""
     if not running.pid or not running.cgroup:
         return None
