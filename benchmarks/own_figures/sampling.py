@@ -21,7 +21,7 @@ from own_figures.spread import Gaps
 from weighin.cell import Cell
 from weighin.errors import IsolationUnavailable
 from weighin.isolation import select
-from weighin.isolation.base import RunningCommand, Streams
+from weighin.isolation.base import Running, Streams
 from weighin.probes.cgroup import MemoryCgroup
 from weighin.probes.memory import FamilyMemory, GroupMemory, ProcessMemory
 from weighin.probes.sampler import Sampler
@@ -70,7 +70,7 @@ def measure(programs: Path, seconds: float) -> list[Sampled]:
 def _watched(
     programs: Path,
     isolation: str,
-    begin: Callable[[RunningCommand, float], Stop],
+    begin: Callable[[Running, float], Stop],
     interval_ms: int,
     seconds: float,
 ) -> tuple[float, Gaps]:
@@ -88,12 +88,12 @@ def _watched(
     return cpu_ns / wall_ns, Gaps.between([sample.t_ns for sample in samples])
 
 
-def _of_a_load(running: RunningCommand, interval_s: float) -> Stop:
+def _of_a_load(running: Running, interval_s: float) -> Stop:
     cgroup = MemoryCgroup(running.cgroup) if running.cgroup else None
     return _started(Sampler(ProcessMemory(running.pid, cgroup), interval_s))
 
 
-def _of_a_command(running: RunningCommand, interval_s: float) -> Stop:
+def _of_a_command(running: Running, interval_s: float) -> Stop:
     group = GroupMemory(MemoryCgroup(running.cgroup), running.pid) if running.cgroup else None
     return _started(Sampler(group or FamilyMemory(running.pid), interval_s))
 

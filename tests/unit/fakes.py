@@ -133,7 +133,7 @@ class FakeRunning:
         self.script = deque(script)
         self.channel = FakeChannel(stderr_tail)
         self.listener: Any = None
-        self.pid = pid
+        self.pid: Any = pid
         if inside:
             self.pid = next(_pids)
             _played[self.pid] = inside
@@ -144,7 +144,7 @@ class FakeRunning:
         self._ended = ended
         self._hangs = hangs
 
-    def wait(self, timeout_s: float) -> Exit:
+    def wait(self, timeout_s: float) -> bool:
         while self.script:
             step = self.script.popleft()
             if isinstance(step, bytes):
@@ -153,12 +153,15 @@ class FakeRunning:
                 if not self.script:
                     self._hangs = max(self._hangs, 1)
                 time.sleep(min(timeout_s, 0.002))
-                raise step
+                return False
             else:
                 step()
         if self.kills < self._hangs:
             time.sleep(min(timeout_s, 0.002))
-            raise TimeoutError
+            return False
+        return True
+
+    def reap(self) -> Exit:
         return self._ended
 
     def kill(self) -> None:
@@ -192,7 +195,7 @@ class PlayedIsolation:
         self.steps.append("prepare")
         progress("building")
 
-    def start(self, job: Job) -> FakeRunning:
+    def start(self, job: Job) -> Any:
         self.jobs.append(job)
         script = self._scripts.popleft() if len(self._scripts) > 1 else self._scripts[0]
         running = FakeRunning(script, inside=self._inside, stderr_tail=self.stderr_tail)

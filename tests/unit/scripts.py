@@ -44,7 +44,7 @@ class FakeSampler(Silent):
 
 
 def followed(
-    running: FakeRunning,
+    running: Any,
     *,
     ranks: int = 1,
     job: Job = JOB,
@@ -54,7 +54,7 @@ def followed(
     on_phase: Callable[[str], None] = lambda _: None,
 ) -> tuple[Result, Watch]:
     """Watch a played worker from its start to its result."""
-    kind = type("PlayedSpec", (LoadSpec,), {"before_load": lambda _: before_load()})
+    kind: Any = type("PlayedSpec", (LoadSpec,), {"before_load": lambda _: before_load()})
     spec = kind.of(job, on_phase=on_phase)
     spec.disk = disk
     with tempfile.TemporaryDirectory() as folder:

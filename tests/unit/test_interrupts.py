@@ -132,7 +132,7 @@ def test_a_cell_that_is_stopped_is_closed_to_the_end(step: str, tmp_path: Path) 
             return Running([*DONE[:3], stop, *DONE[3:]] if step == "run" else [*DONE])
 
     with pytest.raises(Interrupted), interrupts.stoppable():
-        measure(Isolation(), tmp_path, JOB, [], None)  # type: ignore[arg-type]
+        measure(Isolation(), tmp_path, JOB, [], None)
     assert done == ["started", "closed"]
 
 

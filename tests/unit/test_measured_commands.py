@@ -14,9 +14,9 @@ from ran_commands import settings_of
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, StillRunning
-from weighin.isolation.base import RunningCommand, Streams
+from weighin.isolation.base import Streams
 from weighin.isolation.cgroup import CgroupIsolation
-from weighin.isolation.process import ProcessIsolation
+from weighin.isolation.process import ProcessIsolation, Started
 from weighin.probes import kernel_log, page_cache
 from weighin.records.thrashing import Reference
 from weighin.result import Faults, Outcome, Peaks, Result
@@ -57,7 +57,7 @@ class Watched(ProcessIsolation):
         folder: str,
         streams: Streams,
         _mounts: Sequence[str] = (),
-    ) -> RunningCommand:
+    ) -> Started:
         running = super().start_command(cell, folder, streams)
         self._changed(running)
         return running

@@ -48,8 +48,9 @@ def fields_of(event: dict[str, Any]) -> dict[str, Any] | None:
     """Return the fields of the decoded event; None if it is refused."""
     if not (decoded := decode(encode_event(event))):
         return None
-    fields: dict[str, Any] = json.loads(msgspec.json.encode(decoded[1]))
-    return fields.get("phase", fields)
+    fields: Any = json.loads(msgspec.json.encode(decoded[1]))
+    found: dict[str, Any] = fields.get("phase", fields)
+    return found
 
 
 @pytest.mark.parametrize("event", [*EVENTS, *OPTIONAL], ids=lambda event: event["event"])

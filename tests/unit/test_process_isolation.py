@@ -21,14 +21,14 @@ from weighin.cell import Cell
 from weighin.child_process import adopt_orphans
 from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
 from weighin.isolation import process
-from weighin.isolation.base import Exit, RunningCommand, Streams
+from weighin.isolation.base import Exit, Running, Streams
 from weighin.isolation.process import ProcessIsolation, ProcessTree, Started
 from weighin.probes.cgroup import parent_of, this_process
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
 from weighin.run.leftovers import end_rest
 
-Start = Callable[..., RunningCommand]
+Start = Callable[..., Running]
 
 
 @pytest.fixture

@@ -64,12 +64,16 @@ class Exit:
             return f"signal {self.signal}"
 
 
-class Started(Protocol):
-    """A started worker or command."""
+class Running(Protocol):
+    """A started worker or command, together with all processes that it starts."""
+
+    @property
+    def pid(self) -> int:
+        """The first process's pid, as weighin's process sees it."""
 
     @property
     def cgroup(self) -> Path | None:
-        """The folder of the memory cgroup; None without one, or if weighin cannot see the folder."""
+        """The folder of the memory cgroup; None without one."""
 
     @property
     def helpers(self) -> frozenset[int]:
@@ -77,10 +81,26 @@ class Started(Protocol):
 
     @property
     def unseen(self) -> str:
-        """The reason why weighin cannot see the pid or the cgroup; empty if weighin sees them.
+        """What weighin cannot see; empty if it sees all.
 
         After ``close``, it also names the processes that weighin was not allowed to kill.
         """
+
+    @property
+    def shares_terminal(self) -> bool:
+        """Whether the terminal itself sends Ctrl-C to the command, so that weighin need not pass it on."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether the first process ends in ``timeout_s``, without reaping it."""
+
+    def reap(self) -> Exit:
+        """Wait for the end of the first process, and return how it ended."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal to the first process; do nothing if it has ended."""
+
+    def members(self) -> list[int]:
+        """Return the pids of the processes that exist now."""
 
     def kill(self) -> None:
         """Kill the worker or command with its children, and return without waiting for their end."""
@@ -94,46 +114,12 @@ class Started(Protocol):
         """
 
 
-class Running(Started, Protocol):
+class RunningWorker(Running, Protocol):
     """A started worker."""
 
     @property
     def channel(self) -> Channel:
         """The channel through which the worker gets its job."""
-
-    @property
-    def pid(self) -> int | None:
-        """The worker's pid, as weighin's process sees it; None if weighin cannot see the worker."""
-
-    def wait(self, timeout_s: float) -> bool | Exit:
-        """Return whether the worker ends in ``timeout_s``.
-
-        A worker in a container is reaped: ``wait`` returns how it ended, or raises TimeoutError.
-        """
-
-
-class RunningCommand(Started, Protocol):
-    """A started command, together with all processes that it starts."""
-
-    @property
-    def pid(self) -> int:
-        """The pid of the command's first process, as weighin's process sees it."""
-
-    @property
-    def shares_terminal(self) -> bool:
-        """Whether the terminal itself sends Ctrl-C to the command, so that weighin need not pass it on."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether the command's first process ends in ``timeout_s``, without reaping it."""
-
-    def reap(self) -> Exit:
-        """Wait for the end of the command's first process, and return how the process ended."""
-
-    def send_signal(self, number: int, /) -> None:
-        """Send a signal to the command's first process; do nothing if the process has ended."""
-
-    def members(self) -> list[int]:
-        """Return the pids of the command's processes that exist now."""
 
 
 class Isolation(Protocol):
@@ -154,7 +140,7 @@ class Isolation(Protocol):
         """Do slow work that all cells share, such as pulling an image; report each step to ``_progress``."""
         return  # workers on this machine share no such work
 
-    def start(self, job: Job) -> Running:
+    def start(self, job: Job) -> RunningWorker:
         """Start one worker for the given job, with the limits of ``job.cell``."""
 
     def start_command(
@@ -163,7 +149,7 @@ class Isolation(Protocol):
         folder: str,
         streams: Streams,
         mounts: Sequence[str] = (),
-    ) -> RunningCommand:
+    ) -> Running:
         """Start the command of this cell in a working folder, under the cell's limits.
 
         A container sees ``folder`` and, read-only, each path in ``mounts``, all at the same paths

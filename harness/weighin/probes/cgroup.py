@@ -383,13 +383,12 @@ class PeakMark:
     ``resets`` tells whether the kernel can reset the mark. On cgroup v1, a write of 0 resets the
     mark for all readers. On cgroup v2 since Linux 6.12, a write to an open file resets the mark
     only for reads from this open file. Other kernels cannot reset the mark: it is the peak since
-    the cgroup's creation. ``highest_bytes`` is the largest result of ``read`` so far.
+    the cgroup's creation.
     """
 
     def __init__(self, cgroup: MemoryCgroup) -> None:
         self.cgroup = cgroup
         self.resets = True
-        self.highest_bytes: int | None = None
         self._v1 = cgroup.version == 1
         try:
             self._file = os.open(cgroup.peak_path, os.O_RDWR)
@@ -403,11 +402,9 @@ class PeakMark:
         if self._file < 0:
             return None
         try:
-            peak = int(os.pread(self._file, 32, 0))
+            return int(os.pread(self._file, 32, 0))
         except OSError:  # the group was removed
             return None
-        self.highest_bytes = max(peak, self.highest_bytes or 0)
-        return peak
 
     def counters(self) -> Counters:
         group = self.cgroup

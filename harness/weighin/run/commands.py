@@ -13,7 +13,7 @@ from typing import Any, Final
 from weighin.cell import Cell
 from weighin.errors import Interrupted
 from weighin.isolation import select
-from weighin.isolation.base import Isolation, RunningCommand
+from weighin.isolation.base import Isolation, Running
 from weighin.isolation.process import PASSED
 from weighin.plan.commands import files_in
 from weighin.plan.task import Planned, Progress, Run
@@ -74,7 +74,7 @@ class CommandSpec(Spec):
         relaying = output.relaying(self._settings, self.cell, at_ready)
         self._output = opened.enter_context(relaying)
 
-    def start(self, isolation: Isolation, listener: Path) -> RunningCommand:
+    def start(self, isolation: Isolation, listener: Path) -> Running:
         assert self._output
         environment = self.cell.environment | {VARIABLE: str(listener)}
         mounts = (*self._settings.mounts, str(listener.parent))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.child_process import signal_each
-from weighin.isolation.base import RunningCommand
+from weighin.isolation.base import Running
 from weighin.probes import mounts
 from weighin.probes.process_table import command_of
 from weighin.result import Sample
@@ -21,7 +21,7 @@ _CLOCK_S: Final = 0.02  # the kernel's clock for files is a little behind
 _COMMAND_LENGTH: Final = 120
 
 
-def end_rest(running: RunningCommand, grace_s: float, settle_s: float) -> tuple[str, ...]:
+def end_rest(running: Running, grace_s: float, settle_s: float) -> tuple[str, ...]:
     """End the processes of a command that outlive its first process, and return their command lines.
 
     A process that ends by itself within ``settle_s`` is not listed. The other processes get SIGTERM,

@@ -21,7 +21,7 @@ from weighin.formats import quantised
 from weighin.formats.lora import files_of
 from weighin.formats.pretrained_folder import folder_of
 from weighin.isolation import select
-from weighin.isolation.base import Isolation, Running
+from weighin.isolation.base import Isolation, RunningWorker
 from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.probes import storage as storages
 from weighin.probes.cgroup import Counters
@@ -106,7 +106,7 @@ class LoadSpec(Spec):
             self.facts["storage"] = asdict(storages.describe(self.files[0]))
             self.facts["read_ahead_bytes"] = read_ahead_bytes(Path(job.checkpoint))
 
-    def start(self, isolation: Isolation, listener: Path) -> Running:
+    def start(self, isolation: Isolation, listener: Path) -> RunningWorker:
         job = self._job
         mounts = (*job.mounts, str(listener.parent))
         return isolation.start(replace(job, listener=str(listener), mounts=mounts))
@@ -326,7 +326,7 @@ def _probe(task: Run, job: Job) -> Memory:
                     f"`import torch` took longer than {_PROBE_TIMEOUT_S:.0f} s",
                     "end other programs on this machine, and run the command again",
                 )
-            with suppress(TimeoutError), interrupts.allowed():
+            with interrupts.allowed():
                 if running.wait(0):
                     listener.close()  # takes the last messages
                     break

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weighin.cell import Cell, Job
-from weighin.isolation.base import Isolation, Running, RunningCommand
+from weighin.isolation.base import Isolation, Running
 from weighin.result import Mark
 from weighin.run.readiness import Readiness
 from weighin.settings.definition import Settings
@@ -51,7 +51,7 @@ class Spec:
     def enter(self, opened: ExitStack) -> None:
         """Prepare what the cell needs while it runs; ``opened`` closes it."""
 
-    def start(self, isolation: Isolation, listener: Path) -> Running | RunningCommand:
+    def start(self, isolation: Isolation, listener: Path) -> Running:
         """Start the cell, which must be able to reach the socket ``listener``."""
         raise NotImplementedError
 

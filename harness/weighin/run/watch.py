@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.isolation.base import Exit, Running, RunningCommand
+from weighin.isolation.base import Exit, Running
 from weighin.probes import kernel_log
 from weighin.probes.allocator_trace import Trace
 from weighin.probes.cgroup import (
@@ -105,7 +105,7 @@ class Watch:
 
     # Before and while the cell runs ---------------------------------------------------------------
 
-    def begin(self, running: Running | RunningCommand) -> None:
+    def begin(self, running: Running) -> None:
         """Begin to measure what has just started."""
         self._running: Any = running
         self._mark = mark_of(running)
@@ -150,7 +150,7 @@ class Watch:
             now_s = time.monotonic()
             due_s = min(deadline, ends_s, self._guard.next_s if self._guard else math.inf)
             with interrupts.allowed():
-                has_ended = self._ends_within(max(0.0, min(pause_s, due_s - now_s)))
+                has_ended = self._running.wait(max(0.0, min(pause_s, due_s - now_s)))
             if self._listener.error:
                 raise self._listener.error
             if has_ended or self.server_ready_ns:
@@ -172,17 +172,6 @@ class Watch:
             if spec.readiness and self._memory and self._sampler.oom_kills:
                 deadline = min(deadline, now_s + _AFTER_KILL_S) if ends_s == math.inf else deadline
                 ends_s = deadline
-
-    def _ends_within(self, timeout_s: float) -> bool:
-        """Return whether the first process ends in ``timeout_s``; in a container, a worker is reaped."""
-        try:
-            ended = self._running.wait(timeout_s)
-        except TimeoutError:
-            return False
-        if isinstance(ended, Exit):
-            self._exit = ended
-            return True
-        return bool(ended)
 
     def _kill(self) -> None:
         """Kill the cell, read the peak, and lift the limit so that a thrashing process can exit.
@@ -300,13 +289,12 @@ class Watch:
             if not running.wait(settings.grace_s):
                 running.kill()
         if is_server_ready or self._stopped:
-            self._ends_within(_PATIENCE_S)
+            running.wait(_PATIENCE_S)
         if self._spec.readiness:
             self._spec.readiness.end()
         if self._spec.job:
-            if self._exit is None and self._ends_within(_PATIENCE_S):
-                self._exit = self._exit or running.reap()
-            self._exit = self._exit or Exit(None, still_runs=True)  # in an uninterruptible sleep
+            has_ended = running.wait(_PATIENCE_S)  # else it is in an uninterruptible sleep
+            self._exit = running.reap() if has_ended else Exit(None, still_runs=True)
             self._listener.close()  # takes the last messages
             self._at_end = self._counters()
             return
@@ -677,7 +665,7 @@ class Watch:
         return with_code(self._stacks.stacks, self._spec.settings.cwd, self._started_s)
 
 
-def mark_of(running: Running | RunningCommand) -> PeakMark | None:
+def mark_of(running: Running) -> PeakMark | None:
     """Return the mark of the cgroup of what runs; None without one, or if weighin cannot see it."""
     if not running.pid or not running.cgroup:
         return None

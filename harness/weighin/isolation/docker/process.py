@@ -47,7 +47,7 @@ _PAUSE_S: Final = 0.002
 
 
 class DockerCommand:
-    """A command in a container; the class implements ``weighin.isolation.base.RunningCommand``."""
+    """A command in a container; the class implements ``weighin.isolation.base.Running``."""
 
     shares_terminal = False
     ends_together = False  # whether all processes end with the command's first
