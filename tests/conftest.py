@@ -240,7 +240,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         _use_one_thread()
     lock = Path(tempfile.gettempdir()) / f"weighin-test-preparing-{os.getuid()}.lock"
-    with FileLock(lock):  # one process builds the image, the others use it
+    with FileLock(lock):  # one process makes the empty image, the others use it
         for marker in ("docker", "cgroup"):
             if any(item.get_closest_marker(marker) for item in session.items):
                 _MISSING[marker]()

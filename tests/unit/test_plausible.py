@@ -66,5 +66,6 @@ def test_several_ranks_may_share_more_than_their_cgroup_has() -> None:
     assert told(ranks) == []
 
 
+@pytest.mark.parametrize(("size", "bound"), [(None, 5), (5, None), (104 * MIB, 100 * MIB)])
 def test_a_size_within_the_kernels_slack_is_not_beyond(size: int | None, bound: int | None) -> None:
     assert not is_beyond(size, bound)
