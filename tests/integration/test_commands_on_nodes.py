@@ -6,7 +6,7 @@ import pytest
 
 from weighin.cell import Cell
 from weighin.fleet.driver import Driver
-from weighin.fleet.engine import Jobs
+from weighin.fleet.jobs import Jobs
 from weighin.plan.start import start
 from weighin.plan.task import Progress
 from weighin.records import run_folder

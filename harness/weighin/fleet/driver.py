@@ -29,7 +29,7 @@ from weighin.text import one_line
 
 if TYPE_CHECKING:
     from weighin.fleet.cluster import Cluster
-    from weighin.fleet.engine import Jobs
+    from weighin.fleet.jobs import Jobs
 
 _WAIT_S: Final = 0.5  # until the driver looks for signals again
 _LOOK_S: Final = 3.0  # until it looks again for nodes that were lost or have joined

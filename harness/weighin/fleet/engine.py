@@ -1,34 +1,19 @@
-"""Choose where the cells (measurements) of a plan run, and run several at once on this machine.
+"""Choose where the cells (measurements) of a plan run: ``local``, this machine, or ``ray``, a cluster.
 
-The engine ``local`` is this machine, and ``ray`` a cluster. A job (``weighin bench --jobs``) is a thread
-that runs one cell at a time, to measure only its memory. Two cells that read one file would share its
-pages in the page cache, and the kernel charges a page to the cell that read it first. Each job therefore
-has checkpoint files of its own, which weighin removes at the end of the run.
+What only --jobs and a cluster need is imported when it is asked for, because it takes 60 ms.
 """
 
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from threading import current_thread
 from typing import Any, Final
 
-from weighin import child_process
-from weighin.checkpoint import cache
 from weighin.errors import ConfigError, UnknownName
-from weighin.fleet import node
-from weighin.fleet.driver import Driver
-from weighin.isolation import delegation
 from weighin.plan.nodes import Node
 from weighin.plan.task import Progress, Run
-from weighin.probes.cgroup import LOCK_VARIABLE
-from weighin.records.machine import CONCURRENT
 from weighin.result import Result
-from weighin.run import interrupts, run_lock, runner
-from weighin.units import format_bytes
+from weighin.run import runner
 
 NAMES: Final = ("local", "ray")
-_HERE: Final = "this machine"
 
 Perform = Callable[[Run, Progress], Sequence[Result]]
 """A function that runs every cell without a record, and returns the results of all cells."""
@@ -87,101 +72,13 @@ def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]
     if not chosen:
         yield (), runner.run
     elif chosen["name"] == "local":
-        yield (), lambda task, progress: run_jobs(chosen["jobs"], task, progress)
+        from weighin.fleet import jobs
+
+        yield (), lambda task, progress: jobs.run(chosen["jobs"], task, progress)
     else:
-        from weighin.fleet.cluster import connected  # ray takes a second to import
+        from weighin.fleet.cluster import connected
+        from weighin.fleet.driver import Driver
 
         with connected(chosen["address"], chosen["labels"]) as cluster:
             nodes = cluster.find()
             yield nodes, lambda task, progress: Driver(cluster, nodes, task, progress).run()
-
-
-class Jobs:
-    """The jobs that run cells for a ``Driver``, which sees them as one node."""
-
-    def __init__(self, jobs: int, isolation: str) -> None:
-        self.slots = self.threads = jobs
-        self._isolation = isolation
-
-    def measure(
-        self,
-        assignment: Mapping[str, Any],
-        _: Sequence[str],
-        say: node.Say,
-        is_stopped: Callable[[], bool],
-    ) -> node.Answer:
-        job = current_thread().name  # of the driver's pool: job_0, job_1
-        own = {
-            # The driver holds this machine's lock. A job has the same lock file in every run, and
-            # removes what the job of a dead run with this lock file left.
-            LOCK_VARIABLE: f"{run_lock.lock_path()}.{job}",
-            "WEIGHIN_CACHE": str(cache.folder() / "jobs" / job),
-        }
-        events = node.run(
-            {**assignment, "is_tested": _HERE in assignment["is_tested"]},
-            child_process.environment(inherit=False) | own,
-            lambda *step: say((job, *step)),
-            is_stopped,
-        )
-        return node.answer(_HERE, events)
-
-    def names(self) -> dict[str, str]:
-        return {_HERE: _HERE}
-
-    def probe(self, nodes: Iterable[str]) -> dict[str, Node]:
-        total, free = delegation.ram_bytes(self._isolation)
-        return {each: Node(each, each, total, free, {self._isolation: ""}) for each in nodes}
-
-    def placed(self, result: Result, _: str) -> Result:
-        """Add the number of jobs, and a warning that times are not comparable, to a result."""
-        told = f"up to {self.slots} cells ran at once (--jobs): times are not comparable"
-        environment = result.environment | {CONCURRENT: self.slots}
-        return replace(result, environment=environment, warnings=(*result.warnings, told))
-
-
-def run_jobs(jobs: int, task: Run, progress: Progress) -> Sequence[Result]:
-    """Run ``jobs`` cells at a time; their RAM limits together must fit in this machine's free RAM."""
-    crew = Jobs(jobs, task.isolation.name)
-    with runner.discarding(task):
-        check(task, jobs)
-        with (
-            interrupts.stoppable(),
-            run_lock.only_run(task.patience_s, lambda text: progress.preparing(text, None)),
-        ):
-            caches = cache.folder() / "jobs"
-            shutil.rmtree(caches, ignore_errors=True)  # a killed run may have left them
-            try:
-                return Driver(crew, [*crew.probe([_HERE]).values()], task, progress).run()
-            finally:
-                shutil.rmtree(caches, ignore_errors=True)
-
-
-def check(task: Run, jobs: int) -> None:
-    cells = [each.cell for each in task.planned if not each.skip]
-    if task.settings.checkpoint or task.settings.checkpoints:
-        raise ConfigError(
-            "--jobs with a checkpoint of your own: all cells would read this one file. The kernel"
-            " charges a page of a file only to the cell that read it first, so that the figures"
-            " of the other cells would be too small",
-            "leave --jobs or --checkpoint out",
-        )
-    if task.settings.steady or task.settings.trace or any(cell.needs_gpu for cell in cells):
-        raise ConfigError(
-            "with --jobs, weighin measures only the memory of cells on the CPU, without --steady"
-            " and --trace",
-            "leave --jobs out",
-        )
-    limits = [cell.ram_limit_bytes for cell in cells if cell.ram_limit_bytes is not None]
-    if len(limits) < len(cells):
-        raise ConfigError(
-            "--jobs needs a RAM limit for each cell, because cells that run at once could take"
-            " memory from each other",
-            "add --ram, or leave --jobs out",
-        )
-    needed, (_, free) = sum(sorted(limits)[-jobs:]), delegation.ram_bytes(task.isolation.name)
-    if needed > free:
-        raise ConfigError(
-            f"--jobs {jobs}: the RAM limits of {jobs} cells are {format_bytes(needed)} together,"
-            f" but only {format_bytes(free)} of RAM are free",
-            "give a smaller number to --jobs, or smaller limits to --ram",
-        )
