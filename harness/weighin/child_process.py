@@ -58,8 +58,7 @@ class Child:
 
     Ctrl-C in a terminal does not reach the child; ``close`` kills the child. The child's lines end
     with the child, although a process that the child forked may keep standard output open.
-    ``copy`` is a descriptor to which the child's standard error is also written. The child enters the
-    cgroups in ``groups`` before its first instruction.
+    The child enters the cgroups in ``groups`` before its first instruction.
 
     Attributes:
         stderr_tail: the last 64 KiB that the child printed to standard error.
@@ -69,7 +68,6 @@ class Child:
         self,
         command: Sequence[str],
         variables: Mapping[str, str],
-        copy: int | None = None,
         groups: Iterable[object] = (),
     ) -> None:
         import subprocess  # imported here to save a worker's memory
@@ -91,7 +89,6 @@ class Child:
         self._stdin, self._stdout, self._stderr = (each.fileno() for each in self._streams)
         self.pid = self._popen.pid
         self._process = open_process(self.pid)
-        self._copy = copy
         self._open = [self._stdout, self._stderr]
         self._lines = LineBuffer()
         self._is_closed = False
@@ -203,8 +200,6 @@ class Child:
             self._lines.feed(data)
         else:
             self.stderr_tail = (self.stderr_tail + data)[-STDERR_KEPT_BYTES:]
-            if self._copy is not None:
-                write(self._copy, data)
 
 
 @contextlib.contextmanager
