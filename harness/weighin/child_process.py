@@ -60,20 +60,17 @@ class Pipes:
     """This process's ends of the pipes to a process's standard streams.
 
     The process's lines end with the pipe, or with the process ``process`` (a pidfd), although a process
-    that it forked may keep standard output open. ``copy`` is a descriptor to which the standard error
-    is also written.
+    that it forked may keep standard output open.
 
     Attributes:
         stderr_tail: the last 64 KiB that the process printed to standard error.
     """
 
-    def __init__(
-        self, files: Sequence[int], process: int | None = None, copy: int | None = None
-    ) -> None:
+    def __init__(self, files: Sequence[int], process: int | None = None) -> None:
         """``files`` are for the standard input, output and error; ``close`` closes all of them."""
         self._files: Sequence[int] = files
         self._stdin, self._stdout, self._stderr = files
-        self._process, self._copy = process, copy
+        self._process = process
         self._open = [self._stdout, self._stderr]
         self._lines = LineBuffer()
         self.stderr_tail = b""
@@ -149,8 +146,6 @@ class Pipes:
             self._lines.feed(data)
         else:
             self.stderr_tail = (self.stderr_tail + data)[-STDERR_KEPT_BYTES:]
-            if self._copy is not None:
-                write(self._copy, data)
 
 
 class Child(Pipes):
@@ -164,7 +159,6 @@ class Child(Pipes):
         self,
         command: Sequence[str],
         variables: Mapping[str, str],
-        copy: int | None = None,
         groups: Iterable[object] = (),
     ) -> None:
         import subprocess  # imported here to save a worker's memory
@@ -187,7 +181,7 @@ class Child(Pipes):
         for each in streams:
             if each:
                 each.close()
-        super().__init__(files, open_process(self.pid), copy)
+        super().__init__(files, open_process(self.pid))
         self._is_closed = False
 
     def __enter__(self) -> Self:

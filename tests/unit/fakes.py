@@ -20,7 +20,8 @@ from weighin.protocol import encode_event
 from weighin.result import Memory, Sample
 from weighin.run import loads, watch
 from weighin.run import measure as measuring
-from weighin.run.listener import Listener, decode
+from weighin.run.listener import Listener
+from weighin.run.messages import decode
 from weighin.units import MIB
 
 Step = bytes | Callable[[], None] | type[TimeoutError]

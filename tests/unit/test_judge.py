@@ -10,7 +10,7 @@ from weighin.isolation.base import Exit
 from weighin.probes.allocator_trace import Trace
 from weighin.probes.cgroup import Counters
 from weighin.result import Cost, Memory, Outcome, Written
-from weighin.run import listener
+from weighin.run import messages
 from weighin.run.judge import End, judge
 from weighin.run.listener import Track
 
@@ -21,16 +21,16 @@ def told(*lines: bytes) -> Track:
     """A track in which these messages were taken in, as ``Watch`` does it."""
     track = Track()
     for line in lines:
-        decoded = listener.decode(line)
+        decoded = messages.decode(line)
         assert decoded
         match decoded[1]:
-            case listener.Baseline() as message:
+            case messages.Baseline() as message:
                 track.take_baseline(message, Counters(usage_bytes=7))
-            case listener.End() as message:
+            case messages.End() as message:
                 track.end(message, Counters(), resets_group=False)
-            case listener.Begin() as message:
+            case messages.Begin() as message:
                 track.begin(message, Counters(), resets_group=False)
-            case listener.Message() as message:
+            case messages.Message() as message:
                 track.take(message)
     return track
 

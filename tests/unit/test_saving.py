@@ -33,7 +33,7 @@ from weighin.settings.definition import DEFAULT_SAVING
 from weighin.suite import registry
 from weighin.units import GIB
 from weighin.worker.loading import import_strategy
-from weighin.worker.saving import check, files_in, measure, sync
+from weighin.worker.saving import check, files_in, sizes, sync
 from weighin.worker.verify import WrongWeights
 
 CPU = torch.float32
@@ -164,7 +164,7 @@ def test_what_was_written_is_measured(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c").write_bytes(b"y")
     sync(tmp_path)
-    written = measure(tmp_path)
+    written = sizes(tmp_path)
     assert (written.file_bytes, written.files) == (5001, 2)
     assert written.disk_bytes % 512 == 0
 

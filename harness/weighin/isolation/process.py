@@ -34,7 +34,7 @@ from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
 from weighin.isolation.base import Exit, Isolation, Streams
 from weighin.probes import mounts
 from weighin.probes.cgroup import is_left_behind, owned_name, pids_in, read_kernel
-from weighin.probes.descendants import Descendants
+from weighin.probes.memory import Descendants
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
 

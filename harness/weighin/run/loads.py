@@ -29,8 +29,9 @@ from weighin.probes.environment import code_digest, read_ahead_bytes
 from weighin.result import Memory
 from weighin.run import interrupts, page_preconditioning, save_target
 from weighin.run.bytecode import compile_code
-from weighin.run.listener import Baseline, End, Failed, Listener, Message, Track
+from weighin.run.listener import Listener, Track
 from weighin.run.measure import Measured, measure, own_folder
+from weighin.run.messages import Baseline, End, Failed, Message
 from weighin.run.spec import Spec
 from weighin.suite import packages, user_code
 from weighin.text import one_line

@@ -46,7 +46,7 @@ from weighin.result import (
     Track,
     Use,
 )
-from weighin.run import interrupts, judge, listener
+from weighin.run import interrupts, judge, listener, messages
 from weighin.run.judge import is_beyond
 from weighin.run.leftovers import end_rest, left
 from weighin.run.listener import Listener
@@ -210,39 +210,39 @@ class Watch:
 
     # What the cell reports ------------------------------------------------------------------------
 
-    def _take(self, track: listener.Track, message: listener.Message | listener.End) -> None:
-        if not self._spec.job and not isinstance(message, listener.Begin | listener.End):
+    def _take(self, track: listener.Track, message: messages.Message | messages.End) -> None:
+        if not self._spec.job and not isinstance(message, messages.Begin | messages.End):
             return  # a program reports phases alone
         is_alone = len(self._ranks) == 1
         match message:
-            case listener.Begin():
+            case messages.Begin():
                 now, resets = Counters(), True
                 if message.id and track.is_main:
                     now, resets = self._counters(), self._reset_mark() or not self._mark
                 track.begin(message, now, resets_group=resets)
                 if not message.id and track is self._ranks[0]:
                     self._spec.on_phase(message.name)
-            case listener.End() if is_alone and track.is_main:
+            case messages.End() if is_alone and track.is_main:
                 now = self._counters()
                 resets = not message.id and self._reset_mark()
                 track.end(message, now, resets_group=resets)
-            case listener.End():  # ranks share a cgroup, so its figures are of no single phase
+            case messages.End():  # ranks share a cgroup, so its figures are of no single phase
                 usage = None if track.is_program else self._counters().usage_bytes
                 track.end(message, Counters(usage_bytes=usage), resets_group=False)
-            case listener.Baseline():
+            case messages.Baseline():
                 self._take_baseline(track, message)
-            case listener.Ended():
+            case messages.Ended():
                 if 0 <= message.rank < len(self._ranks):
                     self._ranks[message.rank].stderr_tail = message.stderr_tail
                     self._exits[message.rank] = Exit(message.code, message.signal)
             case _:
                 track.take(message)
                 is_ready = all(each.ready_at_ns is not None for each in self._ranks)
-                if isinstance(message, listener.Ready) and is_ready:
+                if isinstance(message, messages.Ready) and is_ready:
                     self._at_ready = track.before if is_alone else self._counters()
                     self._counts_peak = False
 
-    def _take_baseline(self, track: listener.Track, message: listener.Baseline) -> None:
+    def _take_baseline(self, track: listener.Track, message: messages.Baseline) -> None:
         """Store one rank's memory before the load; the ranks load only after all have reported it."""
         is_last = all(each.baseline for each in self._ranks if each is not track)
         if is_last:

@@ -202,7 +202,7 @@ def save(worker: PreparedWorker, model: "torch.nn.Module") -> None:
     with marks.phase("sync"):
         saving.sync(target)
         end_ns = time.monotonic_ns()
-    written = asdict(saving.measure(target))
+    written = asdict(saving.sizes(target))
     lifeline.send("ready", t_ns=end_ns, touch_ns=end_ns - start_ns, written=written)
     with marks.phase("verify"):
         saving.check(target, worker.manifest, worker.load.dtype)

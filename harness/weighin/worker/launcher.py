@@ -32,7 +32,6 @@ def launch(job: Job, lifeline: Lifeline) -> NoReturn:
         Child(
             module("weighin.worker"),
             environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            copy=2,
         )
         for rank in range(job.cell.ranks)
     ]

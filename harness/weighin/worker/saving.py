@@ -65,7 +65,7 @@ def files_in(target: Path) -> list[Path]:
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
-def measure(target: Path) -> Written:
+def sizes(target: Path) -> Written:
     """Return the sizes and the number of the saved files."""
     stats = [file.stat() for file in files_in(target)]
     return Written(

@@ -1,0 +1,125 @@
+"""The messages of what is measured, which ``weighin.phase_reporter`` lists, as weighin decodes them.
+
+A wrong message is refused, because any process of a command, and any strategy, could send one.
+"""
+
+import json
+from typing import Any, Final
+
+from msgspec import Struct, ValidationError, convert
+
+from weighin.foreign import parse_json
+from weighin.result import Memory, Outcome, Phase, Written
+from weighin.text import one_line
+
+_LONGEST_TEXT: Final = 1000  # characters; an error's message has its file and line
+
+
+class Message(Struct, forbid_unknown_fields=True):
+    """A message but for ``Phase``; the name of its class is its kind."""
+
+
+class Begin(Message):
+    name: str
+    t_ns: int
+    id: int = 0
+    faults: tuple[int, int] = (0, 0)
+    peak_rss_bytes: int = 0
+    memory: Memory | None = None
+
+
+class Rank(Message):
+    rank: int
+
+
+class Baseline(Message):
+    t_ns: int
+    memory: Memory
+    import_ns: int
+    environment: dict[str, Any]
+
+
+class Cuda(Message):
+    points: list[tuple[int, int, int]]
+
+
+class Note(Message):
+    text: str
+
+
+class AllocatorTrace(Message):
+    requested_bytes: int
+    reserved_bytes: int
+    events: list[tuple[int, str, int]]
+
+
+class Loaded(Message):
+    load_ns: int
+
+
+class Ready(Message):
+    t_ns: int
+    touch_ns: int
+    written: Written | None = None
+
+
+class Failed(Message):
+    outcome: Outcome
+    message: str
+    summary: str = ""
+
+
+class Used(Message):
+    gradients: str
+    children_private_bytes: tuple[int, ...]
+
+
+class Done(Message):
+    first_use_ns: int | None
+    marks_ns: int
+
+
+class Shared(Message):
+    pss_bytes: int | None
+
+
+class Ended(Message):
+    rank: int
+    code: int | None
+    signal: int | None
+    stderr_tail: str
+
+
+class End(Struct):
+    """The end of a phase; ``resets`` is False if the process could not reset its mark at the begin."""
+
+    phase: Phase
+    id: int = 0
+    resets: bool = True
+
+
+_KINDS: Final[dict[str, type[Message]]] = {
+    "trace": AllocatorTrace,
+    **{kind.__name__.lower(): kind for kind in Message.__subclasses__()},
+}
+
+
+def decode(packet: bytes) -> tuple[str, Message | End] | None:
+    """Return the kind and the content of a message; None for a wrong one.
+
+    A message is wrong if its kind is unknown, or if a field is missing, unknown or of a wrong type.
+    Of a phase and of memory, unknown fields are ignored. Texts are cut to one printable line.
+    """
+    try:
+        fields = parse_json(packet)
+        kind = fields.pop("event")
+        for name in ("name", "text", "message"):
+            if isinstance(text := fields.get(name), str):
+                fields[name] = one_line(text, _LONGEST_TEXT)
+        json.dumps(fields, ensure_ascii=False).encode()  # fails for a lone surrogate
+        if kind == "phase":
+            number, resets = fields.pop("id", 0), fields.pop("resets", True)
+            return kind, convert({"phase": fields, "id": number, "resets": resets}, End)
+        return kind, convert(fields, _KINDS[kind])
+    except (ValueError, TypeError, AttributeError, KeyError, ValidationError, RecursionError):
+        return None
