@@ -370,7 +370,14 @@ class ProcessMemory:
 
     is_fresh = True
 
-    def __init__(self, pid: int, cgroup: MemoryCgroup | None, *, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        pid: int,
+        cgroup: MemoryCgroup | None,
+        helpers: Collection[int] = (),
+        *,
+        ranks: int = 1,
+    ) -> None:
         """``ranks`` is the number of processes that load; if there are several, they all run by now."""
         self.interval_s = (
             0.005 * ranks
@@ -378,11 +385,10 @@ class ProcessMemory:
         self.others = 0, 0
         self._whole: GroupMemory | FamilyMemory
         if cgroup:
-            self._whole = GroupMemory(cgroup, pid, of_command=False)
+            self._whole = GroupMemory(cgroup, pid, helpers, of_command=False)
         else:
             self._whole = FamilyMemory(pid, adopts=child_process.is_program)
-        # In a container, the parent is weighin's keeper.
-        self._not_others = {pid, os.getpid(), parent_of(pid)}
+        self._not_others = {pid, os.getpid()}
         self._pause = Pause(_SEARCH_S)  # the kernel walks the address space of each process
         self._processes = [_Process(one) for one in (_ranks_of(pid) if ranks > 1 else [pid])]
         self._has_ranks = ranks > 1

@@ -128,11 +128,12 @@ class Watch:
     def _start_sampling(self) -> None:
         if not (pid := self._running.pid):
             return
-        cgroup = self._mark.cgroup if self._mark else None
+        cgroup, helpers = self._mark.cgroup if self._mark else None, self._running.helpers
         if self._spec.job:
-            self._memory = self._of_ranks = ProcessMemory(pid, cgroup, ranks=len(self._ranks))
+            ranks = len(self._ranks)
+            self._memory = self._of_ranks = ProcessMemory(pid, cgroup, helpers, ranks=ranks)
         elif cgroup:
-            self._memory = GroupMemory(cgroup, pid, self._running.helpers)
+            self._memory = GroupMemory(cgroup, pid, helpers)
         else:
             self._memory = FamilyMemory(pid)
         look = self._stacks.look if self._stacks else None
