@@ -63,7 +63,7 @@ class Driver:
         self._progress = progress
         self._nodes = {n.id: n for n in nodes if not n.isolations[task.isolation.name]}
         self._names = {n.id: n.name for n in nodes}  # also of nodes that were lost or left out
-        self._tested: dict[tuple[int | None, int], set[str]] = {}
+        self._tested: dict[int, set[str]] = {}
         self._trouble: HarnessError = NoNodeLeft(f"none can use {task.isolation.name}")
         self._waiting: dict[Demand, deque[Planned]] = {}
         self._running: dict[Future[Answer], _Work] = {}
@@ -147,8 +147,8 @@ class Driver:
     def _measured(self, work: _Work) -> Answer:
         """Measure a cell, in a thread of its own."""
         cell = work.planned.cell
-        # the nodes on which a worker under this limit was tested, and need not be tested again
-        tested = self._tested.setdefault((cell.ram_limit_bytes, cell.ranks), set())
+        # the nodes on which a worker with so many ranks was tested, and need not be tested again
+        tested = self._tested.setdefault(cell.ranks, set())
         assignment = {
             "kind": "measure",
             "cell": asdict(cell),
