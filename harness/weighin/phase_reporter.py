@@ -216,16 +216,16 @@ class Reporter:
             self._connection.send(ended | end | changes, wait=True)
             return
         name = str(name)[:LONGEST_NAME].encode(errors="replace").decode()  # no lone surrogate
+        resets = True
+        try:
+            reset_peak()  # before weighin samples this process as one in the new phase
+        except OSError:  # the program has another user now, or /proc is read-only
+            resets = False
         begun = {"id": number, "name": name, "t_ns": end_ns, "faults": faults}
         self._connection.send(
             {"event": "begin", **begun, "peak_rss_bytes": peak_bytes, "memory": memory_of(status)},
             wait=True,
         )
-        resets = True
-        try:
-            reset_peak()
-        except OSError:  # the program has another user now, or /proc is read-only
-            resets = False
         self._open[number] = {
             "name": name,
             "start_ns": monotonic_ns(),

@@ -34,7 +34,9 @@ class FakeSampler(Silent):
 
     last_peak_rss_bytes: int | None = None
 
-    def __init__(self, _pid: int, cgroup: MemoryCgroup | None = None, **_: Any) -> None:
+    def __init__(
+        self, _pid: int, cgroup: MemoryCgroup | None = None, _helpers: object = (), **_: Any
+    ) -> None:
         self.last_peaks_rss_bytes = [self.last_peak_rss_bytes]
         self._group = cgroup
 

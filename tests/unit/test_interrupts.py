@@ -26,6 +26,12 @@ def test_a_stop_is_one_error_that_says_what_is_left(number: int) -> None:
     assert (str(caught.value), caught.value.exit_code) == ("stopped; nothing is left running", 130)
 
 
+def test_a_stop_is_taken_again_after_results_were_complete() -> None:
+    interrupts.ignore()
+    with pytest.raises(Interrupted), interrupts.stoppable():
+        stop()
+
+
 def test_a_second_stop_does_not_break_the_cleaning_up() -> None:
     cleaned = False
     with pytest.raises(Interrupted), interrupts.stoppable():

@@ -59,7 +59,7 @@ def of_job(job: Job) -> Iterator[str]:
     checkpoint = Path(job.checkpoint)
     if checkpoint.is_dir():
         yield job.checkpoint
-        # Download caches consist of links, whose targets are elsewhere.
+        # The Hub's cache consists of links, whose targets are elsewhere.
         yield from (str(file) for file in checkpoint.rglob("*") if file.is_symlink())
     else:
         is_index = checkpoint.suffix == ".json"

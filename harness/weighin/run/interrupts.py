@@ -40,6 +40,10 @@ def stoppable(error: type[BaseException] = Interrupted) -> Iterator[None]:
     in a script's background.
     """
     outer, _state.error = _state.error, error
+    if outer is None:
+        _state.wanted = _state.raised = (
+            False  # ``ignore`` may have been called since the last block
+        )
     before = {each: signal.getsignal(each) for each in _SIGNALS}
     for each, handler in before.items():
         if handler != signal.SIG_IGN:

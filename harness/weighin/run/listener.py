@@ -43,6 +43,7 @@ _SOCKET: Final = "phases"
 _MOST_CONNECTIONS: Final = 512
 _INTERVAL_S: Final = 0.02  # between two readings of a process in a phase, which may die inside it
 _DRAIN_S: Final = 1.0  # for messages that a worker sent before its end
+_ENDED: Final = -1  # the start time of a process that has ended, and whose messages wait
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, user, group: struct ucred
 _LONGEST_NAME: Final = 64  # of a program's phase
 _MOST_PHASES: Final = 1000  # of one program, because a training loop may have millions
@@ -400,7 +401,7 @@ class Listener:
                 pass
             self._selector.unregister(self._woken)
             deadline = time.monotonic() + _DRAIN_S
-            while self._by_connection and self._serve(0) and time.monotonic() < deadline:
+            while self._serve(0) and time.monotonic() < deadline:
                 pass
         except BaseException as error:  # the main thread raises it
             self.error = error
@@ -435,7 +436,7 @@ class Listener:
         ticks = None
         if pid:  # 0 stands for a process of another pid namespace
             try:
-                ticks = start_time(pid)
+                ticks = start_time(pid) or _ENDED
             except OSError:  # /proc hides other users' processes
                 ticks = None
         if ticks is None or len(self._by_connection) >= _MOST_CONNECTIONS:

@@ -321,14 +321,15 @@ def _probe(task: Run, job: Job) -> Memory:
         closing(spec.start(task.isolation, listener.path)) as running,
     ):
         listener.watch(take, Counters)
-        while not is_over.wait(_PAUSE_S):
+        while not is_over.is_set():
             if time.monotonic() >= deadline:
                 raise HarnessError(
                     f"`import torch` took longer than {_PROBE_TIMEOUT_S:.0f} s",
                     "end other programs on this machine, and run the command again",
                 )
             with interrupts.allowed():
-                if running.wait(0):
+                if running.wait(_PAUSE_S):
+                    running.reap()  # reads the rest of what it printed
                     listener.close()  # takes the last messages
                     break
         if found:

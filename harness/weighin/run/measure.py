@@ -87,25 +87,20 @@ def measure(
         listener = Listener(folder, cell.ranks if spec.job else 1)
         watch = Watch(spec, listener, guard)
         begun_ns = time.monotonic_ns()
-        with interrupts.put_off():
-            try:
-                running = spec.start(isolation, listener.path)
-            except BaseException:
-                watch.abandon()
-                raise
+        with interrupts.put_off(), ExitStack() as failing:
+            failing.callback(watch.abandon)
+            running = spec.start(isolation, listener.path)
+            failing.callback(running.close)
+            failing.callback(spec.release)
             try:
                 watch.begin(running)
                 spec.begun(running)
-                try:
-                    watch.wait()
-                    end_ns = watch.server_ready_ns or time.monotonic_ns()
-                    watch.end()
-                finally:
-                    watch.close()
-            except BaseException:
-                spec.release()
-                running.close()
-                raise
+                watch.wait()
+                end_ns = watch.server_ready_ns or time.monotonic_ns()
+                watch.end()
+            finally:
+                watch.close()
+            failing.pop_all()
             spec.release()
             trouble: HarnessError | None = None
             try:
@@ -116,9 +111,8 @@ def measure(
     changed = tuple(file for file, state in states.items() if _state(file) != state)
     because = None
     if changed:
-        # A container mounts the files read-only.
         outcome, who = Outcome.STRATEGY_FAILED, "the strategy"
-        if isolation.name == "docker":
+        if isolation.name == "docker":  # mounts the files read-only
             outcome, who = Outcome.MEASUREMENT_FAILED, "another program"
         names = ", ".join(file.name for file in changed[:_NAMED])
         names += ", ..." * (len(changed) > _NAMED)

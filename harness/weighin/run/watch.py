@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -102,6 +103,7 @@ class Watch:
         self._mark: PeakMark | None = None
         self._stacks: StackTaker | None = None
         self._limits: list[tuple[int, Path]] = []
+        self._reading = threading.RLock()  # of the mark, which this thread and the listener's reset
 
     # Before and while the cell runs ---------------------------------------------------------------
 
@@ -129,16 +131,18 @@ class Watch:
         if not (pid := self._running.pid):
             return
         cgroup, helpers = self._mark.cgroup if self._mark else None, self._running.helpers
+        memory: GroupMemory | FamilyMemory | ProcessMemory
         if self._spec.job:
             ranks = len(self._ranks)
-            self._memory = self._of_ranks = ProcessMemory(pid, cgroup, helpers, ranks=ranks)
+            memory = self._of_ranks = ProcessMemory(pid, cgroup, helpers, ranks=ranks)
         elif cgroup:
-            self._memory = GroupMemory(cgroup, pid, helpers)
+            memory = GroupMemory(cgroup, pid, helpers)
         else:
-            self._memory = FamilyMemory(pid)
+            memory = FamilyMemory(pid)
         look = self._stacks.look if self._stacks else None
-        self._sampler = Sampler(self._memory, at_maximum=look)
+        self._sampler = Sampler(memory, at_maximum=look)
         self._sampler.start()
+        self._memory = memory
 
     def wait(self) -> None:
         """Return when the cell has ended, or a server is ready; kill the cell at its time-out, or if
@@ -186,16 +190,20 @@ class Watch:
         self._freeze()
         if self._memory:
             self._memory.raise_limit()
+        elif self._mark:
+            self._mark.cgroup.raise_limit()
 
     def _freeze(self) -> None:
         """Read the cgroup's figures when a server is ready, and when the cell ends."""
-        self._at_end, self._counts_peak = self._counters(), False
+        with self._reading:
+            self._at_end, self._counts_peak = self._counters(), False
 
     def _counters(self) -> Counters:
-        now = self._mark.counters() if self._mark else Counters()
-        if self._counts_peak:
-            self._peak_bytes = largest((self._peak_bytes, now.peak_bytes))
-        return now
+        with self._reading:
+            now = self._mark.counters() if self._mark else Counters()
+            if self._counts_peak:
+                self._peak_bytes = largest((self._peak_bytes, now.peak_bytes))
+            return now
 
     def _reset_mark(self) -> bool:
         return self._mark is not None and self._mark.reset()
@@ -212,8 +220,14 @@ class Watch:
     # What the cell reports ------------------------------------------------------------------------
 
     def _take(self, track: listener.Track, message: messages.Message | messages.End) -> None:
-        if not self._spec.job and not isinstance(message, messages.Begin | messages.End):
+        if not self._spec.job and not (
+            isinstance(message, messages.Begin | messages.End) and message.id
+        ):
             return  # a program reports phases alone
+        with self._reading:
+            self._take_alone(track, message)
+
+    def _take_alone(self, track: listener.Track, message: messages.Message | messages.End) -> None:
         is_alone = len(self._ranks) == 1
         match message:
             case messages.Begin():
@@ -296,7 +310,7 @@ class Watch:
         if self._spec.job:
             has_ended = running.wait(_PATIENCE_S)  # else it is in an uninterruptible sleep
             self._exit = running.reap() if has_ended else Exit(None, still_runs=True)
-            self._listener.close()  # takes the last messages
+            self._close_listener()
             self._at_end = self._counters()
             return
         assert settings
@@ -307,13 +321,20 @@ class Watch:
         if not is_server_ready and self._mark:
             self._at_end = replace(self._at_end, oom_kills=self._mark.cgroup.read_oom_kills())
         self._exit = running.reap()
+        if self._counts_peak:
+            self._counters()  # what ran on after the first process may have grown
         # The last sample has all page cache, which stays in the cgroup after the process's end.
         self._sampler.stop()
-        self._listener.close()
+        self._close_listener()
         self.samples = self._sampler.without_caches()
         if running.shares_terminal and not running.members():  # else a container's files are gone
             last = self.samples[-1] if self._mark and self.samples and not is_server_ready else None
             self._left = left(self._started_s, last)
+
+    def _close_listener(self) -> None:
+        self._listener.close()  # takes the last messages
+        if self._listener.error:
+            raise self._listener.error
 
     def close(self) -> None:
         """End the sampling; also after an error."""
@@ -328,10 +349,11 @@ class Watch:
             self._mark.close()
 
     def abandon(self) -> None:
-        """Close what is open, because the cell could not be started."""
+        """Close what is open, because there will be no result."""
         self._listener.close()
         if self._log is not None:
             os.close(self._log)
+            self._log = None
 
     @property
     def trace(self) -> Trace | None:
