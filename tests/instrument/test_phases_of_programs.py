@@ -102,6 +102,29 @@ def test_the_peak_of_the_whole_command_is_not_lost(tmp_path: Path) -> None:
     assert process["highest_rss_bytes"] - start["rss_bytes"] == near(400)
 
 
+def test_a_phase_in_which_the_program_dies_has_not_the_peak_of_the_one_before(
+    tmp_path: Path,
+) -> None:
+    program = PROGRAM.split('with weighin.phase("kept', maxsplit=1)[0]
+    dies = 'with weighin.phase("dies"):\n    kept = take(20)\n    os.kill(os.getpid(), 9)\n'
+    before, spike, died = measured(tmp_path, program + dies, 128 + 9)["phases"]
+    start = before["end"]["rss_bytes"]
+    assert spike["peak_rss_bytes"] - start == near(300)
+    assert died["peak_rss_bytes"] - start < 25 * MIB  # it is sampled, so it may be too low
+
+
+def test_what_runs_on_in_the_background_counts(tmp_path: Path) -> None:
+    taking = f"area = bytearray(b'1') * ({60 * MIB}); import time; time.sleep(0.05)"
+    command = (*weighing(tmp_path / "run", "--no-stacks"), "sh", "-c", '"$@" & exit 0', "sh")
+    ended = subprocess.run(
+        (*command, sys.executable, "-c", taking), env=variables(), capture_output=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    found = record(tmp_path / "run")
+    assert (found["outcome"], found["message"]) == ("ok", "")
+    assert found["peaks"]["cgroup_bytes"] > 60 * MIB
+
+
 def test_the_charge_of_a_phase_in_which_the_program_dies_is_exact(tmp_path: Path) -> None:
     program = PROGRAM.split('with weighin.phase("spike', maxsplit=1)[0]
     dies = 'with weighin.phase("dies"):\n    take(300).close()\n    os.kill(os.getpid(), 9)\n'

@@ -352,6 +352,20 @@ print("done")
 """
 
 
+def test_the_messages_of_a_process_that_has_ended_are_taken(tmp_path: Path) -> None:
+    listener = PhaseListener(tmp_path)
+    code = (
+        "from weighin.phase_reporter import Connection\n"
+        "message = {'event': 'begin', 'name': 'quick', 't_ns': 1}\n"
+        f"Connection({str(listener.inner.path)!r}).send(message, wait=False)"
+    )
+    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(HARNESS)}, check=True)
+    taken = []
+    listener.inner.watch(lambda _, message: taken.append(message), Counters)
+    listener.inner.close()
+    assert [type(each).__name__ for each in taken] == ["Begin"]
+
+
 @pytest.mark.parametrize("path", ["", "no/such/socket", "a file", "closed", "x" * 5000])
 def test_without_a_listener_a_program_goes_on_at_once(tmp_path: Path, path: str) -> None:
     (tmp_path / "a file").touch()
