@@ -62,6 +62,14 @@ def test_a_model_is_called_with_what_its_module_gives_in_the_cells_dtype(
 
 
 @pytest.mark.slow
+def test_a_module_that_prints_much_before_the_load_is_measured(command: CommandLine) -> None:
+    printing = "import sys\nprint('w' * 1_000_000, file=sys.stderr)\n"
+    ended = benched(command, "printing", printing + NETS)
+    assert ended.code == 0, ended.err[-1000:]
+    assert record(command.folder / "of_printing")["outcome"] == "ok"
+
+
+@pytest.mark.slow
 def test_a_model_that_nobody_says_how_to_call_is_ok_with_a_word_on_it(command: CommandLine) -> None:
     ended = benched(command, "uncalled", NETS)
     assert ended.code == 0, ended.err
