@@ -54,10 +54,9 @@ def run(assignment: Mapping[str, Any], said: Queue) -> tuple[str, list[bytes]]:
     events = [json.dumps({"event": "raylet", "t_ns": t_ns, "refresh_ms": monitor}).encode()]
     if assignment["kind"]:
         asked = {**assignment, "is_tested": place in assignment["is_tested"]}
-        queue: Any = (
-            said.actor
-        )  # called without waiting, so that a cell does not end with the queue
-        events += node.run(asked, raylet, lambda *step: queue.put_nowait.remote((place, *step)))
+        # called without waiting, so that a cell does not end with the queue
+        put: Any = said.actor.put_nowait.remote  # type: ignore[attr-defined]
+        events += node.run(asked, raylet, lambda *step: put((place, *step, asked["id"])))
     return place, events
 
 
@@ -132,7 +131,7 @@ class Cluster:
         stopped, places = Event(), list(nodes)
 
         def asked(place: str) -> dict[str, Any] | HarnessError:
-            about = {"kind": kind, "is_tested": (), "gpu": self._gpus[place] > 0}
+            about = {"kind": kind, "id": "", "is_tested": (), "gpu": self._gpus[place] > 0}
             try:
                 events = self.measure(about, [place], say, stopped.is_set, tries=1)[1]
             except HarnessError as lost:

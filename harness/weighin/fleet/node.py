@@ -43,8 +43,8 @@ from weighin.suite import registry
 
 Answer = tuple[str, dict[str, dict[str, Any]]]
 """The id of a node, and its events by their kind; it sends one of a kind."""
-Say = Callable[[tuple[str, str, bool]], object]
-"""Takes who says something, what (nothing at the end), and whether that is worth a line."""
+Say = Callable[[tuple[str, str, bool, str]], object]
+"""Takes who says something, what (nothing at the end), whether it is worth a line, and the cell's id."""
 
 _PAUSE_S = 0.5  # Ray can cancel a task only between two lines of Python
 _PATIENCE_S = 30.0  # the measured processes of a stopped cell need a moment to end
