@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import psutil
 
-from weighin import __version__, child_process, install
+from weighin import __version__, install
+from weighin.child_process import Child
 from weighin.errors import ConfigError, HarnessError, extra
-from weighin.fleet import node
-from weighin.fleet.node import Answer, Say
+from weighin.fleet.node import Answer, Say, answer
+from weighin.fleet.node import run as run_here
 from weighin.plan.nodes import Node
 from weighin.probes import environment
 from weighin.result import Result
@@ -36,6 +37,9 @@ _TRIES: Final = 3  # after the third lost node, the cell itself may be the reaso
 _NODE_ID: Final = "ray.io/node-id"
 _WAIT_S: Final = 0.5
 _CANCELLING_S: Final = 45.0
+
+for _name in (__name__, run_here.__module__, Child.__module__):  # a node may lack weighin
+    cloudpickle.register_pickle_by_value(sys.modules[_name])
 
 Task = Callable[[Mapping[str, Any], Any], tuple[str, list[bytes]]]
 """A function that Ray runs on a node: it takes an assignment and the queue of what nodes say, and returns
@@ -56,7 +60,7 @@ def run(assignment: Mapping[str, Any], said: Queue) -> tuple[str, list[bytes]]:
         asked = {**assignment, "is_tested": place in assignment["is_tested"]}
         # called without waiting, so that a cell does not end with the queue
         put: Any = said.actor.put_nowait.remote  # type: ignore[attr-defined]
-        events += node.run(asked, raylet, lambda *step: put((place, *step, asked["id"])))
+        events += run_here(asked, raylet, lambda *step: put((place, *step, asked["id"])))
     return place, events
 
 
@@ -68,8 +72,6 @@ class Cluster:
 
     def __init__(self, labels: Mapping[str, str], task: Task) -> None:
         self._labels = dict(labels)
-        for module in (sys.modules[__name__], node, child_process):
-            cloudpickle.register_pickle_by_value(module)
         self._task = ray.remote(num_cpus=0, resources={SLOT: 1})(task)
         beside = {_NODE_ID: ray.get_runtime_context().get_node_id()}
         self._said = Queue(actor_options={"num_cpus": 0, "label_selector": beside})
@@ -120,7 +122,7 @@ class Cluster:
                     with suppress(RayError, Empty):  # without what nodes say, the cells go on
                         while True:
                             say(self._said.get_nowait())
-            return node.answer(*ray.get(task, timeout=0))
+            return answer(*ray.get(task, timeout=0))
         except RayError as lost:
             raise HarnessError(f"the node was lost: {one_line(str(lost), 200)}") from None
 
