@@ -6,9 +6,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from math import inf
 from threading import Event
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from weighin.fleet.node import run as run_here
 from weighin.plan.nodes import Node
 from weighin.probes import environment
 from weighin.result import Result
+from weighin.run import interrupts
 from weighin.text import one_line
 
 with extra("ray", "--engine ray"):
@@ -37,6 +39,7 @@ _TRIES: Final = 3  # after the third lost node, the cell itself may be the reaso
 _NODE_ID: Final = "ray.io/node-id"
 _WAIT_S: Final = 0.5
 _CANCELLING_S: Final = 45.0
+_ANSWER_S: Final = 120.0  # for what a node has; its examination may take longer
 
 for _name in (__name__, run_here.__module__, Child.__module__):  # a node may lack weighin
     cloudpickle.register_pickle_by_value(sys.modules[_name])
@@ -97,7 +100,7 @@ class Cluster:
         self,
         assignment: Mapping[str, Any],
         nodes: Sequence[str],
-        say: Say,
+        say: Say | None,
         is_stopped: Callable[[], bool],
         tries: int = _TRIES,
     ) -> Answer:
@@ -117,7 +120,7 @@ class Cluster:
                     ray.cancel(task)
                     ray.wait([task], timeout=_CANCELLING_S)
                     break
-                if time.monotonic() - self._taken_s > _WAIT_S:
+                if say and time.monotonic() - self._taken_s > _WAIT_S:
                     self._taken_s = time.monotonic()
                     with suppress(RayError, Empty):  # without what nodes say, the cells go on
                         while True:
@@ -127,17 +130,19 @@ class Cluster:
             raise HarnessError(f"the node was lost: {one_line(str(lost), 200)}") from None
 
     def ask(
-        self, nodes: Iterable[str], kind: str, say: Say = lambda _: None
+        self, nodes: Iterable[str], kind: str, say: Say | None = None
     ) -> dict[str, dict[str, Any] | HarnessError]:
         """Ask nodes at the same time; return the events of each, or why there are none."""
-        stopped, places = Event(), list(nodes)
+        stopped = {place: Event() for place in nodes}
+        end_s = time.monotonic() + (inf if kind == "examine" else _ANSWER_S)
 
         def asked(place: str) -> dict[str, Any] | HarnessError:
             about = {"kind": kind, "id": "", "is_tested": (), "gpu": self._gpus[place] > 0}
             try:
-                events = self.measure(about, [place], say, stopped.is_set, tries=1)[1]
+                events = self.measure(about, [place], say, stopped[place].is_set, tries=1)[1]
             except HarnessError as lost:
-                return lost
+                is_silent = stopped[place].is_set()
+                return HarnessError("the node did not answer") if is_silent else lost
             if not kind or "node" in events:
                 return events
             problem = events["error"]["message"] if "error" in events else events["ended"]["stderr"]
@@ -148,10 +153,17 @@ class Cluster:
             )
 
         with ThreadPoolExecutor(self.threads) as pool:
+            tasks = {pool.submit(asked, place): place for place in stopped}
             try:
-                return dict(zip(places, pool.map(asked, places), strict=True))
+                while left := wait(tasks, _WAIT_S).not_done:
+                    interrupts.check()
+                    awaited = self.names() if time.monotonic() < end_s else {}
+                    for place in {tasks[each] for each in left} - awaited.keys():
+                        stopped[place].set()
             finally:
-                stopped.set()
+                for each in stopped.values():
+                    each.set()
+        return {place: task.result() for task, place in tasks.items()}
 
     def probe(self, nodes: Iterable[str]) -> dict[str, Node | HarnessError]:
         """Ask nodes what they have; return each node, or why it cannot measure."""
