@@ -152,6 +152,22 @@ def test_a_node_that_cannot_go_on_gets_no_further_cell(tmp_path: Path) -> None:
         run(tmp_path / "alone", Crew(answer, SMALL), cells(None))
 
 
+def test_a_step_that_a_node_repeats_is_one_line_and_a_warning_is_one_too(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Warns(Crew):
+        def measure(self, assignment: Mapping[str, Any], nodes: Sequence[str], say: Say, is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
+            answer = super().measure(assignment, nodes, say, is_stopped)
+            number = assignment["cell"]["repeat"]
+            for text in ("preparing process", f"warning {number}"):
+                say((answer[0], text, True, assignment["id"]))
+            return answer
+
+    crew = Warns(measured, SMALL)
+    run(tmp_path, crew, cells(None, None), Progress(preparing=lambda text, _: said.append(text)))
+    assert said == ["small: preparing process", "small: warning 0", "small: warning 1"]
+
+
 def test_a_record_counts_although_the_node_failed_after_it(tmp_path: Path) -> None:
     error = {"message": "the disk is full", "repair": "", "exit_code": 2}
     crew = Crew(lambda node, cell: {**measured(node, cell), "error": error}, SMALL, LARGE)

@@ -72,6 +72,7 @@ class Driver:
         self._running: dict[Future[Answer], _Work] = {}
         self._said: SimpleQueue[tuple[str, str, bool, str]] = SimpleQueue()
         self._steps: dict[str, str] = {}
+        self._lines = set[tuple[str, str]]()
         self._in_vain = 0
         self._settings = _settings(task)
         code = environment.code()
@@ -256,7 +257,8 @@ class Driver:
                 self._ran[cell_id].append(who)
             name = self._names.get(who, who)
             self._steps[name] = text
-            if is_line:
+            if is_line and (who, text) not in self._lines:  # a node prepares itself for each cell
+                self._lines.add((who, text))
                 self._progress.preparing(f"{name}: {text}", None)
         self._progress.nodes({name: step for name, step in self._steps.items() if step})
 

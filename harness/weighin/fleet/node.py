@@ -152,13 +152,12 @@ def _describe(assignment: Mapping[str, Any], events: Parent) -> None:
 
 def _measure(assignment: Mapping[str, Any], events: Parent) -> None:
     limit, strategy = assignment["cell"]["ram_limit_bytes"], assignment["cell"]["strategy"]
-    is_first = not assignment["is_tested"]  # else the node has shown these steps before
 
     def say(text: str, *, is_line: bool = False) -> None:
         events.send("step", text=text, is_line=is_line)
 
     progress = Progress(
-        preparing=lambda text, share: say(text, is_line=is_first and share is None),
+        preparing=lambda text, share: say(text, is_line=share is None),
         building=say,
         starting=lambda _: say(strategy),
         phase=lambda name: say(f"{strategy}: {name}"),
