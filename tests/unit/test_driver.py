@@ -168,6 +168,20 @@ def test_a_step_that_a_node_repeats_is_one_line_and_a_warning_is_one_too(tmp_pat
     assert said == ["small: preparing process", "small: warning 0", "small: warning 1"]
 
 
+def test_the_test_of_a_worker_gets_all_limits_of_the_run(tmp_path: Path) -> None:
+    sent = []
+
+    class Asked(Crew):
+        def measure(self, assignment: Mapping[str, Any], *others: Any) -> Answer:
+            sent.append((len(assignment["is_tested"]), sorted(assignment["limits"])))
+            return super().measure(assignment, *others)
+
+    run(tmp_path, Asked(measured, SMALL), [*cells(2 * GIB, 2 * GIB), *cells(4 * GIB, ranks=2)])
+    limits = [(2 * GIB, 1), (4 * GIB, 2)]
+    assert [each for _, each in sent] == [limits] * 3
+    assert sent[0][0] == 0 and sent[-1][0] == 1
+
+
 def test_a_record_counts_although_the_node_failed_after_it(tmp_path: Path) -> None:
     error = {"message": "the disk is full", "repair": "", "exit_code": 2}
     crew = Crew(lambda node, cell: {**measured(node, cell), "error": error}, SMALL, LARGE)

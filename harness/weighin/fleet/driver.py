@@ -66,7 +66,7 @@ class Driver:
         self._names = {n.id: n.name for n in nodes}  # also of nodes that were lost or left out
         self._lost = set[str]()
         self._ran = defaultdict[str, list[str]](list)  # the nodes that began a cell, by its id
-        self._tested: dict[int, set[str]] = {}
+        self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
         self._trouble: HarnessError = NoNodeLeft(f"none can use {task.isolation.name}")
         self._waiting: dict[Demand, deque[Planned]] = {}
         self._running: dict[Future[Answer], _Work] = {}
@@ -101,6 +101,8 @@ class Driver:
                     self._record(skipped(planned, {}))
                 elif planned.cell.id in todo:
                     self._waiting.setdefault(Demand.of(planned.cell), deque()).append(planned)
+            waiting = [each.cell for cells in self._waiting.values() for each in cells]
+            self._limits = list({(each.ram_limit_bytes, each.ranks) for each in waiting})
             try:
                 self._run()
             finally:  # the pool then waits for the ends of the cells that still run
@@ -152,20 +154,19 @@ class Driver:
     def _measured(self, work: _Work) -> Answer:
         """Measure a cell, in a thread of its own."""
         cell = work.planned.cell
-        # the nodes on which a worker with so many ranks was tested, and need not be tested again
-        tested = self._tested.setdefault(cell.ranks, set())
         assignment = {
             "kind": "measure",
             "id": cell.id,
             "cell": asdict(cell),
             "settings": self._settings,
             "patience_s": min(self._task.patience_s, 1e9),  # JSON has no infinity
-            "is_tested": tested,
+            "is_tested": self._tested.copy(),
+            "limits": self._limits,
         }
         say, is_stopped = self._said.put, work.stopped.is_set
         answer = self._crew.measure(assignment, work.nodes, say, is_stopped)
         if "record" in answer[1]:
-            tested.add(answer[0])
+            self._tested.add(answer[0])
         return answer
 
     def _take(self, task: Future[Answer], work: _Work) -> None:

@@ -194,7 +194,9 @@ def _restored(assignment: Mapping[str, Any]) -> Iterator[Run]:
         (folder / run_folder.PLAN).write_text(json.dumps(plan))
         task = start.restore(folder, trusted=True)  # the driver has asked for the user's trust
         patience_s = max(assignment["patience_s"], _LOCK_PATIENCE_S)
-        yield replace(task, patience_s=patience_s, is_probed=assignment["is_tested"])
+        limits = [(limit, ranks) for limit, ranks in assignment["limits"]]
+        is_probed = assignment["is_tested"]
+        yield replace(task, patience_s=patience_s, is_probed=is_probed, more_limits=limits)
 
 
 if __name__ == "__main__":
