@@ -92,10 +92,9 @@ class Pipes:
                 raise TimeoutError
         return line
 
-    def read(self) -> bool:
-        """Read the data that has arrived; return whether ``receive`` would return at once."""
+    def read(self) -> None:
+        """Read the data that has arrived, without waiting."""
         self._read_ready(self._open, 0)
-        return bool(self._lines) or self._stdout not in self._open
 
     def filenos(self) -> list[int]:
         """Return the descriptors to poll: one is readable if data arrived or the process ended."""

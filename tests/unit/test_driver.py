@@ -5,8 +5,10 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from weighin.cell import Cell
 from weighin.errors import HarnessError, NoNodeLeft, RecordError
 from weighin.fleet import driver as drivers
 from weighin.fleet.driver import Driver
-from weighin.fleet.node import Answer
+from weighin.fleet.node import Answer, Say
 from weighin.isolation.process import ProcessIsolation
 from weighin.plan.nodes import Demand, Node
 from weighin.plan.task import Planned, Progress, Run
@@ -53,7 +55,7 @@ class Crew:
         self,
         assignment: Mapping[str, Any],
         nodes: Sequence[str],
-        say: object,
+        say: Say,
         is_stopped: Callable[[], bool],
     ) -> Answer:
         while not is_stopped() and not (able := [each for each in nodes if each in self.nodes]):
@@ -62,6 +64,7 @@ class Crew:
             raise HarnessError("stopped")
         cell = dict(assignment["cell"])
         self.ran.append((able[0], cell["repeat"]))
+        say((able[0], "loading", False, assignment["id"]))
         return able[0], self.answering(self.nodes[able[0]], cell)
 
     def placed(self, result: Result, place: str) -> Result:
@@ -149,6 +152,36 @@ def test_a_node_that_cannot_go_on_gets_no_further_cell(tmp_path: Path) -> None:
         run(tmp_path / "alone", Crew(answer, SMALL), cells(None))
 
 
+def test_a_step_that_a_node_repeats_is_one_line_and_a_warning_is_one_too(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Warns(Crew):
+        def measure(self, assignment: Mapping[str, Any], nodes: Sequence[str], say: Say, is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
+            answer = super().measure(assignment, nodes, say, is_stopped)
+            number = assignment["cell"]["repeat"]
+            for text in ("preparing process", f"warning {number}"):
+                say((answer[0], text, True, assignment["id"]))
+            return answer
+
+    crew = Warns(measured, SMALL)
+    run(tmp_path, crew, cells(None, None), Progress(preparing=lambda text, _: said.append(text)))
+    assert said == ["small: preparing process", "small: warning 0", "small: warning 1"]
+
+
+def test_the_test_of_a_worker_gets_all_limits_of_the_run(tmp_path: Path) -> None:
+    sent = []
+
+    class Asked(Crew):
+        def measure(self, assignment: Mapping[str, Any], *others: Any) -> Answer:
+            sent.append((len(assignment["is_tested"]), sorted(assignment["limits"])))
+            return super().measure(assignment, *others)
+
+    run(tmp_path, Asked(measured, SMALL), [*cells(2 * GIB, 2 * GIB), *cells(4 * GIB, ranks=2)])
+    limits = [(2 * GIB, 1), (4 * GIB, 2)]
+    assert [each for _, each in sent] == [limits] * 3
+    assert sent[0][0] == 0 and sent[-1][0] == 1
+
+
 def test_a_record_counts_although_the_node_failed_after_it(tmp_path: Path) -> None:
     error = {"message": "the disk is full", "repair": "", "exit_code": 2}
     crew = Crew(lambda node, cell: {**measured(node, cell), "error": error}, SMALL, LARGE)
@@ -181,6 +214,74 @@ def test_with_nodes_that_are_lost_and_join_every_cell_ends_once(
     crew = Crew(answer, LARGE)
     task = run(tmp_path, crew, cells(*[None, 2 * GIB] * 15))
     assert [repeat for repeat, _ in recorded(task)] == list(range(30))
+
+
+def test_a_record_counts_although_another_cell_failed_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = {"message": "the disk is full", "repair": "", "exit_code": 2}
+
+    def all_done(running: Iterable[Any], *_: object) -> object:
+        return wait(running)
+
+    def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        return measured(node, cell) if cell["repeat"] % 2 else {"error": error}
+
+    monkeypatch.setattr(drivers, "wait", all_done)
+    with pytest.raises(NoNodeLeft, match="3 cells cannot run, no node is left: small: the disk is"):
+        run(tmp_path, Crew(answer, SMALL), cells(None, GIB, 2 * GIB, 3 * GIB, 4 * GIB))
+    assert sorted(each.cell.repeat for each in run_folder.read(tmp_path).results) == [1, 3]
+
+
+def test_the_cells_that_run_at_once_are_not_stopped_by_the_error_of_one(tmp_path: Path) -> None:
+    error = {"message": "the disk is full", "repair": "", "exit_code": 2}
+    told = Event()
+
+    class Slow(Crew):
+        slots = 2
+
+        def measure(self, assignment: Mapping[str, Any], nodes: Sequence[str], say: Say, is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
+            answer = super().measure(assignment, nodes, say, is_stopped)
+            if "error" in answer[1]:
+                told.wait(10)  # until the other one runs
+            else:
+                told.set()
+                time.sleep(0.3)
+            if is_stopped():
+                raise HarnessError("stopped")
+            return answer
+
+    crew = Slow(lambda n, c: measured(n, c) if c["repeat"] else {"error": error}, SMALL)
+    with pytest.raises(NoNodeLeft, match="2 cells cannot run, no node is left: small: the disk is"):
+        run(tmp_path, crew, cells(*[None] * 3))
+    assert [each.cell.repeat for each in run_folder.read(tmp_path).results] == [1]
+
+
+def test_a_cell_that_loses_nodes_again_and_again_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drivers, "_LOOK_S", 0.01)
+    monkeypatch.setattr(drivers, "_WAIT_S", 0.01)
+
+    class Dying(Crew):
+        def measure(self, assignment: Mapping[str, Any], nodes: Sequence[str], say: Say, is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
+            answer = super().measure(assignment, nodes, say, is_stopped)
+            if assignment["cell"]["repeat"] == 0:
+                time.sleep(0.1)
+                del self.nodes[answer[0]]  # and another one joins
+                name = f"{answer[0]}+"
+                self.nodes[name] = replace(LARGE, id=name, name=name)
+                while not is_stopped():
+                    time.sleep(0.01)
+                raise HarnessError("stopped")
+            return answer
+
+    task = run(tmp_path, Dying(measured, LARGE), cells(None, None))
+    first, second = sorted(task.results, key=lambda each: each.cell.repeat)
+    assert first.outcome is Outcome.MEASUREMENT_FAILED
+    assert first.message == ("on l++: 3 nodes were lost while they ran this cell, the last of them")
+    assert first.environment["node"] == "l++"
+    assert second.environment["node"] == "l+++"
 
 
 @pytest.mark.parametrize("path", ["../owned", "/tmp/owned", "plan.json", "samples/../../owned"])

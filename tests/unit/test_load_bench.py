@@ -126,6 +126,11 @@ def test_the_first_worker_has_no_limit_and_a_cold_load() -> None:
     assert job.cell == cell
 
 
+def test_the_test_of_a_worker_checks_the_limits_of_other_machines_cells_too() -> None:
+    run = replace(asked(BASELINE, DONE), more_limits=[(4000 * MIB, 1), (1 * MIB, 2)])
+    assert complaint(run).startswith("--ram 1MiB is less than `import torch` alone needs here in 2")
+
+
 def test_a_run_that_was_tested_before_starts_no_worker_for_it() -> None:
     run = asked(DONE)
     told = Told()

@@ -19,6 +19,7 @@ from weighin.plan.task import Run
 from weighin.probes import environment, gpu_check
 from weighin.settings.definition import Settings
 from weighin.settings.reading import check_suite
+from weighin.suite import registry
 from weighin.units import GIB
 
 LOAD = '"""Load."""\nDEVICES = ("cpu",)\n\ndef load(job): ...\n'
@@ -279,6 +280,19 @@ def test_a_plan_that_somebody_else_wrote_is_not_resumed(
         caught.value.repair
         == "start a new run, because this run cannot be resumed without the path"
     )
+
+
+@pytest.mark.usefixtures("here")
+def test_a_mistake_of_ours_is_not_reported_as_a_fault_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read_strategy(*_: object) -> None:
+        raise KeyError("ours")
+
+    started()
+    monkeypatch.setattr(registry, "read_strategy", read_strategy)
+    with pytest.raises(KeyError, match="ours"):
+        resume(Path("run"))
 
 
 def test_a_strategy_that_is_gone_since_the_plan(here: Path) -> None:

@@ -6,21 +6,24 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from math import inf
 from threading import Event
 from typing import Any, Final
 
 import psutil
 
-from weighin import __version__, child_process, install
+from weighin import __version__, install
+from weighin.child_process import Child
 from weighin.errors import ConfigError, HarnessError, extra
-from weighin.fleet import node
-from weighin.fleet.node import Answer, Say
+from weighin.fleet.node import Answer, Say, answer
+from weighin.fleet.node import run as run_here
 from weighin.plan.nodes import Node
 from weighin.probes import environment
 from weighin.result import Result
+from weighin.run import interrupts
 from weighin.text import one_line
 
 with extra("ray", "--engine ray"):
@@ -36,6 +39,10 @@ _TRIES: Final = 3  # after the third lost node, the cell itself may be the reaso
 _NODE_ID: Final = "ray.io/node-id"
 _WAIT_S: Final = 0.5
 _CANCELLING_S: Final = 45.0
+_ANSWER_S: Final = 120.0  # for what a node has; its examination may take longer
+
+for _name in (__name__, run_here.__module__, Child.__module__):  # a node may lack weighin
+    cloudpickle.register_pickle_by_value(sys.modules[_name])
 
 Task = Callable[[Mapping[str, Any], Any], tuple[str, list[bytes]]]
 """A function that Ray runs on a node: it takes an assignment and the queue of what nodes say, and returns
@@ -54,10 +61,9 @@ def run(assignment: Mapping[str, Any], said: Queue) -> tuple[str, list[bytes]]:
     events = [json.dumps({"event": "raylet", "t_ns": t_ns, "refresh_ms": monitor}).encode()]
     if assignment["kind"]:
         asked = {**assignment, "is_tested": place in assignment["is_tested"]}
-        queue: Any = (
-            said.actor
-        )  # called without waiting, so that a cell does not end with the queue
-        events += node.run(asked, raylet, lambda *step: queue.put_nowait.remote((place, *step)))
+        # called without waiting, so that a cell does not end with the queue
+        put: Any = said.actor.put_nowait.remote  # type: ignore[attr-defined]
+        events += run_here(asked, raylet, lambda *step: put((place, *step, asked["id"])))
     return place, events
 
 
@@ -69,8 +75,6 @@ class Cluster:
 
     def __init__(self, labels: Mapping[str, str], task: Task) -> None:
         self._labels = dict(labels)
-        for module in (sys.modules[__name__], node, child_process):
-            cloudpickle.register_pickle_by_value(module)
         self._task = ray.remote(num_cpus=0, resources={SLOT: 1})(task)
         beside = {_NODE_ID: ray.get_runtime_context().get_node_id()}
         self._said = Queue(actor_options={"num_cpus": 0, "label_selector": beside})
@@ -96,7 +100,7 @@ class Cluster:
         self,
         assignment: Mapping[str, Any],
         nodes: Sequence[str],
-        say: Say,
+        say: Say | None,
         is_stopped: Callable[[], bool],
         tries: int = _TRIES,
     ) -> Answer:
@@ -116,27 +120,29 @@ class Cluster:
                     ray.cancel(task)
                     ray.wait([task], timeout=_CANCELLING_S)
                     break
-                if time.monotonic() - self._taken_s > _WAIT_S:
+                if say and time.monotonic() - self._taken_s > _WAIT_S:
                     self._taken_s = time.monotonic()
                     with suppress(RayError, Empty):  # without what nodes say, the cells go on
                         while True:
                             say(self._said.get_nowait())
-            return node.answer(*ray.get(task, timeout=0))
+            return answer(*ray.get(task, timeout=0))
         except RayError as lost:
             raise HarnessError(f"the node was lost: {one_line(str(lost), 200)}") from None
 
     def ask(
-        self, nodes: Iterable[str], kind: str, say: Say = lambda _: None
+        self, nodes: Iterable[str], kind: str, say: Say | None = None
     ) -> dict[str, dict[str, Any] | HarnessError]:
         """Ask nodes at the same time; return the events of each, or why there are none."""
-        stopped, places = Event(), list(nodes)
+        stopped = {place: Event() for place in nodes}
+        end_s = time.monotonic() + (inf if kind == "examine" else _ANSWER_S)
 
         def asked(place: str) -> dict[str, Any] | HarnessError:
-            about = {"kind": kind, "is_tested": (), "gpu": self._gpus[place] > 0}
+            about = {"kind": kind, "id": "", "is_tested": (), "gpu": self._gpus[place] > 0}
             try:
-                events = self.measure(about, [place], say, stopped.is_set, tries=1)[1]
+                events = self.measure(about, [place], say, stopped[place].is_set, tries=1)[1]
             except HarnessError as lost:
-                return lost
+                is_silent = stopped[place].is_set()
+                return HarnessError("the node did not answer") if is_silent else lost
             if not kind or "node" in events:
                 return events
             problem = events["error"]["message"] if "error" in events else events["ended"]["stderr"]
@@ -147,10 +153,17 @@ class Cluster:
             )
 
         with ThreadPoolExecutor(self.threads) as pool:
+            tasks = {pool.submit(asked, place): place for place in stopped}
             try:
-                return dict(zip(places, pool.map(asked, places), strict=True))
+                while left := wait(tasks, _WAIT_S).not_done:
+                    interrupts.check()
+                    awaited = self.names() if time.monotonic() < end_s else {}
+                    for place in {tasks[each] for each in left} - awaited.keys():
+                        stopped[place].set()
             finally:
-                stopped.set()
+                for each in stopped.values():
+                    each.set()
+        return {place: task.result() for task, place in tasks.items()}
 
     def probe(self, nodes: Iterable[str]) -> dict[str, Node | HarnessError]:
         """Ask nodes what they have; return each node, or why it cannot measure."""

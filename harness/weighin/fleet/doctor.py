@@ -26,7 +26,7 @@ def examine(
             raise no_slot()
         examinations = []
 
-        def tell(step: tuple[str, str, bool]) -> None:
+        def tell(step: tuple[str, str, bool, str]) -> None:
             if step[1]:
                 say(f"{names[step[0]]}: {step[1]}")
 

@@ -3,7 +3,7 @@
 import base64
 import time
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _WAIT_S: Final = 0.5  # until the driver looks for signals again
 _LOOK_S: Final = 3.0  # until it looks again for nodes that were lost or have joined
+_MOST_LOSSES: Final = 3  # of nodes that ran a cell, which may then itself be the reason
 _MOST_IN_VAIN: Final = (
     10  # looks for free RAM without a record, because a node has less at the start
 )
@@ -63,12 +64,15 @@ class Driver:
         self._progress = progress
         self._nodes = {n.id: n for n in nodes if not n.isolations[task.isolation.name]}
         self._names = {n.id: n.name for n in nodes}  # also of nodes that were lost or left out
-        self._tested: dict[int, set[str]] = {}
+        self._lost = set[str]()
+        self._ran = defaultdict[str, list[str]](list)  # the nodes that began a cell, by its id
+        self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
         self._trouble: HarnessError = NoNodeLeft(f"none can use {task.isolation.name}")
         self._waiting: dict[Demand, deque[Planned]] = {}
         self._running: dict[Future[Answer], _Work] = {}
-        self._said: SimpleQueue[tuple[str, str, bool]] = SimpleQueue()
+        self._said: SimpleQueue[tuple[str, str, bool, str]] = SimpleQueue()
         self._steps: dict[str, str] = {}
+        self._lines = set[tuple[str, str]]()
         self._in_vain = 0
         self._settings = _settings(task)
         code = environment.code()
@@ -97,6 +101,8 @@ class Driver:
                     self._record(skipped(planned, {}))
                 elif planned.cell.id in todo:
                     self._waiting.setdefault(Demand.of(planned.cell), deque()).append(planned)
+            waiting = [each.cell for cells in self._waiting.values() for each in cells]
+            self._limits = list({(each.ram_limit_bytes, each.ranks) for each in waiting})
             try:
                 self._run()
             finally:  # the pool then waits for the ends of the cells that still run
@@ -126,7 +132,8 @@ class Driver:
     def _look(self, again: Iterable[str] = ()) -> None:
         """Leave out the nodes that were lost; ask those that have joined, and ``again``, what they have."""
         alive = self._crew.names()
-        for lost in self._nodes.keys() - alive.keys():
+        for lost in self._names.keys() - alive.keys() - self._lost:
+            self._lost.add(lost)
             self._leave_out(lost, HarnessError("the node was lost"))
         asked = (alive.keys() - self._names.keys()) | (alive.keys() & set(again))
         self._names |= alive
@@ -147,19 +154,19 @@ class Driver:
     def _measured(self, work: _Work) -> Answer:
         """Measure a cell, in a thread of its own."""
         cell = work.planned.cell
-        # the nodes on which a worker with so many ranks was tested, and need not be tested again
-        tested = self._tested.setdefault(cell.ranks, set())
         assignment = {
             "kind": "measure",
+            "id": cell.id,
             "cell": asdict(cell),
             "settings": self._settings,
             "patience_s": min(self._task.patience_s, 1e9),  # JSON has no infinity
-            "is_tested": tested,
+            "is_tested": self._tested.copy(),
+            "limits": self._limits,
         }
         say, is_stopped = self._said.put, work.stopped.is_set
         answer = self._crew.measure(assignment, work.nodes, say, is_stopped)
         if "record" in answer[1]:
-            tested.add(answer[0])
+            self._tested.add(answer[0])
         return answer
 
     def _take(self, task: Future[Answer], work: _Work) -> None:
@@ -168,7 +175,7 @@ class Driver:
         try:
             place, events = task.result()
         except HarnessError as lost:
-            why = lost.message
+            place, why = next(reversed(self._ran[cell.id]), ""), lost.message
         record, short, error = (events.get(kind) for kind in ("record", "short", "error"))
         if place in self._nodes and (told := record or short):
             free = told["free_ram_bytes"]
@@ -183,14 +190,9 @@ class Driver:
         else:
             if ended := events.get("ended"):
                 words = (f"exit code {ended['code']}", one_line(ended["stderr"]))
-                why = f"on {self._names[place]}: {', '.join(filter(None, words))}"
-            failed, now = (
-                Outcome.MEASUREMENT_FAILED,
-                datetime.now(UTC).isoformat("T", "milliseconds"),
-            )
-            result = Result(SCHEMA, cell, failed, message=why, started_at=now)
-            self._record(self._crew.placed(result, place))
-        if error:
+                why = ", ".join(filter(None, words))
+            self._fail(cell, place, why)
+        if error and place in self._nodes:
             told = {name: error[name] for name in ("message", "repair", "exit_code")}
             self._leave_out(place, HarnessError(**told))
 
@@ -200,10 +202,21 @@ class Driver:
         self._progress.preparing(f"no further cell for {message}", None)
         self._trouble = HarnessError(message, error.repair, exit_code=error.exit_code)
         self._nodes.pop(place, None)
+        self._show()
         for task, work in list(self._running.items()):
-            if not self._nodes.keys() & set(work.nodes):
-                work.stopped.set()
-                self._waiting[work.demand].appendleft(self._running.pop(task).planned)
+            if task.done() or self._nodes.keys() & set(work.nodes):
+                continue
+            if not task.cancel() and self._crew.slots > 1:  # the other jobs end their cells
+                continue
+            cell = work.planned.cell
+            lost = [each for each in self._ran[cell.id] if each in self._lost]
+            work.stopped.set()
+            del self._running[task]
+            if len(lost) < _MOST_LOSSES:
+                self._waiting[work.demand].appendleft(work.planned)
+            else:
+                why = f"{len(lost)} nodes were lost while they ran this cell, the last of them"
+                self._fail(cell, lost[-1], why)
 
     def _stuck(self) -> HarnessError:
         left = sum(map(len, self._waiting.values()))
@@ -214,6 +227,12 @@ class Driver:
         demand = next(demand for demand, cells in self._waiting.items() if cells)
         reasons = "; ".join(map(demand.lacks_now, self._nodes.values()))
         return NoNodeLeft(f"{waiting}: {reasons}", "free memory on a node, or add a node")
+
+    def _fail(self, cell: Cell, place: str, why: str) -> None:
+        message = f"on {self._names.get(place, place)}: {why}" if place else why
+        now = datetime.now(UTC).isoformat("T", "milliseconds")
+        failed = Result(SCHEMA, cell, Outcome.MEASUREMENT_FAILED, message=message, started_at=now)
+        self._record(self._crew.placed(failed, place))
 
     def _record(self, result: Result) -> None:
         result = replace(result, environment=result.environment | self._code)
@@ -234,10 +253,13 @@ class Driver:
 
     def _show(self) -> None:
         while not self._said.empty():
-            who, text, is_line = self._said.get()
+            who, text, is_line, cell_id = self._said.get()
+            if text and who not in self._ran[cell_id]:
+                self._ran[cell_id].append(who)
             name = self._names.get(who, who)
             self._steps[name] = text
-            if is_line:
+            if is_line and (who, text) not in self._lines:  # a node prepares itself for each cell
+                self._lines.add((who, text))
                 self._progress.preparing(f"{name}: {text}", None)
         self._progress.nodes({name: step for name, step in self._steps.items() if step})
 

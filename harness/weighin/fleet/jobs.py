@@ -52,7 +52,7 @@ class Jobs:
         events = node.run(
             {**assignment, "is_tested": _HERE in assignment["is_tested"]},
             child_process.environment(inherit=False) | own,
-            lambda *step: say((job, *step)),
+            lambda *step: say((job, *step, assignment["id"])),
             is_stopped,
         )
         return node.answer(_HERE, events)

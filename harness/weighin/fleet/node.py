@@ -43,8 +43,8 @@ from weighin.suite import registry
 
 Answer = tuple[str, dict[str, dict[str, Any]]]
 """The id of a node, and its events by their kind; it sends one of a kind."""
-Say = Callable[[tuple[str, str, bool]], object]
-"""Takes who says something, what (nothing at the end), and whether that is worth a line."""
+Say = Callable[[tuple[str, str, bool, str]], object]
+"""Takes who says something, what (nothing at the end), whether it is worth a line, and the cell's id."""
 
 _PAUSE_S = 0.5  # Ray can cancel a task only between two lines of Python
 _PATIENCE_S = 30.0  # the measured processes of a stopped cell need a moment to end
@@ -152,13 +152,12 @@ def _describe(assignment: Mapping[str, Any], events: Parent) -> None:
 
 def _measure(assignment: Mapping[str, Any], events: Parent) -> None:
     limit, strategy = assignment["cell"]["ram_limit_bytes"], assignment["cell"]["strategy"]
-    is_first = not assignment["is_tested"]  # else the node has shown these steps before
 
     def say(text: str, *, is_line: bool = False) -> None:
         events.send("step", text=text, is_line=is_line)
 
     progress = Progress(
-        preparing=lambda text, share: say(text, is_line=is_first and share is None),
+        preparing=lambda text, share: say(text, is_line=share is None),
         building=say,
         starting=lambda _: say(strategy),
         phase=lambda name: say(f"{strategy}: {name}"),
@@ -195,7 +194,9 @@ def _restored(assignment: Mapping[str, Any]) -> Iterator[Run]:
         (folder / run_folder.PLAN).write_text(json.dumps(plan))
         task = start.restore(folder, trusted=True)  # the driver has asked for the user's trust
         patience_s = max(assignment["patience_s"], _LOCK_PATIENCE_S)
-        yield replace(task, patience_s=patience_s, is_probed=assignment["is_tested"])
+        limits = [(limit, ranks) for limit, ranks in assignment["limits"]]
+        is_probed = assignment["is_tested"]
+        yield replace(task, patience_s=patience_s, is_probed=is_probed, more_limits=limits)
 
 
 if __name__ == "__main__":

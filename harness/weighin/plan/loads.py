@@ -90,8 +90,8 @@ def plan(
 
 
 def restore(cells: Sequence[Cell], settings: Settings) -> list[Planned]:
-    """Return the cells of a plan; raise KeyError if it lacks the path of a strategy, and ConfigError if
-    the strategy's file is missing or every cell is skipped.
+    """Return the cells of a plan; raise ConfigError if a strategy's file is missing or every cell is
+    skipped.
     """
     infos = {
         name: registry.read_strategy(Path(path), cells[0].operation)

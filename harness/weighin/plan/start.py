@@ -104,21 +104,20 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
             place=place,
             again=resume_command(settings.verb, folder),
         )
-    what = "command" if settings.commands else "path"
-    try:
-        if settings.commands:
-            planned = [Planned(cell) for cell in found.cells if settings.command(cell.strategy)]
-            commands.check(settings)
-        else:
-            from weighin.plan import loads
-
-            planned = loads.restore(found.cells, settings)
-    except KeyError as error:
-        of = "" if settings.commands else " of the strategy"
+    known = {each.name for each in settings.commands} or settings.strategy_paths.keys()
+    if lacking := [each.strategy for each in found.cells if each.strategy not in known]:
+        what, of = ("command", "") if settings.commands else ("path", " of the strategy")
         raise RecordError(
-            f"{place} lacks the {what}{of} {error}",
+            f"{place} lacks the {what}{of} {lacking[0]!r}",
             f"start a new run, because this run cannot be resumed without the {what}",
-        ) from None
+        )
+    if settings.commands:
+        planned = [Planned(cell) for cell in found.cells]
+        commands.check(settings)
+    else:
+        from weighin.plan import loads
+
+        planned = loads.restore(found.cells, settings)
     name = found.cells[0].isolation
     isolation = select.named(name, settings.image)
     ours = settings.shard.of(planned) if settings.shard else planned

@@ -67,6 +67,7 @@ class Run:
     ``results`` is empty until the run has begun. The folder of a new run is removed if an error stops
     the run before its first record. ``patience_s`` is the longest time to wait for another run on this
     machine. ``is_probed``: an earlier run with the same limits has tested a worker on this machine.
+    ``more_limits``: further RAM limits, each with its ranks, that the test of a worker checks.
     """
 
     folder: Path
@@ -76,6 +77,7 @@ class Run:
     is_new: bool = False
     patience_s: float = 0
     is_probed: bool = False
+    more_limits: Sequence[tuple[int | None, int]] = ()
     results: list[Result] = field(default_factory=list)
 
     def prepare(self, progress: Progress) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -212,7 +212,8 @@ def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> Loads:
     needed = [each for each in needed if not each.skip]
     if not task.is_probed:
         progress.preparing("importing torch, to measure the memory that the import needs", None)
-        _check_limits(needed, _probe(task, _job(task, needed[0], prepared)))
+        limits = {(each.cell.ram_limit_bytes, each.cell.ranks) for each in needed}
+        _check_limits(limits.union(task.more_limits), _probe(task, _job(task, needed[0], prepared)))
     return Loads(task, task.environment(), progress, prepared, refused)
 
 
@@ -344,9 +345,9 @@ def _probe(task: Run, job: Job) -> Memory:
     )
 
 
-def _check_limits(planned: Sequence[Planned], baseline: Memory) -> None:
+def _check_limits(limits: Iterable[tuple[int | None, int]], baseline: Memory) -> None:
     """Raise ConfigError if a limit is below ``baseline`` (a rank's memory before loading) x ranks."""
-    for limit, ranks in {(each.cell.ram_limit_bytes, each.cell.ranks) for each in planned}:
+    for limit, ranks in limits:
         # File-backed memory does not count, because the kernel can evict it.
         need = (baseline.anon_bytes + baseline.shmem_bytes) * ranks
         if limit is not None and limit < need:

@@ -98,7 +98,7 @@ def measure_load(
     """Measure one load as ``weighin bench`` does, in a run of one cell in a temporary folder.
 
     ``Weighin.measure`` documents the options. ``say`` gets each line that a long preparation
-    prints, such as the build of a Docker image.
+    prints, such as the pull of a Docker image.
 
     Raises:
         HarnessError: the load cannot be measured here, or an argument is invalid.
