@@ -119,3 +119,17 @@ def test_one_text_that_is_copied_without_end_is_refused(tmp_path: Path) -> None:
     records = state_pickle.load(tmp_path / "x", io.BytesIO(data)).value
     with pytest.raises(CheckpointError, match="holds values of more than 33,554,432 bytes"):
         _Rebuilder(tmp_path / "x", "_extra_state").rebuild(records)
+
+
+def test_a_hook_that_takes_a_prefix_away_finds_the_extra_state_too(tmp_path: Path) -> None:
+    def build() -> Stateful:
+        model = Stateful()
+        strip = nn.modules.utils.consume_prefix_in_state_dict_if_present
+        model.register_load_state_dict_pre_hook(lambda _, state, *__: strip(state, "module."))
+        return model
+
+    saved = {f"module.{name}": value for name, value in Stateful({"step": 2}).state_dict().items()}
+    torch.save(saved, tmp_path / "model.pt")
+    (theirs := build()).load_state_dict(dict(saved))
+    ours = load_streaming(build, tmp_path / "model.pt")
+    assert ours.extra == theirs.extra == {"step": 2}

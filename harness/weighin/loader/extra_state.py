@@ -41,11 +41,15 @@ def extra_values(model: torch.nn.Module, slices: Slices, checkpoint: Path) -> di
     values = slices.values
     if not values:
         return {}
+    modules = dict(model.named_modules(remove_duplicate=False))
     taken = {
         f"{path}.{torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX}".removeprefix(".")
-        for path, module in model.named_modules(remove_duplicate=False)
+        for path, module in modules.items()
         if type(module).set_extra_state is not torch.nn.Module.set_extra_state
     }
+    if any(module._load_state_dict_pre_hooks for module in modules.values()):
+        # A hook may take a prefix away, so that a module takes the rest of the name.
+        taken |= {each for each in values if any(each.endswith(f".{name}") for name in taken)}
     unused = [name for name in values if is_extra_state(name) and name not in taken]
     if dropped := [plain(name) for name in unused if values[name] is not None]:
         _log.warning("no module of this model takes the extra state of %s", first_names(dropped))
