@@ -86,7 +86,7 @@ def start_and_wait_for_the_pause(command: CommandLine, nodes: Nodes) -> Started:
             or (len(records(command)) == CELLS - 2 and len(nodes.at_work()) == 2)
         ),
         "the cells that wait did not begin",
-        patience_s=120,
+        patience_s=300,
     )
     assert started.process.poll() is None, started.process.communicate()
     return started
@@ -272,12 +272,12 @@ def test_a_node_that_joins_gets_the_next_cells_unless_its_code_differs(
     with (other / "harness" / "weighin" / "text.py").open("a") as file:
         file.write("# changed\n")
     started = start(command, nodes)
-    leftovers.wait_until(lambda: len(records(command)) >= 1, "no cell ended", patience_s=120)
+    leftovers.wait_until(lambda: len(records(command)) >= 1, "no cell ended", patience_s=300)
     changed, joined = nodes.add(code=other / "harness"), nodes.add()
     leftovers.wait_until(
         lambda: len(records(command)) == CELLS - 2 and len(nodes.at_work()) == 2,
         "the node that joined got no cell",
-        patience_s=120,
+        patience_s=300,
     )
     assert {nodes.of_process(pid) for pid in nodes.at_work()} == {first, joined}
     hold.chmod(0o644)
