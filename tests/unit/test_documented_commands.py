@@ -11,7 +11,7 @@ from weighin.cli.app import app
 @pytest.mark.parametrize(("page", "command"), commands())
 def test_a_documented_command_is_understood(page: str, command: str) -> None:
     verb: click.Command = app
-    context = click.Context(app, info_name="weighin")
+    context = click.Context(app, info_name="weighin", **app.context_settings)
     arguments = words(command)
     while isinstance(verb, click.Group):
         name, found, arguments = verb.resolve_command(context, arguments)

@@ -76,7 +76,7 @@ def _of(one: Planned) -> Prediction:
 
 def advices(*words: str) -> Iterator[tuple[str, Advice]]:
     """Yield the answer to ``weighin recommend WORDS`` in which each strategy in turn is the best."""
-    context = verb.recommend.make_context("recommend", [*words])
+    context = verb.recommend.make_context("recommend", [*words], **app.context_settings)
     question = verb._question(_arguments.read(context))
     known = gather(question, lambda _: None)
     for planned, prediction in zip(known.planned, known.predictions, strict=True):
