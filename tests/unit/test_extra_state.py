@@ -125,7 +125,8 @@ def test_a_hook_that_takes_a_prefix_away_finds_the_extra_state_too(tmp_path: Pat
     def build() -> Stateful:
         model = Stateful()
         strip = nn.modules.utils.consume_prefix_in_state_dict_if_present
-        model.register_load_state_dict_pre_hook(lambda _, state, *__: strip(state, "module."))
+        hook = lambda _, state, *__: strip(state, "module.")  # noqa: E731
+        model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         return model
 
     saved = {f"module.{name}": value for name, value in Stateful({"step": 2}).state_dict().items()}

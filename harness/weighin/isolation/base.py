@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from weighin.cell import Cell, Job
+from weighin.child_process import Pipes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +23,6 @@ class Streams:
     stdin: int | None = None
     stdout: int | None = None
     stderr: int | None = None
-
-
-class Channel(Protocol):
-    """weighin's ends of a worker's standard streams."""
-
-    @property
-    def stderr_tail(self) -> bytes:
-        """The last 64 KiB that the worker and its strategy printed to stderr."""
-
-    def send(self, line: bytes) -> None:
-        """Write a line to the worker, or do nothing if the worker has ended."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +106,7 @@ class RunningWorker(Running, Protocol):
     """A started worker."""
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> Pipes:
         """The channel through which the worker gets its job."""
 
 

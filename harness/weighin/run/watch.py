@@ -117,8 +117,7 @@ class Watch:
         if self._spec.settings and self._spec.settings.stacks:
             from weighin.probes.stacks import StackTaker  # needs py-spy, and takes time to import
 
-            started: Any = running
-            self._stacks = StackTaker(started.members, running.cgroup)
+            self._stacks = StackTaker(running.members, running.cgroup)
         if len(self._ranks) == 1:
             self._start_sampling()
         for each in self._ranks:

@@ -121,7 +121,7 @@ class DockerCommand:
         with contextlib.suppress(*ENGINE_ERRORS):  # the command has ended
             self._client.exec_resize(self.exec, rows, columns)
 
-    def wait(self, timeout_s: float) -> Any:
+    def wait(self, timeout_s: float) -> bool:
         return child_process.wait_for_end(self.process, self._has_ended, timeout_s)
 
     def _has_ended(self) -> bool:
