@@ -60,7 +60,7 @@ LONGEST = (
 
 _OF_OTHERS = (
     *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"),
-    *("GITHUB_ACTIONS", "GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY"),
+    *("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY"),
 )
 
 settings.register_profile("untimed", deadline=None)  # a busy machine must not fail a test

@@ -112,11 +112,15 @@ def test_output_is_shown_once_and_input_is_empty(weighin: CommandLine) -> None:
     assert len(limits(weighin, "r")) > 3
 
 
-def test_a_search_that_was_stopped_goes_on_where_it_was(weighin: CommandLine) -> None:
-    started = weighin.start("floor", "--out", "r", "--", "./spend", "256", "200")
-    while len(weighin.records("r")) < 3:
+@pytest.mark.parametrize("into_s", [0, 0.4], ids=["between commands", "within a command"])
+def test_a_search_that_was_stopped_goes_on_where_it_was(
+    weighin: CommandLine, into_s: float
+) -> None:
+    started = weighin.start("floor", "--out", "r", "--", "./spend", "256", "600")
+    while len(weighin.records("r")) < 2:
         assert started.process.poll() is None
         time.sleep(0.01)
+    time.sleep(into_s)
     ended = started.end(signal.SIGINT)
     assert (ended.code, ended.left) == (130, [])
     before = weighin.records("r")

@@ -159,7 +159,8 @@ def test_a_setting_limits_all_tests_of_a_session(user: pytest.Pytester) -> None:
     )
     result.assert_outcomes(passed=5, failed=2)
     text = result.stdout.str()
-    assert text.count("MiB during the test's body, more than its limit of 60.000 MiB") == 2
+    too_much = r"^rss .* MiB during the test's body, more than its limit of 60\.000 MiB$"
+    assert len(re.findall(too_much, text, re.MULTILINE)) == 2
 
 
 def test_a_setting_that_is_no_size_ends_the_session(user: pytest.Pytester) -> None:

@@ -181,7 +181,8 @@ class Commands:
         reference = self.task.reference_for(cell)
         measured = measure(self.task.isolation, spec, self.environment, reference)
         self.stopped = spec.asked_to_end
-        if self.stopped and len(self.task.planned) > 1 and measured.result.outcome != Outcome.OK:
+        more = len(self.task.planned) > 1 or settings.within is not None
+        if self.stopped and more and measured.result.outcome != Outcome.OK:
             raise Interrupted(_STOPPED)
         return measured
 
