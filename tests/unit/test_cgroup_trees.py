@@ -299,8 +299,9 @@ def test_a_process_that_does_not_end_is_named_with_its_group(
 def test_all_groups_are_removed_but_the_one_whose_process_does_not_end(
     hybrid: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "PATIENCE_S", 0)
     running = Started(("true",), groups=(groups := cgroup._make_groups()))
+    assert running.wait(60)
+    monkeypatch.setattr(process, "PATIENCE_S", 0)
     assert running.reap() == Exit(0)
     hybrid.busy.add(groups[0])
     with pytest.raises(StillRunning):
