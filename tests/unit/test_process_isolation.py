@@ -301,10 +301,12 @@ def test_a_worker_of_which_a_process_is_another_users(
     os.waitpid(pid, 0)
 
 
-def test_a_worker_that_cannot_start_leaves_no_adoption(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_start_leaves_no_adoption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
     with pytest.raises(FileNotFoundError):
-        Started(("no-such-program",))
+        Started((str(tmp_path / "no-such-program"),))
     assert not adopt_orphans(adopt=False)
 
 
