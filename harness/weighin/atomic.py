@@ -17,9 +17,10 @@ def write_bytes(path: Path, content: bytes, *, is_new: bool = False) -> None:
     Raises:
         FileExistsError: with ``is_new``, ``path`` exists; another process may just have made it.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Nobody can guess the name, and so leave a link to another file there.
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -1,6 +1,7 @@
 """A run's folder of somebody else: no link in it is followed, and no text in it commands a terminal."""
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from factories import ENVIRONMENT, make_cell, make_result
 
+from weighin import atomic
 from weighin.cli import app
 from weighin.errors import RecordError
 from weighin.records import run_folder
@@ -38,9 +40,9 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         make_cell(options={"x": 1}),
     ]
     run_folder.write_plan(folder, cells)
-    settings = {"MALLOC_X": EVIL}
-    for cell in cells:
-        result = make_result(cell, environment=ENVIRONMENT | {"settings": settings})
+    for number, cell in enumerate(cells):
+        environment = ENVIRONMENT | {"settings": {"MALLOC_X": EVIL, EVIL: str(number)}, EVIL: "x"}
+        result = make_result(cell, environment=environment)
         run_folder.append(folder, replace(result, warnings=(EVIL,)))
     return folder
 
@@ -55,7 +57,9 @@ def test_no_text_of_a_run_reaches_a_terminal_or_a_log_as_a_command(
     theirs: Path, arguments: Sequence[str]
 ) -> None:
     texts = [typed(arguments)]
-    texts += [path.read_text() for path in theirs.glob("*.md")]
+    texts += [
+        path.read_text() for kind in ("md", "html", "csv") for path in theirs.glob(f"*.{kind}")
+    ]
     for text in texts:
         assert not {"\x1b", "\x07", "\u202e"} & set(text)
         assert not [line for line in text.splitlines() if line.strip("│| ").startswith("::")]
@@ -68,6 +72,29 @@ def test_a_report_replaces_a_link_and_keeps_its_file(theirs: Path, tmp_path: Pat
     typed(("report", "theirs"))
     assert mine.read_text() == "mine"
     assert (theirs / "summary.csv").read_text().startswith("strategy,")
+
+
+def test_a_link_at_the_name_of_an_unfinished_file_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (mine := tmp_path / "mine").write_text("mine")
+    names: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda _: names.extend(tmp_path.glob(".report.md.*")))
+    atomic.write_text(tmp_path / "report.md", "one")
+    names[0].symlink_to(mine)
+    (tmp_path / f".report.md.{os.getpid()}.tmp").symlink_to(mine)
+    atomic.write_text(tmp_path / "report.md", "two")
+    assert (mine.read_text(), (tmp_path / "report.md").read_text()) == ("mine", "two")
+
+
+def test_merge_copies_no_file_to_which_a_link_leads(theirs: Path, tmp_path: Path) -> None:
+    (mine := tmp_path / "mine").write_text("secret")
+    cell = make_cell(options={"x": 1})
+    (samples,) = [name for name in run_folder.paths_of(cell) if name.startswith("samples/")]
+    (theirs / "samples").mkdir()
+    (theirs / samples).symlink_to(mine)
+    assert "symbolic link" in typed(("merge", "theirs", "--out", "merged"))
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("name", ["records.jsonl", "plan.json", "samples", ".room"])

@@ -366,9 +366,14 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _read(path: Path) -> bytes:
+def read_file(run: Path, name: str) -> bytes:
+    """Return the content of a file of a run; raise RecordError if it is missing, or leads elsewhere."""
+    return _read(run / name, run)
+
+
+def _read(path: Path, run: Path | None = None) -> bytes:
     try:
-        return read_bytes(path, _MOST_BYTES, within=path.parent)
+        return read_bytes(path, _MOST_BYTES, within=run or path.parent)
     except FileNotFoundError as error:
         raise RecordError(
             f"{path.parent} contains no {path.name}, so it is not the folder of a run",
@@ -442,14 +447,14 @@ def _complaint(text: str, record: Any) -> str:
 
 
 def clean(value: Any, *, is_cell: bool = False) -> Any:
-    """Return a record's JSON value, with "?" for each unprintable character in its texts.
+    """Return a record's JSON value, with "?" for each unprintable character in its texts and keys.
 
-    Newlines and tabs stay, and so does what a user may choose freely in a cell, such as options: the
+    Newlines and tabs stay in texts, and so does what a user may choose freely in a cell, such as options: the
     cell's name follows from it.
     """
     if isinstance(value, dict):
         return {
-            key: each if is_cell and key in _FREE else clean(each, is_cell=key in _CELLS)
+            printable(key): each if is_cell and key in _FREE else clean(each, is_cell=key in _CELLS)
             for key, each in value.items()
         }
     if isinstance(value, list):

@@ -1,6 +1,7 @@
 """Join runs that each measured a part (shard) of one plan into one run (``weighin merge``)."""
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -167,6 +168,6 @@ def _write(parts: Sequence[_Part], results: Sequence[Result], out: Path) -> None
 
 def _copy_files(source: Path, result: Result, target: Path) -> None:
     for name in run_folder.paths_of(result.cell):
-        if (source / name).exists():
+        if os.path.lexists(source / name):
             (target / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source / name, target / name)
+            (target / name).write_bytes(run_folder.read_file(source, name))
