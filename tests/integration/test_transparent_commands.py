@@ -232,11 +232,14 @@ def test_a_time_out_ends_a_command_that_does_not_run(
     assert "Still running after 1 s" in done.stderr
 
 
-def ended_after_the_first(folder: Path, number: signal.Signals, isolation: str) -> list[int]:
+ENDS_WELL = "{ trap 'kill $!; exit 0' INT TERM HUP; sleep 60 & wait; }"
+
+
+def ended_after_the_first(
+    folder: Path, number: signal.Signals, isolation: str, second: str = "exec sleep 60"
+) -> list[int]:
     """Send a signal to weighin in the second of three repeats; return the repeats with a record."""
-    script = (
-        f"echo x >> {folder}/started; [ $(wc -l < {folder}/started) -eq 2 ] && exec sleep 60; true"
-    )
+    script = f"echo x >> {folder}/started; [ $(wc -l < {folder}/started) -eq 2 ] && {second}; true"
     common = ("run", "--isolation", isolation, "--no-stacks")
     line = (*WEIGHIN, *common, "--out", "s", "--repeats", "3", "--", "sh", "-c", script)
     with subprocess.Popen(
@@ -260,11 +263,17 @@ def repeats(run: Path) -> list[int]:
     return [json.loads(line)["cell"]["repeat"] for line in lines]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("number", "second"),
+    [
+        *((number, "exec sleep 60") for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
+        (signal.SIGTERM, ENDS_WELL),
+    ],
+)
 def test_a_repeat_that_a_signal_broke_off_is_measured_again(
-    tmp_path: Path, isolation: str, number: signal.Signals
+    tmp_path: Path, isolation: str, number: signal.Signals, second: str
 ) -> None:
-    assert ended_after_the_first(tmp_path, number, isolation) == [0]
+    assert ended_after_the_first(tmp_path, number, isolation, second) == [0]
     again = (*WEIGHIN, "run", "--resume", "s")
     subprocess.run(again, cwd=tmp_path, check=True, capture_output=True)
     assert repeats(tmp_path / "s") == [0, 1, 2]
@@ -302,7 +311,8 @@ def test_every_reader_tells_of_two_records_of_one_cell(
     run("true", options=("--out", "twice"))
     records = tmp_path / "twice" / "records.jsonl"
     records.write_text(2 * records.read_text())
-    for verb in (("report", "twice"), ("check", "twice", "--budget", "anon <= 1GiB")):
+    readers = ("report", "check --budget anon<=1GiB", "compare twice", "history", "run --resume")
+    for verb in (f"{reader} twice".split() for reader in readers):
         done = subprocess.run(
             (*WEIGHIN, *verb), cwd=tmp_path, capture_output=True, text=True, check=False
         )

@@ -18,7 +18,6 @@ from weighin.isolation.process import PASSED
 from weighin.plan.commands import files_in
 from weighin.plan.task import Planned, Progress, Run
 from weighin.program_phases import VARIABLE
-from weighin.result import Outcome
 from weighin.run import output
 from weighin.run.measure import Measured, measure
 from weighin.run.readiness import Readiness
@@ -182,7 +181,7 @@ class Commands:
         measured = measure(self.task.isolation, spec, self.environment, reference)
         self.stopped = spec.asked_to_end
         more = len(self.task.planned) > 1 or settings.within is not None
-        if self.stopped and more and measured.result.outcome != Outcome.OK:
+        if self.stopped and more:
             raise Interrupted(_STOPPED)
         return measured
 
