@@ -106,8 +106,11 @@ def test_no_color_means_no_bold(
     assert "text" in captured.out
 
 
-def test_a_config_of_a_billion_layers_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1000000000}')
+@pytest.mark.parametrize(
+    "config", ["{%s}", '{"text_config": {"inner": {%s}}}'], ids=["top", "inner"]
+)
+def test_a_config_of_a_billion_layers_is_refused(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config % '"model_type": "gpt2", "n_layer": 1000000000')
     torch.save({"w": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
     result = CliRunner().invoke(app.app, ["bench", str(tmp_path)])
     assert "n_layer is 1,000,000,000, more layers than any model has" in str(result.exception)

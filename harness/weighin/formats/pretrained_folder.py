@@ -227,13 +227,22 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
         raise unknown_file.not_json(path / CONFIG, text, f"not JSON: {error}", repair) from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / CONFIG}: not a JSON object", repair)
-    for key, value in config.items():
+    for key, value in _settings_in(config):
         if "layers" in f"{key}s" and isinstance(value, int) and value > _MOST_LAYERS:
             raise CheckpointError(
                 f"{path / CONFIG}: {one_line(key)} is {value:,}, more layers than any model has",
                 "correct the number: the model's library would build layers until no memory is left",
             )
     return PretrainedFolder(path, config, weights_in(path, choice.variant), choice)
+
+
+def _settings_in(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a model and of each model in it, as of its text and of its vision model."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _settings_in(value)
+        else:
+            yield key, value
 
 
 def weights_in(path: Path, variant: str = "") -> Path:
