@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from factories import ENVIRONMENT, make_result, make_skipped
+from factories import ENVIRONMENT, make_cell, make_result, make_skipped
 from sweeps import a_sweep, swept
 from test_floors_report import a_search
 from test_notebook import foretold, gpu_cell
@@ -13,10 +13,11 @@ from test_notebook import foretold, gpu_cell
 from pages import notebook
 from pages.run_tables import markdown_agreement, markdown_relative
 from weighin.records import run_folder
-from weighin.report import captions, floors, passes, survival
+from weighin.report import captions, floors, passes, rows, survival
 from weighin.report.findings import markdown
 from weighin.report.tables import markdown_table
-from weighin.result import Result
+from weighin.result import Outcome, Result
+from weighin.units import GIB, MIB
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "results" / "published").glob("*/records.jsonl"))
 FIRST = "d71778a29df10d4156e90df353546738e2f4fe82"
@@ -101,3 +102,14 @@ def test_the_notebooks_table_says_them_too(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_commit_of_every_published_table_is_known(records: Path) -> None:
     results: Sequence[Result] = run_folder.read(records.parent).results
     assert "unknown" not in captions.code(results)
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "says"), [(100 * MIB, True), (64 * GIB, False), (None, False)]
+)
+def test_a_peak_rss_above_the_limit_is_explained(limit_bytes: int | None, says: bool) -> None:
+    measured = make_result(outcome=Outcome.OK)
+    peaks = replace(measured.peaks, rss_bytes=101 * MIB)
+    result = replace(measured, cell=make_cell(ram_limit_bytes=limit_bytes), peaks=peaks)
+    notes = captions.note_figures(rows.series([result]))
+    assert any("above the RAM limit" in note for note in notes) == says

@@ -205,9 +205,19 @@ def note_figures(rows: Sequence[Row]) -> list[str]:
             "use: time of the use after the load; peak RSS of use: exact. most in use (sampled) and"
             " after use (exact): anonymous memory minus the anonymous memory after the imports."
         )
+    if any(_is_above_its_limit(row) for row in rows):
+        lines.append(
+            "A peak RSS above the RAM limit: pages of libraries and files that were in memory before count"
+            " in the RSS, and the kernel charges them to the cgroup that read them first."
+        )
     if (repeats := max(row["repeats"] for row in rows)) > 1:
         lines.append(f"Median of up to {repeats} repeats, with the whole range.")
     return lines
+
+
+def _is_above_its_limit(row: Row) -> bool:
+    limit, peak = row["ram_limit_bytes"], row["peak_rss_bytes"]
+    return row["outcome"] == Outcome.OK and bool(limit and peak) and peak > limit
 
 
 def note_unused(results: Sequence[Result]) -> list[str]:

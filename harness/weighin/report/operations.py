@@ -170,7 +170,7 @@ _COMMAND: Final = Kind(
     cached="page cache, reclaimable",
     peak=("needed_bytes", "need"),
     peak_accuracy="at least",
-    marker="the anonymous and shared memory that it needs at least",
+    marker="the memory that it needs at least",
     phase_peak="cgroup peak",
     axis="memory, GiB",
     zero="the command started",
@@ -182,8 +182,9 @@ _COMMAND: Final = Kind(
     " memory, thrashed or timed out. x: the time of the command as a multiple of its time without a limit.",
     floor_ready="ready: time until the command ended, or until its server was ready, in the median cell.",
     accuracy=(
-        "needs: the largest sum of the anonymous and shared memory of all processes, without page cache,"
-        " which the kernel can reclaim. ≥ marks a lower bound, because samples may miss a short spike.",
+        "needs: the most memory of all processes that the kernel cannot reclaim: anonymous, shared, locked"
+        " and the kernel's own, without page cache. ≥ marks a lower bound, because samples may miss a short"
+        " spike.",
         "Exact, the kernel's high-water mark: cgroup peak. The cgroup peak includes page cache, so a cgroup"
         " peak at the limit does not show that the command needs so much.",
         "Sampled, so short spikes may be missed: anonymous, shared (tmpfs too), page cache.",
