@@ -10,7 +10,10 @@ LINE_LENGTH: Final = 300
 
 # Not compiled here: a worker imports this module before torch, and must stay small.
 _LOG_COMMAND: Final = r"(?<!\S)::"
-_ACCESS: Final = r"\b(hf_|gh[oprsu]_|github_pat_|glpat-|sk-|xox[abeprs]-|AKIA|ya29\.|nvapi-|pypi-|eyJ)[\w.-]{12,}"
+_ACCESS: Final = (
+    r"(?<![A-Za-z0-9])(hf_|api_org_|gh[oprsu]_|github_pat_|glpat-|sk-|xox[abeprs]-|AKIA|AIza|ya29\.|nvapi-"
+    r"|pypi-|dop_v1_|eyJ)[\w.-]{12,}"
+)
 
 
 def one_line(text: str, length: int = LINE_LENGTH) -> str:

@@ -149,10 +149,20 @@ def test_how_far_the_disk_of_a_folder_reads_ahead(
 def test_a_record_holds_no_variable_but_those_that_change_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    changing = {
+        "GLIBC_TUNABLES", "LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_CONF", "MKL_NUM_THREADS", "OMP_NUM_THREADS",
+        "PYTHONDEVMODE", "PYTHONMALLOC", "PYTHONOPTIMIZE",
+    }  # fmt: skip
+    for name in changing:
+        monkeypatch.setenv(name, "3")
     monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
-    assert environment.machine()["settings"]["MALLOC_ARENA_MAX"] == "3"
-    assert "secret" not in str(environment.machine() | environment.code())
+    monkeypatch.setenv("OMP_TOKEN", "secret")
+    monkeypatch.setenv("TORCH_URL", "https://a:hf_" + "secret" * 3)
+    machine = environment.machine()
+    assert {name for name, value in machine["settings"].items() if value == "3"} >= changing
+    assert machine["settings"]["TORCH_URL"] == "https://a:hf_***"
+    assert "thp" in machine
+    assert "secret" not in str(machine | environment.code())
 
 
 def test_a_page_of_another_size_than_usual_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
