@@ -14,7 +14,7 @@ from weighin.cell import Cell
 from weighin.records.floor import floors, searched, stopped_by
 from weighin.records.metrics import METRICS, PHASE_FIGURES, phases_of_load
 from weighin.records.repeats import grouped, latest, middle, outcome_of
-from weighin.records.verdict import Judgement, Verdict, judge_all, used_ns
+from weighin.records.verdict import Judgement, Verdict, judge_all, typical, used_ns
 from weighin.result import Outcome, Result
 from weighin.text import one_line
 from weighin.units import format_exact, format_seconds
@@ -285,8 +285,7 @@ def _field(repeats: Sequence[Result], judgements: dict[str, Judgement | None]) -
 
     worst = max(severity(result) for result in repeats)
     alike = [result for result in repeats if severity(result) == worst]
-    typical_ns = middle(map(used_ns, alike))
-    chosen = next((result for result in alike if used_ns(result) == typical_ns), alike[0])
+    chosen = typical(alike)
     return Field(chosen, judgements[chosen.cell.id], used_ns(chosen), len(alike), len(repeats))
 
 
@@ -362,10 +361,8 @@ def charge(result: Result) -> int | None:
 def unreclaimable(result: Result) -> int | None:
     """Return the sampled maximum of the ranks' anonymous and shared memory, above the imports'."""
     most = result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
-    if most is None or result.baseline is None:
-        return None
-    before = (result.baseline.anon_bytes + result.baseline.shmem_bytes) * result.cell.ranks
-    return max(0, most - before)
+    before = result.import_bytes
+    return None if most is None or before is None else max(0, most - before)
 
 
 def sum_of_peaks(result: Result) -> int | None:
