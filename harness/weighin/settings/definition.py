@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -42,13 +43,8 @@ from weighin.units import (
 from weighin.uses import FORWARD
 
 DEFAULT_STRATEGIES = (
-    "baseline",
-    "sequential",
-    "meta_copy",
-    "mmap_assign",
-    "per_param",
-    "streaming",
-)
+    "baseline", "sequential", "meta_copy", "mmap_assign", "per_param", "streaming",
+)  # fmt: skip
 DEFAULT_SAVING = ("torch_save", "per_param", "per_module", "sharded", "safetensors", "dcp")
 DTYPES = {
     "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
@@ -99,6 +95,12 @@ def _as_environment(value: object, info: ValidationInfo) -> object:
         if "\0" in str(content):
             raise ValueError(f"the value of {name} contains a NUL", f"leave {name} out")
     return {name: str(content) for name, content in items}
+
+
+def _as_device(value: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise ValueError(f"{value!r} is not a device", "write cpu, cuda or cuda:1")
+    return value
 
 
 def _as_number(value: object) -> object:
@@ -239,20 +241,29 @@ def _by_name(value: object) -> object:
     ]
 
 
-_SLOW = "weighin slows the disk down only for a load, not for a save"
-_NOT_FOR_A_SAVE: Final[dict[str, tuple[object, str, str]]] = {
-    "cache": (
-        "cold",
-        "warm does not apply to a save, because a save reads no checkpoint",
-        "leave cache out",
-    ),
-    "uses": (FORWARD, "weighin runs no use of the model after a save", "leave the use out"),
-    "passes": (1, "weighin runs no forward pass after a save", "leave passes out"),
-    "ranks": (1, "a save runs in one process", "leave ranks out"),
-    "disk": (None, _SLOW, "leave out disk and disk_latency"),
-    "disk_latency": (None, _SLOW, "leave out disk and disk_latency"),
+_NOT_SLOW = "weighin slows the disk down only for a load, not for a save"
+_SLOW_OR_WARM = "a warm load reads the page cache, so that the speed of the disk does not matter"
+_NO_EFFECT: Final[dict[tuple[str, str], dict[str, tuple[object, str, str]]]] = {
+    ("operation", "save"): {
+        "cache": (
+            "cold",
+            "warm does not apply to a save, because a save reads no checkpoint",
+            "leave cache out",
+        ),
+        "uses": (FORWARD, "weighin runs no use of the model after a save", "leave the use out"),
+        "passes": (1, "weighin runs no forward pass after a save", "leave passes out"),
+        "ranks": (1, "a save runs in one process", "leave ranks out"),
+        "disk": (None, _NOT_SLOW, "leave out disk and disk_latency"),
+        "disk_latency": (None, _NOT_SLOW, "leave out disk and disk_latency"),
+    },
+    ("cache", "warm"): {
+        "disk": (None, _SLOW_OR_WARM, "leave out cache, or disk and disk_latency"),
+        "disk_latency": (None, _SLOW_OR_WARM, "leave out cache, or disk and disk_latency"),
+    },
 }
-"""The value that a setting has for a save, the reason, and the repair."""
+"""For a value of a setting, the settings that then have no effect: their only value, the reason, and
+the repair.
+"""
 
 
 class Settings(Strict):
@@ -281,7 +292,7 @@ class Settings(Strict):
     """Limits of GPU memory, such as `[8g, none]`."""
     ram_high: Annotated[_Limit, MODELS] = None
     """Soft RAM limit (cgroup v2), above which the kernel throttles a cell."""
-    device: Annotated[str, MODELS] = "cpu"
+    device: Annotated[str, AfterValidator(_as_device), MODELS] = "cpu"
     """The device that holds the model: `cpu`, `cuda` or `cuda:1`."""
     isolation: Annotated[_Isolation, MODELS, COMMANDS] = "auto"
     """How a cell is limited and measured; for commands, `auto` takes no container. Name an isolation in a gate: figures of different isolations are not comparable."""
@@ -401,20 +412,14 @@ class Settings(Strict):
                 )
         return value
 
-    @field_validator("device")
+    @field_validator(*_NO_EFFECT["operation", "save"])
     @classmethod
-    def _check_device(cls, value: str) -> str:
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
-            raise ValueError(f"{value!r} is not a device", "write cpu, cuda or cuda:1")
-        return value
-
-    @field_validator(*_NOT_FOR_A_SAVE)
-    @classmethod
-    def _check_save(cls, value: _One, info: ValidationInfo) -> _One:
-        usual, message, repair = _NOT_FOR_A_SAVE[info.field_name or ""]
+    def _check_effect(cls, value: _One, info: ValidationInfo) -> _One:
         given = value if isinstance(value, list) else [value]
-        if info.data.get("operation") == "save" and any(each != usual for each in given):
-            raise ValueError(message, repair)
+        for (name, state), without in _NO_EFFECT.items():
+            usual, *complaint = without.get(info.field_name or "", (None,))
+            if complaint and info.data.get(name) == state and any(each != usual for each in given):
+                raise ValueError(*complaint)
         return value
 
     @field_validator("passes")
@@ -428,16 +433,6 @@ class Settings(Strict):
         if value > 1 and FORWARD not in info.data.get("uses", [FORWARD]):
             raise ValueError(
                 "passes applies to the use forward, which is not among the uses", "leave passes out"
-            )
-        return value
-
-    @field_validator("disk", "disk_latency")
-    @classmethod
-    def _check_disk(cls, value: list[int | None], info: ValidationInfo) -> list[int | None]:
-        if info.data.get("cache") == "warm" and any(each is not None for each in value):
-            raise ValueError(
-                "a warm load reads the page cache, so that the speed of the disk does not matter",
-                "leave out cache, or disk and disk_latency",
             )
         return value
 
