@@ -147,10 +147,11 @@ def next_cell(
     jump = step << max(0, len(repeats) - 3)
     least = max(step, _LEAST_OF_DOCKER) if cell.isolation == "docker" else step
     limit: int | None = None
-    if working is None and failing is None:
-        limit = min(max(-(-estimate // step) * step, least), highest)
-    elif working is None:
-        limit = min(failing + jump, highest) if failing < highest else None
+    if working is None:
+        if failing is None:
+            limit = min(max(-(-estimate // step) * step, least), highest)
+        elif failing < highest:
+            limit = min(failing + jump, highest)
     elif failing is None:
         limit = max(working - jump, least) if working > least else None
     elif working - failing > step:
@@ -322,12 +323,9 @@ def floors(results: Iterable[Result]) -> list[Floor]:
 
 
 def _floor(ours: list[Result], aim: Aim) -> Floor:
-    cell, bounds, unlimited_ns = (
-        searched(ours[0].cell),
-        bracket(ours, aim),
-        used_ns(unlimited_of(ours)),
-    )
+    cell, bounds = searched(ours[0].cell), bracket(ours, aim)
     limit, failing = bounds.working_bytes, bounds.failing_bytes
+    unlimited_ns = used_ns(unlimited_of(ours))
     floor = Floor(
         cell=cell,
         bytes=None,
