@@ -362,6 +362,13 @@ class Result:
         return self.peaks.rss_bytes - self.baseline.rss_bytes
 
     @property
+    def import_bytes(self) -> int | None:
+        """The anonymous and shared memory of all ranks before the load."""
+        if self.baseline is None:
+            return None
+        return (self.baseline.anon_bytes + self.baseline.shmem_bytes) * self.cell.ranks
+
+    @property
     def use_phases(self) -> tuple[Phase, ...]:
         """The phases of the model's use after the load; each forward pass is one phase."""
         return tuple(phase for phase in self.phases if is_of_use(phase.name))

@@ -137,11 +137,3 @@ def format_rate(bytes_per_s: int) -> str:
     if bytes_per_s % _MEGABYTE == 0:
         return f"{bytes_per_s // _MEGABYTE}MB/s"
     return f"{format_exact(bytes_per_s)}/s"
-
-
-def complaint_of_limit(limit: int | None) -> tuple[str, str] | None:
-    """Return a complaint about a RAM limit below 1 MiB, which often lacks its unit, and the repair."""
-    if limit is None or limit >= MIB:
-        return None
-    repair = f"did you mean {limit}g?" if limit < 1024 else "give at least 1MiB"
-    return f"{format_exact(limit)} is less than any program needs", repair

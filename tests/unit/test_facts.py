@@ -49,8 +49,7 @@ def test_a_command_of_which_nothing_was_seen_has_no_parts() -> None:
     result = made(Outcome.OK, needed=5 * MIB)
     assert result.ran
     facts = Facts(result, replace(result.ran, processes=()))
-    assert facts.split is None
-    assert (facts.anon_bytes, facts.shmem_bytes, facts.held_bytes) == (0, 0, 0)
+    assert (facts.at_peak.anon_bytes, facts.at_peak.shmem_bytes, facts.held_bytes) == (0, 0, 0)
 
 
 def test_the_parts_are_those_of_the_sample_nearest_to_the_peak() -> None:
@@ -59,7 +58,7 @@ def test_the_parts_are_those_of_the_sample_nearest_to_the_peak() -> None:
     assert result.ran
     ran = replace(result.ran, peak_ns=samples[1].t_ns + 10)
     facts = Facts(result, ran, samples)
-    assert (facts.anon_bytes, facts.shmem_bytes) == (30 * MIB, MIB)
+    assert (facts.at_peak.anon_bytes, facts.at_peak.shmem_bytes) == (30 * MIB, MIB)
     assert facts.held_bytes == 31 * MIB
 
 
@@ -72,7 +71,7 @@ def test_without_samples_the_parts_are_those_of_the_processes_that_were_there() 
     result = made(Outcome.OK, needed=9 * MIB, processes=processes)
     assert result.ran
     facts = Facts(result, result.ran)
-    assert facts.anon_bytes == 9 * MIB
+    assert facts.at_peak.anon_bytes == 9 * MIB
     assert [each.pid for each in facts.present] == [processes[0].pid, 101]
 
 
@@ -88,8 +87,14 @@ def test_page_cache_is_that_of_the_group_without_shared_memory(
     result = made(Outcome.OK, needed=MIB)
     assert result.ran
     facts = Facts(result, replace(result.ran, peak_ns=5), [sample])
-    assert facts.split == (MIB, shmem * MIB, cached * MIB)
-    assert Facts(result, result.ran, [sample]).split is None  # the time of the peak is not known
+    at = facts.at_peak
+    assert (at.anon_bytes, at.shmem_bytes, at.page_cache_bytes) == (
+        MIB,
+        shmem * MIB,
+        cached * MIB,
+    )
+    unknown = Facts(result, result.ran, [sample])  # the time of the peak is not known
+    assert unknown.held_bytes == 0
 
 
 def facts_of(*stacks: Stack, needed: int = 100, processes: tuple[Process, ...] = ()) -> Facts:
@@ -144,9 +149,9 @@ def test_growth_since_a_file_was_opened_is_that_of_anonymous_memory() -> None:
     assert result.ran
     facts = Facts(result, replace(result.ran, peak_ns=samples[2].t_ns), samples)
     file = OpenFile("/a.pt", 50, seen_ns=samples[1].t_ns + 9)
-    assert facts.grown_since(file) == 30
-    assert facts.grown_since(replace(file, seen_ns=None)) == 0
-    assert Facts(result, result.ran).grown_since(file) == 0
+    assert facts.grown_since([file]) == 30
+    assert facts.grown_since([replace(file, seen_ns=None)]) == 0
+    assert Facts(result, result.ran).grown_since([file]) == 0
 
 
 def test_the_checkpoints_that_a_process_read_come_largest_first() -> None:

@@ -1,6 +1,7 @@
 """The proof that a running cell thrashes, and the end of the cell that it brings about."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from factories import make_cell, make_result
@@ -9,7 +10,7 @@ from scripts import BASELINE, JOB, KILLED, followed
 
 from weighin.cell import Cell
 from weighin.probes.cgroup import Counters
-from weighin.records.thrashing import Reference, Seen, proof, reference_of, words
+from weighin.records.thrashing import Reference, proof, reference_of, words
 from weighin.records.verdict import Verdict, judge_result
 from weighin.result import Cost, Outcome, Peaks, Ran, Result, Stopped
 from weighin.run import thrash_guard
@@ -20,9 +21,9 @@ SECOND = 10**9
 REFERENCE = Reference(4 * SECOND, GIB)
 
 
-def seen(**changes: object) -> Seen:
-    usual = Seen(5 * SECOND, 0, 0, has_met_limit=True)
-    return replace(usual, **changes)  # type: ignore[arg-type]
+def seen(**changes: int | None) -> Stopped | None:
+    usual: dict[str, Any] = {"after_ns": 5 * SECOND, "reread_bytes": 0, "waited_ns": 0}
+    return proof(REFERENCE, **usual | changes)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,6 @@ def seen(**changes: object) -> Seen:
     [
         (seen(reread_bytes=3 * GIB + 1), True),
         (seen(reread_bytes=3 * GIB), False),
-        (seen(reread_bytes=3 * GIB + 1, has_met_limit=False), False),
         (seen(reread_bytes=3 * GIB + 1, is_loading=False), False),
         (seen(reread_bytes=None, waited_ns=None, after_ns=400 * SECOND), False),
         (seen(after_ns=40 * SECOND + 1, reread_bytes=GIB // 10 + 1), True),
@@ -42,12 +42,12 @@ def seen(**changes: object) -> Seen:
         (seen(waited_ns=12 * SECOND, after_ns=20 * SECOND), False),
     ],
 )
-def test_each_proof_is_where_it_is_written(figures: Seen, thrashes: bool) -> None:
-    assert (proof(figures, REFERENCE) is not None) == thrashes
+def test_each_proof_is_where_it_is_written(figures: Stopped | None, thrashes: bool) -> None:
+    assert (figures is not None) == thrashes
 
 
 def test_a_proof_has_the_figures_and_says_them() -> None:
-    found = proof(seen(reread_bytes=4 * GIB, waited_ns=None), REFERENCE)
+    found = seen(reread_bytes=4 * GIB, waited_ns=None)
     assert found == Stopped(
         after_ns=5 * SECOND,
         timeout_s=None,
@@ -56,6 +56,7 @@ def test_a_proof_has_the_figures_and_says_them() -> None:
         reread_bytes=4 * GIB,
         waited_ns=None,
     )
+    assert found
     assert words(found) == (
         "stopped by weighin after 5.00 s, because it thrashes; 4.00 GiB read again (4.0x of 1.000"
         " GiB); 1.2x the 4.00 s that the whole measurement took without a limit"

@@ -178,8 +178,8 @@ def own_run(**options: Any) -> Run:
     return start(check_suite(suite), Path("run"))[0]
 
 
-def known_plans() -> list[Path]:
-    return list((entries.folder() / "plans").iterdir())
+def known_plans() -> Path:
+    return entries.folder() / "plans.sha256"
 
 
 @pytest.fixture
@@ -207,12 +207,14 @@ def test_ones_own_plan_needs_no_trust_until_somebody_changes_it() -> None:
 @pytest.mark.usefixtures("_empty_cache")
 def test_a_plan_whose_digest_is_gone_or_is_that_of_another_plan_needs_trust() -> None:
     own_run()
-    (known,) = known_plans()
+    known = known_plans()
     digest = known.read_text()
-    known.write_text("0" * 64)  # another plan's file under this name
+    known.write_text("0" * 64 + "\n")
     assert refused()
-    known.write_text(digest)
+    known.write_text("0" * 30 + digest)  # the disk was full when another digest was written
     assert resume(Path("run"))
+    known.write_text(f"{digest}some other file of ours\n")
+    assert refused()
     known.unlink()
     assert refused()
 
@@ -221,40 +223,40 @@ def test_a_plan_whose_digest_is_gone_or_is_that_of_another_plan_needs_trust() ->
 @pytest.mark.usefixtures("_empty_cache")
 def test_a_digest_that_another_user_wrote_is_not_ours() -> None:
     own_run()
-    (known,) = known_plans()
-    os.chown(known, 65534, 65534)
+    os.chown(known_plans(), 65534, 65534)
     assert refused()
 
 
 def through_a_link(known: Path) -> None:
-    known.rename(moved := known.parents[2] / "notes")
+    known.rename(moved := known.with_name("notes"))
     known.symlink_to(moved)
 
 
-def in_a_linked_folder(known: Path) -> None:
-    known.parent.rename(moved := known.parents[2] / "notes")
-    known.parent.symlink_to(moved)
-
-
-def in_a_folder_of_all(known: Path) -> None:
-    known.parent.chmod(0o777)
+def under_two_names(known: Path) -> None:
+    known.with_name("notes").hardlink_to(known)
 
 
 def in_a_file_of_the_group(known: Path) -> None:
     known.chmod(0o660)
 
 
+def in_a_pipe(known: Path) -> None:
+    known.unlink()
+    os.mkfifo(known)
+
+
 @pytest.mark.usefixtures("_empty_cache")
 @pytest.mark.parametrize(
-    "put", [through_a_link, in_a_linked_folder, in_a_folder_of_all, in_a_file_of_the_group]
+    "put", [through_a_link, under_two_names, in_a_file_of_the_group, in_a_pipe]
 )
 def test_a_digest_that_another_user_could_have_put_there_is_not_ours(
     put: Callable[[Path], None],
 ) -> None:
     own_run()
-    (known,) = known_plans()
-    put(known)
+    put(known_plans())
     assert refused()
+    plans.remember(b"another")
+    assert not plans.is_ours(b"another")
 
 
 @pytest.mark.usefixtures("_empty_cache")
@@ -264,20 +266,15 @@ def test_only_this_user_may_write_digests_whatever_the_umask() -> None:
         own_run()
     finally:
         os.umask(before)
-    (known,) = known_plans()
-    assert [path.stat().st_mode & 0o777 for path in (known.parent, known)] == [0o700, 0o600]
+    assert known_plans().stat().st_mode & 0o777 == 0o600
     assert resume(Path("run"))
 
 
 @pytest.mark.usefixtures("_empty_cache")
-def test_the_newest_digests_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_MOST_PLANS", 2)
-    for number, plan in enumerate((b"old", b"middle")):
+def test_every_digest_stays() -> None:
+    for plan in (b"old", b"new"):
         plans.remember(plan)
-        known = entries.folder() / "plans" / hashlib.sha256(plan).hexdigest()
-        os.utime(known, (number, number))
-    plans.remember(b"new")
-    assert [plans.is_ours(plan) for plan in (b"old", b"middle", b"new")] == [False, True, True]
+    assert [plans.is_ours(plan) for plan in (b"old", b"new", b"none")] == [True, True, False]
 
 
 def stopped(task: Run) -> str:

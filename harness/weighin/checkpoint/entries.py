@@ -11,7 +11,7 @@ formats, with values that were generated from one seed or read from one checkpoi
         per_param/...
         .making-XXXX/     the folder of a running or killed subprocess
     $WEIGHIN_CACHE/locks/gpt2-xl-1f2e3d4c.lock
-    $WEIGHIN_CACHE/plans/    the digests of the plans that weighin wrote here (``weighin.plan.start``)
+    $WEIGHIN_CACHE/plans.sha256    the digests of the plans that weighin wrote (``weighin.plan.start``)
 
 weighin writes a format again if its marker or the manifest is missing or damaged, or if a file's
 size or modification time differs from the marker. The checkpoint files are read-only, so that a

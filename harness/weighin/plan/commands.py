@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError
-from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.plan import nodes as machines
 from weighin.plan.nodes import Node
@@ -27,11 +26,10 @@ def plan(settings: Settings, nodes: Sequence[Node]) -> tuple[list[Planned], Isol
     """Return a new run's cells and isolation, and a note on the isolation; raise ConfigError or
     IsolationUnavailable if the run cannot start.
     """
-    in_container = settings.isolation == "docker" or bool(settings.image)
+    # Else the program is in the image or on another node.
+    is_here = not (settings.isolation == "docker" or settings.image or nodes)
     for command in settings.commands:
         program, variables = command.command[0], os.environ | command.environment
-        # Else the program is in the image or on another node.
-        is_here = not (in_container or nodes)
         if is_here and shutil.which(program, path=variables.get("PATH")) is None:
             raise ConfigError(
                 f"there is no program {program!r}",
@@ -46,15 +44,7 @@ def plan(settings: Settings, nodes: Sequence[Node]) -> tuple[list[Planned], Isol
             f" --isolation {settings.isolation}",
             "leave out --isolation or --image",
         )
-    machines.check_ram(settings.ram, nodes)
-    # A container must be asked for, because it lacks this machine's programs.
-    isolation, note = select.choose(
-        "docker" if settings.image else settings.isolation,
-        nodes={node.name: node.isolations for node in nodes},
-        limited=settings.within is not None or any(limit is not None for limit in settings.ram),
-        containers=settings.isolation != "auto" or bool(settings.image),
-        image=settings.image,
-    )
+    isolation, note = machines.choose(settings, nodes)
     planned = [
         Planned(
             Cell.of_command(
@@ -77,8 +67,9 @@ def plan(settings: Settings, nodes: Sequence[Node]) -> tuple[list[Planned], Isol
 def check(settings: Settings) -> None:
     """Raise ConfigError for a regular expression or an address that cannot be used."""
     patterns = [("--mark", mark) for command in settings.commands for mark in command.marks]
-    patterns += [("--ready", settings.ready)] if settings.ready else []
-    for option, pattern in patterns:
+    for option, pattern in [*patterns, ("--ready", settings.ready)]:
+        if not pattern:
+            continue
         import regex  # takes 0.02 s
 
         try:
@@ -93,17 +84,16 @@ def check(settings: Settings) -> None:
             "--ready and --ready-url cannot be combined: each decides when the server is ready",
             "leave one of the two out",
         )
-    if settings.ready_url:
-        try:
-            parts = urlsplit(settings.ready_url)
-            is_usable = parts.scheme == "http" and parts.hostname and parts.port != 0
-        except ValueError:  # http://[::1 or a port that is none
-            is_usable = False
-        if not is_usable:
-            raise ConfigError(
-                f"--ready-url {settings.ready_url!r} is not an HTTP address",
-                "write the address as in --ready-url http://127.0.0.1:8000/health",
-            )
+    try:
+        parts = urlsplit(settings.ready_url)
+        is_usable = parts.scheme == "http" and parts.hostname and parts.port != 0
+    except ValueError:  # http://[::1 or a port that is none
+        is_usable = False
+    if settings.ready_url and not is_usable:
+        raise ConfigError(
+            f"--ready-url {settings.ready_url!r} is not an HTTP address",
+            "write the address as in --ready-url http://127.0.0.1:8000/health",
+        )
 
 
 def files_in(paths: Sequence[str]) -> list[Path]:

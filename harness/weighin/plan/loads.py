@@ -14,7 +14,7 @@ from weighin.formats import gguf, quantised
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import code_of, folder_library
 from weighin.formats.selection import Selection
-from weighin.isolation import preload, select
+from weighin.isolation import preload
 from weighin.isolation.base import Isolation
 from weighin.plan import nodes as machines
 from weighin.plan.nodes import Node
@@ -46,15 +46,7 @@ def plan(
     use_paths = uses.chosen(settings.uses)
     for name in settings.format:
         formats.known(name)  # raises for an unknown format before the isolation is tested
-    machines.check_ram(settings.ram, nodes)
-    _check_gpu(settings, nodes)
-    isolation, note = select.choose(
-        settings.isolation,
-        nodes={node.name: node.isolations for node in nodes},
-        limited=settings.within is not None or any(limit is not None for limit in settings.ram),
-    )
-    if settings.ram_high is not None:
-        machines.check_soft_limit(isolation, nodes)
+    isolation, note = machines.choose(settings, nodes)
     planned = cells_of(
         settings,
         models,
@@ -63,11 +55,19 @@ def plan(
         dtypes=chosen.dtypes,
         own_formats=chosen.own_formats,
     )
-    planned = _without_gpu_uses(planned, nodes)
+    try:
+        if any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
+            machines.check_gpu("cuda", (), nodes)
+    except (ConfigError, IsolationUnavailable) as error:
+        no_gpu = f"{TO_DEVICE}: {error.message.removeprefix('--device cuda: ')}"
+        planned = [
+            replace(each, skip=each.skip or no_gpu) if each.cell.use == TO_DEVICE else each
+            for each in planned
+        ]
     preload.check(settings.environment)
-    _check_any_runs(planned)
     _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
     planned = _without_refused(planned, checkpoint)
+    _check_any_runs(planned)
     folders = [Path(code["folder"]) for model in models if (code := code_of(model))]
     adapters = [adapter for model in models if (adapter := adapter_of(model))]
     mounts = (*map(Path, settings.mounts), *folders, *adapters)
@@ -243,31 +243,20 @@ def _check_own_selections(planned: list[Planned], selection: Selection, own: str
 
 def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Planned]:
     """Skip the cells of strategies whose torch.load(weights_only=True) refuses the user's checkpoint."""
-    reads = [each.strategy.weights_only and bool(each.selection) for each in planned]
-    if checkpoint is None or not any(reads):
+
+    def reads(each: Planned) -> bool:
+        return each.strategy.weights_only and bool(each.selection)
+
+    selection = next((each.selection for each in planned if reads(each) and not each.skip), None)
+    if checkpoint is None or selection is None:
         return planned
-    selection = next(each.selection for each in planned if each.selection)
-    refused = formats.read(checkpoint, selection)[1].refused
-    skip = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}; weights_only=False runs code from the file"  # fmt: skip
-    planned = [
-        replace(each, skip=each.skip or f"{each.strategy.name}: {skip}")
-        if own and refused
-        else each
-        for own, each in zip(reads, planned, strict=True)
+    if not (refused := formats.read(checkpoint, selection)[1].refused):
+        return planned
+    why = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}; weights_only=False runs code from the file"  # fmt: skip
+    return [
+        replace(each, skip=each.skip or f"{each.strategy.name}: {why}") if reads(each) else each
+        for each in planned
     ]
-    _check_any_runs(planned)
-    return planned
-
-
-def _without_gpu_uses(planned: list[Planned], nodes: Sequence[Node]) -> list[Planned]:
-    if not any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
-        return planned
-    try:
-        machines.check_gpu("cuda", (), nodes)
-    except (ConfigError, IsolationUnavailable) as error:
-        skip = f"{TO_DEVICE}: {error.message.removeprefix('--device cuda: ')}"
-        return [replace(e, skip=e.skip or skip) if e.cell.use == TO_DEVICE else e for e in planned]
-    return planned
 
 
 def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:
@@ -288,19 +277,4 @@ def _check_any_runs(planned: Sequence[Planned]) -> None:
             f"weighin skips every measurement of the run: {reasons}",
             "choose another strategy, format or device: weighin list strategies shows the formats"
             " and devices of each strategy",
-        )
-
-
-def _check_gpu(settings: Settings, nodes: Sequence[Node]) -> None:
-    """Raise an error if the GPU is missing, or if a GPU option is combined with the device cpu."""
-    if settings.device != "cpu":
-        machines.check_gpu(settings.device, settings.vram, nodes)
-        return
-    option = "--trace records the events of the CUDA allocator" if settings.trace else ""
-    if any(limit is not None for limit in settings.vram):
-        option = "--vram limits GPU memory"
-    if option:
-        raise ConfigError(
-            f"{option}, but the device is cpu",
-            "add --device cuda, or leave the option out",
         )

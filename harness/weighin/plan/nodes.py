@@ -1,6 +1,5 @@
-"""Check, before a run is planned, that its machines have enough RAM, the GPU and the isolation.
-
-A run has the nodes of a Ray cluster, or, without nodes, this machine.
+"""Check that the machines of a run have enough RAM, the GPU and the isolation: the nodes of a Ray
+cluster, or, without nodes, this machine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.probes import environment, gpu_check
+from weighin.settings.definition import Settings
 from weighin.units import format_bytes, format_exact
 
 
@@ -47,38 +47,60 @@ class Demand:
         device = "cuda" if cell.needs_gpu and cell.device == "cpu" else cell.device
         return cls(cell.ram_limit_bytes, device, cell.vram_limit_bytes)
 
-    def obstacle(self, node: Node) -> str:
-        """Return why ``node`` can never run a cell with this demand; empty if the node can."""
-        limit = self.ram_limit_bytes
-        if limit is not None and limit > node.ram_bytes:
-            return (
-                f"{node.name} has {format_bytes(node.ram_bytes)}, less than"
-                f" --ram {format_exact(limit)}"
-            )
-        if self.device == "cpu":
-            return ""
-        index = int(self.device.partition(":")[2] or 0)
-        if index >= len(node.gpu_bytes):
-            return f"{node.name} has no {self.device}"
-        vram = self.vram_limit_bytes
-        if vram is not None and vram > node.gpu_bytes[index]:
-            return (
-                f"the GPU of {node.name} has {format_bytes(node.gpu_bytes[index])}, less than"
-                f" --vram {format_exact(vram)}"
-            )
-        return ""
-
     def lacks_now(self, node: Node) -> str:
         """Return why ``node`` cannot run a cell with this demand now; empty if the node can."""
-        if reason := self.obstacle(node):
-            return reason
-        limit = self.ram_limit_bytes
-        if limit is not None and limit > node.free_ram_bytes:
-            return (
-                f"{node.name} has {format_bytes(node.free_ram_bytes)} free, less than"
-                f" --ram {format_exact(limit)}"
-            )
+        ram_bytes, vram_bytes = self.ram_limit_bytes or 0, self.vram_limit_bytes or 0
+        if ram_bytes > node.ram_bytes:
+            has, ram = format_bytes(node.ram_bytes), format_exact(ram_bytes)
+            return f"{node.name} has {has}, less than --ram {ram}"
+        if self.device != "cpu":
+            index = int(self.device.partition(":")[2] or 0)
+            if index >= len(node.gpu_bytes):
+                return f"{node.name} has no {self.device}"
+            if vram_bytes > node.gpu_bytes[index]:
+                has, vram = format_bytes(node.gpu_bytes[index]), format_exact(vram_bytes)
+                return f"the GPU of {node.name} has {has}, less than --vram {vram}"
+        if ram_bytes > node.free_ram_bytes:
+            has, ram = format_bytes(node.free_ram_bytes), format_exact(ram_bytes)
+            return f"{node.name} has {has} free, less than --ram {ram}"
         return ""
+
+
+def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
+    """Return an isolation that works on the machines of a run, and a note for the user.
+
+    Raises:
+        ConfigError: a RAM limit is too large for every machine, or a GPU option lacks a GPU.
+        IsolationUnavailable: no machine has the GPU, or the isolation with all that it must limit.
+    """
+    check_ram(settings.ram, nodes)
+    if settings.device != "cpu":
+        check_gpu(settings.device, settings.vram, nodes)
+    elif (has_limit := any(limit is not None for limit in settings.vram)) or settings.trace:
+        trace = "--trace records the events of the CUDA allocator"
+        raise ConfigError(
+            f"{'--vram limits GPU memory' if has_limit else trace}, but the device is cpu",
+            "add --device cuda, or leave the option out",
+        )
+    # Commands must ask for a container, because it lacks this machine's programs.
+    isolation, note = select.choose(
+        "docker" if settings.image else settings.isolation,
+        nodes={node.name: node.isolations for node in nodes},
+        limited=settings.within is not None or any(limit is not None for limit in settings.ram),
+        containers=not settings.commands or settings.isolation != "auto" or bool(settings.image),
+        image=settings.image,
+    )
+    if settings.ram_high is not None:
+        if not nodes:
+            select.check_soft_limit(isolation)
+        for node in nodes:
+            if isolation.name != "cgroup" or node.no_soft_limit:
+                raise IsolationUnavailable(
+                    f"a soft limit (--ram-high) does not work on {node.name}:"
+                    f" {node.no_soft_limit or f'the isolation is {isolation.name}'}",
+                    "leave out --ram-high, or use nodes with cgroup v2 and --isolation cgroup",
+                )
+    return isolation, note
 
 
 def check_ram(limits: Sequence[int | None], nodes: Sequence[Node]) -> None:
@@ -99,25 +121,11 @@ def check_gpu(device: str, vram_limits: Sequence[int | None], nodes: Sequence[No
     """Raise IsolationUnavailable if no machine has the GPU ``device`` with enough memory."""
     if not nodes:
         gpu_check.check(device, vram_limits)
-        return
-    for vram in vram_limits:
-        reasons = [Demand(None, device, vram).obstacle(node) for node in nodes]
+    for vram in vram_limits if nodes else ():
+        reasons = [Demand(None, device, vram).lacks_now(node) for node in nodes]
         if all(reasons):
             raise IsolationUnavailable(
                 f"no node can run --device {device}: {'; '.join(reasons)}",
                 "add a node with a GPU; if Ray does not see the GPU, start Ray on that node"
                 " with --num-gpus",
-            )
-
-
-def check_soft_limit(isolation: Isolation, nodes: Sequence[Node]) -> None:
-    """Raise IsolationUnavailable if ``isolation`` cannot set memory.high (``--ram-high``)."""
-    if not nodes:
-        select.check_soft_limit(isolation)
-    for node in nodes:
-        if isolation.name != "cgroup" or node.no_soft_limit:
-            raise IsolationUnavailable(
-                f"a soft limit (--ram-high) does not work on {node.name}:"
-                f" {node.no_soft_limit or f'the isolation is {isolation.name}'}",
-                "leave out --ram-high, or use nodes with cgroup v2 and --isolation cgroup",
             )

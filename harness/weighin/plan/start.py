@@ -7,13 +7,15 @@ of each plan that this user's weighin wrote. Any other plan that names foreign c
 import hashlib
 import os
 import re
+import stat
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
+from io import FileIO
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from weighin.checkpoint import entries
 from weighin.errors import ConfigError, RecordError
@@ -28,8 +30,7 @@ from weighin.settings.definition import Settings
 from weighin.units import format_exact
 
 _LABEL_LENGTH: Final = 60  # characters of all commands in the name of a run's folder
-_PLANS: Final = "plans"  # the folder of the digests in weighin's cache
-_MOST_PLANS: Final = 1_000
+_PLANS: Final = "plans.sha256"  # the file of the digests in weighin's cache
 
 
 def start(
@@ -43,8 +44,7 @@ def start(
     """
     if settings.commands:
         planned, isolation, note = commands.plan(settings, nodes)
-        names = dict.fromkeys(each.cell.strategy for each in planned)
-        labels = ["-".join(names)[:_LABEL_LENGTH]]
+        labels = ["-".join(dict.fromkeys(each.cell.strategy for each in planned))[:_LABEL_LENGTH]]
     else:
         from weighin.plan import loads  # imports formats and strategies, which take 0.2 s
 
@@ -52,11 +52,8 @@ def start(
         models = {each.cell.model.title: each.cell.model for each in planned}
         labels = [replace(model, kwargs={}).title for model in models.values()]
         labels += ["saving"] if settings.operation == "save" else []
-    labels += (
-        [format_exact(limit) for limit in settings.ram if limit is not None]
-        if settings.within is None
-        else ["floor"]
-    )
+    limits = [format_exact(limit) for limit in settings.ram if limit is not None]
+    labels += limits if settings.within is None else ["floor"]
     folder = folder or _new_folder(labels)
     if (folder / run_folder.RECORDS).exists():
         raise run_folder.already_there(folder, settings.verb)
@@ -72,13 +69,7 @@ def start(
 
 
 def resume(folder: Path, *, trusted: bool = False) -> Run:
-    """Restore a run of ``weighin bench`` or ``weighin run``, to measure its cells without a record.
-
-    Raises:
-        RecordError: the folder has no run that can be resumed, or a search of ``weighin floor``.
-        ConfigError: a file is missing, every cell is skipped, or the plan is not ours and names
-            foreign code without ``trusted``.
-    """
+    """As ``restore``, but raise RecordError for a search of ``weighin floor``."""
     run = restore(folder, trusted=trusted)
     if run.settings.within is not None:
         raise RecordError(
@@ -89,7 +80,13 @@ def resume(folder: Path, *, trusted: bool = False) -> Run:
 
 
 def restore(folder: Path, *, trusted: bool = False) -> Run:
-    """Restore any run, also a search of ``weighin floor``, from its plan; see ``resume`` for errors."""
+    """Restore a run from its plan, to measure its cells without a record.
+
+    Raises:
+        RecordError: the folder has no run that can be resumed.
+        ConfigError: a file is missing, every cell is skipped, or the plan is not ours and names
+            foreign code without ``trusted``.
+    """
     text = run_folder.plan_bytes(folder)
     found = run_folder.parse_plan(folder, text)
     if not found.cells:
@@ -118,56 +115,48 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
         from weighin.plan import loads
 
         planned = loads.restore(found.cells, settings)
-    name = found.cells[0].isolation
-    isolation = select.named(name, settings.image)
+    isolation = select.named(found.cells[0].isolation, settings.image)
     ours = settings.shard.of(planned) if settings.shard else planned
     return Run(folder, ours, isolation, settings)
 
 
 def remember(plan: bytes) -> None:
-    """Note in the cache that this user's weighin wrote the plan; keep the newest notes only."""
-    name = hashlib.sha256(plan).hexdigest()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    """Note in the cache that this user's weighin wrote the plan."""
     # Without a cache, also of a user without a home, the run can be resumed with --trust.
     with suppress(OSError, ConfigError):
-        (entries.folder() / _PLANS).mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _own_plans() as folder:
-            with os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "w") as file:
-                file.write(name)
-            with os.scandir(folder) as found:
-                by_age = sorted(found, key=lambda entry: entry.stat(follow_symlinks=False).st_mtime)
-            for entry in by_age[:-_MOST_PLANS]:
-                os.unlink(entry.name, dir_fd=folder)
+        entries.folder().mkdir(parents=True, exist_ok=True)
+        with _own_plans("a") as file:
+            file.write(_digest(plan))
 
 
 def is_ours(plan: bytes) -> bool:
     """Tell whether this user's weighin wrote the plan, which nobody has changed since."""
-    name = hashlib.sha256(plan).hexdigest()
-    with suppress(OSError, ConfigError), _own_plans() as folder:
-        place = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
-        with os.fdopen(place, "rb") as file:
-            # The content, because another user with access to the cache's folder could put a
-            # folder of ours in the place of this one.
-            return _is_only_ours(place) and file.read(len(name) + 1) == name.encode()
+    with suppress(OSError, ConfigError), _own_plans("r") as file:
+        known = file.read()
+        # Only digests, because another user with access to the cache's folder could put a file of
+        # ours in the place of this one.
+        return _digest(plan) in known and bool(re.fullmatch(rb"[0-9a-f\n]*", known))
     return False
 
 
-@contextmanager
-def _own_plans() -> Iterator[int]:
-    """Yield a descriptor of the cache's folder of digests; raise OSError if others may write there."""
-    folder = os.open(entries.folder() / _PLANS, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        if not _is_only_ours(folder):
-            raise PermissionError
-        yield folder
-    finally:
-        os.close(folder)
+def _digest(plan: bytes) -> bytes:
+    return f"{hashlib.sha256(plan).hexdigest()}\n".encode()
 
 
-def _is_only_ours(place: int) -> bool:
-    """Tell whether an open file or folder is this user's, and nobody else may write it."""
-    state = os.fstat(place)
-    return state.st_uid == os.geteuid() and not state.st_mode & 0o022
+def _own_plans(mode: Literal["r", "a"]) -> FileIO:
+    """Open the cache's file of digests; raise OSError if others may have written it."""
+    careful = os.O_NOFOLLOW | os.O_NONBLOCK
+    file = FileIO(
+        entries.folder() / _PLANS,
+        mode,
+        opener=lambda path, flags: os.open(path, flags | careful, 0o600),
+    )
+    state = os.fstat(file.fileno())
+    is_file = stat.S_ISREG(state.st_mode) and state.st_nlink == 1
+    if is_file and state.st_uid == os.geteuid() and not state.st_mode & 0o022:
+        return file
+    file.close()
+    raise PermissionError
 
 
 def _new_folder(labels: Sequence[str]) -> Path:

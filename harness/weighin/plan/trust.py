@@ -14,6 +14,7 @@ from typing import Final
 
 from weighin.cell import SYNTHESISED, Cell
 from weighin.errors import ConfigError
+from weighin.foreign import read_bytes
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import code_of
 from weighin.settings.definition import Settings
@@ -21,13 +22,10 @@ from weighin.settings.reading import read_model
 from weighin.suite import registry, user_code
 from weighin.text import one_line
 
-_LARGEST_FILE_BYTES: Final = 16 * 1024 * 1024
 _KWARGS_LENGTH: Final = 120
-_NO_CODE: Final = frozenset(
-    (
-        "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_",
-        "MALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
-    )
+_NO_CODE: Final = (
+    "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_",
+    "MALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
 )  # fmt: skip
 
 
@@ -90,8 +88,10 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
 
 def _hash(path: Path) -> str:
     try:
-        if not path.is_file() or path.stat().st_size > _LARGEST_FILE_BYTES:
-            return "no such file" if not path.exists() else "not a strategy"
-        return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
-    except OSError as error:
+        return f"sha256 {hashlib.sha256(read_bytes(path)).hexdigest()[:16]}"
+    except FileNotFoundError:
+        return "no such file"
+    except PermissionError as error:
         return f"cannot be read: {error.strerror}"
+    except OSError:  # a folder, a pipe, or too long
+        return "not a strategy"

@@ -20,6 +20,7 @@ smallest working limit, and measures one cell under a limit 10 % larger. A searc
 the floor is the estimate or one step above the estimate.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -28,7 +29,7 @@ from typing import Final
 from weighin.cell import Cell
 from weighin.records.metrics import use_needed_bytes
 from weighin.records.repeats import grouped, middle
-from weighin.records.verdict import Judgement, Verdict, judge_result, used_ns
+from weighin.records.verdict import Judgement, Verdict, judge_result, typical, used_ns
 from weighin.result import Outcome, Result
 from weighin.units import MIB, format_bytes, format_exact
 
@@ -133,42 +134,33 @@ def next_cell(
     cell, ours = searched(cell), results_of(cell, results)
     if stopped_by(ours):
         return None
-    first = unlimited_of(ours)
-    if first is None:
+    if (first := unlimited_of(ours)) is None:
         return cell
-    limit = _next_limit(first, ours, within, highest, aim)
-    if limit is None:
-        return None
-    repeat = sum(result.cell.ram_limit_bytes == limit for result in ours)
-    return replace(cell, ram_limit_bytes=limit, repeat=repeat)
-
-
-def _next_limit(
-    first: Result, ours: Sequence[Result], within: float, highest: int, aim: Aim
-) -> int | None:
-    finest = finest_step(first.cell)
+    finest, bounds = finest_step(cell), bracket(ours, aim)
     estimate = _estimate(first, aim) or finest
-    bounds = bracket(ours, aim)
     failing, working = bounds.failing_bytes, bounds.working_bytes
     # The step is a power of two, so that repeated searches try the same limits.
     coarsest = max(finest, int(min(estimate, working or estimate) * within))
     step = 1 << (coarsest.bit_length() - 1)
-    tried = {limit for result in ours if (limit := result.cell.ram_limit_bytes) is not None}
+    repeats = Counter(result.cell.ram_limit_bytes for result in ours)
     # The second and the third limit are one step away from the limit before; then the distance doubles.
-    jump = step << max(0, len(tried) - 2)
-    least = max(step, _LEAST_OF_DOCKER) if first.cell.isolation == "docker" else step
+    jump = step << max(0, len(repeats) - 3)
+    least = max(step, _LEAST_OF_DOCKER) if cell.isolation == "docker" else step
+    limit: int | None = None
     if working is None:
         if failing is None:
-            return min(max(-(-estimate // step) * step, least), highest)
-        return min(failing + jump, highest) if failing < highest else None
-    if failing is None:
-        return max(working - jump, least) if working > least else None
-    if working - failing > step:
-        return failing + max(1, (working - failing) // step // 2) * step
-    if bounds.passed < PASSES:
-        return working
-    room = _with_room(working)
-    return room if room not in tried and room <= highest else None
+            limit = min(max(-(-estimate // step) * step, least), highest)
+        elif failing < highest:
+            limit = min(failing + jump, highest)
+    elif failing is None:
+        limit = max(working - jump, least) if working > least else None
+    elif working - failing > step:
+        limit = failing + max(1, (working - failing) // step // 2) * step
+    elif bounds.passed < PASSES:
+        limit = working
+    elif (room := _with_room(working)) not in repeats and room <= highest:
+        limit = room
+    return None if limit is None else replace(cell, ram_limit_bytes=limit, repeat=repeats[limit])
 
 
 def _estimate(first: Result, aim: Aim) -> int | None:
@@ -207,8 +199,7 @@ def remaining_ns(
         times = [result.cost.wall_ns for result in of if result.cost]
         return sum(times) // len(times) if times else None
 
-    every = mean_ns(results)
-    if every is None:
+    if (every := mean_ns(results)) is None:
         return None
     left_ns = 0
     for cell in cells:
@@ -219,14 +210,12 @@ def remaining_ns(
 
 
 def _cells_left(cell: Cell, ours: Sequence[Result], within: float, highest: int, aim: Aim) -> int:
-    first = unlimited_of(ours)
-    if first is None:
+    if (first := unlimited_of(ours)) is None:
         return TYPICAL_CELLS
     bounds = bracket(ours, aim)
-    failing, working = bounds.failing_bytes, bounds.working_bytes
-    need = working
+    failing, need = bounds.failing_bytes, bounds.working_bytes
     if failing is not None:
-        need = failing + 1 if working is None else (failing + working) // 2
+        need = failing + 1 if need is None else (failing + need) // 2
     assumed = list(ours)
     for number in range(_MOST_CELLS):
         following = next_cell(cell, assumed, within, highest, aim)
@@ -262,39 +251,39 @@ def unlimited_of(results: Sequence[Result]) -> Result | None:
 
 
 def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
-    by_limit: dict[int, list[bool | None]] = {}
+    by_limit: dict[int, list[str | None]] = {}
     for result in results:
         if (limit := result.cell.ram_limit_bytes) is not None:
-            by_limit.setdefault(limit, []).append(_works(result, results, aim))
-    failing = max((limit for limit, works in by_limit.items() if False in works), default=None)
+            by_limit.setdefault(limit, []).append(_failure(result, results, aim))
+    failing = max((limit for limit, ends in by_limit.items() if any(ends)), default=None)
     above = [
         limit
-        for limit, works in by_limit.items()
-        if {*works} == {True} and (failing is None or limit > failing)
+        for limit, ends in by_limit.items()
+        if {*ends} == {""} and (failing is None or limit > failing)
     ]
     working = min(above, default=None)
     return Bracket(failing, working, 0 if working is None else len(by_limit[working]))
 
 
-def _works(result: Result, ours: Sequence[Result], aim: Aim) -> bool | None:
-    """Return True if a result shows that its limit works, False if it fails; None if neither.
+def _failure(result: Result, ours: Sequence[Result], aim: Aim) -> str | None:
+    """Return in words how a result shows that its limit fails; empty if it shows that its limit works,
+    None if it shows neither.
 
     A cell that weighin killed because it thrashed shows nothing for ``Aim.ENDS``: without the kill,
     the cell might have ended.
     """
-    if result.outcome in _FAILING:
-        return False
+    if result.outcome in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
+        return KILLED
+    if result.outcome is Outcome.TIMEOUT:
+        allowed_s = result.stopped.timeout_s if result.stopped else None
+        return f"timed out after {allowed_s:g} s" if allowed_s else "timed out"
+    thrashes = Verdict.THRASHES.value if aim is Aim.SURVIVES else ""
     if result.outcome is Outcome.THRASHING:
-        return False if aim is Aim.SURVIVES else None
+        return thrashes or None
     if result.outcome is not Outcome.OK:
         return None
-    judgement = judge_result(result, _unlimited_ns(ours))
-    return aim is Aim.ENDS or judgement is None or judgement.verdict is not Verdict.THRASHES
-
-
-def _unlimited_ns(ours: Sequence[Result]) -> int | None:
-    first = unlimited_of(ours)
-    return used_ns(first) if first else None
+    judgement = judge_result(result, used_ns(unlimited_of(ours)))
+    return thrashes if judgement and judgement.verdict is Verdict.THRASHES else ""
 
 
 def stopped_by(ours: Iterable[Result]) -> Result | None:
@@ -334,18 +323,14 @@ def floors(results: Iterable[Result]) -> list[Floor]:
 
 
 def _floor(ours: list[Result], aim: Aim) -> Floor:
-    cell, bounds, unlimited_ns = searched(ours[0].cell), bracket(ours, aim), _unlimited_ns(ours)
+    cell, bounds = searched(ours[0].cell), bracket(ours, aim)
     limit, failing = bounds.working_bytes, bounds.failing_bytes
-    baselines = [
-        (result.baseline.anon_bytes + result.baseline.shmem_bytes) * cell.ranks
-        for result in ours
-        if result.baseline
-    ]
+    unlimited_ns = used_ns(unlimited_of(ours))
     floor = Floor(
         cell=cell,
         bytes=None,
         model_bytes=next((result.model_bytes for result in ours if result.model_bytes), None),
-        import_bytes=middle(baselines),
+        import_bytes=middle(result.import_bytes for result in ours),
         unlimited=_life(None, ours, None),
         cells=len(ours),
         aim=aim,
@@ -361,11 +346,8 @@ def _floor(ours: list[Result], aim: Aim) -> Floor:
     if is_wide or bounds.passed < PASSES:
         between = f"above {format_bytes(failing)}, at most {format_bytes(limit)}"
         return replace(floor, message=f"{between}: the search is not finished")
-    failed = [
-        _how(result)
-        for result in ours
-        if result.cell.ram_limit_bytes == failing and _works(result, ours, aim) is False
-    ]
+    under = [result for result in ours if result.cell.ram_limit_bytes == failing]
+    failed = list(filter(None, [_failure(result, ours, aim) for result in under]))
     return replace(
         floor,
         bytes=limit,
@@ -378,15 +360,6 @@ def _floor(ours: list[Result], aim: Aim) -> Floor:
     )
 
 
-def _how(result: Result) -> str:
-    if result.outcome in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
-        return KILLED
-    if result.outcome is not Outcome.TIMEOUT:
-        return Verdict.THRASHES.value
-    allowed_s = result.stopped.timeout_s if result.stopped else None
-    return f"timed out after {allowed_s:g} s" if allowed_s else "timed out"
-
-
 def _life(limit: int | None, ours: Sequence[Result], unlimited_ns: int | None) -> Life | None:
     """Return the time and verdict of the typical cell under ``limit``; None without a cell there.
 
@@ -396,12 +369,7 @@ def _life(limit: int | None, ours: Sequence[Result], unlimited_ns: int | None) -
     if not cells:
         return None
     ok = [result for result in cells if result.outcome is Outcome.OK]
-    typical_ns = middle(map(used_ns, ok))
-    chosen = next((result for result in ok if used_ns(result) == typical_ns), cells[0])
-    spent_ns = used_ns(chosen) if chosen.outcome is Outcome.OK else None
-    return Life(
-        limit,
-        chosen.ready_ns,
-        judge_result(chosen, unlimited_ns),
-        spent_ns / unlimited_ns if spent_ns and unlimited_ns else None,
-    )
+    chosen = typical(ok) if ok else cells[0]
+    spent_ns = used_ns(chosen) if ok else None
+    times = spent_ns / unlimited_ns if spent_ns and unlimited_ns else None
+    return Life(limit, chosen.ready_ns, judge_result(chosen, unlimited_ns), times)

@@ -17,29 +17,20 @@ from weighin.units import GIB
 Policy = Literal["ignore", "warn", "fail"]
 Setting = str | int | float | bool | None
 
-# The first pattern that matches a setting decides; a difference that matches no pattern is a warning.
-_POLICIES: Final[tuple[tuple[str, Policy], ...]] = (
-    (
-        "isolation.image",
-        "ignore",
-    ),  # in older records, a hash of versions that are settings themselves
-    ("isolation.groups", "ignore"),
-    ("node.*", "ignore"),  # the name of a machine in a fleet, not a property of the machine
-    ("disk.*", "ignore"),  # series of different disks have different names anyway
-    ("storage.*", "ignore"),  # older records do not have this setting
-    ("git_*", "ignore"),  # the gate exists to judge changes of the measured code
-    ("psi", "ignore"),
-    ("governor", "ignore"),
-    ("swap_bytes", "ignore"),  # a cell gets no swap
-    ("torch", "fail"),
-    ("cuda", "fail"),
-    ("gpu", "fail"),
-    ("machine", "fail"),
-    ("cgroup_version", "fail"),
-    ("thp", "fail"),
-    ("page_bytes", "fail"),
-    ("settings.*", "fail"),
+_IGNORED: Final = (
+    "isolation.image",  # in older records, a hash of versions that are settings themselves
+    "isolation.groups",
+    "node.*",  # the name of a machine in a fleet, not a property of the machine
+    "disk.*",  # series of different disks have different names anyway
+    "storage.*",  # older records do not have this setting
+    "git_*",  # the gate exists to judge changes of the measured code
+    "psi",
+    "governor",
+    "swap_bytes",  # a cell gets no swap
 )
+_FAILING: Final = (
+    "torch", "cuda", "gpu", "machine", "cgroup_version", "thp", "page_bytes", "settings.*",
+)  # fmt: skip
 CONCURRENT: Final = "concurrent_cells"
 """The setting that tells how many cells ran at once, if above 1; times are then not judged."""
 TIMING: Final = (
@@ -90,10 +81,12 @@ def fingerprint(environment: Mapping[str, Any]) -> str:
 
 def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
     """Return the policy for a setting that differs; the user's policies ``chosen`` come first."""
-    for pattern, policy in (*chosen.items(), *_POLICIES):
+    for pattern, policy in chosen.items():
         if fnmatchcase(name, pattern):
             return policy
-    return "warn"
+    if any(fnmatchcase(name, pattern) for pattern in _IGNORED):
+        return "ignore"
+    return "fail" if any(fnmatchcase(name, pattern) for pattern in _FAILING) else "warn"
 
 
 def differences(

@@ -48,6 +48,7 @@ _NAME_ANOTHER: Final = "free disk space, or name a writable folder: weighin benc
 _FREE: Final = {"kwargs", "options", "environment"}  # a user may put any value there
 _CELLS: Final = {"cell", "cells", "model"}
 _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
+_ORDERED: Final = (("end_ns", "start_ns", "earlier than"), ("ready_ns", "load_ns", "less than"))
 _CHOICES: Final[dict[int | str, list[str]]] = {
     "outcome": [*Outcome],
     "cache": sorted(get_args(CacheState)),
@@ -98,9 +99,6 @@ def append(run: Path, result: Result) -> Result:
             is not finite); no line is added.
     """
     line, result = _line(result)
-    message, warnings = masked(result.message), tuple(map(masked, result.warnings))
-    if (message, warnings) != (result.message, result.warnings):
-        line, result = _line(replace(result, message=message, warnings=warnings))
     path = run / RECORDS
     with writing(path, f"; the measurement of {result.cell.id} is lost"):
         run.mkdir(parents=True, exist_ok=True)
@@ -127,16 +125,16 @@ def _line(result: Result) -> tuple[bytes, Result]:
     """Return a result as a line of JSON, and as a reader gets it from that line, but with its own cell,
     as it was planned: a reader finds lists for tuples, and "?" for what cannot be printed.
     """
-    name, cell = result.cell.id, result.cell
-    line = _encode(result, name) + b"\n"
+    cell, warnings = result.cell, tuple(map(masked, result.warnings))
+    result = replace(result, message=masked(result.message), warnings=warnings)
+    line = _encode(result, cell.id) + b"\n"
     try:
-        return line, replace(parse(Result, line, name), cell=cell)
+        return line, replace(parse(Result, line, cell.id), cell=cell)
     except DamagedRecord as error:
-        figure = error.message.removeprefix(f"{name}: ")
+        figure = error.message.removeprefix(f"{cell.id}: ")
         why = f"the measured process reported an impossible figure: {figure}"
-    failed = Result(SCHEMA, cell, Outcome.MEASUREMENT_FAILED, why, started_at=result.started_at)
-    line = _encode(failed, name) + b"\n"
-    return line, replace(parse(Result, line, name), cell=cell)
+        outcome = Outcome.MEASUREMENT_FAILED
+        return _line(Result(SCHEMA, cell, outcome, why, started_at=result.started_at))
 
 
 @contextmanager
@@ -216,10 +214,9 @@ def read_whole(run: Path) -> Records:
     results: list[Result] = []
     damages: list[RecordError] = []
     for number, line in enumerate(lines, start=1):
-        cut = f"sed -i {number}d {quote(str(path))}"
+        repair = f"delete the line and repeat its measurement: sed -i {number}d {quote(str(path))} && {again}"
         try:
             if line.strip():
-                repair = f"delete the line and repeat its measurement: {cut} && {again}"
                 results.append(parse(Result, line, f"{path}, line {number}", repair))
         except RecordError as error:
             damages.append(error)
@@ -344,10 +341,9 @@ def _encode(value: Result | Plan, name: str, indent: int | None = None) -> bytes
 
 def _mend_tail(file: FileIO) -> None:
     """Go to the end of ``file``; cut off an incomplete last line, or add a missing newline."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return
-    file.seek(-1, os.SEEK_END)
-    if file.read(1) == b"\n":
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 1, 0))
+    if file.read(1) in (b"", b"\n"):
         return
     file.seek(0)
     text = file.read()
@@ -481,15 +477,11 @@ def impossible(record: dict[str, Any], before: str = "") -> str:
         is_amount = isinstance(value, int) and key.endswith(("_bytes", "_ns", "_faults"))
         if is_amount and not 0 <= value < _LARGEST:
             return f"{before}{key}: impossible value {short_repr(value)}"
-    if _is_less(record.get("end_ns"), record.get("start_ns")):
-        return f"{before}end_ns: earlier than start_ns"
-    if _is_less(record.get("ready_ns"), record.get("load_ns")):
-        return f"{before}ready_ns: less than load_ns"
+    for later, earlier, what in _ORDERED:
+        one, other = record.get(later), record.get(earlier)
+        if isinstance(one, int) and isinstance(other, int) and one < other:
+            return f"{before}{later}: {what} {earlier}"
     return ""
-
-
-def _is_less(one: Any, other: Any) -> bool:
-    return isinstance(one, int) and isinstance(other, int) and one < other
 
 
 def read_samples(run: Path, path: str | None) -> list[Sample]:

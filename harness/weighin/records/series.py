@@ -11,10 +11,10 @@ from fnmatch import fnmatchcase
 from typing import Final, Literal
 
 from weighin.cell import Cell
-from weighin.records.floor import floors, searched, stopped_by
+from weighin.records.floor import Floor, floors, searched, stopped_by
 from weighin.records.metrics import METRICS, PHASE_FIGURES, phases_of_load
 from weighin.records.repeats import grouped, latest, middle, outcome_of
-from weighin.records.verdict import Judgement, Verdict, judge_all, used_ns
+from weighin.records.verdict import Judgement, Verdict, judge_all, typical, used_ns
 from weighin.result import Outcome, Result
 from weighin.text import one_line
 from weighin.units import format_exact, format_seconds
@@ -85,8 +85,7 @@ def selects(selector: str, name: str) -> bool:
 
 def name_of(cell: Cell) -> str:
     """Return the name that all repeats of a cell share: words for its fields, in a fixed order."""
-    limit = cell.ram_limit_bytes
-    is_command = cell.operation == "command"
+    is_command, limit = cell.operation == "command", cell.ram_limit_bytes
     of_model = (cell.model.title, cell.strategy, cell.format, cell.dtype, cell.device)
     words = [
         *(("command", cell.strategy) if is_command else of_model),
@@ -143,8 +142,7 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
     ``figures``. Its repeats are the cells without a limit, and the cell that stopped the search early.
     """
     groups: dict[str, list[Result]] = {}
-    sizes: dict[str, list[int]] = {}
-    without: dict[str, str] = {}
+    searches: dict[str, list[Floor]] = {}
     for run in runs:
         for result in latest(run.results):
             if not run.is_search:
@@ -152,35 +150,22 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
             elif result.cell.ram_limit_bytes is None or stopped_by([result]):
                 groups.setdefault(name_of(searched(result.cell)), []).append(result)
         for floor in floors(run.results) if run.is_search else ():
-            if floor.bytes is not None:
-                sizes.setdefault(name_of(floor.cell), []).append(floor.bytes)
-            else:
-                without[name_of(floor.cell)] = floor.message
-    series = {name: _series(group) for name, group in groups.items()}
-    for name, found in sizes.items():
-        if figure := Figure.of(found):
-            figures = series[name].figures | {"floor": figure}
-            series[name] = replace(series[name], figures=figures)
-    for name, why in without.items():
-        series[name] = replace(series[name], no_floor=why)
-    return series
+            searches.setdefault(name_of(floor.cell), []).append(floor)
+    return {name: _series(group, searches.get(name, ())) for name, group in groups.items()}
 
 
-def _series(group: Sequence[Result]) -> Series:
+def _series(group: Sequence[Result], of_search: Sequence[Floor]) -> Series:
     good = [result for result in group if result.outcome is Outcome.OK]
-    bad = [result for result in group if result.outcome is not Outcome.OK]
-    figures = {
-        metric.name: figure
-        for metric in METRICS.values()
-        if (figure := Figure.of([metric.of(result) for result in good]))
-    }
-    values: dict[str, dict[str, list[int]]] = {}
+    values = {metric.name: [metric.of(result) for result in good] for metric in METRICS.values()}
+    figures = {name: figure for name, each in values.items() if (figure := Figure.of(each))}
+    if found := Figure.of([floor.bytes for floor in of_search]):
+        figures["floor"] = found
+    of_phases: dict[str, dict[str, list[int | None]]] = {}
     for result in good:
         for name, phase in phases_of_load(result):
-            of_phase = values.setdefault(name, {})
+            of_phase = of_phases.setdefault(name, {})
             for key, read in PHASE_FIGURES.items():
-                if (value := read(phase)) is not None:
-                    of_phase.setdefault(key, []).append(value)
+                of_phase.setdefault(key, []).append(read(phase))
     return Series(
         outcome=outcome_of(result.outcome for result in group),
         repeats=len(group),
@@ -189,9 +174,10 @@ def _series(group: Sequence[Result]) -> Series:
         figures=figures,
         phases={
             name: {key: known for key, each in keys.items() if (known := middle(each)) is not None}
-            for name, keys in values.items()
+            for name, keys in of_phases.items()
         },
-        message=bad[0].message if bad else "",
+        message=next((each.message for each in group if each.outcome is not Outcome.OK), ""),
+        no_floor=next((each.message for each in of_search[::-1] if each.bytes is None), ""),
     )
 
 
@@ -285,8 +271,7 @@ def _field(repeats: Sequence[Result], judgements: dict[str, Judgement | None]) -
 
     worst = max(severity(result) for result in repeats)
     alike = [result for result in repeats if severity(result) == worst]
-    typical_ns = middle(map(used_ns, alike))
-    chosen = next((result for result in alike if used_ns(result) == typical_ns), alike[0])
+    chosen = typical(alike)
     return Field(chosen, judgements[chosen.cell.id], used_ns(chosen), len(alike), len(repeats))
 
 
@@ -362,10 +347,8 @@ def charge(result: Result) -> int | None:
 def unreclaimable(result: Result) -> int | None:
     """Return the sampled maximum of the ranks' anonymous and shared memory, above the imports'."""
     most = result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
-    if most is None or result.baseline is None:
-        return None
-    before = (result.baseline.anon_bytes + result.baseline.shmem_bytes) * result.cell.ranks
-    return max(0, most - before)
+    before = result.import_bytes
+    return None if most is None or before is None else max(0, most - before)
 
 
 def sum_of_peaks(result: Result) -> int | None:

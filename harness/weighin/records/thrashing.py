@@ -32,21 +32,6 @@ class Reference:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The time, rereads and waits of a running cell so far; None for what is not measured.
-
-    ``reread_bytes`` and ``waited_ns`` count from the start of the load to now. ``is_loading`` is
-    False after the load; then, only the rule with ``MOST_TIME`` uses ``reread_bytes``.
-    """
-
-    after_ns: int
-    reread_bytes: int | None
-    waited_ns: int | None
-    has_met_limit: bool
-    is_loading: bool = True
-
-
 def reference_of(first: Result | None) -> Reference | None:
     """Return the reference from ``first``, the result without a limit; None if it lacks a value."""
     if first is None or first.cost is None:
@@ -59,24 +44,32 @@ def reference_of(first: Result | None) -> Reference | None:
     return Reference(spent_ns, size) if spent_ns and size else None
 
 
-def proof(seen: Seen, reference: Reference) -> Stopped | None:
-    """Return the proof that a running cell thrashes; None if ``seen`` proves nothing."""
-    if not seen.has_met_limit:
-        return None
-    reread, waited_ns = seen.reread_bytes or 0, seen.waited_ns or 0
-    is_slow = seen.after_ns > MOST_TIME * reference.spent_ns and (
-        reread >= REFAULTS_PER_MODEL * reference.size_bytes
-        or waited_ns >= STALLED_SHARE * seen.after_ns
+def proof(
+    reference: Reference,
+    after_ns: int,
+    reread_bytes: int | None,
+    waited_ns: int | None,
+    *,
+    is_loading: bool = True,
+) -> Stopped | None:
+    """Return the proof that a running cell, whose memory has reached its limit, thrashes.
+
+    ``reread_bytes`` and ``waited_ns`` count from the start of the load to now, and are None if they
+    are not measured. Without a proof, return None.
+    """
+    reread, waited = reread_bytes or 0, waited_ns or 0
+    is_slow = after_ns > MOST_TIME * reference.spent_ns and (
+        reread >= REFAULTS_PER_MODEL * reference.size_bytes or waited >= STALLED_SHARE * after_ns
     )
-    rereads = seen.is_loading and reread > MOST_REREAD * reference.size_bytes
-    if not (is_slow or rereads or waited_ns > MOST_WAITED * reference.spent_ns):
+    rereads = is_loading and reread > MOST_REREAD * reference.size_bytes
+    if not (is_slow or rereads or waited > MOST_WAITED * reference.spent_ns):
         return None
     return Stopped(
-        after_ns=seen.after_ns,
+        after_ns=after_ns,
         reference_ns=reference.spent_ns,
         size_bytes=reference.size_bytes,
-        reread_bytes=seen.reread_bytes,
-        waited_ns=seen.waited_ns,
+        reread_bytes=reread_bytes,
+        waited_ns=waited_ns,
     )
 
 

@@ -28,12 +28,11 @@ memory. Time, rereads and the peak cover the load, until every byte was read, an
 model after it. PSI covers only the load.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from weighin.cell import Cell
 from weighin.records.repeats import grouped, middle
 from weighin.result import Outcome, Result
 from weighin.units import format_bytes, format_seconds
@@ -129,29 +128,32 @@ def _killed(result: Result) -> str:
 def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
     """Return the verdict on each cell by its id; the reference times come from the same results."""
 
-    def height(cell: Cell) -> float:
-        return float("inf") if cell.ram_limit_bytes is None else cell.ram_limit_bytes
+    def height(result: Result) -> float:
+        limit = result.cell.ram_limit_bytes
+        return float("inf") if limit is None else limit
 
     judgements = {}
-    for ours in grouped(
-        results, lambda one: replace(one.cell, ram_limit_bytes=None).series
-    ).values():
-        ok = [result for result in ours if result.outcome is Outcome.OK]
-        timed = grouped(
-            (one for one in ok if used_ns(one) is not None), lambda one: height(one.cell)
-        )
+    for ours in grouped(results, lambda r: replace(r.cell, ram_limit_bytes=None).series).values():
+        ok = (r for r in ours if r.outcome is Outcome.OK and used_ns(r) is not None)
+        timed = grouped(ok, height)
         top = max(timed, default=0.0)
         for result in ours:
-            reference_ns = middle(map(used_ns, timed[top])) if top > height(result.cell) else None
+            reference_ns = middle(map(used_ns, timed[top])) if top > height(result) else None
             judgements[result.cell.id] = judge_result(result, reference_ns)
     return judgements
 
 
-def used_ns(result: Result) -> int | None:
+def used_ns(result: Result | None) -> int | None:
     """Return the time until the model was ready plus the time of its use; None if never ready."""
-    if result.ready_ns is None:
+    if result is None or result.ready_ns is None:
         return None
     return result.ready_ns + ((result.cost.first_use_ns if result.cost else None) or 0)
+
+
+def typical(results: Sequence[Result]) -> Result:
+    """Return the result with the median time (``used_ns``); the first one if none has a time."""
+    typical_ns = middle(map(used_ns, results))
+    return next((result for result in results if used_ns(result) == typical_ns), results[0])
 
 
 def through_first_pass_ns(result: Result) -> int | None:

@@ -48,14 +48,15 @@ class ThrashGuard:
         self.next_s = end_s + max(_EVERY_S, _SHARE * (end_s - start_s))
         charges = [each for each in (peak_bytes, now.peak_bytes) if each is not None]
         pages = _since(before.refaults, now.refaults)
-        seen = thrashing.Seen(
+        if max(charges, default=self._limit_bytes) < self._limit_bytes:
+            return None
+        return thrashing.proof(
+            self._reference,
             after_ns=time.monotonic_ns() - self._started_ns,
             reread_bytes=None if pages is None else pages * os.sysconf("SC_PAGE_SIZE"),
             waited_ns=_since(before.some_ns, now.some_ns),
-            has_met_limit=max(charges, default=self._limit_bytes) >= self._limit_bytes,
             is_loading=is_loading,
         )
-        return thrashing.proof(seen, self._reference)
 
 
 def _since(before: int | None, now: int | None) -> int | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,7 +34,6 @@ from weighin.text import printable
 from weighin.units import (
     LONGEST_S,
     MIB,
-    complaint_of_limit,
     format_exact,
     parse_bytes,
     parse_rate,
@@ -42,13 +42,8 @@ from weighin.units import (
 from weighin.uses import FORWARD
 
 DEFAULT_STRATEGIES = (
-    "baseline",
-    "sequential",
-    "meta_copy",
-    "mmap_assign",
-    "per_param",
-    "streaming",
-)
+    "baseline", "sequential", "meta_copy", "mmap_assign", "per_param", "streaming",
+)  # fmt: skip
 DEFAULT_SAVING = ("torch_save", "per_param", "per_module", "sharded", "safetensors", "dcp")
 DTYPES = {
     "float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16",
@@ -101,6 +96,12 @@ def _as_environment(value: object, info: ValidationInfo) -> object:
     return {name: str(content) for name, content in items}
 
 
+def _as_device(value: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise ValueError(f"{value!r} is not a device", "write cpu, cuda or cuda:1")
+    return value
+
+
 def _as_number(value: object) -> object:
     return int(value) if isinstance(value, str) and value.strip().isdigit() else value
 
@@ -127,6 +128,7 @@ _Shard = Annotated[
 _Ranks = Annotated[int, BeforeValidator(_as_number), Field(ge=1, le=64)]
 _Some = Annotated[list[_One], BeforeValidator(_as_list), Field(min_length=1)]
 _Rate = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_rate))]
+_Seconds = Annotated[float, Field(le=LONGEST_S, allow_inf_nan=False)]
 _Latency = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_seconds))]
 
 
@@ -210,10 +212,16 @@ def _as_command(value: object) -> object:
         ) from None
 
 
+def _check_name(name: str, info: ValidationInfo) -> str:
+    if info.context != IN_PLAN and (not name or printable(name) != name):
+        raise ValueError(f"{name!r} is not a name", "write a name of printable characters")
+    return name
+
+
 class SuiteCommand(Strict):
     """One command of a suite, or the command of a command line."""
 
-    name: str
+    name: Annotated[str, AfterValidator(_check_name)]
     """The label of the command in reports and in a baseline. Each command has its own."""
     command: Annotated[list[str], BeforeValidator(_as_command), Field(min_length=1)]
     """The program and its arguments: a list, or one text that is split as a shell splits it."""
@@ -224,13 +232,6 @@ class SuiteCommand(Strict):
     environment: _Environment = {}
     """Environment variables of the command, such as `{OMP_NUM_THREADS: 1}`."""
 
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str, info: ValidationInfo) -> str:
-        if info.context != IN_PLAN and (not name or printable(name) != name):
-            raise ValueError(f"{name!r} is not a name", "write a name of printable characters")
-        return name
-
 
 def _by_name(value: object) -> object:
     """Read a list of mappings; replace an entry that is no mapping, but a name, by {"name": entry}."""
@@ -239,20 +240,61 @@ def _by_name(value: object) -> object:
     ]
 
 
-_SLOW = "weighin slows the disk down only for a load, not for a save"
-_NOT_FOR_A_SAVE: Final[dict[str, tuple[object, str, str]]] = {
-    "cache": (
-        "cold",
-        "warm does not apply to a save, because a save reads no checkpoint",
-        "leave cache out",
-    ),
-    "uses": (FORWARD, "weighin runs no use of the model after a save", "leave the use out"),
-    "passes": (1, "weighin runs no forward pass after a save", "leave passes out"),
-    "ranks": (1, "a save runs in one process", "leave ranks out"),
-    "disk": (None, _SLOW, "leave out disk and disk_latency"),
-    "disk_latency": (None, _SLOW, "leave out disk and disk_latency"),
+_NOT_SLOW = "weighin slows the disk down only for a load, not for a save"
+_SLOW_OR_WARM = "a warm load reads the page cache, so that the speed of the disk does not matter"
+_NO_EFFECT: Final[dict[tuple[str, str], dict[str, tuple[object, str, str]]]] = {
+    ("operation", "save"): {
+        "cache": (
+            "cold",
+            "warm does not apply to a save, because a save reads no checkpoint",
+            "leave cache out",
+        ),
+        "uses": (FORWARD, "weighin runs no use of the model after a save", "leave the use out"),
+        "passes": (1, "weighin runs no forward pass after a save", "leave passes out"),
+        "ranks": (1, "a save runs in one process", "leave ranks out"),
+        "disk": (None, _NOT_SLOW, "leave out disk and disk_latency"),
+        "disk_latency": (None, _NOT_SLOW, "leave out disk and disk_latency"),
+    },
+    ("cache", "warm"): {
+        "disk": (None, _SLOW_OR_WARM, "leave out cache, or disk and disk_latency"),
+        "disk_latency": (None, _SLOW_OR_WARM, "leave out cache, or disk and disk_latency"),
+    },
 }
-"""The value that a setting has for a save, the reason, and the repair."""
+"""For a value of a setting, the settings that then have no effect: their only value, the reason, and
+the repair.
+"""
+
+
+def _check_commands(commands: list[SuiteCommand]) -> list[SuiteCommand]:
+    names = [each.name for each in commands]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(
+            f"two commands are called {twice!r}",
+            "rename one of the two commands, because a record identifies a command by its name",
+        )
+    return commands
+
+
+def _check_limits(value: Any, info: ValidationInfo) -> Any:
+    least, than, repair = LEAST_RAM, "`import torch` alone", "64MiB plus the size of the weights"
+    if info.data.get("commands"):
+        least, than, repair = MIB, "any program", "1MiB"
+    for limit in value if isinstance(value, list) else [value]:
+        if limit is not None and limit < least:
+            raise ValueError(
+                f"{format_exact(limit)} is less than {than} needs",
+                # Below 1 KiB, the size often lacks its unit.
+                f"did you mean {limit}g?" if limit < 1024 else f"give at least {repair}",
+            )
+    return value
+
+
+def _check_timeout(value: float, info: ValidationInfo) -> float:
+    of_commands = bool(info.data.get("commands"))
+    if value < 0 or (value == 0 and not of_commands):
+        least = "greater than or equal to 0" if of_commands else "greater than 0"
+        raise PydanticCustomError("too_small", "input should be {least}", {"least": least})
+    return value
 
 
 class Settings(Strict):
@@ -264,7 +306,7 @@ class Settings(Strict):
 
     models: Annotated[_Some[SuiteModel], BeforeValidator(_by_name), MODELS] = []
     """Names of `weighin list models`, paths of Hugging Face folders or of checkpoints, `from:PATH`, builders, or mappings with the keys of a model."""
-    commands: Annotated[_Some[SuiteCommand], COMMANDS] = []
+    commands: Annotated[_Some[SuiteCommand], AfterValidator(_check_commands), COMMANDS] = []
     """The commands: mappings with the keys of a command."""
     operation: Annotated[Literal["load", "save"], MODELS] = "load"
     """Whether the strategies load a checkpoint or save one."""
@@ -275,13 +317,13 @@ class Settings(Strict):
         ]
     )
     """Names of `weighin list strategies`, paths of files (`./mine.py`), `all`, or mappings with the keys of a strategy."""
-    ram: Annotated[_Some[_Limit], MODELS, COMMANDS] = [None]
+    ram: Annotated[_Some[_Limit], AfterValidator(_check_limits), MODELS, COMMANDS] = [None]
     """RAM limits, such as `[8g, 6500m, none]`."""
-    vram: Annotated[_Some[_Limit], MODELS] = [None]
+    vram: Annotated[_Some[_Limit], AfterValidator(_check_limits), MODELS] = [None]
     """Limits of GPU memory, such as `[8g, none]`."""
-    ram_high: Annotated[_Limit, MODELS] = None
+    ram_high: Annotated[_Limit, AfterValidator(_check_limits), MODELS] = None
     """Soft RAM limit (cgroup v2), above which the kernel throttles a cell."""
-    device: Annotated[str, MODELS] = "cpu"
+    device: Annotated[str, AfterValidator(_as_device), MODELS] = "cpu"
     """The device that holds the model: `cpu`, `cuda` or `cuda:1`."""
     isolation: Annotated[_Isolation, MODELS, COMMANDS] = "auto"
     """How a cell is limited and measured; for commands, `auto` takes no container. Name an isolation in a gate: figures of different isolations are not comparable."""
@@ -307,10 +349,8 @@ class Settings(Strict):
     """How many times each cell is measured."""
     environment: Annotated[_Some[_Environment], MODELS] = [{}]
     """Environment variables of the worker, such as `{MALLOC_ARENA_MAX: 2}`."""
-    timeout_s: Annotated[float, MODELS, COMMANDS] = Field(
-        default_factory=lambda known: 0.0 if known.get("commands") else 600.0,
-        le=LONGEST_S,
-        allow_inf_nan=False,
+    timeout_s: Annotated[_Seconds, AfterValidator(_check_timeout), MODELS, COMMANDS] = Field(
+        default_factory=lambda known: 0.0 if known.get("commands") else 600.0
     )
     """Seconds after which a cell is stopped; for commands, 0 for none."""
     stacks: Annotated[bool, COMMANDS] = False
@@ -352,7 +392,7 @@ class Settings(Strict):
     """A regular expression: a server is ready when a line of its output matches."""
     ready_url: str = ""
     """A server is ready when it answers at this URL with an HTTP status below 500."""
-    grace_s: Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)] = 10.0
+    grace_s: Annotated[_Seconds, Field(ge=0)] = 10.0
     """The seconds from SIGTERM to SIGKILL for a command that weighin stops."""
     within: Annotated[float | None, Field(gt=0, le=COARSEST)] = None
     """The precision of a search of `weighin floor`, as a share of the floor; none for another run."""
@@ -372,49 +412,14 @@ class Settings(Strict):
     python_path: tuple[str, ...] = ()
     """The folders of the user's Python modules."""
 
-    @field_validator("commands")
+    @field_validator(*_NO_EFFECT["operation", "save"])
     @classmethod
-    def _check_commands(cls, commands: list[SuiteCommand]) -> list[SuiteCommand]:
-        names = [each.name for each in commands]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(
-                f"two commands are called {twice!r}",
-                "rename one of the two commands, because a record identifies a command by its name",
-            )
-        return commands
-
-    @field_validator("ram", "vram", "ram_high")
-    @classmethod
-    def _check_limits(
-        cls, value: list[int | None] | int | None, info: ValidationInfo
-    ) -> list[int | None] | int | None:
-        for limit in value if isinstance(value, list) else [value]:
-            if info.data.get("commands"):
-                if complaint := complaint_of_limit(limit):
-                    raise ValueError(*complaint)
-            elif limit is not None and limit < LEAST_RAM:
-                repair = "give at least 64MiB plus the size of the weights"
-                if limit < 1024:  # a size without its unit
-                    repair = f"did you mean {limit}g?"
-                raise ValueError(
-                    f"{format_exact(limit)} is less than `import torch` alone needs", repair
-                )
-        return value
-
-    @field_validator("device")
-    @classmethod
-    def _check_device(cls, value: str) -> str:
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
-            raise ValueError(f"{value!r} is not a device", "write cpu, cuda or cuda:1")
-        return value
-
-    @field_validator(*_NOT_FOR_A_SAVE)
-    @classmethod
-    def _check_save(cls, value: _One, info: ValidationInfo) -> _One:
-        usual, message, repair = _NOT_FOR_A_SAVE[info.field_name or ""]
+    def _check_effect(cls, value: _One, info: ValidationInfo) -> _One:
         given = value if isinstance(value, list) else [value]
-        if info.data.get("operation") == "save" and any(each != usual for each in given):
-            raise ValueError(message, repair)
+        for (name, state), without in _NO_EFFECT.items():
+            rule = without.get(info.field_name or "")
+            if rule and info.data.get(name) == state and any(each != rule[0] for each in given):
+                raise ValueError(*rule[1:])
         return value
 
     @field_validator("passes")
@@ -429,25 +434,6 @@ class Settings(Strict):
             raise ValueError(
                 "passes applies to the use forward, which is not among the uses", "leave passes out"
             )
-        return value
-
-    @field_validator("disk", "disk_latency")
-    @classmethod
-    def _check_disk(cls, value: list[int | None], info: ValidationInfo) -> list[int | None]:
-        if info.data.get("cache") == "warm" and any(each is not None for each in value):
-            raise ValueError(
-                "a warm load reads the page cache, so that the speed of the disk does not matter",
-                "leave out cache, or disk and disk_latency",
-            )
-        return value
-
-    @field_validator("timeout_s")
-    @classmethod
-    def _check_timeout(cls, value: float, info: ValidationInfo) -> float:
-        of_commands = bool(info.data.get("commands"))
-        if value < 0 or (value == 0 and not of_commands):
-            least = "greater than or equal to 0" if of_commands else "greater than 0"
-            raise PydanticCustomError("too_small", "input should be {least}", {"least": least})
         return value
 
     @property

@@ -16,7 +16,7 @@ from weighin.records.explanation.facts import (
     title_of,
 )
 from weighin.records.run_folder import read_samples
-from weighin.result import Kill, Outcome, Result, Sample
+from weighin.result import Outcome, Result, Sample
 from weighin.text import few
 from weighin.units import MIB
 
@@ -56,10 +56,9 @@ def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause |
 def _ending(result: Result) -> str:
     ran, limit = result.ran, result.cell.ram_limit_bytes
     if result.outcome is Outcome.OK:
-        under = f" under its limit of {size(limit)}" if limit else ""
-        text = f"The command ended well{under}"
+        text = "The command ended well" + (f" under its limit of {size(limit)}" if limit else "")
     elif result.outcome is Outcome.OOM_KILLED and ran and ran.kills:
-        text = _killed(result, ran.kills)
+        text = _killed(Facts(result, ran))
     else:
         text = result.message[:1].upper() + result.message[1:] or f"Ended: {result.outcome}"
     if ran and ran.ended:
@@ -69,37 +68,30 @@ def _ending(result: Result) -> str:
     return f"{text}."
 
 
-def _killed(result: Result, kills: Sequence[Kill]) -> str:
+def _killed(facts: Facts) -> str:
     """Name the reached limit and the killed processes; say if the first process lived on."""
-    assert result.ran
-    commands = {process.pid: process.command for process in result.ran.processes}
-    victims = [
-        f"{program(commands.get(kill.pid) or kill.command)} (pid {kill.pid})" for kill in kills[:2]
-    ]
-    more = max(len(kills), result.oom_kills or 0) - len(victims)
+    kills, victims = facts.ran.kills, []
+    for kill in kills[:2]:
+        process = facts.process(kill.pid)
+        command = (process and process.command) or kill.command
+        victims.append(f"{program(command)} (pid {kill.pid})")
+    more = max(len(kills), facts.result.oom_kills or 0) - len(victims)
     who = ", ".join(victims) + (f" and {more} more" if more > 0 else "")
+    first = ", and the first process lived on" if facts.ran.survived else ""
     if any(kill.is_main for kill in kills):
-        first = ", the first process" if len(kills) == 1 else ", the first process among them"
-    elif result.ran.survived:
-        first = ", and the first process lived on"
-    else:
-        first = ""
-    grower, grew = Facts(result, result.ran).grower, ""
+        first = ", the first process" + " among them" * (len(kills) > 1)
+    grower, grew = facts.grower, ""
     if grower and grower.pid not in {kill.pid for kill in kills}:  # it kills what holds most
         grew = f". The process that grew most is {title_of(grower)}, by {size(grown_by(grower))}"
-    return f"Killed {_limit(result, kills)}: the kernel killed {who}{first}{grew}"
+    return f"Killed {_limit(facts)}: the kernel killed {who}{first}{grew}"
 
 
-def _limit(result: Result, kills: Sequence[Kill]) -> str:
-    own = result.cell.ram_limit_bytes
+def _limit(facts: Facts) -> str:
+    own, kills = facts.result.cell.ram_limit_bytes, facts.ran.kills
     if any(kill.limit_of == "machine" for kill in kills):
         return "when the whole machine had no memory left"
-    other = next((kill for kill in kills if kill.limit_of.startswith("/")), None)
-    if other:
-        of = f" of {size(other.limit_bytes)}" if other.limit_bytes else ""
-        place = f"{other.limit_of} {other.limit_place}".strip()
-        others = f", not by its own of {size(own)}" if own else ""
-        return f"by the limit{of} of the cgroup {place}{others}"
+    if outer := facts.outer_limit:
+        return f"by the {outer}" + (f", not by its own of {size(own)}" if own else "")
     if own and all(not kill.limit_of for kill in kills):
         return f"by the limit of {size(own)}"
     return "for lack of memory"
@@ -117,8 +109,7 @@ def _need(facts: Facts) -> str:
     text = f"The command needs {least}{amount}"
     if peak is None:
         return f"{text}, as sampled."
-    freed = (facts.at_peak.freed_bytes if facts.at_peak else None) or 0
-    cached = facts.result.peaks.file_sampled_bytes
+    freed, cached = facts.at_peak.freed_bytes or 0, facts.result.peaks.file_sampled_bytes
     what = "with page cache"
     if freed >= MIB:
         what = f"with {size(freed)} that it gave back (MADV_FREE)"
@@ -132,8 +123,10 @@ def _need(facts: Facts) -> str:
 def _kinds(facts: Facts, needed: int) -> str:
     """Name the kinds of memory that were read, each with its size if there are several."""
     sizes = {
-        "anonymous": max(facts.anon_bytes, 0, *(kill.anon_bytes or 0 for kill in facts.ran.kills)),
-        "shared": facts.shmem_bytes,
+        "anonymous": max(
+            facts.at_peak.anon_bytes, *(kill.anon_bytes or 0 for kill in facts.ran.kills), 0
+        ),
+        "shared": facts.at_peak.shmem_bytes,
         "locked": facts.locked_bytes,
         "kernel": facts.kernel_bytes,
     }

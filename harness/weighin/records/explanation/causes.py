@@ -6,7 +6,7 @@ has a record for which the rule holds and a record for which it does not.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import PurePath
@@ -24,7 +24,7 @@ from weighin.records.explanation.facts import (
     size,
     title_of,
 )
-from weighin.result import OpenFile, Outcome, Process
+from weighin.result import OpenFile, Outcome
 from weighin.units import MIB, format_exact
 
 LEAST_BYTES: Final = 48 * MIB
@@ -79,20 +79,25 @@ def _two_copies(facts: Facts) -> Cause | None:
     """The weights were read into memory (not mapped), and the model has a copy too."""
     place = facts.place
     files = facts.read_files(place.stack.pid) if place else []
-    if place is None or not files or facts.anon_bytes < LEAST_BYTES:
+    if place is None or not files or facts.at_peak.anon_bytes < LEAST_BYTES:
         return None
+
+    def since(does: Callable[[Place], bool]) -> int:
+        """Return how much the process's memory grew since a line of it first did something."""
+        mine = (one.stack for one in facts.places if one.stack.pid == place.stack.pid and does(one))
+        first_bytes = min((stack.usage_bytes for stack in mine), default=facts.held_bytes)
+        return facts.held_bytes - first_bytes
+
     read_bytes = sum(file.size_bytes for file in files)
-    grown = _grown_since_first(facts, files)
-    mine = [one for one in facts.places if one.stack.pid == place.stack.pid]
-    copying = facts.held_bytes - _first_usage(facts, filter(_copies, mine))
-    building = facts.held_bytes - grown - _first_usage(facts, filter(_builds, mine))
+    grown = facts.grown_since(files)
     begun = read_bytes // 16  # so much of a copy shows that there is one
     # Of several files, one may have been read after another was freed.
     second = files[0].size_bytes if len(files) > 1 else int((_MORE_THAN_ONE - 1) * read_bytes)
     is_read = len(files) == 1 and grown > _WHOLE_SHARE * read_bytes
-    copied = _copies(place) and (grown > read_bytes + second or (is_read and copying > begun))
-    beside = building > read_bytes // 2 and grown > begun and (_reads(place) or _copies(place))
-    if not copied and not beside:
+    is_copied = grown > read_bytes + second or (is_read and since(_copies) > begun)
+    copied = _copies(place) and is_copied
+    is_beside = since(_builds) - grown > read_bytes // 2 and grown > begun
+    if not copied and not (is_beside and (_reads(place) or _copies(place))):
         return None
     at, read = "" if facts.killed else " at the peak", size(read_bytes)
     what = f"Two copies of the weights were in memory{at}: {read} read from {names(files)}, and the model's own."
@@ -101,22 +106,13 @@ def _two_copies(facts: Facts) -> Cause | None:
     return Cause("two copies", what, _try(facts, files), place)
 
 
-def _first_usage(facts: Facts, places: Iterable[Place]) -> int:
-    return min((one.stack.usage_bytes for one in places), default=facts.held_bytes)
-
-
-def _grown_since_first(facts: Facts, files: Sequence[OpenFile]) -> int:
-    return facts.grown_since(min(files, key=lambda file: file.seen_ns or 0))
-
-
 def _dtype_conversion(facts: Facts) -> Cause | None:
     place = facts.place
     code = _CONVERTS.search(place.stack.code) if place else None
     files = facts.read_files(place.stack.pid) if place and code else []
-    read_bytes = sum(file.size_bytes for file in files)
     if code is None or not files:
         return None
-    grown = _grown_since_first(facts, files)
+    read_bytes, grown = sum(file.size_bytes for file in files), facts.grown_since(files)
     if grown < max(LEAST_BYTES, _MORE_THAN_ONE * read_bytes):
         return None
     call = f"{code[0]})" if code[0].count("(") > code[0].count(")") else code[0]
@@ -149,7 +145,7 @@ def _whole_file(facts: Facts) -> Cause | None:
             continue
         if facts.place is None and not (file.is_open and file.position_bytes < file.size_bytes):
             continue
-        grown, most = facts.grown_since(file), _MOST_OF_FILE * file.size_bytes
+        grown, most = facts.grown_since([file]), _MOST_OF_FILE * file.size_bytes
         is_its = file.is_open or max(file.position_bytes, grown) > _WHOLE_SHARE * file.size_bytes
         if is_its and grown > LEAST_BYTES and (parses or grown < most):
             what = f"The program read a whole file into memory: {names([file])} has {size(file.size_bytes)}"
@@ -199,11 +195,12 @@ def _copy_on_write(facts: Facts) -> Cause | None:
 
 
 def _shared_memory(facts: Facts) -> Cause | None:
-    if facts.held_bytes < LEAST_BYTES or facts.shmem_bytes < facts.held_bytes // 2:
+    shmem_bytes = facts.at_peak.shmem_bytes
+    if facts.held_bytes < LEAST_BYTES or shmem_bytes < facts.held_bytes // 2:
         return None
     return Cause(
         "shared memory",
-        f"{size(facts.shmem_bytes)} of the memory is shared memory: files in /dev/shm or another"
+        f"{size(shmem_bytes)} of the memory is shared memory: files in /dev/shm or another"
         " tmpfs, or shared mappings.",
         "A file in a tmpfs takes memory until the file is removed.",
         facts.place,
@@ -211,23 +208,19 @@ def _shared_memory(facts: Facts) -> Cause | None:
 
 
 def _other_limit(facts: Facts) -> Cause | None:
-    kill = next((kill for kill in facts.ran.kills if kill.limit_of.startswith("/")), None)
-    if kill is None:
-        return None
-    of = f" of {size(kill.limit_bytes)}" if kill.limit_bytes else ""
-    group = f"{kill.limit_of} {kill.limit_place}".strip()
-    words = f"The command reached the limit{of} of the cgroup {group}, not its own limit."
-    return Cause("a limit around", words, "Raise the limit of that cgroup.", facts.place)
+    words = f"The command reached the {facts.outer_limit}, not its own limit."
+    hint = "Raise the limit of that cgroup."
+    return Cause("a limit around", words, hint, facts.place) if facts.outer_limit else None
 
 
 def _child(facts: Facts) -> Cause | None:
     holder = facts.holder
     if holder is None or facts.held_bytes < LEAST_BYTES or holder.pid == facts.ran.pid:
         return None
-    if held_by(holder) < 0.7 * sum(map(held_by, facts.present)):
-        return None
     if facts.ran.pid not in {one.pid for one in facts.present}:
         return None  # it is what a killed parent left
+    if held_by(holder) < 0.7 * sum(map(held_by, facts.present)):
+        return None
     child = f"{title_of(holder)} has {size(held_by(holder))}"
     words = f"A child process of the command has most of the memory: {child}."
     return Cause("a child", words, "", facts.place)
@@ -236,60 +229,52 @@ def _child(facts: Facts) -> Cause | None:
 def _growth(facts: Facts) -> Cause | None:
     """Anonymous memory grew steadily, or between three readings at one line."""
     place = facts.place
-    if place is None or _keeps(place) or _may_be_copies(facts, facts.process(place.stack.pid)):
+    if place is None or _keeps(place):
         return None
-    usual = _usual_place(facts, place)
-    rising = _rising(facts)
-    at_line = [
-        (one.stack.t_ns, one.stack.usage_bytes)
-        for one in facts.places
-        if one.stack.pid == place.stack.pid and one.frame.place == place.frame.place
-    ]
-    if how := "steadily " if _is_steady(facts, usual, rising) else "":
-        first, last = rising[0], rising[-1]
-    else:
-        first, last = at_line[0], at_line[-1]
-        if len({*at_line}) < _LEAST_STACKS or last[1] - first[1] < LEAST_BYTES:
+    process = facts.process(place.stack.pid)
+    parent = facts.process(process.parent_pid) if process else None
+    if process and parent and parent.command == process.command:
+        copied_bytes = process.copied_bytes  # None: a forked process may have copied much
+        if copied_bytes is None or copied_bytes > held_by(process) // 4:
             return None
-    seconds = f"{(last[0] - first[0]) / 1e9:.1f} s"
-    words = f"Anonymous memory grew {how}from {size(first[1])} to {size(last[1])} in {seconds}."
+    usual, how = _usual_place(facts, place), "steadily "
+    if not (rise := _steady_rise(facts, usual)):
+        how = ""
+        rise = [
+            (one.stack.t_ns, one.stack.usage_bytes)
+            for one in facts.places
+            if one.stack.pid == place.stack.pid and one.frame.place == place.frame.place
+        ]
+        if len({*rise}) < _LEAST_STACKS or rise[-1][1] - rise[0][1] < LEAST_BYTES:
+            return None
+    (start_ns, low), (end_ns, high) = rise[0], rise[-1]
+    seconds = f"{(end_ns - start_ns) / 1e9:.1f} s"
+    words = f"Anonymous memory grew {how}from {size(low)} to {size(high)} in {seconds}."
     return Cause("growth", words, "Look for objects that this line of code keeps.", usual)
 
 
-def _rising(facts: Facts) -> list[tuple[int, int]]:
-    """Return time and anonymous memory of the samples from a fifth of its maximum up to the maximum."""
+def _steady_rise(facts: Facts, usual: Place) -> list[tuple[int, int]]:
+    """Return time and anonymous memory of the samples from a fifth of its maximum up to the maximum,
+    if memory grew by a similar amount in each quarter of this time, at one line; else nothing.
+    """
     samples = [(one.t_ns, one.anon_bytes) for one in facts.samples]
-    if not samples:
+    most = max(range(len(samples)), key=lambda index: samples[index][1], default=-1)
+    start = next((i for i in range(most + 1) if samples[i][1] >= samples[most][1] // 5), 0)
+    rising = samples[start : most + 1]
+    if len(rising) < _LEAST_SAMPLES or _keeps(usual):
         return []
-    most = max(range(len(samples)), key=lambda index: samples[index][1])
-    start = next(i for i in range(most + 1) if samples[i][1] >= samples[most][1] // 5)
-    return samples[start : most + 1]
-
-
-def _is_steady(facts: Facts, usual: Place, rising: Sequence[tuple[int, int]]) -> bool:
-    """Return whether memory grew by a similar amount in each quarter of its rise, at one line."""
-    if len(rising) < _LEAST_SAMPLES:
-        return False
     (start_ns, low), (end_ns, high) = rising[0], rising[-1]
     span_ns, grown = end_ns - start_ns, high - low
     ends = [start_ns + span_ns * number // _SLICES for number in range(_SLICES + 1)]
     levels = [min(rising, key=lambda one: abs(one[0] - end))[1] for end in ends]
     if not all(1 / 3 < (b - a) / (grown / _SLICES) < 2 for a, b in pairwise(levels)):
-        return False
+        return []
     pid = usual.stack.pid
     mine = [one.stack.usage_bytes for one in facts.places if one.stack.pid == pid]
     has_it = lambda one: usual.frame.place in {frame.place for frame in one.frames}  # noqa: E731
     stays = facts.grown(pid, has_it) >= (max(mine) - min(mine)) / 2
     is_long = span_ns >= _STEADY_S * 1e9 and grown >= LEAST_BYTES and len(mine) >= _LEAST_STACKS
-    return is_long and stays and not _keeps(usual)
-
-
-def _may_be_copies(facts: Facts, process: Process | None) -> bool:
-    """Return whether a process was forked, and it is not known that it copied little."""
-    parent = facts.process(process.parent_pid) if process else None
-    if process is None or parent is None or parent.command != process.command:
-        return False
-    return process.copied_bytes is None or process.copied_bytes > held_by(process) // 4
+    return rising if is_long and stays else []
 
 
 def _keeps(place: Place) -> bool:
@@ -323,15 +308,14 @@ def _usual_place(facts: Facts, last: Place) -> Place:
 
 
 def _page_cache(facts: Facts) -> Cause | None:
-    peak = facts.result.peaks.cgroup_bytes
-    needed = facts.ran.needed_bytes
-    if facts.result.outcome is not Outcome.OK or peak is None or needed is None or not facts.split:
+    peak, cached = facts.result.peaks.cgroup_bytes, facts.at_peak.page_cache_bytes
+    if facts.result.outcome is not Outcome.OK or peak is None or facts.ran.needed_bytes is None:
         return None
-    if peak < LEAST_BYTES or facts.split[2] < peak // 2:
+    if peak < LEAST_BYTES or cached < peak // 2:
         return None
     return Cause(
         "page cache only",
-        f"{size(facts.split[2])} of the peak of {size(peak)} is page cache, which the kernel reclaims"
+        f"{size(cached)} of the peak of {size(peak)} is page cache, which the kernel reclaims"
         " under a lower limit.",
         "Find the smallest limit with weighin floor.",
         facts.place,
@@ -356,8 +340,7 @@ def _recommend(facts: Facts, files: Sequence[OpenFile]) -> str:
     limit = facts.result.cell.ram_limit_bytes
     ram = f" --ram {format_exact(limit)}" if limit else ""
     path = PurePath(files[0].path)
-    what = path if len(files) == 1 else path.parent
-    return f"weighin recommend {quote(str(what))}{ram}"
+    return f"weighin recommend {quote(str(path if len(files) == 1 else path.parent))}{ram}"
 
 
 def _try(facts: Facts, files: Sequence[OpenFile]) -> str:

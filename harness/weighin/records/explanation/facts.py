@@ -112,27 +112,22 @@ class Facts:
         return self.result.outcome is Outcome.OOM_KILLED
 
     @cached_property
-    def split(self) -> tuple[int, int, int] | None:
-        """Anonymous memory, shared memory and page cache at the peak, in bytes; None if unknown."""
-        if at := self.at_peak:
-            return at.anon_bytes, at.shmem_bytes, at.page_cache_bytes
-        sums = [
-            sum(getattr(one, name) or 0 for one in self.present)
-            for name in ("anon_bytes", "shmem_bytes", "file_bytes")
-        ]
-        return (sums[0], sums[1], sums[2]) if self.present else None
-
-    @cached_property
-    def at_peak(self) -> Sample | None:
-        peak_ns = self.ran.peak_ns
-        if self.ran.at_peak or not self.samples or peak_ns is None:
+    def at_peak(self) -> Sample:
+        """The sample at the peak; without one, the sums over the processes that ran then."""
+        if self.ran.at_peak:
             return self.ran.at_peak
-        return min(self.samples, key=lambda sample: abs(sample.t_ns - peak_ns))
+        if self.samples and (peak_ns := self.ran.peak_ns) is not None:
+            return min(self.samples, key=lambda sample: abs(sample.t_ns - peak_ns))
+        anon, file, shmem = (
+            sum(getattr(one, name) or 0 for one in self.present)
+            for name in ("anon_bytes", "file_bytes", "shmem_bytes")
+        )
+        return Sample(0, 0, anon, file, shmem, 0, 0, 0)
 
     @property
     def locked_bytes(self) -> int:
         """The file pages that were locked, so that the kernel could not reclaim them."""
-        return (self.at_peak.locked_bytes if self.at_peak else None) or 0
+        return self.at_peak.locked_bytes or 0
 
     @property
     def kernel_bytes(self) -> int:
@@ -141,24 +136,15 @@ class Facts:
         The kernel's own mark (v1) or its log of a kill counts if it is higher than the sample, up
         to what no other kind of memory accounts for: such memory often grows between two samples.
         """
-        at, logged = self.at_peak, [kill.kernel_bytes or 0 for kill in self.ran.kills]
-        mark = max(self.result.peaks.kernel_bytes or 0, *logged, 0)
-        caches = (at.kernel_reclaimable_bytes if at else None) or 0
+        marks = [self.result.peaks.kernel_bytes, *(kill.kernel_bytes for kill in self.ran.kills)]
+        mark = max(each or 0 for each in marks) - (self.at_peak.kernel_reclaimable_bytes or 0)
         known = self.held_bytes + self.locked_bytes
-        unseen = min(mark - caches, (self.ran.needed_bytes or 0) - known)
-        return max(at.needed_bytes - known if at else 0, unseen, 0)
-
-    @property
-    def anon_bytes(self) -> int:
-        return self.split[0] if self.split else 0
-
-    @property
-    def shmem_bytes(self) -> int:
-        return self.split[1] if self.split else 0
+        unseen = min(mark, (self.ran.needed_bytes or 0) - known)
+        return max(self.at_peak.needed_bytes - known, unseen, 0)
 
     @property
     def held_bytes(self) -> int:
-        return self.anon_bytes + self.shmem_bytes
+        return self.at_peak.anon_bytes + self.at_peak.shmem_bytes
 
     @property
     def needed_bytes(self) -> int:
@@ -177,8 +163,8 @@ class Facts:
     @cached_property
     def grower(self) -> Process | None:
         """The process whose memory grew most before the peak; None if none grew by 1 MiB."""
-        grown = (process for process in self.present if grown_by(process) >= MIB)
-        return max(grown, key=grown_by, default=None)
+        most = max(self.present, key=grown_by, default=None)
+        return most if most and grown_by(most) >= MIB else None
 
     @cached_property
     def place(self) -> Place | None:
@@ -231,26 +217,34 @@ class Facts:
         ]
         return sum(step for step in steps if step > 0)
 
-    def grown_since(self, file: OpenFile) -> int:
-        """Return a lower bound of the growth of anonymous memory since ``file`` was opened, in bytes: 0
-        without samples, or if no sample found the file open.
+    def grown_since(self, files: Sequence[OpenFile]) -> int:
+        """Return a lower bound of the growth of anonymous memory since the first of ``files`` was opened,
+        in bytes: 0 without samples, or if no sample found the file open.
         """
-        if file.seen_ns is None or not self.samples:
+        seen_ns = min(files, key=lambda file: file.seen_ns or 0).seen_ns
+        if seen_ns is None or not self.samples:
             return 0
-        seen_ns = file.seen_ns
         before = min(self.samples, key=lambda sample: abs(sample.t_ns - seen_ns))
-        return self.anon_bytes - before.anon_bytes
+        return self.at_peak.anon_bytes - before.anon_bytes
 
     def read_files(self, pid: int) -> list[OpenFile]:
         """Return a process's checkpoint files that it mapped to less than half, the largest first."""
         process = self.process(pid)
-        files = process.files if process else ()
         found = [
             file
-            for file in files
+            for file in (process.files if process else ())
             if _CHECKPOINT.fullmatch(file.path) and file.mapped_bytes < file.size_bytes // 2
         ]
         return sorted(found, key=lambda file: -file.size_bytes)
+
+    @property
+    def outer_limit(self) -> str:
+        """The limit of another cgroup at which the kernel killed: "limit of 1 GiB of the cgroup /x around it"."""
+        kill = next((kill for kill in self.ran.kills if kill.limit_of.startswith("/")), None)
+        if kill is None:
+            return ""
+        of = f" of {size(kill.limit_bytes)}" if kill.limit_bytes else ""
+        return f"limit{of} of the cgroup {kill.limit_of} {kill.limit_place}".strip()
 
 
 def place_of(stack: Stack) -> Place | None:
