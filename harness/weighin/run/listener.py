@@ -94,6 +94,7 @@ class Track:
     done: bool = False
     highest_rss_bytes: int = 0
     died_in: str | None = None
+    is_refused: bool = False
     _phases: list[Phase] = field(default_factory=list)
     _in_phase: bool = False
     _before_load: int = 0  # the number of phases before the baseline
@@ -274,8 +275,8 @@ class Track:
                 end_ns=end_ns,
                 peak_rss_bytes=peak_bytes,
                 end=memory,
-                minor_faults=minor - first_minor,
-                major_faults=major - first_major,
+                minor_faults=max(0, minor - first_minor),  # the process sent the first ones
+                major_faults=max(0, major - first_major),
             ),
             begun,
             now,
@@ -305,8 +306,13 @@ class Track:
 
     @property
     def warnings(self) -> list[str]:
-        """Texts for the record that name a program's figures that are missing or not exact."""
-        found = []
+        """Texts for the record: notes, and which figures of a program are missing or not exact."""
+        found = [*self.notes]
+        if self.is_refused:
+            found.append(
+                f"process {self.pid} sent a message with an impossible or unknown value, after which"
+                " weighin took nothing more from that connection: phases may be missing"
+            )
         if not self._resets:
             found.append(
                 f"the peak RSS of process {self.pid} could not be reset: the value of each phase"
@@ -462,12 +468,13 @@ class Listener:
         except BlockingIOError:
             return
         except OSError:
-            decoded = None
+            packet, decoded = b"", None
+        track = self._by_connection[connection]
         if decoded is None:
+            track.is_refused |= bool(packet)
             self._drop(connection)
             return
         kind, message = decoded
-        track = self._by_connection[connection]
         if isinstance(message, Rank):
             self._join(connection, track, message.rank)
             return

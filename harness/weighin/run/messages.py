@@ -4,6 +4,7 @@ A wrong message is refused, because any process of a command, and any strategy, 
 """
 
 import json
+from collections.abc import Iterator
 from typing import Any, Final
 
 from msgspec import Struct, ValidationError, convert
@@ -13,6 +14,7 @@ from weighin.result import Memory, Outcome, Phase, Written
 from weighin.text import one_line
 
 _LONGEST_TEXT: Final = 1000  # characters; an error's message has its file and line
+_LARGEST: Final = 2**63 - 1  # the range of a counter of the kernel, and of a record
 
 
 class Message(Struct, forbid_unknown_fields=True):
@@ -107,8 +109,8 @@ _KINDS: Final[dict[str, type[Message]]] = {
 def decode(packet: bytes) -> tuple[str, Message | End] | None:
     """Return the kind and the content of a message; None for a wrong one.
 
-    A message is wrong if its kind is unknown, or if a field is missing, unknown or of a wrong type.
-    Of a phase and of memory, unknown fields are ignored. Texts are cut to one printable line.
+    A message is wrong if its kind is unknown, if a field is missing, unknown or of a wrong type, or
+    if a number is negative or too large for a record. Of a phase and of memory, unknown fields are ignored. Texts are cut to one printable line.
     """
     try:
         fields = parse_json(packet)
@@ -117,9 +119,19 @@ def decode(packet: bytes) -> tuple[str, Message | End] | None:
             if isinstance(text := fields.get(name), str):
                 fields[name] = one_line(text, _LONGEST_TEXT)
         json.dumps(fields, ensure_ascii=False).encode()  # fails for a lone surrogate
+        if not all(0 <= number <= _LARGEST for number in _integers(fields)):
+            return None
         if kind == "phase":
             number, resets = fields.pop("id", 0), fields.pop("resets", True)
             return kind, convert({"phase": fields, "id": number, "resets": resets}, End)
         return kind, convert(fields, _KINDS[kind])
     except (ValueError, TypeError, AttributeError, KeyError, ValidationError, RecursionError):
         return None
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _integers(each)

@@ -585,7 +585,7 @@ class Watch:
 
     def _load_warnings(self, end: judge.End, outcome: Outcome) -> list[str]:
         warnings = [self._running.unseen] if self._running.unseen else []
-        warnings += self._ranks[0].notes
+        warnings += self._ranks[0].warnings
         if len(self._ranks) > 1 and not self._running.cgroup:
             warnings.append(
                 "without a cgroup, the memory that ranks share cannot be counted once, so the"
