@@ -12,12 +12,11 @@ from weighin.errors import HarnessError
 from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.records import coverage, run_folder
 from weighin.result import Result
-from weighin.run import interrupts
+from weighin.run import commands, interrupts
 from weighin.run.measure import Measured
 from weighin.run.run_lock import only_run, only_writer
 
 if TYPE_CHECKING:
-    from weighin.run.commands import Commands
     from weighin.run.loads import Loads
 
 Following = Callable[[Sequence[Result]], Planned | None]
@@ -64,28 +63,14 @@ def _machine(task: Run, progress: Progress) -> Iterator[None]:
         if task.settings.commands:
             lines = task.isolation.remove_stale()
         else:
-            from weighin.disk import mount
-            from weighin.run import save_target
+            from weighin.run import loads  # imports formats, which take 0.2 s
 
             waiting = lambda text: progress.preparing(text, None)  # noqa: E731
             until_end.enter_context(only_run(task.patience_s, waiting))
-            lines = task.isolation.remove_stale()
-            lines += save_target.remove_leftovers()
-            lines += mount.remove_stale(entries.slow_disks())
+            lines = task.isolation.remove_stale() + loads.remove_leftovers()
         for line in lines:
             progress.preparing(f"removed a leftover of a killed run: {line}", None)
         yield
-
-
-def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> Commands | Loads:
-    """Prepare the checkpoints of loads and saves, or the isolation of commands."""
-    if task.settings.commands:
-        from weighin.run import commands
-
-        return commands.set_up(task, progress)
-    from weighin.run import loads  # imports formats and pydantic, which take 0.2 s
-
-    return loads.set_up(task, needed, progress)
 
 
 def _run(task: Run, progress: Progress, following: Following | None) -> list[Result]:
@@ -98,11 +83,16 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
         else:
             needed = list(task.planned)
             cells = _chosen(following, results)
-        bench: Commands | Loads | None = None
+        bench: commands.Commands | Loads | None = None
         for planned in cells:
             interrupts.check()
             if bench is None and any(not each.skip for each in needed):
-                bench = _set_up(task, needed, progress)
+                if task.settings.commands:
+                    bench = commands.Commands(task, progress)
+                else:
+                    from weighin.run import loads
+
+                    bench = loads.Loads(task, needed, progress)
             with run_folder.room(task.folder):
                 if planned.skip or bench is None:
                     known_environment = bench.environment if bench else {}

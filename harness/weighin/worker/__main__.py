@@ -19,7 +19,7 @@ from weighin.cell import Job
 from weighin.probes.process import read_pss
 from weighin.result import Outcome
 from weighin.uses import FORWARD
-from weighin.worker.failures import StrategyFailed, classify, describe, fail
+from weighin.worker.failures import BEFORE_LOAD, StrategyFailed, classify, describe, fail
 from weighin.worker.phases import Lifeline, Marks
 from weighin.worker.warmup import (
     check_preloaded,
@@ -65,7 +65,7 @@ def main() -> None:
     try:
         prepared = prepare(job, lifeline, marks)
     except Exception as error:
-        fail(lifeline, Outcome.MEASUREMENT_FAILED, f"before the load: {describe(error)}")
+        fail(lifeline, Outcome.MEASUREMENT_FAILED, f"{BEFORE_LOAD}: {describe(error)}")
     try:
         if prepared.model is not None:
             save(prepared, prepared.model)

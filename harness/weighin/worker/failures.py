@@ -9,6 +9,8 @@ from weighin.result import Outcome
 from weighin.text import one_line
 from weighin.worker.phases import Lifeline
 
+BEFORE_LOAD = "before the load"
+"""With these words begins the message of a failure that is not the strategy's."""
 _LONGEST = 8000  # characters; a longer message would not fit into a packet
 
 
