@@ -35,7 +35,7 @@ from weighin.suite import packages, user_code
 from weighin.suite.registry import data_folder
 from weighin.units import MIB, format_bytes, format_exact
 from weighin.uses import SAVE
-from weighin.worker.failures import BEFORE_LOAD
+from weighin.worker.phases import BEFORE_LOAD
 
 SETTLED_S = 2.5  # no report of free pages is due if no memory was freed for this time
 _LARGEST_SHARE: Final = 0.8  # of the free memory, because more could evict pages of other programs
@@ -182,7 +182,6 @@ class Loads:
         self.environment = task.environment()
 
     def take(self, planned: Planned) -> Measured:
-        """Measure one cell."""
         key, cell, task = self._key(planned), planned.cell, self._task
         if refused := self.refused.get(key):
             planned = replace(planned, skip=refused.message)
