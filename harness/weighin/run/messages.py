@@ -1,4 +1,4 @@
-"""The messages of what is measured, which ``weighin.phase_reporter`` lists, as weighin decodes them.
+"""The messages of what is measured (``weighin.phase_reporter``), as weighin decodes them.
 
 A wrong message is refused, because any process of a command, and any strategy, could send one.
 """
@@ -18,20 +18,20 @@ _LARGEST: Final = 2**63 - 1  # the range of a counter of the kernel, and of a re
 
 
 class Message(Struct, forbid_unknown_fields=True):
-    """A message but for ``Phase``; the name of its class is its kind."""
+    """A message; the name of its class is its kind, but that of ``AllocatorTrace`` is "trace"."""
 
 
 class Begin(Message):
     name: str
     t_ns: int
-    id: int = 0
+    id: int = 0  # of a program's phase, whose end repeats it; from here on of a program alone
     faults: tuple[int, int] = (0, 0)
     peak_rss_bytes: int = 0
     memory: Memory | None = None
 
 
 class Rank(Message):
-    rank: int
+    rank: int  # the number of a process that loads a model with others; its first message
 
 
 class Baseline(Message):
@@ -42,7 +42,7 @@ class Baseline(Message):
 
 
 class Cuda(Message):
-    points: list[tuple[int, int, int]]
+    points: list[tuple[int, int, int]]  # time, allocated bytes, bytes that the driver counts
 
 
 class Note(Message):
@@ -50,25 +50,25 @@ class Note(Message):
 
 
 class AllocatorTrace(Message):
-    requested_bytes: int
+    requested_bytes: int  # at the start of the trace, as ``reserved_bytes``
     reserved_bytes: int
-    events: list[tuple[int, str, int]]
+    events: list[tuple[int, str, int]]  # time, action, bytes; the next part of them
 
 
 class Loaded(Message):
-    load_ns: int
+    load_ns: int  # without the time spent between phases
 
 
 class Ready(Message):
     t_ns: int
     touch_ns: int
-    written: Written | None = None
+    written: Written | None = None  # of a save
 
 
 class Failed(Message):
     outcome: Outcome
     message: str
-    summary: str = ""
+    summary: str = ""  # of the allocator, if GPU memory ran out
 
 
 class Used(Message):
@@ -82,10 +82,12 @@ class Done(Message):
 
 
 class Shared(Message):
-    pss_bytes: int | None
+    pss_bytes: int | None  # when all ranks are ready
 
 
 class Ended(Message):
+    """How a rank ended, told by the process that started it."""
+
     rank: int
     code: int | None
     signal: int | None
@@ -93,7 +95,10 @@ class Ended(Message):
 
 
 class End(Struct):
-    """The end of a phase; ``resets`` is False if the process could not reset its mark at the begin."""
+    """The message "phase", which has the fields of ``Phase`` but those of the cgroup: a phase has ended.
+
+    ``resets`` is False if the process could not reset its mark at the begin.
+    """
 
     phase: Phase
     id: int = 0
