@@ -21,7 +21,6 @@ from weighin.program_phases import VARIABLE
 from weighin.result import Outcome
 from weighin.run import output
 from weighin.run.measure import Measured, measure
-from weighin.run.readiness import Readiness
 from weighin.run.spec import Spec
 from weighin.settings.definition import Settings
 from weighin.units import format_bytes
@@ -52,7 +51,7 @@ class CommandSpec(Spec):
     @classmethod
     def of(cls, cell: Cell, settings: Settings, timeout_s: float = 0.0) -> "CommandSpec":
         """Return the spec of a cell's command; a ``timeout_s`` of 0 stands for no time-out."""
-        readiness = Readiness(settings) if settings.ready or settings.ready_url else None
+        readiness = output.Readiness(settings) if settings.ready or settings.ready_url else None
         cold = settings.command(cell.strategy).cold
         files = files_in(cold) if cold else ()
         return cls(

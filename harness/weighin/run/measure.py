@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from weighin.run.listener import Listener
 from weighin.run.spec import Spec
 from weighin.run.watch import Watch
 
-_PREFIX: Final = "weighin-run-"
+_PREFIX: Final = "weighin-run-"  # of the folder for the socket to which the processes report
 _NAMED: Final = 3  # the most changed files that a message names
 _Table = TypeVar("_Table")
 
@@ -79,7 +79,7 @@ def measure(
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(spec.files) if spec.files or spec.job else None
     states = {file: _state(file) for file in spec.files if spec.job}
-    with own_folder() as folder, ExitStack() as opened:
+    with staging.own_folder(_temporary(), _PREFIX) as folder, ExitStack() as opened:
         spec.enter(opened)
         listener = Listener(folder, cell.ranks if spec.job else 1)
         watch = Watch(spec, listener, reference)
@@ -132,11 +132,6 @@ def measure(
         warnings,
     )
     return Measured(result, watch.samples, watch.trace, watch.rank_samples, changed, trouble)
-
-
-def own_folder() -> AbstractContextManager[Path]:
-    """Return a new temporary folder for the socket to which the measured processes report."""
-    return staging.own_folder(_temporary(), _PREFIX)
 
 
 def remove_leftovers() -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weighin.cell import Cell, Job
 from weighin.isolation.base import Isolation, Running
 from weighin.result import Mark
-from weighin.run.readiness import Readiness
+from weighin.run.output import Readiness
 from weighin.settings.definition import Settings
 
 if TYPE_CHECKING:

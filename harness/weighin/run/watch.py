@@ -113,7 +113,6 @@ class Watch:
     # Before and while the cell runs ---------------------------------------------------------------
 
     def begin(self, running: Running) -> None:
-        """Begin to measure what has just started."""
         self._running: Any = running
         self._mark = mark_of(running)
         self._home = memory_cgroup_of(running.pid) if running.pid and not running.cgroup else None
@@ -232,7 +231,6 @@ class Watch:
 
     @property
     def _failed_ranks(self) -> dict[int, Exit]:
-        """The exits of the ranks that ended before their message ``done``."""
         return {rank: each for rank, each in self._exits.items() if not self._ranks[rank].done}
 
     # What the cell reports ------------------------------------------------------------------------
@@ -309,7 +307,6 @@ class Watch:
     # The end of the cell --------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Read the last figures, end all processes of a command, and reap the first process."""
         running, is_server_ready = self._running, self.server_ready_ns is not None
         settings = self._spec.settings
         if is_server_ready and settings:
@@ -346,7 +343,6 @@ class Watch:
             self._left = left(self._started_s, last)
 
     def close(self) -> None:
-        """End the sampling; also after an error."""
         self._listener.close()
         driver = self._driver.stop() if self._driver else None
         if self._memory:
@@ -571,7 +567,6 @@ class Watch:
         return Faults(minor, major + seen[-1].major_faults - seen[0].major_faults, refaults)
 
     def _use(self) -> Use | None:
-        """Return facts of the use after the load; None if no use has ended, or for several ranks."""
         phases = [phase for phase in self._ranks[0].phases if is_of_use(phase.name)]
         if not phases or len(self._ranks) > 1:
             return None
@@ -676,7 +671,6 @@ class Watch:
         }
 
     def _most(self, part: str) -> int | None:
-        """Return the most memory of a kind in one sample; None without samples."""
         return largest(getattr(one, part) for one in self.samples)
 
 

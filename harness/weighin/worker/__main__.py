@@ -20,13 +20,14 @@ from weighin.child_process import Child, module
 from weighin.probes.process import read_pss
 from weighin.protocol import encode_job
 from weighin.result import Outcome
+from weighin.text import one_line
 from weighin.uses import FORWARD
 from weighin.worker.phases import (
     BEFORE_LOAD,
     Lifeline,
     Marks,
     StrategyFailed,
-    classify,
+    UseFailed,
     describe,
     fail,
 )
@@ -245,6 +246,25 @@ class Worker:
         else:
             return None
         return time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
+
+
+def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
+    """Return the outcome and the message of an error in a load, a save, its verification or a use."""
+    from weighin.worker.verify import WrongWeights
+
+    if isinstance(error, WrongWeights):
+        return Outcome.WRONG_WEIGHTS, str(error)
+    if isinstance(error, StrategyFailed) and error.__cause__ is None:
+        return Outcome.STRATEGY_FAILED, str(error)
+    cause = error.__cause__ if isinstance(error, StrategyFailed | UseFailed) else error
+    assert cause is not None
+    from weighin.worker.cuda import is_out_of_memory
+
+    if is_out_of_memory(cause):
+        return Outcome.CUDA_OOM, one_line(str(cause))
+    if isinstance(error, UseFailed):
+        return Outcome.USE_FAILED, f"{error}: {describe(cause)}"
+    return Outcome.STRATEGY_FAILED, describe(cause, strategy)
 
 
 def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:

@@ -214,25 +214,6 @@ class UseFailed(Exception):
     """The use of the loaded model raised the error that is this exception's ``__cause__``."""
 
 
-def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
-    """Return the outcome and the message of an error in a load, a save, its verification or a use."""
-    from weighin.worker.verify import WrongWeights
-
-    if isinstance(error, WrongWeights):
-        return Outcome.WRONG_WEIGHTS, str(error)
-    if isinstance(error, StrategyFailed) and error.__cause__ is None:
-        return Outcome.STRATEGY_FAILED, str(error)
-    cause = error.__cause__ if isinstance(error, StrategyFailed | UseFailed) else error
-    assert cause is not None
-    from weighin.worker.cuda import is_out_of_memory
-
-    if is_out_of_memory(cause):
-        return Outcome.CUDA_OOM, one_line(str(cause))
-    if isinstance(error, UseFailed):
-        return Outcome.USE_FAILED, f"{error}: {describe(cause)}"
-    return Outcome.STRATEGY_FAILED, describe(cause, strategy)
-
-
 def describe(error: BaseException, strategy: str = "") -> str:
     """Describe an error in one line, with the file and the line of code that raised the error.
 
