@@ -281,7 +281,10 @@ class Loads:
         changes |= {"ranks": 1, "disk_bytes_per_s": None, "disk_latency_ns": None}
         job = replace(job, cell=replace(job.cell, **changes), timeout_s=_PROBE_TIMEOUT_S)
         isolation = self._task.isolation
-        result = measure(isolation, LoadSpec.of(job, only_baseline=True)).result
+        measured = measure(isolation, LoadSpec.of(job, only_baseline=True))
+        if measured.trouble:
+            raise measured.trouble
+        result = measured.result
         if result.baseline:
             return result.baseline
         if result.outcome is Outcome.TIMEOUT:

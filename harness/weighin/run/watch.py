@@ -549,22 +549,18 @@ class Watch:
         )
 
     def _load_faults(self, refaults: int | None) -> Faults | None:
-        phases = [phase for each in self._ranks for phase in each.load_phases]
-        minor, major = (
-            sum(phase.minor_faults for phase in phases),
-            sum(phase.major_faults for phase in phases),
-        )
-        counted = Faults(minor, major, refaults) if phases else None
-        first = self._ranks[0]
-        if first.baseline is None or self._at_ready or len(self._ranks) > 1:
-            return counted
-        # The worker died inside a phase, whose page faults only the samples have.
-        since_ns = phases[-1].end_ns if phases else first.baseline_ns
-        seen = [each for each in self.samples if each.t_ns >= since_ns]
-        if not seen:
-            return counted
-        minor += seen[-1].minor_faults - seen[0].minor_faults
-        return Faults(minor, major + seen[-1].major_faults - seen[0].major_faults, refaults)
+        ranks, seen = self._ranks, list[Sample]()
+        phases = [phase for each in ranks for phase in each.load_phases]
+        minor = sum(phase.minor_faults for phase in phases)
+        major = sum(phase.major_faults for phase in phases)
+        if ranks[0].baseline and not self._at_ready and len(ranks) == 1:
+            # The worker died inside a phase, whose page faults only the samples have.
+            since_ns = phases[-1].end_ns if phases else ranks[0].baseline_ns
+            seen = [each for each in self.samples if each.t_ns >= since_ns]
+        if seen:
+            minor += seen[-1].minor_faults - seen[0].minor_faults
+            major += seen[-1].major_faults - seen[0].major_faults
+        return Faults(minor, major, refaults) if phases or seen else None
 
     def _use(self) -> Use | None:
         phases = [phase for phase in self._ranks[0].phases if is_of_use(phase.name)]

@@ -96,6 +96,7 @@ def guarded(result: Result) -> Result:
 def measured(
     config: pytest.Config,
     results: list[Result],
+    /,
     what: str | Callable[..., object],
     *arguments: Any,
     ram: str | None = None,
