@@ -99,7 +99,7 @@ def _of_load(end: End) -> tuple[Outcome, str]:
         if not end.oom_kills:
             return Outcome.OK, ""
         return Outcome.CHILD_KILLED, lost(end.oom_kills) + _killed_children(end)
-    number = culprit(end)
+    number, kills = culprit(end), end.kills or ()
     last = end.ends.get(number, end.ended)
     outcome, message = _of_process(end, ranks[number], last)
     if len(ranks) > 1 and not end.ends:
@@ -116,8 +116,9 @@ def _of_load(end: End) -> tuple[Outcome, str]:
             " right. To measure the load alone: --use none"
         )
     if outcome is Outcome.OOM_KILLED:
-        if end.oom_kills and end.peak_bytes is not None and (other := _other_limit(end)):
-            message += f": {other}"
+        has_limit = end.cell.ram_limit_bytes or end.limits or any(kill.limit_of for kill in kills)
+        if end.oom_kills and end.peak_bytes is not None and has_limit:
+            message += f": {other}" if (other := _other_limit(end)) else ""
         if _LOST in message:
             message += _killed_children(end)
     return outcome, message
