@@ -36,8 +36,7 @@ from weighin.cell import ModelSpec
 from weighin.checkpoint import cache
 from weighin.loader.mapped_copy import ask_for_huge_pages
 from weighin.probes import page_cache
-from weighin.run import page_preconditioning
-from weighin.run.bytecode import compile_code
+from weighin.run import loads
 from weighin.suite import registry
 
 RAW = {"warm": "pread, 2 threads", "cold": "O_DIRECT, 4 threads"}
@@ -101,7 +100,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(_run_one(json.loads(options.one))))
         return
-    compile_code()
+    loads.compile_code()
     ways = _ways(options.model, peers=options.peers)
     ways = [way for way in ways if not options.ways or way.name in options.ways]
     if options.beside and options.beside not in [way.name for way in ways]:
@@ -174,10 +173,10 @@ def in_fresh_process(job: dict[str, Any], read: Path, state: str) -> tuple[float
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout
-        with page_preconditioning.held(memory_bytes):
+        with loads.held(memory_bytes):
             process.stdout.readline()
             _prepare_cache(read, state)
-            time.sleep(page_preconditioning.SETTLED_S)
+            time.sleep(loads.SETTLED_S)
             _prepare_cache(read, state)  # some machines evict pages that were not used recently
         output, _ = process.communicate("go\n")
     if process.returncode:

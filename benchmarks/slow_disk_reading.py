@@ -24,7 +24,7 @@ from loading import in_fresh_process, with_range
 from weighin.checkpoint import cache
 from weighin.disk.mount import Mount
 from weighin.disk.passthrough import Pace
-from weighin.run.bytecode import compile_code
+from weighin.run.loads import compile_code
 from weighin.suite import registry
 from weighin.units import KIB, format_latency, parse_rate, parse_seconds
 

@@ -42,7 +42,7 @@ from weighin.records.run_folder import read_samples
 from weighin.records.thrashing import Reference
 from weighin.records.verdict import judge_result
 from weighin.result import UNNAMED, Outcome, Phase, Result
-from weighin.run import save_target, watch
+from weighin.run import loads, watch
 from weighin.run.loads import LoadSpec
 from weighin.run.measure import measure
 from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES
@@ -415,7 +415,7 @@ class Bench:
         paths = [checkpoint.path] if checkpoint.path.is_file() else [*checkpoint.path.iterdir()]
         model_bytes = checkpoint.manifest().model_bytes(dtype)
         writes = operation == "save" or use == "save"
-        with save_target.target(model_bytes) if writes else nullcontext("") as target:
+        with loads.save_folder(model_bytes) if writes else nullcontext("") as target:
             job = replace(job, target=str(target))
             load = LoadSpec.of(
                 job,

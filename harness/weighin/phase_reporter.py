@@ -4,29 +4,8 @@ Each message is one packet with one JSON object, sent to a Unix socket by path, 
 as torchrun close descriptors that their children would inherit. After a message in ``AWAITED``, the
 process waits for one byte, with which weighin answers when it has read and reset the high-water mark
 of the cgroup. The process reads and resets its own mark, VmHWM. Any process may begin and end phases;
-the other messages are of a worker: the process that loads or saves a model.
-
-========  ==================================================================================
-message   fields
-========  ==================================================================================
-begin     name, t_ns; of a program also id (which the end repeats), faults, peak_rss_bytes
-phase     a phase has ended: all fields of ``Phase`` but those of the cgroup; id of a program
-rank      rank: the number of the process, if several load a model together; its first message
-baseline  t_ns, memory, import_ns, environment: the worker's memory before the load
-cuda      points: [[t_ns, allocated bytes, driver-used bytes], ...]
-note      text: a warning about a measured value, for the record
-trace     requested_bytes, reserved_bytes at its start,
-          events: [[t_ns, action, bytes], ...]; several of these
-loaded    load_ns, without the time spent between phases
-ready     t_ns, touch_ns; for a save also written: all fields of Written
-shared    pss_bytes, when all ranks are ready
-failed    outcome, message, summary (of the allocator, if out of memory)
-used      gradients, children_private_bytes: fields of ``Use``
-done      first_use_ns, marks_ns
-ended     rank, code, signal: how a rank ended, told by the process that started it; stderr_tail
-========  ==================================================================================
-
-All ranks wait for each other at the messages in ``MET``.
+the other messages are of a worker: the process that loads or saves a model. ``weighin.run.messages``
+has the fields of each. All ranks wait for each other at the messages in ``MET``.
 """
 
 import _socket  # not socket, which takes 1.4 MiB of a worker's memory

@@ -134,3 +134,40 @@ def test_the_charge_of_a_phase_in_which_the_program_dies_is_exact(tmp_path: Path
     assert died["end_ns"] > died["start_ns"] > before["end_ns"]
     if keeps_marks_of_phases():
         assert charge_rises([before, died])["dies"] == near(300)
+
+
+IMPOSSIBLE = """
+import json, os, socket, time, weighin
+
+with weighin.phase("good"):
+    pass
+begin = {"event": "begin", "name": "bad", "t_ns": 1, "id": 1, "faults": [0, 0]}
+theirs = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+theirs.connect(os.environ["WEIGHIN_PHASES"])
+theirs.send(json.dumps(begin | {CHANGES}).encode())
+theirs.recv(1)
+time.sleep(0.2)  # in which weighin samples the open phase
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "'peak_rss_bytes': -1",
+        "'peak_rss_bytes': 2**63",
+        "'memory': dict.fromkeys(['rss_bytes', 'anon_bytes', 'file_bytes', 'shmem_bytes'], -1)",
+        "'faults': [10**18, 10**18]",
+    ],
+)
+def test_a_program_that_sends_impossible_figures_keeps_its_record(
+    tmp_path: Path, changes: str
+) -> None:
+    found = measured(tmp_path, IMPOSSIBLE.replace("CHANGES", changes))
+    assert (found["outcome"], found["message"]) == ("ok", "")
+    good, *bad = found["phases"]
+    assert good["name"] == "good"
+    if bad:
+        assert (bad[0]["minor_faults"], bad[0]["major_faults"]) == (0, 0)
+    else:
+        assert any("sent a message with an impossible" in one for one in found["warnings"])

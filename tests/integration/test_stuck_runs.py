@@ -11,7 +11,7 @@ from weighin.plan.start import resume
 from weighin.plan.start import start as plan
 from weighin.plan.task import Progress
 from weighin.records import run_folder
-from weighin.run import resuming, runner
+from weighin.run import runner
 from weighin.settings.reading import check_suite
 
 STUCK = StillRunning("the measured process 5 does not end, not even after SIGKILL")
@@ -61,7 +61,7 @@ def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
             return start(self, job)
 
         patched.setattr(ProcessIsolation, "start", start_next)
-        with pytest.raises(type(error)) as caught, resuming.resumable("bench", task):
+        with pytest.raises(type(error)) as caught, runner.resumable("bench", task):
             runner.run(task, Progress())
     assert caught.value.exit_code == code
     assert caught.value.repair.endswith(f"; then resume: weighin bench --resume {tmp_path / 'run'}")

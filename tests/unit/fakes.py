@@ -18,8 +18,8 @@ from weighin.probes.memory import ProcessMemory
 from weighin.probes.sampler import Sampler
 from weighin.protocol import encode_event
 from weighin.result import Memory, Sample
-from weighin.run import loads, watch
 from weighin.run import measure as measuring
+from weighin.run import watch
 from weighin.run.listener import Listener
 from weighin.run.messages import decode
 from weighin.units import MIB
@@ -108,7 +108,6 @@ def play(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(watch, "ProcessMemory", memory_of)
     patch.setattr(watch, "Sampler", sampler_of)
     patch.setattr(measuring, "Listener", KnownListener)
-    patch.setattr(loads, "Listener", KnownListener)
 
 
 class FakeRunning:

@@ -18,7 +18,6 @@ from weighin.run import measure as measuring
 from weighin.run import watch
 from weighin.run.loads import LoadSpec
 from weighin.run.measure import Measured
-from weighin.run.thrash_guard import ThrashGuard
 from weighin.run.watch import Watch
 
 JOB = Job(Cell(ModelSpec("m", "a:b"), "s", "process"), "/c", "/m", "/s.py", timeout_s=0.25)
@@ -50,7 +49,7 @@ def followed(
     *,
     ranks: int = 1,
     job: Job = JOB,
-    guard: ThrashGuard | None = None,
+    reference: Reference | None = None,
     disk: Any = None,
     before_load: Callable[[], None] = lambda: None,
     on_phase: Callable[[str], None] = lambda _: None,
@@ -61,7 +60,7 @@ def followed(
     spec.disk = disk
     with tempfile.TemporaryDirectory() as folder:
         running.listener = KnownListener(Path(folder), ranks)
-        watch = Watch(spec, running.listener, guard)
+        watch = Watch(spec, running.listener, reference)
         watch.begin(running)
         try:
             watch.wait()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import weighin
-from weighin.run import bytecode
+from weighin.run import loads
 
 
 def test_the_package_and_its_strategies_are_compiled(
@@ -18,8 +18,8 @@ def test_the_package_and_its_strategies_are_compiled(
         source.parent.mkdir(parents=True, exist_ok=True)
         source.touch()
     monkeypatch.setattr(weighin, "__file__", str(sources[0]))
-    monkeypatch.setattr(bytecode, "data_folder", lambda _name: strategies)
-    bytecode.compile_code()
+    monkeypatch.setattr(loads, "data_folder", lambda _name: strategies)
+    loads.compile_code()
     assert [path for path in sources if not Path(cache_from_source(str(path))).is_file()] == []
 
 
@@ -28,6 +28,6 @@ def test_code_that_cannot_be_compiled_is_left_to_whoever_imports_it(
 ) -> None:
     (tmp_path / "broken.py").write_text("def")
     monkeypatch.setattr(weighin, "__file__", str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(bytecode, "data_folder", lambda _name: tmp_path)
-    bytecode.compile_code()
+    monkeypatch.setattr(loads, "data_folder", lambda _name: tmp_path)
+    loads.compile_code()
     assert capfd.readouterr() == ("", "")

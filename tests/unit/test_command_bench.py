@@ -118,7 +118,7 @@ def test_the_settings_of_a_run_reach_its_commands() -> None:
 
 def test_a_signal_that_a_command_got_ends_the_run_before_the_next() -> None:
     run = asked("exit 0")
-    bench = commands.set_up(run, Progress())
+    bench = Commands(run, Progress())
     bench.take(run.planned[0])
     bench.stopped = True
     with pytest.raises(Interrupted, match="stopped; nothing is left running"):
@@ -162,7 +162,7 @@ def test_a_command_that_starves_in_a_search_is_ended(
         return Measured(UNLIMITED)
 
     monkeypatch.setattr(commands, "measure", measure)
-    bench = Commands(searching(timeout_s=timeout_s, within=within), {})
+    bench = Commands(searching(timeout_s=timeout_s, within=within), Progress())
     bench.take(Planned(cell))
     assert given == [expected]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weighin.loader.load import load_streaming
-from weighin.run import page_preconditioning
+from weighin.run import loads
 from weighin.units import MIB
 
 
@@ -30,5 +30,5 @@ def test_a_kernel_without_huge_pages_loads_all_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_no_huge_pages")
 def test_a_kernel_without_huge_pages_holds_memory_for_steady_times() -> None:
-    with page_preconditioning.held(3 * MIB) as held_bytes:
+    with loads.held(3 * MIB) as held_bytes:
         assert held_bytes == 3 * MIB

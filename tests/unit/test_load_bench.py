@@ -19,7 +19,7 @@ from weighin.probes import page_cache
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.run import loads, runner
-from weighin.run.loads import set_up
+from weighin.run.loads import Loads
 from weighin.settings.reading import check_suite
 from weighin.suite.packages import versions
 from weighin.units import MIB
@@ -163,7 +163,7 @@ def test_a_limit_below_that_of_an_import_is_refused(ranks: int, limit: int, said
     run = replace(run, planned=[replace(planned, cell=cell)])
     if not said:
         with run_folder.room(run.folder):
-            set_up(run, run.planned, Progress())
+            Loads(run, run.planned, Progress())
         return
     need = f"{250 * ranks}.000 MiB"
     assert complaint(run) == (
@@ -179,15 +179,20 @@ def test_a_limit_below_that_of_an_import_is_refused(ranks: int, limit: int, said
         (
             [begin("import")],
             b"",
-            "a process under --isolation process ended before it had imported torch",
+            "nothing can be measured under --isolation process: the measured process ended with"
+            " exit code 0 in phase 'import'",
         ),
         (
             [begin("import")],
             b"first\nImportError: no torch\n",
-            "a process under --isolation process ended before it had imported torch: ImportError:"
-            " no torch",
+            "nothing can be measured under --isolation process: the measured process ended with"
+            " exit code 0 in phase 'import': ImportError: no torch",
         ),
-        ([failed("measurement_failed", "no torch")], b"", "nothing can be measured: no torch"),
+        (
+            [failed("measurement_failed", "before the load: no torch")],
+            b"",
+            "nothing can be measured: before the load: no torch",
+        ),
         ([TimeoutError], b"", "`import torch` took longer than 0 s"),
     ],
 )
@@ -357,8 +362,8 @@ def test_a_run_on_slow_disks_needs_fuse(monkeypatch: pytest.MonkeyPatch) -> None
         replace(one, cell=replace(one.cell, disk_bytes_per_s=50_000_000)) for one in run.planned
     ]
     with pytest.raises(IsolationUnavailable, match="in a container: False"):
-        set_up(run, slow, Progress())
-    set_up(run, [replace(slow[0], skip="x"), run.planned[1]], Progress())
+        Loads(run, slow, Progress())
+    Loads(run, [replace(slow[0], skip="x"), run.planned[1]], Progress())
 
 
 def test_a_worker_that_cannot_start_stops_the_run_and_keeps_its_records() -> None:

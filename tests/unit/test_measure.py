@@ -16,7 +16,7 @@ from weighin.cell import Job
 from weighin.probes import environment, page_cache
 from weighin.probes.cgroup import Counters
 from weighin.result import Outcome
-from weighin.run import page_preconditioning
+from weighin.run import loads
 from weighin.units import MIB
 
 
@@ -89,8 +89,8 @@ def test_a_steady_load_gets_its_memory_when_it_begins(
         yield wanted_bytes
         seen.append("gives back")
 
-    monkeypatch.setattr(page_preconditioning, "held", held)
-    monkeypatch.setattr(page_preconditioning, "SETTLED_S", 0.0)
+    monkeypatch.setattr(loads, "held", held)
+    monkeypatch.setattr(loads, "SETTLED_S", 0.0)
     script: list[Any] = [
         lambda: seen.append("imports torch"),
         fakes.baseline(),
@@ -113,8 +113,8 @@ def test_a_steady_warm_load_finds_room_for_its_cache(
         asked.append((wanted_bytes, spare_bytes))
         return nullcontext(0)
 
-    monkeypatch.setattr(page_preconditioning, "held", held)
-    monkeypatch.setattr(page_preconditioning, "SETTLED_S", 0.0)
+    monkeypatch.setattr(loads, "held", held)
+    monkeypatch.setattr(loads, "SETTLED_S", 0.0)
     for cell in (replace(JOB.cell, cache="warm"), replace(JOB.cell, operation="save")):
         script = [fakes.baseline(), fakes.loaded(), ready(), done()]
         measure(PlayedIsolation(script), tmp_path, replace(JOB, cell=cell), [], 100, steady=True)

@@ -1,7 +1,6 @@
 """The runs of shards become one run; what does not belong together is refused."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from weighin.plan import start
 from weighin.records import run_folder
 from weighin.records.coverage import Shard, parse_shard
 from weighin.result import Result
-from weighin.run import merge as merging
 from weighin.run.merge import merge
 
 PLAN = [make_cell(name) for name in ("baseline", "sequential", "streaming", "mmap_assign")]
@@ -182,13 +180,13 @@ def test_a_changed_plan_that_is_put_back_during_a_merge_is_not_ours(
     start.remember(ours)
     path = folder / run_folder.PLAN
     path.write_bytes(ours.replace(b'"seed": 0', b'"seed": 1'))
-    joined = merging._joined
+    write_plan = run_folder.write_plan
 
-    def put_back(parts: Sequence[Any]) -> list[Result]:
+    def put_back(*arguments: Any) -> bytes:
         path.write_bytes(ours)
-        return joined(parts)
+        return write_plan(*arguments)
 
-    monkeypatch.setattr(merging, "_joined", put_back)
+    monkeypatch.setattr(run_folder, "write_plan", put_back)
     merge([folder], Path("whole"))
     assert run_folder.read_plan(Path("whole")).settings["seed"] == 1
     assert not start.is_ours(run_folder.plan_bytes(Path("whole")))

@@ -4,42 +4,37 @@ import pytest
 
 from weighin.probes import environment
 from weighin.probes.process import read_status
-from weighin.run import page_preconditioning
+from weighin.run import loads
 from weighin.units import MIB
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
 
-def test_memory_is_touched_and_given_back() -> None:
-    before = read_status()["VmRSS"]
-    assert page_preconditioning.touch_and_free(64 * MIB) == 64 * MIB
-    assert read_status()["VmHWM"] >= before + 63 * MIB  # the kernel counts in batches
-    assert read_status()["VmRSS"] < before + 8 * MIB
-
-
 def test_memory_is_held_until_the_end_of_the_block() -> None:
     before = read_status()["VmRSS"]
-    with page_preconditioning.held(64 * MIB) as held_bytes:
+    with loads.held(64 * MIB) as held_bytes:
         assert held_bytes == 64 * MIB
-        assert read_status()["VmRSS"] > before + 63 * MIB
+        assert read_status()["VmRSS"] > before + 63 * MIB  # the kernel counts in batches
     assert read_status()["VmRSS"] < before + 8 * MIB
 
 
 def test_no_more_is_touched_than_the_machine_can_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "free_ram_bytes", lambda: 10 * MIB)
-    assert page_preconditioning.touch_and_free(64 * MIB) == 8 * MIB
+    with loads.held(64 * MIB) as held_bytes:
+        assert held_bytes == 8 * MIB
 
 
 def test_what_others_will_need_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "free_ram_bytes", lambda: 20 * MIB)
-    with page_preconditioning.held(64 * MIB, spare_bytes=10 * MIB) as held_bytes:
+    with loads.held(64 * MIB, spare_bytes=10 * MIB) as held_bytes:
         assert held_bytes == 8 * MIB
-    with page_preconditioning.held(64 * MIB, spare_bytes=30 * MIB) as held_bytes:
+    with loads.held(64 * MIB, spare_bytes=30 * MIB) as held_bytes:
         assert held_bytes == 0
 
 
 def test_nothing_to_touch() -> None:
-    assert page_preconditioning.touch_and_free(0) == 0
+    with loads.held(0) as held_bytes:
+        assert held_bytes == 0
 
 
 def test_ctrl_c_while_memory_is_touched_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,5 +42,5 @@ def test_ctrl_c_while_memory_is_touched_is_ctrl_c(monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ctypes, "memset", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        page_preconditioning.touch_and_free(MIB)
+    with pytest.raises(KeyboardInterrupt), loads.held(MIB):
+        pass

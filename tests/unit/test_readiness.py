@@ -11,8 +11,8 @@ from leftovers import wait_until
 
 from weighin.errors import ConfigError
 from weighin.plan.commands import check
-from weighin.run import readiness
-from weighin.run.readiness import Readiness, answers
+from weighin.run import output
+from weighin.run.output import Readiness, answers
 from weighin.settings.definition import Settings
 
 
@@ -128,7 +128,7 @@ def test_an_address_is_asked_until_it_answers(server: Server) -> None:
 
 def test_an_address_that_answers_is_ready(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     given = iter([False, False, True])
-    monkeypatch.setattr(readiness, "answers", lambda _: next(given))
+    monkeypatch.setattr(output, "answers", lambda _: next(given))
     one = Readiness(Settings(ready_url=server.url))
     one.begin(lambda: None)
     wait_until(lambda: one.ready_ns, "it is not ready")

@@ -31,7 +31,7 @@ from weighin.records import run_folder
 from weighin.result import Outcome, Sample
 from weighin.run import watch
 from weighin.run.measure import Measured
-from weighin.run.resuming import resumable
+from weighin.run.runner import resumable
 
 SLEEPING = (sys.executable, "-c", "import time; time.sleep(1000)")
 AGAIN = replace(make_result().cell, repeat=1)

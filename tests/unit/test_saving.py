@@ -12,7 +12,7 @@ import pytest
 import torch
 from factories import make_cell, make_result
 from fakes import FakeRunning, done, event, loaded, phase
-from scripts import BASELINE, watched
+from scripts import BASELINE, JOB, watched
 from test_verify import Model, manifest_of
 from torch import nn
 from torch.serialization import set_crc32_options
@@ -28,7 +28,7 @@ from weighin.report.html_page import render
 from weighin.report.tables import markdown_table
 from weighin.report.writing import write_markdown
 from weighin.result import Outcome, Written
-from weighin.run import save_target
+from weighin.run import loads
 from weighin.settings.definition import DEFAULT_SAVING
 from weighin.suite import registry
 from weighin.units import GIB
@@ -176,7 +176,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_target_is_empty_and_is_removed_with_all_that_is_in_it(cache: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), save_target.target(1) as folder:
+    with pytest.raises(KeyboardInterrupt), loads.save_folder(1) as folder:
         assert folder.parent == cache / "saving"
         assert list(folder.iterdir()) == []
         (folder / "part").write_bytes(b"x")
@@ -188,12 +188,14 @@ def test_what_a_killed_run_left_is_removed(cache: Path) -> None:
     left = cache / "saving" / "tmpx"
     left.mkdir(parents=True)
     (left / "model.pt").write_bytes(b"x")
-    assert save_target.remove_leftovers() == [f"files of a save in {left}"]
-    assert save_target.remove_leftovers() == []
+    assert loads.remove_leftovers() == [f"files of a save in {left}"]
+    with loads.save_folder(1) as mine:
+        assert loads.remove_leftovers() == []
+        assert mine.exists()
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(cache: Path) -> None:
-    with pytest.raises(ConfigError) as caught, save_target.target(2**60):
+    with pytest.raises(ConfigError) as caught, loads.save_folder(2**60):
         pass
     message, repair = str(caught.value).splitlines()
     assert message.startswith("a save needs ")
@@ -206,7 +208,7 @@ def test_files_that_are_memory_are_warned_of(
 ) -> None:
     monkeypatch.setattr(page_cache, "drop", lambda files: 5 * 2**20 * len(list(files)))
     (tmp_path / "model.pt").write_bytes(b"x")
-    assert save_target.doubts(tmp_path) == [
+    assert loads.LoadSpec.of(replace(JOB, target=str(tmp_path))).finish(0) == [
         "5.000 MiB of the written files could not be dropped from the page cache: on a tmpfs, files"
         " take up memory; put weighin's cache on a disk: WEIGHIN_CACHE=/path"
     ]

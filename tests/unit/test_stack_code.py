@@ -5,17 +5,15 @@ import time
 from pathlib import Path
 
 import pytest
-from command_records import stack
 
-from weighin.run.stack_code import with_code
+from weighin.run.watch import code_of
 
 SOURCE = "import torch\nstate = torch.load(path)  # slow\n    model.load_state_dict(state)\n"
 
 
 def code(folder: Path, *frames: str, started_s: float | None = None) -> str:
     started_s = time.time() + 60 if started_s is None else started_s
-    (found,) = with_code([stack(1, *frames)], str(folder), started_s)
-    return found.code
+    return code_of(frames, str(folder), started_s)
 
 
 @pytest.fixture

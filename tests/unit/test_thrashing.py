@@ -13,8 +13,7 @@ from weighin.probes.cgroup import Counters
 from weighin.records.thrashing import Reference, proof, reference_of, words
 from weighin.records.verdict import Verdict, judge_result
 from weighin.result import Cost, Outcome, Peaks, Ran, Result, Stopped
-from weighin.run import thrash_guard
-from weighin.run.thrash_guard import ThrashGuard
+from weighin.run import watch
 from weighin.units import GIB, MIB
 
 SECOND = 10**9
@@ -102,14 +101,14 @@ class Rereading(Silent):
 
 
 def watched(running: FakeRunning, timeout_s: float = 30) -> Result:
-    guard = ThrashGuard(Reference(SECOND, 200 * MIB), 256 * MIB)
-    return followed(running, guard=guard, job=replace(JOB, timeout_s=timeout_s))[0]
+    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=256 * MIB), timeout_s=timeout_s)
+    return followed(running, job=job, reference=Reference(SECOND, 200 * MIB))[0]
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thrash_guard, "_EVERY_S", 0.0)
-    monkeypatch.setattr(thrash_guard, "_SHARE", 0)
+    monkeypatch.setattr(watch, "_TEST_S", 0.0)
+    monkeypatch.setattr(watch, "_TEST_SHARE", 0)
 
 
 def test_a_worker_that_thrashes_is_killed_and_its_outcome_says_by_which_figures() -> None:

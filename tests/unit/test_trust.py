@@ -20,7 +20,7 @@ from weighin.plan.task import Progress, Run
 from weighin.predict import check
 from weighin.probes import environment
 from weighin.records import run_folder
-from weighin.run import floor_search, resuming, runner
+from weighin.run import floor_search, runner
 from weighin.settings.reading import check_suite
 from weighin.units import GIB
 
@@ -278,7 +278,7 @@ def test_every_digest_stays() -> None:
 
 
 def stopped(task: Run) -> str:
-    with pytest.raises(Interrupted) as caught, resuming.resumable("bench", task):
+    with pytest.raises(Interrupted) as caught, runner.resumable("bench", task):
         raise Interrupted("stopped")
     return caught.value.repair
 

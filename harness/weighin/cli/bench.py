@@ -157,7 +157,7 @@ def bench(context: click.Context, /, **_: Any) -> None:
     from weighin.plan.start import start
     from weighin.records import run_folder
     from weighin.records.coverage import parse_shard
-    from weighin.run.resuming import resumable
+    from weighin.run.runner import resumable
 
     typed = _arguments.read(context)
     if typed["engine"] == "local":

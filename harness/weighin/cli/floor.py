@@ -91,7 +91,7 @@ def floor(context: click.Context, /, **_: Any) -> None:
     from weighin.report import findings, floors
     from weighin.report.run_json import of_floors
     from weighin.report.writing import write_report
-    from weighin.run.resuming import resumable
+    from weighin.run.runner import resumable
 
     typed = _arguments.read(context)
     _refuse_mixed(context)

@@ -93,7 +93,7 @@ def run(context: click.Context, /, **_: Any) -> None:
     limit and no repeats, weighin exits with the command's own exit code.
     """
     from weighin.plan.task import Progress
-    from weighin.run.resuming import resumable
+    from weighin.run.runner import resumable
 
     typed = _arguments.read(context)
     if typed["engine"] == "local":

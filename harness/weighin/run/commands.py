@@ -20,7 +20,6 @@ from weighin.plan.task import Planned, Progress, Run
 from weighin.program_phases import VARIABLE
 from weighin.run import output
 from weighin.run.measure import Measured, measure
-from weighin.run.readiness import Readiness
 from weighin.run.spec import Spec
 from weighin.settings.definition import Settings
 from weighin.units import format_bytes
@@ -51,7 +50,7 @@ class CommandSpec(Spec):
     @classmethod
     def of(cls, cell: Cell, settings: Settings, timeout_s: float = 0.0) -> "CommandSpec":
         """Return the spec of a cell's command; a ``timeout_s`` of 0 stands for no time-out."""
-        readiness = Readiness(settings) if settings.ready or settings.ready_url else None
+        readiness = output.Readiness(settings) if settings.ready or settings.ready_url else None
         cold = settings.command(cell.strategy).cold
         files = files_in(cold) if cold else ()
         return cls(
@@ -89,10 +88,13 @@ class CommandSpec(Spec):
         self._listening.start()
         self._output.start()
 
-    def finish(self) -> list[str]:
+    def finish(self, cached_bytes: int | None) -> list[str]:
         assert self._output
         self._output.finish()
         self.marks, warnings = self._output.marks, []
+        if cached_bytes:
+            left = format_bytes(cached_bytes)
+            warnings.append(f"{left} of the --cold files stayed in the page cache")
         if self._output.number_of_marks > len(self.marks):
             warnings.append(
                 f"{self._output.number_of_marks:,} lines matched --mark; the record keeps the newest"
@@ -105,11 +107,6 @@ class CommandSpec(Spec):
                 " forever"
             )
         return warnings
-
-    def doubts_of_cache(self, cached_bytes: int | None) -> list[str]:
-        if not cached_bytes:
-            return []
-        return [f"{format_bytes(cached_bytes)} of the --cold files stayed in the page cache"]
 
     def _take(self, number: int, _frame: object = None, *, by_terminal: bool | None = None) -> None:
         """Pass one signal on. Without ``by_terminal``, a SIGINT counts as Ctrl-C of the terminal."""
@@ -155,19 +152,23 @@ class CommandSpec(Spec):
                 signal.signal(number, handler)
 
 
-@dataclass(slots=True)
 class Commands:
     """Measures the commands of a run.
 
     ``stopped`` tells whether weighin received SIGINT, SIGTERM or SIGHUP during a command.
     """
 
-    task: Run
-    environment: dict[str, Any]
-    stopped: bool = False
+    def __init__(self, task: Run, progress: Progress) -> None:
+        """Prepare the isolation; raise ConfigError if a cell's limit exceeds that of an outer cgroup."""
+        select.check_limits_around(task.isolation, [each.cell for each in task.planned])
+        task.prepare(progress)
+        self._task, self.environment, self.stopped = task, task.environment(), False
 
     def take(self, planned: Planned) -> Measured:
         """Run one command and return its measurement.
+
+        In a search for the smallest limit, a command may run for hours under a limit that is too
+        small. Without --timeout, its time-out is therefore 10 times its time without a limit, plus 30 s.
 
         Raises:
             Interrupted: a signal ended the run, during an earlier command or during this one. What
@@ -175,30 +176,13 @@ class Commands:
         """
         if self.stopped:
             raise Interrupted(_STOPPED)
-        cell, settings = planned.cell, self.task.settings
-        spec = CommandSpec.of(cell, settings, settings.timeout_s or self._patience_s(cell))
-        reference = self.task.reference_for(cell)
-        measured = measure(self.task.isolation, spec, self.environment, reference)
+        cell, task, timeout_s = planned.cell, self._task, self._task.settings.timeout_s
+        is_search = task.settings.within is not None
+        if not timeout_s and is_search and (first := task.unlimited_result(cell)):
+            timeout_s = round(_TIMES * (first.ready_ns or 0) / 1e9 + _LEAST_S, 1)
+        spec = CommandSpec.of(cell, task.settings, timeout_s)
+        measured = measure(task.isolation, spec, self.environment, task.reference_for(cell))
         self.stopped = spec.asked_to_end
-        more = len(self.task.planned) > 1 or settings.within is not None
-        if self.stopped and more:
+        if self.stopped and (is_search or len(task.planned) > 1):
             raise Interrupted(_STOPPED)
         return measured
-
-    def _patience_s(self, cell: Cell) -> float:
-        """Return the time-out of a cell without --timeout, in seconds; 0 for no time-out.
-
-        In a search for the smallest limit, a command may run for hours under a limit that is too
-        small. The time-out is therefore 10 times the command's time without a limit, plus 30 s.
-        """
-        if self.task.settings.within is None:
-            return 0.0
-        first = self.task.unlimited_result(cell)
-        return round(_TIMES * (first.ready_ns or 0) / 1e9 + _LEAST_S, 1) if first else 0.0
-
-
-def set_up(task: Run, progress: Progress) -> Commands:
-    """Prepare the isolation; raise ConfigError if a cell's limit exceeds that of an outer cgroup."""
-    select.check_limits_around(task.isolation, [each.cell for each in task.planned])
-    task.prepare(progress)
-    return Commands(task, task.environment())

@@ -41,9 +41,8 @@ def stoppable(error: type[BaseException] = Interrupted) -> Iterator[None]:
     """
     outer, _state.error = _state.error, error
     if outer is None:
-        _state.wanted = _state.raised = (
-            False  # ``ignore`` may have been called since the last block
-        )
+        # ``ignore`` may have been called since the last block.
+        _state.wanted = _state.raised = False
     before = {each: signal.getsignal(each) for each in _SIGNALS}
     for each, handler in before.items():
         if handler != signal.SIG_IGN:

@@ -1,6 +1,5 @@
 """Derive a cell's outcome from how it ended, from what it reported, and from what the kernel tells."""
 
-import math
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,7 +99,7 @@ def _of_load(end: End) -> tuple[Outcome, str]:
         if not end.oom_kills:
             return Outcome.OK, ""
         return Outcome.CHILD_KILLED, lost(end.oom_kills) + _killed_children(end)
-    number = culprit(end)
+    number, kills = culprit(end), end.kills or ()
     last = end.ends.get(number, end.ended)
     outcome, message = _of_process(end, ranks[number], last)
     if len(ranks) > 1 and not end.ends:
@@ -117,12 +116,15 @@ def _of_load(end: End) -> tuple[Outcome, str]:
             " right. To measure the load alone: --use none"
         )
     if outcome is Outcome.OOM_KILLED:
-        message += _met_elsewhere(end) + (_killed_children(end) if _LOST in message else "")
+        has_limit = end.cell.ram_limit_bytes or end.limits or any(kill.limit_of for kill in kills)
+        if end.oom_kills and end.peak_bytes is not None and has_limit:
+            message += f": {other}" if (other := _other_limit(end)) else ""
+        if _LOST in message:
+            message += _killed_children(end)
     return outcome, message
 
 
 def _of_process(end: End, track: Track, ended: Exit) -> tuple[Outcome, str]:
-    """Judge a worker that ended before it was done."""
     oom_kills = end.oom_kills
     if track.failure:
         outcome, message = track.failure
@@ -209,20 +211,6 @@ def lost(oom_kills: int) -> str:
     return f"the kernel killed {killed} of this measurement for lack of memory"
 
 
-def _met_elsewhere(end: End) -> str:
-    """Say for which limit the kernel killed; empty for the load's own limit, or if it is unknown."""
-    limit_bytes, peak = end.cell.ram_limit_bytes, end.peak_bytes
-    if peak is None or (limit_bytes and peak >= _FULL * limit_bytes):
-        return ""
-    charge = f", when its cgroup had {format_bytes(peak)}"
-    if end.limits and end.limits[0][0] < (limit_bytes or math.inf):
-        limit, group = end.limits[0]
-        return f"{charge}: the limit of the outer cgroup {group} is {format_bytes(limit)}"
-    if limit_bytes is None:
-        return ""
-    return f"{charge}: the machine, or an outer cgroup that is not visible here, was full"
-
-
 def _killed_children(end: End) -> str:
     """Describe the child processes that the kernel killed, and the peak of the cell's cgroup."""
     if len(end.ranks) > 1:
@@ -255,29 +243,19 @@ def _of_command(end: End) -> tuple[Outcome, str]:
         return Outcome.TIMEOUT, f"{how} after {stopped.timeout_s:g} s"
     if end.oom_kills is None and end.machine_oom_kills and ended.signal == signal.SIGKILL:
         return Outcome.OOM_KILLED, "killed by the kernel when the whole machine ran out of memory"
-    return (Outcome.COMMAND_FAILED, how) if (how := _failure(end)) else (Outcome.OK, "")
-
-
-def _failure(end: End) -> str:
-    """Return how a command failed, by its exit code or by a signal; empty if it succeeded."""
-    ended = end.ended
+    how = f"exit code {ended.code}"
     if ended.signal == signal.SIGKILL:
-        return f"killed by SIGKILL, not for lack of memory{_room(end)}"
-    if ended.signal:
-        return f"ended by {ended.signal_name}"
-    if end.ready is False:
-        return f"exit code {ended.code} before the server was ready"
-    return f"exit code {ended.code}" if ended.code else ""
-
-
-def _room(end: End) -> str:
-    limit, peak = end.cell.ram_limit_bytes, end.peak_bytes
-    if limit is None or peak is None or peak >= limit:
-        return ": the kernel counts no kill, so another process sent SIGKILL"
-    return (
-        f": {format_bytes(limit - peak)} of its limit were never used, so another process sent"
-        " SIGKILL"
-    )
+        limit, peak, proof = end.cell.ram_limit_bytes, end.peak_bytes, "the kernel counts no kill"
+        if limit is not None and peak is not None and peak < limit:
+            proof = f"{format_bytes(limit - peak)} of its limit were never used"
+        how = f"killed by SIGKILL, not for lack of memory: {proof}, so another process sent SIGKILL"
+    elif ended.signal:
+        how = f"ended by {ended.signal_name}"
+    elif end.ready is False:
+        how += " before the server was ready"
+    elif not ended.code:
+        how = ""
+    return (Outcome.COMMAND_FAILED if how else Outcome.OK), how
 
 
 def _killed(end: End) -> str:
@@ -289,17 +267,18 @@ def _killed(end: End) -> str:
         who = ", ".join(f"{kill.command} (pid {kill.pid})" for kill in kills[:_NAMED])
         who += f" and {number - _NAMED} more" if number > _NAMED else ""
     lived = "" if end.ended.signal == signal.SIGKILL else "; the command's first process lived on"
-    return f"the kernel killed {who} for lack of memory: {_limit(end)}{lived}"
+    limit = f"the command reached its RAM limit of {format_bytes(end.cell.ram_limit_bytes or 0)}"
+    return f"the kernel killed {who} for lack of memory: {_other_limit(end) or limit}{lived}"
 
 
-def _limit(end: End) -> str:
-    """Say which limit the command reached, from the kernel's log, or else from the command's peak."""
-    own = end.cell.ram_limit_bytes
+def _other_limit(end: End) -> str:
+    """Say which limit was reached, from the kernel's log, or else from the peak; empty for the own."""
+    own, what = end.cell.ram_limit_bytes, f"the {end.cell.operation} reached the limit"
     of = {kill.limit_of for kill in end.kills or ()} - {kernel_log.UNKNOWN}
     if not of and own and end.peak_bytes and end.peak_bytes >= _FULL * own:
         of = {""}
     if of == {""} and own:
-        return f"the command reached its RAM limit of {format_bytes(own)}"
+        return ""
     if kernel_log.MACHINE in of:
         return "the machine had no memory left"
     for kill in end.kills or ():
@@ -308,13 +287,11 @@ def _limit(end: End) -> str:
             group = f"the outer cgroup {kill.limit_of}"
             if kill.limit_is != "around":
                 group = f"the cgroup {kill.limit_of}" + f" {kill.limit_place}" * bool(kill.limit_is)
-            return f"the command reached the limit{size} of {group}"
+            return f"{what}{size} of {group}"
     if end.limits and (own is None or end.limits[0][0] < own):
         limit, around = end.limits[0]
-        return (
-            f"the command reached the limit of {format_bytes(limit)} of the outer cgroup {around}"
-        )
-    return "the command reached the limit of an outer cgroup, or the end of the machine's memory"
+        return f"{what} of {format_bytes(limit)} of the outer cgroup {around}"
+    return f"{what} of an outer cgroup, or the end of the machine's memory"
 
 
 def is_beyond(bytes_: int | None, bound_bytes: int | None) -> bool:

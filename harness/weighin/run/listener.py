@@ -1,6 +1,6 @@
 """Answer the messages of what is measured: phases and their peaks, and what a worker reports of a load.
 
-``weighin.phase_reporter`` says what the messages mean.
+``messages`` has the fields of each.
 """
 
 import re
@@ -18,6 +18,7 @@ from weighin.phase_reporter import AWAITED, LONGEST_MESSAGE, MET, address
 from weighin.probes.allocator_trace import Trace
 from weighin.probes.cgroup import Counters, grown, start_time
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
+from weighin.records.repeats import largest
 from weighin.result import Cost, Memory, Outcome, Phase, Use, Written
 from weighin.run.messages import (
     AllocatorTrace,
@@ -51,19 +52,6 @@ _MOST_RENAMED: Final = 3  # in a warning
 
 
 @dataclass(slots=True)
-class _Open:
-    """A program's phase that has not ended; its peaks are the largest readings since it began."""
-
-    name: str
-    start_ns: int
-    faults: tuple[int, int]
-    memory: Memory
-    refaults: int | None
-    peak_rss_bytes: int = 0
-    peak_cgroup_bytes: int | None = None
-
-
-@dataclass(slots=True)
 class Track:
     """What one process has reported so far.
 
@@ -94,6 +82,7 @@ class Track:
     done: bool = False
     highest_rss_bytes: int = 0
     died_in: str | None = None
+    is_refused: bool = False
     _phases: list[Phase] = field(default_factory=list)
     _in_phase: bool = False
     _before_load: int = 0  # the number of phases before the baseline
@@ -101,7 +90,8 @@ class Track:
     _until_ready: int | None = None  # the number of phases before ``ready``
     before: Counters = field(default_factory=Counters)
     """The cgroup at the end of the last phase."""
-    _open: dict[int, _Open] = field(default_factory=dict)
+    _open: dict[int, Phase] = field(default_factory=dict)
+    """A program's phases that have not ended: the readings at their begin, the peaks since then."""
     _last: tuple[int, Memory, tuple[int, int]] | None = None
     _highest: dict[str, int] = field(default_factory=dict)
     _number_lost: int = 0
@@ -111,7 +101,6 @@ class Track:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases that have ended; those of a program are sorted by their start."""
         if not self.is_program:
             return tuple(self._phases)
         return tuple(sorted(self._phases, key=lambda phase: (phase.start_ns, -phase.end_ns)))
@@ -190,7 +179,6 @@ class Track:
         self.current = None  # the phases before the baseline are weighin's own
 
     def begin(self, begun: Begin, now: Counters, *, resets_group: bool) -> None:
-        """Note the begin of a phase; ``now`` are the counters of the cgroup."""
         if not begun.id:
             self.current, self._in_phase = begun.name, True
             return
@@ -205,7 +193,8 @@ class Track:
         memory = begun.memory or Memory(0, 0, 0, 0)
         memory = replace(memory, cgroup_bytes=now.usage_bytes)
         start_ns = time.monotonic_ns()
-        self._open[begun.id] = _Open(name, start_ns, begun.faults, memory, now.refaults)
+        open_ = Phase(name, start_ns, start_ns, 0, memory, *begun.faults, None, now.refaults)
+        self._open[begun.id] = open_
         self._last = start_ns, memory, begun.faults
 
     def end(self, ended: End, now: Counters, *, resets_group: bool) -> None:
@@ -231,12 +220,14 @@ class Track:
             self._add(replace(phase, end_ns=end_ns, end=memory), begun, now)
 
     def _raise(self, peak_rss_bytes: int, now: Counters) -> None:
-        """Raise the peaks of all open phases to new readings."""
         self.highest_rss_bytes = max(self.highest_rss_bytes, peak_rss_bytes)
-        for phase in self._open.values():
-            phase.peak_rss_bytes = max(phase.peak_rss_bytes, peak_rss_bytes)
-            if now.peak_bytes is not None:
-                phase.peak_cgroup_bytes = max(phase.peak_cgroup_bytes or 0, now.peak_bytes)
+        for number, phase in self._open.items():
+            rss, charge = phase.peak_rss_bytes, phase.peak_cgroup_bytes
+            self._open[number] = replace(
+                phase,
+                peak_rss_bytes=max(rss, peak_rss_bytes),
+                peak_cgroup_bytes=largest((charge, now.peak_bytes)),
+            )
 
     def sample(self, now: Callable[[], Counters]) -> None:
         """Read the figures of a process in a phase, in which it may die."""
@@ -251,7 +242,6 @@ class Track:
             self.close(now())
 
     def close(self, now: Counters) -> None:
-        """End all open phases at the last reading."""
         if self._open:
             self.died_in = list(self._open.values())[-1].name
             self._raise(0, now)
@@ -259,29 +249,23 @@ class Track:
             _, phase = self._open.popitem()
             self._end_open(phase, now)
 
-    def _end_open(self, begun: _Open, now: Counters) -> None:
+    def _end_open(self, begun: Phase, now: Counters) -> None:
         assert self._last
         end_ns, memory, (minor, major) = self._last
         if end_ns < begun.start_ns:
-            end_ns, memory, (minor, major) = begun.start_ns, begun.memory, begun.faults
-        memory = replace(memory, cgroup_bytes=memory.cgroup_bytes or now.usage_bytes)
-        first_minor, first_major = begun.faults
-        peak_bytes = begun.peak_rss_bytes or begun.memory.rss_bytes
-        self._add(
-            Phase(
-                name=begun.name,
-                start_ns=begun.start_ns,
-                end_ns=end_ns,
-                peak_rss_bytes=peak_bytes,
-                end=memory,
-                minor_faults=minor - first_minor,
-                major_faults=major - first_major,
-            ),
+            end_ns, memory = begun.start_ns, begun.end
+            minor, major = begun.minor_faults, begun.major_faults
+        phase = replace(
             begun,
-            now,
+            end_ns=end_ns,
+            peak_rss_bytes=begun.peak_rss_bytes or begun.end.rss_bytes,
+            end=replace(memory, cgroup_bytes=memory.cgroup_bytes or now.usage_bytes),
+            minor_faults=max(0, minor - begun.minor_faults),  # the process sent the first ones
+            major_faults=max(0, major - begun.major_faults),
         )
+        self._add(phase, begun, now)
 
-    def _add(self, phase: Phase, begun: _Open, now: Counters) -> None:
+    def _add(self, phase: Phase, begun: Phase, now: Counters) -> None:
         """Add a program's phase. After 1000 phases, it can only replace the phase of its name that has
         the highest peak RSS, if its own peak RSS is higher.
         """
@@ -290,7 +274,7 @@ class Track:
             name=begun.name,
             start_ns=begun.start_ns,
             peak_cgroup_bytes=begun.peak_cgroup_bytes if self._resets_group else None,
-            workingset_refault_file=grown(begun.refaults, now.refaults),
+            workingset_refault_file=grown(begun.workingset_refault_file, now.refaults),
         )
         index = self._highest.get(phase.name)
         is_higher = index is None or phase.peak_rss_bytes > self._phases[index].peak_rss_bytes
@@ -305,8 +289,13 @@ class Track:
 
     @property
     def warnings(self) -> list[str]:
-        """Texts for the record that name a program's figures that are missing or not exact."""
-        found = []
+        """Texts for the record: notes, and which figures of a program are missing or not exact."""
+        found = [*self.notes]
+        if self.is_refused:
+            found.append(
+                f"process {self.pid} sent a message with an impossible or unknown value, after which"
+                " weighin took nothing more from that connection: phases may be missing"
+            )
         if not self._resets:
             found.append(
                 f"the peak RSS of process {self.pid} could not be reset: the value of each phase"
@@ -357,7 +346,15 @@ class Listener:
         self.error: BaseException | None = None
         self._take: Callable[[Track, Message | End], None] = lambda *_: None
         self._counters: Callable[[], Counters] = Counters
-        self._server = _listening(self.path)
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with address(str(self.path)) as place:
+                self._server.bind(place)
+            self._server.listen(4096)  # the most processes that may connect before ``watch``
+            self._server.setblocking(False)
+        except BaseException:
+            self._server.close()
+            raise
         self._woken, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
@@ -462,14 +459,23 @@ class Listener:
         except BlockingIOError:
             return
         except OSError:
-            decoded = None
+            packet, decoded = b"", None
+        track = self._by_connection[connection]
         if decoded is None:
+            track.is_refused |= bool(packet)
             self._drop(connection)
             return
         kind, message = decoded
-        track = self._by_connection[connection]
-        if isinstance(message, Rank):
-            self._join(connection, track, message.rank)
+        if isinstance(message, Rank):  # unless another process is this rank
+            number = message.rank
+            if number >= len(self.ranks) or self.ranks[number].pid:
+                self._drop(connection)
+                return
+            chosen = self.ranks[number]
+            chosen.pid, chosen.rank, chosen.is_main = track.pid, number, number == 0
+            self._by_connection[connection] = chosen
+            for key, each in self.tracks.items():
+                self.tracks[key] = chosen if each is track else each
             return
         self._take(track, message)
         if kind in MET and len(self.ranks) > 1:
@@ -480,17 +486,6 @@ class Listener:
                 self._waiting.clear()
         elif kind in AWAITED or (isinstance(message, Begin) and message.id):
             self._answer(connection)
-
-    def _join(self, connection: socket.socket, track: Track, rank: int) -> None:
-        """Let the track of a process be that of a rank, unless another process is this rank."""
-        if not 0 <= rank < len(self.ranks) or self.ranks[rank].pid:
-            self._drop(connection)
-            return
-        chosen = self.ranks[rank]
-        chosen.pid, chosen.rank, chosen.is_main = track.pid, rank, rank == 0
-        self._by_connection[connection] = chosen
-        for key, each in self.tracks.items():
-            self.tracks[key] = chosen if each is track else each
 
     def _answer(self, connection: socket.socket) -> None:
         try:
@@ -507,19 +502,6 @@ class Listener:
 def slowest(ranks: Sequence[Track]) -> Track:
     """Return a rank that has not read every byte of the model; if all ranks have, the slowest one."""
     return max(ranks, key=lambda each: float("inf") if each.ready_ns is None else each.ready_ns)
-
-
-def _listening(path: Path) -> socket.socket:
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        with address(str(path)) as place:
-            server.bind(place)
-        server.listen(4096)  # the most processes that may connect before ``watch``
-        server.setblocking(False)
-    except BaseException:
-        server.close()
-        raise
-    return server
 
 
 def _cleaned(name: str) -> str:

@@ -1,18 +1,20 @@
 """Prepare the checkpoints of a run of loads or saves, and measure each cell of it."""
 
-import threading
+import compileall
+import ctypes
+import mmap
+import shutil
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import weighin
 from weighin import formats
 from weighin.cell import Cell, Job, ModelSpec
-from weighin.checkpoint import cache, entries
-from weighin.checkpoint.entries import discard
-from weighin.child_process import last_line
+from weighin.checkpoint import cache, entries, staging
 from weighin.disk import mount
 from weighin.disk.mount import Mount
 from weighin.disk.passthrough import LARGEST_READ_BYTES, Pace
@@ -22,24 +24,25 @@ from weighin.formats.lora import files_of
 from weighin.formats.pretrained_folder import folder_of
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, RunningWorker
+from weighin.loader.mapped_copy import ask_for_huge_pages
 from weighin.plan.task import Planned, Progress, Run, skipped
+from weighin.probes import environment, page_cache
 from weighin.probes import storage as storages
-from weighin.probes.cgroup import Counters
-from weighin.probes.environment import code_digest, read_ahead_bytes
-from weighin.result import Memory
-from weighin.run import interrupts, page_preconditioning, save_target
-from weighin.run.bytecode import compile_code
-from weighin.run.listener import Listener, Track
-from weighin.run.measure import Measured, measure, own_folder
-from weighin.run.messages import Baseline, End, Failed, Message
+from weighin.result import Memory, Outcome
+from weighin.run.measure import Measured, measure
 from weighin.run.spec import Spec
 from weighin.suite import packages, user_code
-from weighin.text import one_line
-from weighin.units import format_bytes, format_exact
+from weighin.suite.registry import data_folder
+from weighin.units import MIB, format_bytes, format_exact
 from weighin.uses import SAVE
+from weighin.worker.phases import BEFORE_LOAD
 
+SETTLED_S = 2.5  # no report of free pages is due if no memory was freed for this time
+_LARGEST_SHARE: Final = 0.8  # of the free memory, because more could evict pages of other programs
+_SPARE_BYTES: Final = 64 * MIB  # of a save: headers, indexes, the rounding to file system blocks
 _PROBE_TIMEOUT_S = 120.0
-_PAUSE_S = 0.02
+
+_Key = tuple[str, str]
 
 
 @dataclass(slots=True)
@@ -50,41 +53,36 @@ class LoadSpec(Spec):
     charges their pages to the cell's own cgroup.
 
     Attributes:
-        steady: whether weighin writes to free memory before the load (``page_preconditioning``).
+        steady: whether weighin holds memory until the load begins (``held``).
         stall_from_bytes: the file offset behind which a slow disk never answers a read; None if the
             disk answers all reads.
+        only_baseline: whether the worker is killed when it has reported its memory before the load.
     """
 
     steady: bool = False
     stall_from_bytes: int | None = None
+    only_baseline: bool = False
     _held: ExitStack = field(default_factory=ExitStack)
+    _running: RunningWorker | None = None
 
     @classmethod
     def of(
         cls, job: Job, files: Sequence[Path] = (), model_bytes: int | None = None, **options: Any
     ) -> "LoadSpec":
         """Return the spec of a job; ``files`` are the checkpoint's, by their paths on this machine."""
-        return cls(
-            job.cell,
-            files,
-            job,
-            timeout_s=job.timeout_s,
-            model_bytes=model_bytes,
-            **options,
+        spec = cls(
+            job.cell, files, job, timeout_s=job.timeout_s, model_bytes=model_bytes, **options
         )
+        if not job.body:
+            with suppress(OSError):  # the cell itself then fails
+                own = [Path(name) for name in (job.strategy_path, job.use_path) if name]
+                spec.sources_hash = environment.code_digest(*own)
+        return spec
 
     @property
     def _job(self) -> Job:
         assert self.job
         return self.job
-
-    def sources_hash(self) -> str | None:
-        job = self._job
-        if not job.body:
-            with suppress(OSError):  # the cell itself then fails
-                own = [Path(name) for name in (job.strategy_path, job.use_path) if name]
-                return code_digest(*own)
-        return None
 
     def enter(self, opened: ExitStack) -> None:
         job, cell = self._job, self.cell
@@ -101,163 +99,219 @@ class LoadSpec(Spec):
             # in the page cache.
             spare = size if cell.operation == "save" or cell.cache == "warm" else 0
             opened.enter_context(self._held)
-            held = page_preconditioning.held(3 * size, spare)
-            self.touched_bytes = self._held.enter_context(held)
+            self.touched_bytes = self._held.enter_context(held(3 * size, spare))
         if self.files:
             self.facts["storage"] = asdict(storages.describe(self.files[0]))
-            self.facts["read_ahead_bytes"] = read_ahead_bytes(Path(job.checkpoint))
+            self.facts["read_ahead_bytes"] = environment.read_ahead_bytes(Path(job.checkpoint))
 
     def start(self, isolation: Isolation, listener: Path) -> RunningWorker:
         job = self._job
         mounts = (*job.mounts, str(listener.parent))
-        return isolation.start(replace(job, listener=str(listener), mounts=mounts))
-
-    def finish(self) -> list[str]:
-        return save_target.doubts(Path(self._job.target)) if self._job.target else []
+        running = isolation.start(replace(job, listener=str(listener), mounts=mounts))
+        self._running = running
+        return running
 
     def before_load(self) -> None:
+        if self.only_baseline and self._running:
+            self._running.kill()
         if self.touched_bytes is not None:
-            page_preconditioning.give_back(self._held)
+            time.sleep(SETTLED_S)
+            self._held.close()
 
-    def doubts_of_cache(self, cached_bytes: int | None) -> list[str]:
+    def finish(self, cached_bytes: int | None) -> list[str]:
+        found = []
         if cached_bytes is None:
-            return [
+            found.append(
                 "weighin cannot tell whether the checkpoint was dropped from the page cache: Linux"
                 " reports cached pages only to a user who owns the files or may write them"
-            ]
-        if cached_bytes:
+            )
+        elif cached_bytes:
             left = format_bytes(cached_bytes)
-            return [f"{left} of the checkpoint could not be dropped from the page cache"]
-        return []
+            found.append(f"{left} of the checkpoint could not be dropped from the page cache")
+        if target := self._job.target:
+            written = (path for path in Path(target).rglob("*") if path.is_file())
+            if kept := page_cache.drop(written):
+                found.append(
+                    f"{format_bytes(kept)} of the written files could not be dropped from the page"
+                    " cache: on a tmpfs, files take up memory; put weighin's cache on a disk:"
+                    " WEIGHIN_CACHE=/path"
+                )
+        return found
 
 
-@dataclass(frozen=True, slots=True)
 class Loads:
-    """The checkpoints and settings that all loads and saves of a run share.
+    """Measures the loads and saves of a run, whose checkpoints it prepares first.
 
     ``prepared`` has the checkpoints, and ``refused`` the reasons why other checkpoints cannot be
-    written. The keys of both are results of ``_checkpoint_key``.
+    written, both by the title and the format of the checkpoint that a cell reads.
     """
 
-    task: Run
-    environment: dict[str, Any]
-    progress: Progress
-    prepared: dict[tuple[str, str], cache.Prepared]
-    refused: dict[tuple[str, str], str]
+    def __init__(self, task: Run, needed: Sequence[Planned], progress: Progress) -> None:
+        """Prepare the checkpoints of the cells in ``needed``, the isolation, and the test of a worker.
+
+        Raises:
+            FormatLimit: none of the checkpoints can be written.
+            ConfigError: a cell's limit is too small for the import of torch, or above a limit around.
+        """
+        self._task, self._progress = task, progress
+        self.prepared: dict[_Key, cache.Prepared] = {}
+        self.refused: dict[_Key, FormatLimit] = {}
+        compile_code()
+        select.check_limits_around(task.isolation, [each.cell for each in needed])
+        needed = [each for each in needed if not each.skip]
+        if any(each.cell.disk for each in needed):
+            mount.check(in_container=task.isolation.name == "docker")
+        for each in needed:
+            if (key := self._key(each)) in self.prepared or key in self.refused:
+                continue
+            try:
+                self.prepared[key] = self._ensure(each, progress.preparing)
+            except FormatLimit as error:
+                self.refused[key] = error
+                continue
+            for warning in self.prepared[key].warnings:
+                progress.preparing(warning, None)
+        if self.refused and not self.prepared:
+            raise next(iter(self.refused.values()))
+        progress.preparing(f"preparing {task.isolation.name}", None)
+        task.prepare(progress)
+        if not task.is_probed:
+            progress.preparing("importing torch, to measure the memory that the import needs", None)
+            able = [each for each in needed if self._key(each) in self.prepared]
+            self._check_limits(able, self._probe(self._job(able[0])))
+        self.environment = task.environment()
 
     def take(self, planned: Planned) -> Measured:
-        """Measure one cell."""
-        key = _checkpoint_key(self.task, planned)
-        if why := self.refused.get(key) or self._unmet_keys(planned, key):
+        key, cell, task = self._key(planned), planned.cell, self._task
+        if refused := self.refused.get(key):
+            planned = replace(planned, skip=refused.message)
+            return Measured(skipped(planned, self.environment))
+        checkpoint, job = self.prepared[key], self._job(planned)
+        is_plain = checkpoint.in_place and not planned.strategy.maps_keys
+        if is_plain and (keys := checkpoint.manifest().keys):
+            why = (
+                f"needs {keys}, as from_pretrained does, but {planned.strategy.name} expects the"
+                " model's own keys: give another --format, or write a checkpoint with those"
+                " keys: weighin convert FOLDER TARGET --keys model"
+            )
             return Measured(skipped(replace(planned, skip=why), self.environment))
-        job, cell = _job(self.task, planned, self.prepared), planned.cell
-        model_bytes = self.prepared[key].manifest().model_bytes(cell.dtype)
-        environment, needed = self.environment, planned.strategy.packages
-        if needed:  # their versions are the same in a container as here
-            environment = environment | {"packages": packages.versions(needed)}
+        model_bytes = checkpoint.manifest().model_bytes(cell.dtype)
+        known = self.environment
+        if needed := planned.strategy.packages:  # versions are the same in a container as here
+            known = known | {"packages": packages.versions(needed)}
         with ExitStack() as opened:
             if cell.operation == "save" or cell.use == SAVE:
-                folder = opened.enter_context(save_target.target(model_bytes))
-                job = replace(job, target=str(folder))
+                job = replace(job, target=str(opened.enter_context(save_folder(model_bytes))))
             spec = LoadSpec.of(
                 job,
                 [*formats.files(Path(job.checkpoint)), *files_of(cell.model)],
                 model_bytes,
-                on_phase=self.progress.phase,
-                steady=self.task.settings.steady,
+                on_phase=self._progress.phase,
+                steady=task.settings.steady,
             )
-            reference = self.task.reference_for(cell)
-            measured = measure(self.task.isolation, spec, environment, reference)
-        return self._restored(measured, planned, key) if measured.changed else measured
-
-    def _unmet_keys(self, planned: Planned, key: tuple[str, str]) -> str:
-        """Return why the keys of a user's checkpoint do not fit the strategy; empty if they fit."""
-        checkpoint = self.prepared[key]
-        if not checkpoint.in_place or planned.strategy.maps_keys:
-            return ""
-        if not (keys := checkpoint.manifest().keys):
-            return ""
-        return (
-            f"needs {keys}, as from_pretrained does, but {planned.strategy.name} expects the"
-            " model's own keys: give another --format, or write a checkpoint with those keys:"
-            " weighin convert FOLDER TARGET --keys model"
-        )
-
-    def _restored(self, measured: Measured, planned: Planned, key: tuple[str, str]) -> Measured:
-        """Generate anew the checkpoint that a cell has changed; if it is the user's own checkpoint,
-        add an error that stops the run.
-        """
-        checkpoint = self.prepared[key]
-        if checkpoint.in_place:
-            cell = measured.result.cell
+            measured = measure(task.isolation, spec, known, task.reference_for(cell))
+        if measured.changed and checkpoint.in_place:
             trouble = CheckpointError(
                 f"{checkpoint.path} changed while {cell.strategy} was measured",
                 "restore the checkpoint from a copy, and keep the strategy from writing to it",
             )
             return replace(measured, trouble=measured.trouble or trouble)
-        discard(checkpoint.manifest_path.parent, checkpoint.format)
-        self.prepared[key] = _ensure(self.task, planned, key[1])
+        if measured.changed:  # it is generated, so it can be made again
+            entries.discard(checkpoint.manifest_path.parent, checkpoint.format)
+            self.prepared[key] = self._ensure(planned)
         return measured
 
+    def _key(self, planned: Planned) -> _Key:
+        """Return the title and the format of the checkpoint that a cell reads.
 
-def set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> Loads:
-    compile_code()
-    select.check_limits_around(task.isolation, [each.cell for each in needed])
-    if any(each.cell.disk and not each.skip for each in needed):
-        mount.check(in_container=task.isolation.name == "docker")
-    prepared, refused = _prepare_checkpoints(task, needed, progress)
-    needed = [each for each in needed if _checkpoint_key(task, each) not in refused]
-    progress.preparing(f"preparing {task.isolation.name}", None)
-    task.prepare(progress)
-    needed = [each for each in needed if not each.skip]
-    if not task.is_probed:
-        progress.preparing("importing torch, to measure the memory that the import needs", None)
-        limits = {(each.cell.ram_limit_bytes, each.cell.ranks) for each in needed}
-        _check_limits(limits.union(task.more_limits), _probe(task, _job(task, needed[0], prepared)))
-    return Loads(task, task.environment(), progress, prepared, refused)
+        If the load keeps the weights quantised, "with its codes" follows the title. A save reads the
+        user's checkpoint in the format that it has, or else a generated checkpoint in the format pt.
+        """
+        cell = planned.cell
+        if cell.operation == "load":
+            kept = "" if _loaded_model(planned) is cell.model else " with its codes"
+            return f"{cell.model.title}{kept}", cell.format
+        own = self._task.settings.checkpoint_of(cell.model)
+        return cell.model.title, formats.detect(own).NAME if own else "pt"
 
+    def _ensure(self, planned: Planned, progress: cache.Report | None = None) -> cache.Prepared:
+        settings = self._task.settings
+        return cache.ensure(
+            _loaded_model(planned),
+            self._key(planned)[1],
+            seed=settings.seed,
+            checkpoint=settings.checkpoint_of(planned.cell.model),
+            selection=settings.selection,
+            progress=progress,
+            python_path=self._python_path(planned.cell),
+        )
 
-def _prepare_checkpoints(
-    task: Run, planned: Sequence[Planned], progress: Progress
-) -> tuple[dict[tuple[str, str], cache.Prepared], dict[tuple[str, str], str]]:
-    """Find or generate the checkpoint of every cell that is not skipped.
+    def _python_path(self, cell: Cell) -> tuple[str, ...]:
+        """Return the folders from which a worker imports a cell's builder (the model's function).
 
-    Returns:
-        the checkpoints, and the reasons why others cannot be written, both by ``_checkpoint_key``.
+        For a builder of weighin, return no folder, so that no module of a user can hide a module of
+        weighin.
+        """
+        is_ours = user_code.is_ours(cell.model.builder)
+        return () if is_ours else self._task.settings.python_path
 
-    Raises:
-        FormatLimit: none of the checkpoints can be written.
-    """
-    prepared: dict[tuple[str, str], cache.Prepared] = {}
-    refused: dict[tuple[str, str], FormatLimit] = {}
-    for each in planned:
-        key = _checkpoint_key(task, each)
-        if each.skip or key in prepared or key in refused:
-            continue
-        try:
-            prepared[key] = _ensure(task, each, key[1], progress.preparing)
-        except FormatLimit as error:
-            refused[key] = error
-            continue
-        for warning in prepared[key].warnings:
-            progress.preparing(warning, None)
-    if refused and not prepared:
-        raise next(iter(refused.values()))
-    return prepared, {key: error.message for key, error in refused.items()}
+    def _job(self, planned: Planned) -> Job:
+        checkpoint, settings = self.prepared[self._key(planned)], self._task.settings
+        own = settings.checkpoint_of(planned.cell.model)
+        selects = planned.selection and own  # such a strategy reads the user's file, not a copy
+        return Job(
+            cell=planned.cell,
+            checkpoint=str(own if selects else checkpoint.path),
+            manifest=str(checkpoint.manifest_path),
+            strategy_path=str(planned.strategy.path),
+            python_path=self._python_path(planned.cell),
+            mounts=settings.mounts,
+            timeout_s=settings.timeout_s,
+            trace=settings.trace,
+            use_path=settings.use_paths.get(planned.cell.use, ""),
+        )
 
+    def _probe(self, job: Job) -> Memory:
+        """Run a worker without a limit, and return its memory after the imports and before the load.
 
-def _ensure(
-    task: Run, planned: Planned, fmt: str, progress: cache.Report | None = None
-) -> cache.Prepared:
-    return cache.ensure(
-        _loaded_model(planned),
-        fmt,
-        seed=task.settings.seed,
-        checkpoint=task.settings.checkpoint_of(planned.cell.model),
-        selection=task.settings.selection,
-        progress=progress,
-        python_path=_python_path(task, planned.cell),
-    )
+        The worker also reads torch's libraries into the page cache, so that the first cell's cgroup is
+        not charged for them. If the worker fails, the error stops the run before its first record.
+        """
+        changes: dict[str, Any] = {"ram_limit_bytes": None, "cache": "cold", "operation": "load"}
+        changes |= {"ranks": 1, "disk_bytes_per_s": None, "disk_latency_ns": None}
+        job = replace(job, cell=replace(job.cell, **changes), timeout_s=_PROBE_TIMEOUT_S)
+        isolation = self._task.isolation
+        measured = measure(isolation, LoadSpec.of(job, only_baseline=True))
+        if measured.trouble:
+            raise measured.trouble
+        result = measured.result
+        if result.baseline:
+            return result.baseline
+        if result.outcome is Outcome.TIMEOUT:
+            raise HarnessError(
+                f"`import torch` took longer than {_PROBE_TIMEOUT_S:.0f} s",
+                "end other programs on this machine, and run the command again",
+            )
+        if result.message.startswith(BEFORE_LOAD):
+            raise ConfigError(f"nothing can be measured: {result.message}")
+        raise HarnessError(
+            f"nothing can be measured under --isolation {isolation.name}: {result.message}",
+            "weighin doctor tests which isolations work on this machine",
+        )
+
+    def _check_limits(self, able: Sequence[Planned], baseline: Memory) -> None:
+        """Raise ConfigError if a limit is below ``baseline`` (a rank's memory before loading) x ranks."""
+        limits = {(each.cell.ram_limit_bytes, each.cell.ranks) for each in able}
+        for limit, ranks in limits.union(self._task.more_limits):
+            # File-backed memory does not count, because the kernel can evict it.
+            need = (baseline.anon_bytes + baseline.shmem_bytes) * ranks
+            if limit is not None and limit < need:
+                of_ranks = f" in {ranks} ranks" if ranks > 1 else ""
+                raise ConfigError(
+                    f"--ram {format_exact(limit)} is less than `import torch` alone needs"
+                    f" here{of_ranks} ({format_bytes(need)})",
+                    f"give at least {format_bytes(2 * need)} plus the size of the weights",
+                )
 
 
 def _loaded_model(planned: Planned) -> ModelSpec:
@@ -269,105 +323,66 @@ def _loaded_model(planned: Planned) -> ModelSpec:
     return replace(model, kwargs={**model.kwargs, "quantised": kept.as_argument()})
 
 
-def _job(task: Run, planned: Planned, prepared: dict[tuple[str, str], cache.Prepared]) -> Job:
-    checkpoint = prepared[_checkpoint_key(task, planned)]
-    own = task.settings.checkpoint_of(planned.cell.model)
-    selects = planned.selection and own  # such a strategy reads the user's file, not a cached copy
-    return Job(
-        cell=planned.cell,
-        checkpoint=str(own if selects else checkpoint.path),
-        manifest=str(checkpoint.manifest_path),
-        strategy_path=str(planned.strategy.path),
-        python_path=_python_path(task, planned.cell),
-        mounts=task.settings.mounts,
-        timeout_s=task.settings.timeout_s,
-        trace=task.settings.trace,
-        use_path=task.settings.use_paths.get(planned.cell.use, ""),
-    )
+def compile_code() -> None:
+    """Compile the modules of weighin and its strategies that have no current bytecode.
 
-
-def _python_path(task: Run, cell: Cell) -> tuple[str, ...]:
-    """Return the folders from which a worker imports a cell's builder (the model's function).
-
-    For a builder of weighin, return no folder, so that no module of a user can hide a module of
-    weighin.
+    A strategy's imports are part of its load time, and a container cannot write bytecode: every load
+    with ``streaming`` would compile for 25 ms.
     """
-    return () if user_code.is_ours(cell.model.builder) else task.settings.python_path
+    for folder in (Path(weighin.__file__).parent, data_folder("strategies")):
+        compileall.compile_dir(folder, quiet=2)
 
 
-def _probe(task: Run, job: Job) -> Memory:
-    """Run a worker without a limit, and return its memory after the imports and before the load.
+@contextmanager
+def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
+    """Write to fresh memory, keep it until the end of the block, and yield its size in bytes.
 
-    The worker also reads torch's libraries into the page cache, so that the first cell's cgroup is
-    not charged for them. If the worker fails, the error stops the run before its first record.
+    The size is at most ``wanted_bytes``. At least ``spare_bytes`` of memory remain free.
+
+    Some virtual machines report a free page to their host after 2 s (free page reporting, balloons).
+    The host must provide a reported page again, so that the page's allocation takes three times as
+    long. weighin therefore holds memory until no report is due, and frees the memory as the load
+    begins. For 2 s, the load then gets unreported pages. The held memory changes no memory figure of
+    the load. To hold memory takes about 0.1 s per GiB, and several times as long for reported pages.
     """
-    cell = replace(job.cell, ram_limit_bytes=None, cache="cold", operation="load", ranks=1)
-    spec = LoadSpec.of(replace(job, cell=cell))
-    found, is_over = list[Memory](), threading.Event()
-    failures: list[str] = []
-
-    def take(_track: Track, message: Message | End) -> None:
-        if isinstance(message, Baseline):
-            found.append(message.memory)
-        if isinstance(message, Failed):
-            failures.append(message.message)
-        if found or failures:
-            is_over.set()
-
-    deadline = time.monotonic() + _PROBE_TIMEOUT_S
-    with (
-        own_folder() as folder,
-        closing(Listener(folder)) as listener,
-        interrupts.put_off(),
-        closing(spec.start(task.isolation, listener.path)) as running,
-    ):
-        listener.watch(take, Counters)
-        while not is_over.is_set():
-            if time.monotonic() >= deadline:
-                raise HarnessError(
-                    f"`import torch` took longer than {_PROBE_TIMEOUT_S:.0f} s",
-                    "end other programs on this machine, and run the command again",
-                )
-            with interrupts.allowed():
-                if running.wait(_PAUSE_S):
-                    running.reap()  # reads the rest of what it printed
-                    listener.close()  # takes the last messages
-                    break
-        if found:
-            return found[0]
-        if failures:
-            raise ConfigError(f"nothing can be measured: {failures[0]}")
-        said = last_line(running.channel.stderr_tail)
-    raise HarnessError(
-        f"a process under --isolation {task.isolation.name} ended before it had imported torch"
-        + (f": {one_line(said)}" if said else ""),
-        "weighin doctor tests which isolations work on this machine",
-    )
+    free = environment.free_ram_bytes() - spare_bytes
+    size = min(wanted_bytes, int(free * _LARGEST_SHARE))
+    if size <= 0:
+        yield 0
+        return
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE) as area:
+        ask_for_huge_pages(area, 0, size)
+        start = ctypes.c_char.from_buffer(area)
+        try:
+            ctypes.memset(ctypes.addressof(start), 1, size)
+        finally:  # also after Ctrl-C: Python refuses to unmap memory that has a pointer into it
+            del start
+        yield size
 
 
-def _check_limits(limits: Iterable[tuple[int | None, int]], baseline: Memory) -> None:
-    """Raise ConfigError if a limit is below ``baseline`` (a rank's memory before loading) x ranks."""
-    for limit, ranks in limits:
-        # File-backed memory does not count, because the kernel can evict it.
-        need = (baseline.anon_bytes + baseline.shmem_bytes) * ranks
-        if limit is not None and limit < need:
-            of_ranks = f" in {ranks} ranks" if ranks > 1 else ""
-            raise ConfigError(
-                f"--ram {format_exact(limit)} is less than `import torch` alone needs here{of_ranks}"
-                f" ({format_bytes(need)})",
-                f"give at least {format_bytes(2 * need)} plus the size of the weights",
-            )
+@contextmanager
+def save_folder(model_bytes: int) -> Iterator[Path]:
+    """Create an empty folder in weighin's cache for one save, and remove the folder after the block.
 
-
-def _checkpoint_key(task: Run, planned: Planned) -> tuple[str, str]:
-    """Return the title and the format of the checkpoint that a cell reads.
-
-    If the load keeps the weights quantised, "with its codes" follows the title. A save reads the
-    user's checkpoint in the format that it has, or else a generated checkpoint in the format pt.
+    Raises:
+        ConfigError: the disk has no room for the model.
     """
-    cell = planned.cell
-    if cell.operation == "load":
-        kept = "" if _loaded_model(planned) is cell.model else " with its codes"
-        return f"{cell.model.title}{kept}", cell.format
-    own = task.settings.checkpoint_of(cell.model)
-    return cell.model.title, formats.detect(own).NAME if own else "pt"
+    (root := _saving()).mkdir(parents=True, exist_ok=True)
+    needed, free = model_bytes + _SPARE_BYTES, shutil.disk_usage(root).free
+    if free < needed:
+        raise ConfigError(
+            f"a save needs {format_bytes(needed)} in {root}, but only {format_bytes(free)} are free",
+            "put the cache on another disk: WEIGHIN_CACHE=/path weighin ...",
+        )
+    with staging.own_folder(root) as folder:
+        yield folder
+
+
+def remove_leftovers() -> list[str]:
+    """Remove what killed runs of loads left on this machine; return one line for each folder."""
+    saves = [f"files of a save in {folder}" for folder in staging.remove_orphans(_saving())]
+    return saves + mount.remove_stale(entries.slow_disks())
+
+
+def _saving() -> Path:
+    return cache.folder() / "saving"

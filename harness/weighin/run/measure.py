@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,10 +22,9 @@ from weighin.result import Outcome, Result, Sample
 from weighin.run import interrupts
 from weighin.run.listener import Listener
 from weighin.run.spec import Spec
-from weighin.run.thrash_guard import ThrashGuard
 from weighin.run.watch import Watch
 
-_PREFIX: Final = "weighin-run-"
+_PREFIX: Final = "weighin-run-"  # of the folder for the socket to which the processes report
 _NAMED: Final = 3  # the most changed files that a message names
 _Table = TypeVar("_Table")
 
@@ -76,16 +75,14 @@ def measure(
         reference: the figures of the same cell without a limit; weighin kills a cell that thrashes
             in comparison.
     """
-    cell, limit_bytes = spec.cell, spec.cell.ram_limit_bytes
+    cell = spec.cell
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
-    sources_hash = spec.sources_hash()  # now, because a user may edit the strategy meanwhile
     cached_bytes = page_cache.drop(spec.files) if spec.files or spec.job else None
     states = {file: _state(file) for file in spec.files if spec.job}
-    guard = ThrashGuard(reference, limit_bytes) if reference and limit_bytes else None
-    with own_folder() as folder, ExitStack() as opened:
+    with staging.own_folder(_temporary(), _PREFIX) as folder, ExitStack() as opened:
         spec.enter(opened)
         listener = Listener(folder, cell.ranks if spec.job else 1)
-        watch = Watch(spec, listener, guard)
+        watch = Watch(spec, listener, reference)
         begun_ns = time.monotonic_ns()
         with interrupts.put_off(), ExitStack() as failing:
             failing.callback(watch.abandon)
@@ -107,7 +104,7 @@ def measure(
                 running.close()
             except HarnessError as error:  # the result is still recorded
                 trouble = error
-        warnings = spec.finish()
+        warnings = spec.finish(cached_bytes)
     changed = tuple(file for file, state in states.items() if _state(file) != state)
     because = None
     if changed:
@@ -121,7 +118,7 @@ def measure(
         "model_bytes": spec.model_bytes,
         "cached_bytes_at_start": cached_bytes,
         "started_at": started_at,
-        "sources_hash": sources_hash,
+        "sources_hash": spec.sources_hash,
         "samples_path": run_folder.samples_path(cell) if watch.samples else None,
         "trace_path": run_folder.trace_path(cell) if watch.trace else None,
         "environment": {**(environment or {}), **spec.facts},
@@ -132,14 +129,9 @@ def measure(
         end_ns - begun_ns,
         time.monotonic_ns() - start_ns,
         because,
-        [*spec.doubts_of_cache(cached_bytes), *warnings],
+        warnings,
     )
     return Measured(result, watch.samples, watch.trace, watch.rank_samples, changed, trouble)
-
-
-def own_folder() -> AbstractContextManager[Path]:
-    """Return a new temporary folder for the socket to which the measured processes report."""
-    return staging.own_folder(_temporary(), _PREFIX)
 
 
 def remove_leftovers() -> list[str]:

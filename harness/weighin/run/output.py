@@ -1,4 +1,4 @@
-"""Pass a command's output on unchanged, and search its lines while the command runs.
+"""Pass a command's output on unchanged, search its lines, and learn when a server is ready.
 
 The command writes to a pseudo-terminal if this process writes to a terminal, because programs print
 differently to a pipe. weighin passes the output on before it searches the output for patterns.
@@ -9,7 +9,6 @@ import fcntl
 import os
 import re
 import signal
-import struct
 import termios
 import threading
 import time
@@ -18,10 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+from urllib.parse import urlsplit
 
 from weighin.cell import Cell
 from weighin.child_process import ready, write
+from weighin.errors import ConfigError
 from weighin.isolation.base import Streams
 from weighin.result import Mark
 from weighin.settings.definition import Settings
@@ -35,9 +36,12 @@ _TEXT_LENGTH: Final = 160
 _SILENCE_S: Final = 0.2  # after the command's end, because another process may keep its output open
 _PROMPT_S: Final = 0.05  # a line without a line end for this time is a prompt
 _STANDARD: Final = (1, 2)
-_SIZE: Final = "HHHH"  # rows, columns and two unused numbers
+_NO_SIZE: Final = bytes(8)  # room for rows, columns, and the size in pixels: struct winsize
 _LONGEST_LINE: Final = 64 * 1024  # bytes; the rest of a longer line is not searched
 _PATIENCE_S: Final = 0.1  # for one search
+_BETWEEN_S: Final = 0.05  # between two requests to --ready-url
+_ANSWER_S: Final = 2.0
+_NO_SERVER: Final = 500  # a server that is not ready answers with this HTTP status or a higher one
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _SEES_LINE_ENDS: Final = re.compile(r"\(\?|\\[AZ]|[*+?}]\+")
 """Finds lookarounds, \\A, \\Z and possessive quantifiers, which match differently in longer texts."""
@@ -175,10 +179,18 @@ class Relay:
             for channel in self._channels
         ]
         for channel in self._channels:
-            channel.close_command_end()
-        self._resizing.enter_context(_resizing(self._channels))
+            channel.close(channel.command_end)
+        if any(channel.is_terminal for channel in self._channels):
+            before = signal.signal(signal.SIGWINCH, self._resize)
+            self._resizing.callback(signal.signal, signal.SIGWINCH, before)
         for thread in self._threads:
             thread.start()
+
+    def _resize(self, *_: object) -> None:
+        """Copy the size of the real terminal to the pseudo-terminals, at each SIGWINCH."""
+        if [channel for channel in self._channels if channel.resize()]:
+            # The command got SIGWINCH, too, and may have read the size before it was copied.
+            os.killpg(0, signal.SIGWINCH)
 
     def finish(self) -> None:
         """Pass on the rest of the output; call ``finish`` after all processes of the command ended."""
@@ -199,7 +211,6 @@ class Relay:
 
     @property
     def marks(self) -> tuple[Mark, ...]:
-        """The newest marks (at most ``MOST_MARKS``), sorted by time."""
         return tuple(sorted(self._noted, key=lambda mark: mark.t_ns))
 
     def _pass_on(self, channel: "_Channel") -> None:
@@ -254,9 +265,8 @@ class _Channel:
         if not self.is_terminal or self.source not in self._open:
             return False
         with contextlib.suppress(OSError):
-            nothing = bytes(struct.calcsize(_SIZE))
-            size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, nothing)
-            if size != fcntl.ioctl(self.source, termios.TIOCGWINSZ, nothing):
+            size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, _NO_SIZE)
+            if size != fcntl.ioctl(self.source, termios.TIOCGWINSZ, _NO_SIZE):
                 fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
                 return True
         return False
@@ -268,15 +278,9 @@ class _Channel:
         except OSError:  # no process has the pseudo-terminal open any more
             return b""
 
-    def close_command_end(self) -> None:
-        self._close(self.command_end)
-
-    def close(self) -> None:
-        self._close(self.source)
-        self._close(self.command_end)
-
-    def _close(self, descriptor: int) -> None:
-        if descriptor in self._open:
+    def close(self, *descriptors: int) -> None:
+        """Close some descriptors, or else all; one that is closed already stays closed."""
+        for descriptor in self._open & {*(descriptors or self._open)}:
             self._open.discard(descriptor)
             os.close(descriptor)
 
@@ -299,21 +303,65 @@ def relaying(settings: Settings, cell: Cell, at_ready: Callable[[], None]) -> It
             relay.close()
 
 
-@contextlib.contextmanager
-def _resizing(channels: Sequence[_Channel]) -> Iterator[None]:
-    """Copy the size of the real terminal to the pseudo-terminals at each SIGWINCH."""
+class Readiness:
+    """Learns when one command, a server, is ready: prints a line (--ready) or answers (--ready-url).
 
-    def resize(*_: Any) -> None:
-        changed = [channel for channel in channels if channel.resize()]
-        if changed:
-            # The command got SIGWINCH, too, and may have read the size before it was copied.
-            os.killpg(0, signal.SIGWINCH)
+    Any thread may call ``now`` when the server is ready. The first call notes the time, and reads the
+    command's figures.
+    """
 
-    if not any(channel.is_terminal for channel in channels):
-        yield
-        return
-    before = signal.signal(signal.SIGWINCH, resize)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGWINCH, before)
+    def __init__(self, settings: Settings) -> None:
+        """Raise ConfigError if another server answers at --ready-url before the command starts."""
+        self.ready_ns: int | None = None
+        self._url = settings.ready_url
+        self._at_ready: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self._given_up = threading.Event()
+        self._asking: threading.Thread | None = None
+        if settings.ready_url and answers(settings.ready_url):
+            raise ConfigError(
+                f"a server answers at {settings.ready_url} before the command starts",
+                "stop that server, or start the command on another port and write that port into"
+                " --ready-url",
+            )
+
+    def now(self) -> None:
+        with self._lock:
+            if self.ready_ns is None and not self._given_up.is_set():
+                self.ready_ns = time.monotonic_ns()
+                self._at_ready()
+
+    def begin(self, at_ready: Callable[[], None]) -> None:
+        """Begin to send requests to --ready-url, if the option was given; ``at_ready`` is called when
+        the server is ready.
+        """
+        self._at_ready = at_ready
+        if self._url:
+            self._asking = threading.Thread(target=self._ask, name="ready", daemon=True)
+            self._asking.start()
+
+    def end(self) -> None:
+        self._given_up.set()
+        if self._asking:
+            self._asking.join()
+
+    def _ask(self) -> None:
+        while not self._given_up.wait(_BETWEEN_S):
+            if answers(self._url):
+                self.now()
+                return
+
+
+def answers(url: str) -> bool:
+    """Return whether a server answers at a URL with an HTTP status below 500."""
+    import http.client  # takes 0.02 s
+
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_ANSWER_S)
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status < _NO_SERVER
+        except (OSError, http.client.HTTPException):
+            return False

@@ -95,16 +95,15 @@ def only_writer(folder: Path) -> Iterator[None]:
 def _open(path: Path) -> int:
     """Open the lock file for reading, or create it if it does not exist."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    # Without O_CREAT, because Linux refuses O_CREAT for another user's file in a sticky folder.
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        file = os.open(path, flags | os.O_CREAT, 0o644)
+    except PermissionError:  # Linux refuses O_CREAT for another user's file in a sticky folder
         return os.open(path, flags)
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:  # another process created it first
-        return os.open(path, flags)
-    os.fchmod(file, 0o644)  # despite the umask, because other users must be able to open the file
+    with contextlib.suppress(OSError):  # it is another user's
+        os.fchmod(
+            file, 0o644
+        )  # despite the umask, because other users must be able to open the file
     return file
 
 

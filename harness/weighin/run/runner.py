@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weighin.checkpoint import entries
-from weighin.errors import HarnessError
+from weighin.errors import (
+    HarnessError,
+    Interrupted,
+    IsolationUnavailable,
+    NoNodeLeft,
+    RecordError,
+    StillRunning,
+)
+from weighin.plan import start
 from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.records import coverage, run_folder
 from weighin.result import Result
-from weighin.run import interrupts
+from weighin.run import commands, interrupts
 from weighin.run.measure import Measured
 from weighin.run.run_lock import only_run, only_writer
 
 if TYPE_CHECKING:
-    from weighin.run.commands import Commands
     from weighin.run.loads import Loads
 
 Following = Callable[[Sequence[Result]], Planned | None]
@@ -49,60 +57,38 @@ def discarding(task: Run) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def _machine(task: Run, progress: Progress) -> Iterator[None]:
-    """Check the isolation, lock this machine, and remove the leftovers of runs that were killed.
-
-    A run of loads or saves holds the lock, because other runs would change its times. A run of
-    commands takes no lock, because a command may itself run weighin.
-    """
+def _run(task: Run, progress: Progress, following: Following | None) -> list[Result]:
+    results = task.begin()
     with ExitStack() as until_end:
         if task.settings.storage:
             until_end.enter_context(entries.used(task.settings.storage))
         task.isolation.check()
         until_end.enter_context(interrupts.stoppable())  # also a run that waits for the lock
-        if task.settings.commands:
+        if task.settings.commands:  # without the lock, because a command may itself run weighin
             lines = task.isolation.remove_stale()
         else:
-            from weighin.disk import mount
-            from weighin.run import save_target
+            from weighin.run import loads  # imports formats, which take 0.2 s
 
             waiting = lambda text: progress.preparing(text, None)  # noqa: E731
             until_end.enter_context(only_run(task.patience_s, waiting))
-            lines = task.isolation.remove_stale()
-            lines += save_target.remove_leftovers()
-            lines += mount.remove_stale(entries.slow_disks())
+            lines = task.isolation.remove_stale() + loads.remove_leftovers()
         for line in lines:
             progress.preparing(f"removed a leftover of a killed run: {line}", None)
-        yield
-
-
-def _set_up(task: Run, needed: Sequence[Planned], progress: Progress) -> Commands | Loads:
-    """Prepare the checkpoints of loads and saves, or the isolation of commands."""
-    if task.settings.commands:
-        from weighin.run import commands
-
-        return commands.set_up(task, progress)
-    from weighin.run import loads  # imports formats and pydantic, which take 0.2 s
-
-    return loads.set_up(task, needed, progress)
-
-
-def _run(task: Run, progress: Progress, following: Following | None) -> list[Result]:
-    results = task.begin()
-    with _machine(task, progress):
-        if following is None:
+        needed: Sequence[Planned] = task.planned
+        if following:
+            cells = iter(partial(following, results), None)
+        else:
             todo = {cell.id for cell in coverage.pending([p.cell for p in task.planned], results)}
             needed = [planned for planned in task.planned if planned.cell.id in todo]
             cells = iter(needed)
-        else:
-            needed = list(task.planned)
-            cells = _chosen(following, results)
-        bench: Commands | Loads | None = None
+        bench: commands.Commands | Loads | None = None
         for planned in cells:
             interrupts.check()
             if bench is None and any(not each.skip for each in needed):
-                bench = _set_up(task, needed, progress)
+                if task.settings.commands:
+                    bench = commands.Commands(task, progress)
+                else:
+                    bench = loads.Loads(task, needed, progress)
             with run_folder.room(task.folder):
                 if planned.skip or bench is None:
                     known_environment = bench.environment if bench else {}
@@ -118,6 +104,24 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
         return list(results)
 
 
-def _chosen(following: Following, results: Sequence[Result]) -> Iterator[Planned]:
-    while (planned := following(results)) is not None:
-        yield planned
+@contextmanager
+def resumable(verb: str, task: Run) -> Iterator[None]:
+    """If an error stops the run in the ``with`` block, add the command that resumes it to the error."""
+    again = coverage.resume_command(verb, task.folder)
+    plan = task.folder / run_folder.PLAN
+    if not (plan.exists() and start.is_ours(run_folder.plan_bytes(task.folder))):
+        from weighin.plan import trust  # imports formats and strategies
+
+        if trust.foreign([each.cell for each in task.planned], task.settings):
+            again += " --trust"
+    try:
+        yield
+    except Interrupted as stopped:
+        if not plan.exists():  # the folder of a run without a record was removed
+            raise
+        message = f"{stopped.message}; {run_folder.read_whole(task.folder).coverage}"
+        raise Interrupted(message, f"resume it: {again}") from None
+    except (RecordError, IsolationUnavailable, NoNodeLeft, StillRunning) as error:
+        if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
+            error.repair += f"; then resume: {again}"
+        raise

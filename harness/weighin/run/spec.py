@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weighin.cell import Cell, Job
 from weighin.isolation.base import Isolation, Running
 from weighin.result import Mark
-from weighin.run.readiness import Readiness
+from weighin.run.output import Readiness
 from weighin.settings.definition import Settings
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Spec:
         disk: the slow disk from which a job reads.
         readiness: tells when a command that is a server is ready.
         facts: what the record says of the cell's environment.
+        sources_hash: the hash of a load's own code.
     """
 
     cell: Cell
@@ -44,9 +45,7 @@ class Spec:
     touched_bytes: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     marks: tuple[Mark, ...] = ()
-
-    def sources_hash(self) -> str | None:
-        return None
+    sources_hash: str | None = None
 
     def enter(self, opened: ExitStack) -> None:
         """Prepare what the cell needs while it runs; ``opened`` closes it."""
@@ -66,10 +65,9 @@ class Spec:
         if self.disk:
             self.disk.close()
 
-    def finish(self) -> list[str]:
-        """Do what is left to do after the end of the cell; return warnings."""
-        return []
+    def finish(self, cached_bytes: int | None) -> list[str]:
+        """Do what is left to do after the end of the cell; return warnings.
 
-    def doubts_of_cache(self, _cached_bytes: int | None) -> list[str]:
-        """Return warnings about files that stayed in the page cache."""
-        return []
+        ``cached_bytes`` of ``files`` were in the page cache at the start; None if unknown.
+        """
+        raise NotImplementedError

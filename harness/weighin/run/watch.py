@@ -1,11 +1,13 @@
 """Watch one cell from outside: its messages, its memory, its cgroup, and its end."""
 
+import linecache
 import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +28,7 @@ from weighin.probes.cgroup import (
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, with_cuda
 from weighin.probes.memory import FamilyMemory, GroupMemory, ProcessMemory
 from weighin.probes.sampler import Sampler
-from weighin.records import run_folder
+from weighin.records import run_folder, thrashing
 from weighin.records.repeats import largest
 from weighin.result import (
     SCHEMA,
@@ -37,12 +39,10 @@ from weighin.result import (
     Outcome,
     Peaks,
     Pressure,
-    Process,
     Ran,
     Rank,
     Result,
     Sample,
-    Stack,
     Stopped,
     Track,
     Use,
@@ -52,7 +52,7 @@ from weighin.run.judge import is_beyond
 from weighin.run.leftovers import end_rest, left
 from weighin.run.listener import Listener
 from weighin.run.spec import Spec
-from weighin.run.thrash_guard import ThrashGuard
+from weighin.text import one_line
 from weighin.units import MIB, format_bytes
 from weighin.uses import FORK, is_of_use
 
@@ -65,6 +65,8 @@ _SETTLE_S: Final = 0.3  # in which short children of a command end by themselves
 _LONGEST_PAUSE_S: Final = 0.2  # between two looks at a cell that runs
 _PAUSE_S: Final = 0.01  # while a server is awaited
 _RANKS_END_S: Final = 0.5  # for other ranks to fail after one, so that the first cause is known
+_TEST_S: Final = 0.5  # between two tests whether the cell thrashes
+_TEST_SHARE: Final = 10  # and at least so many times a test, which is slow in a thrashing container
 _AFTER_KILL_S: Final = 1.0  # from the kill of a process of a server, which will not be ready
 
 
@@ -78,17 +80,21 @@ class Watch:
         trace: the events of the CUDA allocator; None if they were not recorded.
     """
 
-    def __init__(self, spec: Spec, listener: Listener, guard: ThrashGuard | None = None) -> None:
-        """``guard`` tests whether the cell thrashes; if it does, it is killed."""
+    def __init__(
+        self, spec: Spec, listener: Listener, reference: thrashing.Reference | None = None
+    ) -> None:
+        """Kill the cell if it thrashes in comparison with ``reference``, the same without a limit."""
         self.samples: list[Sample] = []
         self.rank_samples: dict[int, list[Sample]] = {}
-        self._spec, self._listener, self._guard = spec, listener, guard
+        self._spec, self._listener = spec, listener
+        self._reference = reference if spec.cell.ram_limit_bytes else None
+        self._test_s = time.monotonic() + _TEST_S if self._reference else math.inf
         self._ranks = listener.ranks
         self._log = kernel_log.position()
         self._started_s, self._started_ns = time.time(), time.monotonic_ns()
         self._machine_oom_kills = read_machine_oom_kills()
         self._stopped: Stopped | None = None
-        self._stalled = ""
+        self._stalled = self._left = ""
         self._exits: dict[int, Exit] = {}  # of ranks
         self._peak_bytes: int | None = None
         self._counts_peak = True  # until a model or a server is ready, or weighin kills the cell
@@ -96,7 +102,6 @@ class Watch:
         self._at_ready: Counters | None = None
         self._exit: Exit | None = None
         self._ended: tuple[str, ...] = ()
-        self._left = ""
         self._driver: DriverMemory | None = None
         self._memory: GroupMemory | FamilyMemory | ProcessMemory | None = None
         self._of_ranks: ProcessMemory | None = None
@@ -108,7 +113,6 @@ class Watch:
     # Before and while the cell runs ---------------------------------------------------------------
 
     def begin(self, running: Running) -> None:
-        """Begin to measure what has just started."""
         self._running: Any = running
         self._mark = mark_of(running)
         self._home = memory_cgroup_of(running.pid) if running.pid and not running.cgroup else None
@@ -152,7 +156,7 @@ class Watch:
         ends_s = math.inf  # when the rest is killed, of which nothing is expected any more
         while True:
             now_s = time.monotonic()
-            due_s = min(deadline, ends_s, self._guard.next_s if self._guard else math.inf)
+            due_s = min(deadline, ends_s, self._test_s)
             with interrupts.allowed():
                 has_ended = self._running.wait(max(0.0, min(pause_s, due_s - now_s)))
             if self._listener.error:
@@ -160,11 +164,8 @@ class Watch:
             if has_ended or self.server_ready_ns:
                 return
             now_s = time.monotonic()
-            if self._guard:
-                is_loading = self._at_ready is None
-                self._stopped = self._guard.proof(
-                    self._counters, self._at_baseline, self._peak_bytes, is_loading=is_loading
-                )
+            if self._reference and now_s >= self._test_s:
+                self._stopped = self._thrashes(self._reference)
             if not self._stopped and now_s >= deadline:
                 self._stopped = Stopped(time.monotonic_ns() - self._started_ns, spec.timeout_s)
                 self._stalled = spec.disk.stalled() if spec.disk else ""
@@ -176,6 +177,24 @@ class Watch:
             if spec.readiness and self._memory and self._sampler.oom_kills:
                 deadline = min(deadline, now_s + _AFTER_KILL_S) if ends_s == math.inf else deadline
                 ends_s = deadline
+
+    def _thrashes(self, reference: thrashing.Reference) -> Stopped | None:
+        """Return the figures that prove that the cell thrashes; None without a proof."""
+        start_s, before = time.monotonic(), self._at_baseline
+        now, limit_bytes = self._counters(), self._spec.cell.ram_limit_bytes or 0
+        end_s = time.monotonic()
+        self._test_s = end_s + max(_TEST_S, _TEST_SHARE * (end_s - start_s))
+        pages = grown(before.refaults or 0, now.refaults)  # before the load, from the start on
+        peak_bytes = largest((self._peak_bytes, now.peak_bytes))
+        if peak_bytes is not None and peak_bytes < limit_bytes:
+            return None
+        return thrashing.proof(
+            reference,
+            after_ns=time.monotonic_ns() - self._started_ns,
+            reread_bytes=None if pages is None else pages * os.sysconf("SC_PAGE_SIZE"),
+            waited_ns=grown(before.some_ns or 0, now.some_ns),
+            is_loading=self._at_ready is None,
+        )
 
     def _kill(self) -> None:
         """Kill the cell, read the peak, and lift the limit so that a thrashing process can exit.
@@ -213,48 +232,43 @@ class Watch:
 
     @property
     def _failed_ranks(self) -> dict[int, Exit]:
-        """The exits of the ranks that ended before their message ``done``."""
         return {rank: each for rank, each in self._exits.items() if not self._ranks[rank].done}
 
     # What the cell reports ------------------------------------------------------------------------
 
     def _take(self, track: listener.Track, message: messages.Message | messages.End) -> None:
-        if not self._spec.job and not (
-            isinstance(message, messages.Begin | messages.End) and message.id
-        ):
+        of_program = isinstance(message, messages.Begin | messages.End) and message.id
+        if not self._spec.job and not of_program:
             return  # a program reports phases alone
-        with self._reading:
-            self._take_alone(track, message)
-
-    def _take_alone(self, track: listener.Track, message: messages.Message | messages.End) -> None:
         is_alone = len(self._ranks) == 1
-        match message:
-            case messages.Begin():
-                now, resets = Counters(), True
-                if message.id and track.is_main:
-                    now, resets = self._counters(), self._reset_mark() or not self._mark
-                track.begin(message, now, resets_group=resets)
-                if not message.id and track is self._ranks[0]:
-                    self._spec.on_phase(message.name)
-            case messages.End() if is_alone and track.is_main:
-                now = self._counters()
-                resets = not message.id and self._reset_mark()
-                track.end(message, now, resets_group=resets)
-            case messages.End():  # ranks share a cgroup, so its figures are of no single phase
-                usage = None if track.is_program else self._counters().usage_bytes
-                track.end(message, Counters(usage_bytes=usage), resets_group=False)
-            case messages.Baseline():
-                self._take_baseline(track, message)
-            case messages.Ended():
-                if 0 <= message.rank < len(self._ranks):
-                    self._ranks[message.rank].stderr_tail = message.stderr_tail
-                    self._exits[message.rank] = Exit(message.code, message.signal)
-            case _:
-                track.take(message)
-                is_ready = all(each.ready_at_ns is not None for each in self._ranks)
-                if isinstance(message, messages.Ready) and is_ready:
-                    self._at_ready = track.before if is_alone else self._counters()
-                    self._counts_peak = False
+        with self._reading:
+            match message:
+                case messages.Begin():
+                    now, resets = Counters(), True
+                    if message.id and track.is_main:
+                        now, resets = self._counters(), self._reset_mark() or not self._mark
+                    track.begin(message, now, resets_group=resets)
+                    if not message.id and track is self._ranks[0]:
+                        self._spec.on_phase(message.name)
+                case messages.End() if is_alone and track.is_main:
+                    now = self._counters()
+                    resets = not message.id and self._reset_mark()
+                    track.end(message, now, resets_group=resets)
+                case messages.End():  # ranks share a cgroup, so its figures are of no single phase
+                    usage = None if track.is_program else self._counters().usage_bytes
+                    track.end(message, Counters(usage_bytes=usage), resets_group=False)
+                case messages.Baseline():
+                    self._take_baseline(track, message)
+                case messages.Ended():
+                    if 0 <= message.rank < len(self._ranks):
+                        self._ranks[message.rank].stderr_tail = message.stderr_tail
+                        self._exits[message.rank] = Exit(message.code, message.signal)
+                case _:
+                    track.take(message)
+                    is_ready = all(each.ready_at_ns is not None for each in self._ranks)
+                    if isinstance(message, messages.Ready) and is_ready:
+                        self._at_ready = track.before if is_alone else self._counters()
+                        self._counts_peak = False
 
     def _take_baseline(self, track: listener.Track, message: messages.Baseline) -> None:
         """Store one rank's memory before the load; the ranks load only after all have reported it."""
@@ -294,7 +308,6 @@ class Watch:
     # The end of the cell --------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Read the last figures, end all processes of a command, and reap the first process."""
         running, is_server_ready = self._running, self.server_ready_ns is not None
         settings = self._spec.settings
         if is_server_ready and settings:
@@ -309,7 +322,7 @@ class Watch:
         if self._spec.job:
             has_ended = running.wait(_PATIENCE_S)  # else it is in an uninterruptible sleep
             self._exit = running.reap() if has_ended else Exit(None, still_runs=True)
-            self._close_listener()
+            self._listener.close()  # takes the last messages
             self._at_end = self._counters()
             return
         assert settings
@@ -324,19 +337,13 @@ class Watch:
             self._counters()  # what ran on after the first process may have grown
         # The last sample has all page cache, which stays in the cgroup after the process's end.
         self._sampler.stop()
-        self._close_listener()
+        self._listener.close()
         self.samples = self._sampler.without_caches()
         if running.shares_terminal and not running.members():  # else a container's files are gone
             last = self.samples[-1] if self._mark and self.samples and not is_server_ready else None
             self._left = left(self._started_s, last)
 
-    def _close_listener(self) -> None:
-        self._listener.close()  # takes the last messages
-        if self._listener.error:
-            raise self._listener.error
-
     def close(self) -> None:
-        """End the sampling; also after an error."""
         self._listener.close()
         driver = self._driver.stop() if self._driver else None
         if self._memory:
@@ -376,6 +383,8 @@ class Watch:
             because: another outcome, and the reason, if the cell must not count.
             warnings: those of ``measure``.
         """
+        if self._listener.error:
+            raise self._listener.error
         end = self._facts()
         outcome, message = judged, _ = judge.judge(end)
         doubts = (message,) if outcome is Outcome.OK and message else ()
@@ -383,27 +392,23 @@ class Watch:
         if because:
             outcome, message = judge.void(outcome, message, *because)
         is_cut = outcome is Outcome.THRASHING  # such a cell was killed, so its times are no results
-        fields = (
-            self._of_load(end, judged)
-            if self._spec.job
-            else self._of_command(end, judged, spent_ns)
-        )
+        if self._spec.job:
+            fields = self._of_load(end, judged)
+            cost = listener.slowest(self._ranks).cost(wall_ns)
+        else:
+            fields = self._of_command(end, judged, spent_ns)
+            cost = Cost(wall_ns=wall_ns, load_ns=None if is_cut else spent_ns)
         times = (fields["ready_ns"] or 0, fields["load_ns"] or 0)
         limit_bytes, ranks = self._spec.cell.ram_limit_bytes, len(self._ranks)
-        if outcome is Outcome.OK and (
-            why := next(
-                judge.contradictions(
-                    fields["peaks"], fields.get("baseline"), limit_bytes, ranks, max(times), wall_ns
-                ),
-                "",
-            )
-        ):
+        found = judge.contradictions(
+            fields["peaks"], fields.get("baseline"), limit_bytes, ranks, max(times), wall_ns
+        )
+        if outcome is Outcome.OK and (why := next(found, "")):
             outcome, message = judge.void(outcome, message, Outcome.MEASUREMENT_FAILED, why)
         if is_cut:
             fields |= {"load_ns": None, "ready_ns": None}
         environment = about.pop("environment") | self._ranks[0].environment
         noted = (*fields.pop("warnings"), *doubts, *warnings)
-        cost = self._cost(spent_ns, wall_ns, is_cut=is_cut)
         assert self._exit
         return Result(
             schema=SCHEMA,
@@ -423,14 +428,31 @@ class Watch:
     def _facts(self) -> judge.End:
         """Return what is known about the end of the cell; the kernel's log is read here, once."""
         running, job = self._running, self._spec.job
-        oom_kills = self._at_end.oom_kills
+        oom_kills, escape = self._at_end.oom_kills, ""
         if self._memory:
-            oom_kills = largest((oom_kills, self._sampler.oom_kills))
+            oom_kills, escape = largest((oom_kills, self._sampler.oom_kills)), self._memory.escape
+        table = self._sampler.table if self._memory else None
+        self._processes = table.processes() if table else ()
+        if (
+            not escape
+            and table
+            and self._mark
+            and is_beyond(table.most_anon_bytes, self._peak_bytes)
+        ):
+            escape = (
+                f"a process had {format_bytes(table.most_anon_bytes)} of anonymous memory, and the"
+                f" command's cgroup never more than {format_bytes(self._peak_bytes or 0)}"
+            )
         machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
         pids = [each.pid for each in self._processes]
         log, pid = self._log, running.pid or 0
         kills = kernel_log.kills_since(log, running.cgroup, pid, pids, self._home)
-        kills = kills and tuple(map(self._with_limit, kills))
+
+        def limit_of(kill: Kill) -> int | None:
+            around = (size for size, group in self._limits if f"{group}".endswith(kill.limit_of))
+            return next(around, None) if kill.limit_of else self._spec.cell.ram_limit_bytes
+
+        kills = kills and tuple(replace(each, limit_bytes=limit_of(each)) for each in kills)
         if not job and machine_oom_kills == 0:
             kills = ()
         elif not job and kills is not None and kernel_log.has_our_pids():
@@ -449,38 +471,10 @@ class Watch:
             peak_bytes=largest((self._peak_bytes, self._at_end.peak_bytes if job else None)),
             limits=self._limits,
             ready=server.ready_ns is not None if server else None,
-            escape=(self._memory.escape if self._memory else "") or self._filled_outside(),
+            escape=escape,
             stalled=self._stalled,
             stderr_tail=running.channel.stderr_tail if job else b"",
         )
-
-    def _with_limit(self, kill: Kill) -> Kill:
-        """Return the kill with its limit's size: the cell's own, or that of a cgroup around it."""
-        if not kill.limit_of:
-            return replace(kill, limit_bytes=self._spec.cell.ram_limit_bytes)
-        around = (limit for limit, group in self._limits if f"{group}".endswith(kill.limit_of))
-        return replace(kill, limit_bytes=next(around, None))
-
-    @property
-    def _processes(self) -> tuple[Process, ...]:
-        """The processes of a command."""
-        table = self._sampler.table if self._memory else None
-        return table.processes() if table else ()
-
-    def _filled_outside(self) -> str:
-        """Say if a process had more memory than its cgroup ever had: it left meanwhile."""
-        table = self._sampler.table if self._memory else None
-        if not table or not self._mark or not is_beyond(table.most_anon_bytes, self._peak_bytes):
-            return ""
-        return (
-            f"a process had {format_bytes(table.most_anon_bytes)} of anonymous memory, and the"
-            f" command's cgroup never more than {format_bytes(self._peak_bytes or 0)}"
-        )
-
-    def _cost(self, spent_ns: int, wall_ns: int, *, is_cut: bool) -> Cost:
-        if self._spec.job:
-            return listener.slowest(self._ranks).cost(wall_ns)
-        return Cost(wall_ns=wall_ns, load_ns=None if is_cut else spent_ns)
 
     def _of_load(self, end: judge.End, outcome: Outcome) -> dict[str, Any]:
         ranks, first = self._ranks, self._ranks[0]
@@ -556,25 +550,20 @@ class Watch:
         )
 
     def _load_faults(self, refaults: int | None) -> Faults | None:
-        phases = [phase for each in self._ranks for phase in each.load_phases]
-        minor, major = (
-            sum(phase.minor_faults for phase in phases),
-            sum(phase.major_faults for phase in phases),
-        )
-        counted = Faults(minor, major, refaults) if phases else None
-        first = self._ranks[0]
-        if first.baseline is None or self._at_ready or len(self._ranks) > 1:
-            return counted
-        # The worker died inside a phase, whose page faults only the samples have.
-        since_ns = phases[-1].end_ns if phases else first.baseline_ns
-        seen = [each for each in self.samples if each.t_ns >= since_ns]
-        if not seen:
-            return counted
-        minor += seen[-1].minor_faults - seen[0].minor_faults
-        return Faults(minor, major + seen[-1].major_faults - seen[0].major_faults, refaults)
+        ranks, seen = self._ranks, list[Sample]()
+        phases = [phase for each in ranks for phase in each.load_phases]
+        minor = sum(phase.minor_faults for phase in phases)
+        major = sum(phase.major_faults for phase in phases)
+        if ranks[0].baseline and not self._at_ready and len(ranks) == 1:
+            # The worker died inside a phase, whose page faults only the samples have.
+            since_ns = phases[-1].end_ns if phases else ranks[0].baseline_ns
+            seen = [each for each in self.samples if each.t_ns >= since_ns]
+        if seen:
+            minor += seen[-1].minor_faults - seen[0].minor_faults
+            major += seen[-1].major_faults - seen[0].major_faults
+        return Faults(minor, major, refaults) if phases or seen else None
 
     def _use(self) -> Use | None:
-        """Return facts of the use after the load; None if no use has ended, or for several ranks."""
         phases = [phase for phase in self._ranks[0].phases if is_of_use(phase.name)]
         if not phases or len(self._ranks) > 1:
             return None
@@ -585,7 +574,7 @@ class Watch:
 
     def _load_warnings(self, end: judge.End, outcome: Outcome) -> list[str]:
         warnings = [self._running.unseen] if self._running.unseen else []
-        warnings += self._ranks[0].notes
+        warnings += self._ranks[0].warnings
         if len(self._ranks) > 1 and not self._running.cgroup:
             warnings.append(
                 "without a cgroup, the memory that ranks share cannot be counted once, so the"
@@ -665,7 +654,10 @@ class Watch:
                     for each in self._processes
                 ),
                 kills=tuple(end.kills or ()),
-                stacks=self._taken_stacks(),
+                stacks=tuple(
+                    replace(each, code=code_of(each.frames, settings.cwd, self._started_s))
+                    for each in (self._stacks.stacks if self._stacks else ())
+                ),
                 ended=self._ended,
                 tracks=tuple(Track(each.pid, each.phases) for each in others),
                 cold=tuple(settings.command(self._spec.cell.strategy).cold),
@@ -676,15 +668,7 @@ class Watch:
         }
 
     def _most(self, part: str) -> int | None:
-        """Return the most memory of a kind in one sample; None without samples."""
         return largest(getattr(one, part) for one in self.samples)
-
-    def _taken_stacks(self) -> tuple[Stack, ...]:
-        if not self._stacks or not self._spec.settings:
-            return ()
-        from weighin.run.stack_code import with_code  # takes 0.01 s, with its regular expressions
-
-        return with_code(self._stacks.stacks, self._spec.settings.cwd, self._started_s)
 
 
 def mark_of(running: Running) -> PeakMark | None:
@@ -692,3 +676,22 @@ def mark_of(running: Running) -> PeakMark | None:
     if not running.pid or not running.cgroup:
         return None
     return PeakMark(MemoryCgroup(running.cgroup, pressure_file_of(running.pid)))
+
+
+def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
+    """Return the source code of the innermost frame in the user's own program; empty without one.
+
+    Paths are relative to ``folder``, the command's working folder. A file that was written after
+    ``started_s`` (seconds since the epoch) gives no code, because other code may have run.
+    """
+    from weighin.records.explanation.facts import (
+        own,
+        read_all,
+    )  # takes 0.01 s, with its expressions
+
+    if frame := own(read_all(frames)):
+        path = Path(folder, frame.path)
+        with suppress(OSError):
+            if path.is_file() and path.stat().st_mtime <= started_s:
+                return one_line(linecache.getline(str(path), frame.line).partition("  #")[0])
+    return ""

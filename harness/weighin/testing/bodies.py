@@ -9,6 +9,7 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -92,70 +93,112 @@ def guarded(result: Result) -> Result:
     return NotOk(**{each.name: getattr(result, each.name) for each in fields(result)})
 
 
-def measure_load(
-    strategy: str, say: Callable[[str], None], *, ram: str | None, **options: Any
+def measured(
+    config: pytest.Config,
+    results: list[Result],
+    /,
+    what: str | Callable[..., object],
+    *arguments: Any,
+    ram: str | None = None,
+    isolation: str | None = None,
+    timeout_s: float = 600.0,
+    **options: Any,
 ) -> Result:
-    """Measure one load as ``weighin bench`` does, in a run of one cell in a temporary folder.
+    """Measure one load, or one call of a function, and return its ``Result``; add it to ``results``.
 
-    ``Weighin.measure`` documents the options. ``say`` gets each line that a long preparation
-    prints, such as the pull of a Docker image.
+    Args:
+        what: a strategy's name or file ("./mine.py"), or a function of an importable module.
+        arguments: the function's arguments; a strategy takes no arguments.
+        ram: a RAM limit such as "2g", which needs the isolation docker or cgroup.
+        isolation: "docker", "cgroup", "process" or "auto"; a function cannot run in Docker.
+        timeout_s: the time in seconds after which the process is killed (outcome ``timeout``).
+        options: the keyword arguments of a function. For a strategy: ``model`` ("gpt2-small"),
+            ``device``, ``dtype``, ``cache``, ``format``, ``checkpoint``, ``kwargs`` of the
+            model, ``options`` of the strategy, and ``use`` after the load ("adamw",
+            "./mine.py"; default "forward"). For a Hugging Face folder also: ``variant``,
+            ``model_class``, ``revision`` and ``trust_remote_code``.
 
     Raises:
-        HarnessError: the load cannot be measured here, or an argument is invalid.
+        HarnessError: the load or function cannot be measured. A load or function that fails
+            raises no error: its result has the outcome and the message of the failure. To read
+            the peaks of such a result raises AssertionError, so that the test fails.
+        TypeError: a strategy got positional arguments.
     """
+    chosen = isolation or isolation_of(config)
+    with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
+        if callable(what):
+            limit = Limit("1", ram=ram, timeout_s=timeout_s)
+            result = _call(Path(folder), (what, arguments, options), limit, chosen)
+        elif arguments:
+            raise TypeError("a strategy takes no arguments: give options by name")
+        else:
+            suite = {"isolation": chosen, "timeout_s": timeout_s, "ram": [ram or "none"]}
+            result = _load(Path(folder), config, what, suite, options)
+    results.append(result)
+    return guarded(result)
+
+
+def _load(
+    folder: Path,
+    config: pytest.Config,
+    strategy: str,
+    suite: dict[str, Any],
+    options: dict[str, Any],
+) -> Result:
     from weighin.plan import start as plans
     from weighin.plan.task import Progress
     from weighin.run import runner
     from weighin.settings.reading import check_suite
 
-    suite = {
+    suite |= {
         "models": [options.pop("model", "gpt2-small")],
         "strategies": [{"name": strategy, "options": options.pop("options", None) or {}}],
-        "ram": [ram or "none"],
-        "isolation": options.pop("isolation"),
-        "timeout_s": options.pop("timeout_s"),
         "uses": options.pop("use", FORWARD),
         "dtype": "float32",
     }
-    for name, value in options.items():
-        if name not in _OF_LOADS:
-            raise TypeError(f"measure() of a strategy has no option {name!r}")
-        if value:
-            suite[name] = value
-    with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
-        task, _ = plans.start(check_suite(suite), Path(folder) / "run")
-        try:
-            (result,) = runner.run(replace(task, patience_s=PATIENCE_S), Progress(building=say))
-        except Interrupted:
-            raise KeyboardInterrupt from None
+    if unknown := options.keys() - _OF_LOADS:
+        raise TypeError(f"measure() of a strategy has no option {min(unknown)!r}")
+    suite |= {name: value for name, value in options.items() if value}
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    capture = config.pluginmanager.getplugin("capturemanager")
+
+    def say(line: str) -> None:
+        """Print a line at once, although pytest captures output; print nothing under xdist."""
+        if reporter:
+            with capture.global_and_fixture_disabled() if capture else nullcontext():
+                reporter.ensure_newline()
+                reporter.write_line(f"weighin: {line}")
+
+    task, _ = plans.start(check_suite(suite), folder / "run")
+    try:
+        (result,) = runner.run(replace(task, patience_s=PATIENCE_S), Progress(building=say))
+    except Interrupted:
+        raise KeyboardInterrupt from None
     if result.outcome == "measurement_failed":
         raise HarnessError(f"{strategy} could not be measured: {result.message}")
     return result
 
 
-def measure_call(call: Call, *, ram: str | None, isolation: str, timeout_s: float) -> Result:
-    """Call a function in a new process and return the result of the measurement.
-
-    Raises:
-        ConfigError: the function or an argument cannot be pickled.
-        IsolationUnavailable: the isolation does not work here, or is docker.
-    """
+def _call(folder: Path, call: Call, limit: Limit, isolation: str) -> Result:
+    """Call a function in a new process; raise ConfigError if it or an argument cannot be pickled."""
     function = getattr(call[0], "__qualname__", str(call[0]))
+    path = folder / "call.pickle"
     try:
-        content = pickle.dumps(call)
+        path.write_bytes(pickle.dumps(call))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{function} cannot be called in another process: {error}",
             "measure a function that is defined at the top of a module, and give it arguments"
             " that can be pickled, because weighin sends both to another process",
         ) from None
-    with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
-        (path := Path(folder) / "call.pickle").write_bytes(content)
-        limit = Limit("1", ram=ram, timeout_s=timeout_s)
-        return _run(Path(folder), Body(str(path)), function, limit, isolation)
+    return _run(folder, Body(str(path)), function, limit, isolation)
 
 
-def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.TestReport]:
+def isolation_of(config: pytest.Config) -> str:
+    return str(config.getoption("weighin_isolation") or config.getini("weighin_isolation"))
+
+
+def run_item(item: pytest.Item, limit: Limit) -> list[pytest.TestReport]:
     """Run a test in a new process, and return the test's reports. The test fails if its memory
     grows by more than ``limit.size``.
     """
@@ -166,7 +209,7 @@ def run_item(item: pytest.Item, limit: Limit, isolation: str) -> list[pytest.Tes
         with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
             path = Path(folder) / "reports.json"
             body = Body(str(path), _arguments(item))
-            result = _run(Path(folder), body, item.name, limit, isolation)
+            result = _run(Path(folder), body, item.name, limit, isolation_of(item.config))
             reports = _read_reports(item.config, path)
     except HarnessError as error:
         return [_failed(item, str(error))]

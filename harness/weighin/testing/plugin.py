@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -80,49 +80,12 @@ class Weighin:
         self._config = request.config
         self._results = request.node.stash.setdefault(MEASURED, [])
 
-    def measure(
-        self,
-        what: str | Callable[..., object],
-        *arguments: Any,
-        ram: str | None = None,
-        isolation: str | None = None,
-        timeout_s: float = 600.0,
-        **options: Any,
-    ) -> Result:
-        """Measure one load, or one call of a function, and return its ``Result``.
-
-        Args:
-            what: a strategy's name or file ("./mine.py"), or a function of an importable module.
-            arguments: the function's arguments; a strategy takes no arguments.
-            ram: a RAM limit such as "2g", which needs the isolation docker or cgroup.
-            isolation: "docker", "cgroup", "process" or "auto"; a function cannot run in Docker.
-            timeout_s: the time in seconds after which the process is killed (outcome ``timeout``).
-            options: the keyword arguments of a function. For a strategy: ``model`` ("gpt2-small"),
-                ``device``, ``dtype``, ``cache``, ``format``, ``checkpoint``, ``kwargs`` of the
-                model, ``options`` of the strategy, and ``use`` after the load ("adamw",
-                "./mine.py"; default "forward"). For a Hugging Face folder also: ``variant``,
-                ``model_class``, ``revision`` and ``trust_remote_code``.
-
-        Raises:
-            HarnessError: the load or function cannot be measured. A load or function that fails
-                raises no error: its result has the outcome and the message of the failure. To read
-                the peaks of such a result raises AssertionError, so that the test fails.
-            TypeError: a strategy got positional arguments.
-        """
+    def _measuring(self) -> Callable[..., Result]:
         from weighin.testing import bodies
 
-        chosen = isolation or isolation_of(self._config)
-        if callable(what):
-            call = (what, arguments, options)
-            result = bodies.measure_call(call, ram=ram, isolation=chosen, timeout_s=timeout_s)
-        elif arguments:
-            raise TypeError("a strategy takes no arguments: give options by name")
-        else:
-            say = partial(_say, self._config)
-            options |= {"isolation": chosen, "timeout_s": timeout_s}
-            result = bodies.measure_load(what, say, ram=ram, **options)
-        self._results.append(result)
-        return bodies.guarded(result)
+        return partial(bodies.measured, self._config, self._results)
+
+    measure = property(_measuring, doc="The function ``weighin.testing.bodies.measured``.")
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the ``with`` block as a phase; without a limit of ``limit_peak``, do nothing."""
@@ -133,25 +96,10 @@ class Weighin:
         return body.phase(named_by_strategy(name)) if body else nullcontext()
 
 
-def _say(config: pytest.Config, line: str) -> None:
-    """Print a line at once, although pytest captures output; print nothing under xdist."""
-    reporter = config.pluginmanager.getplugin("terminalreporter")
-    capture = config.pluginmanager.getplugin("capturemanager")
-    if reporter is None:
-        return
-    with capture.global_and_fixture_disabled() if capture else nullcontext():
-        reporter.ensure_newline()
-        reporter.write_line(f"weighin: {line}")
-
-
 @pytest.fixture
 def weighin(request: pytest.FixtureRequest) -> Weighin:
     """Measure loads in new, limited processes: ``weighin.measure("mmap_assign", ram="2g")``."""
     return Weighin(request)
-
-
-def isolation_of(config: pytest.Config) -> str:
-    return str(config.getoption("weighin_isolation") or config.getini("weighin_isolation"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -167,7 +115,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         return None  # this process is the new process
     limit = bodies.Limit(*marker.args, **marker.kwargs) if marker else bodies.Limit(size)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in bodies.run_item(item, limit, isolation_of(item.config)):
+    for report in bodies.run_item(item, limit):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     # Tear down the fixtures of earlier tests, as the usual protocol does.

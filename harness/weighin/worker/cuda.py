@@ -99,7 +99,6 @@ class CudaMemory:
         return {"requested_bytes": requested, "reserved_bytes": reserved, "events": events}
 
     def summary(self) -> str:
-        """Return PyTorch's text table of the allocator's state."""
         return torch.cuda.memory_summary(self.device, abbreviated=True)
 
     def describe(self) -> dict[str, Any]:

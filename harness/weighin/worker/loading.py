@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -16,15 +16,12 @@ from weighin.construction.skeleton import Builder, construct, reset_buffers
 from weighin.worker.phases import named_by_strategy
 
 
-class Phases(Protocol):
-    """An object that measures phases: a worker has a ``Marks``, and a prediction has a ``Ledger``."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """The implementation of ``weighin.strategy.Load`` in the measured process."""
+    """The implementation of ``weighin.strategy.Load`` in the measured process.
+
+    ``marks`` measures phases: a worker has a ``Marks``, and a prediction has a ``Ledger``.
+    """
 
     checkpoint: Path
     device: torch.device
@@ -32,7 +29,7 @@ class WorkerLoad:
     options: Mapping[str, Any]
     model: ModelSpec
     builder: Callable[..., torch.nn.Module]
-    marks: Phases
+    marks: Any
 
     @property
     def pretrained(self) -> Mapping[str, Any]:
@@ -54,7 +51,7 @@ class WorkerLoad:
         reset_buffers(model, self.builder, self.model.kwargs, self.device, self.dtype)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        return self.marks.phase(named_by_strategy(name))
+        return self.marks.phase(named_by_strategy(name))  # type: ignore[no-any-return]
 
 
 def import_strategy(path: Path, name: str = "load") -> Callable[[Any], Any]:

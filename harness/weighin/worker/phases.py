@@ -1,4 +1,4 @@
-"""Measure phases: read and reset the high-water marks of the kernel and the allocator.
+"""Report phases and failures to weighin; a phase has the high-water marks of kernel and allocator.
 
 At the end of a phase the worker reads and resets VmHWM, its peak RSS. The worker then waits until
 weighin has read and reset the cgroup's peak. The worker subtracts the time of these readings from
@@ -10,10 +10,11 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from reprlib import repr as short_repr
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from weighin.cell import Job
 from weighin.child_process import Parent, end_with_parent
@@ -27,7 +28,8 @@ from weighin.phase_reporter import (
     reset_peak,
 )
 from weighin.protocol import decode_job
-from weighin.result import OURS, UNNAMED
+from weighin.result import OURS, UNNAMED, Outcome
+from weighin.text import one_line
 
 if TYPE_CHECKING:
     from weighin.worker.cuda import CudaMemory
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
 _SHORTEST_GAP_NS = 1_000_000  # a shorter gap between two phases counts to the second phase
 _ORPHANED = 125
 _PIECE = 1000  # the most points or events in one message
+_LONGEST = 8000  # characters of a failure; a longer message would not fit into a packet
+
+BEFORE_LOAD = "before the load"
+"""With these words begins the message of a failure that is not the strategy's."""
 
 
 class Lifeline(Parent):
@@ -163,6 +169,33 @@ class Marks:
         self.restart()
         self.spent_ns += self._start_ns - end_ns
 
+    def report_baseline(self, import_ns: int) -> None:
+        """Send the memory before the load, and what only the worker can see of its environment.
+
+        A figure "above import" is a later figure minus the baseline.
+        """
+        import torch
+
+        environment: dict[str, Any] = {
+            "python": sys.version.split()[0],
+            "torch": str(torch.__version__),
+            "numpy": getattr(sys.modules.get("numpy"), "__version__", None),
+            "threads": torch.get_num_threads(),
+            "libc": os.confstr("CS_GNU_LIBC_VERSION"),
+        }
+        self._lifeline.send(
+            "baseline",
+            t_ns=time.monotonic_ns(),
+            memory=self.memory(),
+            import_ns=import_ns,
+            environment=environment | (self.cuda.describe() if self.cuda else {}),
+        )
+
+    def tell_trace(self) -> None:
+        """Send the events that the CUDA allocator recorded, if any."""
+        if self.cuda and (trace := self.cuda.take_trace()) is not None:
+            self.send_in_pieces("trace", "events", trace.pop("events"), **trace)
+
     def send_in_pieces(self, event: str, name: str, items: list[Any], **fields: Any) -> None:
         """Send a long list in several messages, each short enough for the connection."""
         for start in range(0, max(1, len(items)), _PIECE):
@@ -171,3 +204,34 @@ class Marks:
 
 def _read_faults() -> tuple[int, int]:
     return parse_faults(read_text("/proc/self/stat"))
+
+
+class StrategyFailed(Exception):
+    """The strategy gave no model or no file, or raised the error in this exception's ``__cause__``."""
+
+
+class UseFailed(Exception):
+    """The use of the loaded model raised the error that is this exception's ``__cause__``."""
+
+
+def describe(error: BaseException, strategy: str = "") -> str:
+    """Describe an error in one line, with the file and the line of code that raised the error.
+
+    If the traceback contains the file ``strategy``, the result names the innermost line of this
+    file instead. That line tells the strategy's author more than a line of torch.
+    """
+    from pathlib import Path
+
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == strategy]
+    place = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in (own or frames)[-1:])
+    text = one_line(str(error))
+    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+
+
+def fail(lifeline: Lifeline, outcome: Outcome, message: str, summary: str = "") -> NoReturn:
+    """Report the failure, print the traceback to standard error, and end this process."""
+    traceback.print_exc()
+    lifeline.send("failed", outcome=outcome, message=message[:_LONGEST], summary=summary)
+    sys.stderr.flush()
+    os._exit(1)  # do not wait for the strategy's threads and exit handlers

@@ -19,9 +19,7 @@ from typing import Any, NoReturn
 from weighin.cell import Body, Job
 from weighin.protocol import BODY_PLUGIN
 from weighin.result import Outcome
-from weighin.worker.failures import describe, fail
-from weighin.worker.phases import Lifeline, Marks
-from weighin.worker.warmup import report_baseline
+from weighin.worker.phases import Lifeline, Marks, describe, fail
 
 BODY = "body"
 """The name of the phase for the parts of a test's body that are in no other phase."""
@@ -64,7 +62,7 @@ def _measuring(device: str, lifeline: Lifeline, marks: Marks, import_ns: int) ->
 
         marks.cuda = CudaMemory(torch.device(device))
     marks.close("prepare")
-    report_baseline(lifeline, marks, import_ns)
+    marks.report_baseline(import_ns)
     marks.restart()
     lifeline.send("begin", name=BODY, t_ns=time.monotonic_ns())
     start_ns, marked_ns = time.monotonic_ns(), marks.spent_ns

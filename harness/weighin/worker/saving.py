@@ -66,7 +66,6 @@ def files_in(target: Path) -> list[Path]:
 
 
 def sizes(target: Path) -> Written:
-    """Return the sizes and the number of the saved files."""
     stats = [file.stat() for file in files_in(target)]
     return Written(
         file_bytes=sum(stat.st_size for stat in stats),
@@ -83,7 +82,10 @@ def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
     """
     page_cache.drop(files_in(target))
     try:
-        slices = {where.name: where for where in formats.read(_checkpoint_in(target))[1]}
+        contents = list(target.iterdir())
+        is_file = len(contents) == 1 and contents[0].is_file()
+        saved = formats.read(contents[0] if is_file else target)[1]
+        slices = {where.name: where for where in saved}
         expected = {e.name: e for e in manifest.tensors if e.kind != "non_persistent_buffer"}
         complain("missing from the saved checkpoint", expected.keys() - slices.keys())
         complain("saved but not in the model", slices.keys() - expected.keys())
@@ -102,9 +104,3 @@ def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
         name for name, sum_ in checksums.items() if sum_ != expected[name].checksums[wanted[name]]
     ]
     complain("saved with other values than the model's", wrong)
-
-
-def _checkpoint_in(target: Path) -> Path:
-    """Return the file in a folder if the folder contains nothing else; otherwise return the folder."""
-    contents = list(target.iterdir())
-    return contents[0] if len(contents) == 1 and contents[0].is_file() else target

@@ -19,9 +19,8 @@ from weighin.cell import Job
 from weighin.construction.operations import tensors_in
 from weighin.probes.process import read_private_dirty
 from weighin.uses import FORK, SAVE, TO_DEVICE, TRAINING, phase_of
-from weighin.worker.failures import UseFailed
 from weighin.worker.loading import Inputs, import_strategy
-from weighin.worker.phases import Marks
+from weighin.worker.phases import Marks, UseFailed
 from weighin.worker.verify import named_tensors
 
 SAVED: Final = "saved.pt"

@@ -1,16 +1,13 @@
-"""Prepare a worker for its baseline (its memory before the load), and report the environment that
-only the worker can see.
+"""Prepare a worker for its baseline: its memory before the load.
 
 The functions of this module import torch, and not the module itself, because weighin measures the
 import of torch as a phase.
 """
 
 import os
-import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weighin.cell import ModelSpec
 from weighin.formats.pretrained_library import library_of
@@ -20,8 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-
-    from weighin.worker.phases import Lifeline, Marks
 
 _WARM_PIECE_BYTES = 1024**2
 
@@ -98,31 +93,3 @@ def check_preloaded() -> None:
                 f"the worker runs without the library {library} that LD_PRELOAD names,"
                 " because the dynamic linker did not load it"
             )
-
-
-def report_baseline(lifeline: "Lifeline", marks: "Marks", import_ns: int) -> None:
-    """Send the baseline, the worker's memory before the load, to weighin. A figure "above import"
-    is a later figure minus the baseline.
-    """
-    lifeline.send(
-        "baseline",
-        t_ns=time.monotonic_ns(),
-        memory=marks.memory(),
-        import_ns=import_ns,
-        environment=_environment(marks),
-    )
-
-
-def _environment(marks: "Marks") -> dict[str, Any]:
-    """Return the versions and settings that only the worker can see."""
-    import torch
-
-    numpy = sys.modules.get("numpy")
-    versions = {
-        "python": sys.version.split()[0],
-        "torch": str(torch.__version__),
-        "numpy": getattr(numpy, "__version__", None),
-        "threads": torch.get_num_threads(),
-        "libc": os.confstr("CS_GNU_LIBC_VERSION"),
-    }
-    return versions | (marks.cuda.describe() if marks.cuda else {})
