@@ -141,6 +141,7 @@ class FakeRunning:
         self.cgroup = cgroup
         self.unseen = unseen
         self.helpers = frozenset[int]()
+        self.mark = None
         self.kills = 0
         self._ended = ended
         self._hangs = hangs

@@ -303,7 +303,7 @@ def test_a_worker_of_which_a_process_is_another_users(
 
 def test_a_worker_that_cannot_start_leaves_no_adoption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConfigError):
         Started(("no-such-program",))
     assert not adopt_orphans(adopt=False)
 
@@ -440,17 +440,13 @@ def test_a_worker_that_does_not_end_is_an_error_and_its_children_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
-    running = Started(("sh", "-c", f"read go; cd {tmp_path}; {DAEMON} exit 0"))
+    running = Started(("sh", "-c", f"read go; cd {tmp_path}; {DAEMON} read go"))
+    assert running.channel
     running.channel.send(b"\n")
     pid = daemon(tmp_path)
-    assert running.reap() == Exit(0)
-    close = running.channel.close
-
-    def stays() -> None:
-        raise TimeoutError
-
-    monkeypatch.setattr(running.channel, "close", stays)
-    with pytest.raises(StillRunning, match=f"process {running.pid} does not end"):
-        running.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(Started, "reap", lambda _: Exit(None, still_runs=True))
+        with pytest.raises(StillRunning, match=f"process {running.pid} does not end"):
+            running.close()
     wait_until(lambda: not lives(pid), "the daemon lives on")
-    close()
+    assert running.reap() == Exit(None, signal=signal.SIGKILL)

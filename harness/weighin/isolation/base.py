@@ -6,14 +6,17 @@ The worker reports to a socket. The isolation sets all limits before the worker'
 instruction.
 """
 
+import contextlib
+import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from weighin.cell import Cell, Job
 from weighin.child_process import Pipes
+from weighin.probes.cgroup import PeakMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,27 @@ class Streams:
     stdin: int | None = None
     stdout: int | None = None
     stderr: int | None = None
+
+
+@contextlib.contextmanager
+def connected(streams: Streams | None) -> Iterator[tuple[Streams, Pipes | None]]:
+    """Yield ``streams``; if there are none, those of a worker, with this process's ends of them.
+
+    The worker must have started by the end of the ``with`` block, which closes the worker's ends.
+    """
+    if streams:
+        yield streams, None
+        return
+    (stdin, to), (out, stdout), (err, stderr) = os.pipe(), os.pipe(), os.pipe()
+    channel = Pipes((to, out, err))
+    try:
+        yield Streams(stdin, stdout, stderr), channel
+    except BaseException:
+        channel.close()
+        raise
+    finally:
+        for file in (stdin, stdout, stderr):
+            os.close(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +77,16 @@ class Exit:
 
 
 class Running(Protocol):
-    """A started worker or command, together with all processes that it starts."""
+    """A started worker or command, together with all processes that it starts.
+
+    Attributes:
+        channel: the pipes through which a worker gets its job; None for a command.
+        mark: the peak of the cgroup, if it was reset at the start; on cgroup v2, only this open file
+            of the kernel knows of the reset.
+    """
+
+    channel: Pipes | None
+    mark: PeakMark | None
 
     @property
     def pid(self) -> int:
@@ -102,14 +135,6 @@ class Running(Protocol):
         """
 
 
-class RunningWorker(Running, Protocol):
-    """A started worker."""
-
-    @property
-    def channel(self) -> Pipes:
-        """The channel through which the worker gets its job."""
-
-
 class Isolation(Protocol):
     """A way to run workers apart from this process."""
 
@@ -128,7 +153,7 @@ class Isolation(Protocol):
         """Do slow work that all cells share, such as pulling an image; report each step to ``_progress``."""
         return  # workers on this machine share no such work
 
-    def start(self, job: Job) -> RunningWorker:
+    def start(self, job: Job) -> Running:
         """Start one worker for the given job, with the limits of ``job.cell``."""
 
     def start_command(

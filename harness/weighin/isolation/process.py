@@ -11,8 +11,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -25,15 +25,14 @@ from weighin.child_process import (
     PATIENCE_S,
     adopt_orphans,
     end_with_parent,
-    entering,
     open_process,
     signal_each,
     wait_for_end,
 )
 from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
-from weighin.isolation.base import Exit, Isolation, Streams
+from weighin.isolation.base import Exit, Isolation, Streams, connected
 from weighin.probes import mounts
-from weighin.probes.cgroup import is_left_behind, owned_name, pids_in, read_kernel
+from weighin.probes.cgroup import PeakMark, is_left_behind, owned_name, pids_in, read_kernel
 from weighin.probes.memory import Descendants
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
@@ -72,8 +71,9 @@ class ProcessIsolation(Isolation):
             )
 
     def start(self, job: Job) -> "Started":
-        """Start a worker without a RAM limit, which only a cgroup could enforce."""
-        running = Started(WORKER, environment=job.cell.environment)
+        with self._groups(job.cell) as groups:
+            running = Started(WORKER, environment=job.cell.environment, groups=groups)
+        assert running.channel
         running.channel.send(encode_job(job))
         return running
 
@@ -81,7 +81,14 @@ class ProcessIsolation(Isolation):
         self, cell: Cell, folder: str, streams: Streams, _mounts: Sequence[str] = ()
     ) -> "Started":
         environment = cell.environment
-        return Started(cell.command, environment=environment, folder=folder, streams=streams)
+        with self._groups(cell) as groups:
+            return Started(
+                cell.command, environment=environment, groups=groups, folder=folder, streams=streams
+            )
+
+    def _groups(self, _cell: Cell) -> AbstractContextManager[Sequence[Path]]:
+        """Return the cgroups of a cell; a plain process has none."""
+        return nullcontext(())
 
     def remove_stale(self) -> list[str]:
         """Kill what workers and commands of killed runs started; they themselves ended with weighin."""
@@ -98,6 +105,7 @@ class Started:
     """
 
     helpers: frozenset[int] = frozenset()
+    mark: PeakMark | None = None  # its cgroups are new
     shares_terminal = True
 
     def __init__(
@@ -119,51 +127,43 @@ class Started:
             self._tree = ProcessTree(adopts=not is_worker or child_process.is_program)
         variables = os.environ | dict(environment or {})
         variables |= self._tree.environment if self._tree else {}
-        self._popen: subprocess.Popen[Any] | None = None
-        self._process: int | None = None
+        if is_worker:
+            # If weighin itself is measured, its worker must not report to the outer weighin.
+            variables.pop(PHASES_VARIABLE, None)
+            variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
         try:
-            if streams:
-                self._popen = _start(command, variables, groups, folder, streams)
-                self.pid = self._popen.pid
-                self._process = open_process(self.pid)
-            else:
-                # If weighin itself is measured, its worker must not report to the outer weighin.
-                variables.pop(PHASES_VARIABLE, None)
-                variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
-                self.channel = child_process.Child(command, variables, groups=groups)
-                self.pid = self.channel.pid
+            with connected(streams) as (own, self.channel):
+                self._popen = _start(command, variables, groups, folder, own, apart=is_worker)
         except BaseException:
             if self._tree:
                 self._tree.end()
             raise
+        self.pid = self._popen.pid
+        self._process = open_process(self.pid)
         if self._tree:
             self._tree.begin(self.pid)
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the first process ends in ``timeout_s``."""
-        if self._popen:
-            return wait_for_end(self._process, self._has_ended, timeout_s)
-        try:
-            self.channel.wait(timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return wait_for_end(self._process, self._has_ended, timeout_s)
 
     def _has_ended(self) -> bool:
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        return os.waitid(os.P_PID, self.pid, options) is not None
+        is_reaped = self._popen.returncode is not None
+        return is_reaped or os.waitid(os.P_PID, self.pid, options) is not None
 
     def reap(self) -> Exit:
         """Wait for the end of the first process, and return how it ended."""
         try:
-            code = (self._popen or self.channel).wait(PATIENCE_S)
-        except (subprocess.TimeoutExpired, TimeoutError):
+            code = self._popen.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
             return Exit(None, still_runs=True)
         return Exit(code) if code >= 0 else Exit(None, signal=-code)
 
     def send_signal(self, number: int) -> None:
-        with contextlib.suppress(PermissionError):  # sudo, for example, is another user's
-            signal_each([self.pid], number)
+        if self._popen.returncode is None:
+            with contextlib.suppress(PermissionError):  # sudo, for example, is another user's
+                signal_each([self.pid], number)
 
     def members(self) -> list[int]:
         """Return the pids of all processes, in cgroups that they made below their own, too."""
@@ -173,13 +173,12 @@ class Started:
 
     def kill(self) -> None:
         """Kill the worker or command with its children, and return without waiting for their end."""
-        if not self._popen:
-            self.channel.kill()
         if self.groups:
             frozen = self.members()
             kill_members(self.groups[0])
+            self.send_signal(signal.SIGKILL)  # it may have left its group
             thaw(frozen)
-        elif self._popen and self._tree:
+        elif self._tree:
             thaw(self._tree.kill())
 
     def close(self) -> None:
@@ -189,35 +188,25 @@ class Started:
             StillRunning: a process does not end, not even after SIGKILL.
         """
         try:
-            self._end_first()
-        except StillRunning:
-            removal_error(*self.groups, patience_s=0)
-            raise
+            if self._popen.returncode is None:
+                self.send_signal(signal.SIGKILL)
+                if self.reap().still_runs:
+                    removal_error(*self.groups, patience_s=0)
+                    raise StillRunning(
+                        f"the measured process {self.pid} does not end, not even after SIGKILL"
+                    )
         finally:
             if self._tree:
                 thaw(self._tree.kill())
                 self._tree.end()
                 if not self.groups:
                     self.unseen = self._tree.unseen(self._why)
-        remove([*self.groups])
-
-    def _end_first(self) -> None:
-        if self._process is not None:
-            os.close(self._process)
-            self._process = None
-        if self._popen is None:
-            try:
+            if self.channel:
                 self.channel.close()
-            except TimeoutError:
-                raise StillRunning(
-                    f"the measured process {self.pid} does not end, not even after SIGKILL"
-                ) from None
-        elif self._popen.returncode is None:
-            self.send_signal(signal.SIGKILL)
-            if self.reap().still_runs:
-                raise StillRunning(
-                    f"the command's process {self.pid} does not end, not even after SIGKILL"
-                )
+            if self._process is not None:
+                os.close(self._process)
+                self._process = None
+        remove([*self.groups])
 
 
 def _start(
@@ -226,15 +215,26 @@ def _start(
     groups: Sequence[Path],
     folder: str,
     streams: Streams,
+    *,
+    apart: bool,
 ) -> "subprocess.Popen[Any]":
-    """Start a command as a shell does.
+    """Start a command as a shell does; if ``apart``, in a session and process group of its own.
 
     Raises:
         ConfigError: the program does not start.
     """
-    with entering(groups) as enter:
-        # Popen would go on to the next program of this name where the first is no binary.
-        program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
+    # Popen would go on to the next program of this name where the first is no binary.
+    program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context((group / "cgroup.procs").open("wb", 0)) for group in groups]
+
+        def begin() -> None:
+            """Enter the cgroups, and end with the parent, before the command's first instruction."""
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
+            for file in files:
+                file.write(b"0")  # 0 stands for the process that writes
+            end_with_parent()
+
         start = partial(
             subprocess.Popen,
             cwd=folder or None,
@@ -242,8 +242,9 @@ def _start(
             stdin=streams.stdin,
             stdout=streams.stdout,
             stderr=streams.stderr,
-            close_fds=False,  # a shell passes descriptors on, for make -j and diff <(a) <(b)
-            preexec_fn=partial(_begin, enter),
+            start_new_session=apart,
+            close_fds=apart,  # a shell passes descriptors on, for make -j and diff <(a) <(b)
+            preexec_fn=begin,
         )
         try:
             try:
@@ -257,14 +258,6 @@ def _start(
                 f"cannot start {command[0]!r} in {folder}: {error.strerror}",
                 "give a command as in a shell: weighin run -- python train.py",
             ) from None
-
-
-def _begin(enter: Callable[[], None] | None) -> None:
-    """Enter the cgroups, and end with the parent; a new process calls this before the command runs."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
-    if enter:
-        enter()
-    end_with_parent()
 
 
 class ProcessTree:

@@ -21,7 +21,7 @@ from weighin.formats import quantised
 from weighin.formats.lora import files_of
 from weighin.formats.pretrained_folder import folder_of
 from weighin.isolation import select
-from weighin.isolation.base import Isolation, RunningWorker
+from weighin.isolation.base import Isolation, Running
 from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.probes import storage as storages
 from weighin.probes.cgroup import Counters
@@ -107,7 +107,7 @@ class LoadSpec(Spec):
             self.facts["storage"] = asdict(storages.describe(self.files[0]))
             self.facts["read_ahead_bytes"] = read_ahead_bytes(Path(job.checkpoint))
 
-    def start(self, isolation: Isolation, listener: Path) -> RunningWorker:
+    def start(self, isolation: Isolation, listener: Path) -> Running:
         job = self._job
         mounts = (*job.mounts, str(listener.parent))
         return isolation.start(replace(job, listener=str(listener), mounts=mounts))
@@ -337,7 +337,7 @@ def _probe(task: Run, job: Job) -> Memory:
             return found[0]
         if failures:
             raise ConfigError(f"nothing can be measured: {failures[0]}")
-        said = last_line(running.channel.stderr_tail)
+        said = last_line(running.channel.stderr_tail) if running.channel else ""
     raise HarnessError(
         f"a process under --isolation {task.isolation.name} ended before it had imported torch"
         + (f": {one_line(said)}" if said else ""),

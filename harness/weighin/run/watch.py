@@ -451,7 +451,7 @@ class Watch:
             ready=server.ready_ns is not None if server else None,
             escape=(self._memory.escape if self._memory else "") or self._filled_outside(),
             stalled=self._stalled,
-            stderr_tail=running.channel.stderr_tail if job else b"",
+            stderr_tail=running.channel.stderr_tail if running.channel else b"",
         )
 
     def _with_limit(self, kill: Kill) -> Kill:
@@ -691,4 +691,4 @@ def mark_of(running: Running) -> PeakMark | None:
     """Return the mark of the cgroup of what runs; None without one, or if weighin cannot see it."""
     if not running.pid or not running.cgroup:
         return None
-    return PeakMark(MemoryCgroup(running.cgroup, pressure_file_of(running.pid)))
+    return running.mark or PeakMark(MemoryCgroup(running.cgroup, pressure_file_of(running.pid)))

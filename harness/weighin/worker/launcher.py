@@ -7,9 +7,7 @@ connects to weighin itself.
 """
 
 import os
-import queue
 import socket
-import threading
 from dataclasses import replace
 from typing import NoReturn
 
@@ -27,29 +25,23 @@ def launch(job: Job, lifeline: Lifeline) -> NoReturn:
     If a rank fails, weighin ends the others: they end with the launcher, as their standard input does.
     """
     environment = os.environ | _environment(job.cell.ranks)
-    ended: queue.Queue[tuple[int, int]] = queue.Queue()
-    ranks = [
-        Child(
-            module("weighin.worker"),
-            environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(job.cell.ranks)
-    ]
-
-    def wait(rank: int) -> None:
-        ended.put((rank, ranks[rank].wait()))
-
-    for rank, each in enumerate(ranks):
-        each.send(encode_job(replace(job, rank=rank)))
-        threading.Thread(target=wait, args=(rank,), daemon=True).start()
-    for _ in ranks:
-        rank, code = ended.get()
+    ranks = {}
+    for rank in range(job.cell.ranks):
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        child = Child(module("weighin.worker"), environment | numbers)
+        ranks[child.pid] = rank, child
+    for rank, child in ranks.values():
+        child.send(encode_job(replace(job, rank=rank)))
+    while ranks:
+        pid, status = os.wait()
+        rank, child = ranks.pop(pid)
+        code = os.waitstatus_to_exitcode(status)
         lifeline.send(
             "ended",
             rank=rank,
             code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
-            stderr_tail=ranks[rank].stderr_tail[-_KEPT_BYTES:].decode(errors="replace"),
+            stderr_tail=child.stderr_tail[-_KEPT_BYTES:].decode(errors="replace"),
         )
     os._exit(0)
 
