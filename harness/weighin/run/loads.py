@@ -23,9 +23,9 @@ from weighin.formats.pretrained_folder import folder_of
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.plan.task import Planned, Progress, Run, skipped
-from weighin.probes import storage as storages
+from weighin.probes import mounts
 from weighin.probes.cgroup import Counters
-from weighin.probes.environment import code_digest, read_ahead_bytes
+from weighin.probes.environment import code_digest
 from weighin.result import Memory
 from weighin.run import interrupts, page_preconditioning, save_target
 from weighin.run.bytecode import compile_code
@@ -104,8 +104,8 @@ class LoadSpec(Spec):
             held = page_preconditioning.held(3 * size, spare)
             self.touched_bytes = self._held.enter_context(held)
         if self.files:
-            self.facts["storage"] = asdict(storages.describe(self.files[0]))
-            self.facts["read_ahead_bytes"] = read_ahead_bytes(Path(job.checkpoint))
+            self.facts["storage"] = asdict(mounts.describe(self.files[0]))
+            self.facts["read_ahead_bytes"] = mounts.read_ahead_bytes(Path(job.checkpoint))
 
     def start(self, isolation: Isolation, listener: Path) -> Running:
         job = self._job
