@@ -98,6 +98,6 @@ def measure(isolation: Any, run: Path, *arguments: Any, **options: Any) -> Resul
 @pytest.fixture(name="sampler")
 def fake_sampler(monkeypatch: pytest.MonkeyPatch) -> type[FakeSampler]:
     kind = type("Seen", (FakeSampler,), {})
-    monkeypatch.setattr(watch, "ProcessMemory", kind)
+    monkeypatch.setattr(watch, "SampledMemory", kind)
     monkeypatch.setattr(watch, "pressure_file_of", lambda pid: None)
     return kind

@@ -150,7 +150,7 @@ def test_a_command_enters_its_limited_groups(kernel: Kernel) -> None:
     with closing(CgroupIsolation().start_command(cell, "/", Streams())) as running:
         assert [group.parent for group in running.groups] == roots(kernel)
         assert running.cgroup == running.groups[0]
-        assert MemoryCgroup(running.groups[0]).read_limit() == 64 * MIB
+        assert MemoryCgroup(running.groups[0]).read("limit") == 64 * MIB
         assert running.wait(10)
         assert running.reap() == Exit(3)
         # 0 stands for the process that writes.
@@ -209,7 +209,7 @@ def test_a_worker_is_in_all_its_groups_before_it_gets_its_job(
         assert {group.parent for group in groups} == set(roots(kernel))
         assert {(g / "cgroup.procs").read_text() for g in groups} == {"0"}  # it entered itself
         assert running.cgroup and running.cgroup.parent == kernel.memory
-        assert MemoryCgroup(running.cgroup).read_limit() == 64 * MIB
+        assert MemoryCgroup(running.cgroup).read("limit") == 64 * MIB
     finally:
         running.close()
     assert kernel.groups() == []

@@ -16,7 +16,7 @@ from leftovers import wait_until
 
 from weighin.isolation.cgroup import temporary_group
 from weighin.probes.cgroup import MemoryCgroup
-from weighin.probes.memory import FamilyMemory, GroupMemory
+from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
 from weighin.result import Process, Sample
 from weighin.units import MIB
@@ -54,7 +54,7 @@ def _size(sample: Sample) -> int:
 def test_pages_that_processes_share_are_counted_once() -> None:
     with command(FAMILY) as family:
         family.reach("started")
-        sampler = Sampler(FamilyMemory(family.pid))
+        sampler = Sampler(SampledMemory(family.pid))
         sampler.start()
         wait_until(lambda: sampler.samples, "no sample")
         before = last(sampler)
@@ -79,7 +79,7 @@ def test_pages_that_processes_share_are_counted_once() -> None:
 def test_each_process_has_its_share_when_the_command_used_most() -> None:
     with command(FAMILY) as family:
         family.reach("started")
-        sampler = Sampler(FamilyMemory(family.pid))
+        sampler = Sampler(SampledMemory(family.pid))
         sampler.start()
         family.go("forked")
         wait_until(lambda: last(sampler).anon_bytes > FAMILY_ANON_MIB * MIB, "not all was seen")
@@ -104,7 +104,7 @@ def test_a_single_process_that_grows_is_seen_at_every_sample() -> None:
     """The sum of shares is expensive: between two sums, the process's own status shows its growth."""
     with command('step("a"); held = hold(300); step("b"); more = hold(100); step("c")') as one:
         one.reach("a")
-        sampler = Sampler(FamilyMemory(one.pid), 0.002)
+        sampler = Sampler(SampledMemory(one.pid), 0.002)
         sampler.start()
         one.go("b")
         wait_until(lambda: last(sampler).anon_bytes > 300 * MIB, "the first growth was not seen")
@@ -142,14 +142,14 @@ def test_an_orphan_that_this_process_adopts_belongs_to_the_command(sampled_first
         with command('step("started")' + ORPHAN) as daemon:
             daemon.reach("started")
             if sampled_first:
-                sampler = Sampler(FamilyMemory(daemon.pid))
+                sampler = Sampler(SampledMemory(daemon.pid))
                 sampler.start()
             daemon.go()
             for _ in range(2):
                 assert daemon.process.stdout
                 daemon.process.stdout.readline()
             if not sampled_first:
-                sampler = Sampler(FamilyMemory(daemon.pid))
+                sampler = Sampler(SampledMemory(daemon.pid))
                 sampler.start()
             wait_until(
                 lambda: sampler.samples and last(sampler).anon_bytes > 50 * MIB,
@@ -173,7 +173,7 @@ def test_each_new_maximum_is_told() -> None:
     with command('step("a"); held = hold(100); step("b"); held.close(); step("c")') as one:
         one.reach("a")
         sampler = Sampler(
-            FamilyMemory(one.pid), 0.002, at_maximum=lambda t_ns, used: told.append((t_ns, used))
+            SampledMemory(one.pid), 0.002, at_maximum=lambda t_ns, used: told.append((t_ns, used))
         )
         sampler.start()
         one.go("b")
@@ -191,7 +191,7 @@ def test_a_command_that_has_ended_leaves_no_samples() -> None:
         one.reach("a")
         one.go()
         one.process.wait(60)
-        sampler = Sampler(FamilyMemory(one.pid))
+        sampler = Sampler(SampledMemory(one.pid))
         sampler.start()
         assert sampler.stop() == []
         assert sampler.peak is None
@@ -204,7 +204,7 @@ def test_sampling_takes_little_time() -> None:
     with temporary_group() as group, command(code, group) as one:
         one.reach("started")
         start = time.thread_time_ns()
-        sampler = Sampler(GroupMemory(MemoryCgroup(group), one.pid))
+        sampler = Sampler(SampledMemory(one.pid, MemoryCgroup(group)))
         for _ in range(100):
             sampler._look()
         each_ns = (time.thread_time_ns() - start) / 100
@@ -215,7 +215,7 @@ def test_sampling_takes_little_time() -> None:
 @pytest.mark.cgroup
 def test_a_group_that_was_removed_gives_no_sample() -> None:
     with temporary_group() as made:
-        memory = GroupMemory(MemoryCgroup(made))
+        memory = SampledMemory(0, MemoryCgroup(made))
     with closing(memory):
         assert memory.sample(1, []) is None
         assert memory.pids() == []

@@ -27,12 +27,17 @@ from weighin.child_process import (
     end_with_parent,
     open_process,
     signal_each,
-    wait_for_end,
 )
 from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
-from weighin.isolation.base import Exit, Isolation, Streams, connected
+from weighin.isolation.base import Exit, Isolation, Running, Streams, connected
 from weighin.probes import mounts
-from weighin.probes.cgroup import PeakMark, is_left_behind, owned_name, pids_in, read_kernel
+from weighin.probes.cgroup import (
+    folders_of,
+    is_left_behind,
+    members_of,
+    owned_name,
+    read_kernel,
+)
 from weighin.probes.memory import Descendants
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
@@ -73,7 +78,6 @@ class ProcessIsolation(Isolation):
     def start(self, job: Job) -> "Started":
         with self._groups(job.cell) as groups:
             running = Started(WORKER, environment=job.cell.environment, groups=groups)
-        assert running.channel
         running.channel.send(encode_job(job))
         return running
 
@@ -95,7 +99,7 @@ class ProcessIsolation(Isolation):
         return end_orphans()
 
 
-class Started:
+class Started(Running):
     """A worker or, with ``streams``, a command. It enters ``groups`` before its first instruction.
 
     A worker has pipes (``channel``), and a session and process group of its own, so that Ctrl-C in a
@@ -104,8 +108,6 @@ class Started:
     the cgroups.
     """
 
-    helpers: frozenset[int] = frozenset()
-    mark: PeakMark | None = None  # its cgroups are new
     shares_terminal = True
 
     def __init__(
@@ -139,40 +141,32 @@ class Started:
                 self._tree.end()
             raise
         self.pid = self._popen.pid
-        self._process = open_process(self.pid)
+        self.process = open_process(self.pid)
         if self._tree:
             self._tree.begin(self.pid)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether the first process ends in ``timeout_s``."""
-        return wait_for_end(self._process, self._has_ended, timeout_s)
-
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        is_reaped = self._popen.returncode is not None
-        return is_reaped or os.waitid(os.P_PID, self.pid, options) is not None
+        return self.is_reaped or os.waitid(os.P_PID, self.pid, options) is not None
+
+    @property
+    def is_reaped(self) -> bool:
+        return self._popen.returncode is not None
 
     def reap(self) -> Exit:
-        """Wait for the end of the first process, and return how it ended."""
         try:
             code = self._popen.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             return Exit(None, still_runs=True)
         return Exit(code) if code >= 0 else Exit(None, signal=-code)
 
-    def send_signal(self, number: int) -> None:
-        if self._popen.returncode is None:
-            with contextlib.suppress(PermissionError):  # sudo, for example, is another user's
-                signal_each([self.pid], number)
-
     def members(self) -> list[int]:
         """Return the pids of all processes, in cgroups that they made below their own, too."""
         if self.groups:
-            return [pid for folder in tree_of(self.groups[0]) for pid in pids_in(folder)]
+            return members_of(self.groups[0])
         return self._tree.members() if self._tree else []
 
     def kill(self) -> None:
-        """Kill the worker or command with its children, and return without waiting for their end."""
         if self.groups:
             frozen = self.members()
             kill_members(self.groups[0])
@@ -188,7 +182,7 @@ class Started:
             StillRunning: a process does not end, not even after SIGKILL.
         """
         try:
-            if self._popen.returncode is None:
+            if not self.is_reaped:
                 self.send_signal(signal.SIGKILL)
                 if self.reap().still_runs:
                     removal_error(*self.groups, patience_s=0)
@@ -201,11 +195,7 @@ class Started:
                 self._tree.end()
                 if not self.groups:
                     self.unseen = self._tree.unseen(self._why)
-            if self.channel:
-                self.channel.close()
-            if self._process is not None:
-                os.close(self._process)
-                self._process = None
+            super().close()
         remove([*self.groups])
 
 
@@ -346,17 +336,12 @@ def end_orphans() -> list[str]:
     return [f"process {pid} of process {mark.partition('-')[0]}" for pid, mark in ended.items()]
 
 
-def tree_of(group: Path) -> list[Path]:
-    return [Path(folder) for folder, _, _ in os.walk(group, topdown=False)]
-
-
 def kill_members(group: Path) -> None:
     if (kill := group / "cgroup.kill").exists():  # cgroup v2 since Linux 5.14
         with contextlib.suppress(OSError):
             kill.write_text("1")
         return
-    for folder in tree_of(group):
-        signal_each(pids_in(folder))
+    signal_each(members_of(group))
 
 
 def remove(groups: list[Path]) -> None:
@@ -388,8 +373,8 @@ def removal_error(*groups: Path, patience_s: float) -> OSError | None:
         while group.exists():
             kill_members(group)
             try:
-                for folder in tree_of(group):
-                    folder.rmdir()
+                for folder in folders_of(group):
+                    Path(folder).rmdir()
             except FileNotFoundError:  # another process removed a group
                 continue
             except OSError as error:

@@ -24,7 +24,7 @@ from weighin.probes.cgroup import (
     read_machine_oom_kills,
 )
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, with_cuda
-from weighin.probes.memory import FamilyMemory, GroupMemory, ProcessMemory
+from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
 from weighin.records import run_folder
 from weighin.records.repeats import largest
@@ -98,8 +98,7 @@ class Watch:
         self._ended: tuple[str, ...] = ()
         self._left = ""
         self._driver: DriverMemory | None = None
-        self._memory: GroupMemory | FamilyMemory | ProcessMemory | None = None
-        self._of_ranks: ProcessMemory | None = None
+        self._memory: SampledMemory | None = None
         self._mark: PeakMark | None = None
         self._stacks: StackTaker | None = None
         self._limits: list[tuple[int, Path]] = []
@@ -130,14 +129,8 @@ class Watch:
         if not (pid := self._running.pid):
             return
         cgroup, helpers = self._mark.cgroup if self._mark else None, self._running.helpers
-        memory: GroupMemory | FamilyMemory | ProcessMemory
-        if self._spec.job:
-            ranks = len(self._ranks)
-            memory = self._of_ranks = ProcessMemory(pid, cgroup, helpers, ranks=ranks)
-        elif cgroup:
-            memory = GroupMemory(cgroup, pid, helpers)
-        else:
-            memory = FamilyMemory(pid)
+        ranks = len(self._ranks) if self._spec.job else 0
+        memory = SampledMemory(pid, cgroup, helpers, ranks=ranks)
         look = self._stacks.look if self._stacks else None
         self._sampler = Sampler(memory, at_maximum=look)
         self._sampler.start()
@@ -341,8 +334,7 @@ class Watch:
         driver = self._driver.stop() if self._driver else None
         if self._memory:
             samples = self._sampler.stop()
-            if self._of_ranks:
-                self.rank_samples = self._of_ranks.rank_samples
+            self.rank_samples = self._memory.rank_samples
             self.samples = with_cuda(samples, self._ranks[0].cuda_points, driver)
         if self._mark:
             self._mark.close()
@@ -520,7 +512,7 @@ class Watch:
         )
 
     def _peaks(self, pss_bytes: int | None) -> Peaks:
-        ranks, first, memory = self._ranks, self._ranks[0], self._of_ranks
+        ranks, first, memory = self._ranks, self._ranks[0], self._memory
         phases = [phase for each in ranks for phase in each.load_phases]
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
         if memory and not (self._at_ready or first.failure):
@@ -591,7 +583,7 @@ class Watch:
                 "without a cgroup, the memory that ranks share cannot be counted once, so the"
                 " file-backed memory is that of the rank that has the most"
             )
-        number, private_bytes = self._of_ranks.others if self._of_ranks else (0, 0)
+        number, private_bytes = self._memory.others if self._memory else (0, 0)
         if private_bytes >= _NOTABLE_BYTES and self._spec.cell.use != FORK:
             started = f"{number} process{'es' * (number > 1)}"
             warnings.append(

@@ -74,7 +74,6 @@ class DockerIsolation(Isolation):
         seen = [*visible.of_job(job), *job.mounts]
         worker = child_process.module("weighin.worker")
         running = self._start_worker(job.cell, worker, seen, job.target)
-        assert running.channel
         running.channel.send(encode_job(job))
         return running
 

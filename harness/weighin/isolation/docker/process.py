@@ -28,7 +28,7 @@ from docker.utils.socket import SocketError, frames_iter
 from weighin import child_process
 from weighin.child_process import PATIENCE_S, ready
 from weighin.errors import IsolationUnavailable
-from weighin.isolation.base import Exit, Streams, connected
+from weighin.isolation.base import Exit, Running, Streams, connected
 from weighin.isolation.docker.engine import ENGINE_ERRORS, elsewhere, explained, remove
 from weighin.probes import cgroup as groups
 
@@ -46,10 +46,8 @@ _RESIZE_S: Final = 0.25
 _PAUSE_S: Final = 0.002
 
 
-class DockerStarted:
-    """A worker or, with ``streams``, a command in a container, as ``weighin.isolation.base.Running``."""
-
-    shares_terminal = False
+class DockerStarted(Running):
+    """A worker or, with ``streams``, a command in a container."""
 
     def __init__(
         self, client: docker.APIClient, streams: Streams | None, *, container: str, shell: Sequence[str],
@@ -62,11 +60,6 @@ class DockerStarted:
         self._client, self._container = client, container
         self._exit: Exit | None = None
         self._first: Any = None
-        self.process: int | None = None
-        self.pid, self.unseen = 0, ""
-        self.cgroup: Path | None = None
-        self.mark: groups.PeakMark | None = None
-        self.helpers: frozenset[int] = frozenset()
         with connected(streams) as (own, self.channel):
             self._pump = _Pump(self, own)
         terminal = self._pump.is_terminal
@@ -123,12 +116,13 @@ class DockerStarted:
         with contextlib.suppress(*ENGINE_ERRORS):  # the command has ended
             self._client.exec_resize(self.exec, rows, columns)
 
-    def wait(self, timeout_s: float) -> bool:
-        return child_process.wait_for_end(self.process, self._has_ended, timeout_s)
+    @property
+    def is_reaped(self) -> bool:
+        return self._exit is not None
 
-    def _has_ended(self) -> bool:
-        if self._exit or self.process:
-            return bool(self._exit or ready([self.process or 0], 0))
+    def has_ended(self) -> bool:
+        if self.is_reaped or self.process:
+            return self.is_reaped or bool(ready([self.process or 0], 0))
         with explained("report how a command ended"):
             return not self._client.exec_inspect(self.exec)["Running"]
 
@@ -160,11 +154,6 @@ class DockerStarted:
         kills = groups.MemoryCgroup(self.cgroup).read_oom_kills() if self.cgroup else None
         return Exit(None, signal=number, oom_killed=number == signal.SIGKILL and bool(kills))
 
-    def send_signal(self, number: int) -> None:
-        if self.pid and self._exit is None:
-            with contextlib.suppress(PermissionError):
-                child_process.signal_each([self.pid], number)
-
     def members(self) -> list[int]:
         pids = groups.pids_in(self.cgroup) if self.cgroup else []
         return [pid for pid in pids if pid not in self.helpers]
@@ -181,15 +170,9 @@ class DockerStarted:
                 self._client.kill(self._container, signal.SIGKILL)
 
     def close(self) -> None:
-        if self.channel:
-            self.channel.close()  # first, because a copying of output might wait for it
+        super().close()
         self._pump.close()
         _close_stream(self._first)
-        if self.mark:
-            self.mark.close()
-        if self.process is not None:
-            os.close(self.process)
-            self.process = None
         remove(self._client, self._container)
 
 
