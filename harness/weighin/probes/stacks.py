@@ -186,15 +186,13 @@ class StackTaker:
     def _note_failure(self, pid: int, error: str) -> None:
         """Store why py-spy failed, and exclude a program that is not Python from later readings."""
         with contextlib.suppress(OSError):
-            name, maps = _program_of(pid), Path(f"/proc/{pid}/maps")
+            name = _program_of(pid)
             if "ermission" in error:
                 self._error = (
                     "this user may not read the memory of the command's processes: run as root,"
                     " or sudo sysctl kernel.yama.ptrace_scope=0"
                 )
-            elif (
-                "python" in Path(name).name or "/libpython" in maps
-            ):  # it may have just started, so that it is not excluded
+            elif "python" in Path(name).name or _maps_python(pid):  # it may have just started
                 self._error = f"py-spy cannot read {one_line(name)}: {one_line(error)}"
             else:
                 self._others.add(name)
@@ -207,6 +205,10 @@ def _find_program() -> str | None:
 
 def _program_of(pid: int) -> str:
     return str(Path(f"/proc/{pid}/exe").readlink())
+
+
+def _maps_python(pid: int) -> bool:
+    return "/libpython" in read_kernel(Path(f"/proc/{pid}/maps"))
 
 
 def _threads_in(pid: int, states: str) -> set[int]:
