@@ -90,12 +90,14 @@ def _watched(
 
 def _of_a_load(running: Running, interval_s: float) -> Stop:
     cgroup = MemoryCgroup(running.cgroup) if running.cgroup else None
-    return _started(Sampler(SampledMemory(running.pid, cgroup, ranks=1), interval_s))
+    return _started(
+        Sampler(SampledMemory(running.pid, running.members, cgroup, ranks=1), interval_s)
+    )
 
 
 def _of_a_command(running: Running, interval_s: float) -> Stop:
     cgroup = MemoryCgroup(running.cgroup) if running.cgroup else None
-    return _started(Sampler(SampledMemory(running.pid, cgroup), interval_s))
+    return _started(Sampler(SampledMemory(running.pid, running.members, cgroup), interval_s))
 
 
 def _started(sampler: Sampler) -> Stop:

@@ -140,7 +140,6 @@ class FakeRunning:
             _played[self.pid] = inside
         self.cgroup = cgroup
         self.unseen = unseen
-        self.helpers = frozenset[int]()
         self.mark = None
         self.kills = 0
         self._ended = ended
@@ -165,6 +164,9 @@ class FakeRunning:
 
     def reap(self) -> Exit:
         return self._ended
+
+    def members(self) -> list[int]:
+        return []
 
     def kill(self) -> None:
         self.kills += 1

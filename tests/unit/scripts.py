@@ -35,7 +35,7 @@ class FakeSampler(Silent):
     last_peak_rss_bytes: int | None = None
 
     def __init__(
-        self, _pid: int, cgroup: MemoryCgroup | None = None, _helpers: object = (), **_: Any
+        self, _pid: int, _members: object, cgroup: MemoryCgroup | None = None, **_: Any
     ) -> None:
         self.last_peaks_rss_bytes = [self.last_peak_rss_bytes]
         self._group = cgroup

@@ -44,7 +44,9 @@ def test_processes_that_left_the_workers_session_are_sampled(
     running = Started(command, groups=groups)
     try:
         assert running.pid
-        memory = SampledMemory(running.pid, MemoryCgroup(groups[0]) if groups else None, ranks=1)
+        memory = SampledMemory(
+            running.pid, running.members, MemoryCgroup(groups[0]) if groups else None, ranks=1
+        )
         assert [running.channel.receive(60), running.channel.receive(60)] == [b"held"] * 2
 
         def sees_both() -> bool:

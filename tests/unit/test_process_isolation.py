@@ -79,7 +79,7 @@ def test_a_command_has_its_folder_its_variables_and_its_streams(
         running = start('pwd; cat; echo "$MODE" >&2', Streams(*numbers), environment={"MODE": "m"})
     assert running.wait(20)
     assert [file.read_text() for file in files[1:]] == [f"{tmp_path}\ntyped", "m\n"]
-    assert (running.cgroup, running.helpers) == (None, frozenset())
+    assert running.cgroup is None
     assert running.unseen.startswith(
         "a plain process has no cgroup of its own, so these are not seen"
     )

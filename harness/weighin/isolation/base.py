@@ -83,7 +83,6 @@ class Running:
         pid: the first process's, as weighin's process sees it.
         process: the first process's pidfd; None if the kernel gives none.
         cgroup: the folder of the memory cgroup; None without one.
-        helpers: the pids in the cgroup that belong to the isolation, not to the worker or command.
         unseen: what weighin cannot see; empty if it sees all. After ``close``, it also names the
             processes that weighin was not allowed to kill.
         shares_terminal: whether the terminal itself sends Ctrl-C to the command.
@@ -95,7 +94,6 @@ class Running:
     pid = 0
     process: int | None = None
     cgroup: Path | None = None
-    helpers = frozenset[int]()
     unseen = ""
     shares_terminal = False
     channel: Any = None

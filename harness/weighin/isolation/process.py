@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,8 +38,8 @@ from weighin.probes.cgroup import (
     members_of,
     owned_name,
     read_kernel,
+    start_time,
 )
-from weighin.probes.memory import Descendants
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
 
@@ -56,6 +57,7 @@ _UNSEEN_OF_COMMAND: Final = (
     f"{_UNSEEN}, so these are not seen: kernel memory, huge pages, and"
     " files in memory that no process maps (memfd, /dev/shm)"
 )
+_NOT_ORPHANS: Final = ("py-spy",)  # weighin itself starts it beside a command
 _PAUSE_S = 0.005  # a killed process takes a moment to end, and may just have forked
 _numbers = itertools.count()
 
@@ -251,11 +253,13 @@ def _start(
 
 
 class ProcessTree:
-    """The processes of a worker or command: its descendants, and those that inherited its variable.
+    """The processes of a worker or command: a child of this process, and its descendants.
 
-    With ``adopts``, weighin adopts its orphans until ``end``, so that it finds a daemon that clears
-    its environment, too. Only the program ``weighin`` may do so: in another program, such as pytest,
-    an orphan could not be told from a child that the program started meanwhile.
+    With ``adopts``, weighin is a child subreaper until ``end``, which becomes the parent of a descendant
+    whose parent has ended. Each child that it gets meanwhile then counts as such an orphan, unless it
+    started before the first process, or was seen below a process that did: those are foreign. Only the
+    program ``weighin`` may adopt: in another program, such as pytest, an orphan could not be told from
+    a child that the program started meanwhile. Orphans are then found by a variable that they inherit.
 
     Attributes:
         environment: the variable that marks the processes, also for a later run of weighin.
@@ -268,20 +272,48 @@ class ProcessTree:
         self.spared: list[str] = []
         self._adopts = adopts
         self._adopted_before = adopts and adopt_orphans()
-        self._descendants: Descendants | None = None
+        self._is_over = False
+        self._pid, self._began = 0, inf
+        self._foreign: dict[int, int] = {}  # by pid: when it started, as pids are used again
 
     def begin(self, pid: int) -> None:
-        """Look from now on also for the descendants of ``pid``, a child of this process."""
-        self._descendants = Descendants(pid, adopts=self._adopts)
+        """Look from now on also for ``pid``, a child of this process, and its descendants."""
+        self._pid, self._began = pid, start_time(pid) or inf
+        self.members()  # a foreign process that runs now may become an orphan, too
 
     def members(self) -> list[int]:
-        found = self._descendants.pids() if self._descendants else []
-        return sorted({*found, *(pid for pid in psutil.pids() if mark_of(pid) == self._mark)})
+        """Return the pids of the processes that have not ended; reap orphans that have."""
+        here, family, foreign, found = os.getpid(), {self._pid}, set[int](), []
+        for one in psutil.Process().children(recursive=True):  # a parent is before its children
+            with suppress(psutil.NoSuchProcess, ChildProcessError):  # it has ended, and was reaped
+                parent, started = one.ppid(), start_time(one.pid)
+                if started is None:
+                    continue
+                is_child = parent == here and one.pid != self._pid
+                is_known = self._foreign.get(one.pid) == started
+                if is_known or parent in foreign or (is_child and started < self._began):
+                    foreign.add(one.pid)
+                    self._foreign[one.pid] = started
+                    continue
+                is_orphan = is_child and self._adopts
+                if is_orphan and one.name() in _NOT_ORPHANS:
+                    continue
+                if not (is_orphan or one.pid == self._pid or parent in family):
+                    continue
+                family.add(one.pid)
+                if one.status() != psutil.STATUS_ZOMBIE:
+                    found.append(one.pid)
+                elif is_orphan:
+                    os.waitpid(one.pid, os.WNOHANG)
+        return found if self._adopts else sorted({*found, *self._marked()})
+
+    def _marked(self) -> list[int]:
+        return [pid for pid in psutil.pids() if mark_of(pid) == self._mark]
 
     def kill(self) -> list[int]:
         """Send SIGKILL to all processes except those of another user; return the pids of the killed."""
         killed, self.spared = [], []
-        for pid in self.members():
+        for pid in sorted({*self.members(), *self._marked()}):
             try:
                 signal_each([pid])
                 killed.append(pid)
@@ -297,9 +329,9 @@ class ProcessTree:
             while self.kill() and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
         finally:
-            if self._adopts:
+            if self._adopts and not self._is_over:
                 adopt_orphans(adopt=self._adopted_before)
-                self._adopts = False
+            self._is_over = True
 
     def unseen(self, why: str) -> str:
         """Return ``why`` weighin sees only a part, and the processes that it was not allowed to kill."""

@@ -8,26 +8,22 @@ a PSS takes long, because the kernel walks the whole address space.
 import contextlib
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from weighin import child_process
 from weighin.probes.cgroup import (
     MemoryCgroup,
     all_pids,
     folders_of,
     has_left,
-    members_of,
     memory_cgroup_of,
     parent_of,
     read_kernel,
     room_in,
-    start_time,
 )
 from weighin.probes.process import parse_faults, parse_status, read_private, read_status
 from weighin.probes.process_table import Pause, Shares, read_shares
@@ -40,51 +36,7 @@ _LOAD_INTERVAL_S: Final = 0.005
 _FREED_S, _FREED_TRIES = 0.02, 10  # the kernel frees some memory of ended processes later
 _KERNEL_PARTS: Final = ("slab", "kernel_stack", "pagetables", "percpu", "vmalloc")
 """The parts of kernel memory in memory.stat of v2, for kernels before 5.18, which give no sum."""
-_NOT_ORPHANS: Final = ("py-spy",)  # weighin itself starts it beside a command
 _SEARCH_S: Final = 0.1  # between two searches for descendants, or readings of other processes
-
-
-class Descendants:
-    """A child ``pid`` of this process, and its descendants.
-
-    With ``adopts``, this process is a child subreaper, which becomes the parent of a descendant
-    whose parent has ended. Each child that it gets meanwhile then counts as such an orphan, unless
-    it started before ``pid``, or was seen below a process that did: those are foreign.
-    """
-
-    def __init__(self, pid: int, *, adopts: bool) -> None:
-        self._pid, self._adopts = pid, adopts
-        self._began = start_time(pid) or inf
-        self._foreign: dict[int, int] = {}  # by pid: when it started, as pids are used again
-        self.pids()  # a foreign process that runs now may become an orphan, too
-
-    def pids(self) -> list[int]:
-        """Return the pids of the processes that have not ended; reap orphans that have."""
-        here, family, foreign, found = os.getpid(), {self._pid}, set[int](), []
-        for one in psutil.Process().children(recursive=True):  # a parent is before its children
-            with contextlib.suppress(
-                psutil.NoSuchProcess, ChildProcessError
-            ):  # it has ended, and was reaped
-                parent, started = one.ppid(), start_time(one.pid)
-                if started is None:
-                    continue
-                is_child = parent == here and one.pid != self._pid
-                is_known = self._foreign.get(one.pid) == started
-                if is_known or parent in foreign or (is_child and started < self._began):
-                    foreign.add(one.pid)
-                    self._foreign[one.pid] = started
-                    continue
-                is_orphan = is_child and self._adopts
-                if is_orphan and one.name() in _NOT_ORPHANS:
-                    continue
-                if not (is_orphan or one.pid == self._pid or parent in family):
-                    continue
-                family.add(one.pid)
-                if one.status() != psutil.STATUS_ZOMBIE:
-                    found.append(one.pid)
-                elif is_orphan:
-                    os.waitpid(one.pid, os.WNOHANG)
-        return found
 
 
 class SampledMemory:
@@ -96,9 +48,9 @@ class SampledMemory:
     is not locked, and anonymous pages that were given back with MADV_FREE.
 
     A command without a cgroup has the sum of the proportional set sizes of its processes, which misses
-    shared memory that is written, but not mapped. weighin adopts orphans, which still belong to the
-    tree. A sample between two sums repeats the last sum. If the anonymous memory of just one process
-    has changed since the last sum, the sample includes this change.
+    shared memory that is written, but not mapped. A sample between two sums repeats the last sum. If
+    the anonymous memory of just one process has changed since the last sum, the sample includes this
+    change.
 
     A load has the memory of its process, or of the processes that load together (ranks). Of several,
     the anonymous memory is the sum over the ranks. File-backed and shared memory are those of the
@@ -117,8 +69,8 @@ class SampledMemory:
     def __init__(
         self,
         pid: int,
+        members: Callable[[], list[int]],
         cgroup: MemoryCgroup | None = None,
-        helpers: Collection[int] = (),
         *,
         ranks: int = 0,
     ) -> None:
@@ -126,14 +78,14 @@ class SampledMemory:
 
         Args:
             pid: the first process.
-            helpers: the pids of weighin's own isolation processes in the cgroup.
+            members: returns the pids of all processes.
             ranks: the number of processes that load, which all run by now; 0 for a command.
         """
         # Ranks take no more processor time than one process.
         self.interval_s = ranks * _LOAD_INTERVAL_S or _INTERVAL_S
         self.ranks, self.escape, self.others = ranks, "", (0, 0)
         self.is_fresh = True
-        self._pid, self._cgroup, self._helpers = pid, cgroup, frozenset(helpers)
+        self._pid, self._find_members, self._cgroup = pid, members, cgroup
         self._search = Pause(_SEARCH_S if cgroup else 0.0)
         self._not_others = {pid, os.getpid()}
         self._others_pause = Pause(_SEARCH_S)  # the kernel walks the address space of each process
@@ -145,9 +97,6 @@ class SampledMemory:
         self._files = _opened(cgroup.usage_path, cgroup.stat_path) if cgroup else []
         self._kills: dict[str, int] = {}
         # Of a tree of processes:
-        self._tree: Descendants | None = None
-        if not cgroup:
-            self._tree = Descendants(pid, adopts=not ranks or child_process.is_program)
         self._members = [pid]
         self._sum = Pause()
         self._shares: dict[int, Shares] = {}
@@ -157,12 +106,11 @@ class SampledMemory:
     def pids(self) -> list[int]:
         """Return the pids of the processes; search a tree only after a pause, as this takes long."""
         if self._cgroup:
-            found = [pid for pid in members_of(self._cgroup.path) if pid not in self._helpers]
+            self._members = self._find_members()
             if not self.escape:
-                self._look_for_escapes(self._cgroup, found)
-            return found
-        if self._tree and self._search.begin():
-            self._members = self._tree.pids()
+                self._look_for_escapes(self._cgroup, self._members)
+        elif self._search.begin():
+            self._members = self._find_members()
             self._search.end()
         return self._members
 
@@ -338,7 +286,7 @@ class SampledMemory:
 
     def caches_bytes(self) -> int:
         """Return v1's kernel memory that is left without processes; 0 if processes still run."""
-        if not self._cgroup or set(members_of(self._cgroup.path)) - self._helpers:
+        if not self._cgroup or self._find_members():
             return 0
         for _ in range(_FREED_TRIES):
             if (left := self._cgroup.read("kernel") or 0) < MIB:

@@ -128,9 +128,9 @@ class Watch:
     def _start_sampling(self) -> None:
         if not (pid := self._running.pid):
             return
-        cgroup, helpers = self._mark.cgroup if self._mark else None, self._running.helpers
+        cgroup = self._mark.cgroup if self._mark else None
         ranks = len(self._ranks) if self._spec.job else 0
-        memory = SampledMemory(pid, cgroup, helpers, ranks=ranks)
+        memory = SampledMemory(pid, self._running.members, cgroup, ranks=ranks)
         look = self._stacks.look if self._stacks else None
         self._sampler = Sampler(memory, at_maximum=look)
         self._sampler.start()

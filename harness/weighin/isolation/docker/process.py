@@ -60,6 +60,7 @@ class DockerStarted(Running):
         self._client, self._container = client, container
         self._exit: Exit | None = None
         self._first: Any = None
+        self.helpers: frozenset[int] = frozenset()  # the container's first process
         with connected(streams) as (own, self.channel):
             self._pump = _Pump(self, own)
         terminal = self._pump.is_terminal
@@ -155,7 +156,7 @@ class DockerStarted(Running):
         return Exit(None, signal=number, oom_killed=number == signal.SIGKILL and bool(kills))
 
     def members(self) -> list[int]:
-        pids = groups.pids_in(self.cgroup) if self.cgroup else []
+        pids = groups.members_of(self.cgroup) if self.cgroup else []
         return [pid for pid in pids if pid not in self.helpers]
 
     def kill(self) -> None:
