@@ -32,7 +32,7 @@ from weighin.errors import CheckpointError, ConfigError, HarnessError, Isolation
 from weighin.formats.base import TensorPlan
 from weighin.formats.gguf import UNDECODED
 from weighin.isolation import select
-from weighin.isolation.base import Isolation, RunningWorker
+from weighin.isolation.base import Isolation, Running
 from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import gpu_check, kernel_log, page_cache
 from weighin.probes.cgroup import MemoryCgroup, memory_hierarchy
@@ -310,7 +310,7 @@ class Watched:
     """An isolation that remembers its last worker, so that a test can look at it from outside."""
 
     inner: Isolation
-    running: RunningWorker | None = None
+    running: Running | None = None
 
     @property
     def name(self) -> str:
@@ -326,7 +326,7 @@ class Watched:
         assert self.running and self.running.cgroup
         return Group(self.running.cgroup)
 
-    def start(self, job: Job) -> RunningWorker:
+    def start(self, job: Job) -> Running:
         self.running = self.inner.start(job)
         return self.running
 

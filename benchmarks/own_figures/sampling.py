@@ -23,7 +23,7 @@ from weighin.errors import IsolationUnavailable
 from weighin.isolation import select
 from weighin.isolation.base import Running, Streams
 from weighin.probes.cgroup import MemoryCgroup
-from weighin.probes.memory import FamilyMemory, GroupMemory, ProcessMemory
+from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
 from weighin.result import Sample
 
@@ -90,12 +90,14 @@ def _watched(
 
 def _of_a_load(running: Running, interval_s: float) -> Stop:
     cgroup = MemoryCgroup(running.cgroup) if running.cgroup else None
-    return _started(Sampler(ProcessMemory(running.pid, cgroup), interval_s))
+    return _started(
+        Sampler(SampledMemory(running.pid, running.members, cgroup, ranks=1), interval_s)
+    )
 
 
 def _of_a_command(running: Running, interval_s: float) -> Stop:
-    group = GroupMemory(MemoryCgroup(running.cgroup), running.pid) if running.cgroup else None
-    return _started(Sampler(group or FamilyMemory(running.pid), interval_s))
+    cgroup = MemoryCgroup(running.cgroup) if running.cgroup else None
+    return _started(Sampler(SampledMemory(running.pid, running.members, cgroup), interval_s))
 
 
 def _started(sampler: Sampler) -> Stop:

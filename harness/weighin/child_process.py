@@ -1,8 +1,8 @@
 """Exchange lines between weighin and the processes that it starts.
 
-``Child`` is weighin's end of the pipes. ``Parent`` is the end of a child that runs weighin's code. This module imports little, because a measured process
-imports it before torch. Ray pickles ``Child``, and what ``Child`` uses, by value, and sends both to
-machines that may lack weighin: they need the standard library alone.
+``Child`` is weighin's end of the pipes, and ``Parent`` the end of a child that runs weighin's code. This
+module imports little, because a measured process imports it before torch. Ray pickles ``Child``, and
+what ``Child`` uses, by value, and sends both to machines that may lack weighin.
 """
 
 import contextlib
@@ -12,7 +12,8 @@ import select
 import signal
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from time import monotonic
@@ -29,6 +30,7 @@ _PART_BYTES = 65536
 _MOST_READS = 32  # 32 parts are 2 MiB, more than a pipe can hold
 _PIDFD_GET_INFO = 0xC040FF0B  # of linux/pidfd.h, since Linux 6.13
 _PIDFD_INFO_EXIT = 8  # since Linux 6.15
+_REST_S = 0.5  # for what a process printed before its end
 _PAUSE_S = 0.02  # before Linux 5.3, which has no pidfd, a process is polled at this interval
 
 _PACKAGE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 (a worker imports no pathlib)
@@ -60,20 +62,33 @@ class Pipes:
     """This process's ends of the pipes to a process's standard streams.
 
     The process's lines end with the pipe, or with the process ``process`` (a pidfd), although a process
-    that it forked may keep standard output open.
-
-    Attributes:
-        stderr_tail: the last 64 KiB that the process printed to standard error.
+    that it forked may keep standard output open. A thread reads standard error.
     """
 
     def __init__(self, files: Sequence[int], process: int | None = None) -> None:
         """``files`` are for the standard input, output and error; ``close`` closes all of them."""
-        self._files: Sequence[int] = files
         self._stdin, self._stdout, self._stderr = files
-        self._process = process
-        self._open = [self._stdout, self._stderr]
+        self.process = process
         self._lines = LineBuffer()
-        self.stderr_tail = b""
+        self._reads_left = _MOST_READS  # after the process's end
+        self._tail = b""
+        self._is_over = False
+        self._reader = threading.Thread(target=self._read_errors, name="stderr", daemon=True)
+        self._reader.start()
+
+    @property
+    def stderr_tail(self) -> bytes:
+        """The last 64 KiB that the process printed to standard error, or that a child of it did."""
+        self._reader.join(_REST_S)
+        return self._tail
+
+    def _read_errors(self) -> None:
+        while not self._is_over:
+            if ready([self._stderr], _REST_S):
+                if not (data := os.read(self._stderr, _PART_BYTES)):
+                    break
+                self._tail = (self._tail + data)[-STDERR_KEPT_BYTES:]
+        os.close(self._stderr)
 
     def receive(self, timeout_s: float = inf) -> bytes | None:
         """Return the process's next line, or None after the last line.
@@ -82,23 +97,19 @@ class Pipes:
             TimeoutError: no line arrived within ``timeout_s``.
         """
         deadline = monotonic() + timeout_s
+        ended = [] if self.process is None else [self.process]
         while (line := self._lines.pop()) is None:
-            if self._stdout not in self._open:
-                self._drain(self._stderr)
-                return None
-            left_s = deadline - monotonic()
-            # After the deadline, read no standard error: a child may print there without end.
-            if not self._read_ready(self._open if left_s > 0 else [self._stdout], left_s):
+            if not (found := ready([self._stdout, *ended], deadline - monotonic())):
                 raise TimeoutError
+            if (
+                self.process in found
+            ):  # what it wrote is in the pipe; its children may write forever
+                self._reads_left -= 1
+            is_over = self._stdout not in found or self._reads_left < 0
+            if is_over or not (data := os.read(self._stdout, _PART_BYTES)):
+                return None
+            self._lines.feed(data)
         return line
-
-    def read(self) -> None:
-        """Read the data that has arrived, without waiting."""
-        self._read_ready(self._open, 0)
-
-    def filenos(self) -> list[int]:
-        """Return the descriptors to poll: one is readable if data arrived or the process ended."""
-        return [*self._open, *([] if self._process is None else [self._process])]
 
     def send(self, line: bytes) -> None:
         """Write a line to the process; do nothing if the process has ended."""
@@ -113,75 +124,42 @@ class Pipes:
     def close(self) -> None:
         """Close all descriptors; repeated calls do nothing."""
         self.end_input()
-        for file in (*self._files[1:], self._process):
-            if file is not None:
-                os.close(file)
-        self._files, self._process, self._open = (), None, []
-
-    def _read_ready(self, awaited: list[int], timeout_s: float) -> bool:
-        """Wait for data or the process's end, and read the data; return False if the time ran out."""
-        ended = [] if self._process is None else [self._process]
-        found = ready([*awaited, *ended], timeout_s)
-        if self._process in found:  # all that the process wrote is now in the pipes
-            self._drain(self._stdout)
-            self._open = [each for each in self._open if each == self._stderr]
-        else:
-            for descriptor in found:
-                self._read(descriptor)
-        return bool(found)
-
-    def _drain(self, descriptor: int) -> None:
-        """Read a pipe until it is empty, but at most 2 MiB: a process may write without end."""
-        for _ in range(_MOST_READS):
-            if descriptor not in self._open or not ready([descriptor], 0):
-                return
-            self._read(descriptor)
-
-    def _read(self, descriptor: int) -> None:
-        data = os.read(descriptor, _PART_BYTES)
-        if not data:
-            self._open.remove(descriptor)
-        elif descriptor == self._stdout:
-            self._lines.feed(data)
-        else:
-            self.stderr_tail = (self.stderr_tail + data)[-STDERR_KEPT_BYTES:]
+        if not self._is_over:
+            self._is_over = True
+            os.close(self._stdout)
+            if self.process is not None:
+                os.close(self.process)
+            self._reader.join(_REST_S)
 
 
 class Child(Pipes):
     """A running child process, in a session and process group of its own.
 
-    Ctrl-C in a terminal does not reach the child; ``close`` kills the child. The child enters the
-    cgroups in ``groups`` before its first instruction.
+    Ctrl-C in a terminal does not reach the child; ``close`` kills the child.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        variables: Mapping[str, str],
-        groups: Iterable[object] = (),
-    ) -> None:
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         import subprocess  # imported here to save a worker's memory
 
-        pipe = subprocess.PIPE
-        with entering(groups) as enter:
+        (stdin, to), (out, stdout), (err, stderr) = os.pipe(), os.pipe(), os.pipe()
+        try:
             self._popen = subprocess.Popen(
                 command,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                bufsize=0,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
                 start_new_session=True,
                 env=variables,
-                preexec_fn=enter,  # noqa: PLW1509 (only writes to open files)
             )
+        except BaseException:
+            for file in (to, out, err):
+                os.close(file)
+            raise
+        finally:
+            for file in (stdin, stdout, stderr):
+                os.close(file)
         self.pid = self._popen.pid
-        streams = (self._popen.stdin, self._popen.stdout, self._popen.stderr)
-        files = [os.dup(each.fileno()) for each in streams if each]
-        for each in streams:
-            if each:
-                each.close()
-        super().__init__(files, open_process(self.pid))
-        self._is_closed = False
+        super().__init__((to, out, err), open_process(self.pid))
 
     def __enter__(self) -> Self:
         return self
@@ -190,20 +168,14 @@ class Child(Pipes):
         self.close()
 
     def wait(self, timeout_s: float = inf) -> int:
-        """Wait for the child's end while reading its output; return the exit code, -n for signal n.
+        """Wait for the child's end; return the exit code, -n for signal n.
 
         Raises:
             TimeoutError: the child still runs after ``timeout_s``.
         """
-        deadline = monotonic() + timeout_s
-        while (code := self._popen.poll()) is None:
-            if (left_s := deadline - monotonic()) <= 0:
-                raise TimeoutError
-            self._read_ready(
-                self._open, left_s if self._process is not None else min(left_s, _PAUSE_S)
-            )
-        self._drain(self._stderr)
-        return code
+        if not wait_for_end(self.process, lambda: self._popen.poll() is not None, timeout_s):
+            raise TimeoutError
+        return int(self._popen.returncode)
 
     def kill(self) -> None:
         """Kill the child's process group."""
@@ -216,30 +188,13 @@ class Child(Pipes):
         Raises:
             TimeoutError: the child still runs ``PATIENCE_S`` after SIGKILL.
         """
-        if self._is_closed:
+        if self._is_over:
             return
         self.kill()
         try:
             self.wait(PATIENCE_S)
         finally:
-            self._is_closed = True
             super().close()
-
-
-@contextlib.contextmanager
-def entering(groups: Iterable[object]) -> Iterator[Callable[[], None] | None]:
-    """Yield a function with which a new process enters cgroups before its program; None for none."""
-    with contextlib.ExitStack() as opened:
-        files = []
-        for group in groups:
-            files.append(os.open(f"{group}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
-            opened.callback(os.close, files[-1])
-
-        def enter() -> None:
-            for file in files:
-                os.write(file, b"0")  # 0 stands for the process that writes
-
-        yield enter if files else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,13 @@ from weighin.cell import Cell, Job, ModelSpec
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
 from weighin.isolation.docker.isolation import DockerIsolation
-from weighin.isolation.docker.process import DockerWorker, _close_stream
+from weighin.isolation.docker.process import DockerStarted, _close_stream
 from weighin.probes.cgroup import MemoryCgroup, this_process
 from weighin.units import MIB
 
 pytestmark = pytest.mark.docker
 
-Start = Callable[..., DockerWorker]
+Start = Callable[..., DockerStarted]
 
 
 def cell(limit_bytes: int | None = None) -> Cell:
@@ -41,9 +41,11 @@ def isolation() -> DockerIsolation:
 @pytest.fixture
 def start(isolation: DockerIsolation) -> Iterator[Start]:
     """Start a Python program as a worker; closes it after the test."""
-    started: list[DockerWorker] = []
+    started: list[DockerStarted] = []
 
-    def start(code: str, limit_bytes: int | None = None, seen: Sequence[Path] = ()) -> DockerWorker:
+    def start(
+        code: str, limit_bytes: int | None = None, seen: Sequence[Path] = ()
+    ) -> DockerStarted:
         command = (sys.executable, "-c", textwrap.dedent(code))
         paths = map(str, seen)
         started.append(isolation._start_worker(cell(limit_bytes), command, paths))
@@ -62,12 +64,12 @@ def containers(isolation: DockerIsolation) -> list[str]:
     return [name for c in found for name in c["Names"] if name.startswith(f"/{mine}")]
 
 
-def ended(running: DockerWorker) -> Exit:
+def ended(running: DockerStarted) -> Exit:
     assert running.wait(60)
     return running.reap()
 
 
-def lines(running: DockerWorker) -> list[str]:
+def lines(running: DockerStarted) -> list[str]:
     received = []
     while (line := running.channel.receive(60)) is not None:
         received.append(line.decode())

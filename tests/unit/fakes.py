@@ -14,7 +14,7 @@ import pytest
 from weighin.cell import Cell, Job
 from weighin.isolation.base import Exit, Streams
 from weighin.probes.cgroup import Counters
-from weighin.probes.memory import ProcessMemory
+from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
 from weighin.protocol import encode_event
 from weighin.result import Memory, Sample
@@ -98,14 +98,14 @@ def play(patch: pytest.MonkeyPatch) -> None:
     """Let a played worker be observed by what its test plays, in all unit tests."""
     mark_of = watch.mark_of
 
-    def memory_of(pid: int, *arguments: Any, **options: Any) -> Silent | ProcessMemory:
-        return _played.get(pid) or ProcessMemory(pid, *arguments, **options)
+    def memory_of(pid: int, *arguments: Any, **options: Any) -> Silent | SampledMemory:
+        return _played.get(pid) or SampledMemory(pid, *arguments, **options)
 
     def sampler_of(memory: Any, **options: Any) -> Silent | Sampler:
         return memory if isinstance(memory, Silent) else Sampler(memory, **options)
 
     patch.setattr(watch, "mark_of", lambda one: _played.get(one.pid or 0) or mark_of(one))
-    patch.setattr(watch, "ProcessMemory", memory_of)
+    patch.setattr(watch, "SampledMemory", memory_of)
     patch.setattr(watch, "Sampler", sampler_of)
     patch.setattr(measuring, "Listener", KnownListener)
 
@@ -139,7 +139,7 @@ class FakeRunning:
             _played[self.pid] = inside
         self.cgroup = cgroup
         self.unseen = unseen
-        self.helpers = frozenset[int]()
+        self.mark = None
         self.kills = 0
         self._ended = ended
         self._hangs = hangs
@@ -163,6 +163,9 @@ class FakeRunning:
 
     def reap(self) -> Exit:
         return self._ended
+
+    def members(self) -> list[int]:
+        return []
 
     def kill(self) -> None:
         self.kills += 1

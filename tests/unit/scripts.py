@@ -34,7 +34,7 @@ class FakeSampler(Silent):
     last_peak_rss_bytes: int | None = None
 
     def __init__(
-        self, _pid: int, cgroup: MemoryCgroup | None = None, _helpers: object = (), **_: Any
+        self, _pid: int, _members: object, cgroup: MemoryCgroup | None = None, **_: Any
     ) -> None:
         self.last_peaks_rss_bytes = [self.last_peak_rss_bytes]
         self._group = cgroup
@@ -97,6 +97,6 @@ def measure(isolation: Any, run: Path, *arguments: Any, **options: Any) -> Resul
 @pytest.fixture(name="sampler")
 def fake_sampler(monkeypatch: pytest.MonkeyPatch) -> type[FakeSampler]:
     kind = type("Seen", (FakeSampler,), {})
-    monkeypatch.setattr(watch, "ProcessMemory", kind)
+    monkeypatch.setattr(watch, "SampledMemory", kind)
     monkeypatch.setattr(watch, "pressure_file_of", lambda pid: None)
     return kind

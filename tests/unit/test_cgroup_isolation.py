@@ -15,7 +15,7 @@ from weighin.isolation import cgroup, delegation, process
 from weighin.isolation.cgroup import CgroupIsolation, temporary_group
 from weighin.isolation.process import Started, end_orphans
 from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, start_time, this_process
-from weighin.probes.memory import ProcessMemory
+from weighin.probes.memory import SampledMemory
 
 ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
 
@@ -90,7 +90,7 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
     try:
         assert running.pid
         assert running.channel.receive(60) == b"in"
-        memory = ProcessMemory(running.pid, MemoryCgroup(groups[0]))
+        memory = SampledMemory(running.pid, running.members, MemoryCgroup(groups[0]), ranks=1)
         assert memory.pids()
         assert memory.escape == ""
         running.channel.send(b"go\n")

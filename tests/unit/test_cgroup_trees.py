@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -149,7 +150,7 @@ def test_a_command_enters_its_limited_groups(kernel: Kernel) -> None:
     with closing(CgroupIsolation().start_command(cell, "/", Streams())) as running:
         assert [group.parent for group in running.groups] == roots(kernel)
         assert running.cgroup == running.groups[0]
-        assert MemoryCgroup(running.groups[0]).read_limit() == 64 * MIB
+        assert MemoryCgroup(running.groups[0]).read("limit") == 64 * MIB
         assert running.wait(10)
         assert running.reap() == Exit(3)
         # 0 stands for the process that writes.
@@ -197,7 +198,7 @@ def test_a_cell_that_cannot_start_leaves_no_group(
 def test_a_worker_is_in_all_its_groups_before_it_gets_its_job(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cgroup, "WORKER", ("sh", "-c", 'echo "$$ $MODE"; exec cat'))
+    monkeypatch.setattr(process, "WORKER", ("sh", "-c", 'echo "$$ $MODE"; exec cat'))
     cell = replace(JOB.cell, ram_limit_bytes=64 * MIB, environment={"MODE": "fast"})
     job = replace(JOB, cell=cell, checkpoint="")
     running = CgroupIsolation().start(job)
@@ -208,7 +209,7 @@ def test_a_worker_is_in_all_its_groups_before_it_gets_its_job(
         assert {group.parent for group in groups} == set(roots(kernel))
         assert {(g / "cgroup.procs").read_text() for g in groups} == {"0"}  # it entered itself
         assert running.cgroup and running.cgroup.parent == kernel.memory
-        assert MemoryCgroup(running.cgroup).read_limit() == 64 * MIB
+        assert MemoryCgroup(running.cgroup).read("limit") == 64 * MIB
     finally:
         running.close()
     assert kernel.groups() == []
@@ -331,20 +332,18 @@ def test_a_removal_waits_for_a_process_that_ends_late(
 def test_the_groups_of_a_worker_that_does_not_end_are_tried_once(
     hybrid: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stays(running: object) -> None:
-        raise StillRunning("the worker does not end")
-
-    running = Started(("true",), groups=(groups := cgroup._make_groups()))
-    assert running.reap() == Exit(0)
+    running = Started(("sleep", "60"), groups=(groups := cgroup._make_groups()))
     hybrid.busy.add(groups[0])
-    real = process.Started._end_first
-    monkeypatch.setattr(process.Started, "_end_first", stays)
-    with pytest.raises(StillRunning, match="the worker does not end"):
-        running.close()
+    began_s = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(Started, "reap", lambda _: Exit(None, still_runs=True))
+        with pytest.raises(StillRunning):
+            running.close()
+    assert time.monotonic() - began_s < 5
     assert hybrid.groups() == [groups[0]]
-    monkeypatch.setattr(process.Started, "_end_first", real)
     hybrid.busy.clear()
     running.close()
+    assert hybrid.groups() == []
 
 
 def test_what_dead_runs_left_in_any_hierarchy_is_removed(
@@ -406,7 +405,7 @@ def test_a_group_that_another_process_removes_at_the_same_time_is_gone(
 def test_the_end_of_a_worker_by_an_error_of_its_start_leaves_no_group(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cgroup, "Started", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(process, "Started", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         CgroupIsolation().start(JOB)
     assert kernel.groups() == []

@@ -8,7 +8,7 @@ from test_cgroup_probe import V1, V2
 from test_memory_cgroup import RECORDED, make_group
 
 from weighin.probes.cgroup import MemoryCgroup, parse_numbers
-from weighin.probes.memory import GroupMemory
+from weighin.probes.memory import SampledMemory
 
 
 @pytest.mark.parametrize("kernel", [*V1, *V2])
@@ -16,7 +16,7 @@ def test_the_sample_of_a_group(tmp_path: Path, kernel: str) -> None:
     group = make_group(tmp_path, kernel)
     stat = parse_numbers(group.stat_path.read_text())
     prefix = "" if kernel in V2 else "total_"
-    with closing(GroupMemory(group)) as memory:
+    with closing(SampledMemory(0, list, group)) as memory:
         sample = memory.sample(7, [])
         assert sample
         assert sample.t_ns == 7
@@ -86,7 +86,7 @@ def test_what_the_kernel_can_reclaim_is_not_needed(
     group.usage_path.write_text("999")
     lines = [f"{name} {number}" for name, number in (STAT | changes).items()]
     group.stat_path.write_text("\n".join(lines))
-    with closing(GroupMemory(group)) as memory:
+    with closing(SampledMemory(0, list, group)) as memory:
         sample = memory.sample(7, [])
     assert sample
     figures = (sample.anon_bytes, sample.locked_bytes, sample.freed_bytes, sample.needed_bytes)

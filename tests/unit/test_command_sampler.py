@@ -1,10 +1,10 @@
 """A command's memory without a cgroup: shared pages count once, and its processes are named."""
 
 import os
-import subprocess
 import time
 from contextlib import closing
 
+import psutil
 import pytest
 from command_trees import (
     FAMILY,
@@ -15,11 +15,24 @@ from command_trees import (
 from leftovers import wait_until
 
 from weighin.isolation.cgroup import temporary_group
-from weighin.probes.cgroup import MemoryCgroup
-from weighin.probes.memory import FamilyMemory, GroupMemory
+from weighin.probes.cgroup import MemoryCgroup, pids_in
+from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
 from weighin.result import Process, Sample
 from weighin.units import MIB
+
+
+def tree_of(pid: int) -> SampledMemory:
+    """Return the memory of a process and its descendants."""
+
+    def members() -> list[int]:
+        try:
+            family = psutil.Process(pid), *psutil.Process(pid).children(recursive=True)
+            return [one.pid for one in family if one.status() != psutil.STATUS_ZOMBIE]
+        except psutil.NoSuchProcess:
+            return []
+
+    return SampledMemory(pid, members)
 
 
 def last(sampler: Sampler) -> Sample:
@@ -54,7 +67,7 @@ def _size(sample: Sample) -> int:
 def test_pages_that_processes_share_are_counted_once() -> None:
     with command(FAMILY) as family:
         family.reach("started")
-        sampler = Sampler(FamilyMemory(family.pid))
+        sampler = Sampler(tree_of(family.pid))
         sampler.start()
         wait_until(lambda: sampler.samples, "no sample")
         before = last(sampler)
@@ -79,7 +92,7 @@ def test_pages_that_processes_share_are_counted_once() -> None:
 def test_each_process_has_its_share_when_the_command_used_most() -> None:
     with command(FAMILY) as family:
         family.reach("started")
-        sampler = Sampler(FamilyMemory(family.pid))
+        sampler = Sampler(tree_of(family.pid))
         sampler.start()
         family.go("forked")
         wait_until(lambda: last(sampler).anon_bytes > FAMILY_ANON_MIB * MIB, "not all was seen")
@@ -104,7 +117,7 @@ def test_a_single_process_that_grows_is_seen_at_every_sample() -> None:
     """The sum of shares is expensive: between two sums, the process's own status shows its growth."""
     with command('step("a"); held = hold(300); step("b"); more = hold(100); step("c")') as one:
         one.reach("a")
-        sampler = Sampler(FamilyMemory(one.pid), 0.002)
+        sampler = Sampler(tree_of(one.pid), 0.002)
         sampler.start()
         one.go("b")
         wait_until(lambda: last(sampler).anon_bytes > 300 * MIB, "the first growth was not seen")
@@ -115,65 +128,12 @@ def test_a_single_process_that_grows_is_seen_at_every_sample() -> None:
     assert len({sample.anon_bytes for sample in samples}) > 10
 
 
-ORPHAN = """
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        held = hold(50)
-        print("orphan", flush=True)
-        time.sleep(60)
-    os._exit(0)
-os.wait()
-step("left")
-"""
-
-
-@pytest.mark.parametrize("sampled_first", [True, False])
-def test_an_orphan_that_this_process_adopts_belongs_to_the_command(sampled_first: bool) -> None:
-    """An older child of this process does not, also if the orphan was there before the sampler."""
-    import ctypes
-
-    libc = ctypes.CDLL(None)
-    assert libc.prctl(36, 1) == 0  # PR_SET_CHILD_SUBREAPER
-    orphans: list[int] = []
-    older = subprocess.Popen(["sleep", "60"])
-    time.sleep(0.05)  # several ticks of the kernel's clock, so that the command starts later
-    try:
-        with command('step("started")' + ORPHAN) as daemon:
-            daemon.reach("started")
-            if sampled_first:
-                sampler = Sampler(FamilyMemory(daemon.pid))
-                sampler.start()
-            daemon.go()
-            for _ in range(2):
-                assert daemon.process.stdout
-                daemon.process.stdout.readline()
-            if not sampled_first:
-                sampler = Sampler(FamilyMemory(daemon.pid))
-                sampler.start()
-            wait_until(
-                lambda: sampler.samples and last(sampler).anon_bytes > 50 * MIB,
-                "the orphan was not seen",
-            )
-            sampler.stop()
-            orphans = [one.pid for one in processes_of(sampler) if one.parent_pid == os.getpid()]
-            orphans.remove(daemon.pid)
-            assert len(orphans) == 1
-    finally:
-        libc.prctl(36, 0)
-        older.kill()
-        older.wait()
-        for pid in orphans:
-            os.kill(pid, 9)
-            os.waitpid(pid, 0)
-
-
 def test_each_new_maximum_is_told() -> None:
     told: list[tuple[int, int]] = []
     with command('step("a"); held = hold(100); step("b"); held.close(); step("c")') as one:
         one.reach("a")
         sampler = Sampler(
-            FamilyMemory(one.pid), 0.002, at_maximum=lambda t_ns, used: told.append((t_ns, used))
+            tree_of(one.pid), 0.002, at_maximum=lambda t_ns, used: told.append((t_ns, used))
         )
         sampler.start()
         one.go("b")
@@ -191,7 +151,7 @@ def test_a_command_that_has_ended_leaves_no_samples() -> None:
         one.reach("a")
         one.go()
         one.process.wait(60)
-        sampler = Sampler(FamilyMemory(one.pid))
+        sampler = Sampler(tree_of(one.pid))
         sampler.start()
         assert sampler.stop() == []
         assert sampler.peak is None
@@ -204,7 +164,7 @@ def test_sampling_takes_little_time() -> None:
     with temporary_group() as group, command(code, group) as one:
         one.reach("started")
         start = time.thread_time_ns()
-        sampler = Sampler(GroupMemory(MemoryCgroup(group), one.pid))
+        sampler = Sampler(SampledMemory(one.pid, lambda: pids_in(group), MemoryCgroup(group)))
         for _ in range(100):
             sampler._look()
         each_ns = (time.thread_time_ns() - start) / 100
@@ -215,7 +175,7 @@ def test_sampling_takes_little_time() -> None:
 @pytest.mark.cgroup
 def test_a_group_that_was_removed_gives_no_sample() -> None:
     with temporary_group() as made:
-        memory = GroupMemory(MemoryCgroup(made))
+        memory = SampledMemory(0, lambda: pids_in(made), MemoryCgroup(made))
     with closing(memory):
         assert memory.sample(1, []) is None
         assert memory.pids() == []

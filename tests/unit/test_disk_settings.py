@@ -15,7 +15,7 @@ from test_matrix import cells_of
 
 from weighin.disk.passthrough import Pace, Schedule
 from weighin.errors import ConfigError
-from weighin.probes import mounts, storage
+from weighin.probes import mounts
 from weighin.records.series import name_of
 from weighin.records.verdict import through_first_pass_ns
 from weighin.report import slow_disks, writing
@@ -149,7 +149,7 @@ MOUNTS = """\
     ],
 )
 def test_a_path_lies_on_the_deepest_mount_above_it(path: str, expected: str) -> None:
-    assert storage.file_system_of(mounts.parse(MOUNTS), Path(path)) == expected
+    assert mounts.file_system_of(mounts.parse(MOUNTS), Path(path)) == expected
 
 
 def test_a_partition_lies_on_its_disk(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_partition_lies_on_its_disk(tmp_path: Path) -> None:
     (tmp_path / "dev" / "block").mkdir(parents=True)
     (tmp_path / "dev" / "block" / "254:0").symlink_to(disk)
     (tmp_path / "dev" / "block" / "254:1").symlink_to(disk / "vda1")
-    assert [storage.disk_of(number, tmp_path) for number in ("254:0", "254:1", "0:31")] == [
+    assert [mounts.disk_of(number, tmp_path) for number in ("254:0", "254:1", "0:31")] == [
         "vda",
         "vda",
         "",

@@ -258,7 +258,7 @@ def test_the_variables_of_a_worker_are_its_cells_and_those_that_change_figures(
 ) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(
-        docker_isolation, "DockerWorker", lambda _, **options: given.update(options)
+        docker_isolation, "DockerStarted", lambda *_, **options: given.update(options)
     )
     monkeypatch.setattr(DockerIsolation, "_create", lambda *_, **__: {})
     monkeypatch.setattr(DockerIsolation, "_empty_image", "")

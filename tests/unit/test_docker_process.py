@@ -30,13 +30,11 @@ class Wires:
     It stands for the command, too, and notes what the pump asks of it.
     """
 
-    def __init__(self, *files: int, ends_together: bool = False, ended: int | None = None) -> None:
+    def __init__(self, *files: int) -> None:
         self.engine, ours = socket.socketpair()
         self.engine.settimeout(10)
         self.signals: list[int] = []
         self.sizes: list[tuple[int, int]] = []
-        self.kills = 0
-        self.ends_together, self.process = ends_together, ended
         command: Any = self
         self.pump = _Pump(command, Streams(*files))
         self.pump.stream = ours
@@ -46,9 +44,6 @@ class Wires:
 
     def resize(self, rows: int, columns: int) -> None:
         self.sizes.append((rows, columns))
-
-    def kill(self) -> None:
-        self.kills += 1
 
     def say(self, *parts: tuple[int, bytes]) -> None:
         self.engine.sendall(b"".join(frame(*part) for part in parts))
@@ -118,19 +113,6 @@ def test_output_that_nobody_reads_is_a_broken_pipe_for_the_command(pipes: Pipes)
     wait_until(lambda: wires.signals, "no signal")
     wires.end()
     assert (wires.signals, rest(err)) == ([signal.SIGPIPE], b"still heard")
-
-
-def test_the_end_of_a_worker_ends_what_it_left(pipes: Pipes) -> None:
-    files, *_ = pipes
-    with subprocess.Popen(["sleep", "60"]) as running:
-        wires = Wires(*files, ends_together=True, ended=child_process.open_process(running.pid))
-        wires.pump.begin()
-        assert wires.kills == 0
-        running.kill()
-    wait_until(lambda: wires.kills, "nothing was ended")
-    wires.end()
-    assert wires.process is not None
-    os.close(wires.process)
 
 
 def test_a_pump_that_never_began_leaves_no_descriptor(pipes: Pipes) -> None:

@@ -48,7 +48,7 @@ RECORDED = {
 def test_the_figures_of_a_group(tmp_path: Path, kernel: str) -> None:
     group, recorded = make_group(tmp_path, kernel), RECORDED[kernel]
     assert group.version == (2 if kernel in V2 else 1)
-    assert group.read_usage() == recorded.usage
+    assert group.read("usage") == recorded.usage
     assert int(group.limit_path.read_text()) == 24 * MIB
     assert group.read_oom_kills() == 1
     assert group.read_refaults() == recorded.refaults
@@ -80,7 +80,7 @@ def test_the_soft_limit_is_lifted_too(tmp_path: Path) -> None:
 
 def test_a_group_that_is_gone_gives_none_never_zero(tmp_path: Path) -> None:
     group = MemoryCgroup(tmp_path / "gone", tmp_path / "gone" / "psi")
-    assert group.read_usage() is None
+    assert group.read("usage") is None
     assert group.read_oom_kills() is None
     assert group.read_refaults() is None
     assert group.read_pressure_ns() == (None, None)

@@ -16,7 +16,7 @@ from weighin.child_process import adopt_orphans
 from weighin.isolation import cgroup
 from weighin.isolation.process import Started
 from weighin.probes.cgroup import MemoryCgroup, start_time
-from weighin.probes.memory import ProcessMemory
+from weighin.probes.memory import SampledMemory
 from weighin.units import MIB
 
 CHILDREN = """
@@ -44,7 +44,9 @@ def test_processes_that_left_the_workers_session_are_sampled(
     running = Started(command, groups=groups)
     try:
         assert running.pid
-        memory = ProcessMemory(running.pid, MemoryCgroup(groups[0]) if groups else None)
+        memory = SampledMemory(
+            running.pid, running.members, MemoryCgroup(groups[0]) if groups else None, ranks=1
+        )
         assert [running.channel.receive(60), running.channel.receive(60)] == [b"held"] * 2
 
         def sees_both() -> bool:

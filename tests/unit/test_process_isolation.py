@@ -79,7 +79,7 @@ def test_a_command_has_its_folder_its_variables_and_its_streams(
         running = start('pwd; cat; echo "$MODE" >&2', Streams(*numbers), environment={"MODE": "m"})
     assert running.wait(20)
     assert [file.read_text() for file in files[1:]] == [f"{tmp_path}\ntyped", "m\n"]
-    assert (running.cgroup, running.helpers) == (None, frozenset())
+    assert running.cgroup is None
     assert running.unseen.startswith(
         "a plain process has no cgroup of its own, so these are not seen"
     )
@@ -305,7 +305,7 @@ def test_a_worker_that_cannot_start_leaves_no_adoption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConfigError):
         Started((str(tmp_path / "no-such-program"),))
     assert not adopt_orphans(adopt=False)
 
@@ -442,17 +442,13 @@ def test_a_worker_that_does_not_end_is_an_error_and_its_children_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
-    running = Started(("sh", "-c", f"read go; cd {tmp_path}; {DAEMON} exit 0"))
+    running = Started(("sh", "-c", f"read go; cd {tmp_path}; {DAEMON} read go"))
+    assert running.channel
     running.channel.send(b"\n")
     pid = daemon(tmp_path)
-    assert running.reap() == Exit(0)
-    close = running.channel.close
-
-    def stays() -> None:
-        raise TimeoutError
-
-    monkeypatch.setattr(running.channel, "close", stays)
-    with pytest.raises(StillRunning, match=f"process {running.pid} does not end"):
-        running.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(Started, "reap", lambda _: Exit(None, still_runs=True))
+        with pytest.raises(StillRunning, match=f"process {running.pid} does not end"):
+            running.close()
     wait_until(lambda: not lives(pid), "the daemon lives on")
-    close()
+    assert running.reap() == Exit(None, signal=signal.SIGKILL)

@@ -198,8 +198,6 @@ def test_closing_a_worker_that_does_not_die_ends_and_says_so() -> None:
         " waits in the kernel, for example for a disk or a network share that does not answer:"
         " repair the disk or share, or restart the machine"
     )
-    running.close()
-    assert running.channel.receive(0) is None  # its pipes are closed
 
 
 @pytest.mark.cgroup

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weighin.probes.cgroup import MemoryCgroup
-from weighin.probes.memory import ProcessMemory
+from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler, write_samples
 from weighin.result import Sample
 from weighin.units import MIB
@@ -68,7 +68,7 @@ def wait_for(sampler: Sampler, seen: Callable[[Sample], bool]) -> Sample:
 
 
 def test_a_process_that_grows_is_seen_growing(child: Child) -> None:
-    sampler = Sampler(ProcessMemory(child.process.pid, None), 0.001)
+    sampler = Sampler(SampledMemory(child.process.pid, list, None, ranks=1), 0.001)
     sampler.start()
     first = wait_for(sampler, lambda _: True)
     child.take(32)
@@ -83,7 +83,6 @@ def test_a_process_that_grows_is_seen_growing(child: Child) -> None:
     )
     assert [one.t_ns for one in samples] == sorted(one.t_ns for one in samples)
     assert {(one.cgroup_bytes, one.cgroup_file_bytes) for one in samples} == {(None, None)}
-    assert isinstance(sampler.memory, ProcessMemory)
     (peak,) = sampler.memory.last_peaks_rss_bytes
     assert peak and peak >= last.rss_bytes
 
@@ -96,7 +95,7 @@ def test_a_process_whose_name_is_not_text_is_sampled() -> None:
     try:
         while not Path(f"/proc/{process.pid}/comm").read_bytes().startswith(b"\xff"):
             time.sleep(0.01)
-        sampler = Sampler(ProcessMemory(process.pid, None), 0.001)
+        sampler = Sampler(SampledMemory(process.pid, list, None, ranks=1), 0.001)
         sampler.start()
         sample = wait_for(sampler, lambda _: True)
         assert sample.rss_bytes > MIB
@@ -109,10 +108,9 @@ def test_a_process_whose_name_is_not_text_is_sampled() -> None:
 def test_a_process_that_is_gone_gives_no_samples(child: Child) -> None:
     child.end()
     child.process.wait(60)
-    sampler = Sampler(ProcessMemory(child.process.pid, None), 0.001)
+    sampler = Sampler(SampledMemory(child.process.pid, list, None, ranks=1), 0.001)
     sampler.start()
     assert sampler.stop() == []
-    assert isinstance(sampler.memory, ProcessMemory)
     assert sampler.memory.last_peaks_rss_bytes == [None]
 
 
@@ -127,7 +125,7 @@ def write_group(folder: Path, version: int) -> MemoryCgroup:
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_cgroup_is_read_beside_the_process(tmp_path: Path, child: Child, version: int) -> None:
     group = write_group(tmp_path, version)
-    sampler = Sampler(ProcessMemory(child.process.pid, group), 0.001)
+    sampler = Sampler(SampledMemory(child.process.pid, list, group, ranks=1), 0.001)
     sampler.start()
     sample = wait_for(sampler, lambda _: True)
     assert (sample.cgroup_bytes, sample.cgroup_file_bytes) == (1000, 400)
@@ -140,7 +138,9 @@ def test_the_cgroup_is_read_beside_the_process(tmp_path: Path, child: Child, ver
 def test_a_group_that_cannot_be_read_leaves_the_processs_figures(
     tmp_path: Path, child: Child
 ) -> None:
-    sampler = Sampler(ProcessMemory(child.process.pid, MemoryCgroup(tmp_path / "gone")), 0.001)
+    sampler = Sampler(
+        SampledMemory(child.process.pid, list, MemoryCgroup(tmp_path / "gone"), ranks=1), 0.001
+    )
     sampler.start()
     sample = wait_for(sampler, lambda _: True)
     sampler.stop()
@@ -149,7 +149,7 @@ def test_a_group_that_cannot_be_read_leaves_the_processs_figures(
 
 
 def test_it_stops_at_once_whatever_its_interval(child: Child) -> None:
-    sampler = Sampler(ProcessMemory(child.process.pid, None), 3600)
+    sampler = Sampler(SampledMemory(child.process.pid, list, None, ranks=1), 3600)
     sampler.start()
     wait_for(sampler, lambda _: True)
     assert len(sampler.stop()) <= 2  # it samples once more at its end

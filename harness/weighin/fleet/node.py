@@ -79,6 +79,8 @@ def run(
     finally:
         process.end_input()
         with contextlib.suppress(TimeoutError):
+            while process.receive(_PATIENCE_S) is not None:
+                pass
             process.wait(_PATIENCE_S)
         process.kill()
         code = process.wait()

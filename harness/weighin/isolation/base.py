@@ -6,14 +6,17 @@ The worker reports to a socket. The isolation sets all limits before the worker'
 instruction.
 """
 
+import contextlib
+import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from weighin.cell import Cell, Job
-from weighin.child_process import Pipes
+from weighin.child_process import Pipes, signal_each, wait_for_end
+from weighin.probes.cgroup import PeakMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,27 @@ class Streams:
     stdin: int | None = None
     stdout: int | None = None
     stderr: int | None = None
+
+
+@contextlib.contextmanager
+def connected(streams: Streams | None) -> Iterator[tuple[Streams, Pipes | None]]:
+    """Yield ``streams``; if there are none, those of a worker, with this process's ends of them.
+
+    The worker must have started by the end of the ``with`` block, which closes the worker's ends.
+    """
+    if streams:
+        yield streams, None
+        return
+    (stdin, to), (out, stdout), (err, stderr) = os.pipe(), os.pipe(), os.pipe()
+    channel = Pipes((to, out, err))
+    try:
+        yield Streams(stdin, stdout, stderr), channel
+    except BaseException:
+        channel.close()
+        raise
+    finally:
+        for file in (stdin, stdout, stderr):
+            os.close(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,46 +76,57 @@ class Exit:
             return f"signal {self.signal}"
 
 
-class Running(Protocol):
-    """A started worker or command, together with all processes that it starts."""
+class Running:
+    """A started worker or command, together with all processes that it starts.
 
-    @property
-    def pid(self) -> int:
-        """The first process's pid, as weighin's process sees it."""
+    Attributes:
+        pid: the first process's, as weighin's process sees it.
+        process: the first process's pidfd; None if the kernel gives none.
+        cgroup: the folder of the memory cgroup; None without one.
+        unseen: what weighin cannot see; empty if it sees all. After ``close``, it also names the
+            processes that weighin was not allowed to kill.
+        shares_terminal: whether the terminal itself sends Ctrl-C to the command.
+        channel: the ``Pipes`` through which a worker gets its job; None for a command.
+        mark: the peak of the cgroup, if it was reset at the start; on cgroup v2, only this open file
+            of the kernel knows of the reset.
+    """
 
-    @property
-    def cgroup(self) -> Path | None:
-        """The folder of the memory cgroup; None without one."""
-
-    @property
-    def helpers(self) -> frozenset[int]:
-        """The pids in the cgroup that belong to the isolation, and not to the worker or command."""
-
-    @property
-    def unseen(self) -> str:
-        """What weighin cannot see; empty if it sees all.
-
-        After ``close``, it also names the processes that weighin was not allowed to kill.
-        """
-
-    @property
-    def shares_terminal(self) -> bool:
-        """Whether the terminal itself sends Ctrl-C to the command, so that weighin need not pass it on."""
+    pid = 0
+    process: int | None = None
+    cgroup: Path | None = None
+    unseen = ""
+    shares_terminal = False
+    channel: Any = None
+    mark: PeakMark | None = None
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the first process ends in ``timeout_s``, without reaping it."""
+        return wait_for_end(self.process, self.has_ended, timeout_s)
+
+    def has_ended(self) -> bool:
+        raise NotImplementedError
 
     def reap(self) -> Exit:
         """Wait for the end of the first process, and return how it ended."""
+        raise NotImplementedError
 
-    def send_signal(self, number: int, /) -> None:
-        """Send a signal to the first process; do nothing if it has ended."""
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the first process; do nothing if it was reaped, or is another user's."""
+        if self.pid and not self.is_reaped:
+            with contextlib.suppress(PermissionError):  # of sudo, for example
+                signal_each([self.pid], number)
+
+    @property
+    def is_reaped(self) -> bool:
+        raise NotImplementedError
 
     def members(self) -> list[int]:
         """Return the pids of the processes that exist now."""
+        raise NotImplementedError
 
     def kill(self) -> None:
         """Kill the worker or command with its children, and return without waiting for their end."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Kill the remaining processes; remove the container or cgroups. Repeated calls do nothing.
@@ -100,14 +135,13 @@ class Running(Protocol):
             StillRunning, IsolationUnavailable: a process, cgroup or container remains; the others
                 were removed.
         """
-
-
-class RunningWorker(Running, Protocol):
-    """A started worker."""
-
-    @property
-    def channel(self) -> Pipes:
-        """The channel through which the worker gets its job."""
+        if self.channel:
+            self.channel.close()  # first, because a copying of output might wait for it
+        if self.mark:
+            self.mark.close()
+        if self.process is not None:
+            os.close(self.process)
+            self.process = None
 
 
 class Isolation(Protocol):
@@ -128,7 +162,7 @@ class Isolation(Protocol):
         """Do slow work that all cells share, such as pulling an image; report each step to ``_progress``."""
         return  # workers on this machine share no such work
 
-    def start(self, job: Job) -> RunningWorker:
+    def start(self, job: Job) -> Running:
         """Start one worker for the given job, with the limits of ``job.cell``."""
 
     def start_command(

@@ -9,15 +9,14 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from weighin.cell import Cell, Job
+from weighin.cell import Cell
 from weighin.child_process import PATIENCE_S
 from weighin.errors import IsolationUnavailable
 from weighin.isolation import delegation
-from weighin.isolation.base import Isolation, Streams
-from weighin.isolation.process import WORKER, Started, removal_error, remove
+from weighin.isolation.process import ProcessIsolation, removal_error, remove
 from weighin.probes.cgroup import (
     MemoryCgroup,
     is_left_behind,
@@ -25,7 +24,6 @@ from weighin.probes.cgroup import (
     owned_name,
     pressure_hierarchy,
 )
-from weighin.protocol import encode_job
 from weighin.units import format_bytes
 
 _PREFIX = "weighin."
@@ -33,7 +31,7 @@ _SWAPS = Path("/proc/swaps")
 _numbers = itertools.count()
 
 
-class CgroupIsolation(Isolation):
+class CgroupIsolation(ProcessIsolation):
     """Runs processes in memory cgroups, one group for each cell (measurement)."""
 
     name = "cgroup"
@@ -57,28 +55,6 @@ class CgroupIsolation(Isolation):
                 f" {format_bytes(left[0])} does not apply there"
             )
 
-    def start(self, job: Job) -> Started:
-        with _limited_groups(job.cell) as groups:
-            running = Started(WORKER, environment=job.cell.environment, groups=groups)
-        running.channel.send(encode_job(job))
-        return running
-
-    def start_command(
-        self,
-        cell: Cell,
-        folder: str,
-        streams: Streams,
-        _mounts: Sequence[str] = (),
-    ) -> Started:
-        with _limited_groups(cell) as groups:
-            return Started(
-                cell.command,
-                environment=cell.environment,
-                groups=groups,
-                folder=folder,
-                streams=streams,
-            )
-
     def remove_stale(self) -> list[str]:
         """Kill the processes in cgroups of runs that were killed, and remove these cgroups."""
         return [
@@ -92,20 +68,19 @@ class CgroupIsolation(Isolation):
     def describe(self) -> dict[str, str]:
         return {"groups": str(delegation.groups_root())}
 
-
-@contextlib.contextmanager
-def _limited_groups(cell: Cell) -> Iterator[list[Path]]:
-    """Make cgroups with a cell's limits; remove them if this or the ``with`` block raises an error."""
-    groups = _make_groups()
-    try:
-        if cell.ram_limit_bytes is not None:
-            limit(groups[0], cell.ram_limit_bytes)
-        if cell.ram_high_bytes is not None:
-            (groups[0] / "memory.high").write_text(str(cell.ram_high_bytes))
-        yield groups
-    except BaseException:
-        remove(groups)
-        raise
+    @contextlib.contextmanager
+    def _groups(self, cell: Cell) -> Iterator[list[Path]]:
+        """Make cgroups with a cell's limits; remove them if this or the ``with`` block raises an error."""
+        groups = _make_groups()
+        try:
+            if cell.ram_limit_bytes is not None:
+                limit(groups[0], cell.ram_limit_bytes)
+            if cell.ram_high_bytes is not None:
+                (groups[0] / "memory.high").write_text(str(cell.ram_high_bytes))
+            yield groups
+        except BaseException:
+            remove(groups)
+            raise
 
 
 def _roots() -> list[Path]:

@@ -60,7 +60,9 @@ def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
         return total, free
     for limit, group in limits_around(groups_root() or _group_of(os.getpid()) or Path("/")):
         total = min(total, limit)
-        free = min(free, limit - MemoryCgroup(group).read_in_use())
+        cgroup = MemoryCgroup(group)
+        reclaimed_first = cgroup.read_stat().get("inactive_file", 0)
+        free = min(free, limit - (cgroup.read("usage") or 0) + reclaimed_first)
     return total, free
 
 

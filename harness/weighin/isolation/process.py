@@ -11,9 +11,10 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,16 +26,20 @@ from weighin.child_process import (
     PATIENCE_S,
     adopt_orphans,
     end_with_parent,
-    entering,
     open_process,
     signal_each,
-    wait_for_end,
 )
 from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
-from weighin.isolation.base import Exit, Isolation, Streams
+from weighin.isolation.base import Exit, Isolation, Running, Streams, connected
 from weighin.probes import mounts
-from weighin.probes.cgroup import is_left_behind, owned_name, pids_in, read_kernel
-from weighin.probes.memory import Descendants
+from weighin.probes.cgroup import (
+    folders_of,
+    is_left_behind,
+    members_of,
+    owned_name,
+    read_kernel,
+    start_time,
+)
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
 
@@ -52,6 +57,7 @@ _UNSEEN_OF_COMMAND: Final = (
     f"{_UNSEEN}, so these are not seen: kernel memory, huge pages, and"
     " files in memory that no process maps (memfd, /dev/shm)"
 )
+_NOT_ORPHANS: Final = ("py-spy",)  # weighin itself starts it beside a command
 _PAUSE_S = 0.005  # a killed process takes a moment to end, and may just have forked
 _numbers = itertools.count()
 
@@ -72,8 +78,8 @@ class ProcessIsolation(Isolation):
             )
 
     def start(self, job: Job) -> "Started":
-        """Start a worker without a RAM limit, which only a cgroup could enforce."""
-        running = Started(WORKER, environment=job.cell.environment)
+        with self._groups(job.cell) as groups:
+            running = Started(WORKER, environment=job.cell.environment, groups=groups)
         running.channel.send(encode_job(job))
         return running
 
@@ -81,14 +87,21 @@ class ProcessIsolation(Isolation):
         self, cell: Cell, folder: str, streams: Streams, _mounts: Sequence[str] = ()
     ) -> "Started":
         environment = cell.environment
-        return Started(cell.command, environment=environment, folder=folder, streams=streams)
+        with self._groups(cell) as groups:
+            return Started(
+                cell.command, environment=environment, groups=groups, folder=folder, streams=streams
+            )
+
+    def _groups(self, _cell: Cell) -> AbstractContextManager[Sequence[Path]]:
+        """Return the cgroups of a cell; a plain process has none."""
+        return nullcontext(())
 
     def remove_stale(self) -> list[str]:
         """Kill what workers and commands of killed runs started; they themselves ended with weighin."""
         return end_orphans()
 
 
-class Started:
+class Started(Running):
     """A worker or, with ``streams``, a command. It enters ``groups`` before its first instruction.
 
     A worker has pipes (``channel``), and a session and process group of its own, so that Ctrl-C in a
@@ -97,7 +110,6 @@ class Started:
     the cgroups.
     """
 
-    helpers: frozenset[int] = frozenset()
     shares_terminal = True
 
     def __init__(
@@ -119,67 +131,50 @@ class Started:
             self._tree = ProcessTree(adopts=not is_worker or child_process.is_program)
         variables = os.environ | dict(environment or {})
         variables |= self._tree.environment if self._tree else {}
-        self._popen: subprocess.Popen[Any] | None = None
-        self._process: int | None = None
+        if is_worker:
+            # If weighin itself is measured, its worker must not report to the outer weighin.
+            variables.pop(PHASES_VARIABLE, None)
+            variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
         try:
-            if streams:
-                self._popen = _start(command, variables, groups, folder, streams)
-                self.pid = self._popen.pid
-                self._process = open_process(self.pid)
-            else:
-                # If weighin itself is measured, its worker must not report to the outer weighin.
-                variables.pop(PHASES_VARIABLE, None)
-                variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
-                self.channel = child_process.Child(command, variables, groups=groups)
-                self.pid = self.channel.pid
+            with connected(streams) as (own, self.channel):
+                self._popen = _start(command, variables, groups, folder, own, apart=is_worker)
         except BaseException:
             if self._tree:
                 self._tree.end()
             raise
+        self.pid = self._popen.pid
+        self.process = open_process(self.pid)
         if self._tree:
             self._tree.begin(self.pid)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether the first process ends in ``timeout_s``."""
-        if self._popen:
-            return wait_for_end(self._process, self._has_ended, timeout_s)
-        try:
-            self.channel.wait(timeout_s)
-        except TimeoutError:
-            return False
-        return True
-
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        return os.waitid(os.P_PID, self.pid, options) is not None
+        return self.is_reaped or os.waitid(os.P_PID, self.pid, options) is not None
+
+    @property
+    def is_reaped(self) -> bool:
+        return self._popen.returncode is not None
 
     def reap(self) -> Exit:
-        """Wait for the end of the first process, and return how it ended."""
         try:
-            code = (self._popen or self.channel).wait(PATIENCE_S)
-        except (subprocess.TimeoutExpired, TimeoutError):
+            code = self._popen.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
             return Exit(None, still_runs=True)
         return Exit(code) if code >= 0 else Exit(None, signal=-code)
-
-    def send_signal(self, number: int) -> None:
-        with contextlib.suppress(PermissionError):  # sudo, for example, is another user's
-            signal_each([self.pid], number)
 
     def members(self) -> list[int]:
         """Return the pids of all processes, in cgroups that they made below their own, too."""
         if self.groups:
-            return [pid for folder in tree_of(self.groups[0]) for pid in pids_in(folder)]
+            return members_of(self.groups[0])
         return self._tree.members() if self._tree else []
 
     def kill(self) -> None:
-        """Kill the worker or command with its children, and return without waiting for their end."""
-        if not self._popen:
-            self.channel.kill()
         if self.groups:
             frozen = self.members()
             kill_members(self.groups[0])
+            self.send_signal(signal.SIGKILL)  # it may have left its group
             thaw(frozen)
-        elif self._popen and self._tree:
+        elif self._tree:
             thaw(self._tree.kill())
 
     def close(self) -> None:
@@ -189,35 +184,21 @@ class Started:
             StillRunning: a process does not end, not even after SIGKILL.
         """
         try:
-            self._end_first()
-        except StillRunning:
-            removal_error(*self.groups, patience_s=0)
-            raise
+            if not self.is_reaped:
+                self.send_signal(signal.SIGKILL)
+                if self.reap().still_runs:
+                    removal_error(*self.groups, patience_s=0)
+                    raise StillRunning(
+                        f"the measured process {self.pid} does not end, not even after SIGKILL"
+                    )
         finally:
             if self._tree:
                 thaw(self._tree.kill())
                 self._tree.end()
                 if not self.groups:
                     self.unseen = self._tree.unseen(self._why)
+            super().close()
         remove([*self.groups])
-
-    def _end_first(self) -> None:
-        if self._process is not None:
-            os.close(self._process)
-            self._process = None
-        if self._popen is None:
-            try:
-                self.channel.close()
-            except TimeoutError:
-                raise StillRunning(
-                    f"the measured process {self.pid} does not end, not even after SIGKILL"
-                ) from None
-        elif self._popen.returncode is None:
-            self.send_signal(signal.SIGKILL)
-            if self.reap().still_runs:
-                raise StillRunning(
-                    f"the command's process {self.pid} does not end, not even after SIGKILL"
-                )
 
 
 def _start(
@@ -226,15 +207,26 @@ def _start(
     groups: Sequence[Path],
     folder: str,
     streams: Streams,
+    *,
+    apart: bool,
 ) -> "subprocess.Popen[Any]":
-    """Start a command as a shell does.
+    """Start a command as a shell does; if ``apart``, in a session and process group of its own.
 
     Raises:
         ConfigError: the program does not start.
     """
-    with entering(groups) as enter:
-        # Popen would go on to the next program of this name where the first is no binary.
-        program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
+    # Popen would go on to the next program of this name where the first is no binary.
+    program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context((group / "cgroup.procs").open("wb", 0)) for group in groups]
+
+        def begin() -> None:
+            """Enter the cgroups, and end with the parent, before the command's first instruction."""
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
+            for file in files:
+                file.write(b"0")  # 0 stands for the process that writes
+            end_with_parent()
+
         start = partial(
             subprocess.Popen,
             cwd=folder or None,
@@ -242,8 +234,9 @@ def _start(
             stdin=streams.stdin,
             stdout=streams.stdout,
             stderr=streams.stderr,
-            close_fds=False,  # a shell passes descriptors on, for make -j and diff <(a) <(b)
-            preexec_fn=partial(_begin, enter),
+            start_new_session=apart,
+            close_fds=apart,  # a shell passes descriptors on, for make -j and diff <(a) <(b)
+            preexec_fn=begin,
         )
         try:
             try:
@@ -259,20 +252,14 @@ def _start(
             ) from None
 
 
-def _begin(enter: Callable[[], None] | None) -> None:
-    """Enter the cgroups, and end with the parent; a new process calls this before the command runs."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
-    if enter:
-        enter()
-    end_with_parent()
-
-
 class ProcessTree:
-    """The processes of a worker or command: its descendants, and those that inherited its variable.
+    """The processes of a worker or command: a child of this process, and its descendants.
 
-    With ``adopts``, weighin adopts its orphans until ``end``, so that it finds a daemon that clears
-    its environment, too. Only the program ``weighin`` may do so: in another program, such as pytest,
-    an orphan could not be told from a child that the program started meanwhile.
+    With ``adopts``, weighin is a child subreaper until ``end``, which becomes the parent of a descendant
+    whose parent has ended. Each child that it gets meanwhile then counts as such an orphan, unless it
+    started before the first process, or was seen below a process that did: those are foreign. Only the
+    program ``weighin`` may adopt: in another program, such as pytest, an orphan could not be told from
+    a child that the program started meanwhile. Orphans are then found by a variable that they inherit.
 
     Attributes:
         environment: the variable that marks the processes, also for a later run of weighin.
@@ -285,20 +272,48 @@ class ProcessTree:
         self.spared: list[str] = []
         self._adopts = adopts
         self._adopted_before = adopts and adopt_orphans()
-        self._descendants: Descendants | None = None
+        self._is_over = False
+        self._pid, self._began = 0, inf
+        self._foreign: dict[int, int] = {}  # by pid: when it started, as pids are used again
 
     def begin(self, pid: int) -> None:
-        """Look from now on also for the descendants of ``pid``, a child of this process."""
-        self._descendants = Descendants(pid, adopts=self._adopts)
+        """Look from now on also for ``pid``, a child of this process, and its descendants."""
+        self._pid, self._began = pid, start_time(pid) or inf
+        self.members()  # a foreign process that runs now may become an orphan, too
 
     def members(self) -> list[int]:
-        found = self._descendants.pids() if self._descendants else []
-        return sorted({*found, *(pid for pid in psutil.pids() if mark_of(pid) == self._mark)})
+        """Return the pids of the processes that have not ended; reap orphans that have."""
+        here, family, foreign, found = os.getpid(), {self._pid}, set[int](), []
+        for one in psutil.Process().children(recursive=True):  # a parent is before its children
+            with suppress(psutil.NoSuchProcess, ChildProcessError):  # it has ended, and was reaped
+                parent, started = one.ppid(), start_time(one.pid)
+                if started is None:
+                    continue
+                is_child = parent == here and one.pid != self._pid
+                is_known = self._foreign.get(one.pid) == started
+                if is_known or parent in foreign or (is_child and started < self._began):
+                    foreign.add(one.pid)
+                    self._foreign[one.pid] = started
+                    continue
+                is_orphan = is_child and self._adopts
+                if is_orphan and one.name() in _NOT_ORPHANS:
+                    continue
+                if not (is_orphan or one.pid == self._pid or parent in family):
+                    continue
+                family.add(one.pid)
+                if one.status() != psutil.STATUS_ZOMBIE:
+                    found.append(one.pid)
+                elif is_orphan:
+                    os.waitpid(one.pid, os.WNOHANG)
+        return found if self._adopts else sorted({*found, *self._marked()})
+
+    def _marked(self) -> list[int]:
+        return [pid for pid in psutil.pids() if mark_of(pid) == self._mark]
 
     def kill(self) -> list[int]:
         """Send SIGKILL to all processes except those of another user; return the pids of the killed."""
         killed, self.spared = [], []
-        for pid in self.members():
+        for pid in sorted({*self.members(), *self._marked()}):
             try:
                 signal_each([pid])
                 killed.append(pid)
@@ -314,9 +329,9 @@ class ProcessTree:
             while self.kill() and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
         finally:
-            if self._adopts:
+            if self._adopts and not self._is_over:
                 adopt_orphans(adopt=self._adopted_before)
-                self._adopts = False
+            self._is_over = True
 
     def unseen(self, why: str) -> str:
         """Return ``why`` weighin sees only a part, and the processes that it was not allowed to kill."""
@@ -353,17 +368,12 @@ def end_orphans() -> list[str]:
     return [f"process {pid} of process {mark.partition('-')[0]}" for pid, mark in ended.items()]
 
 
-def tree_of(group: Path) -> list[Path]:
-    return [Path(folder) for folder, _, _ in os.walk(group, topdown=False)]
-
-
 def kill_members(group: Path) -> None:
     if (kill := group / "cgroup.kill").exists():  # cgroup v2 since Linux 5.14
         with contextlib.suppress(OSError):
             kill.write_text("1")
         return
-    for folder in tree_of(group):
-        signal_each(pids_in(folder))
+    signal_each(members_of(group))
 
 
 def remove(groups: list[Path]) -> None:
@@ -395,8 +405,8 @@ def removal_error(*groups: Path, patience_s: float) -> OSError | None:
         while group.exists():
             kill_members(group)
             try:
-                for folder in tree_of(group):
-                    folder.rmdir()
+                for folder in folders_of(group):
+                    Path(folder).rmdir()
             except FileNotFoundError:  # another process removed a group
                 continue
             except OSError as error:

@@ -19,7 +19,7 @@ from weighin.formats.selection import WHOLE, Selection
 from weighin.plan.task import Planned
 from weighin.predict.prediction import Prediction, from_json
 from weighin.predict.ranks import of_ranks
-from weighin.probes.environment import read_ahead_bytes
+from weighin.probes.mounts import read_ahead_bytes
 from weighin.protocol import decode_event
 from weighin.settings.definition import DTYPES
 from weighin.suite.packages import name_of

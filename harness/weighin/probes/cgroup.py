@@ -20,14 +20,28 @@ LOCK_VARIABLE: Final = "WEIGHIN_LOCK"
 """The environment variable with the path of a lock file that replaces the machine's default one."""
 _VMSTAT = Path("/proc/vmstat")
 _UNLIMITED: Final = 2**60
-_FILES: Final = {  # of the charge, its peak, the limit, and the counts of kills
-    1: (
-        "memory.usage_in_bytes",
-        "memory.max_usage_in_bytes",
-        "memory.limit_in_bytes",
-        "memory.oom_control",
-    ),
-    2: ("memory.current", "memory.peak", "memory.max", "memory.events.local"),
+_V1: Final = {
+    "usage": "memory.usage_in_bytes",
+    "peak": "memory.max_usage_in_bytes",
+    "limit": "memory.limit_in_bytes",
+    "oom": "memory.oom_control",
+    "swap": "memory.memsw.limit_in_bytes",
+    "kernel": "memory.kmem.usage_in_bytes",
+    "kernel_peak": "memory.kmem.max_usage_in_bytes",
+    "reset": "0",
+    "unlimited": "-1",
+}
+"""The names of v1's files, and what is written to reset the peak, and to remove a limit."""
+_V2: Final = {
+    "usage": "memory.current",
+    "peak": "memory.peak",
+    "limit": "memory.max",
+    "oom": "memory.events.local",
+    "oom_below": "memory.events",
+    "soft": "memory.high",
+    "swap": "memory.swap.max",
+    "reset": "reset\n",
+    "unlimited": "max",
 }
 _V1_NAMES: Final = {  # in memory.stat, by those of v2
     "anon": "total_rss",
@@ -41,6 +55,7 @@ _V1_NAMES: Final = {  # in memory.stat, by those of v2
     "inactive_file": "total_inactive_file",
     "unevictable": "total_unevictable",
 }
+_LINKS_OF_EMPTY: Final = 2  # of a folder without subfolders
 _PF_EXITING: Final = 0x4  # a flag of a task: include/linux/sched.h
 
 
@@ -71,6 +86,23 @@ def pids_in(group: Path) -> list[int]:
     except OSError:  # removed, or threaded
         return []
     return [pid for pid in found if pid]  # 0 stands for a process of another pid namespace
+
+
+def folders_of(group: Path) -> list[str]:
+    """Return the folders of the cgroups below a cgroup, the innermost first, and then its own folder;
+    none if the cgroup was removed.
+    """
+    try:
+        if group.stat().st_nlink <= _LINKS_OF_EMPTY:
+            return [str(group)]
+    except OSError:  # removed
+        return []
+    return [folder for folder, _, _ in os.walk(group, topdown=False)]
+
+
+def members_of(group: Path) -> list[int]:
+    """Return the pids in a group and the groups below it; those of other pid namespaces are left out."""
+    return [pid for folder in folders_of(group) for pid in pids_in(Path(folder))]
 
 
 def parent_of(pid: int) -> int | None:
@@ -235,6 +267,7 @@ class MemoryCgroup:
     Attributes:
         pressure_path: the PSI file. On cgroup v1, it is not in ``path``, but in a folder of v2.
         version: 1 or 2.
+        words: what is written to reset the peak ("reset"), and to remove a limit ("unlimited").
         usage_path: the file with the current charge: the memory counted for the cgroup, in bytes.
         peak_path: the file with the highest charge so far; v2 has it since Linux 5.19.
         oom_path: the file whose line ``oom_kill N`` counts the kills in this group without its child
@@ -245,38 +278,33 @@ class MemoryCgroup:
 
     def __init__(self, path: Path, pressure_path: Path | None = None) -> None:
         self.path, self.pressure_path = path, pressure_path
-        self.version = 1 if (path / _FILES[1][0]).exists() else 2
-        paths = (path / name for name in _FILES[self.version])
-        self.usage_path, self.peak_path, self.limit_path, self.oom_path = paths
-        self.stat_path, soft = path / "memory.stat", path / "memory.high"
+        self.version = 1 if (path / _V1["usage"]).exists() else 2
+        self.words = _V1 if self.version == 1 else _V2
+        self.usage_path, self.peak_path = self._file("usage"), self._file("peak")
+        self.limit_path, self.oom_path = self._file("limit"), self._file("oom")
+        self.stat_path, soft = path / "memory.stat", self._file("soft")
         self.soft_limit_path = soft if soft.exists() else None
 
-    def read_limit(self) -> int | None:
-        """Return the memory limit in bytes; if there is none, None on v2, a huge number on v1."""
-        text = (_read(self.limit_path) or "").strip()
+    def _file(self, name: str) -> Path:
+        return self.path / self.words.get(name, f"no file of v{self.version}")
+
+    def read(self, name: str) -> int | None:
+        """Return the number in a file in bytes: usage, limit, or (only on v1) kernel or kernel_peak.
+
+        Without a limit, v1's is a huge number.
+        """
+        text = (_read(self._file(name)) or "").strip()
         return int(text) if text.isdigit() else None
-
-    def read_usage(self) -> int | None:
-        """Return the current charge (the memory counted for the cgroup), in bytes."""
-        text = _read(self.usage_path)
-        return int(text) if text else None
-
-    def read_kernel(self, name: str = "usage_in_bytes") -> int | None:
-        """Return a counter of the kernel memory that v1 counts for the cgroup, in bytes; None on v2."""
-        text = _read(self.path / f"memory.kmem.{name}")
-        return int(text) if text else None
-
-    def read_in_use(self) -> int:
-        """Return the charge less inactive file pages (the kernel reclaims them first), in bytes."""
-        stat = self.parse_stat(_read(self.stat_path) or "")
-        return (self.read_usage() or 0) - stat.get("inactive_file", 0)
 
     def parse_stat(self, text: str) -> dict[str, int]:
         """Return the numbers in the text of memory.stat, of the group and those below it, by v2's names."""
         numbers = parse_numbers(text)
-        if self.version == 1:
+        if self.words is _V1:
             numbers |= {name: numbers.get(field, 0) for name, field in _V1_NAMES.items()}
         return numbers
+
+    def read_stat(self) -> dict[str, int]:
+        return self.parse_stat(_read(self.stat_path) or "")
 
     def read_oom_kills(self) -> int | None:
         """Return how many processes the OOM killer has killed in this cgroup, not in child groups."""
@@ -284,7 +312,7 @@ class MemoryCgroup:
 
     def read_oom_kills_below(self) -> int | None:
         """Return the OOM kills in the cgroup and in all cgroups ever below it, in sum; None on v1."""
-        return _read_field(self.path / "memory.events", "oom_kill")
+        return _read_field(self._file("oom_below"), "oom_kill")
 
     def read_limit_events(self) -> dict[str, int] | None:
         """Return the counters of memory.events.local, which tell how often the cgroup met its limits.
@@ -294,7 +322,7 @@ class MemoryCgroup:
         ``read_limit_events`` returns None, because v1's ``failcnt`` stays 0 if RAM and swap have
         the same limit (seen on Linux 6.18).
         """
-        text = _read(self.oom_path) if self.version == 2 else None
+        text = _read(self.oom_path) if self.words is _V2 else None
         return parse_numbers(text) if text else None
 
     def read_refaults(self) -> int | None:
@@ -308,15 +336,12 @@ class MemoryCgroup:
 
     def raise_limit(self) -> None:
         """Remove the memory limits, so that a killed process that thrashes can exit quickly."""
-        paths = [self.limit_path]
-        if self.version == 1:  # v1 refuses a limit above the memory+swap limit
-            paths.insert(0, self.path / "memory.memsw.limit_in_bytes")
-        elif self.soft_limit_path:
-            paths.insert(0, self.soft_limit_path)
-        for path in paths:
+        # v1 refuses a limit above that of memory and swap.
+        first = self._file("swap") if self.words is _V1 else self._file("soft")
+        for path in (first, self.limit_path):
             try:
                 if path.exists():
-                    path.write_text("-1" if self.version == 1 else "max")
+                    path.write_text(self.words["unlimited"])
             except OSError:  # the file is read-only; the killed process then needs longer to exit
                 return
 
@@ -327,7 +352,7 @@ def limits_around(folder: Path) -> list[tuple[int, Path]]:
     The smallest limit comes first. In a container, groups above the mount point are not visible.
     On v1, a number above 2**60 means that the group has no limit.
     """
-    limits = [(MemoryCgroup(group).read_limit(), group) for group in (folder, *folder.parents)]
+    limits = [(MemoryCgroup(group).read("limit"), group) for group in (folder, *folder.parents)]
     return sorted((limit, group) for limit, group in limits if limit and limit < _UNLIMITED)
 
 
@@ -349,7 +374,7 @@ def room_in(folder: Path) -> int | None:
 
 def _unreclaimable(folder: Path) -> int:
     """Return the anonymous and shared memory of a group and all groups below it, in bytes."""
-    stat = (group := MemoryCgroup(folder)).parse_stat(_read(group.stat_path) or "")
+    stat = MemoryCgroup(folder).read_stat()
     return stat.get("anon", 0) + stat.get("shmem", 0)
 
 
@@ -389,7 +414,6 @@ class PeakMark:
     def __init__(self, cgroup: MemoryCgroup) -> None:
         self.cgroup = cgroup
         self.resets = True
-        self._v1 = cgroup.version == 1
         try:
             self._file = os.open(cgroup.peak_path, os.O_RDWR)
         except FileNotFoundError:
@@ -410,9 +434,9 @@ class PeakMark:
         group = self.cgroup
         some_ns, full_ns = group.read_pressure_ns()
         return Counters(
-            usage_bytes=group.read_usage(),
+            usage_bytes=group.read("usage"),
             peak_bytes=self.read(),
-            kernel_peak_bytes=group.read_kernel("max_usage_in_bytes"),
+            kernel_peak_bytes=group.read("kernel_peak"),
             refaults=group.read_refaults(),
             some_ns=some_ns,
             full_ns=full_ns,
@@ -424,7 +448,7 @@ class PeakMark:
         """Reset the high-water mark to the current charge; return whether the kernel can do so."""
         if self.resets:
             try:
-                os.pwrite(self._file, b"0" if self._v1 else b"reset\n", 0)
+                os.pwrite(self._file, self.cgroup.words["reset"].encode(), 0)
             except OSError:
                 self.resets = False
         return self.resets
@@ -444,15 +468,6 @@ def parse_pressure(text: str) -> tuple[int | None, int | None]:
     return totals.get("some"), totals.get("full")
 
 
-def parse_field(text: str, name: str) -> int | None:
-    """Return the number in the line of ``name``, from a text of lines "name number"; else None."""
-    for line in text.splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return None
-
-
 def parse_numbers(text: str) -> dict[str, int]:
     """Return the number of each name, from a text of lines "name number"."""
     return {name: int(value) for name, value in (line.split() for line in text.splitlines())}
@@ -466,4 +481,4 @@ def _read(path: Path) -> str | None:
 
 
 def _read_field(path: Path, name: str) -> int | None:
-    return parse_field(_read(path) or "", name)
+    return parse_numbers(_read(path) or "").get(name)

@@ -10,12 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from weighin import __version__
 from weighin.child_process import CODE_PATH
 from weighin.probes.cgroup import memory_hierarchy
+from weighin.probes.mounts import text_of
 from weighin.result import USUAL_PAGE_BYTES
 from weighin.text import masked
-from weighin.units import KIB
 
 _GIT_TIMEOUT_S = 5.0  # git is slow on a network disk, and must not delay a run
 # git skips files in submodules, because a submodule's own configuration could start programs.
@@ -26,7 +28,6 @@ _OWN_FILTER: Final = re.compile(
     r"^(?:local|worktree)\tfilter\..*\.(?:clean|process)$", re.MULTILINE
 )
 _SECRET: Final = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
-_READ_AHEAD_BYTES: Final = 128 * KIB  # the default of Linux
 
 SETTINGS = (
     "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "PYTHONMALLOC", "PYTHONDEVMODE", "PYTHONOPTIMIZE",
@@ -52,7 +53,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cpus": os.cpu_count(),
         "ram_bytes": total_ram_bytes(),
-        "swap_bytes": _memory("SwapTotal"),
+        "swap_bytes": psutil.swap_memory().total,
         "kernel": platform.release(),
         "cgroup_version": hierarchy[0] if hierarchy else None,
         "thp": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
@@ -105,40 +106,11 @@ def _digest(path: Path, _changed_ns: int) -> str:
 
 def free_ram_bytes() -> int:
     """Return the kernel's estimate of the RAM that is available without swapping."""
-    return _memory("MemAvailable")
+    return int(psutil.virtual_memory().available)
 
 
 def total_ram_bytes() -> int:
-    return _memory("MemTotal")
-
-
-def _memory(name: str) -> int:
-    """Return the amount ``name`` in /proc/meminfo, in bytes."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * KIB for line in lines if line.startswith(f"{name}:"))
-
-
-def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
-    """Return how many bytes the kernel reads ahead on a page fault in a mapped file.
-
-    The number is a setting of the disk or network file system; without a setting, it is 128 KiB. If
-    ``path`` does not exist, its nearest parent folder that exists counts.
-    """
-    _, number = device_of(path)
-    folders = "class/bdi", "dev/block", "dev/block"
-    # A partition has its disk's setting in the folder above, the last path.
-    names = "read_ahead_kb", "queue/read_ahead_kb", "../queue/read_ahead_kb"
-    for folder, name in zip(folders, names, strict=True):
-        if text := text_of(sysfs / folder / number / name):
-            return int(text) * KIB
-    return _READ_AHEAD_BYTES
-
-
-def device_of(path: Path) -> tuple[Path, str]:
-    """Return ``path`` or its nearest existing parent folder, with the device number, such as "8:1"."""
-    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
-    number = nearest.stat().st_dev
-    return nearest, f"{os.major(number)}:{os.minor(number)}"
+    return int(psutil.virtual_memory().total)
 
 
 def _has_own_filters() -> bool:
@@ -169,14 +141,6 @@ def _cpu_model() -> str | None:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or None
-
-
-def text_of(path: Path) -> str | None:
-    """Return the stripped text of a file in /sys; None if the running kernel lacks the file."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
 
 
 def _chosen(path: Path) -> str | None:

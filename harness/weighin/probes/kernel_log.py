@@ -10,7 +10,6 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -79,7 +78,7 @@ def kills_since(
     lines: list[str] = []
     try:
         for _ in range(2):
-            lines += map(_text, _read(log))
+            lines += _read(log)
             found = parse_kills(lines, inside, main_pid, pids, start_group)
             if all(kill.anon_bytes is not None for kill in found):
                 break
@@ -97,31 +96,18 @@ def _inside(group: Path | None) -> str | None:
     return f"/{group.relative_to(hierarchy[1])}".rstrip(".")
 
 
-def _read(log: int) -> Iterator[bytes]:
-    """Yield the messages up to the log's end, oldest first."""
+def _read(log: int) -> Iterator[str]:
+    """Yield the first line of each message from the kernel up to the log's end, oldest first."""
     while True:
         try:
-            yield os.read(log, _MESSAGE_BYTES)
+            message = os.read(log, _MESSAGE_BYTES)
         except BlockingIOError:  # the end
             return
         except BrokenPipeError:  # the kernel has overwritten the oldest messages
             continue
-
-
-def _text(message: bytes) -> str:
-    """Return the first line of a message from the kernel; empty for a message from a program."""
-    numbers, _, text = message.decode(errors="replace").partition(";")
-    is_of_kernel = int(numbers.partition(",")[0]) >> _FACILITY_SHIFT == 0
-    return text.split("\n", 1)[0] if is_of_kernel else ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Cause:
-    """The first line on a kill: the victim's pid, its cgroup, and the cgroup whose limit was met."""
-
-    pid: int
-    group: str
-    limited: str
+        numbers, _, text = message.decode(errors="replace").partition(";")
+        if int(numbers.partition(",")[0]) >> _FACILITY_SHIFT == 0:  # else a program wrote it
+            yield text.split("\n", 1)[0]
 
 
 def parse_kills(
@@ -137,7 +123,7 @@ def parse_kills(
     them.
     """
     kills: dict[int, Kill] = {}
-    cause: _Cause | None = None
+    cause: tuple[int, str, str] | None = None  # the victim, its cgroup, and that at its limit
     is_whole_group = False
     kernel_bytes: int | None = None  # of the group whose limit was met; the lines before the cause
     for line in lines:
@@ -147,42 +133,37 @@ def parse_kills(
             continue
         if match := _CAUSE.search(line):
             # The constraint is not used: before Linux 5.3, it is CONSTRAINT_NONE also for a cgroup.
-            limited, is_whole_group = match["limited"] or MACHINE, False
-            cause = _Cause(int(match["pid"]), match["group"] or "", limited)
+            is_whole_group = False
+            cause = int(match["pid"]), match["group"] or "", match["limited"] or MACHINE
         elif match := _VICTIM.search(line):
-            if not cause or (cause.pid != int(match["pid"]) and not is_whole_group):
+            if not cause or (cause[0] != int(match["pid"]) and not is_whole_group):
                 limited = UNKNOWN if "cgroup" in match["kind"].lower() else MACHINE
-                cause = _Cause(int(match["pid"]), "", limited)
+                cause = int(match["pid"]), "", limited
             sizes = {f"{kind}_bytes": int(match[kind]) * KIB for kind in ("anon", "file", "shmem")}
         else:
             is_whole_group = is_whole_group or bool(_WHOLE_GROUP.search(line))
             continue
-        pid, own = int(match["pid"]), _up_to(cause.group, group)
-        if own is not None or pid == main_pid or pid in pids:
-            limit_of = "" if cause.limited == own else cause.limited
-            where = _where(cause.limited, own or _up_to(cause.group, home) or home)
-            is_other = limit_of.startswith("/")
-            kills[pid] = Kill(
-                pid,
-                one_line(match["name"]),
-                pid == main_pid,
-                limit_of,
-                limit_is=where if is_other else "",
-                kernel_bytes=None if limit_of else kernel_bytes,
-                **sizes,
-            )
+        pid, (_, path, limited) = int(match["pid"]), cause
+        own = _up_to(path, group)
+        if own is None and pid != main_pid and pid not in pids:
+            continue
+        limit_of = "" if limited == own else limited
+        around = own or _up_to(path, home) or home
+        where = ""
+        if around and limit_of.startswith("/"):
+            where = "below" if _is_below(limited, around) else "elsewhere"
+            if limited == around or _is_below(around, limited):
+                where = "around"
+        kills[pid] = Kill(
+            pid,
+            one_line(match["name"]),
+            pid == main_pid,
+            limit_of,
+            limit_is=where,
+            kernel_bytes=None if limit_of else kernel_bytes,
+            **sizes,
+        )
     return tuple(kills.values())
-
-
-def _where(limited: str, own: str | None) -> str:
-    """Return where the cgroup ``limited`` is, seen from the cgroup ``own`` (``Kill.limit_is``)."""
-    if own is None:
-        return ""
-    if limited == own:
-        return "around"  # of a command without a cgroup of its own
-    if _is_below(limited, own):
-        return "below"
-    return "around" if _is_below(own, limited) else "elsewhere"
 
 
 def _is_below(path: str, other: str) -> bool:

@@ -1,11 +1,30 @@
-"""Read the kernel's table of mounts, /proc/self/mountinfo, of this process's mount namespace."""
+"""Read the kernel's table of mounts, and find the file system and the disk of a path."""
 
 import os
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from weighin.units import KIB
+
 MOUNTS: Final = Path("/proc/self/mountinfo")
+_READ_AHEAD_BYTES: Final = 128 * KIB  # the default of Linux
+_SYSFS: Final = Path("/sys")
+_KINDS: Final = {
+    "overlay": "overlay",
+    "tmpfs": "tmpfs",
+    "ramfs": "tmpfs",
+    "nfs": "NFS",
+    "nfs4": "NFS",
+    "9p": "shared by the host",
+    "virtiofs": "shared by the host",
+    "cifs": "network",
+    "smb3": "network",
+    "ceph": "network",
+    "lustre": "network",
+}
 
 
 class Mounted(NamedTuple):
@@ -24,18 +43,91 @@ class Mounted(NamedTuple):
 
 
 def read() -> list[Mounted]:
-    """Return all mounts, in the order in which they were mounted."""
+    """Return all mounts of this process's namespace, in the order in which they were mounted."""
     return parse(os.fsdecode(MOUNTS.read_bytes()))
 
 
 def parse(text: str) -> list[Mounted]:
+    found = []
     # Split only at "\n" and " ", because paths may contain Unicode's other line ends and blanks.
-    return [_mounted(line) for line in text.split("\n") if line]
+    for line in filter(None, text.split("\n")):
+        before, _, after = line.partition(" - ")
+        _, _, device, root, place, *_ = before.split(" ")
+        kind, source, options = after.split(" ", 2)
+        place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), place)  # \040: a blank
+        found.append(Mounted(device, root, Path(place), kind, source, options.split(",")))
+    return found
 
 
-def _mounted(line: str) -> Mounted:
-    before, _, after = line.partition(" - ")
-    _, _, device, root, place, *_ = before.split(" ")
-    kind, source, options = after.split(" ", 2)
-    place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), place)  # a blank is \040
-    return Mounted(device, root, Path(place), kind, source, options.split(","))
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The file system and the disk of a path, as a record has them.
+
+    Attributes:
+        file_system: the kernel's name of the file system's type, such as "ext4" or "fuse.sshfs".
+        kind: "local", "overlay", "tmpfs", "NFS", "FUSE", "network" or "shared by the host".
+        device: the name of the whole disk in /dev, such as "vda"; None without a disk.
+        rotational: whether the kernel treats the disk as a hard disk; None without a disk.
+    """
+
+    file_system: str
+    kind: str
+    device: str | None = None
+    rotational: bool | None = None
+
+
+def describe(path: Path) -> Storage:
+    """Return the storage of ``path``, or of its nearest parent folder that exists."""
+    nearest, number = device_of(path)
+    name = file_system_of(read(), nearest.resolve())
+    device = disk_of(number) or None
+    kind = "FUSE" if name.partition(".")[0] in ("fuse", "fuseblk") else _KINDS.get(name, "local")
+    rotational = text_of(_SYSFS / "class/block" / device / "queue/rotational") if device else ""
+    return Storage(name, kind, device, rotational == "1" if rotational else None)
+
+
+def file_system_of(found: Iterable[Mounted], path: Path) -> str:
+    """Return the file system's type for a ``path`` without symbolic links; "unknown" if none fits."""
+    above = [one for one in found if path.is_relative_to(one.place)]
+    above.sort(key=lambda one: len(one.place.parts))  # the last mount at a folder hides the others
+    return above[-1].kind if above else "unknown"
+
+
+def disk_of(number: str, sysfs: Path = _SYSFS) -> str:
+    """Return the disk's name for the device number of a disk or of its partition; "" for others."""
+    folder = sysfs / "dev/block" / number
+    if not folder.exists():
+        return ""
+    resolved = folder.resolve()
+    return resolved.parent.name if (resolved / "partition").exists() else resolved.name
+
+
+def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
+    """Return how many bytes the kernel reads ahead on a page fault in a mapped file.
+
+    The number is a setting of the disk or network file system; without a setting, it is 128 KiB. If
+    ``path`` does not exist, its nearest parent folder that exists counts.
+    """
+    _, number = device_of(path)
+    folders = "class/bdi", "dev/block", "dev/block"
+    # A partition has its disk's setting in the folder above, the last path.
+    names = "read_ahead_kb", "queue/read_ahead_kb", "../queue/read_ahead_kb"
+    for folder, name in zip(folders, names, strict=True):
+        if text := text_of(sysfs / folder / number / name):
+            return int(text) * KIB
+    return _READ_AHEAD_BYTES
+
+
+def device_of(path: Path) -> tuple[Path, str]:
+    """Return ``path`` or its nearest existing parent folder, with the device number, such as "8:1"."""
+    nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
+    number = nearest.stat().st_dev
+    return nearest, f"{os.major(number)}:{os.minor(number)}"
+
+
+def text_of(path: Path) -> str | None:
+    """Return the stripped text of a file in /sys; None if the running kernel lacks the file."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -2,14 +2,17 @@
 
 import contextlib
 import heapq
+import os
+import re
+import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from weighin.probes.cgroup import is_exiting, parent_of, read_kernel
-from weighin.probes.open_files import files_read, open_files
 from weighin.probes.process import read_rollup, read_status
 from weighin.result import OpenFile, Process
 from weighin.text import one_line
@@ -22,6 +25,12 @@ MOST_PROCESSES: Final = 200
 _MOST_ENDED: Final = 2000  # that are kept while the command runs
 _WITH_FILES: Final = 8
 _MOST_FILES: Final = 32  # of one process, including files that it has closed
+_MOST_OPEN_FILES: Final = 16
+_MOST_DESCRIPTORS: Final = 512  # the first ones, because a server may have ten thousand
+_SMALLEST_BYTES: Final = MIB  # smaller files explain little memory
+_ACCESS_MODE: Final = 0o3
+_LIBRARY: Final = re.compile(r".*\.so(?:\.[\d.]+)?")
+_MAPS_FIELDS: Final = 6
 _SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this time
 _REREAD_S: Final = 0.5
 _MORE: Final = 1.1
@@ -135,16 +144,30 @@ class _Seen:
             given_back = self.parent_anon_bytes - parent.anon_bytes[0]
             self.copied_bytes = max(self.shares.private - grown - given_back, 0)
 
-    def note_files(self, look: Callable[[int], tuple[OpenFile, ...]]) -> None:
-        """Record the files that ``look`` finds as open, and files of earlier calls as closed.
+    def note_files(self, *, with_mapped: bool) -> None:
+        """Record the files that are open, and files of earlier calls as closed.
 
         If the process is exiting, keep the files of the last reading as they are, because the kernel
-        closes the files of a killed process, not the process itself.
+        closes the files of a killed process, not the process itself. A closed file's content may still
+        be in memory. Unless the call is ``with_mapped``, the mapped bytes are those of before.
         """
         with contextlib.suppress(OSError):  # the process has ended, or is another user's
-            found = look(self.pid)
-            if not is_exiting(self.pid):
-                self.files = _with_closed(found, self.files, maps=look is open_files)
+            found = open_files(self.pid, with_mapped=with_mapped)
+            if is_exiting(self.pid):
+                return
+            known = {file.path: file for file in self.files}
+            there, now_ns = [], time.monotonic_ns()
+            for file in found:
+                was = known.pop(file.path, None)
+                mapped_bytes = was.mapped_bytes if was and not with_mapped else file.mapped_bytes
+                seen_ns = was.seen_ns if was else now_ns
+                there.append(replace(file, seen_ns=seen_ns, mapped_bytes=mapped_bytes))
+            closed = [
+                file if file.mapped_bytes and not with_mapped else replace(file, is_open=False)
+                for file in known.values()
+                if file.position_bytes is not None or not with_mapped
+            ]
+            self.files = (*there, *closed)[:_MOST_FILES]
 
     def weight(self) -> tuple[int, int]:
         return (sum(self.shares[:3]) if self.shares else 0, self.highest_rss_bytes or 0)
@@ -187,7 +210,7 @@ class ProcessTable:
             self._anon.end()
         if self._files.begin():
             for seen in _largest(self._running.values()):
-                seen.note_files(files_read)
+                seen.note_files(with_mapped=False)
             self._files.end()
         if len(self._ended) > _MOST_ENDED:
             self._ended = heapq.nlargest(MOST_PROCESSES, self._ended, key=_Seen.weight)
@@ -202,7 +225,7 @@ class ProcessTable:
             seen.shares = shares[seen.pid]
             seen.read()
         for seen in _largest(found):
-            seen.note_files(open_files)
+            seen.note_files(with_mapped=True)
         for seen in found:
             seen.note_anon(parent := self._running.get(seen.parent_pid))
             seen.note_copied(parent)
@@ -219,35 +242,79 @@ class ProcessTable:
         """Return the 200 processes with the most memory, sorted by their start."""
         known = (*self._ended, *self._running.values())
         largest = heapq.nlargest(MOST_PROCESSES, known, key=_Seen.weight)
-        return tuple(map(_process, sorted(largest, key=lambda seen: seen.start_ns)))
+        return tuple(
+            Process(
+                pid=seen.pid,
+                parent_pid=seen.parent_pid,
+                command=seen.command,
+                start_ns=seen.start_ns,
+                end_ns=seen.end_ns,
+                highest_rss_bytes=seen.highest_rss_bytes,
+                anon_bytes=seen.shares.anon if seen.shares else None,
+                file_bytes=seen.shares.file if seen.shares else None,
+                shmem_bytes=seen.shares.shmem if seen.shares else None,
+                files=seen.files,
+                copied_bytes=seen.copied_bytes,
+                grown_bytes=seen.grown_bytes,
+            )
+            for seen in sorted(largest, key=lambda seen: seen.start_ns)
+        )
 
 
 def _largest(processes: Iterable[_Seen]) -> list[_Seen]:
     return heapq.nlargest(_WITH_FILES, processes, key=_Seen.weight)
 
 
-def _with_closed(
-    files: tuple[OpenFile, ...], before: tuple[OpenFile, ...], *, maps: bool
-) -> tuple[OpenFile, ...]:
-    """Return a process's present ``files``, followed by the files of ``before`` that it has closed.
+def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
+    """Return up to 16 data files of at least 1 MiB that a process reads, the largest first.
 
-    The content of a closed file may still be in memory. ``maps`` tells whether ``files`` include
-    mapped files. If not, the mapped bytes come from ``before``, whose mapped files stay open.
+    ``open_files`` leaves out programs, libraries, locale archives, and files that are open only for
+    writing. If it is to find mapped files, too, it takes longer.
+
+    Raises:
+        OSError: the process has ended, or belongs to another user.
     """
-    known = {file.path: file for file in before}
-    now_ns = time.monotonic_ns()
-    there = []
-    for file in files:
-        was = known.pop(file.path, None)
-        mapped_bytes = was.mapped_bytes if was and not maps else file.mapped_bytes
-        seen_ns = was.seen_ns if was else now_ns
-        there.append(replace(file, seen_ns=seen_ns, mapped_bytes=mapped_bytes))
-    closed = [
-        file if file.mapped_bytes and not maps else replace(file, is_open=False)
-        for file in known.values()
-        if file.position_bytes is not None or not maps
-    ]
-    return (*there, *closed)[:_MOST_FILES]
+    files: dict[str, OpenFile] = {}
+    for path, mapped_bytes in (_mapped(pid) if with_mapped else {}).items():
+        with contextlib.suppress(OSError):  # the file was deleted
+            if size := _large_size(f"/proc/{pid}/root{path}"):
+                files[path] = OpenFile(one_line(path), size, mapped_bytes=mapped_bytes)
+    for link in islice(Path(f"/proc/{pid}/fd").iterdir(), _MOST_DESCRIPTORS):
+        with contextlib.suppress(OSError):  # the file was closed
+            if not (size := _large_size(str(link))):
+                continue
+            path = str(link.readlink()).removesuffix(" (deleted)")
+            lines = read_kernel(Path(f"/proc/{pid}/fdinfo/{link.name}")).splitlines()[:2]
+            fields = dict(line.split(":", 1) for line in lines)
+            only_writes = int(fields["flags"], 8) & _ACCESS_MODE == os.O_WRONLY
+            if only_writes or _LIBRARY.fullmatch(path):  # the linker has it open to read its header
+                continue
+            was = files.get(path, OpenFile(one_line(path), size))
+            position = max(int(fields["pos"]), was.position_bytes or 0)  # it may be open twice
+            files[path] = replace(was, size_bytes=size, position_bytes=position)
+    return tuple(sorted(files.values(), key=lambda file: -file.size_bytes)[:_MOST_OPEN_FILES])
+
+
+def _large_size(path: str) -> int:
+    """Return the size of a regular file, in bytes; 0 for a small one, a folder, socket or device."""
+    found = os.stat(path)  # noqa: PTH116 (quicker than Path.stat)
+    is_large = stat.S_ISREG(found.st_mode) and found.st_size >= _SMALLEST_BYTES
+    return found.st_size if is_large else 0
+
+
+def _mapped(pid: int) -> dict[str, int]:
+    """Return the mapped bytes of each data file, by path, from /proc/PID/maps."""
+    mapped: dict[str, int] = {}
+    programs: set[str] = set()
+    for line in read_kernel(Path(f"/proc/{pid}/maps")).split("\n"):
+        fields = line.split(maxsplit=_MAPS_FIELDS - 1)
+        if len(fields) < _MAPS_FIELDS or not (path := fields[-1]).startswith("/"):
+            continue
+        if "x" in fields[1] or path.endswith(("/locale-archive", " (deleted)")):
+            programs.add(path)
+        start, _, end = fields[0].partition("-")
+        mapped[path] = mapped.get(path, 0) + int(end, 16) - int(start, 16)
+    return {path: size for path, size in mapped.items() if path not in programs}
 
 
 def command_of(pid: int, source: str = "cmdline") -> str:
@@ -259,21 +326,3 @@ def command_of(pid: int, source: str = "cmdline") -> str:
         OSError: the process has ended, and its parent has reaped it.
     """
     return one_line(read_kernel(Path(f"/proc/{pid}/{source}")).replace("\0", " "))
-
-
-def _process(seen: _Seen) -> Process:
-    anon, file, shmem = seen.shares[:3] if seen.shares else (None, None, None)
-    return Process(
-        pid=seen.pid,
-        parent_pid=seen.parent_pid,
-        command=seen.command,
-        start_ns=seen.start_ns,
-        end_ns=seen.end_ns,
-        highest_rss_bytes=seen.highest_rss_bytes,
-        anon_bytes=anon,
-        file_bytes=file,
-        shmem_bytes=shmem,
-        files=seen.files,
-        copied_bytes=seen.copied_bytes,
-        grown_bytes=seen.grown_bytes,
-    )

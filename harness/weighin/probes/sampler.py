@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
-from weighin.probes.memory import FamilyMemory, GroupMemory, ProcessMemory
+from weighin.probes.memory import SampledMemory
 from weighin.probes.process_table import Pause, ProcessTable
 from weighin.result import Sample
 from weighin.units import MIB
@@ -45,7 +45,7 @@ class Sampler:
 
     def __init__(
         self,
-        memory: GroupMemory | FamilyMemory | ProcessMemory,
+        memory: SampledMemory,
         interval_s: float | None = None,
         at_maximum: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class Sampler:
         self.peak: Sample | None = None
         self.caches_bytes = 0
         self.memory = memory
-        self.table = None if isinstance(memory, ProcessMemory) else ProcessTable()
+        self.table = None if memory.ranks else ProcessTable()
         self._limit = memory.limit()
         self._interval_s = interval_s or memory.interval_s
         self._at_maximum = at_maximum

@@ -150,7 +150,13 @@ class StackTaker:
             dumps: dict[int, subprocess.Popen[bytes]] = {}
             try:
                 for pid in pids:
-                    dumps[pid] = _start([program, "dump", "--json", *options, "--pid", str(pid)])
+                    dumps[pid] = subprocess.Popen(
+                        [program, "dump", "--json", *options, "--pid", str(pid)],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        start_new_session=True,  # Ctrl-C must not end py-spy
+                    )
             except OSError as error:  # for example, this user has too many processes
                 self._error = f"py-spy does not start: {error.strerror}"
             pids = []
@@ -186,20 +192,10 @@ class StackTaker:
                     "this user may not read the memory of the command's processes: run as root,"
                     " or sudo sysctl kernel.yama.ptrace_scope=0"
                 )
-            elif _is_python(pid, name):  # it may have just started, so that it is not excluded
+            elif "python" in Path(name).name or _maps_python(pid):  # it may have just started
                 self._error = f"py-spy cannot read {one_line(name)}: {one_line(error)}"
             else:
                 self._others.add(name)
-
-
-def _start(command: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C must not end py-spy
-    )
 
 
 def _find_program() -> str | None:
@@ -211,8 +207,8 @@ def _program_of(pid: int) -> str:
     return str(Path(f"/proc/{pid}/exe").readlink())
 
 
-def _is_python(pid: int, program: str) -> bool:
-    return "python" in Path(program).name or "/libpython" in read_kernel(Path(f"/proc/{pid}/maps"))
+def _maps_python(pid: int) -> bool:
+    return "/libpython" in read_kernel(Path(f"/proc/{pid}/maps"))
 
 
 def _threads_in(pid: int, states: str) -> set[int]:
@@ -230,9 +226,9 @@ def _stacks_of(
     pid: int, threads: list[Any], running: set[int], t_ns: int, usage_bytes: int
 ) -> list[Stack]:
     """Return up to 8 stacks of a process: running threads first, and among equal threads, the thread
-    with the GIL and the main thread first.
+    with the GIL and the main thread first. Of more than 40 frames, only the first and last 20 are kept.
     """
-    folder = ""
+    folder, half = "", MOST_FRAMES // 2
     with contextlib.suppress(OSError):
         folder = f"{Path(f'/proc/{pid}/cwd').readlink()}/"
 
@@ -240,24 +236,15 @@ def _stacks_of(
         number = thread["os_thread_id"]
         return number not in running, not thread["owns_gil"], number != pid
 
-    chosen = sorted((each for each in threads if each["frames"]), key=order)[:_MOST_THREADS]
-    return [
-        Stack(
-            t_ns,
-            pid,
-            one_line(each["thread_name"] or f"thread {each['os_thread_id']}"),
-            usage_bytes,
-            _frames(each["frames"], folder),
-        )
-        for each in chosen
-    ]
-
-
-def _frames(frames: list[Any], folder: str) -> tuple[str, ...]:
-    """Return the frames as text; of more than 40 frames, only the first 20 and the last 20."""
-    half = MOST_FRAMES // 2
-    shown = frames if len(frames) <= MOST_FRAMES else [*frames[:half], *frames[-half:]]
-    return tuple(
-        one_line(f"{each['name']} ({each['filename'].removeprefix(folder)}:{each['line']})")
-        for each in shown
-    )
+    stacks = []
+    for each in sorted((one for one in threads if one["frames"]), key=order)[:_MOST_THREADS]:
+        frames = each["frames"]
+        if len(frames) > MOST_FRAMES:
+            frames = [*frames[:half], *frames[-half:]]
+        lines = [
+            one_line(f"{one['name']} ({one['filename'].removeprefix(folder)}:{one['line']})")
+            for one in frames
+        ]
+        name = one_line(each["thread_name"] or f"thread {each['os_thread_id']}")
+        stacks.append(Stack(t_ns, pid, name, usage_bytes, tuple(lines)))
+    return stacks

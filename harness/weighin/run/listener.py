@@ -481,8 +481,8 @@ class Listener:
         if kind in MET and len(self.ranks) > 1:
             self._waiting.append(connection)
             if len(self._waiting) == len(self.ranks):
-                for each in self._waiting:
-                    self._answer(each)
+                for met in self._waiting:
+                    self._answer(met)
                 self._waiting.clear()
         elif kind in AWAITED or (isinstance(message, Begin) and message.id):
             self._answer(connection)

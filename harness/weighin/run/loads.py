@@ -23,11 +23,10 @@ from weighin.formats import quantised
 from weighin.formats.lora import files_of
 from weighin.formats.pretrained_folder import folder_of
 from weighin.isolation import select
-from weighin.isolation.base import Isolation, RunningWorker
+from weighin.isolation.base import Isolation, Running
 from weighin.loader.mapped_copy import ask_for_huge_pages
 from weighin.plan.task import Planned, Progress, Run, skipped
-from weighin.probes import environment, page_cache
-from weighin.probes import storage as storages
+from weighin.probes import environment, mounts, page_cache
 from weighin.result import Memory, Outcome
 from weighin.run.measure import Measured, measure
 from weighin.run.spec import Spec
@@ -63,7 +62,7 @@ class LoadSpec(Spec):
     stall_from_bytes: int | None = None
     only_baseline: bool = False
     _held: ExitStack = field(default_factory=ExitStack)
-    _running: RunningWorker | None = None
+    _running: Running | None = None
 
     @classmethod
     def of(
@@ -101,10 +100,10 @@ class LoadSpec(Spec):
             opened.enter_context(self._held)
             self.touched_bytes = self._held.enter_context(held(3 * size, spare))
         if self.files:
-            self.facts["storage"] = asdict(storages.describe(self.files[0]))
-            self.facts["read_ahead_bytes"] = environment.read_ahead_bytes(Path(job.checkpoint))
+            self.facts["storage"] = asdict(mounts.describe(self.files[0]))
+            self.facts["read_ahead_bytes"] = mounts.read_ahead_bytes(Path(job.checkpoint))
 
-    def start(self, isolation: Isolation, listener: Path) -> RunningWorker:
+    def start(self, isolation: Isolation, listener: Path) -> Running:
         job = self._job
         mounts = (*job.mounts, str(listener.parent))
         running = isolation.start(replace(job, listener=str(listener), mounts=mounts))

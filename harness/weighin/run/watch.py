@@ -26,7 +26,7 @@ from weighin.probes.cgroup import (
     read_machine_oom_kills,
 )
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, with_cuda
-from weighin.probes.memory import FamilyMemory, GroupMemory, ProcessMemory
+from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
 from weighin.records import run_folder, thrashing
 from weighin.records.repeats import largest
@@ -103,8 +103,7 @@ class Watch:
         self._exit: Exit | None = None
         self._ended: tuple[str, ...] = ()
         self._driver: DriverMemory | None = None
-        self._memory: GroupMemory | FamilyMemory | ProcessMemory | None = None
-        self._of_ranks: ProcessMemory | None = None
+        self._memory: SampledMemory | None = None
         self._mark: PeakMark | None = None
         self._stacks: StackTaker | None = None
         self._limits: list[tuple[int, Path]] = []
@@ -133,15 +132,9 @@ class Watch:
     def _start_sampling(self) -> None:
         if not (pid := self._running.pid):
             return
-        cgroup, helpers = self._mark.cgroup if self._mark else None, self._running.helpers
-        memory: GroupMemory | FamilyMemory | ProcessMemory
-        if self._spec.job:
-            ranks = len(self._ranks)
-            memory = self._of_ranks = ProcessMemory(pid, cgroup, helpers, ranks=ranks)
-        elif cgroup:
-            memory = GroupMemory(cgroup, pid, helpers)
-        else:
-            memory = FamilyMemory(pid)
+        cgroup = self._mark.cgroup if self._mark else None
+        ranks = len(self._ranks) if self._spec.job else 0
+        memory = SampledMemory(pid, self._running.members, cgroup, ranks=ranks)
         look = self._stacks.look if self._stacks else None
         self._sampler = Sampler(memory, at_maximum=look)
         self._sampler.start()
@@ -348,8 +341,7 @@ class Watch:
         driver = self._driver.stop() if self._driver else None
         if self._memory:
             samples = self._sampler.stop()
-            if self._of_ranks:
-                self.rank_samples = self._of_ranks.rank_samples
+            self.rank_samples = self._memory.rank_samples
             self.samples = with_cuda(samples, self._ranks[0].cuda_points, driver)
         if self._mark:
             self._mark.close()
@@ -473,7 +465,7 @@ class Watch:
             ready=server.ready_ns is not None if server else None,
             escape=escape,
             stalled=self._stalled,
-            stderr_tail=running.channel.stderr_tail if job else b"",
+            stderr_tail=running.channel.stderr_tail if running.channel else b"",
         )
 
     def _of_load(self, end: judge.End, outcome: Outcome) -> dict[str, Any]:
@@ -514,7 +506,7 @@ class Watch:
         )
 
     def _peaks(self, pss_bytes: int | None) -> Peaks:
-        ranks, first, memory = self._ranks, self._ranks[0], self._of_ranks
+        ranks, first, memory = self._ranks, self._ranks[0], self._memory
         phases = [phase for each in ranks for phase in each.load_phases]
         rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
         if memory and not (self._at_ready or first.failure):
@@ -580,7 +572,7 @@ class Watch:
                 "without a cgroup, the memory that ranks share cannot be counted once, so the"
                 " file-backed memory is that of the rank that has the most"
             )
-        number, private_bytes = self._of_ranks.others if self._of_ranks else (0, 0)
+        number, private_bytes = self._memory.others if self._memory else (0, 0)
         if private_bytes >= _NOTABLE_BYTES and self._spec.cell.use != FORK:
             started = f"{number} process{'es' * (number > 1)}"
             warnings.append(
@@ -675,7 +667,7 @@ def mark_of(running: Running) -> PeakMark | None:
     """Return the mark of the cgroup of what runs; None without one, or if weighin cannot see it."""
     if not running.pid or not running.cgroup:
         return None
-    return PeakMark(MemoryCgroup(running.cgroup, pressure_file_of(running.pid)))
+    return running.mark or PeakMark(MemoryCgroup(running.cgroup, pressure_file_of(running.pid)))
 
 
 def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:

@@ -23,7 +23,7 @@ from weighin.errors import ConfigError
 from weighin.isolation import preload, visible
 from weighin.isolation.base import Isolation, Streams
 from weighin.isolation.docker.engine import check_engine, connect, explained, find_image, remove
-from weighin.isolation.docker.process import NOT_FOR_SHELLS, DockerCommand, DockerWorker
+from weighin.isolation.docker.process import NOT_FOR_SHELLS, DockerStarted
 from weighin.probes import environment
 from weighin.probes.cgroup import is_left_behind, lock_suffix, this_process
 from weighin.protocol import encode_job
@@ -70,7 +70,7 @@ class DockerIsolation(Isolation):
         if self._image:
             find_image(self._client, self._image, progress)
 
-    def start(self, job: Job) -> DockerWorker:
+    def start(self, job: Job) -> DockerStarted:
         seen = [*visible.of_job(job), *job.mounts]
         worker = child_process.module("weighin.worker")
         running = self._start_worker(job.cell, worker, seen, job.target)
@@ -79,7 +79,7 @@ class DockerIsolation(Isolation):
 
     def _start_worker(
         self, cell: Cell, command: Sequence[str], seen: Iterable[str] = (), target: str = ""
-    ) -> DockerWorker:
+    ) -> DockerStarted:
         passed = environment.settings() | cell.environment
         variables = {name: v for name, v in passed.items() if not name.startswith("NVIDIA_")} | {
             "PATH": os.environ.get("PATH", os.defpath),
@@ -90,11 +90,11 @@ class DockerIsolation(Isolation):
         every = [*visible.of_machine(), *seen, *preload.libraries(variables)]
         binds = visible.binds(every, [target])
         settings = self._create(cell, self._empty_image, binds, target, **_CLOSED)
-        return DockerWorker(self._client, command=command, variables=variables, **settings)
+        return DockerStarted(self._client, None, command=command, variables=variables, **settings)
 
     def start_command(
         self, cell: Cell, folder: str, streams: Streams, mounts: Sequence[str] = ()
-    ) -> DockerCommand:
+    ) -> DockerStarted:
         """Start a command in its working folder, which the container sees at the same path.
 
         The container sees ``mounts`` read-only. Except for the limits, the mounts, the user and the
@@ -124,7 +124,7 @@ class DockerIsolation(Isolation):
         image = self._image or self._empty_image
         settings = self._create(cell, image, binds, folder, shell=shell, workdir=folder)
         variables |= cell.environment
-        return DockerCommand(
+        return DockerStarted(
             self._client, streams, command=command, variables=variables, **settings
         )
 
@@ -132,7 +132,7 @@ class DockerIsolation(Isolation):
         self, cell: Cell, image: str, binds: Mapping[str, str], writable: str, *,
         shell: Sequence[str] = visible.SHELL, workdir: str = _TMP, **host: Any
     ) -> dict[str, Any]:  # fmt: skip
-        """Create a container, and return the arguments of ``DockerCommand`` for a process in it."""
+        """Create a container, and return the arguments of ``DockerStarted`` for a process in it."""
         written = (writable, os.path.realpath(writable)) if writable else ()
         host = {"security_opt": ["label=disable"], "auto_remove": True, **host}
         host["log_config"] = LogConfig(type="none")

@@ -28,7 +28,7 @@ from docker.utils.socket import SocketError, frames_iter
 from weighin import child_process
 from weighin.child_process import PATIENCE_S, ready
 from weighin.errors import IsolationUnavailable
-from weighin.isolation.base import Exit, Streams
+from weighin.isolation.base import Exit, Running, Streams, connected
 from weighin.isolation.docker.engine import ENGINE_ERRORS, elsewhere, explained, remove
 from weighin.probes import cgroup as groups
 
@@ -46,14 +46,11 @@ _RESIZE_S: Final = 0.25
 _PAUSE_S: Final = 0.002
 
 
-class DockerCommand:
-    """A command in a container; the class implements ``weighin.isolation.base.Running``."""
-
-    shares_terminal = False
-    ends_together = False  # whether all processes end with the command's first
+class DockerStarted(Running):
+    """A worker or, with ``streams``, a command in a container."""
 
     def __init__(
-        self, client: docker.APIClient, streams: Streams, *, container: str, shell: Sequence[str],
+        self, client: docker.APIClient, streams: Streams | None, *, container: str, shell: Sequence[str],
         command: Sequence[str], variables: Mapping[str, str], limits: Mapping[str, Any], **where: Any
     ) -> None:  # fmt: skip
         """Start a container that exists, and in it a shell that becomes the command.
@@ -63,11 +60,9 @@ class DockerCommand:
         self._client, self._container = client, container
         self._exit: Exit | None = None
         self._first: Any = None
-        self.process: int | None = None
-        self.pid, self.unseen = 0, ""
-        self.cgroup: Path | None = None
-        self.helpers: frozenset[int] = frozenset()
-        self._pump = _Pump(self, streams)
+        self.helpers: frozenset[int] = frozenset()  # the container's first process
+        with connected(streams) as (own, self.channel):
+            self._pump = _Pump(self, own)
         terminal = self._pump.is_terminal
         apart = [f"{n}={value}" for n, value in variables.items() if n in NOT_FOR_SHELLS]
         where["environment"] = [f"{n}={v}" for n, v in variables.items() if n not in NOT_FOR_SHELLS]
@@ -83,15 +78,16 @@ class DockerCommand:
                 self._await_barrier()
                 if limits:
                     client.update_container(container, **limits)
-            with contextlib.closing(groups.PeakMark(cgroup)) as mark:
-                mark.reset()  # so that the peak does not include the container's own start
+            pressure = groups.pressure_file_of(self.pid)
+            self.mark = groups.PeakMark(groups.MemoryCgroup(cgroup, pressure))
+            self.mark.reset()  # so that the peak does not include the container's own start
             self._pump.begin()
             os.kill(self.pid, signal.SIGCONT)
         except BaseException:
             self.close()
             raise
 
-    def _find_container(self) -> groups.MemoryCgroup:
+    def _find_container(self) -> Path:
         state = self._client.inspect_container(self._container)["State"]
         if not (first := int(state["Pid"])):
             raise _not_started()
@@ -100,7 +96,7 @@ class DockerCommand:
                 self.cgroup, self.helpers = groups.memory_cgroup_of(first), frozenset({first})
         if self.cgroup is None:
             raise elsewhere()
-        return groups.MemoryCgroup(self.cgroup)
+        return self.cgroup
 
     def _await_barrier(self) -> None:
         """Wait until the shell of the command has stopped itself."""
@@ -121,12 +117,13 @@ class DockerCommand:
         with contextlib.suppress(*ENGINE_ERRORS):  # the command has ended
             self._client.exec_resize(self.exec, rows, columns)
 
-    def wait(self, timeout_s: float) -> bool:
-        return child_process.wait_for_end(self.process, self._has_ended, timeout_s)
+    @property
+    def is_reaped(self) -> bool:
+        return self._exit is not None
 
-    def _has_ended(self) -> bool:
-        if self._exit or self.process:
-            return bool(self._exit or ready([self.process or 0], 0))
+    def has_ended(self) -> bool:
+        if self.is_reaped or self.process:
+            return self.is_reaped or bool(ready([self.process or 0], 0))
         with explained("report how a command ended"):
             return not self._client.exec_inspect(self.exec)["Running"]
 
@@ -158,13 +155,8 @@ class DockerCommand:
         kills = groups.MemoryCgroup(self.cgroup).read_oom_kills() if self.cgroup else None
         return Exit(None, signal=number, oom_killed=number == signal.SIGKILL and bool(kills))
 
-    def send_signal(self, number: int) -> None:
-        if self.pid and self._exit is None:
-            with contextlib.suppress(PermissionError):
-                child_process.signal_each([self.pid], number)
-
     def members(self) -> list[int]:
-        pids = groups.pids_in(self.cgroup) if self.cgroup else []
+        pids = groups.members_of(self.cgroup) if self.cgroup else []
         return [pid for pid in pids if pid not in self.helpers]
 
     def kill(self) -> None:
@@ -179,46 +171,10 @@ class DockerCommand:
                 self._client.kill(self._container, signal.SIGKILL)
 
     def close(self) -> None:
+        super().close()
         self._pump.close()
         _close_stream(self._first)
-        if self.process is not None:
-            os.close(self.process)
-            self.process = None
         remove(self._client, self._container)
-
-
-class DockerWorker(DockerCommand):
-    """A worker in a container; the class implements ``weighin.isolation.base.Running``."""
-
-    ends_together = True  # a process that the worker left could hold its output open
-
-    def __init__(self, client: docker.APIClient, **options: Any) -> None:
-        (stdin, to), (out, stdout), (err, stderr) = os.pipe(), os.pipe(), os.pipe()
-        self.channel = child_process.Pipes((to, out, err))
-        try:
-            super().__init__(client, Streams(stdin, stdout, stderr), **options)
-        finally:
-            for file in (stdin, stdout, stderr):
-                os.close(file)
-
-    def wait(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while not super().wait(0):
-            if (left_s := deadline - time.monotonic()) <= 0:
-                return False
-            ended = [] if self.process is None else [self.process]
-            ready([*self.channel.filenos(), *ended], left_s if ended else min(left_s, _PAUSE_S))
-            self.channel.read()
-        return True
-
-    def reap(self) -> Exit:
-        while ready(files := self.channel.filenos(), PATIENCE_S if files else 0):
-            self.channel.read()
-        return super().reap()
-
-    def close(self) -> None:
-        self.channel.close()  # first, because a copying of output might wait for it
-        super().close()
 
 
 class _Pump:
@@ -228,7 +184,7 @@ class _Pump:
     each key, even Ctrl-C, reaches the command. If one is none, the engine sends the streams in frames.
     """
 
-    def __init__(self, command: DockerCommand, streams: Streams) -> None:
+    def __init__(self, command: DockerStarted, streams: Streams) -> None:
         """Copy the descriptors, because a caller may close the originals after the command's start."""
         self.stream: Any = None
         self._command = command
@@ -313,18 +269,14 @@ class _Pump:
             os.close(file)
 
     def _pass_input(self) -> None:
-        ended = self._command.process if self._command.ends_together else None
-        watched = [file for file in (self._woken, ended) if file is not None]
         stdin = None if self._is_in_background else self._files[0]
         with contextlib.suppress(OSError):  # the command has ended
             if self._files[0] is None:
                 self._socket.shutdown(socket.SHUT_WR)
             while True:
-                awaited = watched if stdin is None else [stdin, *watched]
+                awaited = [self._woken] if stdin is None else [stdin, self._woken]
                 found = ready(awaited, _RESIZE_S if self.is_terminal else inf)
-                if ended in found:
-                    self._command.kill()
-                if stdin is None or {*watched} & {*found}:
+                if stdin is None or self._woken in found:
                     return
                 if self.is_terminal:
                     self._follow_size(stdin)
