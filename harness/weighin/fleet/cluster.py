@@ -9,7 +9,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import inf
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
@@ -28,6 +28,9 @@ with extra("ray", "--engine ray"):
     from ray import cloudpickle
     from ray.exceptions import RayError
     from ray.util.queue import Empty, Queue
+
+if TYPE_CHECKING:
+    from weighin.doctor.doctor import Examination
 
 SLOT: Final = "weighin_slot"
 START: Final = f"""RAY_memory_monitor_refresh_ms=0 ray start --resources '{{"{SLOT}": 1}}'"""
@@ -119,11 +122,7 @@ class Cluster:
         return future
 
     def answer(self, done: Future[Any]) -> Answer:
-        """Return the answer to a finished assignment.
-
-        Raises:
-            HarnessError: the node was lost, and so were those on which Ray ran the assignment again.
-        """
+        """Return the answer to a finished assignment, or raise HarnessError: Ray lost all tries."""
         try:
             place, events = answer(*done.result())
         except RayError as lost:
@@ -154,8 +153,7 @@ class Cluster:
     ) -> dict[str, dict[str, Any]]:
         """Ask all nodes at the same time; return, by id, the events of those that were not lost.
 
-        Raises:
-            ConfigError: no node has the resource ``SLOT`` and the labels, or a node cannot measure.
+        It raises ConfigError if no node answers, or if one says that it cannot measure.
         """
         end_s, alive = time.monotonic() + (inf if kind == "examine" else _ANSWER_S), self.names()
         tasks = {}
@@ -167,7 +165,7 @@ class Cluster:
                 interrupts.check()
                 for who, text, _ in self.said():
                     if text:
-                        say(f"{self._names[who]}: {text}")
+                        say(f"{self._names.get(who, who)}: {text}")
                 alive = self.names() if time.monotonic() < end_s else {}
         finally:
             lost = [task for task in tasks.values() if not task.done()]
@@ -175,11 +173,11 @@ class Cluster:
         answers, refused = {}, []
         for place, task in tasks.items():
             with suppress(HarnessError):
-                if task not in lost:
-                    answers[place] = self.answer(task)[1]
-                    if error := answers[place].get("error"):
-                        message = f"{self._names[place]}: {error['message']}"
-                        refused.append((message, error["repair"]))
+                events = {} if task in lost else self.answer(task)[1]
+                if error := events.get("error"):
+                    refused.append((f"{self._names[place]}: {error['message']}", error["repair"]))
+                elif "node" in events:
+                    answers[place] = events
         if refused:
             raise ConfigError("; ".join(message for message, _ in refused), refused[0][1])
         if not answers:
@@ -191,26 +189,41 @@ class Cluster:
         return answers
 
     def find(self) -> list[Node]:
-        """Return the cluster's nodes that can measure; see ``ask`` for errors."""
+        """Return the cluster's nodes that can measure."""
         names = ("ram_bytes", "free_ram_bytes", "isolations", "gpu_bytes", "no_soft_limit")
         return [
             Node(place, self._names[place], **{name: events["node"][name] for name in names})
             for place, events in self.ask("describe").items()
         ]
 
+    def examine(self, say: Callable[[str], object]) -> "list[Examination]":
+        """Test what each node can limit and measure."""
+        from weighin.doctor.doctor import Capability, Examination, row  # runs need none of it
+
+        examinations = []
+        for place, events in self.ask("examine", say).items():
+            node, here, monitor = events["node"], own_code(), events["monitor"]
+            there, source = node["weighin"], monitor["source"]
+            on = f"on ({source}); start the node with the monitor off: {START}"
+            rows = (
+                *[Capability(**fields) for fields in node["capabilities"]],
+                row("the same weighin", there == here, there, "bad", f"{there}; here: {here}"),
+                row("no memory monitor of Ray", not monitor["is_on"], f"off ({source})", "bad", on),
+            )
+            can_measure = Examination(rows).holds_a_limit and not monitor["is_on"]
+            about = {"name": self._names[place], "id": place, "can_measure": can_measure}
+            examinations.append(Examination(rows, about))
+        return examinations
+
     def placed(self, result: Result, place: str) -> Result:
         """Add to a result the node that measured it; no node, if the node was lost."""
-        where = {"node": {"name": self._names[place], "id": place}} if place else {}
+        where = {"node": {"name": self._names.get(place, place), "id": place}} if place else {}
         return replace(result, environment=result.environment | where)
 
 
 @contextmanager
 def connected(address: str, labels: Mapping[str, str], task: Task = run) -> Iterator[Cluster]:
-    """Connect this process to the cluster, and disconnect it at the end.
-
-    Raises:
-        ConfigError: no cluster answers at the address, or it is a ``ray://`` address.
-    """
+    """Connect this process to the cluster, and disconnect it at the end."""
     if address.startswith("ray://"):
         raise ConfigError(
             f"--address {address} is the address of Ray's client server, through which weighin"

@@ -55,14 +55,7 @@ class Driver:
         self._lines = set[tuple[str, str]]()
 
     def run(self) -> Sequence[Result]:
-        """Run every cell that has no record yet, and return the results of all cells.
-
-        Raises:
-            NoNodeLeft: no node can run the remaining cells.
-            HarnessError: another process runs this plan.
-            RecordError: the run's folder cannot be read or written, or a node sent a file that
-                no record names.
-        """
+        """Run every cell that has no record yet, and return the results of all cells."""
         task = self._task
         code = environment.code()
         self._code = {name: value for name, value in code.items() if name.startswith("git_")}
@@ -128,11 +121,8 @@ class Driver:
     def _look(self) -> None:
         """Look which nodes were lost, and which have joined; take back the cells that no node can run."""
         alive = self._crew.names()
-        lost, self._alive, self._names = (
-            self._alive.keys() - alive.keys(),
-            alive,
-            self._names | alive,
-        )
+        lost = self._alive.keys() - alive.keys()
+        self._alive, self._names = alive, self._names | alive
         for place in lost:
             self._leave_out(place, HarnessError("the node was lost"))
         for task, (planned, demand) in list(self._running.items()):

@@ -174,9 +174,10 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
         starting=lambda _: say(strategy),
         phase=lambda name: say(f"{strategy}: {name}"),
     )
-    for name, path in settings.get("strategy_paths", {}).items():
+    if paths := settings.get("strategy_paths"):
         own = registry.strategies(cell["operation"])
-        settings["strategy_paths"][name] = path or str(own[name].path)
+        found = {name: path or str(own[name].path) for name, path in paths.items()}
+        settings["strategy_paths"] = found
     with staging.own_folder(cache.folder() / "fleet") as folder:
         plan = {"schema": SCHEMA, "cells": [cell], "settings": settings}
         (folder / run_folder.PLAN).write_text(json.dumps(plan))
@@ -198,8 +199,10 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
             runner.run(task, progress)
         finally:  # an error after the measurement, such as a full disk, must not lose the record
             if (records := folder / run_folder.RECORDS).exists():
-                found = {str(each.relative_to(folder)): each for each in folder.glob("*/*.csv")}
-                files = {name: path.read_bytes().decode() for name, path in found.items()}
+                files = {
+                    str(path.relative_to(folder)): path.read_bytes().decode()
+                    for path in folder.glob("*/*.csv")
+                }
                 driver.send("record", record=records.read_text(), files=files)
 
 
