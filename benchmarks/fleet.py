@@ -77,17 +77,10 @@ def task_of(seconds: float) -> Task:
         import ray
 
         place = ray.get_runtime_context().get_node_id()
-        if assignment["kind"] != "measure":
-            return place, [b'{"event": "ended", "code": 0, "stderr": ""}']
         time.sleep(seconds)
         record = json.loads(template) | {"cell": assignment["cell"], "samples_path": None}
-        event = {
-            "event": "record",
-            "record": json.dumps(record),
-            "files": {},
-            "free_ram_bytes": 2**33,
-        }
-        return place, [json.dumps(event).encode()]
+        event = {"event": "record", "record": json.dumps(record), "files": {}}
+        return place, [b'{"event": "began"}', json.dumps(event).encode()]
 
     return answer
 
@@ -149,11 +142,11 @@ def run(address: str, task: Task, cells: int, *, nodes: int, progress: Progress)
         run_folder.write_plan(Path(folder), [each.cell for each in planned], settings)
         todo = Run(Path(folder), planned, select.named("process"))
         with clusters.connected(address, {}, task) as cluster:
-            used = [
-                Node(place, name, 8 * GIB, 8 * GIB, {"process": ""})
-                for place, name in cluster.names().items()
+            found = [
+                Node(place, name, 8 * GIB, 8 * GIB, {"process": "" if number < nodes else "unused"})
+                for number, (place, name) in enumerate(cluster.names().items())
             ]
-            Driver(cluster, used[:nodes], todo, progress).run()
+            Driver(cluster, found, todo, progress).run()
         records = run_folder.read(Path(folder)).results
         assert len({record.cell.repeat for record in records}) == len(records) == cells
 

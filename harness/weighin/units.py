@@ -34,22 +34,17 @@ def parse_bytes(text: str, *, decimal: bool = False) -> int:
     1000**3 and others as 1024**3. With ``decimal`` (for shard sizes and rates), "GB" is 1000**3.
     """
     match = re.fullmatch(_SIZE, text)
-    unit = match["unit"].lower() if match else ""
-    factors = _FACTORS | _DECIMAL_FACTORS if decimal else _FACTORS
-    if match and unit in _DECIMAL_FACTORS and not decimal:
-        clear = f"{match['number']}{unit[0].upper()}iB"
+    number, unit = (match["number"], match["unit"].lower()) if match else ("", "")
+    if number and unit in _DECIMAL_FACTORS and not decimal:
         raise ConfigError(
             f"{text!r} is ambiguous: {unit.upper()} is 1000-based for some tools and 1024-based for others",
-            f"write {clear} (1024-based), or the number of bytes",
+            f"write {number}{unit[0].upper()}iB (1024-based), or the number of bytes",
         )
-    if match is None or unit not in factors:
+    factors = _FACTORS | _DECIMAL_FACTORS
+    if not number or unit not in factors:
         examples = "20MB, 5GB, 2GiB or 4096" if decimal else "8GiB, 8g, 6500m or 4096"
         raise ConfigError(f"cannot read {text!r} as a size", f"write a size such as {examples}")
-    size = (
-        round(float(match["number"]) * factors[unit])
-        if "." in match["number"]
-        else (int(match["number"]) * factors[unit])
-    )
+    size = round((float if "." in number else int)(number) * factors[unit])
     if size < 1:
         raise ConfigError(f"{text!r} is less than one byte", "write a size such as 8GiB or 6500m")
     return size
@@ -73,9 +68,8 @@ def format_exact(size: int) -> str:
 
 def format_seconds(nanoseconds: int) -> str:
     """Return a duration with three significant digits, in s or ms: "1.52 s", "12.3 ms"."""
-    value, unit = (
-        (nanoseconds / 1e9, "s") if nanoseconds >= 999_500_000 else (nanoseconds / 1e6, "ms")
-    )
+    unit, factor = ("s", 1e9) if nanoseconds >= 999_500_000 else ("ms", 1e6)
+    value = nanoseconds / factor
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 

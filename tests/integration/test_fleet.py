@@ -135,12 +135,12 @@ def test_a_node_with_rays_memory_monitor_is_refused_and_examined(
     ended = start(command, nodes).end()
     assert (ended.code, ended.out) == (2, "")
     head, repair = ended.err.splitlines()
-    assert head.startswith(
-        "error: Ray's memory monitor is on, and would kill cells before their limit does: "
+    assert head.startswith("error: ")
+    assert head.endswith(
+        f"/{watched.node_id[:8]}: Ray's memory monitor is on (RAY_memory_monitor_refresh_ms is not set:"
+        " Ray's default), and would kill cells before their limit does"
     )
-    name = f"/{watched.node_id[:8]}: on (RAY_memory_monitor_refresh_ms is not set: Ray's default)"
-    assert head.endswith(name)
-    assert head.count(": on (") == 1
+    assert head.count("monitor is on") == 1
     assert repair == (
         "stop Ray on these nodes (ray stop), and start Ray there without its memory monitor:"
         """ RAY_memory_monitor_refresh_ms=0 ray start --resources '{"weighin_slot": 1}'"""
@@ -159,12 +159,6 @@ def test_a_node_with_rays_memory_monitor_is_refused_and_examined(
         assert lines["nested memory limits"]["verdict"] == "yes"
         expected = "yes" if node["can_measure"] else "no"
         assert lines["no memory monitor of Ray"]["verdict"] == expected
-        assert lines["clock"]["verdict"] == "yes"
-        offset = re.match(
-            r"([-+]\d+\.\d) ms from .*, within (\d+\.\d) ms", lines["clock"]["detail"]
-        )
-        assert offset
-        assert abs(float(offset[1])) <= float(offset[2]) + 0.1  # the driver has the same clock
 
 
 def test_the_error_without_a_node_that_may_measure(
@@ -287,7 +281,7 @@ def test_a_node_that_joins_gets_the_next_cells_unless_its_code_differs(
     assert_complete(command)
     assert used_nodes(command) == {first.node_id, joined.node_id}
     name = f"/{changed.node_id[:8]}"
-    assert re.search(rf"no further cell for \S+{name}: the node \S+{name} has weighin ", ended.err)
+    assert re.search(rf"no further cell for \S+{name}: this node has weighin ", ended.err)
 
 
 @pytest.mark.nightly

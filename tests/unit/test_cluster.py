@@ -2,9 +2,8 @@
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ pytest.importorskip("ray")
 
 from ray import cloudpickle
 
-from weighin.errors import HarnessError, Interrupted
+from weighin.errors import ConfigError, Interrupted
 from weighin.fleet import cluster
 from weighin.fleet.cluster import Cluster
 from weighin.run import interrupts
@@ -47,15 +46,20 @@ class Silent(Cluster):
 
     def __init__(self, *living: str) -> None:
         self.living = living
-        self._gpus = {"a": 0.0, "b": 0.0}
 
     def names(self) -> dict[str, str]:
-        return {each: each for each in self.living}
+        self._gpus = dict.fromkeys(self.living, 0.0)
+        living, self.living = self.living, self.living[1:]
+        return {each: each for each in living}
 
-    def measure(self, _: Any, __: Any, ___: Any, is_stopped: Callable[[], bool], tries: int = 3) -> Any:  # fmt: skip
-        while not is_stopped():
-            time.sleep(0.01)
-        raise HarnessError("the node was lost: cancelled")
+    def said(self) -> Iterator[Any]:
+        return iter(())
+
+    def _future(self, *_: Any, **__: Any) -> Future[Any]:
+        return Future()
+
+    def stop(self, assignments: Iterable[Future[Any]]) -> None:
+        self.stopped = len([*assignments])
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +68,16 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_node_that_is_gone_is_not_awaited() -> None:
-    assert str(Silent().ask(["a"], "examine")["a"]) == "the node did not answer"
+    silent = Silent("a", "b")
+    with pytest.raises(ConfigError, match="no node of the cluster has the resource weighin_slot"):
+        silent.ask("examine")
+    assert silent.stopped == 2
 
 
 def test_a_node_has_a_limited_time_to_say_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_ANSWER_S", 0.05)
-    answers = Silent("a", "b").probe(["a", "b"])
-    assert [str(each) for each in answers.values()] == ["the node did not answer"] * 2
+    with pytest.raises(ConfigError, match="no node of the cluster has the resource weighin_slot"):
+        Silent(*"a" * 1000).find()
 
 
 def test_a_signal_ends_the_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,16 +85,7 @@ def test_a_signal_ends_the_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -
         raise Interrupted("stopped")
 
     monkeypatch.setattr(interrupts, "check", check)
+    silent = Silent("a", "a")
     with pytest.raises(Interrupted):
-        Silent("a").ask(["a"], "describe")
-
-
-def test_a_question_takes_no_steps_of_the_cells_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: Any = iter([([], ["t"])] * 3 + [(["t"], [])])
-    ray = SimpleNamespace(wait=lambda *_, **__: next(ended), get=lambda *_, **__: ("a", []))
-    monkeypatch.setattr(cluster, "ray", ray)
-    asking: Any = object.__new__(Cluster)
-    asking._gpus, asking._taken_s = {"a": 0.0}, -1e9
-    asking._task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: "t"))
-    asking._said = SimpleNamespace()  # to take from it would fail
-    assert asking.measure({}, ["a"], None, lambda: False) == ("a", {})
+        silent.ask("describe")
+    assert silent.stopped == 1

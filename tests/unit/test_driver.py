@@ -1,13 +1,12 @@
 """The driver of a fleet: every cell gets one record, whatever happens to nodes and whatever they send."""
 
-import base64
 import random
 import time
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event
 from typing import Any
 
@@ -18,7 +17,7 @@ from weighin.cell import Cell
 from weighin.errors import HarnessError, NoNodeLeft, RecordError
 from weighin.fleet import driver as drivers
 from weighin.fleet.driver import Driver
-from weighin.fleet.node import Answer, Say
+from weighin.fleet.node import Answer, Step
 from weighin.isolation.process import ProcessIsolation
 from weighin.plan.nodes import Demand, Node
 from weighin.plan.task import Planned, Progress, Run
@@ -31,6 +30,8 @@ LARGE = Node("l", "large", 64 * GIB, 60 * GIB, {"process": ""}, (16 * GIB,))
 
 RECORD = run_folder._line(make_result(make_cell("streaming")))[0].decode()
 
+SHORT = {"short": {"ram_bytes": 8 * GIB, "free_ram_bytes": GIB}}
+
 Answering = Callable[[Node, dict[str, Any]], dict[str, dict[str, Any]]]
 
 
@@ -38,34 +39,48 @@ class Crew:
     """Nodes in this process: ``answering`` answers for each of them, and the first able node is taken."""
 
     slots = 1
-    threads = 8
 
     def __init__(self, answering: Answering, *nodes: Node) -> None:
         self.answering = answering
         self.nodes = {node.id: node for node in nodes}
-        self.ran: list[tuple[str, int]] = []
+        self.pool = ThreadPoolExecutor(8)
+        self.stopped: set[int] = set()
+        self.steps: SimpleQueue[Step] = SimpleQueue()
 
     def names(self) -> dict[str, str]:
         return {place: node.name for place, node in self.nodes.items()}
 
-    def probe(self, places: Iterable[str]) -> dict[str, Node]:
-        return {place: self.nodes[place] for place in places}
+    def submit(
+        self, assignment: Mapping[str, Any], without: Collection[str] = ()
+    ) -> Future[Answer]:
+        cancelled = Event()
+        future = self.pool.submit(self.measure, assignment, without, cancelled.is_set)
+        future.cancelled_by = cancelled  # type: ignore[attr-defined]
+        return future
 
-    def measure(
-        self,
-        assignment: Mapping[str, Any],
-        nodes: Sequence[str],
-        say: Say,
-        is_stopped: Callable[[], bool],
-    ) -> Answer:
-        while not is_stopped() and not (able := [each for each in nodes if each in self.nodes]):
+    def measure(self, assignment: Mapping[str, Any], without: Collection[str], is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
+        while not is_stopped() and not (able := [n for n in self.nodes if n not in without]):
             time.sleep(0.01)
         if is_stopped():
             raise HarnessError("stopped")
         cell = dict(assignment["cell"])
-        self.ran.append((able[0], cell["repeat"]))
-        say((able[0], "loading", False, assignment["id"]))
-        return able[0], self.answering(self.nodes[able[0]], cell)
+        node = self.nodes[able[0]]
+        self.steps.put((able[0], "loading", False))
+        if (cell["ram_limit_bytes"] or 0) > node.free_ram_bytes:
+            return able[0], {"short": {"ram_bytes": node.ram_bytes, "free_ram_bytes": node.free_ram_bytes}}  # fmt: skip
+        return able[0], self.answering(node, cell)
+
+    def answer(self, done: Future[Answer]) -> Answer:
+        return done.result()
+
+    def stop(self, futures: Iterable[Future[Answer]]) -> None:
+        for each in [*futures]:
+            each.cancelled_by.set()  # type: ignore[attr-defined]
+        wait([*futures])
+
+    def said(self) -> Iterator[Step]:
+        while not self.steps.empty():
+            yield self.steps.get()
 
     def placed(self, result: Result, place: str) -> Result:
         return replace(result, environment=result.environment | {"node": place})
@@ -79,7 +94,7 @@ def cells(*limits: int | None, **fields: Any) -> list[Cell]:
 
 
 def measured(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {"record": {"record": RECORD, "free_ram_bytes": node.free_ram_bytes, "files": {}}}
+    return {"record": {"record": RECORD, "files": {}}}
 
 
 def run(folder: Path, crew: Crew, planned: list[Cell], progress: Progress | None = None) -> Run:
@@ -104,14 +119,14 @@ def test_a_limit_is_never_above_the_free_ram_of_its_node(tmp_path: Path) -> None
 
 def test_a_node_that_is_short_of_ram_at_the_start_begins_no_cell(tmp_path: Path) -> None:
     def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        return {"short": {"free_ram_bytes": GIB}} if node is SMALL else measured(node, cell)
+        return SHORT if node is SMALL else measured(node, cell)
 
     crew = Crew(answer, SMALL, LARGE)
     assert recorded(run(tmp_path, crew, cells(4 * GIB, 4 * GIB))) == [(0, "l"), (1, "l")]
 
 
 def test_nodes_that_are_short_again_and_again_end_the_run(tmp_path: Path) -> None:
-    crew = Crew(lambda *_: {"short": {"free_ram_bytes": GIB}}, SMALL)
+    crew = Crew(lambda *_: SHORT, SMALL)
     with pytest.raises(NoNodeLeft, match=r"small has 1\.000 GiB free, less than --ram 4GiB"):
         run(tmp_path, crew, cells(4 * GIB))
 
@@ -156,11 +171,11 @@ def test_a_step_that_a_node_repeats_is_one_line_and_a_warning_is_one_too(tmp_pat
     said: list[str] = []
 
     class Warns(Crew):
-        def measure(self, assignment: Mapping[str, Any], nodes: Sequence[str], say: Say, is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
-            answer = super().measure(assignment, nodes, say, is_stopped)
+        def measure(self, assignment: Mapping[str, Any], without: Collection[str], is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
+            answer = super().measure(assignment, without, is_stopped)
             number = assignment["cell"]["repeat"]
             for text in ("preparing process", f"warning {number}"):
-                say((answer[0], text, True, assignment["id"]))
+                self.steps.put((answer[0], text, True))
             return answer
 
     crew = Warns(measured, SMALL)
@@ -172,9 +187,9 @@ def test_the_test_of_a_worker_gets_all_limits_of_the_run(tmp_path: Path) -> None
     sent = []
 
     class Asked(Crew):
-        def measure(self, assignment: Mapping[str, Any], *others: Any) -> Answer:
+        def submit(self, assignment: Mapping[str, Any], *others: Any) -> Future[Answer]:
             sent.append((len(assignment["is_tested"]), sorted(assignment["limits"])))
-            return super().measure(assignment, *others)
+            return super().submit(assignment, *others)
 
     run(tmp_path, Asked(measured, SMALL), [*cells(2 * GIB, 2 * GIB), *cells(4 * GIB, ranks=2)])
     limits = [(2 * GIB, 1), (4 * GIB, 2)]
@@ -240,8 +255,8 @@ def test_the_cells_that_run_at_once_are_not_stopped_by_the_error_of_one(tmp_path
     class Slow(Crew):
         slots = 2
 
-        def measure(self, assignment: Mapping[str, Any], nodes: Sequence[str], say: Say, is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
-            answer = super().measure(assignment, nodes, say, is_stopped)
+        def measure(self, assignment: Mapping[str, Any], without: Collection[str], is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
+            answer = super().measure(assignment, without, is_stopped)
             if "error" in answer[1]:
                 told.wait(10)  # until the other one runs
             else:
@@ -257,31 +272,24 @@ def test_the_cells_that_run_at_once_are_not_stopped_by_the_error_of_one(tmp_path
     assert [each.cell.repeat for each in run_folder.read(tmp_path).results] == [1]
 
 
-def test_a_cell_that_loses_nodes_again_and_again_is_given_up(
+def test_a_cell_waits_for_no_node_if_all_that_could_run_it_are_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drivers, "_LOOK_S", 0.01)
     monkeypatch.setattr(drivers, "_WAIT_S", 0.01)
 
     class Dying(Crew):
-        def measure(self, assignment: Mapping[str, Any], nodes: Sequence[str], say: Say, is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
-            answer = super().measure(assignment, nodes, say, is_stopped)
-            if assignment["cell"]["repeat"] == 0:
-                time.sleep(0.1)
-                del self.nodes[answer[0]]  # and another one joins
-                name = f"{answer[0]}+"
-                self.nodes[name] = replace(LARGE, id=name, name=name)
-                while not is_stopped():
-                    time.sleep(0.01)
-                raise HarnessError("stopped")
-            return answer
+        def measure(self, assignment: Mapping[str, Any], without: Collection[str], is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
+            del self.nodes["l"]
+            while not is_stopped():
+                time.sleep(0.01)
+            raise HarnessError("stopped")
 
-    task = run(tmp_path, Dying(measured, LARGE), cells(None, None))
-    first, second = sorted(task.results, key=lambda each: each.cell.repeat)
-    assert first.outcome is Outcome.MEASUREMENT_FAILED
-    assert first.message == ("on l++: 3 nodes were lost while they ran this cell, the last of them")
-    assert first.environment["node"] == "l++"
-    assert second.environment["node"] == "l+++"
+    with pytest.raises(
+        NoNodeLeft, match="2 cells cannot run, no node is left: large: the node was"
+    ):
+        run(tmp_path, Dying(measured, LARGE), cells(None, None))
+    assert not run_folder.read(tmp_path).results
 
 
 @pytest.mark.parametrize("path", ["../owned", "/tmp/owned", "plan.json", "samples/../../owned"])
@@ -291,7 +299,7 @@ def test_a_node_can_write_no_file_that_no_record_names(tmp_path: Path, path: str
     before = {each: each.read_bytes() for each in tmp_path.rglob("*") if each.is_file()}
 
     def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        files = {path: base64.b64encode(zlib.compress(b"owned")).decode()}
+        files = {path: "owned"}
         return {"record": measured(node, cell)["record"] | {"files": files}}
 
     crew = Crew(answer, SMALL)

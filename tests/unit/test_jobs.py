@@ -80,9 +80,9 @@ def test_limits_that_do_not_fit_together_into_a_cgroup_around_the_cells() -> Non
 
 @pytest.mark.usefixtures("limited")
 def test_each_job_has_the_ram_of_the_cgroup_around_the_cells() -> None:
-    node = jobs.Jobs(1, "cgroup").probe(["here"])["here"]
+    node = jobs.Jobs(1, "cgroup", Path()).node()
     assert (node.ram_bytes, node.free_ram_bytes) == (5 * GIB, 4 * GIB)
-    assert jobs.Jobs(1, "docker").probe(["here"])["here"].free_ram_bytes == 16 * GIB
+    assert jobs.Jobs(1, "docker", Path()).node().free_ram_bytes == 16 * GIB
 
 
 @pytest.mark.usefixtures("limited")

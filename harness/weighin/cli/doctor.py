@@ -36,9 +36,10 @@ def doctor(context: click.Context, /, **typed: Any) -> None:
     from weighin.fleet import engine
 
     if settings := engine.settings(typed["engine"], typed["address"], typed["labels"]):
-        from weighin.fleet import doctor as of_fleet
+        from weighin.fleet.cluster import connected
 
-        nodes = of_fleet.examine(settings["address"], settings["labels"], _console.note)
+        with connected(settings["address"], settings["labels"]) as cluster:
+            nodes = cluster.examine(_console.note)
         tables = [of_machine.table(node) for node in nodes]
         document: dict[str, Any] = {"nodes": [node.as_json() for node in nodes]}
         is_fit = all(node.about["can_measure"] for node in nodes)

@@ -48,15 +48,17 @@ class Mount:
         # Mode 0700: a parent folder of ``source`` may keep other users out, but not from this mount.
         self.folder.parent.mkdir(mode=0o700, parents=True)
         self.folder.mkdir()
-        pairs = (
-            ("--rate", format_rate(pace.bytes_per_s) if pace.bytes_per_s else ""),
-            ("--latency", format_latency(pace.latency_ns) if pace.latency_ns else ""),
-            ("--stall-from", str(pace.stall_from_bytes or "")),
-            ("--name", name),
-        )
-        options = [word for option, value in pairs if value for word in (option, value)]
+        options = {
+            "rate": pace.bytes_per_s and format_rate(pace.bytes_per_s),
+            "latency": pace.latency_ns and format_latency(pace.latency_ns),
+            "stall-from": pace.stall_from_bytes,
+            "name": name,
+        }
         command = child_process.module(
-            "weighin.disk.passthrough", *options, str(self._source), str(self.folder)
+            "weighin.disk.passthrough",
+            *(f"--{option}={value}" for option, value in options.items() if value),
+            str(self._source),
+            str(self.folder),
         )
         self._child = child_process.Child(command, child_process.environment())
         self.pid = self._child.pid
@@ -66,20 +68,20 @@ class Mount:
         except BaseException:
             self.close()
             raise
+        # From mountinfo, because a stat could wait forever.
+        found = (one.minor for one in mounts.read() if one.place == self.folder)
+        self._device = next(found, None)
 
     def _await(self) -> None:
-        try:
-            line = self._child.receive(_START_S)
-        except TimeoutError:
-            line = None
-        if line is None:
-            printed = last_line(self._child.stderr_tail)
-            raise IsolationUnavailable(
-                f"FUSE could not mount {self._source} a second time"
-                + (f": {printed}" if printed else ""),
-                "weighin doctor tests whether FUSE works on this machine",
-            )
-        self._device = _minor(self.folder)
+        with contextlib.suppress(TimeoutError):
+            if self._child.receive(_START_S) is not None:
+                return
+        printed = last_line(self._child.stderr_tail)
+        raise IsolationUnavailable(
+            f"FUSE could not mount {self._source} a second time"
+            + (f": {printed}" if printed else ""),
+            "weighin doctor tests whether FUSE works on this machine",
+        )
 
     def waiting(self) -> list[tuple[str, int, int]]:
         """Return path, offset and arrival (monotonic ns) of each unanswered read, the oldest first.
@@ -87,15 +89,11 @@ class Mount:
         The list is empty if the FUSE process is silent for 2 s.
         """
         self._child.send(b"waiting\n")
-        try:
+        line = None
+        with contextlib.suppress(TimeoutError):
             line = self._child.receive(_ANSWER_S)
-        except TimeoutError:
-            return []
-        event = decode_event(line) if line else None
-        return [
-            (path, offset, arrival_ns)
-            for path, offset, arrival_ns in (event or {}).get("reads", ())
-        ]
+        event = (decode_event(line) if line else None) or {}
+        return [(path, offset, since_ns) for path, offset, since_ns in event.get("reads", ())]
 
     def stalled(self) -> str:
         """Describe the oldest read without an answer, if it is late by 0.5 s; empty if none is."""
@@ -157,30 +155,16 @@ def obstacle(*, in_container: bool) -> tuple[str, str] | None:
 def remove_stale(root: Path) -> list[str]:
     """Remove the mounts, and their folders in ``root``, of killed runs; return a line for each mount."""
     removed = []
-    for name, folder in _mounted():
-        if is_left_behind(name):
-            unmount(folder, _minor(folder))
-            _remove(folder.parent)
-            removed.append(f"slow disk at {folder}")
+    for one in mounts.read():
+        is_ours = one.kind == _KIND and re.fullmatch(r"\d+-\d+-\d+\.\S+", one.source)
+        if is_ours and is_left_behind(one.source):
+            unmount(one.place, one.minor)
+            _remove(one.place.parent)
+            removed.append(f"slow disk at {one.place}")
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         if is_left_behind(folder.name):
             _remove(folder)
     return removed
-
-
-def _mounted() -> list[tuple[str, Path]]:
-    """Return the name and the mount point of each FUSE mount of weighin."""
-    return [
-        (one.source, one.place)
-        for one in mounts.read()
-        if one.kind == _KIND and re.fullmatch(r"\d+-\d+-\d+\.\S+", one.source)
-    ]
-
-
-def _minor(folder: Path) -> int | None:
-    """Return the minor device number of a mount from mountinfo, because a stat could wait forever."""
-    devices = (one.device for one in mounts.read() if one.place == folder)
-    return next((int(device.partition(":")[2]) for device in devices), None)
 
 
 def _remove(folder: Path) -> None:

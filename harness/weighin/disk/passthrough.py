@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from mmap import MAP_PRIVATE, PAGESIZE, mmap
 from pathlib import Path
@@ -66,11 +66,9 @@ class Pace:
 
     def __str__(self) -> str:
         """Return the rate and the latency as texts for the command line: "200MB/s, 5ms"."""
-        parts = [
-            format_rate(self.bytes_per_s) if self.bytes_per_s else "",
-            format_latency(self.latency_ns) if self.latency_ns else "",
-        ]
-        return ", ".join(filter(None, parts))
+        rate = format_rate(self.bytes_per_s) if self.bytes_per_s else ""
+        latency = format_latency(self.latency_ns) if self.latency_ns else ""
+        return ", ".join(filter(None, (rate, latency)))
 
 
 class Schedule:
@@ -100,25 +98,20 @@ class PassThrough:
 
     use_ns = True
 
-    def __init__(self, source: str, pace: Pace, on_mounted: Callable[[], None]) -> None:
+    def __init__(self, source: str, pace: Pace) -> None:
         self._source = source
         self._schedule = Schedule(pace, _LEAD_NS)
         self._stall_from = pace.stall_from_bytes
-        self._on_mounted = on_mounted
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[str, int, int]] = {}
         self._buffered: set[int] = set()  # the descriptors without O_DIRECT
-        self._areas: list[
-            mmap
-        ] = []  # buffers to use again; FUSE's threads change, so that none can keep a buffer
+        # Buffers to use again. FUSE's threads change, so that none can keep a buffer.
+        self._areas: list[mmap] = []
 
     @property
     def waiting(self) -> list[tuple[str, int, int]]:
         """The reads without an answer: path, offset, time of arrival in ns; the oldest first."""
         return sorted(self._waiting.values(), key=lambda read: read[2])
-
-    def init(self, _path: str) -> None:
-        self._on_mounted()
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         with self._answered(0):
@@ -194,16 +187,20 @@ def serve(source: str, mountpoint: str, pace: Pace, name: str = "") -> None:
     """
     import mfusepy  # installed by weighin[disk]
 
-    parent = Parent() if name else None
-    on_mounted: Callable[[], None] = (lambda: parent.send("mounted")) if parent else (lambda: None)
-    files = PassThrough(str(Path(source).resolve()), pace, on_mounted)
-    if parent:
-        threading.Thread(
-            target=_listen, args=(parent, files, Path(mountpoint)), daemon=True
-        ).start()
-    with contextlib.suppress(
-        PermissionError
-    ):  # only root may; a real disk does not wait for a processor
+    files = PassThrough(str(Path(source).resolve()), pace)
+    if name:
+        parent = Parent()
+        files.init = lambda _: parent.send("mounted")  # type: ignore[attr-defined]
+
+        def listen() -> None:
+            while parent.receive() is not None:
+                parent.send("waiting", reads=files.waiting)
+            unmount(Path(mountpoint))
+            os._exit(0)  # a normal exit would wait for the reads that are never answered
+
+        threading.Thread(target=listen, daemon=True).start()
+    # A real disk does not wait for a processor. Only root may say so.
+    with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
     _libc.prctl(_PR_SET_TIMERSLACK, _NO_SLACK_NS, 0, 0, 0)  # FUSE's threads inherit it
     mfusepy.FUSE(
@@ -249,29 +246,17 @@ def unmount(mountpoint: Path, device: int | None = None) -> None:
         subprocess.run([command, "-uz", str(mountpoint)], capture_output=True, check=False)
 
 
-def _listen(parent: Parent, files: PassThrough, mountpoint: Path) -> None:
-    """Answer each line of the parent with the waiting reads; unmount and exit after the parent's end."""
-    while parent.receive() is not None:
-        parent.send("waiting", reads=files.waiting)
-    unmount(mountpoint)
-    os._exit(0)  # a normal exit would wait for the reads that are never answered
-
-
 def main() -> None:
     """Read the options, and serve the mount."""
     parser = argparse.ArgumentParser(prog="python -m weighin.disk.passthrough", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", help="the folder to mount a second time")
     parser.add_argument("mountpoint", help="an empty folder, at which the files appear")
-    parser.add_argument(
-        "--rate", type=parse_rate, help="the rate of all requests together: 200MB/s"
-    )
+    rate = "the rate of all requests together: 200MB/s"
+    parser.add_argument("--rate", type=parse_rate, help=rate)
     parser.add_argument("--latency", type=parse_seconds, help="the latency of each request: 5ms")
-    parser.add_argument(
-        "--stall-from",
-        type=parse_bytes,
-        help="never answer a read that ends behind this offset: 64MiB",
-    )
+    stall = "never answer a read that ends behind this offset: 64MiB"
+    parser.add_argument("--stall-from", type=parse_bytes, help=stall)
     parser.add_argument("--name", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     pace = Pace(given.rate, given.latency, given.stall_from)

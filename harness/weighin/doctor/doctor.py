@@ -46,6 +46,8 @@ _WORDS = {"good": "yes", "poor": "partly", "bad": "no"}
 _STYLES = {"good": "green", "poor": "yellow", "bad": "red"}
 
 Verdict = Literal["good", "poor", "bad"]
+Found = tuple[Verdict, str]
+"""The verdict on a capability, and its detail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,9 @@ def examine(say: Callable[[str], None]) -> Examination:
     limits = [finding for one in isolations for finding in _isolation(one, say)]
     folders = map(_removed, remove_leftovers())
     mounts = map(_removed, mount.remove_stale(entries.slow_disks()))
-    return Examination((*folders, *mounts, *limits, _slow_disk(say), *figures(), *_machine()))
+    say(f"reading directly from a disk of {_PACE}")
+    disk = _tried("slow disks (--disk, --disk-latency)", _slow_disk, "poor")
+    return Examination((*folders, *mounts, *limits, disk, *figures(), *_machine()))
 
 
 def table(examination: Examination) -> Table:
@@ -105,51 +109,49 @@ def table(examination: Examination) -> Table:
     return shown
 
 
+def _tried(subject: str, attempt: Callable[[], Found], otherwise: Verdict = "bad") -> Capability:
+    """Return the row of what an attempt found, or else (an error) ``otherwise``, with the reason."""
+    try:
+        return Capability(subject, *attempt())
+    except HarnessError as error:
+        return Capability(subject, otherwise, f"{error.message}. {error.repair}")
+    except OSError as error:
+        return Capability(subject, otherwise, str(error))
+
+
 def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Capability]:
     subject = f"isolation {isolation.name}"
     try:
         isolation.check()
-    except HarnessError as error:
-        yield Capability(subject, "bad", f"{error.message}. {error.repair}")
-        return
-    yield from map(_removed, isolation.remove_stale())
-    if not isolation.limits:
-        yield Capability(subject, "good", "measures; enforces no limit")
-    else:
+        yield from map(_removed, isolation.remove_stale())
+        if not isolation.limits:
+            yield Capability(subject, "good", "measures; enforces no limit")
+            return
         limit_size = format_bytes(_PROBE_LIMIT_BYTES)
         say(f"running a probe into a limit of {limit_size} with {isolation.name}")
-        try:
-            yield _prove(isolation, say)
-            if isolation.name == "docker":
-                seen = ", ".join(sorted(visible.binds(visible.of_machine())))
-                detail = f"read-only: {seen}; beside them, the files of a load or command alone"
-                yield Capability("files that a container sees", "good", detail)
-        except HarnessError as error:
-            yield Capability(subject, "bad", f"{error.message}. {error.repair}")
+        yield Capability(f"{subject} enforces a limit", *_prove(isolation, say))
+        if isolation.name == "docker":
+            seen = ", ".join(sorted(visible.binds(visible.of_machine())))
+            detail = f"read-only: {seen}; beside them, the files of a load or command alone"
+            yield Capability("files that a container sees", "good", detail)
+    except HarnessError as error:
+        yield Capability(subject, "bad", f"{error.message}. {error.repair}")
 
 
-def _slow_disk(say: Callable[[str], None]) -> Capability:
+def _slow_disk() -> Found:
     """Slow a disk down, and compare the time of direct reads (O_DIRECT) of a page with its latency."""
-    subject = "slow disks (--disk, --disk-latency)"
-    say(f"reading directly from a disk of {_PACE}")
-    try:
-        mount.check(in_container=False)
-        cache.folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache.folder()) as folder:
-            (Path(folder) / "file").write_bytes(bytes(MIB))
-            with closing(mount.Mount(Path(folder), _PACE, entries.slow_disks())) as disk:
-                latency_s = _page_read_s(disk.folder / "file")
-    except (HarnessError, OSError) as error:
-        why = f"{error.message}. {error.repair}" if isinstance(error, HarnessError) else str(error)
-        return Capability(subject, "poor", why)
-    holds = isclose(latency_s, 0.005, rel_tol=0.1)
-    detail = (
+    mount.check(in_container=False)
+    cache.folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache.folder()) as folder:
+        (Path(folder) / "file").write_bytes(bytes(MIB))
+        with closing(mount.Mount(Path(folder), _PACE, entries.slow_disks())) as disk:
+            latency_s = _page_read_s(disk.folder / "file")
+    in_container = mount.obstacle(in_container=True)
+    return (
+        "good" if isclose(latency_s, 0.005, rel_tol=0.1) and not in_container else "poor",
         f"asked for {_PACE}: a direct read of a page took {latency_s * 1e3:.2f} ms through FUSE"
+        + (f"; not for a load in docker: {': '.join(in_container)}" if in_container else ""),
     )
-    if in_container := mount.obstacle(in_container=True):
-        detail += f"; not for a load in docker: {in_container[0]}: {in_container[1]}"
-        holds = False
-    return Capability(subject, "good" if holds else "poor", detail)
 
 
 def _page_read_s(file: Path) -> float:
@@ -167,7 +169,7 @@ def _removed(line: str) -> Capability:
     return Capability("left behind by a killed run", "good", f"removed: {line}")
 
 
-def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:
+def _prove(isolation: Isolation, say: Callable[[str], None]) -> Found:
     """Run a worker that allocates more than its limit, and check that the kernel kills the worker."""
     isolation.prepare(say)
     spec = model("gpt2-tiny")
@@ -180,14 +182,13 @@ def _prove(isolation: Isolation, say: Callable[[str], None]) -> Capability:
         measured = measure(isolation, LoadSpec.of(job, [checkpoint.path]))
         measured.finish(Path(folder))
         result = measured.result
+    if result.outcome is not Outcome.OOM_KILLED or result.last_phase != "overrun":
+        why = f"a probe above its limit was not killed: {result.outcome} {result.message}"
+        return "bad", why.rstrip()
     peak = result.peaks.cgroup_bytes
-    subject = f"isolation {isolation.name} enforces a limit"
-    if result.outcome is Outcome.OOM_KILLED and result.last_phase == "overrun":
-        charged = f"cgroup peak {format_bytes(peak)}" if peak else "cgroup peak not measured"
-        killed = f"a probe that allocated more than {format_bytes(_PROBE_LIMIT_BYTES)} was killed"
-        return Capability(subject, "good", "; ".join([f"{killed}, {charged}", *result.warnings]))
-    survived = f"a probe above its limit was not killed: {result.outcome} {result.message}"
-    return Capability(subject, "bad", survived.rstrip())
+    charged = f"cgroup peak {format_bytes(peak)}" if peak else "cgroup peak not measured"
+    killed = f"a probe that allocated more than {format_bytes(_PROBE_LIMIT_BYTES)} was killed"
+    return "good", "; ".join([f"{killed}, {charged}", *result.warnings])
 
 
 def figures() -> Iterator[Capability]:
@@ -212,15 +213,13 @@ def figures() -> Iterator[Capability]:
         verdict: Verdict = "bad" if memory_hierarchy() is None else "poor"
         yield Capability("figures of the cell's cgroup", verdict, why)
     yield pressure()
-    folder = cache.folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder := cache.folder()).mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         file.write(bytes(MIB))
         file.flush()
         left = page_cache.drop([Path(file.name)])
-    why = f"{folder} keeps its pages: is it a tmpfs?"
-    if left is None:
-        why = f"{folder}: this kernel does not tell which pages are cached"
+    unknown = "this kernel does not tell which pages are cached"
+    why = f"{folder}: {unknown}" if left is None else f"{folder} keeps its pages: is it a tmpfs?"
     yes = f"files in {folder} are evicted, and checked"
     yield row("cold page cache", left == 0, yes, "bad", why)
 
@@ -236,27 +235,14 @@ def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
             exact = f"exact for each phase: {name}, reset at the end of each"
             why = f"exact for the whole cell, not for a phase: resetting {name} needs Linux 6.12"
             yield row("cgroup peak", mark.reset(), exact, "poor", why)
-    yield row(
-        "kills for lack of memory",
-        cgroup.read_oom_kills() is not None,
-        f"exact: oom_kill in {kills}",
-        "bad",
-        f"missing: oom_kill in {kills} needs Linux 5.2 (v2) or 4.13 (v1)",
-    )
-    yield row(
-        "refaults",
-        cgroup.read_refaults() is not None,
-        "exact: workingset_refault_file in memory.stat",
-        "poor",
-        "missing: this counter needs Linux 5.9; only major page faults are available",
-    )
-    yield row(
-        "soft limit (--ram-high)",
-        cgroup.soft_limit_path is not None,
-        "memory.high, with --isolation cgroup",
-        "poor",
-        "cgroup v1 has no memory.high",
-    )
+    is_counted, exact = cgroup.read_oom_kills() is not None, f"exact: oom_kill in {kills}"
+    why = f"missing: oom_kill in {kills} needs Linux 5.2 (v2) or 4.13 (v1)"
+    yield row("kills for lack of memory", is_counted, exact, "bad", why)
+    is_counted, exact = cgroup.read_refaults() is not None, "workingset_refault_file in memory.stat"
+    why = "missing: this counter needs Linux 5.9; only major page faults are available"
+    yield row("refaults", is_counted, f"exact: {exact}", "poor", why)
+    soft, can_be_soft = "memory.high, with --isolation cgroup", cgroup.soft_limit_path is not None
+    yield row("soft limit (--ram-high)", can_be_soft, soft, "poor", "cgroup v1 has no memory.high")
 
 
 def pressure() -> Capability:
@@ -277,8 +263,8 @@ def pressure() -> Capability:
 
 def nested() -> Capability:
     """Test whether a cgroup with a limit can have child cgroups with smaller limits."""
-    subject = "nested memory limits"
-    try:
+
+    def limited() -> Found:
         with temporary_group() as group:
             limit(group, 2 * _INNER_BYTES)
             if (outer := MemoryCgroup(group)).version == 2:
@@ -290,23 +276,23 @@ def nested() -> Capability:
                 is_limited = int(inner.limit_path.read_text()) == _INNER_BYTES
             finally:
                 inner.path.rmdir()
-    except (HarnessError, OSError) as error:
-        reason = error.message if isinstance(error, HarnessError) else str(error)
-        return Capability(subject, "bad", f"cells cannot have limits of their own here: {reason}")
-    name = outer.limit_path.name
-    yes, no = f"{name} of a group inside a limited group", f"{name} of an inner group has no effect"
-    return row(subject, is_limited, yes, "bad", no)
+        name = outer.limit_path.name
+        if is_limited:
+            return "good", f"{name} of a group inside a limited group"
+        return "bad", f"{name} of an inner group has no effect"
+
+    return _tried("nested memory limits", limited)
 
 
 def _machine() -> Iterator[Capability]:
     machine, hierarchy = environment.machine(), memory_hierarchy()
+    tree = pressure_hierarchy()
     if hierarchy is None:
         why = "no memory controller: boot with cgroup_enable=memory"
         yield Capability("cgroup version", "bad", why)
     elif hierarchy[0] == 2:
         yield Capability("cgroup version", "good", f"v2 at {hierarchy[1]}")
     else:
-        tree = pressure_hierarchy()
         beside = f"beside a v2 tree at {tree}" if tree else "without a v2 tree"
         yield Capability("cgroup version", "poor", f"v1 at {hierarchy[1]}, {beside}")
     total, free = delegation.ram_bytes()
@@ -315,22 +301,19 @@ def _machine() -> Iterator[Capability]:
     disk = shutil.disk_usage(cache.folder()).free
     detail = f"{format_bytes(disk)} free at {cache.folder()}"
     yield Capability("disk for checkpoints", "good", detail)
-    yield _swap(machine["swap_bytes"])
+    swap_bytes = machine["swap_bytes"]
+
+    def unswapped() -> Found:
+        if swap_bytes:
+            with temporary_group() as group:
+                limit(group, _PROBE_LIMIT_BYTES)
+        size = f"{format_bytes(swap_bytes)}, turned off for each limited cell"
+        return "good", size if swap_bytes else "none"
+
+    yield _tried("swap", unswapped, "poor")
     detail = f"{machine['thp']} (affects memory figures; part of each record)"
     yield Capability("transparent huge pages", "good", detail)
     yield gpu()
-
-
-def _swap(swap_bytes: int) -> Capability:
-    size = format_bytes(swap_bytes)
-    if not swap_bytes:
-        return Capability("swap", "good", "none")
-    try:
-        with temporary_group() as group:
-            limit(group, _PROBE_LIMIT_BYTES)
-    except HarnessError as error:
-        return Capability("swap", "poor", f"{size}; {error.message}")
-    return Capability("swap", "good", f"{size}, turned off for each limited cell")
 
 
 def gpu() -> Capability:

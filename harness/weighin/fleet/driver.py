@@ -1,20 +1,15 @@
 """Hand out a plan's cells, several at once, and write their records: only the driver's process does."""
 
-import base64
 import time
-import zlib
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from queue import SimpleQueue
-from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import HarnessError, NoNodeLeft, RecordError
-from weighin.fleet.node import Answer
 from weighin.foreign import no_link
 from weighin.plan.nodes import Demand, Node
 from weighin.plan.task import Planned, Progress, Run, skipped
@@ -33,20 +28,6 @@ if TYPE_CHECKING:
 
 _WAIT_S: Final = 0.5  # until the driver looks for signals again
 _LOOK_S: Final = 3.0  # until it looks again for nodes that were lost or have joined
-_MOST_LOSSES: Final = 3  # of nodes that ran a cell, which may then itself be the reason
-_MOST_IN_VAIN: Final = (
-    10  # looks for free RAM without a record, because a node has less at the start
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """A cell that was handed out, and the ids of the nodes of which one runs it."""
-
-    planned: Planned
-    demand: Demand
-    nodes: Sequence[str]
-    stopped: Event = field(default_factory=Event)
 
 
 class Driver:
@@ -59,184 +40,163 @@ class Driver:
     def __init__(
         self, crew: "Cluster | Jobs", nodes: Sequence[Node], task: Run, progress: Progress
     ) -> None:
-        self._crew = crew
-        self._task = task
-        self._progress = progress
-        self._nodes = {n.id: n for n in nodes if not n.isolations[task.isolation.name]}
-        self._names = {n.id: n.name for n in nodes}  # also of nodes that were lost or left out
-        self._lost = set[str]()
-        self._ran = defaultdict[str, list[str]](list)  # the nodes that began a cell, by its id
-        self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
+        self._crew, self._task, self._progress = crew, task, progress
+        self._nodes = nodes
+        self._names = self._alive = {n.id: n.name for n in nodes}
+        self._left_out = {n.id for n in nodes if n.isolations[task.isolation.name]}
         self._trouble: HarnessError = NoNodeLeft(f"none can use {task.isolation.name}")
-        self._waiting: dict[Demand, deque[Planned]] = {}
-        self._running: dict[Future[Answer], _Work] = {}
-        self._said: SimpleQueue[tuple[str, str, bool, str]] = SimpleQueue()
+        self._waiting = {Demand.of(each.cell): deque[Planned]() for each in task.planned}
+        self._short = self._lacking(
+            Demand.lacks_now
+        )  # a node that joins is asked by its first cell
+        self._running: dict[Future[Any], tuple[Planned, Demand]] = {}
+        self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
         self._steps: dict[str, str] = {}
         self._lines = set[tuple[str, str]]()
-        self._in_vain = 0
-        self._settings = _settings(task)
-        code = environment.code()
-        self._code = {name: value for name, value in code.items() if name.startswith("git_")}
 
     def run(self) -> Sequence[Result]:
-        """Run every cell that has no record yet, and return the results of all cells.
-
-        Raises:
-            NoNodeLeft: no node can run the remaining cells.
-            HarnessError: another process runs this plan.
-            RecordError: the run's folder cannot be read or written, or a node sent a file that
-                no record names.
-        """
+        """Run every cell that has no record yet, and return the results of all cells."""
+        task = self._task
+        code = environment.code()
+        self._code = {name: value for name, value in code.items() if name.startswith("git_")}
+        # A node finds a strategy that is part of weighin in its own installation.
+        own = {str(info.path) for info in registry.strategies(task.settings.operation).values()}
+        paths = task.settings.strategy_paths
+        paths = {name: "" if path in own else path for name, path in paths.items()}
+        ours = {"strategy_paths": paths, "shard": None, "engine": {}}
+        self._assignment = {
+            "kind": "measure",
+            "settings": task.settings.model_copy(update=ours).as_json(),
+            "patience_s": min(task.patience_s, 1e9),  # JSON has no infinity
+        }
         with (
-            runner.discarding(self._task),
-            only_writer(self._task.folder),
+            runner.discarding(task),
+            only_writer(task.folder),
             interrupts.stoppable(),
             interrupts.put_off(),
-            ThreadPoolExecutor(self._crew.threads, "job") as self._pool,
         ):
-            results = self._task.begin()
-            todo = {c.id for c in coverage.pending([p.cell for p in self._task.planned], results)}
-            for planned in self._task.planned:
+            results = task.begin()
+            todo = {c.id for c in coverage.pending([p.cell for p in task.planned], results)}
+            for planned in task.planned:
                 if planned.cell.id in todo and planned.skip:
                     self._record(skipped(planned, {}))
                 elif planned.cell.id in todo:
-                    self._waiting.setdefault(Demand.of(planned.cell), deque()).append(planned)
+                    self._waiting[Demand.of(planned.cell)].append(planned)
             waiting = [each.cell for cells in self._waiting.values() for each in cells]
-            self._limits = list({(each.ram_limit_bytes, each.ranks) for each in waiting})
+            limits = {(each.ram_limit_bytes, each.ranks) for each in waiting}
+            self._assignment["limits"] = list(limits)
             try:
                 self._run()
-            finally:  # the pool then waits for the ends of the cells that still run
-                for task, work in self._running.items():
-                    task.cancel()
-                    work.stopped.set()
-        return self._task.results
+            finally:
+                self._crew.stop(self._running)
+        return task.results
 
     def _run(self) -> None:
-        looked_s = time.monotonic()
+        looked_s, self._is_last_try = time.monotonic(), False
         while self._running or any(self._waiting.values()):
             interrupts.check()
             if time.monotonic() - looked_s > _LOOK_S:
                 self._look()
                 looked_s = time.monotonic()
             self._hand_out()
-            if not self._running and self._in_vain < _MOST_IN_VAIN:
-                self._in_vain += 1  # before giving up, ask all nodes for their free RAM
-                self._look(again=self._nodes)
+            if not self._running and not self._is_last_try:  # a node may have more free RAM now
+                self._is_last_try, self._short = True, self._lacking(Demand.obstacle)
                 self._hand_out()
             if not self._running:
                 raise self._stuck()
-            for task in wait(self._running, _WAIT_S, FIRST_COMPLETED).done:
-                self._take(task, self._running.pop(task))
+            for done in wait(self._running, _WAIT_S, FIRST_COMPLETED).done:
+                self._take(done, *self._running.pop(done))
             self._show()
 
-    def _look(self, again: Iterable[str] = ()) -> None:
-        """Leave out the nodes that were lost; ask those that have joined, and ``again``, what they have."""
+    def _lacking(self, why: Callable[[Demand, Node], str]) -> dict[Demand, dict[str, str]]:
+        """Return, for each demand, the nodes that cannot run such cells, each with the reason."""
+        return {
+            demand: {n.id: reason for n in self._nodes if (reason := why(demand, n))}
+            for demand in self._waiting
+        }
+
+    def _able(self, demand: Demand) -> set[str]:
+        return self._alive.keys() - self._left_out - self._short[demand].keys()
+
+    def _look(self) -> None:
+        """Look which nodes were lost, and which have joined; take back the cells that no node can run."""
         alive = self._crew.names()
-        for lost in self._names.keys() - alive.keys() - self._lost:
-            self._lost.add(lost)
-            self._leave_out(lost, HarnessError("the node was lost"))
-        asked = (alive.keys() - self._names.keys()) | (alive.keys() & set(again))
-        self._names |= alive
-        for place, found in self._crew.probe(asked).items():
-            if isinstance(found, HarnessError):
-                self._leave_out(place, found)
-            elif not found.isolations[self._task.isolation.name]:
-                self._nodes[place] = found
+        lost = self._alive.keys() - alive.keys()
+        self._alive, self._names = alive, self._names | alive
+        for place in lost:
+            self._leave_out(place, HarnessError("the node was lost"))
+        for task, (planned, demand) in list(self._running.items()):
+            # The other jobs of this machine end their cells.
+            if self._crew.slots == 1 and not task.done() and not self._able(demand):
+                self._crew.stop([task])
+                del self._running[task]
+                self._waiting[demand].appendleft(planned)
 
     def _hand_out(self) -> None:
         for demand, cells in self._waiting.items():
-            able = [node.id for node in self._nodes.values() if not demand.lacks_now(node)]
-            out = sum(work.demand == demand for work in self._running.values())
-            for _ in range(min(len(cells), self._crew.slots * len(able) - out)):
-                work = _Work(cells.popleft(), demand, able)
-                self._running[self._pool.submit(self._measured, work)] = work
+            out = sum(each == demand for _, each in self._running.values())
+            free = self._crew.slots * len(self._able(demand)) - out
+            for planned in [cells.popleft() for _ in range(min(len(cells), free))]:
+                told = {"cell": asdict(planned.cell), "is_tested": [*self._tested]}
+                without = self._left_out | self._short[demand].keys()
+                task = self._crew.submit({**self._assignment, **told}, without)
+                self._running[task] = planned, demand
 
-    def _measured(self, work: _Work) -> Answer:
-        """Measure a cell, in a thread of its own."""
-        cell = work.planned.cell
-        assignment = {
-            "kind": "measure",
-            "id": cell.id,
-            "cell": asdict(cell),
-            "settings": self._settings,
-            "patience_s": min(self._task.patience_s, 1e9),  # JSON has no infinity
-            "is_tested": self._tested.copy(),
-            "limits": self._limits,
-        }
-        say, is_stopped = self._said.put, work.stopped.is_set
-        answer = self._crew.measure(assignment, work.nodes, say, is_stopped)
-        if "record" in answer[1]:
-            self._tested.add(answer[0])
-        return answer
-
-    def _take(self, task: Future[Answer], work: _Work) -> None:
-        cell = work.planned.cell
-        why, place, events = "", "", dict[str, Any]()
+    def _take(self, done: Future[Any], planned: Planned, demand: Demand) -> None:
+        cell = planned.cell
         try:
-            place, events = task.result()
+            place, events = self._crew.answer(done)
         except HarnessError as lost:
-            place, why = next(reversed(self._ran[cell.id]), ""), lost.message
+            self._fail(cell, "", lost.message)
+            return
+        self._names = {place: place} | self._names  # of a node that has just joined
         record, short, error = (events.get(kind) for kind in ("record", "short", "error"))
-        if place in self._nodes and (told := record or short):
-            free = told["free_ram_bytes"]
-            self._nodes[place] = replace(self._nodes[place], free_ram_bytes=free)
         if record:
+            self._tested.add(place)
             self._write(cell, record["files"])
             where = f"a record from the node {self._names[place]}"
             result = replace(parse(Result, record["record"].encode(), where), cell=cell)
             self._record(self._crew.placed(result, place))
         elif short or error:
-            self._waiting[work.demand].appendleft(work.planned)
+            self._waiting[demand].appendleft(planned)
         else:
-            if ended := events.get("ended"):
-                words = (f"exit code {ended['code']}", one_line(ended["stderr"]))
-                why = ", ".join(filter(None, words))
-            self._fail(cell, place, why)
-        if error and place in self._nodes:
+            code, stderr = events["ended"]["code"], one_line(events["ended"]["stderr"])
+            self._fail(cell, place, f"exit code {code}" + (f", {stderr}" if stderr else ""))
+        if short:
+            ram = (short[name] for name in ("ram_bytes", "free_ram_bytes"))
+            why = replace(demand, device="cpu").lacks_now(Node(place, self._names[place], *ram))
+            self._short[demand][place] = why
+        if error and place not in self._left_out:
             told = {name: error[name] for name in ("message", "repair", "exit_code")}
             self._leave_out(place, HarnessError(**told))
 
     def _leave_out(self, place: str, error: HarnessError) -> None:
-        """Give a node no further cell; hand out anew the cells for which no other node was able."""
+        """Give a node no further cell."""
         message = f"{self._names[place]}: {error.message}"
         self._progress.preparing(f"no further cell for {message}", None)
         self._trouble = HarnessError(message, error.repair, exit_code=error.exit_code)
-        self._nodes.pop(place, None)
-        self._show()
-        for task, work in list(self._running.items()):
-            if task.done() or self._nodes.keys() & set(work.nodes):
-                continue
-            if not task.cancel() and self._crew.slots > 1:  # the other jobs end their cells
-                continue
-            cell = work.planned.cell
-            lost = [each for each in self._ran[cell.id] if each in self._lost]
-            work.stopped.set()
-            del self._running[task]
-            if len(lost) < _MOST_LOSSES:
-                self._waiting[work.demand].appendleft(work.planned)
-            else:
-                why = f"{len(lost)} nodes were lost while they ran this cell, the last of them"
-                self._fail(cell, lost[-1], why)
+        self._left_out.add(place)
+        self._steps.pop(self._names[place], None)
 
     def _stuck(self) -> HarnessError:
         left = sum(map(len, self._waiting.values()))
         waiting = f"{left} cell{'s' * (left > 1)} cannot run"
-        if not self._nodes:
+        if not (nodes := self._alive.keys() - self._left_out):
             message, last = f"{waiting}, no node is left: {self._trouble.message}", self._trouble
             return NoNodeLeft(message, last.repair, exit_code=last.exit_code)
         demand = next(demand for demand, cells in self._waiting.items() if cells)
-        reasons = "; ".join(map(demand.lacks_now, self._nodes.values()))
+        reasons = "; ".join(sorted(self._short[demand][place] for place in nodes))
         return NoNodeLeft(f"{waiting}: {reasons}", "free memory on a node, or add a node")
 
     def _fail(self, cell: Cell, place: str, why: str) -> None:
-        message = f"on {self._names.get(place, place)}: {why}" if place else why
+        message = f"on {self._names[place]}: {why}" if place else why
         now = datetime.now(UTC).isoformat("T", "milliseconds")
         failed = Result(SCHEMA, cell, Outcome.MEASUREMENT_FAILED, message=message, started_at=now)
         self._record(self._crew.placed(failed, place))
 
     def _record(self, result: Result) -> None:
         result = replace(result, environment=result.environment | self._code)
-        self._in_vain = 0
+        self._is_last_try = False
         self._task.results.append(run_folder.append(self._task.folder, result))
         self._progress.finished(self._task.results[-1])
 
@@ -249,30 +209,13 @@ class Driver:
             with run_folder.writing(path, f"; the measurement of {cell.id} is lost"):
                 no_link(path, self._task.folder)
                 path.parent.mkdir(exist_ok=True)
-                path.write_bytes(zlib.decompress(base64.b64decode(content)))
+                path.write_bytes(content.encode())
 
     def _show(self) -> None:
-        while not self._said.empty():
-            who, text, is_line, cell_id = self._said.get()
-            if text and who not in self._ran[cell_id]:
-                self._ran[cell_id].append(who)
+        for who, text, is_line in self._crew.said():
             name = self._names.get(who, who)
             self._steps[name] = text
             if is_line and (who, text) not in self._lines:  # a node prepares itself for each cell
                 self._lines.add((who, text))
                 self._progress.preparing(f"{name}: {text}", None)
         self._progress.nodes({name: step for name, step in self._steps.items() if step})
-
-
-def _settings(task: Run) -> dict[str, Any]:
-    """Return the plan's settings to send to the nodes, without shard and engine.
-
-    A strategy that is part of weighin gets an empty path: a node finds it in its own installation.
-    """
-    paths = task.settings.strategy_paths
-    if paths:  # a command has no strategies
-        operation = task.planned[0].cell.operation if task.planned else "load"
-        own = {str(info.path) for info in registry.strategies(operation).values()}
-        paths = {name: "" if path in own else path for name, path in paths.items()}
-    ours = {"strategy_paths": paths, "shard": None, "engine": {}}
-    return task.settings.model_copy(update=ours).as_json()

@@ -22,12 +22,7 @@ Perform = Callable[[Run, Progress], Sequence[Result]]
 def settings(
     name: str, address: str | None, labels: Sequence[str], jobs: int = 1
 ) -> dict[str, Any]:
-    """Return an engine's settings for plan.json; empty if this machine runs the cells one by one.
-
-    Raises:
-        UnknownName: no engine has this name.
-        ConfigError: an option is not for this engine, ``jobs`` is below 1, or a label is not KEY=VALUE.
-    """
+    """Return an engine's settings for plan.json; empty if this machine runs the cells one by one."""
     if name not in NAMES:
         raise UnknownName("engine", name, NAMES)
     if jobs < 1:
@@ -65,9 +60,6 @@ def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]
     """Yield the nodes that run the cells (none for this machine), and the function that runs them.
 
     ``chosen`` comes from ``settings``. For the engine ``ray``, entering the block connects to Ray.
-
-    Raises:
-        ConfigError: ray is not installed, the cluster does not answer, or its nodes cannot measure.
     """
     if not chosen:
         yield (), runner.run

@@ -5,14 +5,16 @@ its pages in the page cache, and the kernel charges a page to the cell that read
 therefore has checkpoint files of its own, which weighin removes at the end of the run.
 """
 
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from threading import current_thread
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, current_thread
 from typing import Any, Final
 
 from weighin import child_process
-from weighin.checkpoint import cache
+from weighin.checkpoint import cache, staging
 from weighin.errors import ConfigError
 from weighin.fleet import node
 from weighin.fleet.driver import Driver
@@ -31,38 +33,53 @@ _HERE: Final = "this machine"
 class Jobs:
     """The jobs that run cells for a ``Driver``, which sees them as one node."""
 
-    def __init__(self, jobs: int, isolation: str) -> None:
-        self.slots = self.threads = jobs
+    def __init__(self, jobs: int, isolation: str, caches: Path) -> None:
+        self.slots = jobs
         self._isolation = isolation
+        self._caches = caches
+        self._is_tested = False
+        self._pool = ThreadPoolExecutor(jobs, "job")
+        self._stopped = Event()
+        self._said: SimpleQueue[node.Step] = SimpleQueue()
 
-    def measure(
-        self,
-        assignment: Mapping[str, Any],
-        _: Sequence[str],
-        say: node.Say,
-        is_stopped: Callable[[], bool],
-    ) -> node.Answer:
-        job = current_thread().name  # of the driver's pool: job_0, job_1
+    def submit(self, assignment: Mapping[str, Any], _: Collection[str] = ()) -> Future[Any]:
+        return self._pool.submit(self._run, assignment)
+
+    def _run(self, assignment: Mapping[str, Any]) -> node.Answer:
+        job = current_thread().name  # job_0, job_1
         own = {
             # The driver holds this machine's lock. A job has the same lock file in every run, and
             # removes what the job of a dead run with this lock file left.
             LOCK_VARIABLE: f"{run_lock.lock_path()}.{job}",
-            "WEIGHIN_CACHE": str(cache.folder() / "jobs" / job),
+            "WEIGHIN_CACHE": str(self._caches / job),
         }
         events = node.run(
-            {**assignment, "is_tested": _HERE in assignment["is_tested"]},
+            {**assignment, "is_tested": self._is_tested},  # as it is when the cell begins
             child_process.environment(inherit=False) | own,
-            lambda *step: say((job, *step, assignment["id"])),
-            is_stopped,
+            lambda *step: self._said.put((job, *step)),
+            self._stopped.is_set,
         )
-        return node.answer(_HERE, events)
+        answer = node.answer(_HERE, events)
+        self._is_tested |= "record" in answer[1]
+        return answer
+
+    def answer(self, done: Future[node.Answer]) -> node.Answer:
+        return done.result()
+
+    def stop(self, _: Iterable[Future[Any]]) -> None:
+        self._stopped.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def said(self) -> Iterator[node.Step]:
+        while not self._said.empty():
+            yield self._said.get()
 
     def names(self) -> dict[str, str]:
         return {_HERE: _HERE}
 
-    def probe(self, nodes: Iterable[str]) -> dict[str, Node]:
+    def node(self) -> Node:
         total, free = delegation.ram_bytes(self._isolation)
-        return {each: Node(each, each, total, free, {self._isolation: ""}) for each in nodes}
+        return Node(_HERE, _HERE, total, free, {self._isolation: ""})
 
     def placed(self, result: Result, _: str) -> Result:
         """Add the number of jobs, and a warning that times are not comparable, to a result."""
@@ -73,19 +90,15 @@ class Jobs:
 
 def run(jobs: int, task: Run, progress: Progress) -> Sequence[Result]:
     """Run ``jobs`` cells at a time; their RAM limits together must fit in this machine's free RAM."""
-    crew = Jobs(jobs, task.isolation.name)
     with runner.discarding(task):
         check(task, jobs)
         with (
             interrupts.stoppable(),
             run_lock.only_run(task.patience_s, lambda text: progress.preparing(text, None)),
+            staging.own_folder(cache.folder(), "jobs-") as caches,
         ):
-            caches = cache.folder() / "jobs"
-            shutil.rmtree(caches, ignore_errors=True)  # a killed run may have left them
-            try:
-                return Driver(crew, [*crew.probe([_HERE]).values()], task, progress).run()
-            finally:
-                shutil.rmtree(caches, ignore_errors=True)
+            crew = Jobs(jobs, task.isolation.name, caches)
+            return Driver(crew, [crew.node()], task, progress).run()
 
 
 def check(task: Run, jobs: int) -> None:

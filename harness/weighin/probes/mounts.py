@@ -41,6 +41,10 @@ class Mounted(NamedTuple):
     source: str
     options: list[str]
 
+    @property
+    def minor(self) -> int:
+        return int(self.device.partition(":")[2])
+
 
 def read() -> list[Mounted]:
     """Return all mounts of this process's namespace, in the order in which they were mounted."""
