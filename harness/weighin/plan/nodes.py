@@ -47,8 +47,8 @@ class Demand:
         device = "cuda" if cell.needs_gpu and cell.device == "cpu" else cell.device
         return cls(cell.ram_limit_bytes, device, cell.vram_limit_bytes)
 
-    def lacks_now(self, node: Node) -> str:
-        """Return why ``node`` cannot run a cell with this demand now; empty if the node can."""
+    def obstacle(self, node: Node) -> str:
+        """Return why ``node`` can never run a cell with this demand; empty if the node can."""
         ram_bytes, vram_bytes = self.ram_limit_bytes or 0, self.vram_limit_bytes or 0
         if ram_bytes > node.ram_bytes:
             has, ram = format_bytes(node.ram_bytes), format_exact(ram_bytes)
@@ -60,10 +60,15 @@ class Demand:
             if vram_bytes > node.gpu_bytes[index]:
                 has, vram = format_bytes(node.gpu_bytes[index]), format_exact(vram_bytes)
                 return f"the GPU of {node.name} has {has}, less than --vram {vram}"
-        if ram_bytes > node.free_ram_bytes:
+        return ""
+
+    def lacks_now(self, node: Node) -> str:
+        """Return why ``node`` cannot run a cell with this demand now; empty if the node can."""
+        ram_bytes = self.ram_limit_bytes or 0
+        if not (reason := self.obstacle(node)) and ram_bytes > node.free_ram_bytes:
             has, ram = format_bytes(node.free_ram_bytes), format_exact(ram_bytes)
             return f"{node.name} has {has} free, less than --ram {ram}"
-        return ""
+        return reason
 
 
 def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
