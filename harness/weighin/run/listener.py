@@ -18,7 +18,6 @@ from weighin.phase_reporter import AWAITED, LONGEST_MESSAGE, MET, address
 from weighin.probes.allocator_trace import Trace
 from weighin.probes.cgroup import Counters, grown, start_time
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
-from weighin.records.repeats import largest
 from weighin.result import Cost, Memory, Outcome, Phase, Use, Written
 from weighin.run.messages import (
     AllocatorTrace,
@@ -49,6 +48,22 @@ _CREDENTIALS: Final = struct.Struct("3i")  # pid, user, group: struct ucred
 _LONGEST_NAME: Final = 64  # of a program's phase
 _MOST_PHASES: Final = 1000  # of one program, because a training loop may have millions
 _MOST_RENAMED: Final = 3  # in a warning
+
+
+@dataclass(slots=True)
+class _Open:
+    """A program's phase that has not ended; its peaks are the largest readings since it began.
+
+    Not a ``Phase``, which is frozen: each message raises the peaks of all open phases, maybe hundreds.
+    """
+
+    name: str
+    start_ns: int
+    faults: tuple[int, int]
+    memory: Memory
+    refaults: int | None
+    peak_rss_bytes: int = 0
+    peak_cgroup_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -90,8 +105,7 @@ class Track:
     _until_ready: int | None = None  # the number of phases before ``ready``
     before: Counters = field(default_factory=Counters)
     """The cgroup at the end of the last phase."""
-    _open: dict[int, Phase] = field(default_factory=dict)
-    """A program's phases that have not ended: the readings at their begin, the peaks since then."""
+    _open: dict[int, _Open] = field(default_factory=dict)
     _last: tuple[int, Memory, tuple[int, int]] | None = None
     _highest: dict[str, int] = field(default_factory=dict)
     _number_lost: int = 0
@@ -193,8 +207,7 @@ class Track:
         memory = begun.memory or Memory(0, 0, 0, 0)
         memory = replace(memory, cgroup_bytes=now.usage_bytes)
         start_ns = time.monotonic_ns()
-        open_ = Phase(name, start_ns, start_ns, 0, memory, *begun.faults, None, now.refaults)
-        self._open[begun.id] = open_
+        self._open[begun.id] = _Open(name, start_ns, begun.faults, memory, now.refaults)
         self._last = start_ns, memory, begun.faults
 
     def end(self, ended: End, now: Counters, *, resets_group: bool) -> None:
@@ -221,13 +234,10 @@ class Track:
 
     def _raise(self, peak_rss_bytes: int, now: Counters) -> None:
         self.highest_rss_bytes = max(self.highest_rss_bytes, peak_rss_bytes)
-        for number, phase in self._open.items():
-            rss, charge = phase.peak_rss_bytes, phase.peak_cgroup_bytes
-            self._open[number] = replace(
-                phase,
-                peak_rss_bytes=max(rss, peak_rss_bytes),
-                peak_cgroup_bytes=largest((charge, now.peak_bytes)),
-            )
+        for phase in self._open.values():
+            phase.peak_rss_bytes = max(phase.peak_rss_bytes, peak_rss_bytes)
+            if now.peak_bytes is not None:
+                phase.peak_cgroup_bytes = max(phase.peak_cgroup_bytes or 0, now.peak_bytes)
 
     def sample(self, now: Callable[[], Counters]) -> None:
         """Read the figures of a process in a phase, in which it may die."""
@@ -249,23 +259,23 @@ class Track:
             _, phase = self._open.popitem()
             self._end_open(phase, now)
 
-    def _end_open(self, begun: Phase, now: Counters) -> None:
+    def _end_open(self, begun: _Open, now: Counters) -> None:
         assert self._last
         end_ns, memory, (minor, major) = self._last
         if end_ns < begun.start_ns:
-            end_ns, memory = begun.start_ns, begun.end
-            minor, major = begun.minor_faults, begun.major_faults
-        phase = replace(
-            begun,
+            end_ns, memory, (minor, major) = begun.start_ns, begun.memory, begun.faults
+        phase = Phase(
+            name=begun.name,
+            start_ns=begun.start_ns,
             end_ns=end_ns,
-            peak_rss_bytes=begun.peak_rss_bytes or begun.end.rss_bytes,
+            peak_rss_bytes=begun.peak_rss_bytes or begun.memory.rss_bytes,
             end=replace(memory, cgroup_bytes=memory.cgroup_bytes or now.usage_bytes),
-            minor_faults=max(0, minor - begun.minor_faults),  # the process sent the first ones
-            major_faults=max(0, major - begun.major_faults),
+            minor_faults=max(0, minor - begun.faults[0]),  # the process sent the first ones
+            major_faults=max(0, major - begun.faults[1]),
         )
         self._add(phase, begun, now)
 
-    def _add(self, phase: Phase, begun: Phase, now: Counters) -> None:
+    def _add(self, phase: Phase, begun: _Open, now: Counters) -> None:
         """Add a program's phase. After 1000 phases, it can only replace the phase of its name that has
         the highest peak RSS, if its own peak RSS is higher.
         """
@@ -274,7 +284,7 @@ class Track:
             name=begun.name,
             start_ns=begun.start_ns,
             peak_cgroup_bytes=begun.peak_cgroup_bytes if self._resets_group else None,
-            workingset_refault_file=grown(begun.workingset_refault_file, now.refaults),
+            workingset_refault_file=grown(begun.refaults, now.refaults),
         )
         index = self._highest.get(phase.name)
         is_higher = index is None or phase.peak_rss_bytes > self._phases[index].peak_rss_bytes
