@@ -104,26 +104,7 @@ def measured(
     timeout_s: float = 600.0,
     **options: Any,
 ) -> Result:
-    """Measure one load, or one call of a function, and return its ``Result``; add it to ``results``.
-
-    Args:
-        what: a strategy's name or file ("./mine.py"), or a function of an importable module.
-        arguments: the function's arguments; a strategy takes no arguments.
-        ram: a RAM limit such as "2g", which needs the isolation docker or cgroup.
-        isolation: "docker", "cgroup", "process" or "auto"; a function cannot run in Docker.
-        timeout_s: the time in seconds after which the process is killed (outcome ``timeout``).
-        options: the keyword arguments of a function. For a strategy: ``model`` ("gpt2-small"),
-            ``device``, ``dtype``, ``cache``, ``format``, ``checkpoint``, ``kwargs`` of the
-            model, ``options`` of the strategy, and ``use`` after the load ("adamw",
-            "./mine.py"; default "forward"). For a Hugging Face folder also: ``variant``,
-            ``model_class``, ``revision`` and ``trust_remote_code``.
-
-    Raises:
-        HarnessError: the load or function cannot be measured. A load or function that fails
-            raises no error: its result has the outcome and the message of the failure. To read
-            the peaks of such a result raises AssertionError, so that the test fails.
-        TypeError: a strategy got positional arguments.
-    """
+    """Do what ``Weighin.measure`` documents, and add the result to ``results``."""
     chosen = isolation or isolation_of(config)
     with tempfile.TemporaryDirectory(prefix="weighin-test-") as folder:
         if callable(what):

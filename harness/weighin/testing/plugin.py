@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -80,12 +79,39 @@ class Weighin:
         self._config = request.config
         self._results = request.node.stash.setdefault(MEASURED, [])
 
-    def _measuring(self) -> Callable[..., Result]:
+    def measure(
+        self,
+        what: str | Callable[..., object],
+        *arguments: Any,
+        ram: str | None = None,
+        isolation: str | None = None,
+        timeout_s: float = 600.0,
+        **options: Any,
+    ) -> Result:
+        """Measure one load, or one call of a function, and return its ``Result``.
+
+        Args:
+            what: a strategy's name or file ("./mine.py"), or a function of an importable module.
+            arguments: the function's arguments; a strategy takes no arguments.
+            ram: a RAM limit such as "2g", which needs the isolation docker or cgroup.
+            isolation: "docker", "cgroup", "process" or "auto"; a function cannot run in Docker.
+            timeout_s: the time in seconds after which the process is killed (outcome ``timeout``).
+            options: the keyword arguments of a function. For a strategy: ``model`` ("gpt2-small"),
+                ``device``, ``dtype``, ``cache``, ``format``, ``checkpoint``, ``kwargs`` of the
+                model, ``options`` of the strategy, and ``use`` after the load ("adamw",
+                "./mine.py"; default "forward"). For a Hugging Face folder also: ``variant``,
+                ``model_class``, ``revision`` and ``trust_remote_code``.
+
+        Raises:
+            HarnessError: the load or function cannot be measured. A load or function that fails
+                raises no error: its result has the outcome and the message of the failure. To read
+                the peaks of such a result raises AssertionError, so that the test fails.
+            TypeError: a strategy got positional arguments.
+        """
         from weighin.testing import bodies
 
-        return partial(bodies.measured, self._config, self._results)
-
-    measure = property(_measuring, doc="The function ``weighin.testing.bodies.measured``.")
+        asked: dict[str, Any] = {"ram": ram, "isolation": isolation, "timeout_s": timeout_s}
+        return bodies.measured(self._config, self._results, what, *arguments, **asked, **options)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the ``with`` block as a phase; without a limit of ``limit_peak``, do nothing."""
