@@ -10,7 +10,6 @@ import re
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from reprlib import repr as short_repr
@@ -222,6 +221,8 @@ def describe(error: BaseException, strategy: str = "") -> str:
     """
     from pathlib import Path
 
+    import traceback  # 0.1 MiB before torch, which imports it
+
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == strategy]
     place = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in (own or frames)[-1:])
@@ -231,6 +232,8 @@ def describe(error: BaseException, strategy: str = "") -> str:
 
 def fail(lifeline: Lifeline, outcome: Outcome, message: str, summary: str = "") -> NoReturn:
     """Report the failure, print the traceback to standard error, and end this process."""
+    import traceback
+
     traceback.print_exc()
     lifeline.send("failed", outcome=outcome, message=message[:_LONGEST], summary=summary)
     sys.stderr.flush()
