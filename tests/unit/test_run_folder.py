@@ -429,3 +429,9 @@ def test_the_plan_of_a_run_is_read_once_however_many_records_there_are(
     monkeypatch.setattr(run_folder, "read_plan", counted)
     assert len(run_folder.read(tmp_path).results) > 1
     assert plans == [tmp_path]
+
+
+def test_a_cell_that_cannot_be_read_back_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="ram_limit_bytes"):
+        run_folder.append(tmp_path, make_result(make_cell(ram_limit_bytes=2**63)))
+    assert not (tmp_path / "records.jsonl").exists()

@@ -11,6 +11,7 @@
 results/README.md documents every field of these files.
 """
 
+import errno
 import json
 import os
 import re
@@ -121,7 +122,7 @@ def append(run: Path, result: Result) -> Result:
     return result
 
 
-def _line(result: Result) -> tuple[bytes, Result]:
+def _line(result: Result, *, is_substitute: bool = False) -> tuple[bytes, Result]:
     """Return a result as a line of JSON, and as a reader gets it from that line, but with its own cell,
     as it was planned: a reader finds lists for tuples, and "?" for what cannot be printed.
     """
@@ -131,10 +132,12 @@ def _line(result: Result) -> tuple[bytes, Result]:
     try:
         return line, replace(parse(Result, line, cell.id), cell=cell)
     except DamagedRecord as error:
+        if is_substitute:  # the cell itself cannot be read back
+            raise
         figure = error.message.removeprefix(f"{cell.id}: ")
         why = f"the measured process reported an impossible figure: {figure}"
-        outcome = Outcome.MEASUREMENT_FAILED
-        return _line(Result(SCHEMA, cell, outcome, why, started_at=result.started_at))
+        failed = Result(SCHEMA, cell, Outcome.MEASUREMENT_FAILED, why, started_at=result.started_at)
+        return _line(failed, is_substitute=True)
 
 
 @contextmanager
@@ -376,11 +379,10 @@ def _read(path: Path, run: Path | None = None) -> bytes:
             "name the folder that weighin bench printed at its end, such as results/RUN",
         ) from error
     except OSError as error:
-        raise RecordError(
-            f"cannot read {path}: {error.strerror}",
-            "change the owner or the permissions of the"
-            f" file; to see them: ls -ld {quote(str(path))}",
-        ) from error
+        repair = f"put the file itself there, or remove it: ls -ld {quote(str(path))}"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            repair = f"change the owner or the permissions of the file; to see them: ls -ld {quote(str(path))}"
+        raise RecordError(f"cannot read {path}: {error.strerror}", repair) from error
 
 
 @contextmanager

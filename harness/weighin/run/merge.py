@@ -94,6 +94,7 @@ def merge(folders: Sequence[Path], out: Path) -> Merged:
     unfinished = out.with_name(f".{out.name}.merging")
     with run_folder.writing(unfinished):
         shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
         text = run_folder.write_plan(unfinished, plan.cells, settings)
         if all(start.is_ours(part.plan_bytes) for part in parts):
             start.remember(text)
