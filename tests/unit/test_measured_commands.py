@@ -352,9 +352,9 @@ def figures(**changes: int) -> list[tuple[str, str, object]]:
     """What a command has that needs 6 MiB beside 1 MiB of page cache."""
     now = {"anon": 2, "shmem": 1, "file": 2, "refaults": 6, "peak": 7} | changes
     names = {"anon": "total_rss", "shmem": "total_shmem", "file": "total_cache"}
-    counts = f"kernel {MIB}\\nworkingset_refault_file {now['refaults']}\\n"
+    counts = f"workingset_refault_file {now['refaults']}\\n"
     v1 = "".join(f"{of_v1} {now[name] * MIB}\\n" for name, of_v1 in names.items())
-    v2 = "".join(f"{name} {now[name] * MIB}\\n" for name in names)
+    v2 = "".join(f"{name} {now[name] * MIB}\\n" for name in names) + f"kernel {MIB}\\n"
     return [
         ("memory.stat", "", f"{v1}{counts}total_pgfault 30\\ntotal_pgmajfault 4\\n"),
         ("", "memory.stat", f"{v2}{counts}pgfault 30\\npgmajfault 4\\n"),

@@ -126,8 +126,10 @@ def _line(result: Result, *, is_substitute: bool = False) -> tuple[bytes, Result
     """Return a result as a line of JSON, and as a reader gets it from that line, but with its own cell,
     as it was planned: a reader finds lists for tuples, and "?" for what cannot be printed.
     """
-    cell, warnings = result.cell, tuple(map(masked, result.warnings))
-    result = replace(result, message=masked(result.message), warnings=warnings)
+    cell, texts = result.cell, (result.message, *result.warnings)
+    if all(isinstance(text, str) for text in texts):  # what a process sent is checked below
+        message, *warnings = map(masked, texts)
+        result = replace(result, message=message, warnings=tuple(warnings))
     line = _encode(result, cell.id) + b"\n"
     try:
         return line, replace(parse(Result, line, cell.id), cell=cell)
