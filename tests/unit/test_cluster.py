@@ -1,5 +1,6 @@
 """What weighin sends to the nodes of a Ray cluster, and how it asks them."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -48,7 +49,7 @@ class Silent(Cluster):
         self.living = living
 
     def names(self) -> dict[str, str]:
-        self._gpus = dict.fromkeys(self.living, 0.0)
+        self.gpus = dict.fromkeys(self.living, 0.0)
         living, self.living = self.living, self.living[1:]
         return {each: each for each in living}
 
@@ -69,9 +70,43 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_node_that_is_gone_is_not_awaited() -> None:
     silent = Silent("a", "b")
-    with pytest.raises(ConfigError, match="no node of the cluster has the resource weighin_slot"):
-        silent.ask("examine")
+    silent._names = {"a": "first", "b": "second"}
+    examined = [each.as_json() for each in silent.examine(lambda _: None)]
+    assert [(each["name"], each["can_measure"]) for each in examined] == [
+        ("first", False),
+        ("second", False),
+    ]
+    assert "the node was lost" in examined[0]["capabilities"][0]["detail"]
     assert silent.stopped == 2
+
+
+def test_a_node_that_did_not_answer_gets_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_ANSWER_S", 0.05)
+    silent = Silent(*"ab" * 1000)
+    with pytest.raises(ConfigError):
+        silent.find()
+    silent._labels, sent = {}, []
+    monkeypatch.setattr(silent, "_future", lambda *about: sent.append(about[1:3]))
+    silent.submit({}, {"c"}, 1)
+    ((where, gpus),) = sent
+    assert where["ray.io/node-id"].startswith("!in(") and gpus == 1
+    assert set(where["ray.io/node-id"][4:-1].split(",")) == set("abc")
+
+
+def test_an_exception_on_a_node_names_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Context:
+        def get_node_id(self) -> str:
+            return "a"
+
+    def denied() -> None:
+        raise PermissionError("environ")
+
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", Context)
+    monkeypatch.setattr(cluster.psutil, "Process", denied)
+    place, (event,) = cluster.run({"kind": "measure", "monitor": None}, None)  # type: ignore[arg-type]
+    told = json.loads(event)
+    assert (place, told["event"], told["exit_code"]) == ("a", "error", 2)
+    assert told["message"] == "weighin does not start on this node: PermissionError('environ')"
 
 
 def test_a_node_has_a_limited_time_to_say_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

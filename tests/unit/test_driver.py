@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -16,13 +16,17 @@ from factories import make_cell, make_result
 from weighin.cell import Cell
 from weighin.errors import HarnessError, NoNodeLeft, RecordError
 from weighin.fleet import driver as drivers
+from weighin.fleet import node as fleet_node
 from weighin.fleet.driver import Driver
 from weighin.fleet.node import Answer, Step
 from weighin.isolation.process import ProcessIsolation
+from weighin.plan import loads
 from weighin.plan.nodes import Demand, Node
 from weighin.plan.task import Planned, Progress, Run
+from weighin.probes.gpu_check import GpuAnswer
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
+from weighin.settings.definition import Settings
 from weighin.units import GIB
 
 SMALL = Node("s", "small", 8 * GIB, 6 * GIB, {"process": ""})
@@ -30,7 +34,14 @@ LARGE = Node("l", "large", 64 * GIB, 60 * GIB, {"process": ""}, (16 * GIB,))
 
 RECORD = run_folder._line(make_result(make_cell("streaming")))[0].decode()
 
-SHORT = {"short": {"ram_bytes": 8 * GIB, "free_ram_bytes": GIB}}
+SHORT = {"short": {"ram_bytes": 8 * GIB, "free_ram_bytes": GIB, "gpu_bytes": []}}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivers, "_LOOK_S", 0.01)
+    monkeypatch.setattr(drivers, "_WAIT_S", 0.01)
+
 
 Answering = Callable[[Node, dict[str, Any]], dict[str, dict[str, Any]]]
 
@@ -50,16 +61,20 @@ class Crew:
     def names(self) -> dict[str, str]:
         return {place: node.name for place, node in self.nodes.items()}
 
+    @property
+    def gpus(self) -> dict[str, int]:
+        return {place: len(node.gpu_bytes) for place, node in self.nodes.items()}
+
     def submit(
-        self, assignment: Mapping[str, Any], without: Collection[str] = ()
+        self, assignment: Mapping[str, Any], without: Collection[str], gpus: float
     ) -> Future[Answer]:
-        cancelled = Event()
-        future = self.pool.submit(self.measure, assignment, without, cancelled.is_set)
+        cancelled, asked = Event(), {**assignment, "gpus": gpus}
+        future = self.pool.submit(self.measure, asked, without, cancelled.is_set)
         future.cancelled_by = cancelled  # type: ignore[attr-defined]
         return future
 
     def measure(self, assignment: Mapping[str, Any], without: Collection[str], is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
-        while not is_stopped() and not (able := [n for n in self.nodes if n not in without]):
+        while not is_stopped() and not (able := [n for n, count in self.gpus.items() if n not in without and count >= assignment["gpus"]]):  # fmt: skip
             time.sleep(0.01)
         if is_stopped():
             raise HarnessError("stopped")
@@ -67,7 +82,8 @@ class Crew:
         node = self.nodes[able[0]]
         self.steps.put((able[0], "loading", False))
         if (cell["ram_limit_bytes"] or 0) > node.free_ram_bytes:
-            return able[0], {"short": {"ram_bytes": node.ram_bytes, "free_ram_bytes": node.free_ram_bytes}}  # fmt: skip
+            has = {name: getattr(node, name) for name in SHORT["short"]}
+            return able[0], {"short": has}
         return able[0], self.answering(node, cell)
 
     def answer(self, done: Future[Answer]) -> Answer:
@@ -129,6 +145,105 @@ def test_nodes_that_are_short_again_and_again_end_the_run(tmp_path: Path) -> Non
     crew = Crew(lambda *_: SHORT, SMALL)
     with pytest.raises(NoNodeLeft, match=r"small has 1\.000 GiB free, less than --ram 4GiB"):
         run(tmp_path, crew, cells(4 * GIB))
+
+
+def test_nodes_that_are_short_for_a_moment_are_asked_again(tmp_path: Path) -> None:
+    answers = iter([SHORT] * 5)
+    crew = Crew(lambda node, cell: next(answers, measured(node, cell)), SMALL)
+    assert recorded(run(tmp_path, crew, cells(4 * GIB))) == [(0, "s")]
+
+
+def test_a_cell_for_a_gpu_goes_to_no_node_without_one_that_joined(tmp_path: Path) -> None:
+    def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        crew.nodes = {"s": SMALL, "l": LARGE}
+        time.sleep(0.1)
+        return measured(node, cell)
+
+    crew = Crew(answer, LARGE)
+    task = run(tmp_path, crew, cells(None, None, None, device="cuda"))
+    assert recorded(task) == [(number, "l") for number in range(3)]
+
+
+def test_a_cell_for_a_gpu_ends_the_run_if_only_nodes_without_one_are_left(tmp_path: Path) -> None:
+    def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        crew.nodes = {"s": SMALL}
+        time.sleep(0.1)
+        return measured(node, cell)
+
+    crew = Crew(answer, LARGE)
+    with pytest.raises(NoNodeLeft, match=r"[23] cells cannot run: small has no cuda"):
+        run(tmp_path, crew, cells(None, None, None, device="cuda"))
+
+
+def test_a_node_whose_gpu_fails_goes_on_with_other_cells(tmp_path: Path) -> None:
+    def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        return SHORT if cell["device"] == "cuda" else measured(node, cell)
+
+    with pytest.raises(NoNodeLeft, match="1 cell cannot run: large has no cuda"):
+        run(tmp_path, Crew(answer, LARGE), [*cells(None, device="cuda"), *cells(None, None)])
+    assert len(run_folder.read(tmp_path).results) == 2
+
+
+def test_a_cell_that_waits_for_more_gpus_than_are_left_is_taken_back(tmp_path: Path) -> None:
+    class Loses(Crew):
+        def measure(self, assignment: Mapping[str, Any], *others: Any) -> Answer:
+            self.nodes = {"s": SMALL}
+            return super().measure(assignment, *others)
+
+    assert recorded(run(tmp_path, Loses(measured, LARGE), cells(None))) == [(0, "s")]
+
+
+def test_the_gpu_is_looked_for_although_a_cell_ran_on_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cell,) = cells(None, device="cuda")
+    task = Run(tmp_path, [Planned(cell)], ProcessIsolation())
+    monkeypatch.setattr(fleet_node.start, "restore", lambda *_, **__: task)
+    monkeypatch.setattr(fleet_node.gpu_check, "look", GpuAnswer)
+    monkeypatch.setattr(fleet_node.runner, "run", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path))
+    sent: list[str] = []
+
+    class Told:
+        def send(self, event: str, **fields: Any) -> None:
+            sent.append(f"{event} {fields['gpu_bytes']}")
+
+    told = {"cell": asdict(cell), "settings": {}, "is_tested": True, "limits": [], "patience_s": 1}
+    fleet_node._measure(told, Told())  # type: ignore[arg-type]
+    assert sent == ["short []"]
+
+
+def test_a_node_that_is_to_stop_has_one_deadline_for_all_that_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Talks:
+        stderr_tail, end_s = b"", time.monotonic() + 5
+
+        def __init__(self, *_: object) -> None: ...
+
+        def receive(self, _: float) -> bytes:
+            assert time.monotonic() < self.end_s, "it is heard without end"
+            time.sleep(0.01)
+            return b"{}"
+
+        def wait(self, timeout_s: float = 0.0) -> int:
+            return -9
+
+        def nothing(self, *_: object) -> None: ...
+
+        send = end_input = kill = close = nothing
+
+    monkeypatch.setattr(fleet_node, "Child", Talks)
+    monkeypatch.setattr(fleet_node, "_PATIENCE_S", 0.1)
+    (ended,) = fleet_node.run({}, {}, lambda *_: None, lambda: True)
+    assert b'"code": -9' in ended
+
+
+def test_a_use_on_a_gpu_is_skipped_if_no_node_has_one() -> None:
+    asked = {"models": ["gpt2-tiny"], "strategies": ["baseline"], "isolation": "process"}
+    settings = Settings.model_validate(asked | {"uses": ["none", "to-device"]})
+    skips = {each.cell.use: each.skip for each in loads.plan(settings, [SMALL])[0]}
+    assert "small has no cuda" in skips["to-device"]
 
 
 def test_a_cell_that_fits_on_no_node_says_why(tmp_path: Path) -> None:
@@ -211,10 +326,8 @@ def test_a_cell_whose_process_died_is_a_failed_measurement(tmp_path: Path) -> No
 
 
 def test_with_nodes_that_are_lost_and_join_every_cell_ends_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(drivers, "_LOOK_S", 0.01)
-    monkeypatch.setattr(drivers, "_WAIT_S", 0.01)
     chance = random.Random(7)
 
     def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -273,10 +386,8 @@ def test_the_cells_that_run_at_once_are_not_stopped_by_the_error_of_one(tmp_path
 
 
 def test_a_cell_waits_for_no_node_if_all_that_could_run_it_are_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(drivers, "_LOOK_S", 0.01)
-    monkeypatch.setattr(drivers, "_WAIT_S", 0.01)
 
     class Dying(Crew):
         def measure(self, assignment: Mapping[str, Any], without: Collection[str], is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
@@ -286,10 +397,27 @@ def test_a_cell_waits_for_no_node_if_all_that_could_run_it_are_lost(
             raise HarnessError("stopped")
 
     with pytest.raises(
-        NoNodeLeft, match="2 cells cannot run, no node is left: large: the node was"
+        NoNodeLeft,
+        match="2 cells cannot run, no node is left: large: the node was lost\nadd a node",
     ):
         run(tmp_path, Dying(measured, LARGE), cells(None, None))
     assert not run_folder.read(tmp_path).results
+
+
+def test_a_node_that_was_left_out_and_then_lost_is_told_once(tmp_path: Path) -> None:
+    error = {"message": "the disk is full", "repair": "free some space", "exit_code": 2}
+    said: list[str] = []
+
+    def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        if node is SMALL:
+            return {"error": error}
+        crew.nodes.pop("s", None)
+        time.sleep(0.1)
+        return measured(node, cell)
+
+    crew = Crew(answer, SMALL, LARGE)
+    run(tmp_path, crew, cells(None, None, None), Progress(preparing=lambda text, _: said.append(text)))  # fmt: skip
+    assert said == ["no further cell for small: the disk is full"]
 
 
 @pytest.mark.parametrize("path", ["../owned", "/tmp/owned", "plan.json", "samples/../../owned"])

@@ -107,9 +107,10 @@ def test_a_floor_is_searched_below_the_limit_of_the_cgroup_around_the_cells(
 
 def test_what_cannot_run_at_once() -> None:
     assert refused(run_with(GIB, None)).startswith("--jobs needs a RAM limit for each cell")
-    assert refused(run_with(GIB, checkpoint=Path("w.pt"))).startswith(
-        "--jobs with a checkpoint of your own: "
-    )
+    for changes in ({"checkpoint": Path("w.pt")}, {"storage": Path("disk")}):
+        told = refused(run_with(GIB, **changes))
+        assert told.startswith("--jobs with --checkpoint or --storage: all cells would read")
+        assert told.endswith("\nleave --jobs out, or --checkpoint and --storage")
     for changes in ({"steady": True}, {"trace": True}):
         assert refused(run_with(GIB, **changes)).startswith(
             "with --jobs, weighin measures only the memory of cells"

@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -57,24 +57,25 @@ def run(assignment: Mapping[str, Any], said: Queue) -> tuple[str, list[bytes]]:
     workers have further variables, such as OMP_NUM_THREADS, that would change the measurement.
     Ray's memory monitor kills tasks when the node is short of memory, also a cell below its limit.
     """
-    place = ray.get_runtime_context().get_node_id()
-    raylet = next(each for each in psutil.Process().parents() if each.name() == "raylet").environ()
-    value = raylet.get(_MONITOR) if assignment["monitor"] is None else str(assignment["monitor"])
-    is_on = value is None or value.strip() != "0"
-    source = f"{_MONITOR} is not set: Ray's default" if value is None else f"{_MONITOR}={value}"
-    events = [json.dumps({"event": "monitor", "is_on": is_on, "source": source}).encode()]
-    if is_on and assignment["kind"] != "examine":
-        error = {
-            "message": f"Ray's memory monitor is on ({source}), and would kill cells before their"
-            " limit does",
-            "repair": "stop Ray on these nodes (ray stop), and start Ray there without its memory"
-            f" monitor: {START}",
-        }
-        return place, [*events, json.dumps({"event": "error", "exit_code": 2, **error}).encode()]
-    asked = {**assignment, "is_tested": place in assignment["is_tested"]}
-    # called without waiting, so that a cell does not end with the queue
-    put: Any = said.actor.put_nowait.remote  # type: ignore[attr-defined]
-    return place, events + run_here(asked, raylet, lambda *step: put((place, *step)))
+    place, events = ray.get_runtime_context().get_node_id(), list[bytes]()
+    try:
+        raylet = next(p for p in psutil.Process().parents() if p.name() == "raylet").environ()
+        value = raylet.get(_MONITOR) if (of := assignment["monitor"]) is None else str(of)
+        is_on = value is None or value.strip() != "0"
+        source = f"{_MONITOR} is not set: Ray's default" if value is None else f"{_MONITOR}={value}"
+        events = [json.dumps({"event": "monitor", "is_on": is_on, "source": source}).encode()]
+        if not is_on or assignment["kind"] == "examine":
+            asked = {**assignment, "is_tested": place in assignment["is_tested"]}
+            # called without waiting, so that a cell does not end with the queue
+            put: Any = said.actor.put_nowait.remote  # type: ignore[attr-defined]
+            return place, events + run_here(asked, raylet, lambda *step: put((place, *step)))
+        why = f"Ray's memory monitor is on ({source}), and would kill cells before their limit does"
+        fix = "stop Ray on these nodes (ray stop), and start Ray there without its memory monitor"
+    except Exception as error:  # raised, it would not name the node
+        why = f"weighin does not start on this node: {error!r}"
+        fix = "see to that node, and start Ray there again"
+    told = {"message": why, "repair": f"{fix}: {START}", "exit_code": 2}
+    return place, [*events, json.dumps({"event": "error", **told}).encode()]
 
 
 class Cluster:
@@ -91,24 +92,25 @@ class Cluster:
         monitor = config.get(_MONITOR.removeprefix("RAY_"))
         self._about = {"weighin": own_code(), "monitor": monitor}
         self._names: dict[str, str] = {}
-        self._gpus: dict[str, float] = {}  # of the living nodes
+        self.gpus: dict[str, float] = {}  # of the living nodes
+        self._silent = set[str]()  # the nodes that did not say what they have
 
     def names(self) -> dict[str, str]:
-        """Return, by id, the names of the living nodes that have ``SLOT`` and the labels of --label."""
+        """Return, by id, the names of the living nodes that can have cells."""
         found = [each for each in ray.nodes() if each["Alive"] and each["Resources"].get(SLOT)]
         hosts = [each["NodeManagerHostname"] for each in found]
-        names, self._gpus = {}, {}
+        names, self.gpus = {}, {}
         for each, host in zip(found, hosts, strict=True):
-            if self._labels.items() <= each.get("Labels", {}).items():
-                place = each["NodeID"]
+            place, labels = each["NodeID"], each.get("Labels", {})
+            if self._labels.items() <= labels.items() and place not in self._silent:
                 names[place] = f"{host}/{place[:8]}" if hosts.count(host) > 1 else host
-                self._gpus[place] = each["Resources"].get("GPU", 0)
+                self.gpus[place] = each["Resources"].get("GPU", 0)
         self._names |= names
         return names
 
-    def submit(self, assignment: Mapping[str, Any], without: Collection[str] = ()) -> Future[Any]:
+    def submit(self, assignment: Mapping[str, Any], without: set[str], gpus: float) -> Future[Any]:
         """Let Ray run an assignment, as soon as a node is free, but on no node of ``without``."""
-        gpus = min((n for place, n in self._gpus.items() if place not in without), default=0)
+        without = without | self._silent
         others = {_NODE_ID: f"!in({','.join(without)})"} if without else {}
         return self._future(assignment, self._labels | others, gpus, _TRIES)
 
@@ -151,14 +153,14 @@ class Cluster:
     def ask(
         self, kind: str, say: Callable[[str], object] = lambda _: None
     ) -> dict[str, dict[str, Any]]:
-        """Ask all nodes at the same time; return, by id, the events of those that were not lost.
+        """Ask all nodes at the same time; return, by id, the events of those that answered.
 
-        It raises ConfigError if no node answers, or if one says that it cannot measure.
+        It raises ConfigError if no node answers, or one cannot measure; ``examine`` gets its error.
         """
         end_s, alive = time.monotonic() + (inf if kind == "examine" else _ANSWER_S), self.names()
         tasks = {}
         for place in alive:
-            about = {"kind": kind, "is_tested": (), "gpu": (gpus := self._gpus[place]) > 0}
+            about = {"kind": kind, "is_tested": (), "gpu": (gpus := self.gpus[place]) > 0}
             tasks[place] = self._future(about, {_NODE_ID: place}, gpus, tries=1)
         try:
             while wait([tasks[each] for each in tasks if each in alive], _WAIT_S).not_done:
@@ -172,12 +174,18 @@ class Cluster:
             self.stop(lost)
         answers, refused = {}, []
         for place, task in tasks.items():
+            events: dict[str, Any] = {}
             with suppress(HarnessError):
                 events = {} if task in lost else self.answer(task)[1]
-                if error := events.get("error"):
-                    refused.append((f"{self._names[place]}: {error['message']}", error["repair"]))
-                elif "node" in events:
-                    answers[place] = events
+            error = events.get("error")
+            if "node" in events:
+                answers[place] = events
+            elif kind == "examine":
+                why = events.get("ended", {}).get("stderr") or "the node was lost"
+                answers[place] = {"error": error or {"message": why, "repair": "see to that node"}}
+            elif error:
+                refused.append((f"{self._names[place]}: {error['message']}", error["repair"]))
+        self._silent = tasks.keys() - answers.keys()
         if refused:
             raise ConfigError("; ".join(message for message, _ in refused), refused[0][1])
         if not answers:
@@ -202,6 +210,11 @@ class Cluster:
 
         examinations = []
         for place, events in self.ask("examine", say).items():
+            about = {"name": self._names[place], "id": place, "can_measure": False}
+            if error := events.get("error"):
+                failed = Capability("examination", "bad", f"{error['message']}. {error['repair']}")
+                examinations.append(Examination((failed,), about))
+                continue
             node, here, monitor = events["node"], own_code(), events["monitor"]
             there, source = node["weighin"], monitor["source"]
             on = f"on ({source}); start the node with the monitor off: {START}"
@@ -211,8 +224,7 @@ class Cluster:
                 row("no memory monitor of Ray", not monitor["is_on"], f"off ({source})", "bad", on),
             )
             can_measure = Examination(rows).holds_a_limit and not monitor["is_on"]
-            about = {"name": self._names[place], "id": place, "can_measure": can_measure}
-            examinations.append(Examination(rows, about))
+            examinations.append(Examination(rows, about | {"can_measure": can_measure}))
         return examinations
 
     def placed(self, result: Result, place: str) -> Result:

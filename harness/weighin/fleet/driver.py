@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _WAIT_S: Final = 0.5  # until the driver looks for signals again
 _LOOK_S: Final = 3.0  # until it looks again for nodes that were lost or have joined
+_TRIES: Final = 10  # to begin a cell, _LOOK_S apart, while all nodes are short of RAM
 
 
 class Driver:
@@ -46,10 +47,8 @@ class Driver:
         self._left_out = {n.id for n in nodes if n.isolations[task.isolation.name]}
         self._trouble: HarnessError = NoNodeLeft(f"none can use {task.isolation.name}")
         self._waiting = {Demand.of(each.cell): deque[Planned]() for each in task.planned}
-        self._short = self._lacking(
-            Demand.lacks_now
-        )  # a node that joins is asked by its first cell
-        self._running: dict[Future[Any], tuple[Planned, Demand]] = {}
+        self._short = self._lacking(Demand.lacks_now)  # a node that joins is asked by a cell
+        self._running: dict[Future[Any], tuple[Planned, Demand, float]] = {}
         self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
         self._steps: dict[str, str] = {}
         self._lines = set[tuple[str, str]]()
@@ -92,20 +91,22 @@ class Driver:
         return task.results
 
     def _run(self) -> None:
-        looked_s, self._is_last_try = time.monotonic(), False
+        looked_s, self._tries_left = time.monotonic(), _TRIES
         while self._running or any(self._waiting.values()):
             interrupts.check()
             if time.monotonic() - looked_s > _LOOK_S:
                 self._look()
                 looked_s = time.monotonic()
             self._hand_out()
-            if not self._running and not self._is_last_try:  # a node may have more free RAM now
-                self._is_last_try, self._short = True, self._lacking(Demand.obstacle)
+            if not self._running and self._tries_left:  # a node may have more free RAM now
+                time.sleep(_LOOK_S if self._tries_left < _TRIES else 0)
+                self._tries_left -= 1
+                self._short = self._lacking(Demand.obstacle)
                 self._hand_out()
             if not self._running:
                 raise self._stuck()
             for done in wait(self._running, _WAIT_S, FIRST_COMPLETED).done:
-                self._take(done, *self._running.pop(done))
+                self._take(done, *self._running.pop(done)[:2])
             self._show()
 
     def _lacking(self, why: Callable[[Demand, Node], str]) -> dict[Demand, dict[str, str]]:
@@ -115,32 +116,38 @@ class Driver:
             for demand in self._waiting
         }
 
-    def _able(self, demand: Demand) -> set[str]:
-        return self._alive.keys() - self._left_out - self._short[demand].keys()
+    def _able(self, demand: Demand, gpus: float = 0) -> set[str]:
+        places = self._alive.keys() - self._left_out - self._short[demand].keys()
+        least = max(gpus, demand.device != "cpu")
+        return {place for place in places if self._crew.gpus.get(place, 0) >= least}
 
     def _look(self) -> None:
         """Look which nodes were lost, and which have joined; take back the cells that no node can run."""
         alive = self._crew.names()
         lost = self._alive.keys() - alive.keys()
         self._alive, self._names = alive, self._names | alive
-        for place in lost:
-            self._leave_out(place, HarnessError("the node was lost"))
-        for task, (planned, demand) in list(self._running.items()):
+        for place in lost - self._left_out:
+            self._leave_out(place, HarnessError("the node was lost", "add a node"))
+        for task, (planned, demand, gpus) in list(self._running.items()):
             # The other jobs of this machine end their cells.
-            if self._crew.slots == 1 and not task.done() and not self._able(demand):
+            if self._crew.slots == 1 and not task.done() and not self._able(demand, gpus):
                 self._crew.stop([task])
                 del self._running[task]
                 self._waiting[demand].appendleft(planned)
 
     def _hand_out(self) -> None:
         for demand, cells in self._waiting.items():
-            out = sum(each == demand for _, each in self._running.values())
-            free = self._crew.slots * len(self._able(demand)) - out
+            able, out = (
+                self._able(demand),
+                [each == demand for _, each, _ in self._running.values()],
+            )
+            free = self._crew.slots * len(able) - sum(out)
             for planned in [cells.popleft() for _ in range(min(len(cells), free))]:
                 told = {"cell": asdict(planned.cell), "is_tested": [*self._tested]}
+                gpus = min(self._crew.gpus.get(place, 0) for place in able)
                 without = self._left_out | self._short[demand].keys()
-                task = self._crew.submit({**self._assignment, **told}, without)
-                self._running[task] = planned, demand
+                task = self._crew.submit({**self._assignment, **told}, without, gpus)
+                self._running[task] = planned, demand, gpus
 
     def _take(self, done: Future[Any], planned: Planned, demand: Demand) -> None:
         cell = planned.cell
@@ -163,9 +170,8 @@ class Driver:
             code, stderr = events["ended"]["code"], one_line(events["ended"]["stderr"])
             self._fail(cell, place, f"exit code {code}" + (f", {stderr}" if stderr else ""))
         if short:
-            ram = (short[name] for name in ("ram_bytes", "free_ram_bytes"))
-            why = replace(demand, device="cpu").lacks_now(Node(place, self._names[place], *ram))
-            self._short[demand][place] = why
+            has = {name: short[name] for name in ("ram_bytes", "free_ram_bytes", "gpu_bytes")}
+            self._short[demand][place] = demand.lacks_now(Node(place, self._names[place], **has))
         if error and place not in self._left_out:
             told = {name: error[name] for name in ("message", "repair", "exit_code")}
             self._leave_out(place, HarnessError(**told))
@@ -185,7 +191,8 @@ class Driver:
             message, last = f"{waiting}, no node is left: {self._trouble.message}", self._trouble
             return NoNodeLeft(message, last.repair, exit_code=last.exit_code)
         demand = next(demand for demand, cells in self._waiting.items() if cells)
-        reasons = "; ".join(sorted(self._short[demand][place] for place in nodes))
+        short, no_gpu = self._short[demand], f"has no {demand.device}"
+        reasons = "; ".join(sorted(short.get(n, f"{self._names[n]} {no_gpu}") for n in nodes))
         return NoNodeLeft(f"{waiting}: {reasons}", "free memory on a node, or add a node")
 
     def _fail(self, cell: Cell, place: str, why: str) -> None:
@@ -196,7 +203,7 @@ class Driver:
 
     def _record(self, result: Result) -> None:
         result = replace(result, environment=result.environment | self._code)
-        self._is_last_try = False
+        self._tries_left = _TRIES
         self._task.results.append(run_folder.append(self._task.folder, result))
         self._progress.finished(self._task.results[-1])
 

@@ -5,7 +5,7 @@ its pages in the page cache, and the kernel charges a page to the cell that read
 therefore has checkpoint files of its own, which weighin removes at the end of the run.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ class Jobs:
     """The jobs that run cells for a ``Driver``, which sees them as one node."""
 
     def __init__(self, jobs: int, isolation: str, caches: Path) -> None:
-        self.slots = jobs
+        self.slots, self.gpus = jobs, dict[str, float]()
         self._isolation = isolation
         self._caches = caches
         self._is_tested = False
@@ -42,7 +42,7 @@ class Jobs:
         self._stopped = Event()
         self._said: SimpleQueue[node.Step] = SimpleQueue()
 
-    def submit(self, assignment: Mapping[str, Any], _: Collection[str] = ()) -> Future[Any]:
+    def submit(self, assignment: Mapping[str, Any], *_: object) -> Future[Any]:
         return self._pool.submit(self._run, assignment)
 
     def _run(self, assignment: Mapping[str, Any]) -> node.Answer:
@@ -103,12 +103,12 @@ def run(jobs: int, task: Run, progress: Progress) -> Sequence[Result]:
 
 def check(task: Run, jobs: int) -> None:
     cells = [each.cell for each in task.planned if not each.skip]
-    if task.settings.checkpoint or task.settings.checkpoints:
+    if task.settings.checkpoint or task.settings.checkpoints or task.settings.storage:
         raise ConfigError(
-            "--jobs with a checkpoint of your own: all cells would read this one file. The kernel"
+            "--jobs with --checkpoint or --storage: all cells would read the same files. The kernel"
             " charges a page of a file only to the cell that read it first, so that the figures"
             " of the other cells would be too small",
-            "leave --jobs or --checkpoint out",
+            "leave --jobs out, or --checkpoint and --storage",
         )
     if task.settings.steady or task.settings.trace or any(cell.needs_gpu for cell in cells):
         raise ConfigError(

@@ -7,7 +7,7 @@ and cleans up. Each line of standard output is an event (``weighin.protocol.enco
 began   nothing: weighin runs here
 step    text; is_line: whether it is worth a line of its own
 record  record: a line of records.jsonl; files: the run's others, by path
-short   ram_bytes, free_ram_bytes: less than the cell's limit, so that the cell was not begun
+short   ram_bytes, free_ram_bytes, gpu_bytes: less than the cell needs; the cell was not begun
 node    what the machine has
 error   message, repair, exit_code
 ended   code, stderr: how this process ended, and its last line; added by ``run``
@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Final
@@ -32,7 +33,7 @@ from weighin.child_process import Child, Parent, last_line, module
 from weighin.errors import ConfigError, HarnessError, Interrupted, explain
 from weighin.isolation import delegation, select
 from weighin.plan import start
-from weighin.plan.nodes import Demand
+from weighin.plan.nodes import Demand, Node
 from weighin.plan.task import Progress
 from weighin.probes import environment, gpu_check
 from weighin.protocol import decode_event
@@ -78,10 +79,11 @@ def run(
                 events.append(line)
     finally:
         process.end_input()
+        end_s = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(TimeoutError):
-            while process.receive(_PATIENCE_S) is not None:
+            while (left_s := end_s - time.monotonic()) > 0 and process.receive(left_s) is not None:
                 pass
-            process.wait(_PATIENCE_S)
+            process.wait(end_s - time.monotonic())
         process.kill()
         code = process.wait()
         process.close()
@@ -165,7 +167,7 @@ def _describe(assignment: Mapping[str, Any], driver: Parent) -> None:
 def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
     """Measure the assignment's cell, as a run of one cell in a temporary folder of this machine."""
     cell, settings = assignment["cell"], assignment["settings"]
-    limit, strategy = cell["ram_limit_bytes"], cell["strategy"]
+    strategy = cell["strategy"]
 
     def say(text: str, *, is_line: bool = False) -> None:
         driver.send("step", text=text, is_line=is_line)
@@ -190,13 +192,12 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
             more_limits=[(limit, ranks) for limit, ranks in assignment["limits"]],
         )
         total, free = delegation.ram_bytes(task.isolation.name)
-        if limit is not None and limit > free:
-            driver.send("short", ram_bytes=total, free_ram_bytes=free)
-            return
         (planned,) = task.planned
-        if planned.cell.needs_gpu and not task.is_probed:  # the node may have joined later
-            device = Demand.of(planned.cell).device
-            gpu_check.check(device, [planned.cell.vram_limit_bytes])
+        gpus = [g.total_bytes for g in gpu_check.look().gpus] if planned.cell.needs_gpu else []
+        has: dict[str, Any] = {"ram_bytes": total, "free_ram_bytes": free, "gpu_bytes": gpus}
+        if Demand.of(planned.cell).lacks_now(Node("", "", **has)):  # the node may have joined later
+            driver.send("short", **has)
+            return
         try:
             runner.run(task, progress)
         finally:  # an error after the measurement, such as a full disk, must not lose the record

@@ -57,7 +57,7 @@ def plan(
     )
     try:
         if any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
-            machines.check_gpu("cuda", (), nodes)
+            machines.check_gpu("cuda", (None,), nodes)
     except (ConfigError, IsolationUnavailable) as error:
         no_gpu = f"{TO_DEVICE}: {error.message.removeprefix('--device cuda: ')}"
         planned = [
