@@ -219,9 +219,8 @@ def describe(error: BaseException, strategy: str = "") -> str:
     If the traceback contains the file ``strategy``, the result names the innermost line of this
     file instead. That line tells the strategy's author more than a line of torch.
     """
-    from pathlib import Path
-
     import traceback  # 0.1 MiB before torch, which imports it
+    from pathlib import Path
 
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == strategy]
