@@ -31,6 +31,7 @@ _MOST_READS = 32  # 32 parts are 2 MiB, more than a pipe can hold
 _PIDFD_GET_INFO = 0xC040FF0B  # of linux/pidfd.h, since Linux 6.13
 _PIDFD_INFO_EXIT = 8  # since Linux 6.15
 _REST_S = 0.5  # for what a process printed before its end
+_LIBC = ctypes.CDLL(None)  # loaded here, because a child must not load it between fork and exec
 _PAUSE_S = 0.02  # before Linux 5.3, which has no pidfd, a process is polled at this interval
 
 _PACKAGE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 (a worker imports no pathlib)
@@ -62,7 +63,8 @@ class Pipes:
     """This process's ends of the pipes to a process's standard streams.
 
     The process's lines end with the pipe, or with the process ``process`` (a pidfd), although a process
-    that it forked may keep standard output open. A thread reads standard error.
+    that it forked may keep standard output open. A thread reads standard error, and with
+    ``drops_output`` also standard output, so that no process waits for a reader.
     """
 
     def __init__(self, files: Sequence[int], process: int | None = None) -> None:
@@ -71,24 +73,31 @@ class Pipes:
         self.process = process
         self._lines = LineBuffer()
         self._reads_left = _MOST_READS  # after the process's end
-        self._tail = b""
+        self.drops_output = False
+        self._tail, self._lock = b"", threading.Lock()
         self._is_over = False
-        self._reader = threading.Thread(target=self._read_errors, name="stderr", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="stderr", daemon=True)
         self._reader.start()
 
     @property
     def stderr_tail(self) -> bytes:
         """The last 64 KiB that the process printed to standard error, or that a child of it did."""
-        self._reader.join(_REST_S)
+        with self._lock:
+            for _ in range(_MOST_READS):
+                if self._stderr < 0 or not ready([self._stderr], 0):
+                    break
+                if not (data := os.read(self._stderr, _PART_BYTES)):
+                    os.close(self._stderr)
+                    self._stderr = -1
+                self._tail = (self._tail + data)[-STDERR_KEPT_BYTES:]
         return self._tail
 
-    def _read_errors(self) -> None:
-        while not self._is_over:
-            if ready([self._stderr], _REST_S):
-                if not (data := os.read(self._stderr, _PART_BYTES)):
-                    break
-                self._tail = (self._tail + data)[-STDERR_KEPT_BYTES:]
-        os.close(self._stderr)
+    def _read(self) -> None:
+        while not self._is_over and (self._stderr >= 0 or self.drops_output):
+            files = [self._stderr] * (self._stderr >= 0) + [self._stdout] * self.drops_output
+            if self._stdout in ready(files, _REST_S):
+                self.drops_output = bool(os.read(self._stdout, _PART_BYTES))
+            _ = self.stderr_tail
 
     def receive(self, timeout_s: float = inf) -> bytes | None:
         """Return the process's next line, or None after the last line.
@@ -126,17 +135,16 @@ class Pipes:
         self.end_input()
         if not self._is_over:
             self._is_over = True
-            os.close(self._stdout)
-            if self.process is not None:
-                os.close(self.process)
-            self._reader.join(_REST_S)
+            self._reader.join()
+            _ = self.stderr_tail  # the rest
+            for file in (self._stdout, self._stderr, self.process):
+                if file is not None and file >= 0:
+                    os.close(file)
+            self._stderr = -1
 
 
 class Child(Pipes):
-    """A running child process, in a session and process group of its own.
-
-    Ctrl-C in a terminal does not reach the child; ``close`` kills the child.
-    """
+    """A running child in a session and process group of its own, which Ctrl-C does not reach."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         import subprocess  # imported here to save a worker's memory
@@ -268,7 +276,7 @@ class Parent:
 
 def end_with_parent() -> None:
     """Ask the kernel to kill this process when the thread that started this process ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG in linux/prctl.h
+    _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG in linux/prctl.h
 
 
 def adopt_orphans(*, adopt: bool = True) -> bool:
@@ -277,9 +285,9 @@ def adopt_orphans(*, adopt: bool = True) -> bool:
     With ``adopt=False``, make it an ordinary process. Return whether this process was a subreaper
     before the call.
     """
-    libc, before = ctypes.CDLL(None), ctypes.c_int()
-    libc.prctl(37, ctypes.byref(before))  # PR_GET_CHILD_SUBREAPER in linux/prctl.h
-    libc.prctl(36, int(adopt))  # PR_SET_CHILD_SUBREAPER
+    before = ctypes.c_int()
+    _LIBC.prctl(37, ctypes.byref(before))  # PR_GET_CHILD_SUBREAPER in linux/prctl.h
+    _LIBC.prctl(36, int(adopt))  # PR_SET_CHILD_SUBREAPER
     return bool(before.value)
 
 

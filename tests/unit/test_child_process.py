@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -224,3 +225,24 @@ def test_a_child_runs_no_file_of_the_current_folder(
     monkeypatch.setenv("PYTHONPATH", f":{os.environ.get('PYTHONPATH', '')}:")
     answer = child_process.ask(child_process.module("calendar"), child_process.environment())
     assert (answer.code, answer.stderr_tail) == (0, b"")
+
+
+def test_the_last_words_are_not_awaited_of_a_child_that_holds_the_error_stream() -> None:
+    with patch.object(child_process, "_REST_S", 60), shell("sleep 20 & echo said >&2") as child:
+        assert child.wait(60) == 0
+        began_s = time.monotonic()
+        assert child.stderr_tail == b"said\n"
+        assert time.monotonic() - began_s < 10
+
+
+def test_the_last_words_are_read_at_the_close() -> None:
+    child = python("import os; os.write(2, b'x' * 60_000 + b'last')")
+    child.wait(60)
+    child.close()
+    assert child.stderr_tail.endswith(b"xlast")
+
+
+def test_output_that_is_dropped_holds_nobody_up() -> None:
+    with python("import os; os.write(1, b'x' * 200_000)") as child:
+        child.drops_output = True
+        assert child.wait(60) == 0

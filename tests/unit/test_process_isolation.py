@@ -305,7 +305,7 @@ def test_a_worker_that_cannot_start_leaves_no_adoption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
-    with pytest.raises(ConfigError):
+    with pytest.raises(FileNotFoundError):
         Started((str(tmp_path / "no-such-program"),))
     assert not adopt_orphans(adopt=False)
 

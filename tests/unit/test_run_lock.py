@@ -106,3 +106,10 @@ def test_a_link_in_the_lock_s_place_is_not_followed(
         f"cannot open the lock file {tmp_path / 'lock'}: Too many levels of symbolic links\nsee who"
         " owns the lock file (ls -l), or name another lock file: WEIGHIN_LOCK=/path weighin ..."
     )
+
+
+def test_a_user_s_own_file_keeps_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOCK_VARIABLE, str(path := tmp_path / "private"))
+    path.touch(0o600)
+    with run_lock.only_run():
+        assert path.stat().st_mode & 0o777 == 0o600

@@ -206,6 +206,22 @@ def test_a_kill_far_below_the_limit_met_another_one() -> None:
     assert killed_at(899, 1000) == other
 
 
+def test_the_limit_is_said_with_the_lost_child_and_not_with_the_error() -> None:
+    script = [*LOADED, failed("strategy_failed", "broken pool")]
+    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=1000))
+    running = FakeRunning(script, Exit(1), inside=Seen(oom_kills=1, peak_bytes=899))
+    message = followed(running, ranks=1, job=job)[0].message
+    assert "memory: the load reached the limit of an outer cgroup" in message
+    assert "; then it failed: broken pool; the peak of the cgroup was 899 B" in message
+
+
+def test_a_refused_message_of_any_rank_is_a_warning() -> None:
+    seen = Seen()
+    script = [*both(seen)[:8], lambda: setattr(running.listener.ranks[1], "is_refused", True)]
+    running: Any = FakeRunning([*script, *both(seen)[8:]], inside=seen)
+    assert any("impossible or unknown" in text for text in followed(running)[0].warnings)
+
+
 def test_a_kill_by_a_visible_limit_around_names_it(tmp_path: Path) -> None:
     around = Group(tmp_path / "around", 2).start()  # with a limit of 100 bytes
     (cell := around / "cell").mkdir()

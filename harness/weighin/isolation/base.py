@@ -1,10 +1,4 @@
-"""The interface of isolations: the ways to run a worker, which is the measured process.
-
-The isolations are Docker containers, memory cgroups and plain processes. An isolation starts a
-worker and returns a ``Running``, through which weighin waits for the worker's exit and cleans up.
-The worker reports to a socket. The isolation sets all limits before the worker's first
-instruction.
-"""
+"""The interface of isolations: the ways to run a worker, which is the measured process."""
 
 import contextlib
 import os
@@ -163,7 +157,7 @@ class Isolation(Protocol):
         return  # workers on this machine share no such work
 
     def start(self, job: Job) -> Running:
-        """Start one worker for the given job, with the limits of ``job.cell``."""
+        """Start one worker; the limits of ``job.cell`` hold before its first instruction."""
 
     def start_command(
         self,

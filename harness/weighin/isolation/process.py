@@ -1,7 +1,4 @@
-"""Run a worker or a command on this machine: as a plain process here, or for ``cgroup`` in cgroups.
-
-``Started`` is what runs, in both cases.
-"""
+"""Run a worker or a command on this machine: as a plain process here, or for ``cgroup`` in cgroups."""
 
 import contextlib
 import errno
@@ -213,7 +210,7 @@ def _start(
     """Start a command as a shell does; if ``apart``, in a session and process group of its own.
 
     Raises:
-        ConfigError: the program does not start.
+        ConfigError: a command does not start; for a worker, OSError.
     """
     # Popen would go on to the next program of this name where the first is no binary.
     program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
@@ -236,7 +233,7 @@ def _start(
             stderr=streams.stderr,
             start_new_session=apart,
             close_fds=apart,  # a shell passes descriptors on, for make -j and diff <(a) <(b)
-            preexec_fn=begin,
+            preexec_fn=begin if groups or not apart else None,  # without one, Popen calls vfork
         )
         try:
             try:
@@ -246,6 +243,8 @@ def _start(
                     raise
                 return start(("/bin/sh", program, *command[1:]))  # as a shell does
         except OSError as error:
+            if apart:
+                raise
             raise ConfigError(
                 f"cannot start {command[0]!r} in {folder}: {error.strerror}",
                 "give a command as in a shell: weighin run -- python train.py",

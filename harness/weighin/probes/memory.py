@@ -86,7 +86,7 @@ class SampledMemory:
         self.ranks, self.escape, self.others = ranks, "", (0, 0)
         self.is_fresh = True
         self._pid, self._find_members, self._cgroup = pid, members, cgroup
-        self._search = Pause(_SEARCH_S if cgroup else 0.0)
+        self._search = Pause(_SEARCH_S if cgroup or ranks else 0.0)
         self._not_others = {pid, os.getpid()}
         self._others_pause = Pause(_SEARCH_S)  # the kernel walks the address space of each process
         self._processes = [_Process(one) for one in (_ranks_of(pid) if ranks > 1 else [pid])]

@@ -118,7 +118,8 @@ def _of_load(end: End) -> tuple[Outcome, str]:
     if outcome is Outcome.OOM_KILLED:
         has_limit = end.cell.ram_limit_bytes or end.limits or any(kill.limit_of for kill in kills)
         if end.oom_kills and end.peak_bytes is not None and has_limit:
-            message += f": {other}" if (other := _other_limit(end)) else ""
+            before, what, after = message.partition(_LOST)
+            message = f"{before}{what}: {other}{after}" if (other := _other_limit(end)) else message
         if _LOST in message:
             message += _killed_children(end)
     return outcome, message

@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -416,9 +417,8 @@ class Listener:
     def _serve(self, timeout_s: float | None) -> bool:
         """Take what has arrived; return whether to stop or, without waiting, whether something had."""
         is_in_phase = any(track.is_in_phase for track in self.tracks.values())
-        ready = self._selector.select(
-            _INTERVAL_S if is_in_phase and timeout_s is None else timeout_s
-        )
+        wait_s = _INTERVAL_S if is_in_phase and timeout_s is None else timeout_s
+        ready = self._selector.select(wait_s)
         for key, _ in ready:
             if key.fileobj is self._woken:
                 return True
@@ -436,16 +436,11 @@ class Listener:
             connection, _ = self._server.accept()
         except OSError:  # the process ended while it waited, or this process has no free descriptor
             return
-        size = _CREDENTIALS.size
-        pid, _, _ = _CREDENTIALS.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        )
-        ticks = None
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, ticks = _CREDENTIALS.unpack(peer)[0], None
         if pid:  # 0 stands for a process of another pid namespace
-            try:
+            with suppress(OSError):  # /proc hides other users' processes
                 ticks = start_time(pid) or _ENDED
-            except OSError:  # /proc hides other users' processes
-                ticks = None
         if ticks is None or len(self._by_connection) >= _MOST_CONNECTIONS:
             connection.close()
             return

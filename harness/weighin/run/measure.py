@@ -124,13 +124,8 @@ def measure(
         "environment": {**(environment or {}), **spec.facts},
         "touched_bytes_before": spec.touched_bytes,
     }
-    result = watch.result(
-        about,
-        end_ns - begun_ns,
-        time.monotonic_ns() - start_ns,
-        because,
-        warnings,
-    )
+    wall_ns = time.monotonic_ns() - start_ns
+    result = watch.result(about, end_ns - begun_ns, wall_ns, because, warnings)
     return Measured(result, watch.samples, watch.trace, watch.rank_samples, changed, trouble)
 
 

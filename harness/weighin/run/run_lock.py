@@ -1,7 +1,4 @@
-"""Let only one run measure on a machine at a time, because two runs distort each other's figures.
-
-All users share one lock file. To lock it, read permission is enough. No process writes to it.
-"""
+"""Let only one run measure on a machine at a time, because two runs distort each other's figures."""
 
 import contextlib
 import os
@@ -96,14 +93,13 @@ def _open(path: Path) -> int:
     """Open the lock file for reading, or create it if it does not exist."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        file = os.open(path, flags | os.O_CREAT, 0o644)
-    except PermissionError:  # Linux refuses O_CREAT for another user's file in a sticky folder
+    with contextlib.suppress(FileNotFoundError):  # Linux refuses O_CREAT in a sticky folder
         return os.open(path, flags)
-    with contextlib.suppress(OSError):  # it is another user's
-        os.fchmod(
-            file, 0o644
-        )  # despite the umask, because other users must be able to open the file
+    try:
+        file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:  # another process created it first
+        return os.open(path, flags)
+    os.fchmod(file, 0o644)  # despite the umask, because other users must be able to open the file
     return file
 
 

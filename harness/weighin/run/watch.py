@@ -115,6 +115,8 @@ class Watch:
         self._running: Any = running
         self._mark = mark_of(running)
         self._home = memory_cgroup_of(running.pid) if running.pid and not running.cgroup else None
+        if running.channel:
+            running.channel.drops_output = True
         if running.cgroup:
             self._limits = limits_around(running.cgroup.parent)
         if self._spec.settings and self._spec.settings.stacks:
@@ -345,6 +347,8 @@ class Watch:
             self.samples = with_cuda(samples, self._ranks[0].cuda_points, driver)
         if self._mark:
             self._mark.close()
+        if self._listener.error:
+            raise self._listener.error
 
     def abandon(self) -> None:
         """Close what is open, because there will be no result."""
@@ -375,8 +379,6 @@ class Watch:
             because: another outcome, and the reason, if the cell must not count.
             warnings: those of ``measure``.
         """
-        if self._listener.error:
-            raise self._listener.error
         end = self._facts()
         outcome, message = judged, _ = judge.judge(end)
         doubts = (message,) if outcome is Outcome.OK and message else ()
@@ -425,14 +427,10 @@ class Watch:
             oom_kills, escape = largest((oom_kills, self._sampler.oom_kills)), self._memory.escape
         table = self._sampler.table if self._memory else None
         self._processes = table.processes() if table else ()
-        if (
-            not escape
-            and table
-            and self._mark
-            and is_beyond(table.most_anon_bytes, self._peak_bytes)
-        ):
+        most_bytes = table.most_anon_bytes if table and self._mark else 0
+        if not escape and is_beyond(most_bytes, self._peak_bytes):
             escape = (
-                f"a process had {format_bytes(table.most_anon_bytes)} of anonymous memory, and the"
+                f"a process had {format_bytes(most_bytes)} of anonymous memory, and the"
                 f" command's cgroup never more than {format_bytes(self._peak_bytes or 0)}"
             )
         machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
@@ -566,7 +564,7 @@ class Watch:
 
     def _load_warnings(self, end: judge.End, outcome: Outcome) -> list[str]:
         warnings = [self._running.unseen] if self._running.unseen else []
-        warnings += self._ranks[0].warnings
+        warnings += dict.fromkeys(text for each in self._ranks for text in each.warnings)
         if len(self._ranks) > 1 and not self._running.cgroup:
             warnings.append(
                 "without a cgroup, the memory that ranks share cannot be counted once, so the"

@@ -231,20 +231,20 @@ class Worker:
     def _use(self, model: "torch.nn.Module") -> int | None:
         """Perform the cell's use, or run forward passes; return the time in ns, None without either."""
         marks, cell = self.marks, self.job.cell
+        if not cell.use and not (self.inputs and cell.passes):
+            return None
         inputs = self.inputs and self.inputs.to(self.argument.device)
         start_ns, marked_ns = time.monotonic_ns(), marks.spent_ns
         if cell.use:
             from weighin.worker import uses
 
             self.lifeline.send("used", **uses.perform(model, self.job, inputs, marks))
-        elif inputs and cell.passes:
+        elif inputs:
             from weighin.worker import verify
 
             for _ in range(cell.passes):
                 with marks.phase(FORWARD):
                     verify.check_forward(model, inputs)
-        else:
-            return None
         return time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
 
 
@@ -300,6 +300,7 @@ def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:
         ended.put((rank, child.wait()))
 
     for rank, each in enumerate(ranks):
+        each.drops_output = True
         each.send(encode_job(replace(job, rank=rank)))
         threading.Thread(target=wait, args=(rank, each), daemon=True).start()
     for _ in ranks:

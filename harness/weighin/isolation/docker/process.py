@@ -60,14 +60,15 @@ class DockerStarted(Running):
         self._client, self._container = client, container
         self._exit: Exit | None = None
         self._first: Any = None
+        self._pump: Any = None
         self.helpers: frozenset[int] = frozenset()  # the container's first process
-        with connected(streams) as (own, self.channel):
-            self._pump = _Pump(self, own)
-        terminal = self._pump.is_terminal
         apart = [f"{n}={value}" for n, value in variables.items() if n in NOT_FOR_SHELLS]
         where["environment"] = [f"{n}={v}" for n, v in variables.items() if n not in NOT_FOR_SHELLS]
         line = [*shell, "-c", _BARRIER, "sh", *apart, "--", *command]
         try:
+            with connected(streams) as (own, self.channel):
+                self._pump = _Pump(self, own)
+            terminal = self._pump.is_terminal
             with explained("run a container"):
                 self._first = client.attach_socket(container, params={"stdin": 1, "stream": 1})
                 client.start(container)
@@ -172,7 +173,8 @@ class DockerStarted(Running):
 
     def close(self) -> None:
         super().close()
-        self._pump.close()
+        if self._pump:
+            self._pump.close()
         _close_stream(self._first)
         remove(self._client, self._container)
 
