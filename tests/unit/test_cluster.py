@@ -101,8 +101,8 @@ def test_an_exception_on_a_node_names_the_node(monkeypatch: pytest.MonkeyPatch) 
     def denied() -> None:
         raise PermissionError("environ")
 
-    monkeypatch.setattr(cluster.ray, "get_runtime_context", Context)
-    monkeypatch.setattr(cluster.psutil, "Process", denied)
+    monkeypatch.setattr("ray.get_runtime_context", Context)
+    monkeypatch.setattr("psutil.Process", denied)
     place, (event,) = cluster.run({"kind": "measure", "monitor": None}, None)  # type: ignore[arg-type]
     told = json.loads(event)
     assert (place, told["event"], told["exit_code"]) == ("a", "error", 2)

@@ -198,9 +198,9 @@ def test_the_gpu_is_looked_for_although_a_cell_ran_on_the_node(
 ) -> None:
     (cell,) = cells(None, device="cuda")
     task = Run(tmp_path, [Planned(cell)], ProcessIsolation())
-    monkeypatch.setattr(fleet_node.start, "restore", lambda *_, **__: task)
-    monkeypatch.setattr(fleet_node.gpu_check, "look", GpuAnswer)
-    monkeypatch.setattr(fleet_node.runner, "run", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr("weighin.plan.start.restore", lambda *_, **__: task)
+    monkeypatch.setattr("weighin.probes.gpu_check.look", GpuAnswer)
+    monkeypatch.setattr("weighin.run.runner.run", lambda *_: pytest.fail("it was measured"))
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path))
     sent: list[str] = []
 

@@ -111,8 +111,8 @@ def test_what_cannot_run_at_once() -> None:
         told = refused(run_with(GIB, **changes))
         assert told.startswith("--jobs with --checkpoint or --storage: all cells would read")
         assert told.endswith("\nleave --jobs out, or --checkpoint and --storage")
-    for changes in ({"steady": True}, {"trace": True}):
-        assert refused(run_with(GIB, **changes)).startswith(
+    for own in ("steady", "trace"):
+        assert refused(run_with(GIB, **{own: True})).startswith(
             "with --jobs, weighin measures only the memory of cells"
         )
 
