@@ -110,9 +110,7 @@ class Pipes:
         while (line := self._lines.pop()) is None:
             if not (found := ready([self._stdout, *ended], deadline - monotonic())):
                 raise TimeoutError
-            if (
-                self.process in found
-            ):  # what it wrote is in the pipe; its children may write forever
+            if self.process in found:  # it wrote all; its children may write forever
                 self._reads_left -= 1
             is_over = self._stdout not in found or self._reads_left < 0
             if is_over or not (data := os.read(self._stdout, _PART_BYTES)):

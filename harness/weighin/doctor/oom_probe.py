@@ -11,7 +11,5 @@ DEVICES = ("cpu",)
 
 def load(job: Load) -> torch.nn.Module:
     with job.phase("overrun"):
-        tensor = torch.ones(
-            1024 * MIB, dtype=torch.uint8
-        )  # ones are written, so that they are resident
+        tensor = torch.ones(1024 * MIB, dtype=torch.uint8)  # written, so that they are resident
     return torch.nn.Linear(1, int(tensor[0]))  # reached only if nothing enforces the limit

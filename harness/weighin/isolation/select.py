@@ -29,9 +29,8 @@ def named(name: str, image: str = "") -> Isolation:
     A command's container runs ``image``; if it is empty, the container sees this machine's programs.
     """
     if name == "docker":
-        from weighin.isolation.docker.isolation import (
-            DockerIsolation,  # the SDK takes 0.2 s to import
-        )
+        # The SDK takes 0.2 s to import.
+        from weighin.isolation.docker.isolation import DockerIsolation
 
         return DockerIsolation(image)
     if name == "cgroup":

@@ -31,16 +31,9 @@ def read_private(pid: int) -> int:
     return sum(size for name, size in read_rollup(pid).items() if name.startswith("Private_"))
 
 
-def read_private_dirty(pid: int | str = "self") -> int:
-    """Return the private memory that a process has written, in bytes."""
-    return read_rollup(pid)["Private_Dirty"]
-
-
 def read_rollup(pid: int | str) -> dict[str, int]:
     """Return the fields of /proc/PID/smaps_rollup, in bytes."""
-    lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()[
-        1:
-    ]  # the first line is a range of addresses
+    _addresses, *lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()
     return {name: int(size.split()[0]) * KIB for name, _, size in (x.partition(":") for x in lines)}
 
 

@@ -17,7 +17,7 @@ import torch
 
 from weighin.cell import Job
 from weighin.construction.operations import tensors_in
-from weighin.probes.process import read_private_dirty
+from weighin.probes.process import read_rollup
 from weighin.uses import FORK, SAVE, TO_DEVICE, TRAINING, phase_of
 from weighin.worker.loading import Inputs, import_strategy
 from weighin.worker.phases import Marks, UseFailed
@@ -182,7 +182,7 @@ def _run(function: Callable[[], object], told: int, until: int) -> None:
     try:
         torch.set_num_threads(1)  # the threads of the parent do not exist here
         function()
-        os.write(told, read_private_dirty().to_bytes(_NUMBER_BYTES))
+        os.write(told, read_rollup("self")["Private_Dirty"].to_bytes(_NUMBER_BYTES))
         os.read(until, 1)
         code = 0
     except BaseException:

@@ -30,9 +30,8 @@ def connect() -> docker.APIClient:
             context = docker.context.ContextAPI.get_current_context()
             settings = {"base_url": context.Host, "tls": context.TLSConfig}
         address = settings["base_url"] or "unix:///var/run/docker.sock"
-        if address.startswith(
-            "unix://"
-        ):  # after a failure, the SDK would leave its own socket open
+        # After a failure, the SDK would leave its own socket open.
+        if address.startswith("unix://"):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 probe.connect(address.removeprefix("unix://"))
         return docker.APIClient(base_url=address, tls=settings.get("tls") or False)
