@@ -335,8 +335,16 @@ def test_a_container_sees_neither_the_home_nor_the_current_folder(
     (tmp_path / "mine").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    seen = [f"{tmp_path}/mine", "/root", "/home", "/var/run/docker.sock", "/etc/shadow"]
-    running = start(f"import os; print([p for p in {seen!r} if os.path.exists(p)])")
+    absent = [f"{tmp_path}/mine", "/var/run/docker.sock", "/etc/shadow"]
+    # Of a home, only the folders that lead to this Python are there, if it is in that home.
+    python = {sys.prefix, sys.base_prefix, str(Path(child_process.__file__))}
+    leads = {str(above) for path in python for above in (Path(path), *Path(path).parents)}
+    homes = [home for home in ("/root", "/home") if Path(home).is_dir()]
+    absent += [
+        str(path) for home in homes for path in Path(home).iterdir() if str(path) not in leads
+    ]
+    assert homes
+    running = start(f"import os; print([p for p in {absent!r} if os.path.exists(p)])")
     assert lines(running) == ["[]"]
 
 
