@@ -82,6 +82,11 @@ class Pipes:
     @property
     def stderr_tail(self) -> bytes:
         """The last 64 KiB that the process printed to standard error, or that a child of it did."""
+        self._read_errors()
+        return self._tail
+
+    def _read_errors(self) -> None:
+        """Read what has arrived on standard error, without waiting."""
         with self._lock:
             for _ in range(_MOST_READS):
                 if self._stderr < 0 or not ready([self._stderr], 0):
@@ -90,14 +95,13 @@ class Pipes:
                     os.close(self._stderr)
                     self._stderr = -1
                 self._tail = (self._tail + data)[-STDERR_KEPT_BYTES:]
-        return self._tail
 
     def _read(self) -> None:
         while not self._is_over and (self._stderr >= 0 or self.drops_output):
             files = [self._stderr] * (self._stderr >= 0) + [self._stdout] * self.drops_output
             if self._stdout in ready(files, _REST_S):
                 self.drops_output = bool(os.read(self._stdout, _PART_BYTES))
-            _ = self.stderr_tail
+            self._read_errors()
 
     def receive(self, timeout_s: float = inf) -> bytes | None:
         """Return the process's next line, or None after the last line.
@@ -134,7 +138,7 @@ class Pipes:
         if not self._is_over:
             self._is_over = True
             self._reader.join()
-            _ = self.stderr_tail  # the rest
+            self._read_errors()
             for file in (self._stdout, self._stderr, self.process):
                 if file is not None and file >= 0:
                     os.close(file)

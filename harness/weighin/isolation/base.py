@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ class Exit:
             return f"signal {self.signal}"
 
 
-class Running:
+class Running(ABC):
     """A started worker or command, together with all processes that it starts.
 
     Attributes:
@@ -97,12 +98,12 @@ class Running:
         """Return whether the first process ends in ``timeout_s``, without reaping it."""
         return wait_for_end(self.process, self.has_ended, timeout_s)
 
-    def has_ended(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def has_ended(self) -> bool: ...
 
+    @abstractmethod
     def reap(self) -> Exit:
         """Wait for the end of the first process, and return how it ended."""
-        raise NotImplementedError
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the first process; do nothing if it was reaped, or is another user's."""
@@ -111,16 +112,16 @@ class Running:
                 signal_each([self.pid], number)
 
     @property
-    def is_reaped(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def is_reaped(self) -> bool: ...
 
+    @abstractmethod
     def members(self) -> list[int]:
         """Return the pids of the processes that exist now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kill(self) -> None:
         """Kill the worker or command with its children, and return without waiting for their end."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Kill the remaining processes; remove the container or cgroups. Repeated calls do nothing.

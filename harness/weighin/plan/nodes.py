@@ -127,7 +127,7 @@ def check_gpu(device: str, vram_limits: Sequence[int | None], nodes: Sequence[No
     if not nodes:
         gpu_check.check(device, vram_limits)
     for vram in vram_limits if nodes else ():
-        reasons = [Demand(None, device, vram).lacks_now(node) for node in nodes]
+        reasons = [Demand(None, device, vram).obstacle(node) for node in nodes]
         if all(reasons):
             raise IsolationUnavailable(
                 f"no node can run --device {device}: {'; '.join(reasons)}",

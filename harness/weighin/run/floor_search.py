@@ -114,7 +114,7 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
     if (within := run.settings.within) is None:
         raise RecordError(
             f"{folder} contains a run that is not a search for floors",
-            f"to resume the run: {resume_command('bench', folder)}",
+            f"to resume the run: {resume_command(run.settings.verb, folder)}",
         )
     return Search(run, within)
 

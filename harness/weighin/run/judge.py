@@ -69,9 +69,8 @@ class End:
 def judge(end: End) -> tuple[Outcome, str]:
     """Return the outcome of a cell, and the reason in one line; for an outcome "ok", a warning.
 
-    The outcome is ``oom_killed`` only if a counter of the kernel or of the Docker engine shows a kill
-    for lack of memory; a high peak is no proof. Without a cgroup, the OOM kills of the whole machine
-    decide.
+    The outcome is ``oom_killed`` only if a counter of the kernel shows a kill for lack of memory; a high
+    peak is no proof. Without a cgroup, the OOM kills of the whole machine decide.
     """
     outcome, why = _of_load(end) if end.ranks else _of_command(end)
     if end.escape:

@@ -79,7 +79,7 @@ def measure(
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(spec.files) if spec.files or spec.job else None
     states = {file: _state(file) for file in spec.files if spec.job}
-    with staging.own_folder(_temporary(), _PREFIX) as folder, ExitStack() as opened:
+    with staging.own_folder(Path(tempfile.gettempdir()), _PREFIX) as folder, ExitStack() as opened:
         spec.enter(opened)
         listener = Listener(folder, cell.ranks if spec.job else 1)
         watch = Watch(spec, listener, reference)
@@ -131,11 +131,10 @@ def measure(
 
 def remove_leftovers() -> list[str]:
     """Remove the temporary folders of killed runs; return one line for each folder."""
-    return [f"folder {folder}" for folder in staging.remove_orphans(_temporary(), _PREFIX)]
-
-
-def _temporary() -> Path:
-    return Path(tempfile.gettempdir())
+    return [
+        f"folder {folder}"
+        for folder in staging.remove_orphans(Path(tempfile.gettempdir()), _PREFIX)
+    ]
 
 
 def _state(file: Path) -> tuple[int, int, int, int] | None:

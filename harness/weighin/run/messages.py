@@ -115,7 +115,8 @@ def decode(packet: bytes) -> tuple[str, Message | End] | None:
     """Return the kind and the content of a message; None for a wrong one.
 
     A message is wrong if its kind is unknown, if a field is missing, unknown or of a wrong type, or
-    if a number is negative or too large for a record. Of a phase and of memory, unknown fields are ignored. Texts are cut to one printable line.
+    if a number is negative or too large for a record. Of a phase and of memory, unknown fields are
+    ignored. Texts are cut to one printable line.
     """
     try:
         fields = parse_json(packet)
