@@ -131,10 +131,8 @@ def measure(
 
 def remove_leftovers() -> list[str]:
     """Remove the temporary folders of killed runs; return one line for each folder."""
-    return [
-        f"folder {folder}"
-        for folder in staging.remove_orphans(Path(tempfile.gettempdir()), _PREFIX)
-    ]
+    folders = staging.remove_orphans(Path(tempfile.gettempdir()), _PREFIX)
+    return [f"folder {folder}" for folder in folders]
 
 
 def _state(file: Path) -> tuple[int, int, int, int] | None:
