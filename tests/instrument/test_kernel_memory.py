@@ -72,7 +72,9 @@ def test_the_need_is_split_at_the_peak_and_over_time(known: Unusual, measure: Me
     parts = sum(at_peak[name] for name in PARTS.values()) - at_peak["kernel_reclaimable_bytes"]
     assert within(parts + (at_peak["socket_bytes"] or 0), known.needed_bytes)
     rows = list(csv.DictReader((folder / found.record["samples_path"]).read_text().splitlines()))
-    assert max(int(row[PARTS[known.kind]]) for row in rows) == at_peak[PARTS[known.kind]]
+    assert any(all(row[name] == str(at_peak[name]) for name in PARTS.values()) for row in rows)
+    # The peak is any of the samples whose need is within 1 % of the most: the kernel counts in batches.
+    assert within(max(int(row[PARTS[known.kind]]) for row in rows), at_peak[PARTS[known.kind]])
     if known.name == "returns":
         assert within(at_peak["freed_bytes"], known.peak_bytes - known.needed_bytes)
 
