@@ -390,3 +390,22 @@ def test_a_folder_is_loaded_by_one_call_where_other_strategies_are_no_faster(
     by_name = {one.strategy: one.asks for one in found.candidates}
     assert by_name["safetensors_mmap"] == ("code that builds the model",)
     assert by_name["streaming"] == ("weighin",)
+
+
+def test_the_conversion_of_a_folder_is_with_the_class_the_trust_and_the_adapter_that_were_asked_for(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    code = {"AutoModel": "own.BertModel"}
+    config = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "auto_map": code}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    folder = read_folder(tmp_path)
+    model = spec_of(folder)
+    model = replace(model, kwargs={**model.kwargs, "architecture": "BertModel", "code": "trusted"})
+    monkeypatch.setattr(answer, "adapter_of", lambda _: tmp_path / "lora")
+    found = advised(model=model, checkpoint=folder.checkpoint)
+    resaved = replace(found.candidates[0], format="per_param", asks=("saved as per_param",))
+    asked = replace(found, candidates=(resaved,))
+    command = next(note for note in asked.notes if "weighin convert" in note)
+    chosen = f"--keys model --class BertModel --trust-remote-code --adapter {tmp_path / 'lora'}"
+    assert command.endswith(chosen)

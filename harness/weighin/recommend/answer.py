@@ -147,6 +147,11 @@ class Advice:
             options = ["--format", self.best.format, *asked.selection.options]
             if _folder(asked):
                 options += ["--keys", "model"]
+                if _is_chosen(model := asked.model.kwargs):
+                    options += ["--class", model["architecture"]]
+                options += ["--trust-remote-code"] * ("code" in model)
+                if adapter := adapter_of(asked.model):
+                    options += ["--adapter", str(adapter)]
             notes.append(
                 f"{self.best.strategy} reads a {self.best.format} checkpoint with the model's weights"
                 f" alone. Write it once: weighin convert {quote(str(asked.checkpoint))}"
@@ -282,8 +287,7 @@ def _code(advice: Advice, checkpoint_format: str, options: Mapping[str, Mapping[
             gguf_file=checkpoint.name if checkpoint_format == gguf.NAME else "",
             auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
             variant=variant_of(checkpoint),
-            is_chosen=library_in(model["config"]) is TRANSFORMERS
-            and model["architecture"] not in (model["config"].get("architectures") or [""])[:1],
+            is_chosen=_is_chosen(model),
             extra=library_in(model["config"]).extra,
             adapter=adapter,
             quantisation=None if checkpoint_format == gguf.NAME else dequantising(Path(folder)),
@@ -317,6 +321,12 @@ def _folder(question: Question) -> str | None:
     has_weights = find_weights(folder, variant_of(checkpoint)) == checkpoint
     is_gguf = gguf.is_file(checkpoint)
     return str(folder) if is_gguf or (of_checkpoint and has_model and has_weights) else None
+
+
+def _is_chosen(model: Mapping[str, Any]) -> bool:
+    """Return whether the user chose another class than config.json names."""
+    named = (model["config"].get("architectures") or [""])[:1]
+    return library_in(model["config"]) is TRANSFORMERS and model["architecture"] not in named
 
 
 def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
