@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,8 @@ def test_a_signal_of_the_terminal_arrives_once(tmp_path: Path, isolation: str) -
         for key, name in ((b"\x03", "SIGINT"), (b"\x1c", "SIGQUIT")):
             os.write(parent, key)
             assert process.stdout.readline() == f"{name}\n"
+        termios.tcsetwinsize(parent, (30, 90))
+        assert process.stdout.readline() == "SIGWINCH\n"
         os.write(parent, b"\x04")  # the end of its input
         assert process.stdout.read() == ""
         assert process.wait(60) == 0
@@ -148,6 +151,21 @@ def test_the_command_gets_descriptors_above_2(tmp_path: Path, run: Callable[...,
     file = os.open(tmp_path / "file", os.O_RDONLY)
     assert run("cat", f"/dev/fd/{file}", pass_fds=(file,)).stdout == "the file\n"
     os.close(file)
+
+
+def test_makes_in_it_share_the_jobs_of_the_make_around(tmp_path: Path, isolation: str) -> None:
+    line = " ".join((*WEIGHIN, "run", "--isolation", isolation, "--no-stacks"))
+    wait = (
+        "touch $@; until [ -e a ] && [ -e b ]; do sleep 0.01; done"  # for one that runs beside it
+    )
+    (tmp_path / "Makefile").write_text(
+        f"all: ; +{line} -- $(MAKE) both\nboth: a b\na b: ; {wait}\n"
+    )
+    done = subprocess.run(
+        ("make", "-j2"), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "jobserver" not in done.stderr
 
 
 @pytest.mark.parametrize("path", [True, False])
