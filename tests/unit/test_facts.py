@@ -213,6 +213,10 @@ INSIDE = (
     "pread (/v/site-packages/loader/io.py:80)",
     "Thread.run (/usr/lib/python3.11/threading.py:982)",
 )
+AT_EXIT = (
+    "_del_library (/v/site-packages/torch/library.py:665)",
+    "finalize._exitfunc (/usr/lib/python3.11/weakref.py:666)",
+)
 HOOK = ("_exit_function (/usr/lib/python3.11/multiprocessing/util.py:360)",)
 
 
@@ -223,6 +227,8 @@ HOOK = ("_exit_function (/usr/lib/python3.11/multiprocessing/util.py:360)",)
         ([(90, INSIDE)], "loader/io.py:80"),  # nobody's line is known
         ([(80, ("main (app.py:9)",)), (90, FOR_IT)], "app.py:9"),  # at the peak it waits
         ([(80, ("main (app.py:9)",)), (90, HOOK)], "app.py:9"),
+        ([(80, ("main (app.py:9)",)), (90, AT_EXIT)], "app.py:9"),
+        ([(90, AT_EXIT)], ""),  # the program's own code has ended
         ([(74, ("main (app.py:9)",)), (90, FOR_IT)], ""),  # too far below the peak
         ([(90, FOR_IT)], ""),
     ],

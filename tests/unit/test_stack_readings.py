@@ -1,5 +1,7 @@
 """When the stacks of a command are read: near its limit, and as its memory grows."""
 
+import os
+
 import pytest
 
 from weighin.probes.stacks import StackTaker
@@ -26,3 +28,20 @@ def test_a_usage_that_is_higher_by_a_third_does_not_wait_for_the_pause(
     taker._taken_bytes = last * MIB
     taker._due_s = float("inf") if in_pause else 0.0
     assert taker._is_worth(now * MIB) == reads
+
+
+@pytest.mark.parametrize(("then", "kept"), [(180, 180), (90, 100)])
+def test_a_stack_has_the_usage_of_the_sample_after_its_reading(
+    then: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame = {"name": "work", "filename": "a.py", "line": 3}
+    thread = {"frames": [frame], "os_thread_id": 1, "owns_gil": True, "thread_name": "MainThread"}
+    taker = StackTaker(lambda: [os.getpid()])
+    monkeypatch.setattr(taker, "_program", "py-spy")
+    monkeypatch.setattr(taker, "_dump", lambda _, pids: {pid: [thread] for pid in pids})
+    taker.look(1, 100 * MIB)
+    taker.look(2, then * MIB)
+    taker.look(3, 185 * MIB)  # not much more
+    (stack, *others) = taker.stacks
+    assert stack.usage_bytes == kept * MIB
+    assert [other.usage_bytes for other in others] == ([] if then > 100 else [185 * MIB])

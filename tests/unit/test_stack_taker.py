@@ -69,6 +69,7 @@ def test_py_spy_is_run_once_only_on_a_program_that_is_not_python(
         taker = StackTaker(lambda: pids_in(groups[0]), groups[0], share=1.0)
         for number in (1, 2, 3):
             taker.look(number, number * 100 * MIB)
+            taker.look(number, number * 100 * MIB)  # the sample after the reading
             time.sleep(0.5)
             for group in groups:
                 (group / "cgroup.procs").write_text(str(sleepers[1].pid))

@@ -47,13 +47,13 @@ class Sampler:
         self,
         memory: SampledMemory,
         interval_s: float | None = None,
-        at_maximum: Callable[[int, int], None] | None = None,
+        at_sample: Callable[[int, int], None] | None = None,
     ) -> None:
         """Prepare the sampler; ``start`` starts its thread.
 
         Args:
-            at_maximum: a function that the thread calls with (t_ns, bytes) for each sample whose
-                memory without page cache is larger than in all samples before it.
+            at_sample: a function that the thread calls with (t_ns, bytes) for each sample: its
+                memory without page cache.
         """
         self.samples: list[Sample] = []
         self.oom_kills: int | None = None
@@ -63,10 +63,10 @@ class Sampler:
         self.table = None if memory.ranks else ProcessTable()
         self._limit = memory.limit()
         self._interval_s = interval_s or memory.interval_s
-        self._at_maximum = at_maximum
+        self._at_sample = at_sample
         self._keeping = Pause()
         self._kept: Sample | None = None
-        self._most_bytes = self._most_needed_bytes = 0
+        self._most_needed_bytes = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
@@ -134,9 +134,8 @@ class Sampler:
         self._note_peak(sample)
         if self.table:
             self._keep_table(self.table, sample)
-        if self._at_maximum and _used(sample) > self._most_bytes:
-            self._at_maximum(t_ns, _used(sample))
-        self._most_bytes = max(self._most_bytes, _used(sample))
+        if self._at_sample:
+            self._at_sample(t_ns, _used(sample))
         return sample
 
     def _keep_table(self, table: ProcessTable, sample: Sample) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,7 +70,7 @@ class StackTaker:
         self._start_s = time.monotonic()
         self._due_s = 0.0
         self._taken_bytes = 0
-        self._was_near = False
+        self._was_near = self._is_new = False
         self._looks: deque[tuple[Stack, ...]] = deque(maxlen=KEPT)
         self._others: set[str] = set()
         self._program = _find_program()
@@ -87,7 +88,20 @@ class StackTaker:
         return "" if self._looks else self._error
 
     def look(self, t_ns: int, usage_bytes: int) -> None:
-        """Read stacks if the usage at ``t_ns`` is near the limit, or much above the last reading's."""
+        """Take the next sample's usage; read stacks if it is near the limit, or much above the last
+        reading's.
+
+        py-spy stops a process when its system call ends, which may be long after the sample for which
+        py-spy was started. The sample right after the reading is therefore the usage of its stacks,
+        unless memory was freed meanwhile.
+        """
+        if self._is_new:
+            self._is_new = False
+            if usage_bytes > self._taken_bytes:
+                self._taken_bytes, stacks = usage_bytes, self._looks.pop()
+                self._looks.append(
+                    tuple(replace(one, t_ns=t_ns, usage_bytes=usage_bytes) for one in stacks)
+                )
         if not self._program or not self._is_worth(usage_bytes):
             return
         pids = self._find_pythons()
@@ -107,6 +121,7 @@ class StackTaker:
         ]
         if stacks:
             self._looks.append(tuple(stacks))
+            self._is_new = True
 
     def _is_worth(self, usage_bytes: int) -> bool:
         """Return whether the usage is near the limit, or much higher than at the last reading.

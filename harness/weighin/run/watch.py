@@ -138,7 +138,7 @@ class Watch:
         ranks = len(self._ranks) if self._spec.job else 0
         memory = SampledMemory(pid, self._running.members, cgroup, ranks=ranks)
         look = self._stacks.look if self._stacks else None
-        self._sampler = Sampler(memory, at_maximum=look)
+        self._sampler = Sampler(memory, at_sample=look)
         self._sampler.start()
         self._memory = memory
 

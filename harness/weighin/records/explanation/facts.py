@@ -31,6 +31,7 @@ _WAITING_FILE: Final = re.compile(
     r"(?:.*/)?(?:threading|selectors|queue|socket|subprocess|multiprocessing/\w+|concurrent/futures/\w+)\.py"
 )
 _WAITING_CODE: Final = re.compile(r"\b(?:os\.wait\w*|\w+\.(?:wait|join|sleep|communicate))\(")
+_EXIT_HOOK: Final = re.compile(r"_exitfunc|_exit_function|_python_exit|_?shutdown|__del__")
 _CHECKPOINT: Final = re.compile(
     r".*\.(?:pt|pth|bin|ckpt|safetensors|gguf|pkl|npy|npz|h5|msgpack|distcp)"
 )
@@ -181,7 +182,7 @@ class Facts:
         for t_ns in dict.fromkeys(place.stack.t_ns for place in reversed(near)):
             now = [place for place in near if place.stack.t_ns == t_ns]
             for place in sorted(now, key=weight, reverse=True):
-                if is_waiting(place):
+                if is_waiting(place) or is_exit_hook(place):
                     continue
                 if own(place.frames) or place.frames[-1].function == "<module>":
                     return place
@@ -276,6 +277,12 @@ def is_waiting(place: Place) -> bool:
         or (place.frames[0].is_library and _WAITING_FILE.fullmatch(place.frames[0].path))
         or (place.frames[0] == place.frame and _WAITING_CODE.search(place.stack.code))
     )
+
+
+def is_exit_hook(place: Place) -> bool:
+    """Return whether a library's hook ran after the end of the program's own code."""
+    outermost = place.frames[-1]
+    return outermost.is_library and bool(_EXIT_HOOK.fullmatch(outermost.short_name))
 
 
 def held_by(process: Process) -> int:
