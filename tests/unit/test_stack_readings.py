@@ -39,9 +39,8 @@ def test_a_stack_has_the_usage_of_the_sample_after_its_reading(
     taker = StackTaker(lambda: [os.getpid()])
     monkeypatch.setattr(taker, "_program", "py-spy")
     monkeypatch.setattr(taker, "_dump", lambda _, pids: {pid: [thread] for pid in pids})
-    taker.look(1, 100 * MIB)
-    taker.look(2, then * MIB)
-    taker.look(3, 185 * MIB)  # not much more
-    (stack, *others) = taker.stacks
+    for t_ns, mib in ((1, 100), (2, then), (3, 185)):
+        taker.look(t_ns, mib * MIB)
+        (stack, *others) = taker.stacks
     assert stack.usage_bytes == kept * MIB
     assert [other.usage_bytes for other in others] == ([] if then > 100 else [185 * MIB])

@@ -40,6 +40,12 @@ def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def look(taker: StackTaker, t_ns: int, usage_bytes: int) -> None:
+    """Look, and wait for the end of the reading."""
+    taker.look(t_ns, usage_bytes)
+    taker.stacks  # noqa: B018
+
+
 @pytest.fixture
 def groups() -> Iterator[list[Path]]:
     made = cgroup._make_groups()
@@ -68,8 +74,8 @@ def test_py_spy_is_run_once_only_on_a_program_that_is_not_python(
         monkeypatch.setattr(subprocess, "Popen", popen)
         taker = StackTaker(lambda: pids_in(groups[0]), groups[0], share=1.0)
         for number in (1, 2, 3):
-            taker.look(number, number * 100 * MIB)
-            taker.look(number, number * 100 * MIB)  # the sample after the reading
+            look(taker, number, number * 100 * MIB)
+            look(taker, number, number * 100 * MIB)  # the sample after the reading
             time.sleep(0.5)
             for group in groups:
                 (group / "cgroup.procs").write_text(str(sleepers[1].pid))
@@ -88,7 +94,7 @@ def test_a_process_that_ends_in_between_leaves_no_stack() -> None:
         taker = StackTaker(lambda: [one.pid, 2**22 - 1])
         one.go()
         one.process.wait(60)
-        taker.look(1, 100 * MIB)
+        look(taker, 1, 100 * MIB)
         assert taker.stacks == ()
         assert taker.why == "no Python process used more memory than before"
 
@@ -97,7 +103,7 @@ def test_a_process_goes_on_after_its_stack_was_read() -> None:
     with command('step("started")') as one:
         one.reach("started")
         taker = StackTaker(lambda: [one.pid])
-        taker.look(7, 100 * MIB)
+        look(taker, 7, 100 * MIB)
         (stack,) = taker.stacks
         assert (stack.t_ns, stack.pid, stack.usage_bytes) == (7, one.pid, 100 * MIB)
         assert stack.frames[0].startswith("step (<string>:")
@@ -117,7 +123,7 @@ def test_processes_in_uninterruptible_sleep_are_read_without_being_stopped() -> 
             wait_until(lambda one=one: _state(one.pid) == "D", "no uninterruptible sleep")  # type: ignore[misc]
         taker = StackTaker(lambda: [one.pid for one in sleeping])
         start_s = time.monotonic()
-        taker.look(1, 100 * MIB)
+        look(taker, 1, 100 * MIB)
         assert time.monotonic() - start_s < 2.9
         assert {stack.pid for stack in taker.stacks} == {one.pid for one in sleeping}
         assert all("sleep_in_kernel (<string>:" in stack.frames[0] for stack in taker.stacks)
@@ -136,7 +142,7 @@ def test_all_processes_that_do_not_answer_take_three_seconds_together(
             ends.callback(sleeping.kill)
         taker = StackTaker(lambda: [sleeping.pid for sleeping in sleepers])
         start_s = time.monotonic()
-        taker.look(1, 100 * MIB)
+        look(taker, 1, 100 * MIB)
         assert 2.9 < time.monotonic() - start_s < 5
     assert taker.why == "py-spy got no answer within 3 s"
 
@@ -154,7 +160,7 @@ def test_an_answer_is_read_although_a_larger_process_gives_none(
         program.chmod(0o755)
         monkeypatch.setattr(stacks, "_find_program", lambda: str(program))
         taker = StackTaker(lambda: [large.pid, small.pid])
-        taker.look(1, 100 * MIB)
+        look(taker, 1, 100 * MIB)
         assert [stack.pid for stack in taker.stacks] == [small.pid]
 
 
@@ -163,7 +169,7 @@ def test_a_process_that_another_program_traces_is_read_without_being_stopped() -
         one.reach("started")
         assert ctypes.CDLL(None).ptrace(_PTRACE_SEIZE, one.pid, None, None) == 0
         taker = StackTaker(lambda: [one.pid])
-        taker.look(1, 100 * MIB)
+        look(taker, 1, 100 * MIB)
         (stack,) = taker.stacks
         assert stack.frames[0].startswith("step (<string>:")
         assert taker.why == ""
@@ -179,7 +185,7 @@ def test_the_reason_of_py_spy_is_told_without_its_own_stack(
     with command('step("started")') as one:
         one.reach("started")
         taker = StackTaker(lambda: [one.pid])
-        taker.look(1, 100 * MIB)
+        look(taker, 1, 100 * MIB)
         name = Path(f"/proc/{one.pid}/exe").readlink()
     assert taker.why == f"py-spy cannot read {name}: Error: Failed to x Caused by: 0: y"
 
@@ -189,14 +195,14 @@ def test_a_py_spy_that_does_not_start_is_a_reason(monkeypatch: pytest.MonkeyPatc
     with command('step("started")') as one:
         one.reach("started")
         taker = StackTaker(lambda: [one.pid])
-        taker.look(1, 100 * MIB)
+        look(taker, 1, 100 * MIB)
     assert taker.why == "py-spy does not start: No such file or directory"
 
 
 def test_without_py_spy_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "_find_program", lambda: None)
     taker = StackTaker(list)
-    taker.look(1, 100 * MIB)
+    look(taker, 1, 100 * MIB)
     assert taker.stacks == ()
     assert taker.why.startswith("py-spy is not installed: pip install ")
     assert "stacks" in taker.why

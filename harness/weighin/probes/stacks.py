@@ -8,6 +8,7 @@ import contextlib
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -40,6 +41,7 @@ _GROWTH: Final = 0.05
 _GROWTH_BYTES: Final = 16 * MIB
 _MUCH: Final = 4 / 3  # times the last reading's usage: so one is at 3/4 of any peak, or above it
 _MUCH_BYTES: Final = 64 * MIB
+_LEAST_SHARE: Final = 0.75  # of the limit; a stack at less usage tells nothing of the peak
 _MARGIN: Final = 0.1
 _MARGIN_BYTES: Final = 32 * MIB
 _STEPS_IN_MARGIN: Final = 16  # readings while the usage rises through the margin, at most
@@ -65,12 +67,14 @@ class StackTaker:
         self._pids = pids
         limit = (room_in(cgroup) if cgroup else None) or 0
         self._margin_bytes = max(_MARGIN_BYTES, int(limit * _MARGIN))
-        self._near_bytes = limit - self._margin_bytes if limit else None
+        near_bytes = max(limit - self._margin_bytes, int(_LEAST_SHARE * limit) + 1)
+        self._near_bytes = near_bytes if limit else None
         self._share = share
         self._start_s = time.monotonic()
         self._due_s = 0.0
         self._taken_bytes = 0
         self._was_near = self._is_new = False
+        self._reading: threading.Thread | None = None
         self._looks: deque[tuple[Stack, ...]] = deque(maxlen=KEPT)
         self._others: set[str] = set()
         self._program = _find_program()
@@ -80,21 +84,27 @@ class StackTaker:
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """The stacks of the last 8 readings. Older readings, and running threads, come first."""
+        """The stacks of the last 8 readings, when the last one has ended. Older readings, and running
+        threads, come first.
+        """
+        if self._reading:
+            self._reading.join()
         return tuple(stack for look in self._looks for stack in look)
 
     @property
     def why(self) -> str:
-        return "" if self._looks else self._error
+        return "" if self.stacks else self._error
 
     def look(self, t_ns: int, usage_bytes: int) -> None:
-        """Take the next sample's usage; read stacks if it is near the limit, or much above the last
+        """Begin to read stacks if the usage at ``t_ns`` is near the limit, or much above the last
         reading's.
 
         py-spy stops a process when its system call ends, which may be long after the sample for which
-        py-spy was started. The sample right after the reading is therefore the usage of its stacks,
-        unless memory was freed meanwhile.
+        py-spy was started. Sampling goes on meanwhile. The sample right after the reading is the
+        usage of its stacks, unless memory was freed.
         """
+        if self._reading and self._reading.is_alive():
+            return
         if self._is_new:
             self._is_new = False
             if usage_bytes > self._taken_bytes:
@@ -104,13 +114,16 @@ class StackTaker:
                 )
         if not self._program or not self._is_worth(usage_bytes):
             return
-        pids = self._find_pythons()
-        if not pids:
-            return
-        self._taken_bytes = usage_bytes
+        if pids := self._find_pythons():
+            self._taken_bytes = usage_bytes
+            read = (self._program, pids, t_ns, usage_bytes)
+            self._reading = threading.Thread(target=self._read, args=read)
+            self._reading.start()
+
+    def _read(self, program: str, pids: list[int], t_ns: int, usage_bytes: int) -> None:
         start_s = time.monotonic()
         running = {pid: _threads_in(pid, _RUNS) for pid in pids}
-        found = self._dump(self._program, pids)
+        found = self._dump(program, pids)
         took_s = time.monotonic() - start_s
         self.frozen_ns += int(took_s * 1e9)
         self._due_s = start_s + took_s / self._share
