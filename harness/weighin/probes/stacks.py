@@ -39,8 +39,11 @@ _STOP_PATIENCE_S: Final = 1.0
 _READ_S: Final = 0.1  # for the output of a py-spy that ended while another one was waited for
 _GROWTH: Final = 0.05
 _GROWTH_BYTES: Final = 16 * MIB
-_MUCH: Final = 4 / 3  # times the last reading's usage: so one is at 3/4 of any peak, or above it
-_MUCH_BYTES: Final = 64 * MIB
+_MUCH: Final = (
+    5 / 4
+)  # times the last reading's usage: so one is at 4/5 of any sampled peak, or above
+_MUCH_BYTES: Final = 32 * MIB
+_SOON_NS: Final = 50_000_000  # to the limit; a reading takes about 20 ms
 _LEAST_SHARE: Final = 0.75  # of the limit; a stack at less usage tells nothing of the peak
 _MARGIN: Final = 0.1
 _MARGIN_BYTES: Final = 32 * MIB
@@ -65,15 +68,15 @@ class StackTaker:
         """``pids`` returns the pids of the command; ``cgroup`` is its memory cgroup."""
         self.frozen_ns = 0
         self._pids = pids
-        limit = (room_in(cgroup) if cgroup else None) or 0
-        self._margin_bytes = max(_MARGIN_BYTES, int(limit * _MARGIN))
-        near_bytes = max(limit - self._margin_bytes, int(_LEAST_SHARE * limit) + 1)
-        self._near_bytes = near_bytes if limit else None
+        self._limit = room_in(cgroup) if cgroup else None
+        self._margin_bytes = max(_MARGIN_BYTES, int((self._limit or 0) * _MARGIN))
         self._share = share
         self._start_s = time.monotonic()
         self._due_s = 0.0
-        self._taken_bytes = 0
-        self._was_near = self._is_new = False
+        self._taken_ns = self._taken_bytes = 0
+        self._last = (0, 0)
+        self._was_near = False
+        self._found: list[Stack] = []
         self._reading: threading.Thread | None = None
         self._looks: deque[tuple[Stack, ...]] = deque(maxlen=KEPT)
         self._others: set[str] = set()
@@ -87,8 +90,7 @@ class StackTaker:
         """The stacks of the last 8 readings, when the last one has ended. Older readings, and running
         threads, come first.
         """
-        if self._reading:
-            self._reading.join()
+        self._keep()
         return tuple(stack for look in self._looks for stack in look)
 
     @property
@@ -100,53 +102,66 @@ class StackTaker:
         reading's.
 
         py-spy stops a process when its system call ends, which may be long after the sample for which
-        py-spy was started. Sampling goes on meanwhile. The sample right after the reading is the
-        usage of its stacks, unless memory was freed.
+        py-spy was started. Sampling goes on meanwhile, and the largest usage until the reading has
+        ended is that of its stacks.
         """
-        if self._reading and self._reading.is_alive():
-            return
-        if self._is_new:
-            self._is_new = False
+        is_near = self._is_near(t_ns, usage_bytes)
+        if self._reading:
             if usage_bytes > self._taken_bytes:
-                self._taken_bytes, stacks = usage_bytes, self._looks.pop()
-                self._looks.append(
-                    tuple(replace(one, t_ns=t_ns, usage_bytes=usage_bytes) for one in stacks)
-                )
-        if not self._program or not self._is_worth(usage_bytes):
+                self._taken_ns, self._taken_bytes = t_ns, usage_bytes
+            if self._reading.is_alive():
+                return
+            self._keep()
+        if not self._program or not self._is_worth(usage_bytes, is_near=is_near):
             return
         if pids := self._find_pythons():
-            self._taken_bytes = usage_bytes
-            read = (self._program, pids, t_ns, usage_bytes)
-            self._reading = threading.Thread(target=self._read, args=read)
+            self._taken_ns, self._taken_bytes = t_ns, usage_bytes
+            self._reading = threading.Thread(target=self._read, args=(self._program, pids))
             self._reading.start()
 
-    def _read(self, program: str, pids: list[int], t_ns: int, usage_bytes: int) -> None:
+    def _read(self, program: str, pids: list[int]) -> None:
         start_s = time.monotonic()
         running = {pid: _threads_in(pid, _RUNS) for pid in pids}
         found = self._dump(program, pids)
         took_s = time.monotonic() - start_s
         self.frozen_ns += int(took_s * 1e9)
         self._due_s = start_s + took_s / self._share
-        stacks = [
+        self._found = [
             stack
             for pid, threads in found.items()
-            for stack in _stacks_of(pid, threads, running[pid], t_ns, usage_bytes)
+            for stack in _stacks_of(pid, threads, running[pid])
         ]
-        if stacks:
-            self._looks.append(tuple(stacks))
-            self._is_new = True
 
-    def _is_worth(self, usage_bytes: int) -> bool:
+    def _keep(self) -> None:
+        """Keep what a reading has found, when it has ended."""
+        if self._reading:
+            self._reading.join()
+            t_ns, usage_bytes = self._taken_ns, self._taken_bytes
+            stacks = [replace(one, t_ns=t_ns, usage_bytes=usage_bytes) for one in self._found]
+            if stacks:
+                self._looks.append(tuple(stacks))
+            self._reading, self._found = None, []
+
+    def _is_near(self, t_ns: int, usage_bytes: int) -> bool:
+        """Return whether a usage is near the limit, or reaches the limit soon if it grows as now."""
+        (before_ns, before_bytes), self._last = self._last, (t_ns, usage_bytes)
+        if self._limit is None or usage_bytes <= _LEAST_SHARE * self._limit:
+            return False
+        left_bytes = self._limit - usage_bytes
+        rate = (usage_bytes - before_bytes) / max(t_ns - before_ns, 1)
+        return left_bytes <= max(self._margin_bytes, rate * _SOON_NS)
+
+    def _is_worth(self, usage_bytes: int, *, is_near: bool = False) -> bool:
         """Return whether the usage is near the limit, or much higher than at the last reading.
 
         Near the limit, the kernel may kill the command at any moment, so that the first reading near
         it is always made. Later readings near it need no pause between them, as long as all readings
         together take at most ``SHARE`` of the time since the start. A usage that is
-        higher by a third does not wait for a pause either: memory may reach its peak within it.
+        higher by a quarter does not wait for a pause either: memory may reach its peak within it.
         """
         now_s = time.monotonic()
         growth = usage_bytes - self._taken_bytes
-        if self._near_bytes is not None and usage_bytes >= self._near_bytes:
+        if is_near:
             if not self._was_near:
                 self._was_near = True
                 return True
@@ -250,9 +265,7 @@ def _threads_in(pid: int, states: str) -> set[int]:
     return found
 
 
-def _stacks_of(
-    pid: int, threads: list[Any], running: set[int], t_ns: int, usage_bytes: int
-) -> list[Stack]:
+def _stacks_of(pid: int, threads: list[Any], running: set[int]) -> list[Stack]:
     """Return up to 8 stacks of a process: running threads first, and among equal threads, the thread
     with the GIL and the main thread first. Of more than 40 frames, only the first and last 20 are kept.
     """
@@ -274,5 +287,5 @@ def _stacks_of(
             for one in frames
         ]
         name = one_line(each["thread_name"] or f"thread {each['os_thread_id']}")
-        stacks.append(Stack(t_ns, pid, name, usage_bytes, tuple(lines)))
+        stacks.append(Stack(0, pid, name, 0, tuple(lines)))
     return stacks
