@@ -6,8 +6,8 @@
 An answer is right if it names a right cause and a right line, and "none" if it leaves one of them
 out; without a right cause ("none" in the script's mark), the line alone is right. The limits are
 shares of what the script needs, so that it dies at each of its stages. Runs are kept in FOLDER:
-with the same folder, the rules of today explain the runs of before. It needs cgroups, and takes
-half an hour.
+with the same folder, the rules of today explain the runs of before. It needs cgroups, and takes 5 to
+25 minutes.
 """
 
 from __future__ import annotations
