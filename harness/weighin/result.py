@@ -102,9 +102,14 @@ class Sample:
     @property
     def needed_bytes(self) -> int:
         """What the kernel cannot reclaim without swap."""
-        own = (self.kernel_bytes or 0) - (self.kernel_reclaimable_bytes or 0)
         pages = self.anon_bytes + self.shmem_bytes + (self.locked_bytes or 0)
-        return pages + max(own, 0) + (self.socket_bytes or 0)
+        return pages + self.kernel_needed_bytes
+
+    @property
+    def kernel_needed_bytes(self) -> int:
+        """The kernel's own memory that it cannot reclaim, with TCP sockets."""
+        own = (self.kernel_bytes or 0) - (self.kernel_reclaimable_bytes or 0)
+        return max(own, 0) + (self.socket_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True)

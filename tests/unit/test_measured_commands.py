@@ -350,11 +350,12 @@ def _writing(kernel: Kernel, *figures: tuple[str, str, object]) -> str:
 
 def figures(**changes: int) -> list[tuple[str, str, object]]:
     """What a command has that needs 6 MiB beside 1 MiB of page cache."""
-    now = {"anon": 2, "shmem": 1, "file": 2, "refaults": 6, "peak": 7} | changes
+    now = {"anon": 2, "shmem": 1, "file": 2, "refaults": 6, "peak": 7, "kernel": 1}
+    now |= changes
     names = {"anon": "total_rss", "shmem": "total_shmem", "file": "total_cache"}
     counts = f"workingset_refault_file {now['refaults']}\\n"
     v1 = "".join(f"{of_v1} {now[name] * MIB}\\n" for name, of_v1 in names.items())
-    v2 = "".join(f"{name} {now[name] * MIB}\\n" for name in names) + f"kernel {MIB}\\n"
+    v2 = "".join(f"{name} {now[name] * MIB}\\n" for name in (*names, "kernel"))
     return [
         ("memory.stat", "", f"{v1}{counts}total_pgfault 30\\ntotal_pgmajfault 4\\n"),
         ("", "memory.stat", f"{v2}{counts}pgfault 30\\npgmajfault 4\\n"),
@@ -397,6 +398,14 @@ def test_the_sampled_need_counts_if_it_is_above_that_of_the_peak(
         sampled * MIB,
         True,
     )
+
+
+def test_a_need_is_sampled_where_much_of_it_is_kernel_memory_without_a_mark(
+    kernel: Kernel, result_of: Callable[..., Result]
+) -> None:
+    result = result_of(_writing(kernel, *figures(anon=1, kernel=2)), CgroupIsolation())
+    assert result.ran and result.ran.needed_bytes == 6 * MIB
+    assert result.ran.needed_is_sampled is (kernel.memory == kernel.unified)
 
 
 def test_a_kill_in_the_group_decides_also_if_the_command_lives_on(

@@ -599,6 +599,9 @@ class Watch:
         by_kernel = kernel_bytes and max(0, kernel_bytes - sampler.caches_bytes)
         needed = largest((sampled, by_peak, by_kernel))
         is_exact = needed == by_peak and reclaimable <= max(MIB, (needed or 0) // 100)
+        if kernel_bytes is None:  # v2 keeps no mark of the kernel's own memory
+            own_bytes = self._most("kernel_needed_bytes") or 0
+            is_exact = is_exact and own_bytes <= MIB + (needed or 0) // 100
         some_ns, full_ns = self._at_end.some_ns, self._at_end.full_ns
         notes = tuple(filter(None, (running.unseen, self._left)))
         warnings = [*notes, *(text for each in (main, *others) for text in each.warnings)]
