@@ -87,7 +87,7 @@ def test_a_limit_kills_and_its_counters_outlive_the_worker(start: Start) -> None
     running.channel.send(b"\n")
     assert ended(running) == Exit(code=None, signal=signal.SIGKILL, oom_killed=True)
     assert cgroup.read_oom_kills() == 1
-    peak = int(cgroup.peak_path.read_text())
+    peak = int(cgroup.file("peak").read_text())
     assert 0.95 * 256 * MIB < peak <= 256 * MIB
     running.close()
     assert not running.cgroup.exists()

@@ -60,8 +60,8 @@ def test_version_2_without_a_mark(tmp_path: Path) -> None:
 
 def test_a_kernel_that_counts_neither_kills_nor_refaults(tmp_path: Path) -> None:
     group = make_group(tmp_path, "v2-6.12")
-    group.oom_path.unlink()
-    group.stat_path.write_text("anon 1\nworkingset_refault 7\n")
+    group.file("oom").unlink()
+    group.file("stat").write_text("anon 1\nworkingset_refault 7\n")
     assert list(of_group(group))[1:3] == [
         Capability(
             "kills for lack of memory",

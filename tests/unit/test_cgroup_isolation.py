@@ -81,7 +81,7 @@ def test_a_group_that_cannot_be_removed_says_the_kernels_reason(
 )
 def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -> None:
     groups = cgroup._make_groups()
-    name = MemoryCgroup(groups[0]).limit_path.name
+    name = MemoryCgroup(groups[0]).file("limit").name
     cgroup.limit(groups[0], 64 << 20)
     for file in groups[0].glob("memory.memsw.limit_in_bytes"):
         file.write_text(str(96 << 20))

@@ -176,7 +176,7 @@ def test_a_soft_limit_is_that_of_the_group(kernel: Kernel) -> None:
 def test_a_cell_without_limits_has_a_group_without_them(kernel: Kernel) -> None:
     before = {"v1": "9223372036854771712", "v2": "max"}
     with closing(CgroupIsolation().start_command(command(), "/", Streams())) as running:
-        limit = MemoryCgroup(running.groups[0]).limit_path.read_text()
+        limit = MemoryCgroup(running.groups[0]).file("limit").read_text()
         assert limit == before["v2" if kernel.memory == kernel.unified else "v1"]
         assert running.wait(10)
 

@@ -14,7 +14,7 @@ from weighin.probes.memory import SampledMemory
 @pytest.mark.parametrize("kernel", [*V1, *V2])
 def test_the_sample_of_a_group(tmp_path: Path, kernel: str) -> None:
     group = make_group(tmp_path, kernel)
-    stat = parse_numbers(group.stat_path.read_text())
+    stat = parse_numbers(group.file("stat").read_text())
     prefix = "" if kernel in V2 else "total_"
     with closing(SampledMemory(0, list, group)) as memory:
         sample = memory.sample(7, [])
@@ -83,9 +83,9 @@ def test_what_the_kernel_can_reclaim_is_not_needed(
     tmp_path: Path, changes: dict[str, int], anon: int, locked: int, freed: int, needed: int
 ) -> None:
     group = MemoryCgroup(tmp_path)
-    group.usage_path.write_text("999")
+    group.file("usage").write_text("999")
     lines = [f"{name} {number}" for name, number in (STAT | changes).items()]
-    group.stat_path.write_text("\n".join(lines))
+    group.file("stat").write_text("\n".join(lines))
     with closing(SampledMemory(0, list, group)) as memory:
         sample = memory.sample(7, [])
     assert sample

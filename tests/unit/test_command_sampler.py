@@ -15,7 +15,7 @@ from command_trees import (
 from leftovers import wait_until
 
 from weighin.isolation.cgroup import temporary_group
-from weighin.probes.cgroup import MemoryCgroup, pids_in
+from weighin.probes.cgroup import MemoryCgroup, members_of
 from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
 from weighin.result import Process, Sample
@@ -162,7 +162,7 @@ def test_sampling_takes_little_time() -> None:
     with temporary_group() as group, command(code, group) as one:
         one.reach("started")
         start = time.thread_time_ns()
-        sampler = Sampler(SampledMemory(one.pid, lambda: pids_in(group), MemoryCgroup(group)))
+        sampler = Sampler(SampledMemory(one.pid, lambda: members_of(group), MemoryCgroup(group)))
         for _ in range(100):
             sampler._look()
         each_ns = (time.thread_time_ns() - start) / 100
@@ -173,7 +173,7 @@ def test_sampling_takes_little_time() -> None:
 @pytest.mark.cgroup
 def test_a_group_that_was_removed_gives_no_sample() -> None:
     with temporary_group() as made:
-        memory = SampledMemory(0, lambda: pids_in(made), MemoryCgroup(made))
+        memory = SampledMemory(0, lambda: members_of(made), MemoryCgroup(made))
     with closing(memory):
         assert memory.sample(1, []) is None
         assert memory.pids() == []

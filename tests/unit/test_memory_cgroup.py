@@ -10,7 +10,7 @@ import pytest
 from test_cgroup_probe import KERNEL, V1, V2
 
 from weighin.probes import cgroup
-from weighin.probes.cgroup import MemoryCgroup, PeakMark
+from weighin.probes.cgroup import Counters, MemoryCgroup, PeakMark
 from weighin.units import MIB
 
 
@@ -49,48 +49,46 @@ def test_the_figures_of_a_group(tmp_path: Path, kernel: str) -> None:
     group, recorded = make_group(tmp_path, kernel), RECORDED[kernel]
     assert group.version == (2 if kernel in V2 else 1)
     assert group.read("usage") == recorded.usage
-    assert int(group.limit_path.read_text()) == 24 * MIB
-    assert group.read_oom_kills() == 1
-    assert group.read_refaults() == recorded.refaults
+    assert int(group.file("limit").read_text()) == 24 * MIB
+    assert group.file("soft").exists() == (kernel in V2)
+    with closing(PeakMark(group)) as mark:
+        assert mark.resets == (recorded.peak is not None)
+        now = mark.counters()
+    assert (now.peak_bytes, now.oom_kills) == (recorded.peak, 1)
+    assert now.refaults == recorded.refaults
     expected = tuple(None if us is None else us * 1000 for us in recorded.stalled_us)
-    assert group.read_pressure_ns() == expected
-    events = group.read_limit_events()
+    assert (now.some_ns, now.full_ns) == expected
+    events = now.limit_events
     assert (events and events["max"]) == recorded.met_limit
     assert (events and events["oom_kill"]) == (1 if kernel in V2 else None)
-    assert (group.soft_limit_path is not None) == (kernel in V2)
-    with closing(PeakMark(group)) as mark:
-        assert mark.read() == recorded.peak
-        assert mark.resets == (recorded.peak is not None)
 
 
 @pytest.mark.parametrize(("kernel", "lifted"), [("hybrid-6.18", "-1"), ("v2-6.12", "max")])
 def test_the_limit_is_lifted(tmp_path: Path, kernel: str, lifted: str) -> None:
     group = make_group(tmp_path, kernel)
     group.raise_limit()
-    assert group.limit_path.read_text() == lifted
+    assert group.file("limit").read_text() == lifted
 
 
 def test_the_soft_limit_is_lifted_too(tmp_path: Path) -> None:
     group = make_group(tmp_path, "v2-6.18")
-    assert group.soft_limit_path
-    group.soft_limit_path.write_text("1048576")
+    group.file("soft").write_text("1048576")
     group.raise_limit()
-    assert group.soft_limit_path.read_text() == "max"
+    assert group.file("soft").read_text() == "max"
 
 
 def test_a_group_that_is_gone_gives_none_never_zero(tmp_path: Path) -> None:
     group = MemoryCgroup(tmp_path / "gone", tmp_path / "gone" / "psi")
-    assert group.read("usage") is None
-    assert group.read_oom_kills() is None
-    assert group.read_refaults() is None
-    assert group.read_pressure_ns() == (None, None)
+    for each in (group, MemoryCgroup(tmp_path)):
+        with closing(PeakMark(each)) as mark:
+            assert mark.counters() == Counters()
     group.raise_limit()
-    assert MemoryCgroup(tmp_path).read_pressure_ns() == (None, None)
 
 
 def test_a_kernel_without_the_refault_counter_gives_none(tmp_path: Path) -> None:
     (tmp_path / "memory.stat").write_text("anon 1\nworkingset_refault 7\n")  # v2 before 5.9
-    assert MemoryCgroup(tmp_path).read_refaults() is None
+    with closing(PeakMark(MemoryCgroup(tmp_path))) as mark:
+        assert mark.counters().refaults is None
 
 
 def test_pressure_of_a_kernel_that_has_no_full_line() -> None:
@@ -106,7 +104,7 @@ def test_a_mark_is_reset_by_what_its_kernel_wants_written(
     with closing(PeakMark(group)) as mark:
         assert mark.reset()
     # A plain file keeps what stood behind it.
-    assert group.peak_path.read_text().startswith(written)
+    assert group.file("peak").read_text().startswith(written)
 
 
 def test_a_kernel_that_refuses_the_reset_is_asked_once_only(tmp_path: Path) -> None:

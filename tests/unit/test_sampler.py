@@ -129,7 +129,7 @@ def test_the_cgroup_is_read_beside_the_process(tmp_path: Path, child: Child, ver
     sampler.start()
     sample = wait_for(sampler, lambda _: True)
     assert (sample.cgroup_bytes, sample.cgroup_file_bytes) == (1000, 400)
-    group.oom_path.write_text("oom_kill 2\n")  # the very file that is held open
+    group.file("oom").write_text("oom_kill 2\n")  # the very file that is held open
     child.end()
     sampler.stop()
     assert sampler.oom_kills == 2  # looked for once more after the end

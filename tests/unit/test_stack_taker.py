@@ -15,7 +15,7 @@ from leftovers import wait_until
 
 from weighin.isolation import cgroup, process
 from weighin.probes import stacks
-from weighin.probes.cgroup import pids_in
+from weighin.probes.cgroup import members_of
 from weighin.probes.stacks import StackTaker
 from weighin.units import MIB
 
@@ -72,7 +72,7 @@ def test_py_spy_is_run_once_only_on_a_program_that_is_not_python(
             return real(arguments, **options)  # type: ignore[call-overload]
 
         monkeypatch.setattr(subprocess, "Popen", popen)
-        taker = StackTaker(lambda: pids_in(groups[0]), groups[0], share=1.0)
+        taker = StackTaker(lambda: members_of(groups[0]), groups[0], share=1.0)
         for number in (1, 2, 3):
             look(taker, number, number * 100 * MIB)
             look(taker, number, number * 100 * MIB)  # the sample after the reading

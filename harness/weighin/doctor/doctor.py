@@ -226,22 +226,23 @@ def figures() -> Iterator[Capability]:
 
 def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
     """Yield a row each for the peak, OOM kills, refaults and the soft limit of a cgroup."""
-    name, kills = cgroup.peak_path.name, cgroup.oom_path.name
+    name, kills = cgroup.file("peak").name, cgroup.file("oom").name
     with closing(PeakMark(cgroup)) as mark:
-        if mark.read() is None:
+        now = mark.counters()
+        if now.peak_bytes is None:
             why = f"missing: {name} needs Linux 5.19; only samples are available"
             yield Capability("cgroup peak", "bad", why)
         else:
             exact = f"exact for each phase: {name}, reset at the end of each"
             why = f"exact for the whole cell, not for a phase: resetting {name} needs Linux 6.12"
             yield row("cgroup peak", mark.reset(), exact, "poor", why)
-    is_counted, exact = cgroup.read_oom_kills() is not None, f"exact: oom_kill in {kills}"
+    exact = f"exact: oom_kill in {kills}"
     why = f"missing: oom_kill in {kills} needs Linux 5.2 (v2) or 4.13 (v1)"
-    yield row("kills for lack of memory", is_counted, exact, "bad", why)
-    is_counted, exact = cgroup.read_refaults() is not None, "workingset_refault_file in memory.stat"
+    yield row("kills for lack of memory", now.oom_kills is not None, exact, "bad", why)
+    exact = "exact: workingset_refault_file in memory.stat"
     why = "missing: this counter needs Linux 5.9; only major page faults are available"
-    yield row("refaults", is_counted, f"exact: {exact}", "poor", why)
-    soft, can_be_soft = "memory.high, with --isolation cgroup", cgroup.soft_limit_path is not None
+    yield row("refaults", now.refaults is not None, exact, "poor", why)
+    soft, can_be_soft = "memory.high, with --isolation cgroup", cgroup.file("soft").exists()
     yield row("soft limit (--ram-high)", can_be_soft, soft, "poor", "cgroup v1 has no memory.high")
 
 
@@ -273,10 +274,10 @@ def nested() -> Capability:
             inner = MemoryCgroup(group / "inner")
             try:
                 limit(inner.path, _INNER_BYTES)
-                is_limited = int(inner.limit_path.read_text()) == _INNER_BYTES
+                is_limited = int(inner.file("limit").read_text()) == _INNER_BYTES
             finally:
                 inner.path.rmdir()
-        name = outer.limit_path.name
+        name = outer.file("limit").name
         if is_limited:
             return "good", f"{name} of a group inside a limited group"
         return "bad", f"{name} of an inner group has no effect"

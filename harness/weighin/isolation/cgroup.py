@@ -146,7 +146,7 @@ def limit(group: Path, limit_bytes: int) -> None:
         IsolationUnavailable: the machine has swap, and this kernel cannot disable swap for one
             cgroup.
     """
-    (cgroup := MemoryCgroup(group)).limit_path.write_text(str(limit_bytes))
+    (cgroup := MemoryCgroup(group)).file("limit").write_text(str(limit_bytes))
     if cgroup.version == 1:
         (group / "memory.swappiness").write_text("0")
         swap, value = group / "memory.memsw.limit_in_bytes", str(limit_bytes)

@@ -1,14 +1,13 @@
 """Read what the kernel counts for a memory cgroup, and find the cgroup of a process.
 
-This module works on cgroup v2, on cgroup v1 and on the hybrid of v1 and v2. A function whose result
-may be None returns None, and not 0, if the kernel lacks the file that the function reads. Source:
-Documentation/filesystems/proc.rst, admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst
-of the kernel.
+None, and not 0, stands for what the kernel lacks. Source: Documentation/filesystems/proc.rst,
+admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst of the kernel.
 """
 
 import os
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,9 +17,9 @@ from weighin.probes.mounts import Mounted
 
 LOCK_VARIABLE: Final = "WEIGHIN_LOCK"
 """The environment variable with the path of a lock file that replaces the machine's default one."""
-_VMSTAT = Path("/proc/vmstat")
-_UNLIMITED: Final = 2**60
-_V1: Final = {
+_UNLIMITED: Final = 2**60  # a larger number means on v1 that there is no limit
+_V1: Final = {  # files; what resets the peak, and what removes a limit
+    "stat": "memory.stat",
     "usage": "memory.usage_in_bytes",
     "peak": "memory.max_usage_in_bytes",
     "limit": "memory.limit_in_bytes",
@@ -31,8 +30,8 @@ _V1: Final = {
     "reset": "0",
     "unlimited": "-1",
 }
-"""The names of v1's files, and what is written to reset the peak, and to remove a limit."""
 _V2: Final = {
+    "stat": "memory.stat",
     "usage": "memory.current",
     "peak": "memory.peak",
     "limit": "memory.max",
@@ -43,18 +42,8 @@ _V2: Final = {
     "reset": "reset\n",
     "unlimited": "max",
 }
-_V1_NAMES: Final = {  # in memory.stat, by those of v2
-    "anon": "total_rss",
-    "file": "total_cache",
-    "shmem": "total_shmem",
-    "file_mapped": "total_mapped_file",
-    "swap": "total_swap",
-    "pgfault": "total_pgfault",
-    "pgmajfault": "total_pgmajfault",
-    "active_file": "total_active_file",
-    "inactive_file": "total_inactive_file",
-    "unevictable": "total_unevictable",
-}
+_V1_STAT: Final = {"anon": "rss", "file": "cache", "file_mapped": "mapped_file"}
+"""The lines of v1's memory.stat that have other names than those of v2."""
 _LINKS_OF_EMPTY: Final = 2  # of a folder without subfolders
 _PF_EXITING: Final = 0x4  # a flag of a task: include/linux/sched.h
 
@@ -65,33 +54,18 @@ def read_kernel(path: Path) -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Return a process's start time, in clock ticks since boot; None if the process has ended.
-
-    A pid alone does not identify a process, because Linux reuses pids; pid and start time together
-    do.
+    """Return a process's start in clock ticks since boot, which with the pid identifies the process;
+    None if the process has ended.
     """
     return _number(pid, 19)
 
 
 def all_pids() -> list[int]:
-    """Return the pids of all processes that /proc shows in this pid namespace."""
-    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()]
-
-
-def pids_in(group: Path) -> list[int]:
-    """Return a cgroup's pids in this pid namespace; none if the cgroup was removed or is threaded."""
-    try:
-        # The file is opened at each call, because v1 caches the list of an open file for a second.
-        found = map(int, (group / "cgroup.procs").read_text().split())
-    except OSError:  # removed, or threaded
-        return []
-    return [pid for pid in found if pid]  # 0 stands for a process of another pid namespace
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 (quicker)
 
 
 def folders_of(group: Path) -> list[str]:
-    """Return the folders of the cgroups below a cgroup, the innermost first, and then its own folder;
-    none if the cgroup was removed.
-    """
+    """Return the folders of a cgroup and those below, the innermost first; none if it was removed."""
     try:
         if group.stat().st_nlink <= _LINKS_OF_EMPTY:
             return [str(group)]
@@ -102,7 +76,12 @@ def folders_of(group: Path) -> list[str]:
 
 def members_of(group: Path) -> list[int]:
     """Return the pids in a group and the groups below it; those of other pid namespaces are left out."""
-    return [pid for folder in folders_of(group) for pid in pids_in(Path(folder))]
+    found: list[int] = []
+    for folder in folders_of(group):
+        # The file is opened at each call, because v1 caches the list of an open file for a second.
+        with suppress(OSError):  # removed, or threaded
+            found += map(int, Path(folder, "cgroup.procs").read_text().split())
+    return [pid for pid in found if pid]  # 0 stands for a process of another pid namespace
 
 
 def parent_of(pid: int) -> int | None:
@@ -131,10 +110,8 @@ def this_process() -> str:
 
 
 def is_alive(name: str) -> bool:
-    """Return whether the process ``name``, a result of ``this_process``, may still run.
-
-    ``is_alive`` returns True for a process of another pid namespace, because weighin cannot see
-    whether such a process has ended.
+    """Return whether the process ``name``, a result of ``this_process``, may still run: of another pid
+    namespace, weighin cannot see whether it has ended.
     """
     pid, _, rest = name.partition("-")
     ticks, _, namespace = rest.partition("-")
@@ -148,20 +125,17 @@ def _pid_namespace() -> str:
 
 
 def owned_name(number: int) -> str:
-    """Return a name for a cgroup, mount or container that this process makes:
-    "pid-ticks-namespace.number".
-
-    If the environment variable ``WEIGHIN_LOCK`` is set, ``lock_suffix`` follows the number.
+    """Return a name for a cgroup or mount that this process makes: "pid-ticks-namespace.number", and
+    the ``lock_suffix``.
     """
     return f"{this_process()}.{number}{lock_suffix()}"
 
 
 def is_left_behind(name: str) -> bool:
-    """Return whether this process may remove the cgroup, mount or container ``name``.
+    """Return whether the process of this pid namespace that made ``name`` (``owned_name``) has ended.
 
-    ``name`` is a result of ``owned_name``. The process that made the name must be of this pid
-    namespace, and must have ended. A process with a lock file of its own removes only what others
-    with this lock file left, so that tests can look at what they left.
+    For a process with a lock file of its own, only the names made with this lock file count, so that
+    tests can look at what they left.
     """
     owner, _, number = name.rpartition(".")
     lock = "".join(number.partition("-")[1:])
@@ -207,10 +181,7 @@ def memory_cgroup_of(pid: int) -> Path | None:
 
 
 def has_left(pid: int, group: Path) -> bool:
-    """Return whether a process has moved out of the memory cgroup ``group`` and those below it.
-
-    The result is False if the process is exiting, or if its cgroup is not visible here.
-    """
+    """Return whether a process was seen to be in another memory cgroup than ``group`` and those below."""
     now = memory_cgroup_of(pid)
     if now is None or now.is_relative_to(group):
         return False
@@ -218,10 +189,9 @@ def has_left(pid: int, group: Path) -> bool:
 
 
 def pressure_file_of(pid: int) -> Path | None:
-    """Return the path of the PSI file of a process's cgroup (v2).
+    """Return the PSI file of a process's cgroup (v2); None without one.
 
-    ``pressure_file_of`` returns None without cgroup v2 or PSI, and for a process that has ended. It
-    also returns None for the root group, whose PSI file describes the whole machine.
+    The PSI file of the root group describes the whole machine, so it does not count.
     """
     mount, path = pressure_hierarchy(), _group_of(pid, 2)
     if mount is None or path is None or path == "/":
@@ -258,87 +228,56 @@ def _group_of(pid: int, version: int) -> str | None:
 
 def read_machine_oom_kills() -> int | None:
     """Return how many processes of the whole machine the OOM killer has killed since boot."""
-    return _read_field(_VMSTAT, "oom_kill")
+    return parse_numbers(_read(Path("/proc/vmstat"))).get("oom_kill")
 
 
 class MemoryCgroup:
-    """The files of one memory cgroup, which exists.
+    """The files of one memory cgroup. On v1, ``pressure_path`` (PSI) is in a folder of v2.
 
-    Attributes:
-        pressure_path: the PSI file. On cgroup v1, it is not in ``path``, but in a folder of v2.
-        version: 1 or 2.
-        words: what is written to reset the peak ("reset"), and to remove a limit ("unlimited").
-        usage_path: the file with the current charge: the memory counted for the cgroup, in bytes.
-        peak_path: the file with the highest charge so far; v2 has it since Linux 5.19.
-        oom_path: the file whose line ``oom_kill N`` counts the kills in this group without its child
-            groups.
-        soft_limit_path: the file memory.high with the usage above which the kernel throttles the
-            group; None on v1.
+    The files are "stat", "usage" (what the kernel counts for the group now, its charge), "peak" (of
+    the charge; on v2 since Linux 5.19), "limit", "swap", "oom" (its line "oom_kill" counts kills in
+    this group), on v1 "kernel" and "kernel_peak", and on v2 "soft" (memory.high, above which the
+    kernel throttles the group) and "oom_below" (the kills in this group and all ever below it).
     """
 
     def __init__(self, path: Path, pressure_path: Path | None = None) -> None:
         self.path, self.pressure_path = path, pressure_path
         self.version = 1 if (path / _V1["usage"]).exists() else 2
         self.words = _V1 if self.version == 1 else _V2
-        self.usage_path, self.peak_path = self._file("usage"), self._file("peak")
-        self.limit_path, self.oom_path = self._file("limit"), self._file("oom")
-        self.stat_path, soft = path / "memory.stat", self._file("soft")
-        self.soft_limit_path = soft if soft.exists() else None
 
-    def _file(self, name: str) -> Path:
+    def file(self, name: str) -> Path:
         return self.path / self.words.get(name, f"no file of v{self.version}")
 
     def read(self, name: str) -> int | None:
-        """Return the number in a file in bytes: usage, limit, or (only on v1) kernel or kernel_peak.
-
-        Without a limit, v1's is a huge number.
-        """
-        text = (_read(self._file(name)) or "").strip()
+        """Return the number in a file; v1's limit is a huge number if there is none."""
+        text = _read(self.file(name)).strip()
         return int(text) if text.isdigit() else None
+
+    def numbers(self, name: str) -> dict[str, int]:
+        """Return the number of each name in a file of lines "name number"."""
+        return parse_numbers(_read(self.file(name)))
+
+    def read_stat(self) -> dict[str, int]:
+        return self.parse_stat(_read(self.file("stat")))
 
     def parse_stat(self, text: str) -> dict[str, int]:
         """Return the numbers in the text of memory.stat, of the group and those below it, by v2's names."""
         numbers = parse_numbers(text)
-        if self.words is _V1:
-            numbers |= {name: numbers.get(field, 0) for name, field in _V1_NAMES.items()}
+        if self.version == 1:
+            below = {
+                name.removeprefix("total_"): numbers[name] for name in numbers if "total_" in name
+            }
+            numbers |= below | {name: below.get(of_v1, 0) for name, of_v1 in _V1_STAT.items()}
         return numbers
-
-    def read_stat(self) -> dict[str, int]:
-        return self.parse_stat(_read(self.stat_path) or "")
 
     def read_oom_kills(self) -> int | None:
         """Return how many processes the OOM killer has killed in this cgroup, not in child groups."""
-        return _read_field(self.oom_path, "oom_kill")
-
-    def read_oom_kills_below(self) -> int | None:
-        """Return the OOM kills in the cgroup and in all cgroups ever below it, in sum; None on v1."""
-        return _read_field(self._file("oom_below"), "oom_kill")
-
-    def read_limit_events(self) -> dict[str, int] | None:
-        """Return the counters of memory.events.local, which tell how often the cgroup met its limits.
-
-        ``max`` counts allocations that met the limit, ``high`` those above memory.high, and ``oom``
-        those for which the kernel could reclaim nothing. On cgroup v1,
-        ``read_limit_events`` returns None, because v1's ``failcnt`` stays 0 if RAM and swap have
-        the same limit (seen on Linux 6.18).
-        """
-        text = _read(self.oom_path) if self.words is _V2 else None
-        return parse_numbers(text) if text else None
-
-    def read_refaults(self) -> int | None:
-        """Return how many file pages were read again after their eviction."""
-        return _read_field(self.stat_path, "workingset_refault_file")
-
-    def read_pressure_ns(self) -> tuple[int | None, int | None]:
-        """Return PSI's total stall times (some, full) in ns; (None, None) if PSI is off."""
-        text = _read(self.pressure_path) if self.pressure_path else None
-        return parse_pressure(text) if text else (None, None)
+        return self.numbers("oom").get("oom_kill")
 
     def raise_limit(self) -> None:
         """Remove the memory limits, so that a killed process that thrashes can exit quickly."""
         # v1 refuses a limit above that of memory and swap.
-        first = self._file("swap") if self.words is _V1 else self._file("soft")
-        for path in (first, self.limit_path):
+        for path in (self.file("swap" if self.version == 1 else "soft"), self.file("limit")):
             try:
                 if path.exists():
                     path.write_text(self.words["unlimited"])
@@ -350,7 +289,6 @@ def limits_around(folder: Path) -> list[tuple[int, Path]]:
     """Return (limit in bytes, cgroup) for each cgroup with a limit among ``folder`` and its parents.
 
     The smallest limit comes first. In a container, groups above the mount point are not visible.
-    On v1, a number above 2**60 means that the group has no limit.
     """
     limits = [(MemoryCgroup(group).read("limit"), group) for group in (folder, *folder.parents)]
     return sorted((limit, group) for limit, group in limits if limit and limit < _UNLIMITED)
@@ -362,29 +300,24 @@ def room_in(folder: Path) -> int | None:
     The anonymous and shared memory of other groups under the same limit reduces the result. Without
     any limit, ``room_in`` returns None.
     """
-    own = _unreclaimable(folder)
-    return min(
-        (
-            max(limit - max(_unreclaimable(group) - own, 0), 0)
-            for limit, group in limits_around(folder)
-        ),
-        default=None,
-    )
 
+    def unreclaimable(group: Path) -> int:
+        stat = MemoryCgroup(group).read_stat()
+        return stat.get("anon", 0) + stat.get("shmem", 0)
 
-def _unreclaimable(folder: Path) -> int:
-    """Return the anonymous and shared memory of a group and all groups below it, in bytes."""
-    stat = MemoryCgroup(folder).read_stat()
-    return stat.get("anon", 0) + stat.get("shmem", 0)
+    own, around = unreclaimable(folder), limits_around(folder)
+    room = [max(limit - max(unreclaimable(group) - own, 0), 0) for limit, group in around]
+    return min(room, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
     """What the kernel has counted for a cgroup so far; without a cgroup, all numbers are None.
 
-    ``peak_bytes`` is the high-water mark since its last reset, or since the group's creation.
-    ``kernel_peak_bytes`` is that of the kernel memory, which only v1 keeps. ``some_ns`` and
-    ``full_ns`` are PSI's stall times.
+    Only v1 keeps ``kernel_peak_bytes``. ``refaults`` are file pages that were read again after their
+    eviction, ``some_ns`` and ``full_ns`` PSI's stall times. Only v2 tells in ``limit_events`` how
+    often the group met its limits: v1's ``failcnt`` stays 0 if RAM and swap have the same limit
+    (seen on Linux 6.18).
     """
 
     usage_bytes: int | None = None
@@ -405,21 +338,20 @@ def grown(before: int | None, after: int | None) -> int | None:
 class PeakMark:
     """The kernel's high-water mark of a cgroup's charge (the memory that the kernel counts for it).
 
-    ``resets`` tells whether the kernel can reset the mark. On cgroup v1, a write of 0 resets the
-    mark for all readers. On cgroup v2 since Linux 6.12, a write to an open file resets the mark
-    only for reads from this open file. Other kernels cannot reset the mark: it is the peak since
-    the cgroup's creation.
+    On cgroup v1, a write of 0 resets the mark for all readers. On cgroup v2 since Linux 6.12, a write
+    to an open file resets the mark only for reads from this open file. Other kernels cannot reset the
+    mark (``resets``): it is the peak since the cgroup's creation.
     """
 
     def __init__(self, cgroup: MemoryCgroup) -> None:
         self.cgroup = cgroup
         self.resets = True
         try:
-            self._file = os.open(cgroup.peak_path, os.O_RDWR)
+            self._file = os.open(cgroup.file("peak"), os.O_RDWR)
         except FileNotFoundError:
             self._file, self.resets = -1, False
         except OSError:  # not writable, or mounted read-only as in a container
-            self._file, self.resets = os.open(cgroup.peak_path, os.O_RDONLY), False
+            self._file, self.resets = os.open(cgroup.file("peak"), os.O_RDONLY), False
 
     def read(self) -> int | None:
         """Return the highest charge in bytes since the last reset; None without a mark or a cgroup."""
@@ -431,21 +363,21 @@ class PeakMark:
             return None
 
     def counters(self) -> Counters:
-        group = self.cgroup
-        some_ns, full_ns = group.read_pressure_ns()
+        group, oom = self.cgroup, self.cgroup.numbers("oom")
+        some_ns, full_ns = parse_pressure(_read(group.pressure_path) if group.pressure_path else "")
         return Counters(
             usage_bytes=group.read("usage"),
             peak_bytes=self.read(),
             kernel_peak_bytes=group.read("kernel_peak"),
-            refaults=group.read_refaults(),
+            refaults=group.numbers("stat").get("workingset_refault_file"),
             some_ns=some_ns,
             full_ns=full_ns,
-            oom_kills=group.read_oom_kills(),
-            limit_events=group.read_limit_events(),
+            oom_kills=oom.get("oom_kill"),
+            limit_events=oom or None if group.version == 2 else None,
         )
 
     def reset(self) -> bool:
-        """Reset the high-water mark to the current charge; return whether the kernel can do so."""
+        """Reset the mark to the current charge; return whether the kernel can do so."""
         if self.resets:
             try:
                 os.pwrite(self._file, self.cgroup.words["reset"].encode(), 0)
@@ -469,16 +401,11 @@ def parse_pressure(text: str) -> tuple[int | None, int | None]:
 
 
 def parse_numbers(text: str) -> dict[str, int]:
-    """Return the number of each name, from a text of lines "name number"."""
     return {name: int(value) for name, value in (line.split() for line in text.splitlines())}
 
 
-def _read(path: Path) -> str | None:
+def _read(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:  # this kernel lacks the file, or the group was removed
-        return None
-
-
-def _read_field(path: Path, name: str) -> int | None:
-    return parse_numbers(_read(path) or "").get(name)
+        return ""

@@ -94,7 +94,7 @@ class SampledMemory:
         # Of a cgroup:
         self._limit, self._is_lifted = cgroup.read("limit") if cgroup else None, False
         self._inside: set[int] = set()
-        self._files = _opened(cgroup.usage_path, cgroup.stat_path) if cgroup else []
+        self._files = _opened(cgroup.file("usage"), cgroup.file("stat")) if cgroup else []
         self._kills: dict[str, int] = {}
         # Of a tree of processes:
         self._members = [pid]
@@ -305,7 +305,7 @@ class SampledMemory:
             if (kills := MemoryCgroup(Path(folder)).read_oom_kills()) is not None:
                 self._kills[folder] = kills
         seen = sum(self._kills.values()) if self._kills else None
-        ever = self._cgroup.read_oom_kills_below()
+        ever = self._cgroup.numbers("oom_below").get("oom_kill")
         return seen if ever is None else max(ever, seen or 0)
 
     def limit(self) -> int | None:
