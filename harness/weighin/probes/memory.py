@@ -15,6 +15,7 @@ from typing import Final
 
 import psutil
 
+from weighin.phase_reporter import memory_of as memory_fields
 from weighin.probes.cgroup import (
     MemoryCgroup,
     all_pids,
@@ -62,8 +63,10 @@ class SampledMemory:
             cgroup for /x"; empty if none did. systemd-run, Slurm, runexec and other programs move
             what they start into cgroups of their own.
         is_fresh: whether the last sample is no repetition of an earlier sum.
+        last_peaks_rss_bytes: the last ``VmHWM`` that was read of each process that loads.
         others: the most other processes at once that the process of a load started, and the largest
             sum of their private memory (pages that no other process maps), in bytes; (0, 0) with ranks.
+        rank_samples: the samples of each of several ranks, by the rank's number.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class SampledMemory:
         *,
         ranks: int = 0,
     ) -> None:
-        """Open the files of the cgroup and of the ranks.
+        """Open the files of the cgroup and of the processes that load: a reading then takes 50 us.
 
         Args:
             pid: the first process.
@@ -86,22 +89,39 @@ class SampledMemory:
         self.ranks, self.escape, self.others = ranks, "", (0, 0)
         self.is_fresh = True
         self._pid, self._find_members, self._cgroup = pid, members, cgroup
+        self._members = [pid]
         self._search = Pause(_SEARCH_S if cgroup or ranks else 0.0)
-        self._not_others = {pid, os.getpid()}
         self._others_pause = Pause(_SEARCH_S)  # the kernel walks the address space of each process
-        self._processes = [_Process(one) for one in (_ranks_of(pid) if ranks > 1 else [pid])]
-        self._processes = self._processes if ranks else []
+        self._opened: list[int] = []
+        pids = _ranks_of(pid) if ranks > 1 else [pid] * ranks
+        self._processes = [
+            self._open(f"/proc/{each}/status", f"/proc/{each}/stat") for each in pids
+        ]
+        self.last_peaks_rss_bytes: list[int | None] = [None for _ in pids]
+        self.rank_samples: dict[int, list[Sample]] = (
+            {number: [] for number in range(len(pids))} if ranks > 1 else {}
+        )
         # Of a cgroup:
         self._limit, self._is_lifted = cgroup.read("limit") if cgroup else None, False
         self._inside: set[int] = set()
-        self._files = _opened(cgroup.file("usage"), cgroup.file("stat")) if cgroup else []
+        self._files = self._open(cgroup.file("usage"), cgroup.file("stat")) if cgroup else []
         self._kills: dict[str, int] = {}
         # Of a tree of processes:
-        self._members = [pid]
         self._sum = Pause()
         self._shares: dict[int, Shares] = {}
         self._status: dict[int, dict[str, int]] = {}
         self._counted_twice = 0
+
+    def _open(self, *paths: str | Path) -> list[int]:
+        """Open small files of the kernel; one that is gone gets a number whose readings fail."""
+        files = []
+        for path in paths:
+            try:
+                files.append(os.open(path, os.O_RDONLY))
+            except OSError:  # the process has ended, or the group was removed
+                return [-1, -1]
+            self._opened.append(files[-1])
+        return files
 
     def pids(self) -> list[int]:
         """Return the pids of the processes; search a tree only after a pause, as this takes long."""
@@ -144,7 +164,7 @@ class SampledMemory:
             return group if self._cgroup else self._of_tree(t_ns, pids)
         if self.ranks == 1:
             self._add_up_others(pids)
-        found = [each.sample(t_ns) for each in self._processes]
+        found = [self._of_process(number, t_ns) for number in range(len(self._processes))]
         if not any(found):
             return None
         sample = found[0] if self.ranks == 1 else self._of_ranks(found, group)
@@ -157,6 +177,16 @@ class SampledMemory:
             cgroup_shmem_bytes=group.cgroup_shmem_bytes,
         )
 
+    def _of_process(self, number: int, t_ns: int) -> Sample | None:
+        try:
+            status_text, stat_text = map(_pread, self._processes[number])
+            status, (minor, major) = parse_status(status_text), parse_faults(stat_text)
+            self.last_peaks_rss_bytes[number] = status["VmHWM"]
+            memory = memory_fields(status)
+        except (OSError, KeyError, ValueError):  # it has ended, or is a zombie without memory
+            return None
+        return Sample(t_ns=t_ns, minor_faults=minor, major_faults=major, **memory)
+
     def _of_group(self, cgroup: MemoryCgroup, t_ns: int) -> Sample | None:
         try:
             usage, text = (_pread(file) for file in self._files)
@@ -166,9 +196,7 @@ class SampledMemory:
             freed = min(max(listed - (file - shmem), 0), anon)
             mapped = max(stat.get("file_mapped", 0) - shmem, 0)
             parts = [stat[part] for part in _KERNEL_PARTS if part in stat]
-            kernel = stat.get("kernel", sum(parts) if parts else None)
-            if (v1_kernel := cgroup.read("kernel")) is not None:
-                kernel = v1_kernel
+            kernel = stat.get("kernel", sum(parts) if parts else cgroup.read("kernel"))
             major = stat.get("pgmajfault", 0)
             return Sample(
                 t_ns=t_ns,
@@ -197,11 +225,22 @@ class SampledMemory:
         status = _read_statuses(pids)
         self.is_fresh = self._sum.begin()
         if self.is_fresh:
-            self._add_up(status)
+            # ``RssAnon`` is read before and after the PSS, because the processes may grow meanwhile.
+            # The two readings give the bounds of what their sum counts twice: the previous result
+            # stays if it lies between the bounds, else it becomes the nearer bound.
+            self._shares, self._status = _read_shares(list(status)), status
+            shared = sum(anon for anon, *_ in self._shares.values())
+            sums = (_anon(each) - shared for each in (status, _read_statuses([*status])))
+            least, most = sorted(sums)
+            self._counted_twice = min(max(self._counted_twice, least), most)
             self._sum.end()
         if not self._shares or not status:
             return None
-        anon = max(_anon(self._status) + self._grown(status) - self._counted_twice, 0)
+        grown = 0
+        if status.keys() == self._status.keys():
+            changes = [status[pid]["RssAnon"] - self._status[pid]["RssAnon"] for pid in status]
+            grown = sum(changes) if len(changes) - changes.count(0) == 1 else 0
+        anon = max(_anon(self._status) + grown - self._counted_twice, 0)
         _, file, shmem, locked, _ = map(sum, zip(*self._shares.values(), strict=True))
         return Sample(
             t_ns=t_ns,
@@ -215,30 +254,11 @@ class SampledMemory:
             locked_bytes=locked,
         )
 
-    def _add_up(self, status: dict[int, dict[str, int]]) -> None:
-        """Read each process's PSS, and compute how many bytes the sum of ``RssAnon`` counts twice.
-
-        ``RssAnon`` is read before and after the PSS, because the processes may grow meanwhile. The
-        two readings give the bounds of the result: the previous result stays if it lies between
-        the bounds, else it becomes the nearer bound.
-        """
-        self._shares, self._status = _read_shares(list(status)), status
-        shared = sum(anon for anon, *_ in self._shares.values())
-        least, most = sorted(_anon(each) - shared for each in (status, _read_statuses([*status])))
-        self._counted_twice = min(max(self._counted_twice, least), most)
-
-    def _grown(self, status: dict[int, dict[str, int]]) -> int:
-        """Return the change in ``RssAnon`` since the last sum; 0 unless just one process changed."""
-        if status.keys() != self._status.keys():
-            return 0
-        changes = [each["RssAnon"] - self._status[pid]["RssAnon"] for pid, each in status.items()]
-        return sum(changes) if len(changes) - changes.count(0) == 1 else 0
-
     def _of_ranks(self, found: list[Sample | None], group: Sample | None) -> Sample:
-        for rank, sample in zip(self._processes, found, strict=True):
+        for number, sample in enumerate(found):
             if sample:
-                rank.samples.append(sample)
-        now = [rank.samples[-1] for rank in self._processes if rank.samples]
+                self.rank_samples[number].append(sample)
+        now = [samples[-1] for samples in self.rank_samples.values() if samples]
         shmem = group.shmem_bytes if group else max(each.shmem_bytes for each in now)
         file = max(each.file_bytes for each in now)
         if group:
@@ -260,23 +280,12 @@ class SampledMemory:
             return
         sizes = []
         for pid in pids:
-            if pid not in self._not_others:
+            if pid not in (self._pid, os.getpid()):
                 with contextlib.suppress(OSError):  # the process has ended
                     sizes.append(read_private(pid))
         number, private_bytes = self.others
         self.others = max(number, len(sizes)), max(private_bytes, sum(sizes))
         self._others_pause.end()
-
-    @property
-    def last_peaks_rss_bytes(self) -> list[int | None]:
-        """The last ``VmHWM`` that was read of each process that loads."""
-        return [each.last_peak_rss_bytes for each in self._processes]
-
-    @property
-    def rank_samples(self) -> dict[int, list[Sample]]:
-        """The samples of each of several ranks, by the rank's number."""
-        ranks = enumerate(self._processes) if self.ranks > 1 else ()
-        return {number: each.samples for number, each in ranks}
 
     def shares(self, pids: list[int]) -> dict[int, Shares]:
         """Return the parts of each process's PSS by pid, if this user can read them; of a tree, as in
@@ -322,42 +331,8 @@ class SampledMemory:
             self._cgroup.raise_limit()
 
     def close(self) -> None:
-        while self._files:
-            os.close(self._files.pop())
-        for each in self._processes:
-            each.close()
-
-
-class _Process:
-    """The files of one process in /proc, which stay open, so that a reading takes about 50 us."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.last_peak_rss_bytes: int | None = None
-        self.samples: list[Sample] = []
-        self._files = _opened(Path(f"/proc/{pid}/status"), Path(f"/proc/{pid}/stat"))
-
-    def sample(self, t_ns: int) -> Sample | None:
-        try:
-            status_text, stat_text = map(_pread, self._files)
-            status, (minor, major) = parse_status(status_text), parse_faults(stat_text)
-            self.last_peak_rss_bytes = status["VmHWM"]
-            return Sample(
-                t_ns=t_ns,
-                rss_bytes=status["VmRSS"],
-                anon_bytes=status["RssAnon"],
-                file_bytes=status["RssFile"],
-                shmem_bytes=status["RssShmem"],
-                swap_bytes=status.get("VmSwap", 0),
-                minor_faults=minor,
-                major_faults=major,
-            )
-        except (OSError, KeyError, ValueError):  # it has ended, or is a zombie without memory
-            return None
-
-    def close(self) -> None:
-        while self._files:
-            os.close(self._files.pop())
+        while self._opened:
+            os.close(self._opened.pop())
 
 
 def _ranks_of(pid: int) -> list[int]:
@@ -368,19 +343,6 @@ def _ranks_of(pid: int) -> list[int]:
             with contextlib.suppress(psutil.Error, KeyError, ValueError):  # another child
                 found[int(child.environ()["RANK"])] = child.pid
     return [found[number] for number in sorted(found)]
-
-
-def _opened(*paths: Path) -> list[int]:
-    """Open small files of the kernel for many readings; none if one of them is gone."""
-    files: list[int] = []
-    for path in paths:
-        try:
-            files.append(os.open(path, os.O_RDONLY))
-        except OSError:  # the process has ended, or the group was removed
-            while files:
-                os.close(files.pop())
-            break
-    return files
 
 
 def _pread(file: int) -> str:
