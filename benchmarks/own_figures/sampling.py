@@ -91,7 +91,9 @@ def _watched(
 def _of_a_load(running: Running, interval_s: float) -> Stop:
     cgroup = MemoryCgroup(running.cgroup) if running.cgroup else None
     return _started(
-        Sampler(SampledMemory(running.pid, running.members, cgroup, ranks=1), interval_s)
+        Sampler(
+            SampledMemory(running.pid, running.members, cgroup, loading=[running.pid]), interval_s
+        )
     )
 
 

@@ -90,7 +90,9 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
     try:
         assert running.pid
         assert running.channel.receive(60) == b"in"
-        memory = SampledMemory(running.pid, running.members, MemoryCgroup(groups[0]), ranks=1)
+        memory = SampledMemory(
+            running.pid, running.members, MemoryCgroup(groups[0]), loading=[running.pid]
+        )
         assert memory.pids()
         assert memory.escape == ""
         running.channel.send(b"go\n")

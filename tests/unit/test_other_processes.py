@@ -45,7 +45,10 @@ def test_processes_that_left_the_workers_session_are_sampled(
     try:
         assert running.pid
         memory = SampledMemory(
-            running.pid, running.members, MemoryCgroup(groups[0]) if groups else None, ranks=1
+            running.pid,
+            running.members,
+            MemoryCgroup(groups[0]) if groups else None,
+            loading=[running.pid],
         )
         assert [running.channel.receive(60), running.channel.receive(60)] == [b"held"] * 2
 

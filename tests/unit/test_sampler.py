@@ -68,7 +68,9 @@ def wait_for(sampler: Sampler, seen: Callable[[Sample], bool]) -> Sample:
 
 
 def test_a_process_that_grows_is_seen_growing(child: Child) -> None:
-    sampler = Sampler(SampledMemory(child.process.pid, list, None, ranks=1), 0.001)
+    sampler = Sampler(
+        SampledMemory(child.process.pid, list, None, loading=[child.process.pid]), 0.001
+    )
     sampler.start()
     first = wait_for(sampler, lambda _: True)
     child.take(32)
@@ -95,7 +97,7 @@ def test_a_process_whose_name_is_not_text_is_sampled() -> None:
     try:
         while not Path(f"/proc/{process.pid}/comm").read_bytes().startswith(b"\xff"):
             time.sleep(0.01)
-        sampler = Sampler(SampledMemory(process.pid, list, None, ranks=1), 0.001)
+        sampler = Sampler(SampledMemory(process.pid, list, None, loading=[process.pid]), 0.001)
         sampler.start()
         sample = wait_for(sampler, lambda _: True)
         assert sample.rss_bytes > MIB
@@ -108,7 +110,9 @@ def test_a_process_whose_name_is_not_text_is_sampled() -> None:
 def test_a_process_that_is_gone_gives_no_samples(child: Child) -> None:
     child.end()
     child.process.wait(60)
-    sampler = Sampler(SampledMemory(child.process.pid, list, None, ranks=1), 0.001)
+    sampler = Sampler(
+        SampledMemory(child.process.pid, list, None, loading=[child.process.pid]), 0.001
+    )
     sampler.start()
     assert sampler.stop() == []
     assert sampler.memory.last_peaks_rss_bytes == [None]
@@ -125,7 +129,9 @@ def write_group(folder: Path, version: int) -> MemoryCgroup:
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_cgroup_is_read_beside_the_process(tmp_path: Path, child: Child, version: int) -> None:
     group = write_group(tmp_path, version)
-    sampler = Sampler(SampledMemory(child.process.pid, list, group, ranks=1), 0.001)
+    sampler = Sampler(
+        SampledMemory(child.process.pid, list, group, loading=[child.process.pid]), 0.001
+    )
     sampler.start()
     sample = wait_for(sampler, lambda _: True)
     assert (sample.cgroup_bytes, sample.cgroup_file_bytes) == (1000, 400)
@@ -139,7 +145,10 @@ def test_a_group_that_cannot_be_read_leaves_the_processs_figures(
     tmp_path: Path, child: Child
 ) -> None:
     sampler = Sampler(
-        SampledMemory(child.process.pid, list, MemoryCgroup(tmp_path / "gone"), ranks=1), 0.001
+        SampledMemory(
+            child.process.pid, list, MemoryCgroup(tmp_path / "gone"), loading=[child.process.pid]
+        ),
+        0.001,
     )
     sampler.start()
     sample = wait_for(sampler, lambda _: True)
@@ -149,7 +158,9 @@ def test_a_group_that_cannot_be_read_leaves_the_processs_figures(
 
 
 def test_it_stops_at_once_whatever_its_interval(child: Child) -> None:
-    sampler = Sampler(SampledMemory(child.process.pid, list, None, ranks=1), 3600)
+    sampler = Sampler(
+        SampledMemory(child.process.pid, list, None, loading=[child.process.pid]), 3600
+    )
     sampler.start()
     wait_for(sampler, lambda _: True)
     assert len(sampler.stop()) <= 2  # it samples once more at its end

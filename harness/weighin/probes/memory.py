@@ -8,12 +8,10 @@ a PSS takes long, because the kernel walks the whole address space.
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
-
-import psutil
 
 from weighin.phase_reporter import memory_of as memory_fields
 from weighin.probes.cgroup import (
@@ -75,32 +73,27 @@ class SampledMemory:
         members: Callable[[], list[int]],
         cgroup: MemoryCgroup | None = None,
         *,
-        ranks: int = 0,
+        loading: Sequence[int] = (),
     ) -> None:
         """Open the files of the cgroup and of the processes that load: a reading then takes 50 us.
 
         Args:
             pid: the first process.
             members: returns the pids of all processes.
-            ranks: the number of processes that load, which all run by now; 0 for a command.
+            loading: the pids of the processes that load, all of which run by now; none for a command.
         """
         # Ranks take no more processor time than one process.
-        self.interval_s = ranks * _LOAD_INTERVAL_S or _INTERVAL_S
-        self.ranks, self.escape, self.others = ranks, "", (0, 0)
+        self.interval_s = len(loading) * _LOAD_INTERVAL_S or _INTERVAL_S
+        self.loading, self.escape, self.others = loading, "", (0, 0)
         self.is_fresh = True
         self._pid, self._find_members, self._cgroup = pid, members, cgroup
         self._members = [pid]
-        self._search = Pause(_SEARCH_S if cgroup or ranks else 0.0)
+        self._search = Pause(_SEARCH_S if cgroup or loading else 0.0)
         self._others_pause = Pause(_SEARCH_S)  # the kernel walks the address space of each process
         self._opened: list[int] = []
-        pids = _ranks_of(pid) if ranks > 1 else [pid] * ranks
-        self._processes = [
-            self._open(f"/proc/{each}/status", f"/proc/{each}/stat") for each in pids
-        ]
-        self.last_peaks_rss_bytes: list[int | None] = [None for _ in pids]
-        self.rank_samples: dict[int, list[Sample]] = (
-            {number: [] for number in range(len(pids))} if ranks > 1 else {}
-        )
+        self._processes = [self._open(f"/proc/{n}/status", f"/proc/{n}/stat") for n in loading]
+        self.last_peaks_rss_bytes: list[int | None] = [None for _ in loading]
+        self.rank_samples: dict[int, list[Sample]] = {}
         # Of a cgroup:
         self._limit, self._is_lifted = cgroup.read("limit") if cgroup else None, False
         self._inside: set[int] = set()
@@ -136,7 +129,7 @@ class SampledMemory:
 
     def _look_for_escapes(self, cgroup: MemoryCgroup, found: list[int]) -> None:
         who, whose = "the command", "the command's"
-        if self.ranks:
+        if self.loading:
             who, whose = "the measured process", "its"
         if not self._is_lifted and cgroup.read("limit") != self._limit and cgroup.path.exists():
             self.escape = f"{who} changed the limit of its cgroup"
@@ -160,14 +153,14 @@ class SampledMemory:
     def sample(self, t_ns: int, pids: list[int]) -> Sample | None:
         """Return a sample; None if the cgroup was removed, or nothing runs any more."""
         group = self._of_group(self._cgroup, t_ns) if self._cgroup else None
-        if not self.ranks:
+        if not self.loading:
             return group if self._cgroup else self._of_tree(t_ns, pids)
-        if self.ranks == 1:
+        if len(self.loading) == 1:
             self._add_up_others(pids)
         found = [self._of_process(number, t_ns) for number in range(len(self._processes))]
         if not any(found):
             return None
-        sample = found[0] if self.ranks == 1 else self._of_ranks(found, group)
+        sample = found[0] if len(found) == 1 else self._of_ranks(found, group)
         if not sample or not group:
             return sample
         return replace(
@@ -257,8 +250,8 @@ class SampledMemory:
     def _of_ranks(self, found: list[Sample | None], group: Sample | None) -> Sample:
         for number, sample in enumerate(found):
             if sample:
-                self.rank_samples[number].append(sample)
-        now = [samples[-1] for samples in self.rank_samples.values() if samples]
+                self.rank_samples.setdefault(number, []).append(sample)
+        now = [samples[-1] for samples in self.rank_samples.values()]
         shmem = group.shmem_bytes if group else max(each.shmem_bytes for each in now)
         file = max(each.file_bytes for each in now)
         if group:
@@ -322,7 +315,7 @@ class SampledMemory:
 
         The peaks of a load are exact, so it is not sampled faster near its limit.
         """
-        return room_in(self._cgroup.path) if self._cgroup and not self.ranks else None
+        return room_in(self._cgroup.path) if self._cgroup and not self.loading else None
 
     def raise_limit(self) -> None:
         """Remove the limit, so that a killed process that thrashes can exit quickly."""
@@ -333,16 +326,6 @@ class SampledMemory:
     def close(self) -> None:
         while self._opened:
             os.close(self._opened.pop())
-
-
-def _ranks_of(pid: int) -> list[int]:
-    """Return the pids of a worker's ranks, in the order of their numbers."""
-    found = {}
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(pid).children():
-            with contextlib.suppress(psutil.Error, KeyError, ValueError):  # another child
-                found[int(child.environ()["RANK"])] = child.pid
-    return [found[number] for number in sorted(found)]
 
 
 def _pread(file: int) -> str:

@@ -60,7 +60,7 @@ class Sampler:
         self.peak: Sample | None = None
         self.caches_bytes = 0
         self.memory = memory
-        self.table = None if memory.ranks else ProcessTable()
+        self.table = None if memory.loading else ProcessTable()
         self._limit = memory.limit()
         self._interval_s = interval_s or memory.interval_s
         self._at_sample = at_sample

@@ -135,8 +135,8 @@ class Watch:
         if not (pid := self._running.pid):
             return
         cgroup = self._mark.cgroup if self._mark else None
-        ranks = len(self._ranks) if self._spec.job else 0
-        memory = SampledMemory(pid, self._running.members, cgroup, ranks=ranks)
+        loading = [each.pid or pid for each in self._ranks] if self._spec.job else []
+        memory = SampledMemory(pid, self._running.members, cgroup, loading=loading)
         look = self._stacks.look if self._stacks else None
         self._sampler = Sampler(memory, at_sample=look)
         self._sampler.start()
