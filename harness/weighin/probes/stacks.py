@@ -18,17 +18,14 @@ from typing import Any, Final
 
 from weighin import install
 from weighin.foreign import parse_json
-from weighin.probes.cgroup import read_kernel, room_in
-from weighin.probes.process import read_status
+from weighin.probes.cgroup import room_in
+from weighin.probes.process import read_status, read_text
 from weighin.result import Stack
 from weighin.text import one_line
 from weighin.units import MIB
 
 SHARE: Final = 0.05
-"""The largest share of the time for which readings stop a command.
-
-The first reading near the command's limit, and one at a much higher usage, is made even beyond it.
-"""
+"""The largest share of the time for which readings stop a command."""
 KEPT: Final = 8
 """The number of readings whose stacks are kept: the last ones, which have the highest usage."""
 MOST_FRAMES: Final = 40
@@ -114,7 +111,12 @@ class StackTaker:
             self._keep()
         if not self._program or not self._is_worth(usage_bytes, is_near=is_near):
             return
-        if pids := self._find_pythons():
+        sizes = {}
+        for pid in self._pids():
+            with contextlib.suppress(OSError):  # the process has ended, or is another user's
+                if _program_of(pid) not in self._others:
+                    sizes[pid] = read_status(pid).get("VmRSS", 0)
+        if pids := sorted(sizes, key=lambda pid: -sizes[pid])[:_MOST_PROCESSES]:
             self._taken_ns, self._taken_bytes = t_ns, usage_bytes
             self._reading = threading.Thread(target=self._read, args=(self._program, pids))
             self._reading.start()
@@ -154,31 +156,20 @@ class StackTaker:
     def _is_worth(self, usage_bytes: int, *, is_near: bool = False) -> bool:
         """Return whether the usage is near the limit, or much higher than at the last reading.
 
-        Near the limit, the kernel may kill the command at any moment, so that the first reading near
-        it is always made. Later readings near it need no pause between them, as long as all readings
-        together take at most ``SHARE`` of the time since the start. A usage that is
+        Near the limit, the kernel may kill the command at any moment, so the first reading there is
+        always made, and later ones wait for no pause within ``SHARE`` of the time. A usage that is
         higher by a quarter does not wait for a pause either: memory may reach its peak within it.
         """
-        now_s = time.monotonic()
         growth = usage_bytes - self._taken_bytes
         if is_near:
             if not self._was_near:
                 self._was_near = True
                 return True
-            is_allowed = self.frozen_ns / 1e9 <= self._share * (now_s - self._start_s)
+            is_allowed = self.frozen_ns / 1e9 <= self._share * (time.monotonic() - self._start_s)
             return is_allowed and growth >= self._margin_bytes // _STEPS_IN_MARGIN
         is_higher = growth >= max(_GROWTH_BYTES, self._taken_bytes * _GROWTH)
         is_much = growth >= max(_MUCH_BYTES, self._taken_bytes * (_MUCH - 1))
-        return is_higher and (now_s >= self._due_s or is_much)
-
-    def _find_pythons(self) -> list[int]:
-        """Return the 4 largest processes that may run Python, the largest first."""
-        sizes = {}
-        for pid in self._pids():
-            with contextlib.suppress(OSError):  # the process has ended, or is another user's
-                if _program_of(pid) not in self._others:
-                    sizes[pid] = read_status(pid).get("VmRSS", 0)
-        return sorted(sizes, key=lambda pid: -sizes[pid])[:_MOST_PROCESSES]
+        return is_higher and (time.monotonic() >= self._due_s or is_much)
 
     def _dump(self, program: str, pids: list[int]) -> dict[int, list[Any]]:
         """Return each process's threads, from the JSON output of py-spy, within 3 seconds.
@@ -235,7 +226,7 @@ class StackTaker:
                     "this user may not read the memory of the command's processes: run as root,"
                     " or sudo sysctl kernel.yama.ptrace_scope=0"
                 )
-            elif "python" in Path(name).name or _maps_python(pid):  # it may have just started
+            elif "python" in Path(name).name or "/libpython" in read_text(f"/proc/{pid}/maps"):
                 self._error = f"py-spy cannot read {one_line(name)}: {one_line(error)}"
             else:
                 self._others.add(name)
@@ -250,17 +241,12 @@ def _program_of(pid: int) -> str:
     return str(Path(f"/proc/{pid}/exe").readlink())
 
 
-def _maps_python(pid: int) -> bool:
-    return "/libpython" in read_kernel(Path(f"/proc/{pid}/maps"))
-
-
 def _threads_in(pid: int, states: str) -> set[int]:
     """Return the ids of the threads whose state in /proc is one of these letters."""
     found = set()
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            state = read_kernel(task / "stat").rpartition(")")[2].split()[0]
-            if state in states:
+            if read_text(f"{task}/stat").rpartition(")")[2].split()[0] in states:
                 found.add(int(task.name))
     return found
 
@@ -279,13 +265,12 @@ def _stacks_of(pid: int, threads: list[Any], running: set[int]) -> list[Stack]:
 
     stacks = []
     for each in sorted((one for one in threads if one["frames"]), key=order)[:_MOST_THREADS]:
-        frames = each["frames"]
-        if len(frames) > MOST_FRAMES:
-            frames = [*frames[:half], *frames[-half:]]
         lines = [
             one_line(f"{one['name']} ({one['filename'].removeprefix(folder)}:{one['line']})")
-            for one in frames
+            for one in each["frames"]
         ]
+        if len(lines) > MOST_FRAMES:
+            lines = [*lines[:half], *lines[-half:]]
         name = one_line(each["thread_name"] or f"thread {each['os_thread_id']}")
         stacks.append(Stack(0, pid, name, 0, tuple(lines)))
     return stacks
