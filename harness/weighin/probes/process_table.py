@@ -6,7 +6,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -109,40 +109,22 @@ class _Seen:
     copied_bytes: int | None = None
     grown_bytes: int | None = None
 
-    def read(self) -> None:
-        """Read the process's peak RSS, command line and parent; if the process has ended, keep what
-        the last reading found.
-        """
-        try:
-            self.highest_rss_bytes = read_status(self.pid).get("VmHWM", self.highest_rss_bytes)
+    def note_name(self) -> None:
+        with contextlib.suppress(OSError):  # the process has ended
             # A process that ends loses its command line, and a process whose parent ends gets another.
             self.command = command_of(self.pid) or self.command or command_of(self.pid, "comm")
             self.parent_pid = self.parent_pid or parent_of(self.pid) or 0
-        except OSError:
-            return
 
-    def note_anon(self, parent: "_Seen | None") -> None:
-        """Read the process's anonymous memory, and note the most that its parent has had meanwhile."""
+    def note_memory(self, parent: "_Seen | None") -> None:
+        """Read the process's memory, and note the most anonymous that its parent has had meanwhile."""
         with contextlib.suppress(OSError, KeyError):  # the process has ended
-            now = read_status(self.pid)["RssAnon"]
+            status = read_status(self.pid)
+            now, self.highest_rss_bytes = status["RssAnon"], status["VmHWM"]
             since = (parent.anon_bytes if parent else ())[: 1 if self.anon_bytes else 2]
             known = (self.least_anon_bytes,) if self.anon_bytes else since
             self.least_anon_bytes = min((now, *known))
             self.parent_anon_bytes = max((self.parent_anon_bytes, *since))
             self.anon_bytes = (now, *self.anon_bytes[:1])
-
-    def note_copied(self, parent: "_Seen | None") -> None:
-        """Compute what became private since the fork: not what is new, or what the parent gave back.
-
-        When the parent has ended, the copies that were seen before remain.
-        """
-        known, self.copied_bytes = self.copied_bytes, None
-        if self.shares and known and not parent:
-            self.copied_bytes = min(known, self.shares.private)
-        if self.shares and self.anon_bytes and parent and parent.anon_bytes:
-            grown = self.anon_bytes[0] - self.least_anon_bytes
-            given_back = self.parent_anon_bytes - parent.anon_bytes[0]
-            self.copied_bytes = max(self.shares.private - grown - given_back, 0)
 
     def note_files(self, *, with_mapped: bool) -> None:
         """Record the files that are open, and files of earlier calls as closed.
@@ -169,8 +151,9 @@ class _Seen:
             ]
             self.files = (*there, *closed)[:_MOST_FILES]
 
-    def weight(self) -> tuple[int, int]:
-        return (sum(self.shares[:3]) if self.shares else 0, self.highest_rss_bytes or 0)
+
+def _weight(seen: _Seen) -> tuple[int, int]:
+    return sum(seen.shares[:3]) if seen.shares else 0, seen.highest_rss_bytes or 0
 
 
 class ProcessTable:
@@ -179,9 +162,9 @@ class ProcessTable:
     def __init__(self) -> None:
         self._running: dict[int, _Seen] = {}
         self._ended: list[_Seen] = []
-        self._reread = Pause(_REREAD_S)
+        self._names = Pause(_REREAD_S)
         self._files = Pause()
-        self._anon = Pause()
+        self._memory = Pause()
         self._past: list[dict[int, int]] = [{}]  # the anonymous memory of each, at each rise
         self.most_anon_bytes = 0
         """The most anonymous memory of a single process."""
@@ -194,46 +177,57 @@ class ProcessTable:
             if pid not in self._running:
                 self._running[pid] = _Seen(pid, t_ns, t_ns)
             self._running[pid].end_ns = t_ns
-        rereads = self._reread.begin()
-        for seen in self._running.values():
-            if rereads or t_ns - seen.start_ns < _SETTLED_NS:
-                seen.read()
-        if rereads:
-            self._reread.end()
-        if self._anon.begin():
-            for seen in self._running.values():
-                seen.note_anon(self._running.get(seen.parent_pid))
-                self.most_anon_bytes = max((self.most_anon_bytes, *seen.anon_bytes))
+        running = self._running.values()
+        new = [seen for seen in running if t_ns - seen.start_ns < _SETTLED_NS]
+        names_are_due = self._names.begin()
+        for seen in running if names_are_due else new:
+            seen.note_name()
+        if names_are_due:
+            self._names.end()
+        memory_is_due = self._memory.begin()
+        for seen in running if memory_is_due else new:
+            seen.note_memory(self._running.get(seen.parent_pid))
+            self.most_anon_bytes = max((self.most_anon_bytes, *seen.anon_bytes))
+        if memory_is_due:
             now = self._anon_now()
             if sum(now.values()) >= _MORE * sum(self._past[-1].values()) + MIB:
                 self._past.append(now)
-            self._anon.end()
+            self._memory.end()
         if self._files.begin():
-            for seen in _largest(self._running.values()):
+            for seen in heapq.nlargest(_WITH_FILES, running, key=_weight):
                 seen.note_files(with_mapped=False)
             self._files.end()
         if len(self._ended) > _MOST_ENDED:
-            self._ended = heapq.nlargest(MOST_PROCESSES, self._ended, key=_Seen.weight)
+            self._ended = heapq.nlargest(MOST_PROCESSES, self._ended, key=_weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:
-        """Store each process's share of the memory, and list the files of the 8 largest processes."""
+        """Store each process's share of the memory, and list the files of the 8 largest processes.
+
+        What became private since a fork was copied, but for what is new, or what the parent gave back.
+        """
         for seen in (*self._ended, *self._running.values()):
             seen.shares = seen.grown_bytes = None
         found = [self._running[pid] for pid in shares if pid in self._running]
         for seen in found:
-            seen.read()
+            seen.note_name()
+            seen.note_memory(self._running.get(seen.parent_pid))
             seen.shares = shares[seen.pid]
-            seen.read()
-        for seen in _largest(found):
+        for seen in heapq.nlargest(_WITH_FILES, found, key=_weight):
             seen.note_files(with_mapped=True)
-        for seen in found:
-            seen.note_anon(parent := self._running.get(seen.parent_pid))
-            seen.note_copied(parent)
         now = self._anon_now()
         recent_bytes = _RECENT * sum(now.values())
         before = next((p for p in reversed(self._past) if sum(p.values()) <= recent_bytes), {})
         for seen in found:
             seen.grown_bytes = max(now.get(seen.pid, 0) - before.get(seen.pid, 0), 0)
+            parent, private = self._running.get(seen.parent_pid), shares[seen.pid].private
+            if parent and parent.anon_bytes and seen.anon_bytes:
+                grown = seen.anon_bytes[0] - seen.least_anon_bytes
+                given_back = seen.parent_anon_bytes - parent.anon_bytes[0]
+                seen.copied_bytes = max(private - grown - given_back, 0)
+            elif not parent and seen.copied_bytes:  # the copies that were seen before remain
+                seen.copied_bytes = min(seen.copied_bytes, private)
+            else:
+                seen.copied_bytes = None
 
     def _anon_now(self) -> dict[int, int]:
         return {pid: seen.anon_bytes[0] for pid, seen in self._running.items() if seen.anon_bytes}
@@ -241,7 +235,7 @@ class ProcessTable:
     def processes(self) -> tuple[Process, ...]:
         """Return the 200 processes with the most memory, sorted by their start."""
         known = (*self._ended, *self._running.values())
-        largest = heapq.nlargest(MOST_PROCESSES, known, key=_Seen.weight)
+        largest = heapq.nlargest(MOST_PROCESSES, known, key=_weight)
         return tuple(
             Process(
                 pid=seen.pid,
@@ -259,10 +253,6 @@ class ProcessTable:
             )
             for seen in sorted(largest, key=lambda seen: seen.start_ns)
         )
-
-
-def _largest(processes: Iterable[_Seen]) -> list[_Seen]:
-    return heapq.nlargest(_WITH_FILES, processes, key=_Seen.weight)
 
 
 def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
