@@ -18,11 +18,8 @@ from weighin.result import Kill
 from weighin.text import one_line
 from weighin.units import KIB
 
-MACHINE: Final = "machine"
-"""The value of ``Kill.limit_of`` if the whole machine, and not a cgroup, was out of memory."""
-UNKNOWN: Final = "unknown"
-"""The value of ``Kill.limit_of`` if the log does not name the cgroup whose limit was met."""
-
+MACHINE: Final = "machine"  # in ``Kill.limit_of``: not a cgroup was out of memory
+UNKNOWN: Final = "unknown"  # a cgroup, which the log does not name
 _LOG: Final = Path("/dev/kmsg")
 _MESSAGE_BYTES: Final = 8192
 _FACILITY_SHIFT: Final = 3  # the lower bits of a message's first number are its priority
@@ -38,8 +35,6 @@ _VICTIM: Final = re.compile(
     r" anon-rss:(?P<anon>\d+)kB, file-rss:(?P<file>\d+)kB, shmem-rss:(?P<shmem>\d+)kB",
     re.IGNORECASE,
 )
-
-
 _FIRST_NAMESPACE: Final = 0xEFFF_FFFC  # PROC_PID_INIT_INO, of the kernel's proc_ns.h
 
 
@@ -151,8 +146,8 @@ def parse_kills(
         around = own or _up_to(path, home) or home
         where = ""
         if around and limit_of.startswith("/"):
-            where = "below" if _is_below(limited, around) else "elsewhere"
-            if limited == around or _is_below(around, limited):
+            where = "below" if Path(limited).is_relative_to(around) else "elsewhere"
+            if Path(around).is_relative_to(limited):
                 where = "around"
         kills[pid] = Kill(
             pid,
@@ -164,10 +159,6 @@ def parse_kills(
             **sizes,
         )
     return tuple(kills.values())
-
-
-def _is_below(path: str, other: str) -> bool:
-    return path.startswith(f"{other.rstrip('/')}/")
 
 
 def _up_to(path: str, group: str | None) -> str | None:
