@@ -10,7 +10,8 @@ import pytest
 
 from weighin.probes import process_table
 from weighin.probes.cgroup import is_exiting
-from weighin.probes.process_table import ProcessTable, Shares
+from weighin.probes.process import Shares
+from weighin.probes.process_table import ProcessTable
 from weighin.units import MIB
 
 READER = (

@@ -24,8 +24,15 @@ from weighin.probes.cgroup import (
     read_kernel,
     room_in,
 )
-from weighin.probes.process import parse_faults, parse_status, read_private, read_status
-from weighin.probes.process_table import Pause, Shares, read_shares
+from weighin.probes.process import (
+    Shares,
+    parse_faults,
+    parse_status,
+    read_private,
+    read_shares,
+    read_status,
+)
+from weighin.probes.process_table import Pause
 from weighin.result import Sample
 from weighin.text import one_line
 from weighin.units import MIB

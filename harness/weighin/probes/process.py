@@ -5,6 +5,8 @@ import pathlib, which would take 1 MiB in the worker. Source: Documentation/file
 the kernel.
 """
 
+from typing import NamedTuple
+
 from weighin import phase_reporter
 from weighin.phase_reporter import parse_faults, parse_status, read_text
 from weighin.result import Memory
@@ -18,23 +20,49 @@ def read_status(pid: int | str = "self") -> dict[str, int]:
     return parse_status(read_text(f"/proc/{pid}/status"))
 
 
-def read_pss(pid: int | str = "self") -> int:
-    """Return the proportional set size of a process: a page that n processes map counts 1/n.
-
-    The result is in bytes. The kernel walks the whole address space: about 25 ms at 4 GiB.
-    """
-    return read_rollup(pid)["Pss"]
-
-
 def read_private(pid: int) -> int:
     """Return the private memory of a process, in bytes: the pages that no other process maps."""
     return sum(size for name, size in read_rollup(pid).items() if name.startswith("Private_"))
 
 
-def read_rollup(pid: int | str) -> dict[str, int]:
-    """Return the fields of /proc/PID/smaps_rollup, in bytes."""
+def read_rollup(pid: int | str = "self") -> dict[str, int]:
+    """Return the fields of /proc/PID/smaps_rollup, in bytes: in "Pss" (the proportional set size), a
+    page that n processes map counts 1/n.
+
+    The kernel walks the whole address space: about 25 ms at 4 GiB.
+    """
     _addresses, *lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()
     return {name: int(size.split()[0]) * KIB for name, _, size in (x.partition(":") for x in lines)}
+
+
+class Shares(NamedTuple):
+    """The parts of a process's proportional set size, in bytes.
+
+    Anonymous pages that were given back with MADV_FREE are left out. ``locked`` is of files, and a
+    part of ``file``. ``private`` is anonymous memory that no other process maps.
+    """
+
+    anon: int
+    file: int
+    shmem: int
+    locked: int = 0
+    private: int = 0
+
+
+def read_shares(pid: int | str = "self") -> Shares | None:
+    """Return the parts of a process's PSS; None before Linux 5.4, and without memory, at its end."""
+    rollup = read_rollup(pid)
+    try:
+        anon, file, shmem = rollup["Pss_Anon"], rollup["Pss_File"], rollup["Pss_Shmem"]
+    except KeyError:
+        return None
+    return Shares(
+        max(anon - rollup["LazyFree"], 0),
+        file,
+        shmem,
+        locked=min(max(rollup["Locked"] - anon - shmem, 0), file),
+        private=min(max(rollup["Private_Dirty"] - shmem, 0), rollup["Anonymous"]),
+    )
 
 
 def memory_of(status: dict[str, int]) -> Memory:

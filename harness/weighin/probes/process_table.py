@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from weighin.probes.cgroup import is_exiting, parent_of, read_kernel
-from weighin.probes.process import read_rollup, read_status
+from weighin.probes.process import Shares, read_status
 from weighin.result import OpenFile, Process
 from weighin.text import one_line
 from weighin.units import MIB
@@ -35,39 +35,6 @@ _SETTLED_NS: Final = 200_000_000  # a forked child may call exec within this tim
 _REREAD_S: Final = 0.5
 _MORE: Final = 1.1
 _RECENT: Final = 0.75  # growth counts since all processes together had this share of the memory
-
-
-class Shares(NamedTuple):
-    """The parts of a process's proportional set size, in bytes.
-
-    Anonymous pages that were given back with MADV_FREE are left out. ``locked`` is of files, and a
-    part of ``file``. ``private`` is anonymous memory that no other process maps.
-    """
-
-    anon: int
-    file: int
-    shmem: int
-    locked: int = 0
-    private: int = 0
-
-
-def read_shares(pid: int | str = "self") -> Shares | None:
-    """Return the parts of a process's PSS; None before Linux 5.4, and without memory, at its end.
-
-    The kernel walks the whole address space, as for ``read_pss``.
-    """
-    rollup = read_rollup(pid)
-    try:
-        anon, file, shmem = rollup["Pss_Anon"], rollup["Pss_File"], rollup["Pss_Shmem"]
-    except KeyError:
-        return None
-    return Shares(
-        max(anon - rollup["LazyFree"], 0),
-        file,
-        shmem,
-        locked=min(max(rollup["Locked"] - anon - shmem, 0), file),
-        private=min(max(rollup["Private_Dirty"] - shmem, 0), rollup["Anonymous"]),
-    )
 
 
 class Pause:

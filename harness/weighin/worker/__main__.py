@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from weighin.cell import Job
 from weighin.child_process import Child, module
-from weighin.probes.process import read_pss
+from weighin.probes.process import read_rollup
 from weighin.protocol import encode_job
 from weighin.result import Outcome
 from weighin.text import one_line
@@ -220,7 +220,7 @@ class Worker:
             end_ns = time.monotonic_ns()
         lifeline.send("ready", t_ns=end_ns, touch_ns=end_ns - start_ns)
         if job.rank is not None:
-            lifeline.send("shared", pss_bytes=read_pss())
+            lifeline.send("shared", pss_bytes=read_rollup()["Pss"])
             checksums |= verify.checksums_of_sharded(tensors)
         for note in verify.check_values(checksums, self.manifest, load.dtype):
             if not job.rank:  # only rank 0 sends notes
