@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-from weighin.probes.allocator_trace import Trace, write_trace
+import pytest
+
+from weighin.probes import gpu_memory
+from weighin.probes.gpu_memory import Trace, write_trace
 
 EVENTS = [
     (10, "segment_alloc", 2_097_152),
@@ -38,14 +41,15 @@ def test_the_file_has_a_line_for_each_event(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_agrees_with_the_allocator_leaves_no_doubt() -> None:
-    assert Trace(512, 0, [*EVENTS]).doubts(1812, kept=100) == []
-    assert Trace(512, 0, [(1, "free_completed", 500)]).doubts(512, kept=100) == []
-    assert Trace(0, 0, []).doubts(None, kept=100) == []
+    assert Trace(512, 0, [*EVENTS]).doubts(1812) == []
+    assert Trace(512, 0, [(1, "free_completed", 500)]).doubts(512) == []
+    assert Trace(0, 0, []).doubts(None) == []
 
 
-def test_what_speaks_against_a_trace_is_said() -> None:
+def test_what_speaks_against_a_trace_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_memory, "TRACE_EVENTS", 2)
     events = [(5, "alloc", 100), (4, "alloc", 100)]
-    assert Trace(0, 0, events).doubts(999, kept=2) == [
+    assert Trace(0, 0, events).doubts(999) == [
         "the allocator kept only its last 2 events: the trace lacks its start",
         "the trace's largest requested bytes, 200, differ from the allocator's own peak, 999",
         "the machine's clock was set during the trace: its times jump",

@@ -97,13 +97,7 @@ def test_nvidias_module_is_imported_where_there_is_a_gpu_only() -> None:
     assert ended.stdout == "False\n"
 
 
-def test_without_a_uuid_or_a_pid_there_is_nothing_to_ask() -> None:
-    with pytest.raises(
-        NvmlUnavailable, match=r"^this version of torch does not report the UUID of the GPU$"
-    ):
+def test_without_a_uuid_there_is_nothing_to_ask() -> None:
+    why = "this version of torch does not report the UUID of the GPU"
+    with pytest.raises(NvmlUnavailable, match=f"^{why}$"):
         DriverMemory(None, 1)
-    with pytest.raises(
-        NvmlUnavailable,
-        match=r"^the worker does not run on this machine, so that NVML cannot find it$",
-    ):
-        DriverMemory("GPU-ab", None)

@@ -7,8 +7,8 @@ import pytest
 from factories import make_cell
 
 from weighin.isolation.base import Exit
-from weighin.probes.allocator_trace import Trace
 from weighin.probes.cgroup import Counters
+from weighin.probes.gpu_memory import Trace
 from weighin.result import Cost, Memory, Outcome, Written
 from weighin.run import messages
 from weighin.run.judge import End, judge

@@ -20,7 +20,7 @@ from factories import (
 )
 
 from weighin.errors import RecordError
-from weighin.probes.allocator_trace import Trace, write_trace
+from weighin.probes.gpu_memory import Trace, write_trace
 from weighin.records import run_folder
 from weighin.report import style
 from weighin.report.peaks_plot import draw_peaks

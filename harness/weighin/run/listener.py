@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.phase_reporter import AWAITED, LONGEST_MESSAGE, MET, address
-from weighin.probes.allocator_trace import Trace
 from weighin.probes.cgroup import Counters, grown, start_time
+from weighin.probes.gpu_memory import Trace
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
 from weighin.result import Cost, Memory, Outcome, Phase, Use, Written
 from weighin.run.messages import (

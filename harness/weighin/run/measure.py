@@ -14,7 +14,7 @@ from weighin.errors import HarnessError
 from weighin.foreign import no_link
 from weighin.isolation.base import Isolation
 from weighin.probes import page_cache
-from weighin.probes.allocator_trace import Trace, write_trace
+from weighin.probes.gpu_memory import Trace, write_trace
 from weighin.probes.sampler import write_samples
 from weighin.records import run_folder
 from weighin.records.thrashing import Reference

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weighin.isolation.base import Exit, Running
 from weighin.probes import kernel_log
-from weighin.probes.allocator_trace import Trace
 from weighin.probes.cgroup import (
     Counters,
     MemoryCgroup,
@@ -25,7 +24,7 @@ from weighin.probes.cgroup import (
     pressure_file_of,
     read_machine_oom_kills,
 )
-from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, with_cuda
+from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, Trace, with_cuda
 from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
 from weighin.records import run_folder, thrashing

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from weighin.probes.allocator_trace import TRACE_EVENTS
+from weighin.probes.gpu_memory import TRACE_EVENTS
 from weighin.units import format_bytes, format_exact
 
 _SAMPLE_INTERVAL_S: Final = 0.005
