@@ -21,9 +21,7 @@ from weighin.text import masked
 
 _GIT_TIMEOUT_S = 5.0  # git is slow on a network disk, and must not delay a run
 # git skips files in submodules, because a submodule's own configuration could start programs.
-_STATUS: Final = (
-    "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty",
-)  # fmt: skip
+_STATUS: Final = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
 _OWN_FILTER: Final = re.compile(
     r"^(?:local|worktree)\tfilter\..*\.(?:clean|process)$", re.MULTILINE
 )
@@ -37,7 +35,7 @@ SETTINGS = (
 
 
 def settings() -> dict[str, str]:
-    """Return the variables whose names begin with ``SETTINGS``; a secret's value is hidden."""
+    """Return the variables of this process, without the values of secrets."""
     return {
         name: "***" if _SECRET.search(name) else masked(value)
         for name, value in sorted(os.environ.items())
@@ -48,15 +46,18 @@ def settings() -> dict[str, str]:
 def machine() -> dict[str, Any]:
     """Return the hardware, kernel and settings of this machine that affect measurements."""
     hierarchy = memory_hierarchy()
+    cpu = re.search(r"^model name\s*: (.*\S)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    pages = text_of(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     return {
         "machine": platform.machine(),
-        "cpu": _cpu_model(),
+        "cpu": cpu[1] if cpu else platform.processor() or None,
         "cpus": os.cpu_count(),
         "ram_bytes": total_ram_bytes(),
         "swap_bytes": psutil.swap_memory().total,
         "kernel": platform.release(),
         "cgroup_version": hierarchy[0] if hierarchy else None,
-        "thp": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        # The file has the chosen word in brackets: "always [madvise] never".
+        "thp": pages.partition("[")[2].partition("]")[0] if pages else None,
         "governor": text_of(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
         "psi": Path("/proc/pressure/memory").exists(),
         "settings": settings(),
@@ -70,18 +71,11 @@ def code() -> dict[str, Any]:
     ``git_dirty`` tells whether tracked files differ from that commit. It is None if ``git_commit``
     is, or if the work tree's configuration names a filter, whose program git would run.
     """
-    commit: str | None
-    is_changed: bool | None = None
-    status = None if _has_own_filters() else _git(*_STATUS)
-    if status is None:  # git was not run, failed or took too long
-        commit = _git("rev-parse", "--verify", "HEAD")
-    else:
-        lines = status.splitlines()
-        commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), None)
-        if commit == "(initial)":  # a repository without a commit
-            commit = None
-        elif commit:
-            is_changed = any(not line.startswith("#") for line in lines)
+    commit, is_changed = _git("rev-parse", "--verify", "HEAD"), None
+    names = _git("config", "--show-scope", "--name-only", "--list") if commit else None
+    if names is not None and not _OWN_FILTER.search(names):
+        status = _git(*_STATUS)
+        is_changed = None if status is None else bool(status)
     return {"weighin": __version__, "git_commit": commit, "git_dirty": is_changed}
 
 
@@ -113,12 +107,6 @@ def total_ram_bytes() -> int:
     return int(psutil.virtual_memory().total)
 
 
-def _has_own_filters() -> bool:
-    """Return whether the work tree configures filters, which git would run, or git fails."""
-    listed = _git("config", "--show-scope", "--name-only", "--list")
-    return listed is None or _OWN_FILTER.search(listed) is not None
-
-
 def _git(*arguments: str) -> str | None:
     """Run git, but no program of the current folder; return git's output, or None if git fails."""
     try:
@@ -134,16 +122,3 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return ended.stdout.strip() if ended.returncode == 0 else None
-
-
-def _cpu_model() -> str | None:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or None
-
-
-def _chosen(path: Path) -> str | None:
-    """Return the bracketed word in a sysfs file: "madvise" for "always [madvise] never"."""
-    text = text_of(path)
-    return text.partition("[")[2].partition("]")[0] if text else None

@@ -28,9 +28,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuAnswer:
-    """The CUDA devices of this machine; if there is none, ``why`` gives the reason, and ``repair``
-    says what to do.
-    """
+    """The CUDA devices of this machine; ``why`` there is none, and what to do (``repair``)."""
 
     gpus: tuple[Gpu, ...] = ()
     why: str = ""
@@ -40,31 +38,23 @@ class GpuAnswer:
 @cache
 def look() -> GpuAnswer:
     """Return the devices that torch finds; the first call imports torch in a subprocess."""
-    command, variables = (
-        child_process.module("weighin.probes.gpu_check"),
-        child_process.environment(),
-    )
+    command = child_process.module("weighin.probes.gpu_check")
     try:
-        asked = child_process.ask(command, variables, timeout_s=_TIMEOUT_S)
+        asked = child_process.ask(command, child_process.environment(), timeout_s=_TIMEOUT_S)
     except TimeoutError:
-        why = f"torch does not list GPUs within {_TIMEOUT_S} s"
-        return GpuAnswer(why=why, repair=_INSTEAD)
+        return GpuAnswer((), f"torch does not list GPUs within {_TIMEOUT_S} s", _INSTEAD)
     if asked.code:
         why = f"torch failed while listing GPUs: {one_line(asked.why)}"
-        return GpuAnswer(why=why, repair=_INSTEAD)
+        return GpuAnswer((), why, _INSTEAD)
     answer = asked.events[-1]
-    gpus = tuple(Gpu(**gpu) for gpu in answer["gpus"])
-    if not gpus and not answer["cuda"]:
-        return GpuAnswer(
-            why=f"this torch ({answer['torch']}) is built without CUDA",
-            repair=f"install a CUDA build (pytorch.org/get-started), or: {_INSTEAD}",
-        )
-    if not gpus:
-        return GpuAnswer(
-            why=f"torch {answer['torch']} finds no CUDA GPU",
-            repair=f"nvidia-smi shows whether the driver finds one, or: {_INSTEAD}",
-        )
-    return GpuAnswer(gpus)
+    if gpus := tuple(Gpu(**gpu) for gpu in answer["gpus"]):
+        return GpuAnswer(gpus)
+    why = f"torch {answer['torch']} finds no CUDA GPU"
+    repair = "nvidia-smi shows whether the driver finds one"
+    if not answer["cuda"]:
+        why = f"this torch ({answer['torch']}) is built without CUDA"
+        repair = "install a CUDA build (pytorch.org/get-started)"
+    return GpuAnswer((), why, f"{repair}, or: {_INSTEAD}")
 
 
 def check(device: str, limits: Sequence[int | None]) -> None:
