@@ -3,9 +3,8 @@
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from weighin.units import KIB
 
@@ -63,31 +62,22 @@ def parse(text: str) -> list[Mounted]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """The file system and the disk of a path, as a record has them.
+def describe(path: Path) -> dict[str, Any]:
+    """Return the file system and the whole disk of ``path``, or of its nearest folder that exists.
 
-    Attributes:
-        file_system: the kernel's name of the file system's type, such as "ext4" or "fuse.sshfs".
-        kind: "local", "overlay", "tmpfs", "NFS", "FUSE", "network" or "shared by the host".
-        device: the name of the whole disk in /dev, such as "vda"; None without a disk.
-        rotational: whether the kernel treats the disk as a hard disk; None without a disk.
+    A kernel that treats the disk as a hard disk calls it ``rotational``. A file system in memory or on
+    a network has no ``device``.
     """
-
-    file_system: str
-    kind: str
-    device: str | None = None
-    rotational: bool | None = None
-
-
-def describe(path: Path) -> Storage:
-    """Return the storage of ``path``, or of its nearest parent folder that exists."""
     nearest, number = device_of(path)
-    name = file_system_of(read(), nearest.resolve())
-    device = disk_of(number) or None
-    kind = "FUSE" if name.partition(".")[0] in ("fuse", "fuseblk") else _KINDS.get(name, "local")
-    rotational = text_of(_SYSFS / "class/block" / device / "queue/rotational") if device else ""
-    return Storage(name, kind, device, rotational == "1" if rotational else None)
+    name, device = file_system_of(read(), nearest.resolve()), disk_of(number)
+    is_fuse = name.partition(".")[0] in ("fuse", "fuseblk")
+    rotational = text_of(_SYSFS / "class/block" / device / "queue/rotational") if device else None
+    return {
+        "file_system": name,
+        "kind": "FUSE" if is_fuse else _KINDS.get(name, "local"),
+        "device": device or None,
+        "rotational": rotational == "1" if rotational else None,
+    }
 
 
 def file_system_of(found: Iterable[Mounted], path: Path) -> str:

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -100,7 +100,7 @@ class LoadSpec(Spec):
             opened.enter_context(self._held)
             self.touched_bytes = self._held.enter_context(held(3 * size, spare))
         if self.files:
-            self.facts["storage"] = asdict(mounts.describe(self.files[0]))
+            self.facts["storage"] = mounts.describe(self.files[0])
             self.facts["read_ahead_bytes"] = mounts.read_ahead_bytes(Path(job.checkpoint))
 
     def start(self, isolation: Isolation, listener: Path) -> Running:
