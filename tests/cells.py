@@ -45,7 +45,7 @@ from weighin.result import UNNAMED, Outcome, Phase, Result
 from weighin.run import loads, watch
 from weighin.run.loads import LoadSpec
 from weighin.run.measure import measure
-from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES
+from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES, Settings
 from weighin.suite.registry import data_folder, model, read_strategy
 from weighin.suite.registry import strategies as all_strategies
 
@@ -408,7 +408,6 @@ class Bench:
             str(checkpoint.path),
             str(checkpoint.manifest_path),
             str(info.path),
-            timeout_s=timeout_s,
             use_path=use_path,
             python_path=(str(known_file(self.strategies).parent),),  # containers see it, too
         )
@@ -417,10 +416,11 @@ class Bench:
         writes = operation == "save" or use == "save"
         with loads.save_folder(model_bytes) if writes else nullcontext("") as target:
             job = replace(job, target=str(target))
-            load = LoadSpec.of(
+            load = LoadSpec(
                 job,
                 [*paths, *files],
                 model_bytes,
+                Settings().model_copy(update={"timeout_s": timeout_s}),
                 on_phase=on_phase,
                 stall_from_bytes=disk.stall_from_bytes,
             )

@@ -155,7 +155,7 @@ class Body:
 @dataclass(frozen=True, slots=True)
 class Job:
     """A cell, with the files that the cell's measured process (worker) reads: their paths as the worker
-    sees them. With a ``body``, it reads only ``cell``, ``timeout_s`` and ``python_path``.
+    sees them. With a ``body``, it reads only ``cell`` and ``python_path``.
 
     ``rank`` is the number of this process, from 0, if several load the model together; None for the
     worker that starts these processes, and for the worker of a cell without ranks.
@@ -167,7 +167,6 @@ class Job:
     manifest: str
     strategy_path: str
     python_path: tuple[str, ...] = ()
-    timeout_s: float = 600.0
     target: str = ""
     trace: bool = False
     mounts: tuple[str, ...] = ()

@@ -96,7 +96,7 @@ _played: dict[int, Silent] = {}
 
 def play(patch: pytest.MonkeyPatch) -> None:
     """Let a played worker be observed by what its test plays, in all unit tests."""
-    mark_of = watch.mark_of
+    mark_of = watch.peak_mark_of
 
     def memory_of(pid: int, *arguments: Any, **options: Any) -> Silent | SampledMemory:
         return _played.get(pid) or SampledMemory(pid, *arguments, **options)
@@ -104,7 +104,7 @@ def play(patch: pytest.MonkeyPatch) -> None:
     def sampler_of(memory: Any, **options: Any) -> Silent | Sampler:
         return memory if isinstance(memory, Silent) else Sampler(memory, **options)
 
-    patch.setattr(watch, "mark_of", lambda one: _played.get(one.pid or 0) or mark_of(one))
+    patch.setattr(watch, "peak_mark_of", lambda one: _played.get(one.pid or 0) or mark_of(one))
     patch.setattr(watch, "SampledMemory", memory_of)
     patch.setattr(watch, "Sampler", sampler_of)
     patch.setattr(measuring, "Listener", KnownListener)

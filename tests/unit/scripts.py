@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from weighin.run import watch
 from weighin.run.loads import LoadSpec
 from weighin.run.measure import Measured
 from weighin.run.watch import Watch
+from weighin.settings.definition import Settings
 
-JOB = Job(Cell(ModelSpec("m", "a:b"), "s", "process"), "/c", "/m", "/s.py", timeout_s=0.25)
+JOB = Job(Cell(ModelSpec("m", "a:b"), "s", "process"), "/c", "/m", "/s.py")
+SETTINGS = Settings(timeout_s=0.25)
 KILLED = Exit(None, signal=9)
 
 BASELINE = (begin("import"), phase("import", 900), begin("prepare"), phase("prepare", 800), fakes.baseline())  # fmt: skip
@@ -49,6 +52,7 @@ def followed(
     *,
     ranks: int = 1,
     job: Job = JOB,
+    settings: Settings = SETTINGS,
     reference: Reference | None = None,
     disk: Any = None,
     before_load: Callable[[], None] = lambda: None,
@@ -56,7 +60,7 @@ def followed(
 ) -> tuple[Result, Watch]:
     """Watch a played worker from its start to its result."""
     kind: Any = type("PlayedSpec", (LoadSpec,), {"before_load": lambda _: before_load()})
-    spec = kind.of(job, on_phase=on_phase)
+    spec = kind(job, settings=settings, on_phase=on_phase)
     spec.disk = disk
     with tempfile.TemporaryDirectory() as folder:
         running.listener = KnownListener(Path(folder), ranks)
@@ -67,7 +71,8 @@ def followed(
             watch.end()
         finally:
             watch.close()
-    return watch.result({"environment": {}}, 0, 10**18), watch
+    result = measuring.result_of(spec, watch, 0, 10**18)
+    return replace(result, environment=watch.ranks[0].environment), watch
 
 
 def watched(running: FakeRunning, say: Callable[[str], None] = lambda _: None) -> Result:
@@ -81,9 +86,11 @@ def take(
     model_bytes: int | None = None,
     environment: dict[str, Any] | None = None,
     reference: Reference | None = None,
+    steady: bool = False,
     **options: Any,
 ) -> Measured:
-    spec = LoadSpec.of(job, files, model_bytes, **options)
+    settings = SETTINGS.model_copy(update={"steady": steady})
+    spec = LoadSpec(job, files, model_bytes, settings, **options)
     return measuring.measure(isolation, spec, environment, reference)
 
 

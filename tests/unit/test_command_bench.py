@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from weighin.records.thrashing import Reference
 from weighin.result import Outcome
 from weighin.run import commands, run_lock, runner
 from weighin.run.commands import Commands
-from weighin.run.measure import Measured
-from weighin.run.spec import Spec
+from weighin.run.measure import Measured, Spec
 from weighin.units import GIB, MIB
 
 
@@ -158,7 +156,7 @@ def test_a_command_that_starves_in_a_search_is_ended(
     given: list[float] = []
 
     def measure(_: Any, spec: Spec, *__: Any) -> Measured:
-        given.append(0.0 if spec.timeout_s == inf else spec.timeout_s)
+        given.append(spec.settings.timeout_s)
         return Measured(UNLIMITED)
 
     monkeypatch.setattr(commands, "measure", measure)

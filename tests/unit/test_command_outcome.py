@@ -8,14 +8,14 @@ from ran_commands import make_command
 
 from weighin.isolation.base import Exit
 from weighin.result import Kill, Outcome
-from weighin.run.judge import End, judge
+from weighin.run.judge import Evidence, judge
 from weighin.units import MIB
 
 OUTER = (800 * MIB, Path("/sys/fs/cgroup/user.slice/run.scope"))
 AROUND = "/user.slice/run.scope"
 
 
-def facts(**changes: Any) -> End:
+def facts(**changes: Any) -> Evidence:
     """A command under 600 MiB in a scope of 800 MiB, whose first process was killed."""
     known: dict[str, Any] = {
         "cell": make_command(ram_limit_bytes=600 * MIB),
@@ -26,7 +26,7 @@ def facts(**changes: Any) -> End:
         "peak_bytes": 600 * MIB,
         "limits": [OUTER],
     }
-    return End(**(known | changes))
+    return Evidence(**(known | changes))
 
 
 def test_a_container_that_was_killed_at_birth_had_one_process() -> None:

@@ -11,22 +11,22 @@ from weighin.probes.cgroup import Counters
 from weighin.probes.gpu_memory import Trace
 from weighin.result import Cost, Memory, Outcome, Written
 from weighin.run import messages
-from weighin.run.judge import End, judge
-from weighin.run.listener import Track
+from weighin.run.judge import Evidence, judge
+from weighin.run.listener import Reported
 
 KILLED = Exit(None, signal=9)
 
 
-def told(*lines: bytes) -> Track:
+def told(*lines: bytes) -> Reported:
     """A track in which these messages were taken in, as ``Watch`` does it."""
-    track = Track()
+    track = Reported()
     for line in lines:
         decoded = messages.decode(line)
         assert decoded
         match decoded[1]:
             case messages.Baseline() as message:
                 track.take_baseline(message, Counters(usage_bytes=7))
-            case messages.End() as message:
+            case messages.PhaseEnd() as message:
                 track.end(message, Counters(), resets_group=False)
             case messages.Begin() as message:
                 track.begin(message, Counters(), resets_group=False)
@@ -35,9 +35,11 @@ def told(*lines: bytes) -> Track:
     return track
 
 
-def judged(track: Track, ended: Exit, oom_kills: int | None, **facts: Any) -> tuple[Outcome, str]:
+def judged(
+    track: Reported, ended: Exit, oom_kills: int | None, **facts: Any
+) -> tuple[Outcome, str]:
     cell = make_cell()
-    return judge(End(cell, ended, ranks=[track], oom_kills=oom_kills, **facts))
+    return judge(Evidence(cell, ended, ranks=[track], oom_kills=oom_kills, **facts))
 
 
 BEFORE = (fakes.begin("import"), fakes.phase("import"), fakes.begin("prepare"))
@@ -248,7 +250,7 @@ def test_a_worker_without_a_cgroup_is_judged_by_the_machines_counter(
     assert found == (outcome, message)
 
 
-def names(track: Track) -> list[str]:
+def names(track: Reported) -> list[str]:
     return [phase.name for phase in track.load_phases]
 
 
@@ -291,7 +293,7 @@ def test_ready_is_the_load_and_one_reading_of_every_byte(
     ],
 )
 def test_where_the_time_went(lines: tuple[bytes, ...], cost: Cost) -> None:
-    assert told(*lines).cost(0) == cost
+    assert Cost(0, **told(*lines).times) == cost
 
 
 def test_the_baseline_has_the_cgroups_charge() -> None:

@@ -14,6 +14,7 @@ from weighin.isolation import cgroup, delegation, process
 from weighin.isolation.process import Started
 from weighin.probes.cgroup import MemoryCgroup, limits_around, memory_hierarchy
 from weighin.result import Outcome, Result
+from weighin.settings.definition import Settings
 from weighin.units import MIB
 
 pytestmark = pytest.mark.cgroup
@@ -48,9 +49,9 @@ def killed(around: Path, limit_bytes: int | None) -> Result:
     if limit_bytes:
         cgroup.limit(cell, limit_bytes)
     running = Started(TAKES, groups=[cell])
-    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=limit_bytes), timeout_s=60)
+    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=limit_bytes))
     try:
-        return followed(running, job=job)[0]
+        return followed(running, job=job, settings=Settings())[0]
     finally:
         running.close()
 

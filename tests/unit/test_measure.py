@@ -140,7 +140,9 @@ def test_a_checkpoint_that_is_not_proven_cold_is_told_of(
 ) -> None:
     monkeypatch.setattr(page_cache, "drop", lambda _: left)
     script = [fakes.baseline(), fakes.loaded(), ready(), done()]
-    result = measure(PlayedIsolation(script), tmp_path, JOB, [], None)
+    (file := tmp_path / "model.pt").touch()
+    job = replace(JOB, checkpoint=str(file))
+    result = measure(PlayedIsolation(script), tmp_path, job, [file], None)
     assert result.cached_bytes_at_start == left
     assert result.warnings == warnings
 
@@ -186,16 +188,17 @@ def test_a_checkpoint_that_changed_during_the_cell_voids_it(
     checkpoint.write_bytes(b"old")
     (tmp_path / "new").write_bytes(b"old")
     script: list[Any] = [*BASELINE, lambda: change(checkpoint), done()]
-    measured = take(PlayedIsolation(script, name=isolation), JOB, [checkpoint], None, {})
-    assert measured.changed == (checkpoint,)
-    assert measured.result.outcome is outcome
-    assert measured.result.message == (
+    job = replace(JOB, cell=replace(JOB.cell, isolation=isolation))
+    result = take(PlayedIsolation(script, name=isolation), job, [checkpoint], None, {}).result
+    assert result.outcome is outcome
+    assert result.message == (
         f"{who} changed the checkpoint's files during the measurement: model.pt; it ended with ok"
     )
 
 
 @pytest.mark.parametrize(
-    ("count", "named"), [(1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2, ..."), (5, "0, 1, 2, ...")]
+    ("count", "named"),
+    [(1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2 and 1 more"), (5, "0, 1, 2 and 2 more")],
 )
 def test_up_to_three_changed_files_are_named(tmp_path: Path, count: int, named: str) -> None:
     files = [tmp_path / str(number) for number in range(count)]

@@ -84,7 +84,7 @@ def take(tmp_path: Path) -> Take:
         isolation = isolation or ProcessIsolation()
         planned = Cell.of_command("mine", ("sh", "-c", script), isolation.name, **(cell or {}))
         changes = {"cwd": str(tmp_path), "cold": cold, "marks": marks} | settings
-        spec = CommandSpec.of(planned, settings_of(planned, **changes), timeout_s)
+        spec = CommandSpec(planned, settings_of(planned, timeout_s=timeout_s, **changes))
         measured = measure(isolation, spec, {"machine": "this"}, reference)
         return measured, spec.asked_to_end
 
@@ -251,7 +251,7 @@ def test_a_command_that_cannot_start_leaves_nothing(tmp_path: Path, temporary: P
     with pytest.raises(ConfigError, match="cannot start 'sh'"):
         cell = Cell.of_command("mine", ("sh",), "process")
         settings = settings_of(cell, cwd=str(tmp_path / "none"))
-        measure(ProcessIsolation(), CommandSpec.of(cell, settings))
+        measure(ProcessIsolation(), CommandSpec(cell, settings))
     assert descriptors() == before
     assert list(temporary.iterdir()) == []
 

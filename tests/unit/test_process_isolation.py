@@ -26,7 +26,7 @@ from weighin.isolation.process import ProcessIsolation, ProcessTree, Started
 from weighin.probes.cgroup import parent_of, this_process
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.protocol import encode_job
-from weighin.run.leftovers import end_rest
+from weighin.run.commands import end_rest
 
 Start = Callable[..., Running]
 

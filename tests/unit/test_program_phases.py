@@ -18,7 +18,7 @@ from weighin.probes.cgroup import Counters, MemoryCgroup, PeakMark
 from weighin.program_phases import VARIABLE
 from weighin.result import OURS, Phase, Track
 from weighin.run.listener import Listener
-from weighin.run.spec import Spec
+from weighin.run.measure import Spec
 from weighin.run.watch import Watch
 from weighin.units import MIB
 
@@ -35,29 +35,29 @@ class PhaseListener:
         self.environment = {VARIABLE: str(self.inner.path)}
 
     def watch(self, cgroup: MemoryCgroup | None) -> None:
-        self.watching._mark = PeakMark(cgroup) if cgroup else None
+        self.watching.peak_mark = PeakMark(cgroup) if cgroup else None
         self.inner.watch(self.watching._take, self.watching._counters)
 
     def close(self) -> tuple[tuple[Phase, ...], tuple[Track, ...]]:
         self.inner.close()
-        tracks = [Track(each.pid, each.phases) for each in self.inner.tracks.values()]
+        tracks = [Track(each.pid, each.phases) for each in self.inner.by_process.values()]
         return (tracks[0].phases if tracks else ()), tuple(tracks[1:])
 
     @property
     def peak_bytes(self) -> int | None:
-        return self.watching._peak_bytes
+        return self.watching.peak_bytes
 
     @property
     def last_phase(self) -> str | None:
-        return next(iter(self.inner.tracks.values())).died_in
+        return next(iter(self.inner.by_process.values())).died_in
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return tuple(text for each in self.inner.tracks.values() for text in each.warnings)
+        return tuple(text for each in self.inner.by_process.values() for text in each.warnings)
 
     @property
     def highest_rss_bytes(self) -> dict[int, int]:
-        return {each.pid: each.highest_rss_bytes for each in self.inner.tracks.values()}
+        return {each.pid: each.highest_rss_bytes for each in self.inner.by_process.values()}
 
 
 @pytest.fixture
@@ -490,7 +490,7 @@ assert not {"socket", "json", "threading", "pathlib", "inspect"} & set(sys.modul
 def test_a_program_that_plays_a_worker_changes_no_figure(tmp_path: Path) -> None:
     listener = PhaseListener(tmp_path)
     listener.watch(None)
-    listener.watching._peak_bytes = 7
+    listener.watching.peak_bytes = 7
     connection = Connection(listener.environment[VARIABLE], 10.0)
     memory = {"rss_bytes": 1, "anon_bytes": 1, "file_bytes": 0, "shmem_bytes": 0}
     baseline = {"event": "baseline", "t_ns": 1, "memory": memory, "import_ns": 1, "environment": {}}
@@ -498,15 +498,15 @@ def test_a_program_that_plays_a_worker_changes_no_figure(tmp_path: Path) -> None
     connection.send({"event": "done", "first_use_ns": None, "marks_ns": 0}, wait=True)
     connection.drop()
     listener.close()
-    (track,) = listener.inner.tracks.values()
-    assert (listener.peak_bytes, track.baseline, track.done) == (7, None, False)
+    (main,) = listener.inner.by_process.values()
+    assert (listener.peak_bytes, main.baseline, main.done) == (7, None, False)
 
 
 def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
     """None gets an answer before all have sent the message; a third process is no rank."""
     listener = Listener(tmp_path, ranks=2)
     taken: list[tuple[int | None, str]] = []
-    listener.watch(lambda track, one: taken.append((track.rank, type(one).__name__)), Counters)
+    listener.watch(lambda sender, one: taken.append((sender.rank, type(one).__name__)), Counters)
     connections = [Connection(str(listener.path), 10.0) for _ in range(2)]
     answered: list[int] = []
 

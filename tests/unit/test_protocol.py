@@ -27,7 +27,6 @@ ARGUMENTS = st.dictionaries(st.text(), JSON, max_size=4)
     name=st.text(),
     limit=st.none() | st.integers(1, 2**60),
     python_path=st.lists(st.text(), max_size=3),
-    timeout_s=st.floats(0.1, 1e6),
 )
 def test_a_job_arrives_as_it_was_sent(
     kwargs: dict[str, Any],
@@ -35,13 +34,12 @@ def test_a_job_arrives_as_it_was_sent(
     name: str,
     limit: int | None,
     python_path: list[str],
-    timeout_s: float,
 ) -> None:
     cell = Cell(
         ModelSpec(name, "a:b", kwargs), "s", "cgroup", limit, "cuda:1", "bfloat16", "per_param",
         "warm", options, repeat=2,
     )  # fmt: skip
-    job = Job(cell, "/c", "/m", "/s.py", tuple(python_path), timeout_s)
+    job = Job(cell, "/c", "/m", "/s.py", tuple(python_path))
     line = encode_job(job)
     assert line.count(b"\n") == 1
     assert decode_job(line) == job

@@ -208,7 +208,7 @@ def test_files_that_are_memory_are_warned_of(
 ) -> None:
     monkeypatch.setattr(page_cache, "drop", lambda files: 5 * 2**20 * len(list(files)))
     (tmp_path / "model.pt").write_bytes(b"x")
-    assert loads.LoadSpec.of(replace(JOB, target=str(tmp_path))).finish(0) == [
+    assert loads.LoadSpec(replace(JOB, target=str(tmp_path))).finish(0) == [
         "5.000 MiB of the written files could not be dropped from the page cache: on a tmpfs, files"
         " take up memory; put weighin's cache on a disk: WEIGHIN_CACHE=/path"
     ]

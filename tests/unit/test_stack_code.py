@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weighin.run.watch import code_of
+from weighin.run.commands import code_of
 
 SOURCE = "import torch\nstate = torch.load(path)  # slow\n    model.load_state_dict(state)\n"
 

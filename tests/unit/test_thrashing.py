@@ -14,6 +14,7 @@ from weighin.records.thrashing import Reference, proof, reference_of, words
 from weighin.records.verdict import Verdict, judge_result
 from weighin.result import Cost, Outcome, Peaks, Ran, Result, Stopped
 from weighin.run import watch
+from weighin.settings.definition import Settings
 from weighin.units import GIB, MIB
 
 SECOND = 10**9
@@ -101,8 +102,9 @@ class Rereading(Silent):
 
 
 def watched(running: FakeRunning, timeout_s: float = 30) -> Result:
-    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=256 * MIB), timeout_s=timeout_s)
-    return followed(running, job=job, reference=Reference(SECOND, 200 * MIB))[0]
+    job = replace(JOB, cell=replace(JOB.cell, ram_limit_bytes=256 * MIB))
+    settings, reference = Settings(timeout_s=timeout_s), Reference(SECOND, 200 * MIB)
+    return followed(running, job=job, settings=settings, reference=reference)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -151,5 +153,5 @@ def test_a_worker_below_its_limit_goes_on() -> None:
 
 def test_a_time_out_is_a_field_of_the_record() -> None:
     running = FakeRunning([*BASELINE, TimeoutError], KILLED, inside=Silent())
-    result = watched(running, timeout_s=0)
-    assert (result.outcome, result.stopped and result.stopped.timeout_s) == (Outcome.TIMEOUT, 0)
+    result = watched(running, timeout_s=0.001)
+    assert (result.outcome, result.stopped and result.stopped.timeout_s) == (Outcome.TIMEOUT, 0.001)

@@ -179,7 +179,7 @@ def _prove(isolation: Isolation, say: Callable[[str], None]) -> Found:
     job = Job(cell, str(checkpoint.path), str(checkpoint.manifest_path), str(probe.path))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "samples").mkdir()
-        measured = measure(isolation, LoadSpec.of(job, [checkpoint.path]))
+        measured = measure(isolation, LoadSpec(job, [checkpoint.path]))
         measured.finish(Path(folder))
         result = measured.result
     if result.outcome is not Outcome.OOM_KILLED or result.last_phase != "overrun":

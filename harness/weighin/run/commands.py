@@ -1,37 +1,49 @@
 """Measure the commands of a run."""
 
-import math
+import linecache
 import os
 import signal
+import stat
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.cell import Cell
+from weighin.child_process import signal_each
 from weighin.errors import Interrupted
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.process import PASSED
 from weighin.plan.commands import files_in
 from weighin.plan.task import Planned, Progress, Run
+from weighin.probes import mounts
+from weighin.probes.process_table import command_of
 from weighin.program_phases import VARIABLE
+from weighin.records.repeats import largest
+from weighin.result import Faults, Outcome, Peaks, Pressure, Ran, Sample, Track
 from weighin.run import output
-from weighin.run.measure import Measured, measure
-from weighin.run.spec import Spec
+from weighin.run.judge import Evidence
+from weighin.run.measure import Measured, Spec, measure
+from weighin.run.watch import Watch
 from weighin.settings.definition import Settings
-from weighin.units import format_bytes
+from weighin.text import few, one_line
+from weighin.units import MIB, format_bytes
 
 _STOPPED: Final = "stopped; nothing is left running"
 _TIMES: Final = 10
 _LEAST_S: Final = 30.0
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BY_KERNEL: Final = 0x80  # SI_KERNEL, of <signal.h>: the kernel sends the terminal's signals
+_SETTLE_S: Final = 0.3  # in which short children of a command end by themselves
+_PAUSE_S: Final = 0.01
+_CLOCK_S: Final = 0.02  # the kernel's clock for files is a little behind
+_COMMAND_LENGTH: Final = 120
 
 
-@dataclass(slots=True)
 class CommandSpec(Spec):
     """A command, with this process's streams; it gets the signals that this process gets.
 
@@ -39,66 +51,59 @@ class CommandSpec(Spec):
         asked_to_end: whether weighin received SIGINT, SIGTERM or SIGHUP meanwhile.
     """
 
-    asked_to_end: bool = False
-    _output: output.Relay | None = None
-    _receiver: Callable[[int], None] | None = None
-    _shares_terminal: bool = False  # the terminal sends its signals (Ctrl-C, Ctrl-Z) to it, too
-    _numbers: frozenset[int] = frozenset()
-    _listening: threading.Thread | None = None
-    _over: bool = False
-
-    @classmethod
-    def of(cls, cell: Cell, settings: Settings, timeout_s: float = 0.0) -> "CommandSpec":
-        """Return the spec of a cell's command; a ``timeout_s`` of 0 stands for no time-out."""
-        readiness = output.Readiness(settings) if settings.ready or settings.ready_url else None
-        cold = settings.command(cell.strategy).cold
-        files = files_in(cold) if cold else ()
-        return cls(
-            cell,
-            files,
-            settings=settings,
-            timeout_s=timeout_s or math.inf,
-            readiness=readiness,
-        )
-
-    @property
-    def _settings(self) -> Settings:
-        assert self.settings
-        return self.settings
+    def __init__(self, cell: Cell, settings: Settings) -> None:
+        self._own = settings.command(cell.strategy)
+        super().__init__(cell, settings, files_in(self._own.cold) if self._own.cold else ())
+        self.asked_to_end = False
+        if settings.ready or settings.ready_url:
+            self.readiness = output.Readiness(settings)
+        self._receiver: Callable[[int], None] | None = None
+        self._shares_terminal = False  # the terminal sends its signals (Ctrl-C, Ctrl-Z) to it, too
+        self._listening: threading.Thread | None = None
+        self._is_over = False
+        self._rest: tuple[str, ...] = ()
+        self._left = ""
 
     def enter(self, opened: ExitStack) -> None:
         opened.enter_context(self._passing_signals_on())
         at_ready = self.readiness.now if self.readiness else lambda: None
-        relaying = output.relaying(self._settings, self.cell, at_ready)
+        relaying = output.relaying(self.settings, self.cell, at_ready)
         self._output = opened.enter_context(relaying)
 
     def start(self, isolation: Isolation, listener: Path) -> Running:
-        assert self._output
         environment = self.cell.environment | {VARIABLE: str(listener)}
-        mounts = (*self._settings.mounts, str(listener.parent))
         cell = replace(self.cell, environment=environment)
-        return isolation.start_command(cell, self._settings.cwd, self._output.streams, mounts)
+        places = (*self.settings.mounts, str(listener.parent))
+        return isolation.start_command(cell, self.settings.cwd, self._output.streams, places)
 
-    def begun(self, running: Any) -> None:
+    def begun(self, running: Running) -> None:
         """From now on, take signals in a thread: only there Linux says whether a terminal sent one."""
-        assert self._output
         self._receiver = running.send_signal
         self._shares_terminal = running.shares_terminal
         self._listening = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._listening.start()
         self._output.start()
 
+    def end_rest(self, running: Running) -> None:
+        self._rest = end_rest(running, self.settings.grace_s, _SETTLE_S)
+
+    def ended(self, watch: Watch) -> None:
+        # The last sample has all page cache, which stays in the cgroup after the process's end.
+        samples, running = watch.sampler.without_caches(), watch.running
+        if running.shares_terminal and not running.members():  # else a container's files are gone
+            has_last = watch.peak_mark and samples and not watch.server_ready_ns
+            self._left = left(watch.started_s, samples[-1] if has_last else None)
+
     def finish(self, cached_bytes: int | None) -> list[str]:
-        assert self._output
         self._output.finish()
-        self.marks, warnings = self._output.marks, []
+        warnings, kept = [], len(self._output.marks)
         if cached_bytes:
             left = format_bytes(cached_bytes)
             warnings.append(f"{left} of the --cold files stayed in the page cache")
-        if self._output.number_of_marks > len(self.marks):
+        if self._output.number_of_marks > kept:
             warnings.append(
                 f"{self._output.number_of_marks:,} lines matched --mark; the record keeps the newest"
-                f" {len(self.marks):,}"
+                f" {kept:,}"
             )
         if self._output.given_up:
             warnings.append(
@@ -120,7 +125,7 @@ class CommandSpec(Spec):
 
     def _listen(self) -> None:
         while info := signal.sigwaitinfo(self._numbers):
-            if self._over:
+            if self._is_over:
                 return
             resize = signal.getsignal(info.si_signo) if info.si_signo == signal.SIGWINCH else None
             if callable(resize) and resize != self._take:
@@ -144,12 +149,162 @@ class CommandSpec(Spec):
             yield
         finally:
             if self._listening and self._listening.ident:
-                self._over = True
+                self._is_over = True
                 signal.pthread_kill(self._listening.ident, signal.SIGUSR1)
                 self._listening.join()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
             for number, handler in kept.items():
                 signal.signal(number, handler)
+
+    def figures(
+        self, watch: Watch, evidence: Evidence, _outcome: Outcome, spent_ns: int
+    ) -> dict[str, Any]:
+        sampler, samples, end = watch.sampler, watch.samples, watch.at_end
+        main, *others = [*watch.listener.by_process.values()] or [watch.ranks[0]]
+
+        def most(part: str) -> int | None:
+            return largest(getattr(sample, part) for sample in samples)
+
+        peak_bytes, kernel_bytes = watch.peak_bytes, end.kernel_peak_bytes
+        sampled, reclaimable = most("needed_bytes"), most("reclaimable_bytes") or 0
+        by_peak = None if peak_bytes is None else max(0, peak_bytes - reclaimable)
+        by_kernel = kernel_bytes and max(0, kernel_bytes - sampler.caches_bytes)
+        needed = largest((sampled, by_peak, by_kernel))
+        is_exact = needed == by_peak and reclaimable <= max(MIB, (needed or 0) // 100)
+        if kernel_bytes is None:  # v2 keeps no mark of the kernel's own memory
+            own_bytes = most("kernel_needed_bytes") or 0
+            is_exact = is_exact and own_bytes <= MIB + (needed or 0) // 100
+        notes = tuple(filter(None, (watch.running.unseen, self._left)))
+        warnings = [*notes, *(text for each in (main, *others) for text in each.warnings)]
+        if watch.stacks and watch.stacks.why:
+            warnings.append(watch.stacks.why)
+        highest = {each.pid: each.highest_rss_bytes for each in (main, *others)}
+        faults = None
+        if watch.peak_mark and samples:
+            faults = Faults(samples[-1].minor_faults, samples[-1].major_faults, end.refaults)
+        number = evidence.ended.signal
+        return {
+            "peaks": Peaks(
+                cgroup_bytes=peak_bytes,
+                anon_sampled_bytes=most("anon_bytes"),
+                file_sampled_bytes=most("page_cache_bytes"),
+                unreclaimable_sampled_bytes=sampled,
+                shmem_sampled_bytes=most("shmem_bytes"),
+                kernel_bytes=kernel_bytes,
+            ),
+            "last_phase": main.died_in,
+            "phases": main.phases,
+            "load_ns": spent_ns,
+            "ready_ns": spent_ns,
+            "cost": {"load_ns": spent_ns},
+            "faults": faults,
+            "pressure": None
+            if end.some_ns is end.full_ns is None
+            else Pressure(end.some_ns, end.full_ns),
+            "warnings": warnings,
+            "ran": Ran(
+                pid=watch.running.pid,
+                peak_ns=sampler.peak.t_ns if sampler.peak else None,
+                needed_bytes=needed,
+                needed_is_sampled=not is_exact or bool(evidence.escape),
+                at_peak=sampler.peak,
+                notes=notes,
+                signal=number,
+                survived=number != signal.SIGKILL,
+                # Each phase resets VmHWM, so the highest of all readings counts.
+                processes=tuple(
+                    replace(
+                        each,
+                        highest_rss_bytes=largest((highest.get(each.pid), each.highest_rss_bytes)),
+                    )
+                    for each in watch.processes
+                ),
+                kills=tuple(evidence.kills or ()),
+                stacks=tuple(
+                    replace(each, code=code_of(each.frames, self.settings.cwd, watch.started_s))
+                    for each in (watch.stacks.stacks if watch.stacks else ())
+                ),
+                ended=self._rest,
+                tracks=tuple(Track(each.pid, each.phases) for each in others),
+                cold=tuple(self._own.cold),
+                frozen_ns=watch.stacks.frozen_ns if watch.stacks else 0,
+                marks=self._output.marks,
+            ),
+        }
+
+
+def end_rest(running: Running, grace_s: float, settle_s: float) -> tuple[str, ...]:
+    """End the processes of a command that outlive its first process, and return their command lines.
+
+    A process that ends by itself within ``settle_s`` is not listed. The other processes get SIGTERM,
+    and SIGKILL after ``grace_s``; one that this user may not signal is neither listed nor waited for.
+    """
+    names, spared = [], {running.pid}
+
+    def rest(patience_s: float) -> list[int]:
+        """Wait for the end of all that are not spared; return the pids of those that still run."""
+        deadline = time.monotonic() + patience_s
+        while left := [pid for pid in running.members() if pid not in spared]:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_PAUSE_S)
+        return left
+
+    for pid in rest(settle_s):
+        name = ""
+        with suppress(OSError):
+            name = one_line(command_of(pid), _COMMAND_LENGTH)
+        try:
+            signal_each([pid], signal.SIGTERM)
+            names.append(name or f"process {pid}")
+        except PermissionError:
+            spared.add(pid)
+    if rest(grace_s) or len(spared) > 1:
+        running.kill()  # of a container, the engine ends also those
+    return tuple(names)
+
+
+def left(started_s: float, last: Sample | None) -> str:
+    """Say which files of a tmpfs that changed since ``started_s`` take memory; empty below 1 MiB.
+
+    ``last`` is the cgroup's sample after the end of all processes, with the shared memory that they
+    left. Without it (and a cgroup), a file may be another program's.
+    """
+    if last and last.shmem_bytes <= MIB:
+        return ""
+    sizes: dict[str, int] = {}
+    for place in (one.place for one in mounts.read() if one.kind in ("tmpfs", "ramfs")):
+        for folder, below, names in os.walk(place):
+            below[:] = [name for name in below if not os.path.ismount(Path(folder, name))]
+            for path in (Path(folder, name) for name in names):
+                with suppress(OSError):  # removed meanwhile
+                    state = path.lstat()
+                    if stat.S_ISREG(state.st_mode) and state.st_ctime >= started_s - _CLOCK_S:
+                        sizes[str(path)] = state.st_blocks * 512
+    total = last.shmem_bytes if last else sum(sizes.values())
+    if total <= MIB:
+        return ""
+    own = [path for path, size in sizes.items() if size <= total]  # a larger one is another's
+    largest_first = sorted(own, key=lambda path: -sizes[path])
+    named = few([f"{one_line(path)} ({format_bytes(sizes[path])})" for path in largest_first])
+    who = "the command left" if last else "while it ran, files of a tmpfs got"
+    return f"{who} {format_bytes(total)} of shared memory: {named or 'in no file that is visible'}"
+
+
+def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
+    """Return the source code of the innermost frame in the user's own program; empty without one.
+
+    Paths are relative to ``folder``, the command's working folder. A file that was written after
+    ``started_s`` (seconds since the epoch) gives no code, because other code may have run.
+    """
+    from weighin.records.explanation.facts import own, read_all  # 0.01 s, with its expressions
+
+    if frame := own(read_all(frames)):
+        path = Path(folder, frame.path)
+        with suppress(OSError):
+            if path.is_file() and path.stat().st_mtime <= started_s:
+                return one_line(linecache.getline(str(path), frame.line).partition("  #")[0])
+    return ""
 
 
 class Commands:
@@ -176,11 +331,12 @@ class Commands:
         """
         if self.stopped:
             raise Interrupted(_STOPPED)
-        cell, task, timeout_s = planned.cell, self._task, self._task.settings.timeout_s
-        is_search = task.settings.within is not None
-        if not timeout_s and is_search and (first := task.unlimited_result(cell)):
+        cell, task, settings = planned.cell, self._task, self._task.settings
+        is_search = settings.within is not None
+        if not settings.timeout_s and is_search and (first := task.unlimited_result(cell)):
             timeout_s = round(_TIMES * (first.ready_ns or 0) / 1e9 + _LEAST_S, 1)
-        spec = CommandSpec.of(cell, task.settings, timeout_s)
+            settings = settings.model_copy(update={"timeout_s": timeout_s})
+        spec = CommandSpec(cell, settings)
         measured = measure(task.isolation, spec, self.environment, task.reference_for(cell))
         self.stopped = spec.asked_to_end
         if self.stopped and (is_search or len(task.planned) > 1):

@@ -14,7 +14,7 @@ from weighin.isolation.base import Exit
 from weighin.probes import kernel_log
 from weighin.records import thrashing
 from weighin.result import BROKEN, Kill, Memory, Outcome, Peaks, Stopped
-from weighin.run.listener import Track
+from weighin.run.listener import Reported
 from weighin.text import one_line
 from weighin.units import MIB, format_bytes, format_seconds
 from weighin.uses import FORWARD, is_of_use
@@ -30,11 +30,11 @@ _SLACK_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class Evidence:
     """What weighin knows about a cell that has ended; a figure that was not measured is None.
 
     Attributes:
-        ranks: what each process that loads or saves has reported; empty for a command.
+        ranks: what each process that loads or saves has reported; of a command, the main process.
         ends: the exits of the ranks that failed, by their numbers, in their order in time.
         stopped: why weighin killed the cell; None if weighin did not kill it.
         kills: the kills in the kernel's log; None if this user may not read the log.
@@ -47,7 +47,7 @@ class End:
 
     cell: Cell
     ended: Exit
-    ranks: Sequence[Track] = ()
+    ranks: Sequence[Reported] = ()
     ends: Mapping[int, Exit] = field(default_factory=dict)
     stopped: Stopped | None = None
     oom_kills: int | None = None
@@ -66,20 +66,21 @@ class End:
         return all(each.ready_at_ns is not None for each in self.ranks)
 
 
-def judge(end: End) -> tuple[Outcome, str]:
+def judge(end: Evidence) -> tuple[Outcome, str]:
     """Return the outcome of a cell, and the reason in one line; for an outcome "ok", a warning.
 
     The outcome is ``oom_killed`` only if a counter of the kernel shows a kill for lack of memory; a high
     peak is no proof. Without a cgroup, the OOM kills of the whole machine decide.
     """
-    outcome, why = _of_load(end) if end.ranks else _of_command(end)
-    if end.escape:
-        figures = "its figures and its limit are not valid"
-        if not end.ranks:
-            figures = "the figures are of a part of it and its limit is not valid (--isolation process measures all processes)"
-        void_as = Outcome.STRATEGY_FAILED if end.ranks else Outcome.MEASUREMENT_FAILED
-        return void(outcome, why, void_as, f"{end.escape}, so {figures}")
-    return outcome, why
+    if end.cell.operation != "command":
+        outcome, why = _of_load(end)
+        what, now = "its figures and its limit are not valid", Outcome.STRATEGY_FAILED
+    else:
+        outcome, why = _of_command(end)
+        what = "the figures are of a part of it and its limit is not valid"
+        what += " (--isolation process measures all processes)"
+        now = Outcome.MEASUREMENT_FAILED
+    return void(outcome, why, now, f"{end.escape}, so {what}") if end.escape else (outcome, why)
 
 
 def void(outcome: Outcome, why: str, now: Outcome, because: str) -> tuple[Outcome, str]:
@@ -87,7 +88,12 @@ def void(outcome: Outcome, why: str, now: Outcome, because: str) -> tuple[Outcom
     return now, f"{because}; it ended with {outcome}" + f": {why}" * bool(why)
 
 
-def _of_load(end: End) -> tuple[Outcome, str]:
+def _of_load(end: Evidence) -> tuple[Outcome, str]:
+    """Judge a load or a save.
+
+    A time-out counts before a kill, unlike that of a command: a strategy that has lost a child and
+    waits for it forever is at fault itself, and the message says in which phase it waits.
+    """
     ranks, stopped = end.ranks, end.stopped
     if stopped and stopped.timeout_s is not None:
         message = f"still running after {stopped.timeout_s:g} s, {where(ranks)}"
@@ -124,54 +130,54 @@ def _of_load(end: End) -> tuple[Outcome, str]:
     return outcome, message
 
 
-def _of_process(end: End, track: Track, ended: Exit) -> tuple[Outcome, str]:
+def _of_process(end: Evidence, reported: Reported, ended: Exit) -> tuple[Outcome, str]:
     oom_kills = end.oom_kills
-    if track.failure:
-        outcome, message = track.failure
+    if reported.failure:
+        outcome, message = reported.failure
         if oom_kills and outcome in (Outcome.STRATEGY_FAILED, Outcome.USE_FAILED):
             outcome, message = Outcome.OOM_KILLED, f"{_LOST}; then it failed: {message}"
         return outcome, message
     if ended.signal == signal.SIGKILL and (oom_kills or ended.oom_killed):
-        return Outcome.OOM_KILLED, f"killed by the kernel for lack of memory {track.where}"
+        return Outcome.OOM_KILLED, f"killed by the kernel for lack of memory {reported.where}"
     if ended.signal == signal.SIGKILL and oom_kills is None and end.machine_oom_kills:
         why = "killed by the kernel when the whole machine ran out of memory"
-        return Outcome.OOM_KILLED, f"{why}, {track.where}"
+        return Outcome.OOM_KILLED, f"{why}, {reported.where}"
     how = f"ended with exit code {ended.code}"
     if ended.still_runs:
         how = "does not end, not even after SIGKILL,"
     elif ended.signal:
         how = f"was ended by {ended.signal_name}"
-    lines = printed_lines(track.stderr_tail.encode() if end.ends else end.stderr_tail)
+    lines = printed_lines(reported.stderr_tail.encode() if end.ends else end.stderr_tail)
     if lines and ended.signal and lines[-1].startswith(signal.strsignal(ended.signal) or "?"):
         lines.pop()  # the shell in a container prints the signal as its last line
     last = f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else ""
     if oom_kills and ended.signal is None and not ended.still_runs:
-        return Outcome.OOM_KILLED, f"{_LOST}; then it {how} {track.where}{last}"
-    in_load = track.baseline is not None and not ended.still_runs
+        return Outcome.OOM_KILLED, f"{_LOST}; then it {how} {reported.where}{last}"
+    in_load = reported.baseline is not None and not ended.still_runs
     outcome = Outcome.STRATEGY_FAILED if in_load else Outcome.MEASUREMENT_FAILED
-    if in_load and track.current != FORWARD and is_of_use(track.current or ""):
+    if in_load and reported.current != FORWARD and is_of_use(reported.current or ""):
         outcome = Outcome.USE_FAILED
-    return outcome, f"the measured process {how} {track.where}{last}"
+    return outcome, f"the measured process {how} {reported.where}{last}"
 
 
-def _only_forward_failed(end: End) -> bool:
+def _only_forward_failed(end: Evidence) -> bool:
     """Tell whether the model's own forward pass failed, by an error or a crash, and nothing else.
 
     A signal from outside and a lack of memory are failures of the cell.
     """
     number = culprit(end)
-    track, last = end.ranks[number], end.ends.get(number)
+    reported, last = end.ranks[number], end.ends.get(number)
     last = last or (end.ended if len(end.ranks) == 1 else None)
-    told = track.failure and not re.search(_LACK_OF_MEMORY, track.failure[1])
+    told = reported.failure and not re.search(_LACK_OF_MEMORY, reported.failure[1])
     return (
         end.is_ready
-        and track.current == FORWARD
+        and reported.current == FORWARD
         and all(each.done or each.current == FORWARD for each in end.ranks)
-        and bool(told if track.failure else last and last.signal in _CRASHES)
+        and bool(told if reported.failure else last and last.signal in _CRASHES)
     )
 
 
-def culprit(end: End) -> int:
+def culprit(end: Evidence) -> int:
     """Return the number of the rank that decides the outcome of a cell that failed.
 
     The choice is the first rank that the kernel killed for lack of memory, else the first rank that
@@ -183,18 +189,18 @@ def culprit(end: End) -> int:
     return next(iter(end.ends), _places(end.ranks)[0][1][0])
 
 
-def where(ranks: Sequence[Track]) -> str:
+def where(ranks: Sequence[Reported]) -> str:
     """Return each rank's position in words: "rank 2 in phase 'read', ranks 0 and 1 after 'touch'"."""
     if len(ranks) == 1:
         return ranks[0].where
     return ", ".join(f"{_named(numbers)} {place}" for place, numbers in _places(ranks))
 
 
-def _places(ranks: Sequence[Track]) -> list[tuple[str, list[int]]]:
+def _places(ranks: Sequence[Reported]) -> list[tuple[str, list[int]]]:
     """Return the ranks by their position in words, those with the fewest ended phases first."""
     numbers: dict[str, list[int]] = {}
-    for number, track in enumerate(ranks):
-        numbers.setdefault("ended" if track.done else track.where, []).append(number)
+    for number, reported in enumerate(ranks):
+        numbers.setdefault("ended" if reported.done else reported.where, []).append(number)
     return sorted(
         numbers.items(),
         key=lambda item: (ranks[item[1][0]].done, len(ranks[item[1][0]].phases), len(item[1])),
@@ -211,7 +217,7 @@ def lost(oom_kills: int) -> str:
     return f"the kernel killed {killed} of this measurement for lack of memory"
 
 
-def _killed_children(end: End) -> str:
+def _killed_children(end: Evidence) -> str:
     """Describe the child processes that the kernel killed, and the peak of the cell's cgroup."""
     if len(end.ranks) > 1:
         return ""
@@ -225,7 +231,7 @@ def _killed_children(end: End) -> str:
     return f"{text}; the peak of the cgroup was {format_bytes(peak)}" if peak else text
 
 
-def _of_command(end: End) -> tuple[Outcome, str]:
+def _of_command(end: Evidence) -> tuple[Outcome, str]:
     """Judge a command.
 
     Any kill for lack of memory makes the outcome ``oom_killed``, even if the first process ended
@@ -258,7 +264,7 @@ def _of_command(end: End) -> tuple[Outcome, str]:
     return (Outcome.COMMAND_FAILED if how else Outcome.OK), how
 
 
-def _killed(end: End) -> str:
+def _killed(end: Evidence) -> str:
     kills = end.kills or ()
     number = max(end.oom_kills or 0, len(kills), 1)
     if not kills:
@@ -271,7 +277,7 @@ def _killed(end: End) -> str:
     return f"the kernel killed {who} for lack of memory: {_other_limit(end) or limit}{lived}"
 
 
-def _other_limit(end: End) -> str:
+def _other_limit(end: Evidence) -> str:
     """Say which limit was reached, from the kernel's log, or else from the peak; empty for the own."""
     own, what = end.cell.ram_limit_bytes, f"the {end.cell.operation} reached the limit"
     of = {kill.limit_of for kill in end.kills or ()} - {kernel_log.UNKNOWN}

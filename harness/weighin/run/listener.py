@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,18 +19,18 @@ from weighin.phase_reporter import AWAITED, LONGEST_MESSAGE, MET, address
 from weighin.probes.cgroup import Counters, grown, start_time
 from weighin.probes.gpu_memory import Trace
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
-from weighin.result import Cost, Memory, Outcome, Phase, Use, Written
+from weighin.result import Memory, Outcome, Phase, Use, Written
 from weighin.run.messages import (
     AllocatorTrace,
     Baseline,
     Begin,
     Cuda,
     Done,
-    End,
     Failed,
     Loaded,
     Message,
     Note,
+    PhaseEnd,
     Rank,
     Ready,
     Shared,
@@ -68,7 +68,7 @@ class _Open:
 
 
 @dataclass(slots=True)
-class Track:
+class Reported:
     """What one process has reported so far.
 
     ``pid`` is 0 for a rank that has not reported anything. Only the phases of the first process
@@ -154,9 +154,6 @@ class Track:
         load_ns, touch_ns = self.load_ns, self.times.get("touch_ns")
         return None if load_ns is None or touch_ns is None else load_ns + touch_ns
 
-    def cost(self, wall_ns: int) -> Cost:
-        return Cost(wall_ns=wall_ns, **self.times)
-
     def take(self, message: Message) -> None:
         """Store a message but for those of phases, and ``Baseline``."""
         match message:
@@ -211,7 +208,7 @@ class Track:
         self._open[begun.id] = _Open(name, start_ns, begun.faults, memory, now.refaults)
         self._last = start_ns, memory, begun.faults
 
-    def end(self, ended: End, now: Counters, *, resets_group: bool) -> None:
+    def end(self, ended: PhaseEnd, now: Counters, *, resets_group: bool) -> None:
         """Add a phase that has ended; of a program, the end of one that has not begun has no effect."""
         phase = ended.phase
         memory = replace(phase.end, cgroup_bytes=now.usage_bytes)
@@ -345,17 +342,17 @@ class Listener:
 
     Attributes:
         path: the socket. A container must mount its folder at the same path.
-        tracks: what each process has reported; the first one is the main process.
+        by_process: what each process has reported; the first one is the main process.
         ranks: the tracks of a load's ranks by their numbers; of other cells, of the main process.
         error: an error of the function that takes the messages; None if there was none.
     """
 
     def __init__(self, folder: Path, ranks: int = 1) -> None:
         self.path = folder / _SOCKET
-        self.tracks: dict[tuple[int, int], Track] = {}
-        self.ranks = [Track() for _ in range(ranks)]
+        self.by_process: dict[tuple[int, int], Reported] = {}
+        self.ranks = [Reported() for _ in range(ranks)]
         self.error: BaseException | None = None
-        self._take: Callable[[Track, Message | End], None] = lambda *_: None
+        self._take: Callable[[Reported, Message | PhaseEnd], None] = lambda *_: None
         self._counters: Callable[[], Counters] = Counters
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -369,11 +366,11 @@ class Listener:
         self._woken, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
-        self._by_connection: dict[socket.socket, Track] = {}
+        self._by_connection: dict[socket.socket, Reported] = {}
         self._waiting: list[socket.socket] = []
 
     def watch(
-        self, take: Callable[[Track, Message | End], None], counters: Callable[[], Counters]
+        self, take: Callable[[Reported, Message | PhaseEnd], None], counters: Callable[[], Counters]
     ) -> None:
         """Start the thread that calls ``take`` with each message, and then answers it.
 
@@ -393,9 +390,9 @@ class Listener:
         if self._thread:
             self._wake.send(b"\0")
             self._thread.join()
-        for track in self.tracks.values():
-            is_open = track.is_in_phase and track.is_main
-            track.close(self._counters() if is_open else Counters())
+        for reported in self.by_process.values():
+            is_open = reported.is_in_phase and reported.is_main
+            reported.close(self._counters() if is_open else Counters())
         for each in (*self._by_connection, self._server, self._woken, self._wake):
             each.close()
         self._selector.close()
@@ -416,7 +413,7 @@ class Listener:
 
     def _serve(self, timeout_s: float | None) -> bool:
         """Take what has arrived; return whether to stop or, without waiting, whether something had."""
-        is_in_phase = any(track.is_in_phase for track in self.tracks.values())
+        is_in_phase = any(reported.is_in_phase for reported in self.by_process.values())
         wait_s = _INTERVAL_S if is_in_phase and timeout_s is None else timeout_s
         ready = self._selector.select(wait_s)
         for key, _ in ready:
@@ -427,8 +424,8 @@ class Listener:
                 self._accept()
             else:
                 self._receive(key.fileobj)
-        for track in self.tracks.values():
-            track.sample(self._counters if track.is_main else Counters)
+        for reported in self.by_process.values():
+            reported.sample(self._counters if reported.is_main else Counters)
         return bool(ready) if timeout_s is not None else False
 
     def _accept(self) -> None:
@@ -445,17 +442,17 @@ class Listener:
             connection.close()
             return
         connection.setblocking(False)
-        self._by_connection[connection] = self.track_of(pid, ticks)
+        self._by_connection[connection] = self.reported_by(pid, ticks)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def track_of(self, pid: int, ticks: int) -> Track:
-        """Return the track of a process; the main process is the first one, if there are no ranks."""
-        if (pid, ticks) not in self.tracks:
-            is_main = not self.tracks and len(self.ranks) == 1
-            track = self.ranks[0] if is_main else Track(is_main=False)
-            track.pid = pid
-            self.tracks[pid, ticks] = track
-        return self.tracks[pid, ticks]
+    def reported_by(self, pid: int, ticks: int) -> Reported:
+        """Return what a process has reported; the main process is the first one, if there are no ranks."""
+        if (pid, ticks) not in self.by_process:
+            is_main = not self.by_process and len(self.ranks) == 1
+            reported = self.ranks[0] if is_main else Reported(is_main=False)
+            reported.pid = pid
+            self.by_process[pid, ticks] = reported
+        return self.by_process[pid, ticks]
 
     def _receive(self, connection: socket.socket) -> None:
         try:
@@ -465,9 +462,9 @@ class Listener:
             return
         except OSError:
             packet, decoded = b"", None
-        track = self._by_connection[connection]
+        reported = self._by_connection[connection]
         if decoded is None:
-            track.is_refused |= bool(packet)
+            reported.is_refused |= bool(packet)
             self._drop(connection)
             return
         kind, message = decoded
@@ -477,12 +474,12 @@ class Listener:
                 self._drop(connection)
                 return
             chosen = self.ranks[number]
-            chosen.pid, chosen.rank, chosen.is_main = track.pid, number, number == 0
+            chosen.pid, chosen.rank, chosen.is_main = reported.pid, number, number == 0
             self._by_connection[connection] = chosen
-            for key, each in self.tracks.items():
-                self.tracks[key] = chosen if each is track else each
+            for key, each in self.by_process.items():
+                self.by_process[key] = chosen if each is reported else each
             return
-        self._take(track, message)
+        self._take(reported, message)
         if kind in MET and len(self.ranks) > 1:
             self._waiting.append(connection)
             if len(self._waiting) == len(self.ranks):
@@ -502,11 +499,6 @@ class Listener:
         if self._by_connection.pop(connection, None):
             self._selector.unregister(connection)
             connection.close()
-
-
-def slowest(ranks: Sequence[Track]) -> Track:
-    """Return a rank that has not read every byte of the model; if all ranks have, the slowest one."""
-    return max(ranks, key=lambda each: float("inf") if each.ready_ns is None else each.ready_ns)
 
 
 def _cleaned(name: str) -> str:

@@ -2,12 +2,13 @@
 
 import compileall
 import ctypes
+import math
 import mmap
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,16 +28,23 @@ from weighin.isolation.base import Isolation, Running
 from weighin.loader.mapped_copy import ask_for_huge_pages
 from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.probes import environment, mounts, page_cache
-from weighin.result import Memory, Outcome
-from weighin.run.measure import Measured, measure
-from weighin.run.spec import Spec
+from weighin.probes.cgroup import grown
+from weighin.records import run_folder
+from weighin.records.repeats import largest
+from weighin.result import Faults, Memory, Outcome, Peaks, Pressure, Rank, Sample, Use
+from weighin.run.judge import Evidence, culprit, lost
+from weighin.run.measure import Measured, Spec, measure
+from weighin.run.watch import Watch
+from weighin.settings.definition import Settings
 from weighin.suite import packages, user_code
 from weighin.suite.registry import data_folder
+from weighin.text import few
 from weighin.units import MIB, format_bytes, format_exact
-from weighin.uses import SAVE
+from weighin.uses import FORK, SAVE, is_of_use
 from weighin.worker.phases import BEFORE_LOAD
 
 SETTLED_S = 2.5  # no report of free pages is due if no memory was freed for this time
+_NOTABLE_BYTES = 2 * MIB  # of child processes, for a warning; a shell takes less
 _LARGEST_SHARE: Final = 0.8  # of the free memory, because more could evict pages of other programs
 _SPARE_BYTES: Final = 64 * MIB  # of a save: headers, indexes, the rounding to file system blocks
 _PROBE_TIMEOUT_S = 120.0
@@ -44,7 +52,6 @@ _PROBE_TIMEOUT_S = 120.0
 _Key = tuple[str, str]
 
 
-@dataclass(slots=True)
 class LoadSpec(Spec):
     """A load, a save or a test's body.
 
@@ -52,90 +59,234 @@ class LoadSpec(Spec):
     charges their pages to the cell's own cgroup.
 
     Attributes:
-        steady: whether weighin holds memory until the load begins (``held``).
-        stall_from_bytes: the file offset behind which a slow disk never answers a read; None if the
-            disk answers all reads.
-        only_baseline: whether the worker is killed when it has reported its memory before the load.
+        changed: the checkpoint's files that changed while the cell ran.
     """
 
-    steady: bool = False
-    stall_from_bytes: int | None = None
-    only_baseline: bool = False
-    _held: ExitStack = field(default_factory=ExitStack)
-    _running: Running | None = None
+    def __init__(
+        self,
+        job: Job,
+        files: Sequence[Path] = (),
+        model_bytes: int | None = None,
+        settings: Settings | None = None,
+        *,
+        on_phase: Callable[[str], None] = lambda _: None,
+        stall_from_bytes: int | None = None,
+        only_baseline: bool = False,
+    ) -> None:
+        """Describe a job.
 
-    @classmethod
-    def of(
-        cls, job: Job, files: Sequence[Path] = (), model_bytes: int | None = None, **options: Any
-    ) -> "LoadSpec":
-        """Return the spec of a job; ``files`` are the checkpoint's, by their paths on this machine."""
-        spec = cls(
-            job.cell, files, job, timeout_s=job.timeout_s, model_bytes=model_bytes, **options
-        )
+        Args:
+            files: the checkpoint's, by their paths on this machine.
+            stall_from_bytes: the file offset behind which a slow disk never answers a read; None if
+                the disk answers all reads.
+            only_baseline: whether to kill the worker when it has reported its memory before the load.
+        """
+        super().__init__(job.cell, settings, files, on_phase)
+        self.changed: tuple[Path, ...] = ()
+        self._job, self._model_bytes = job, model_bytes
+        self._stall_from_bytes, self._only_baseline = stall_from_bytes, only_baseline
+        self._states = {file: _state(file) for file in files}
+        self._held = ExitStack()
+        self._held_bytes: int | None = None
+        self._sources_hash: str | None = None
         if not job.body:
             with suppress(OSError):  # the cell itself then fails
                 own = [Path(name) for name in (job.strategy_path, job.use_path) if name]
-                spec.sources_hash = environment.code_digest(*own)
-        return spec
-
-    @property
-    def _job(self) -> Job:
-        assert self.job
-        return self.job
+                self._sources_hash = environment.code_digest(*own)
 
     def enter(self, opened: ExitStack) -> None:
         job, cell = self._job, self.cell
-        if pace := Pace(cell.disk_bytes_per_s, cell.disk_latency_ns, self.stall_from_bytes):
+        if pace := Pace(cell.disk_bytes_per_s, cell.disk_latency_ns, self._stall_from_bytes):
             folder = folder_of(Path(job.checkpoint))
             self.disk = Mount(folder, pace, entries.slow_disks())
             opened.callback(self.disk.close)
             inside = self.disk.folder / Path(job.checkpoint).relative_to(folder)
-            self.job = job = replace(job, checkpoint=str(inside))
+            self._job = job = replace(job, checkpoint=str(inside))
             self.facts["disk"] = {"means": "fuse", "request_bytes": LARGEST_READ_BYTES}
-        if size := (self.model_bytes or 0) * cell.ranks if self.steady else 0:
+        if size := (self._model_bytes or 0) * cell.ranks if self.settings.steady else 0:
             # Leave memory for what the worker needs before its baseline: a save's model, a warm
             # load's file. A strategy of weighin needs at most two copies of the model and its file
             # in the page cache.
             spare = size if cell.operation == "save" or cell.cache == "warm" else 0
             opened.enter_context(self._held)
-            self.touched_bytes = self._held.enter_context(held(3 * size, spare))
+            self._held_bytes = self._held.enter_context(held(3 * size, spare))
         if self.files:
             self.facts["storage"] = mounts.describe(self.files[0])
             self.facts["read_ahead_bytes"] = mounts.read_ahead_bytes(Path(job.checkpoint))
 
     def start(self, isolation: Isolation, listener: Path) -> Running:
-        job = self._job
-        mounts = (*job.mounts, str(listener.parent))
-        running = isolation.start(replace(job, listener=str(listener), mounts=mounts))
-        self._running = running
-        return running
+        places = (*self._job.mounts, str(listener.parent))
+        self._running = isolation.start(replace(self._job, listener=str(listener), mounts=places))
+        return self._running
 
     def before_load(self) -> None:
-        if self.only_baseline and self._running:
+        if self._only_baseline:
             self._running.kill()
-        if self.touched_bytes is not None:
+        if self._held_bytes is not None:
             time.sleep(SETTLED_S)
             self._held.close()
 
     def finish(self, cached_bytes: int | None) -> list[str]:
-        found = []
-        if cached_bytes is None:
-            found.append(
+        self.changed = tuple(file for file, state in self._states.items() if _state(file) != state)
+        if self.changed:
+            outcome, who = Outcome.STRATEGY_FAILED, "the strategy"
+            if self.cell.isolation == "docker":  # mounts the files read-only
+                outcome, who = Outcome.MEASUREMENT_FAILED, "another program"
+            names = few([file.name for file in self.changed])
+            what = "changed the checkpoint's files during the measurement"
+            self.because = outcome, f"{who} {what}: {names}"
+        warnings = []
+        if self.files and cached_bytes is None:
+            warnings.append(
                 "weighin cannot tell whether the checkpoint was dropped from the page cache: Linux"
                 " reports cached pages only to a user who owns the files or may write them"
             )
         elif cached_bytes:
             left = format_bytes(cached_bytes)
-            found.append(f"{left} of the checkpoint could not be dropped from the page cache")
+            warnings.append(f"{left} of the checkpoint could not be dropped from the page cache")
         if target := self._job.target:
             written = (path for path in Path(target).rglob("*") if path.is_file())
             if kept := page_cache.drop(written):
-                found.append(
+                warnings.append(
                     f"{format_bytes(kept)} of the written files could not be dropped from the page"
                     " cache: on a tmpfs, files take up memory; put weighin's cache on a disk:"
                     " WEIGHIN_CACHE=/path"
                 )
-        return found
+        return warnings
+
+    # The result of a load -------------------------------------------------------------------------
+
+    def figures(
+        self, watch: Watch, evidence: Evidence, outcome: Outcome, _spent_ns: int
+    ) -> dict[str, Any]:
+        ranks, first = watch.ranks, watch.ranks[0]
+        totals, before = watch.at_ready or watch.at_end, watch.at_baseline
+        is_whole = outcome is Outcome.OK or all(each.done for each in ranks)
+        some, full = grown(before.some_ns, totals.some_ns), grown(before.full_ns, totals.full_ns)
+        loads = [each.load_ns for each in ranks]
+        slowest = max(ranks, key=lambda each: math.inf if each.ready_ns is None else each.ready_ns)
+        return {
+            "last_phase": None if is_whole else ranks[culprit(evidence)].current,
+            "model_bytes": self._model_bytes,
+            "baseline": first.baseline,
+            "peaks": _peaks(watch),
+            "phases": first.phases,
+            "load_ns": None if None in loads else largest(loads),
+            "ready_ns": slowest.ready_ns,
+            "faults": _faults(watch, grown(before.refaults, totals.refaults)),
+            "pressure": None if some is full is None else Pressure(some, full),
+            "touched_bytes_before": self._held_bytes,
+            "written": first.written,
+            "cost": dict(slowest.times),
+            "allocator_summary": first.allocator_summary,
+            "sources_hash": self._sources_hash,
+            "warnings": self._warnings(watch, evidence, outcome),
+            "ranks": () if len(ranks) == 1 else tuple(self._ranks(watch)),
+            "use": _use(watch),
+        }
+
+    def _ranks(self, watch: Watch) -> Iterator[Rank]:
+        for number, reported in enumerate(watch.ranks):
+            ended, samples = watch.exits.get(number), watch.rank_samples.get(number)
+            yield Rank(
+                phase=reported.current,
+                load_ns=reported.load_ns,
+                ready_ns=reported.ready_ns,
+                peak_rss_bytes=largest(each.peak_rss_bytes for each in reported.load_phases),
+                pss_bytes=reported.pss_bytes,
+                exit_code=0 if reported.done else ended.shell_code if ended else None,
+                samples_path=run_folder.samples_path(self.cell, number) if samples else None,
+            )
+
+    def _warnings(self, watch: Watch, evidence: Evidence, outcome: Outcome) -> list[str]:
+        warnings = [watch.running.unseen] if watch.running.unseen else []
+        warnings += dict.fromkeys(text for each in watch.ranks for text in each.warnings)
+        if len(watch.ranks) > 1 and not watch.running.cgroup:
+            warnings.append(
+                "without a cgroup, the memory that ranks share cannot be counted once, so the"
+                " file-backed memory is that of the rank that has the most"
+            )
+        number, private_bytes = watch.memory.others if watch.memory else (0, 0)
+        if private_bytes >= _NOTABLE_BYTES and self.cell.use != FORK:
+            started = f"{number} process{'es' * (number > 1)}"
+            warnings.append(
+                "peak RSS and anonymous memory are those of the measured process alone; it started"
+                f" {started}, with {format_bytes(private_bytes)} of private memory in all (sampled)"
+            )
+        if evidence.ended.still_runs:
+            warnings.append(
+                "the measured process was still running when this was recorded: SIGKILL did not end"
+                " it"
+            )
+        if evidence.oom_kills and outcome not in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
+            warnings.append(lost(evidence.oom_kills))
+        if trace := watch.trace:
+            peaks = [phase.peak_cuda_requested_bytes for phase in watch.ranks[0].cuda_phases]
+            warnings += trace.doubts(largest(peaks))
+        return warnings
+
+
+def _peaks(watch: Watch) -> Peaks:
+    ranks, first, memory = watch.ranks, watch.ranks[0], watch.memory
+    phases = [phase for each in ranks for phase in each.load_phases]
+    rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
+    if memory and not (watch.at_ready or first.failure):
+        # The worker died inside a phase, whose high-water mark only the last sample has.
+        rss += memory.last_peaks_rss_bytes
+    baseline_ns = max(each.baseline_ns for each in ranks)
+    last_ns = max(each.ready_at_ns or math.inf for each in ranks)
+    seen: list[Memory | Sample] = []
+    if len(ranks) == 1:  # the memory of one rank is not the memory of the cell
+        seen += [phase.end for phase in phases]
+    if all(each.baseline for each in ranks):
+        seen += [each for each in watch.samples if baseline_ns <= each.t_ns <= last_ns]
+    number, private_bytes = memory.others if memory else (0, 0)
+    pss = [each.pss_bytes for each in ranks]
+    on_gpu = first.cuda_phases
+    unreclaimable = [each.anon_bytes + each.shmem_bytes for each in seen]
+    return Peaks(
+        rss_bytes=largest(rss),
+        cgroup_bytes=watch.peak_bytes,
+        anon_sampled_bytes=largest(each.anon_bytes for each in seen),
+        file_sampled_bytes=largest(each.file_bytes for each in seen),
+        unreclaimable_sampled_bytes=largest(unreclaimable)
+        if any(each.shmem_bytes for each in seen)
+        else None,
+        cuda_requested_bytes=largest(phase.peak_cuda_requested_bytes for phase in on_gpu),
+        cuda_allocated_bytes=largest(phase.peak_cuda_allocated_bytes for phase in on_gpu),
+        cuda_reserved_bytes=largest(phase.peak_cuda_reserved_bytes for phase in on_gpu),
+        cuda_driver_sampled_bytes=largest(
+            each.cuda_driver_bytes for each in seen if isinstance(each, Sample)
+        ),
+        pinned_bytes=largest(phase.peak_pinned_bytes for phase in on_gpu),
+        pss_bytes=sum(each or 0 for each in pss) if None not in pss else None,
+        others_private_sampled_bytes=private_bytes if number and len(ranks) == 1 else None,
+    )
+
+
+def _faults(watch: Watch, refaults: int | None) -> Faults | None:
+    ranks, seen = watch.ranks, list[Sample]()
+    phases = [phase for each in ranks for phase in each.load_phases]
+    minor = sum(phase.minor_faults for phase in phases)
+    major = sum(phase.major_faults for phase in phases)
+    if ranks[0].baseline and not watch.at_ready and len(ranks) == 1:
+        # The worker died inside a phase, whose page faults only the samples have.
+        since_ns = phases[-1].end_ns if phases else ranks[0].baseline_ns
+        seen = [each for each in watch.samples if each.t_ns >= since_ns]
+    if seen:
+        minor += seen[-1].minor_faults - seen[0].minor_faults
+        major += seen[-1].major_faults - seen[0].major_faults
+    return Faults(minor, major, refaults) if phases or seen else None
+
+
+def _use(watch: Watch) -> Use | None:
+    phases = [phase for phase in watch.ranks[0].phases if is_of_use(phase.name)]
+    if not phases or len(watch.ranks) > 1:
+        return None
+    start_ns, end_ns = phases[0].start_ns, phases[-1].end_ns
+    seen = [each.anon_bytes for each in watch.samples if start_ns <= each.t_ns <= end_ns]
+    sampled = largest([*seen, *(phase.end.anon_bytes for phase in phases)])
+    return replace(watch.ranks[0].use, anon_sampled_bytes=sampled)
 
 
 class Loads:
@@ -201,21 +352,16 @@ class Loads:
         with ExitStack() as opened:
             if cell.operation == "save" or cell.use == SAVE:
                 job = replace(job, target=str(opened.enter_context(save_folder(model_bytes))))
-            spec = LoadSpec.of(
-                job,
-                [*formats.files(Path(job.checkpoint)), *files_of(cell.model)],
-                model_bytes,
-                on_phase=self._progress.phase,
-                steady=task.settings.steady,
-            )
+            files = [*formats.files(Path(job.checkpoint)), *files_of(cell.model)]
+            spec = LoadSpec(job, files, model_bytes, task.settings, on_phase=self._progress.phase)
             measured = measure(task.isolation, spec, known, task.reference_for(cell))
-        if measured.changed and checkpoint.in_place:
+        if spec.changed and checkpoint.in_place:
             trouble = CheckpointError(
                 f"{checkpoint.path} changed while {cell.strategy} was measured",
                 "restore the checkpoint from a copy, and keep the strategy from writing to it",
             )
             return replace(measured, trouble=measured.trouble or trouble)
-        if measured.changed:  # it is generated, so it can be made again
+        if spec.changed:  # it is generated, so it can be made again
             entries.discard(checkpoint.manifest_path.parent, checkpoint.format)
             self.prepared[key] = self._ensure(planned)
         return measured
@@ -265,7 +411,6 @@ class Loads:
             strategy_path=str(planned.strategy.path),
             python_path=self._python_path(planned.cell),
             mounts=settings.mounts,
-            timeout_s=settings.timeout_s,
             trace=settings.trace,
             use_path=settings.use_paths.get(planned.cell.use, ""),
         )
@@ -278,9 +423,9 @@ class Loads:
         """
         changes: dict[str, Any] = {"ram_limit_bytes": None, "cache": "cold", "operation": "load"}
         changes |= {"ranks": 1, "disk_bytes_per_s": None, "disk_latency_ns": None}
-        job = replace(job, cell=replace(job.cell, **changes), timeout_s=_PROBE_TIMEOUT_S)
-        isolation = self._task.isolation
-        measured = measure(isolation, LoadSpec.of(job, only_baseline=True))
+        job, isolation = replace(job, cell=replace(job.cell, **changes)), self._task.isolation
+        settings = Settings().model_copy(update={"timeout_s": _PROBE_TIMEOUT_S})
+        measured = measure(isolation, LoadSpec(job, settings=settings, only_baseline=True))
         if measured.trouble:
             raise measured.trouble
         result = measured.result
@@ -381,6 +526,15 @@ def remove_leftovers() -> list[str]:
     """Remove what killed runs of loads left on this machine; return one line for each folder."""
     saves = [f"files of a save in {folder}" for folder in staging.remove_orphans(_saving())]
     return saves + mount.remove_stale(entries.slow_disks())
+
+
+def _state(file: Path) -> tuple[int, int, int, int] | None:
+    """Return a file's size, times and inode, which show any change; None for a missing file."""
+    try:
+        state = file.stat()
+    except OSError:
+        return None
+    return state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino
 
 
 def _saving() -> Path:

@@ -4,29 +4,103 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from weighin.cell import Cell
 from weighin.checkpoint import staging
 from weighin.errors import HarnessError
 from weighin.foreign import no_link
-from weighin.isolation.base import Isolation
+from weighin.isolation.base import Isolation, Running
 from weighin.probes import page_cache
 from weighin.probes.gpu_memory import Trace, write_trace
 from weighin.probes.sampler import write_samples
 from weighin.records import run_folder
 from weighin.records.thrashing import Reference
-from weighin.result import Outcome, Result, Sample
+from weighin.result import SCHEMA, Cost, Outcome, Result, Sample
 from weighin.run import interrupts
+from weighin.run.judge import Evidence, contradictions, judge, void
 from weighin.run.listener import Listener
-from weighin.run.spec import Spec
+from weighin.run.output import Readiness
 from weighin.run.watch import Watch
+from weighin.settings.definition import Settings
+
+if TYPE_CHECKING:
+    from weighin.disk.mount import Mount
 
 _PREFIX: Final = "weighin-run-"  # of the folder for the socket to which the processes report
-_NAMED: Final = 3  # the most changed files that a message names
 _Table = TypeVar("_Table")
+
+
+class Spec:
+    """One cell to measure, and in which a load (or save) and a command differ.
+
+    Attributes:
+        files: the files to drop from the page cache before the start.
+        on_phase: is called with the name of each phase of a load that begins.
+        disk: the slow disk from which a load reads.
+        readiness: tells when a command that is a server is ready.
+        facts: what the record says of the cell's environment.
+        because: another outcome, and the reason, if what was measured must not count.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        settings: Settings | None = None,
+        files: Sequence[Path] = (),
+        on_phase: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.cell, self.settings, self.files = cell, settings or Settings(), files
+        self.on_phase = on_phase
+        self.disk: Mount | None = None
+        self.readiness: Readiness | None = None
+        self.facts: dict[str, Any] = {}
+        self.because: tuple[Outcome, str] | None = None
+
+    @property
+    def is_load(self) -> bool:
+        """Whether a worker loads or saves a model, or runs a test's body."""
+        return self.cell.operation != "command"
+
+    def enter(self, opened: ExitStack) -> None:
+        """Prepare what the cell needs while it runs; ``opened`` closes it."""
+
+    def start(self, isolation: Isolation, listener: Path) -> Running:
+        """Start the cell, which must be able to reach the socket ``listener``."""
+        raise NotImplementedError
+
+    def begun(self, running: Running) -> None:
+        """Do what can be done only when the cell runs."""
+
+    def before_load(self) -> None:
+        """Do what is to be done when the worker waits for the begin of its load."""
+
+    def end_rest(self, running: Running) -> None:
+        """End what runs on after the first process has ended by itself."""
+
+    def ended(self, watch: Watch) -> None:
+        """Look at what is left when the last figures were read."""
+
+    def release(self) -> None:
+        """Close the disk: a process that waits for an unanswered read cannot be killed."""
+        if self.disk:
+            self.disk.close()
+
+    def finish(self, cached_bytes: int | None) -> list[str]:
+        """Do what is left to do after the end of the cell; return warnings.
+
+        ``cached_bytes`` of ``files`` were in the page cache at the start; None if unknown.
+        """
+        raise NotImplementedError
+
+    def figures(
+        self, watch: Watch, evidence: Evidence, outcome: Outcome, spent_ns: int
+    ) -> dict[str, Any]:
+        """Return fields of the result; ``cost`` has the times, ``warnings`` those of the figures."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +109,6 @@ class Measured:
 
     Attributes:
         rank_samples: the samples of each rank, by the rank's number.
-        changed: the checkpoint's files that changed while the cell ran.
         trouble: an error after the measurement, for example when the worker is removed. The run
             records the result first, and then ``finish`` raises the error.
     """
@@ -44,7 +117,6 @@ class Measured:
     samples: Sequence[Sample] = ()
     trace: Trace | None = None
     rank_samples: Mapping[int, Sequence[Sample]] = field(default_factory=dict)
-    changed: tuple[Path, ...] = ()
     trouble: HarnessError | None = None
 
     def finish(self, run: Path) -> None:
@@ -75,13 +147,11 @@ def measure(
         reference: the figures of the same cell without a limit; weighin kills a cell that thrashes
             in comparison.
     """
-    cell = spec.cell
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
-    cached_bytes = page_cache.drop(spec.files) if spec.files or spec.job else None
-    states = {file: _state(file) for file in spec.files if spec.job}
+    cached_bytes = page_cache.drop(spec.files) if spec.files else None
     with staging.own_folder(Path(tempfile.gettempdir()), _PREFIX) as folder, ExitStack() as opened:
         spec.enter(opened)
-        listener = Listener(folder, cell.ranks if spec.job else 1)
+        listener = Listener(folder, spec.cell.ranks)
         watch = Watch(spec, listener, reference)
         begun_ns = time.monotonic_ns()
         with interrupts.put_off(), ExitStack() as failing:
@@ -105,43 +175,61 @@ def measure(
             except HarnessError as error:  # the result is still recorded
                 trouble = error
         warnings = spec.finish(cached_bytes)
-    changed = tuple(file for file, state in states.items() if _state(file) != state)
-    because = None
-    if changed:
-        outcome, who = Outcome.STRATEGY_FAILED, "the strategy"
-        if isolation.name == "docker":  # mounts the files read-only
-            outcome, who = Outcome.MEASUREMENT_FAILED, "another program"
-        names = ", ".join(file.name for file in changed[:_NAMED])
-        names += ", ..." * (len(changed) > _NAMED)
-        because = outcome, f"{who} changed the checkpoint's files during the measurement: {names}"
-    about = {
-        "model_bytes": spec.model_bytes,
-        "cached_bytes_at_start": cached_bytes,
-        "started_at": started_at,
-        "sources_hash": spec.sources_hash,
-        "samples_path": run_folder.samples_path(cell) if watch.samples else None,
-        "trace_path": run_folder.trace_path(cell) if watch.trace else None,
-        "environment": {**(environment or {}), **spec.facts},
-        "touched_bytes_before": spec.touched_bytes,
-    }
-    wall_ns = time.monotonic_ns() - start_ns
-    result = watch.result(about, end_ns - begun_ns, wall_ns, because, warnings)
-    return Measured(result, watch.samples, watch.trace, watch.rank_samples, changed, trouble)
+    result = replace(
+        result_of(spec, watch, end_ns - begun_ns, time.monotonic_ns() - start_ns, warnings),
+        cached_bytes_at_start=cached_bytes,
+        started_at=started_at,
+        environment={**(environment or {}), **spec.facts, **watch.ranks[0].environment},
+    )
+    return Measured(result, watch.samples, watch.trace, watch.rank_samples, trouble)
+
+
+def result_of(
+    spec: Spec, watch: Watch, spent_ns: int, wall_ns: int, warnings: Sequence[str] = ()
+) -> Result:
+    """Return the record of a cell that has ended.
+
+    ``spent_ns`` is the time from a command's start to its end, or until the server was ready.
+    """
+    cell, evidence = spec.cell, watch.evidence()
+    judged, message = judge(evidence)
+    figures = spec.figures(watch, evidence, judged, spent_ns)
+    outcome, doubts = judged, list[str]()
+    if outcome is Outcome.OK and message:
+        doubts, message = [message], ""
+    if spec.because:
+        outcome, message = void(outcome, message, *spec.because)
+    times_ns = (figures["ready_ns"] or 0, figures["load_ns"] or 0)
+    peaks, baseline = figures["peaks"], figures.get("baseline")
+    wrong = contradictions(
+        peaks, baseline, cell.ram_limit_bytes, cell.ranks, max(times_ns), wall_ns
+    )
+    if outcome is Outcome.OK and (why := next(wrong, "")):
+        outcome, message = void(outcome, message, Outcome.MEASUREMENT_FAILED, why)
+    if outcome is Outcome.THRASHING:  # it was killed, so its times are no results
+        figures |= {"load_ns": None, "ready_ns": None}
+        figures["cost"]["load_ns"] = None
+    return Result(
+        schema=SCHEMA,
+        cell=cell,
+        outcome=outcome,
+        message=message,
+        oom_kills=evidence.oom_kills,
+        limit_events=watch.at_end.limit_events,
+        exit_code=evidence.ended.shell_code,
+        cost=Cost(wall_ns=wall_ns, **figures.pop("cost")),
+        warnings=(*figures.pop("warnings"), *doubts, *warnings),
+        samples_path=run_folder.samples_path(cell) if watch.samples else None,
+        stopped=None if judged is Outcome.OOM_KILLED else watch.stopped,
+        trace_path=run_folder.trace_path(cell) if watch.trace else None,
+        **figures,
+    )
 
 
 def remove_leftovers() -> list[str]:
     """Remove the temporary folders of killed runs; return one line for each folder."""
     folders = staging.remove_orphans(Path(tempfile.gettempdir()), _PREFIX)
     return [f"folder {folder}" for folder in folders]
-
-
-def _state(file: Path) -> tuple[int, int, int, int] | None:
-    """Return a file's size, times and inode, which show any change; None for a missing file."""
-    try:
-        state = file.stat()
-    except OSError:
-        return None
-    return state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino
 
 
 def _write(

@@ -94,7 +94,7 @@ class Ended(Message):
     stderr_tail: str
 
 
-class End(Struct):
+class PhaseEnd(Struct):
     """The message "phase", which has the fields of ``Phase`` but those of the cgroup: a phase has ended.
 
     ``resets`` is False if the process could not reset its mark at the begin.
@@ -111,7 +111,7 @@ _KINDS: Final[dict[str, type[Message]]] = {
 }
 
 
-def decode(packet: bytes) -> tuple[str, Message | End] | None:
+def decode(packet: bytes) -> tuple[str, Message | PhaseEnd] | None:
     """Return the kind and the content of a message; None for a wrong one.
 
     A message is wrong if its kind is unknown, if a field is missing, unknown or of a wrong type, or
@@ -129,7 +129,7 @@ def decode(packet: bytes) -> tuple[str, Message | End] | None:
             return None
         if kind == "phase":
             number, resets = fields.pop("id", 0), fields.pop("resets", True)
-            return kind, convert({"phase": fields, "id": number, "resets": resets}, End)
+            return kind, convert({"phase": fields, "id": number, "resets": resets}, PhaseEnd)
         return kind, convert(fields, _KINDS[kind])
     except (ValueError, TypeError, AttributeError, KeyError, ValidationError, RecursionError):
         return None

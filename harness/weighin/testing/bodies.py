@@ -29,6 +29,7 @@ from weighin.probes import environment
 from weighin.result import Outcome, Result
 from weighin.run.loads import LoadSpec
 from weighin.run.measure import measure
+from weighin.settings.definition import Settings
 from weighin.units import format_bytes, format_seconds, parse_bytes
 from weighin.uses import FORWARD
 
@@ -223,11 +224,11 @@ def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> R
         manifest="",
         strategy_path="",
         python_path=tuple(folder or str(Path.cwd()) for folder in sys.path),
-        timeout_s=limit.timeout_s,
         body=body,
     )
     (folder / "samples").mkdir()
-    measured = measure(chosen, LoadSpec.of(job), environment.machine())
+    settings = Settings().model_copy(update={"timeout_s": limit.timeout_s})
+    measured = measure(chosen, LoadSpec(job, settings=settings), environment.machine())
     measured.finish(folder)
     return measured.result
 

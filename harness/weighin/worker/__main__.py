@@ -127,7 +127,7 @@ class Worker:
 
                 self.model = saving.load_model(self.argument)
             if job.rank is not None:
-                join_group(device, job.timeout_s)
+                join_group(device)
             self.manifest = read_manifest(Path(job.manifest))
             if cell.cache == "warm":
                 read_through(self.argument.checkpoint)
