@@ -310,15 +310,9 @@ class Watched:
     """An isolation that remembers its last worker, so that a test can look at it from outside."""
 
     inner: Isolation
+    name: str
+    limits: bool
     running: Running | None = None
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def limits(self) -> bool:
-        return self.inner.limits
 
     @property
     def group(self) -> Group:
@@ -326,8 +320,8 @@ class Watched:
         assert self.running and self.running.cgroup
         return Group(self.running.cgroup)
 
-    def start(self, job: Job) -> Running:
-        self.running = self.inner.start(job)
+    def start(self, *arguments: Any, **options: Any) -> Running:
+        self.running = self.inner.start(*arguments, **options)
         return self.running
 
     def __getattr__(self, name: str) -> Any:
@@ -339,7 +333,7 @@ def prepared_isolation(name: str) -> Watched:
     isolation = select.named(name)
     isolation.check()
     isolation.prepare()
-    return Watched(isolation)
+    return Watched(isolation, isolation.name, isolation.limits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def _watched(
     held_ms = round((seconds + _PATIENCE_S) * 1000)
     command = (str(programs / "spend"), str(SPIKE_MIB), str(held_ms), str(BASE_MIB))
     cell = Cell.of_command("spend", command, isolation)
-    started = select.named(isolation).start_command(cell, str(programs), Streams())
+    started = select.named(isolation).start(cell, command, str(programs), Streams())
     with closing(started) as running:
         time.sleep(_TAKEN_S)
         start_ns, start_cpu_ns = time.monotonic_ns(), time.process_time_ns()

@@ -25,8 +25,7 @@ from known_commands import Known
 
 from weighin.cell import Cell
 from weighin.isolation.base import Exit, Streams
-from weighin.isolation.docker.engine import connect
-from weighin.isolation.docker.isolation import DockerIsolation
+from weighin.isolation.docker import DockerIsolation, connect
 from weighin.units import MIB
 
 pytestmark = pytest.mark.docker
@@ -93,7 +92,7 @@ def test_an_exit_code_is_told_from_a_signal(line: str, ended: Exit, tmp_path: Pa
     cell = Cell.of_command("x", ("sh", "-c", line), "docker")
     with Path(os.devnull).open("r+b") as nothing:
         streams = Streams(*[nothing.fileno()] * 3)
-        running = DockerIsolation().start_command(cell, str(tmp_path), streams)
+        running = DockerIsolation().start(cell, cell.command, str(tmp_path), streams)
     try:
         assert running.wait(_PATIENCE_S)
         assert running.reap() == ended

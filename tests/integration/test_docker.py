@@ -17,9 +17,10 @@ from weighin import child_process
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit
-from weighin.isolation.docker.isolation import DockerIsolation
-from weighin.isolation.docker.process import DockerStarted, _close_stream
+from weighin.isolation.docker import DockerIsolation
+from weighin.isolation.docker_process import DockerStarted, _close_stream
 from weighin.probes.cgroup import MemoryCgroup, this_process
+from weighin.run.loads import LoadSpec
 from weighin.units import MIB
 
 pytestmark = pytest.mark.docker
@@ -48,7 +49,7 @@ def start(isolation: DockerIsolation) -> Iterator[Start]:
     ) -> DockerStarted:
         command = (sys.executable, "-c", textwrap.dedent(code))
         paths = map(str, seen)
-        started.append(isolation._start_worker(cell(limit_bytes), command, paths))
+        started.append(isolation.start(cell(limit_bytes), command, mounts=paths))
         return started[-1]
 
     yield start
@@ -270,9 +271,10 @@ def test_start_gives_the_worker_the_paths_that_it_can_read(
     command = (sys.executable, "-c", code)
     monkeypatch.setattr(child_process, "module", lambda _: command)
     checkpoint, manifest, strategy = (str(tmp_path / n) for n in ("w.pt", "w.json", "mine.py"))
-    running = isolation.start(Job(cell(256 * MIB), checkpoint, manifest, strategy))
+    load = LoadSpec(Job(cell(256 * MIB), checkpoint, manifest, strategy))
+    running = load.start(isolation, Path("/nowhere/listener"))
     try:
-        assert lines(running) == ["w.pt w.json mine.py"]
+        assert running.channel.receive(60) == b"w.pt w.json mine.py"
     finally:
         running.close()
         running.close()
@@ -302,9 +304,9 @@ def test_an_interrupt_during_the_start_leaves_nothing(
 STARTING = """
     import os, signal, sys
     from weighin.cell import Cell, ModelSpec
-    from weighin.isolation.docker.isolation import DockerIsolation
+    from weighin.isolation.docker import DockerIsolation
     cell = Cell(ModelSpec("m", "x:y"), "mine", "docker")
-    DockerIsolation()._start_worker(cell, ["sleep", "600"])
+    DockerIsolation().start(cell, ["sleep", "600"])
 """
 
 
@@ -322,8 +324,9 @@ def test_a_container_that_a_killed_parent_did_not_start_is_removed(
 ) -> None:
     ended = "-".join(["1", "1", *this_process().split("-")[2:]])
     with monkeypatch.context() as patch:
-        patch.setattr("weighin.isolation.docker.isolation.this_process", lambda: ended)
-        isolation._create(cell(), isolation._empty_image, {}, "")
+        patch.setattr("weighin.isolation.docker.this_process", lambda: ended)
+        patch.setattr("weighin.isolation.docker.DockerStarted", lambda *_: None)
+        isolation.start(cell(), [":"])
     (name,) = containers(isolation)
     assert isolation.remove_stale() == [f"container {name.lstrip('/')} of process 1"]
     assert containers(isolation) == isolation.remove_stale() == []

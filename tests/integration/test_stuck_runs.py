@@ -56,9 +56,9 @@ def test_a_run_that_cannot_go_on_keeps_its_records_and_is_resumed(
     with monkeypatch.context() as patched:
         start = ProcessIsolation.start
 
-        def start_next(self: ProcessIsolation, job: Any) -> Started:
+        def start_next(self: ProcessIsolation, *arguments: Any) -> Started:
             patched.setattr("weighin.isolation.process.Started", kinds.pop(0))
-            return start(self, job)
+            return start(self, *arguments)
 
         patched.setattr(ProcessIsolation, "start", start_next)
         with pytest.raises(type(error)) as caught, runner.resumable("bench", task):

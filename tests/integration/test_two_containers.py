@@ -13,7 +13,7 @@ import leftovers
 import pytest
 from commands import ROOT
 
-from weighin.isolation.cgroup import CgroupIsolation
+from weighin.isolation.process import CgroupIsolation
 from weighin.probes.cgroup import LOCK_VARIABLE, lock_suffix, memory_hierarchy
 
 pytestmark = [pytest.mark.docker, pytest.mark.cgroup, pytest.mark.root, pytest.mark.slow]

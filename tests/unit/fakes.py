@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from weighin.cell import Cell, Job
-from weighin.isolation.base import Exit, Streams
+from weighin.cell import Job
+from weighin.isolation.base import Exit
 from weighin.probes.cgroup import Counters
 from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
-from weighin.protocol import encode_event
+from weighin.protocol import decode_job, encode_event
 from weighin.result import Memory, Sample
 from weighin.run import measure as measuring
 from weighin.run import watch
@@ -35,6 +35,7 @@ class FakeChannel:
 
     def __init__(self, stderr_tail: bytes) -> None:
         self.stderr_tail = stderr_tail
+        self.send: Callable[[bytes], None] = lambda _: None
         self.closed = 0
 
     def close(self) -> None:
@@ -198,20 +199,16 @@ class PlayedIsolation:
         self.steps.append("prepare")
         progress("building")
 
-    def start(self, job: Job) -> Any:
-        self.jobs.append(job)
+    def start(self, *_: Any) -> Any:
         script = self._scripts.popleft() if len(self._scripts) > 1 else self._scripts[0]
         running = FakeRunning(script, inside=self._inside, stderr_tail=self.stderr_tail)
-        running.listener = KnownListener.by_path.get(job.listener)
-        return running
 
-    def start_command(
-        self,
-        _cell: Cell,
-        _folder: str,
-        _streams: Streams,
-        _mounts: Sequence[str] = (),
-    ) -> Any: ...
+        def take(line: bytes) -> None:
+            self.jobs.append(job := decode_job(line))
+            running.listener = KnownListener.by_path.get(job.listener)
+
+        running.channel.send = take
+        return running
 
     def remove_stale(self) -> list[str]:
         self.steps.append("remove stale")

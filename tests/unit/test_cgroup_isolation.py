@@ -11,9 +11,9 @@ import leftovers
 import pytest
 
 from weighin.errors import IsolationUnavailable
-from weighin.isolation import cgroup, delegation, process
-from weighin.isolation.cgroup import CgroupIsolation, temporary_group
-from weighin.isolation.process import Started, end_orphans
+from weighin.isolation import cgroup, delegation
+from weighin.isolation.cgroup import temporary_group
+from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
 from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, start_time, this_process
 from weighin.probes.memory import SampledMemory
 
@@ -23,7 +23,7 @@ ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
 def test_only_groups_of_dead_owners_are_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cgroup, "_roots", lambda **_: [tmp_path])
+    monkeypatch.setattr(cgroup, "roots", lambda **_: [tmp_path])
     monkeypatch.delenv(LOCK_VARIABLE)
     dead, living = tmp_path / f"weighin.{ENDED}.0", tmp_path / f"weighin.{this_process()}.0"
     leaf = tmp_path / delegation.PARENT_LEAF  # an ordinary user's own process is in it
@@ -42,7 +42,7 @@ def test_only_groups_of_dead_owners_are_stale(
 def test_groups_that_a_worker_made_below_its_own_go_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process, "PATIENCE_S", 1)
+    monkeypatch.setattr(cgroup, "PATIENCE_S", 1)
     with subprocess.Popen(["sleep", "60"]) as sleeper:
         try:
             with temporary_group() as group:
@@ -60,7 +60,7 @@ def test_a_group_that_cannot_be_removed_says_the_kernels_reason(
 ) -> None:
     (file := tmp_path / "weighin.1-1.0" / "cgroup.procs").parent.mkdir()
     file.touch()  # as in no cgroup: rmdir says ENOTEMPTY
-    monkeypatch.setattr(process, "PATIENCE_S", 0)
+    monkeypatch.setattr(cgroup, "PATIENCE_S", 0)
     running = Started(("true",), groups=[file.parent])
     running.wait(60)
     with pytest.raises(IsolationUnavailable) as caught:
@@ -80,7 +80,7 @@ def test_a_group_that_cannot_be_removed_says_the_kernels_reason(
     ],
 )
 def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -> None:
-    groups = cgroup._make_groups()
+    groups = cgroup.make()
     name = MemoryCgroup(groups[0]).file("limit").name
     cgroup.limit(groups[0], 64 << 20)
     for file in groups[0].glob("memory.memsw.limit_in_bytes"):
@@ -108,7 +108,7 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
 
 @pytest.mark.cgroup
 def test_a_child_that_left_the_cgroup_ends_with_the_worker() -> None:
-    groups = cgroup._make_groups()
+    groups = cgroup.make()
     script = f"sleep 60 & echo $! > {groups[0]}/../cgroup.procs; echo $!"
     running = Started(("/bin/sh", "-c", script), groups=groups)
     child = int(running.channel.receive(60) or 0)
@@ -119,8 +119,8 @@ def test_a_child_that_left_the_cgroup_ends_with_the_worker() -> None:
 OWNS_A_GROUP = """
 import os, subprocess, sys
 from weighin.isolation.cgroup import temporary_group
-from weighin.isolation.process import ProcessTree
-environment = os.environ | ProcessTree(adopts=False).environment
+from weighin.isolation.process import WORKER_VARIABLE, ProcessTree
+environment = os.environ | {WORKER_VARIABLE: ProcessTree(adopts=False).mark}
 with temporary_group() as group, subprocess.Popen(["sleep", "60"], env=environment) as sleeper:
     (group / "cgroup.procs").write_text(str(sleeper.pid))
     print(group, flush=True)
@@ -129,9 +129,8 @@ with temporary_group() as group, subprocess.Popen(["sleep", "60"], env=environme
     sleeper.kill()
 """
 REMOVES_LEFTOVERS = """
-from weighin.isolation.cgroup import CgroupIsolation
-from weighin.isolation.process import end_orphans
-assert [*CgroupIsolation().remove_stale(), *end_orphans()] == []
+from weighin.isolation.process import CgroupIsolation, ProcessIsolation
+assert [*CgroupIsolation().remove_stale(), *ProcessIsolation().remove_stale()] == []
 """
 IN_A_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
@@ -164,5 +163,5 @@ def test_runs_in_two_pid_namespaces_leave_each_other_alone(
         with python(REMOVES_LEFTOVERS, *IN_A_NAMESPACE) as removing:
             assert removing.wait(60) == 0
         assert CgroupIsolation().remove_stale() == []
-        assert end_orphans() == []
+        assert ProcessIsolation().remove_stale() == []
         assert (here / "cgroup.procs").read_text() and (inside / "cgroup.procs").read_text()

@@ -17,12 +17,11 @@ from scripts import JOB
 
 from weighin.cell import Cell
 from weighin.errors import IsolationUnavailable, StillRunning
-from weighin.isolation import cgroup, process
+from weighin.isolation import cgroup
 from weighin.isolation.base import Exit, Streams
-from weighin.isolation.cgroup import CgroupIsolation, temporary_group
-from weighin.isolation.process import Started
+from weighin.isolation.cgroup import temporary_group
+from weighin.isolation.process import CgroupIsolation, Started
 from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, this_process
-from weighin.protocol import encode_job
 from weighin.units import MIB
 
 ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
@@ -45,6 +44,10 @@ def sleeper() -> Iterator[int]:
 
 def command(*arguments: str, **fields: object) -> Cell:
     return Cell.of_command("mine", arguments or ("true",), "cgroup", **fields)
+
+
+def started(cell: Cell) -> Started:
+    return CgroupIsolation().start(cell, cell.command, "/", Streams())
 
 
 def roots(kernel: Kernel) -> list[Path]:
@@ -140,14 +143,14 @@ def test_a_group_that_the_kernel_refuses(kernel: Kernel, monkeypatch: pytest.Mon
 def test_a_group_for_psi_that_cannot_be_made_is_left_out(hybrid: Kernel) -> None:
     assert hybrid.unified
     hybrid.refused.add(hybrid.unified)
-    with closing(CgroupIsolation().start_command(command(), "/", Streams())) as running:
+    with closing(started(command())) as running:
         assert [group.parent for group in running.groups] == [hybrid.memory]
         assert running.wait(10)
 
 
 def test_a_command_enters_its_limited_groups(kernel: Kernel) -> None:
     cell = command("sh", "-c", 'exit "$CODE"', ram_limit_bytes=64 * MIB, environment={"CODE": "3"})
-    with closing(CgroupIsolation().start_command(cell, "/", Streams())) as running:
+    with closing(started(cell)) as running:
         assert [group.parent for group in running.groups] == roots(kernel)
         assert running.cgroup == running.groups[0]
         assert MemoryCgroup(running.groups[0]).read("limit") == 64 * MIB
@@ -168,14 +171,14 @@ def test_the_groups_of_two_cells_have_two_names(hybrid: Kernel) -> None:
 @pytest.mark.parametrize("kernel", ["v2"], indirect=True)
 def test_a_soft_limit_is_that_of_the_group(kernel: Kernel) -> None:
     cell = command(ram_high_bytes=32 * MIB, ram_limit_bytes=64 * MIB)
-    with closing(CgroupIsolation().start_command(cell, "/", Streams())) as running:
+    with closing(started(cell)) as running:
         assert (running.groups[0] / "memory.high").read_text() == str(32 * MIB)
         assert running.wait(10)
 
 
 def test_a_cell_without_limits_has_a_group_without_them(kernel: Kernel) -> None:
     before = {"v1": "9223372036854771712", "v2": "max"}
-    with closing(CgroupIsolation().start_command(command(), "/", Streams())) as running:
+    with closing(started(command())) as running:
         limit = MemoryCgroup(running.groups[0]).file("limit").read_text()
         assert limit == before["v2" if kernel.memory == kernel.unified else "v1"]
         assert running.wait(10)
@@ -190,21 +193,18 @@ def test_a_cell_that_cannot_start_leaves_no_group(
     if fault == "limit":
         monkeypatch.setattr(cgroup, "limit", lambda *_: 1 / 0)
     with pytest.raises(Exception) as caught:
-        CgroupIsolation().start_command(cell, "/", Streams())
+        started(cell)
     assert type(caught.value).__name__ in ("ZeroDivisionError", "ConfigError")
     assert kernel.groups() == []
 
 
-def test_a_worker_is_in_all_its_groups_before_it_gets_its_job(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_is_in_all_its_groups_before_its_first_instruction(
+    kernel: Kernel,
 ) -> None:
-    monkeypatch.setattr(process, "WORKER", ("sh", "-c", 'echo "$$ $MODE"; exec cat'))
     cell = replace(JOB.cell, ram_limit_bytes=64 * MIB, environment={"MODE": "fast"})
-    job = replace(JOB, cell=cell, checkpoint="")
-    running = CgroupIsolation().start(job)
+    running = CgroupIsolation().start(cell, ("sh", "-c", 'echo "$$ $MODE"; exec cat'))
     try:
         assert running.channel.receive(10) == f"{running.pid} fast".encode()
-        assert running.channel.receive(10) == encode_job(job).rstrip(b"\n")
         groups = kernel.groups()
         assert {group.parent for group in groups} == set(roots(kernel))
         assert {(g / "cgroup.procs").read_text() for g in groups} == {"0"}  # it entered itself
@@ -230,7 +230,7 @@ def endings() -> dict[str, Callable[[list[Path]], None]]:
         running.kill()
         running.close()
 
-    return {"worker": kill_worker, "command": kill_command, "removal": process.remove}
+    return {"worker": kill_worker, "command": kill_command, "removal": cgroup.remove}
 
 
 @pytest.mark.parametrize("ending", list(endings()))
@@ -246,7 +246,7 @@ def test_processes_in_groups_below_end_with_the_cell(
     ending: str,
 ) -> None:
     with installed(tmp_path, monkeypatch, layout, has_kill=has_kill) as kernel:
-        groups = cgroup._make_groups()
+        groups = cgroup.make()
         below = groups[0] / "below" / "deeper"
         below.parent.mkdir()
         below.mkdir()
@@ -257,7 +257,7 @@ def test_processes_in_groups_below_end_with_the_cell(
 
 
 def test_a_worker_that_is_killed_takes_its_children_along(hybrid: Kernel, sleeper: int) -> None:
-    running = Started(("sleep", "60"), groups=(groups := cgroup._make_groups()))
+    running = Started(("sleep", "60"), groups=(groups := cgroup.make()))
     (groups[0] / "below").mkdir()
     hybrid.put(sleeper, groups[0] / "below")
     running.kill()
@@ -269,7 +269,7 @@ def test_a_worker_that_is_killed_takes_its_children_along(hybrid: Kernel, sleepe
 
 
 def test_the_processes_of_a_command_are_those_of_all_its_groups(hybrid: Kernel) -> None:
-    with closing(CgroupIsolation().start_command(command(), "/", Streams())) as running:
+    with closing(started(command())) as running:
         assert running.wait(10)
         (below := running.groups[0] / "below").mkdir()
         (running.groups[0] / "cgroup.procs").unlink()
@@ -288,7 +288,7 @@ def test_the_processes_of_a_command_are_those_of_all_its_groups(hybrid: Kernel) 
 def test_a_process_that_does_not_end_is_named_with_its_group(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "PATIENCE_S", 0)
+    monkeypatch.setattr(cgroup, "PATIENCE_S", 0)
     with pytest.raises(StillRunning) as caught, temporary_group() as group:
         kernel.busy.add(group)
     assert caught.value.message == (
@@ -300,9 +300,9 @@ def test_a_process_that_does_not_end_is_named_with_its_group(
 def test_all_groups_are_removed_but_the_one_whose_process_does_not_end(
     hybrid: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = Started(("true",), groups=(groups := cgroup._make_groups()))
+    running = Started(("true",), groups=(groups := cgroup.make()))
     assert running.wait(60)
-    monkeypatch.setattr(process, "PATIENCE_S", 0)
+    monkeypatch.setattr(cgroup, "PATIENCE_S", 0)
     assert running.reap() == Exit(0)
     hybrid.busy.add(groups[0])
     with pytest.raises(StillRunning):
@@ -332,7 +332,7 @@ def test_a_removal_waits_for_a_process_that_ends_late(
 def test_the_groups_of_a_worker_that_does_not_end_are_tried_once(
     hybrid: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = Started(("sleep", "60"), groups=(groups := cgroup._make_groups()))
+    running = Started(("sleep", "60"), groups=(groups := cgroup.make()))
     hybrid.busy.add(groups[0])
     began_s = time.monotonic()
     with monkeypatch.context() as patch:
@@ -365,7 +365,7 @@ def test_a_leftover_that_cannot_be_removed_is_not_said_to_be(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(LOCK_VARIABLE)
-    monkeypatch.setattr(process, "PATIENCE_S", 0)
+    monkeypatch.setattr(cgroup, "PATIENCE_S", 0)
     (dead := kernel.memory / f"weighin.{ENDED}.0").mkdir()
     kernel.busy.add(dead)
     assert CgroupIsolation().remove_stale() == []
@@ -399,13 +399,4 @@ def test_a_group_that_another_process_removes_at_the_same_time_is_gone(
     with temporary_group() as group:
         monkeypatch.setattr(os, "rmdir", removed_before)
     assert not group.exists()
-    assert kernel.groups() == []
-
-
-def test_the_end_of_a_worker_by_an_error_of_its_start_leaves_no_group(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process, "Started", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        CgroupIsolation().start(JOB)
     assert kernel.groups() == []

@@ -11,7 +11,7 @@ from factories import make_result, mixed_run
 
 from weighin.cli import app as cli
 from weighin.errors import ConfigError, HarnessError, Interrupted, IsolationUnavailable, UnknownName
-from weighin.isolation.docker.isolation import DockerIsolation
+from weighin.isolation.docker import DockerIsolation
 from weighin.records import run_folder
 from weighin.result import Outcome
 

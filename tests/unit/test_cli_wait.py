@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from weighin.cli import app
 from weighin.errors import HarnessError
-from weighin.isolation.cgroup import CgroupIsolation
+from weighin.isolation.process import CgroupIsolation
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.run import loads, run_lock
 

@@ -12,9 +12,9 @@ import urllib3.exceptions
 from docker.errors import APIError, DockerException
 
 from weighin.errors import IsolationUnavailable
-from weighin.isolation.docker import engine as docker_engine
-from weighin.isolation.docker.engine import explained, find_image, remove
-from weighin.isolation.docker.isolation import DockerIsolation
+from weighin.isolation import docker_process
+from weighin.isolation.docker import DockerIsolation, check_engine, connect
+from weighin.isolation.docker_process import explained, first_line, remove
 
 ADDRESS = "unix:///var/run/docker.sock"
 
@@ -106,7 +106,7 @@ KERNEL = (
 )
 def test_an_engine_that_cannot_limit(info: dict[str, Any], text: str) -> None:
     with pytest.raises(IsolationUnavailable) as caught:
-        docker_engine.check_engine(info)
+        check_engine(info)
     assert str(caught.value) == text
 
 
@@ -118,7 +118,7 @@ def test_an_engine_that_can_limit(monkeypatch: pytest.MonkeyPatch, release: str,
     here = os.uname()
     monkeypatch.setattr(os, "uname", lambda: os.uname_result([*here[:2], release, *here[3:]]))
     info = {"OSType": "linux", "KernelVersion": says, "MemoryLimit": True, "SwapLimit": True}
-    docker_engine.check_engine(info)
+    check_engine(info)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +159,16 @@ class NoImages:
         raise api_error("Get https://registry-1.docker.io/v2/: no such host")
 
 
+def with_image(name: str, engine: Any) -> DockerIsolation:
+    isolation = DockerIsolation(name)
+    isolation._client = engine
+    return isolation
+
+
 def test_an_image_that_cannot_be_had() -> None:
-    client: Any = NoImages()
-    lines: list[str] = []
+    isolation, lines = with_image("some:image", NoImages()), list[str]()
     with pytest.raises(IsolationUnavailable) as caught:
-        find_image(client, "some:image", lines.append)
+        isolation.prepare(lines.append)
     assert str(caught.value) == (
         "the image some:image does not exist here and cannot be pulled from a registry: Get https://registry-1.docker.io/v2/: no such host\n"
         "choose an image that `docker images` lists: --image IMAGE; or leave --image out, and the"
@@ -181,10 +186,9 @@ def test_an_image_that_cannot_be_had() -> None:
     ],
 )
 def test_a_pull_asks_for_one_tag(base: str, pulled: tuple[str, str]) -> None:
-    client: Any = NoImages()
     with pytest.raises(IsolationUnavailable):
-        find_image(client, base, lambda _: None)
-    assert client.pulled == pulled
+        with_image(base, engine := NoImages()).prepare()
+    assert engine.pulled == pulled
 
 
 class StoppedEngine:
@@ -219,7 +223,7 @@ def test_without_an_address_the_engine_is_to_be_started(
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     monkeypatch.setattr(socket.socket, "connect", refuse)
     with pytest.raises(IsolationUnavailable) as caught:
-        docker_engine.connect()
+        connect()
     assert str(caught.value) == (
         "no Docker engine answers at unix:///var/run/docker.sock\n"
         "start the Docker engine: sudo systemctl start docker"
@@ -260,7 +264,7 @@ def test_a_removal_is_tried_until_the_container_is_gone(answers: list[Exception 
 def test_a_container_that_the_engine_cannot_remove_is_an_error(
     error: APIError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker_engine, "_REMOVE_S", 0)
+    monkeypatch.setattr(docker_process, "_REMOVE_S", 0)
     client: Any = Removing(error)
     with pytest.raises(IsolationUnavailable, match="could not remove the container weighin-1"):
         remove(client, "weighin-1")
@@ -275,4 +279,4 @@ def test_a_container_that_the_engine_cannot_remove_is_an_error(
     ],
 )
 def test_the_first_line_of_an_engines_message(error: BaseException, line: str) -> None:
-    assert docker_engine.first_line(error) == line
+    assert first_line(error) == line

@@ -13,10 +13,10 @@ from scripts import JOB
 
 from weighin.cell import Cell, Job
 from weighin.errors import ConfigError, IsolationUnavailable
+from weighin.isolation import docker as docker_isolation
 from weighin.isolation import select
 from weighin.isolation.base import Streams
-from weighin.isolation.docker import isolation as docker_isolation
-from weighin.isolation.docker.isolation import DockerIsolation
+from weighin.isolation.docker import DockerIsolation
 from weighin.probes.cgroup import LOCK_VARIABLE, this_process
 from weighin.units import MIB
 
@@ -35,10 +35,14 @@ def job(**fields: Any) -> Job:
     return replace(JOB, cell=replace(JOB.cell, isolation="docker", **fields))
 
 
+def start(job: Job = JOB) -> None:
+    DockerIsolation().start(job.cell, ["python"], job.target)
+
+
 def created(engine: RecordedEngine, wanted: Job = JOB) -> dict[str, Any]:
     """Return what the engine is asked to create for a job."""
     with pytest.raises(IsolationUnavailable, match="are not visible here"):
-        DockerIsolation().start(wanted)
+        start(wanted)
     engine.attached().close()
     [request] = engine.asked("POST /containers/create")
     return dict(request.body) | request.query
@@ -83,7 +87,7 @@ def test_an_engine_that_cannot_limit_does_not_pass(engine: RecordedEngine, field
 def test_a_container_whose_first_process_ends_at_once(engine: RecordedEngine) -> None:
     engine.state(Pid=0, Running=False)
     with pytest.raises(IsolationUnavailable, match=r"weighin's shell.* did not start"):
-        DockerIsolation().start(JOB)
+        start()
     engine.attached().close()
 
 
@@ -93,7 +97,7 @@ def test_the_empty_image_is_made_where_it_is_missing(engine: RecordedEngine) -> 
     engine.says("GET /images/json", Answer(200, []))
     engine.says("POST /images/create", Answer(500, {"message": "no space left on device"}))
     with pytest.raises(IsolationUnavailable, match="could not make an empty image: no space left"):
-        DockerIsolation().start(JOB)
+        start()
     [asked] = engine.asked("POST /images/create")
     assert (asked.query["repo"], asked.query["tag"]) == ("weighin-empty", "1")
 
@@ -225,8 +229,9 @@ def test_a_command_sees_its_folder_and_runs_as_this_user(
     (tmp_path / "data").touch()
     cell = Cell.of_command("serve", ("serve", "model"), "docker", ram_limit_bytes=64 * MIB)
     with Path(os.devnull).open("r+b") as nothing, pytest.raises(IsolationUnavailable):
-        DockerIsolation(image).start_command(
-            cell, str(tmp_path), Streams(*[nothing.fileno()] * 3), [f"{tmp_path}/data"]
+        streams = Streams(*[nothing.fileno()] * 3)
+        DockerIsolation(image).start(
+            cell, cell.command, str(tmp_path), streams, [f"{tmp_path}/data"]
         )
     engine.attached().close()
     [request] = engine.asked("POST /containers/create")
@@ -248,26 +253,21 @@ def test_a_command_sees_its_folder_and_runs_as_this_user(
 def test_paths_that_cannot_be_mounted(tmp_path: Path) -> None:
     cell, isolation = Cell.of_command("x", ("x",), "docker"), DockerIsolation("some:image")
     with pytest.raises(ConfigError, match="the current folder / cannot be mounted"):
-        isolation.start_command(cell, "/", Streams())
+        isolation.start(cell, cell.command, "/", Streams())
     with pytest.raises(ConfigError, match=f"--mount {tmp_path}/no: there is no such file"):
-        isolation.start_command(cell, str(tmp_path), Streams(), [f"{tmp_path}/no"])
+        isolation.start(cell, cell.command, str(tmp_path), Streams(), [f"{tmp_path}/no"])
 
 
 def test_the_variables_of_a_worker_are_its_cells_and_those_that_change_figures(
-    monkeypatch: pytest.MonkeyPatch,
+    engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(
-        docker_isolation, "DockerStarted", lambda *_, **options: given.update(options)
-    )
-    monkeypatch.setattr(DockerIsolation, "_create", lambda *_, **__: {})
-    monkeypatch.setattr(DockerIsolation, "_empty_image", "")
-    monkeypatch.setattr(DockerIsolation, "_client", None)
-    for name in ("MALLOC_ARENA_MAX", "OMP_NUM_THREADS", "SECRET", "NVIDIA_VISIBLE_DEVICES"):
+    given: list[Any] = []
+    monkeypatch.setattr(docker_isolation, "DockerStarted", lambda *given_: given.extend(given_))
+    for name in ("MALLOC_ARENA_MAX", "OMP_NUM_THREADS", "SECRET"):
         monkeypatch.setenv(name, "7")
-    cell = replace(JOB.cell, environment={"OMP_NUM_THREADS": "2", "HOME": "/elsewhere"})
-    DockerIsolation()._start_worker(cell, ["python"])
-    variables = given["variables"]
+    start(job(environment={"OMP_NUM_THREADS": "2"}))
+    assert len(engine.asked("POST /containers/create")) == 1
+    [variables] = [one for one in given if isinstance(one, dict) and "PATH" in one]
     assert (variables["MALLOC_ARENA_MAX"], variables["OMP_NUM_THREADS"]) == ("7", "2")
     assert (variables["HOME"], variables["PYTHONDONTWRITEBYTECODE"]) == ("/tmp", "1")
-    assert {"SECRET", "NVIDIA_VISIBLE_DEVICES"}.isdisjoint(variables)
+    assert "SECRET" not in variables

@@ -10,8 +10,7 @@ from factories import make_cell, make_result, planned
 from weighin.cell import Cell, ModelSpec
 from weighin.cli import _arguments
 from weighin.errors import ConfigError
-from weighin.isolation import preload
-from weighin.plan.loads import plan_cell
+from weighin.plan.loads import _check_preloaded, plan_cell
 from weighin.predict.client import predict
 from weighin.protocol import decode_job, encode_job
 from weighin.records.series import name_of
@@ -113,13 +112,13 @@ def test_a_library_that_cannot_be_preloaded_is_refused_before_a_run(
     library: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
-        preload.check([{}, {"LD_PRELOAD": library}])
+        _check_preloaded([{}, {"LD_PRELOAD": library}])
 
 
 def test_existing_libraries_may_be_preloaded(tmp_path: Path) -> None:
     for name in ("a.so", "b.so"):
         (tmp_path / name).touch()
-    preload.check([{"LD_PRELOAD": f"{tmp_path}/a.so:{tmp_path}/b.so"}])
+    _check_preloaded([{"LD_PRELOAD": f"{tmp_path}/a.so:{tmp_path}/b.so"}])
 
 
 def test_a_prediction_follows_no_other_settings() -> None:

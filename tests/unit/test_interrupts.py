@@ -131,7 +131,7 @@ def test_a_cell_that_is_stopped_is_closed_to_the_end(step: str, tmp_path: Path) 
     class Isolation:
         name = "process"
 
-        def start(self, _: Any) -> Running:
+        def start(self, *_: Any) -> Running:
             if step == "start":
                 stop()
             done.append("started")

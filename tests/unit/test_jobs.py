@@ -13,9 +13,8 @@ from weighin.errors import ConfigError, UnknownName
 from weighin.fleet import engine, jobs
 from weighin.gate import check as checks
 from weighin.isolation import delegation
-from weighin.isolation.cgroup import CgroupIsolation
-from weighin.isolation.docker.isolation import DockerIsolation
-from weighin.isolation.process import ProcessIsolation
+from weighin.isolation.docker import DockerIsolation
+from weighin.isolation.process import CgroupIsolation, ProcessIsolation
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned, Progress, Run
 from weighin.probes import environment

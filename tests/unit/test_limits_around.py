@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from scripts import JOB, followed
 
-from weighin.isolation import cgroup, delegation, process
+from weighin.isolation import cgroup, delegation
 from weighin.isolation.process import Started
 from weighin.probes.cgroup import MemoryCgroup, limits_around, memory_hierarchy
 from weighin.result import Outcome, Result
@@ -39,7 +39,7 @@ def around() -> Iterator[Path]:
     if (control := group / "cgroup.subtree_control").exists():
         control.write_text("+memory")
     yield group
-    process.remove([group])
+    cgroup.remove([group])
 
 
 def killed(around: Path, limit_bytes: int | None) -> Result:
@@ -104,7 +104,7 @@ def test_a_limit_above_that_of_the_container_is_refused(around: Path, tmp_path: 
 def test_root_on_v1_says_that_cells_leave_its_own_limit(around: Path) -> None:
     if (memory_hierarchy() or (0,))[0] != 1:
         pytest.skip("only root on cgroup v1 leaves its own group")
-    code = "from weighin.isolation.cgroup import CgroupIsolation; CgroupIsolation().prepare(print)"
+    code = "from weighin.isolation.process import CgroupIsolation; CgroupIsolation().prepare(print)"
     ended = subprocess.run(
         (
             "bash",

@@ -98,7 +98,7 @@ def test_a_run_tests_a_worker_and_then_measures_each_cell(compiled: list[str]) -
         assert Path(job.checkpoint).exists() and Path(job.manifest).name == "manifest.json"
         assert Path(job.strategy_path).name == f"{planned.cell.strategy}.py"
         assert job.python_path == ()
-        assert job.mounts == (str(Path(job.listener).parent),)
+        assert job.mounts == ()
         assert (job.trace, job.target, job.use_path) == (False, "", "")
     assert [each.outcome for each in results] == [Outcome.OK, Outcome.OK]
     assert results == list(run_folder.read(Path("run")).results) == told.finished
@@ -369,10 +369,10 @@ def test_a_worker_that_cannot_start_stops_the_run_and_keeps_its_records() -> Non
     run = asked(BASELINE, DONE, strategies=["baseline", "sequential"])
 
     class Gone(PlayedIsolation):
-        def start(self, job: Any) -> Any:
-            if job.cell.strategy == "sequential":
+        def start(self, cell: Any, *arguments: Any) -> Any:
+            if cell.strategy == "sequential":
                 raise CheckpointError("gone", "start it")
-            return super().start(job)
+            return super().start(cell, *arguments)
 
     run = replace(run, isolation=Gone(BASELINE, DONE))
     assert complaint(run) == "gone\nstart it"

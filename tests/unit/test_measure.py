@@ -246,8 +246,8 @@ def test_a_watch_that_fails_releases_its_worker(tmp_path: Path) -> None:
     started: list[fakes.FakeRunning] = []
 
     class Noting(PlayedIsolation):
-        def start(self, job: Job) -> fakes.FakeRunning:
-            started.append(super().start(job))
+        def start(self, *arguments: Any) -> fakes.FakeRunning:
+            started.append(super().start(*arguments))
             return started[-1]
 
     with pytest.raises(RuntimeError, match="odd"):

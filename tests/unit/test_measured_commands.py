@@ -14,9 +14,7 @@ from ran_commands import settings_of
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, StillRunning
-from weighin.isolation.base import Streams
-from weighin.isolation.cgroup import CgroupIsolation
-from weighin.isolation.process import ProcessIsolation, Started
+from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
 from weighin.probes import kernel_log, page_cache
 from weighin.records.thrashing import Reference
 from weighin.result import Faults, Outcome, Peaks, Result
@@ -51,14 +49,8 @@ class Watched(ProcessIsolation):
     def __init__(self, changed: Callable[[Any], None]) -> None:
         self._changed = changed
 
-    def start_command(
-        self,
-        cell: Cell,
-        folder: str,
-        streams: Streams,
-        _mounts: Sequence[str] = (),
-    ) -> Started:
-        running = super().start_command(cell, folder, streams)
+    def start(self, *arguments: Any) -> Started:
+        running = super().start(*arguments)
         self._changed(running)
         return running
 

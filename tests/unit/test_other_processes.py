@@ -40,7 +40,7 @@ def test_processes_that_left_the_workers_session_are_sampled(
 ) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
     command = (sys.executable, "-c", CHILDREN)
-    groups: list[Path] = cgroup._make_groups() if name == "cgroup" else []
+    groups: list[Path] = cgroup.make() if name == "cgroup" else []
     running = Started(command, groups=groups)
     try:
         assert running.pid

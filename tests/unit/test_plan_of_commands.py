@@ -8,8 +8,7 @@ import pytest
 from ran_commands import make_command, settings_of
 
 from weighin.errors import ConfigError, HarnessError, RecordError
-from weighin.isolation.cgroup import CgroupIsolation
-from weighin.isolation.process import ProcessIsolation
+from weighin.isolation.process import CgroupIsolation, ProcessIsolation
 from weighin.plan.commands import label_of
 from weighin.plan.start import restore, start
 from weighin.plan.trust import foreign

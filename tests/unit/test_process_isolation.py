@@ -22,10 +22,9 @@ from weighin.child_process import adopt_orphans
 from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
 from weighin.isolation import process
 from weighin.isolation.base import Exit, Running, Streams
-from weighin.isolation.process import ProcessIsolation, ProcessTree, Started
+from weighin.isolation.process import WORKER_VARIABLE, ProcessIsolation, ProcessTree, Started
 from weighin.probes.cgroup import parent_of, this_process
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
-from weighin.protocol import encode_job
 from weighin.run.commands import end_rest
 
 Start = Callable[..., Running]
@@ -38,7 +37,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
         def start_command(script: str, streams: Streams | None = None, **fields: object) -> object:
             cell = Cell.of_command("mine", ("sh", "-c", script), "process", **fields)
-            running = ProcessIsolation().start_command(cell, str(tmp_path), streams or Streams())
+            running = ProcessIsolation().start(
+                cell, cell.command, str(tmp_path), streams or Streams()
+            )
             started.callback(running.close)
             return running
 
@@ -114,7 +115,7 @@ def test_a_program_that_does_not_exist_is_an_error(
     cell = Cell.of_command("mine", ("no-such-program",), "process")
     before = descriptors()
     with pytest.raises(ConfigError) as caught:
-        ProcessIsolation().start_command(cell, str(tmp_path), Streams())
+        ProcessIsolation().start(cell, cell.command, str(tmp_path), Streams())
     assert str(caught.value) == (
         f"cannot start 'no-such-program' in {tmp_path}: No such file or directory\n"
         "give a command as in a shell: weighin run -- python train.py"
@@ -128,9 +129,7 @@ def test_orphans_go_to_this_process_only_while_a_command_runs(start: Start, tmp_
     running.close()
     assert not adopt_orphans(adopt=False)
     with pytest.raises(ConfigError):
-        ProcessIsolation().start_command(
-            Cell.of_command("mine", ("no-such-program",), "process"), str(tmp_path), Streams()
-        )
+        Started(("no-such-program",), folder=str(tmp_path), streams=Streams())
     assert not adopt_orphans(adopt=False)
 
 
@@ -193,11 +192,10 @@ def test_what_ran_before_a_command_is_no_orphan_of_it_and_lives_on(tmp_path: Pat
     services = subprocess.Popen(["sh", "-c", SERVICES], cwd=tmp_path, stdin=pipe, stdout=pipe)
     assert services.stdin and services.stdout
     pids = [int(services.stdout.readline())]
-    time.sleep(0.05)  # several ticks of the kernel's clock, so that the command starts later
     tree = ProcessTree(adopts=True)
     command = subprocess.Popen(["sleep", "60"])
     try:
-        tree.begin(command.pid)
+        tree.pid = command.pid
         (tmp_path / "go").write_text("\n")
         pids.append(int(services.stdout.readline()))
         assert tree.members() == [command.pid]
@@ -315,20 +313,19 @@ WORKER = ("sh", "-c", f'echo "$MODE,${{{PHASES_VARIABLE}-none}},$PYTHONPATH"; ex
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
-    monkeypatch.setattr(process, "WORKER", WORKER)
     monkeypatch.setenv(PHASES_VARIABLE, "/of/another/program")
     cell = replace(JOB.cell, environment={"MODE": "fast"})
-    running = ProcessIsolation().start(replace(JOB, cell=cell))
+    running = ProcessIsolation().start(cell, WORKER)
     yield running
     running.close()
 
 
-def test_a_worker_gets_its_variables_and_then_its_job(worker: Started) -> None:
+def test_a_worker_gets_its_variables_and_then_what_is_sent(worker: Started) -> None:
     mode, phases, path = (worker.channel.receive(20) or b"").split(b",")
     assert (mode, phases) == (b"fast", b"none")
     assert path.split(b":")[0] == os.fsencode(Path(process.__file__).parents[2])
-    cell = replace(JOB.cell, environment={"MODE": "fast"})
-    assert worker.channel.receive(20) == encode_job(replace(JOB, cell=cell)).rstrip(b"\n")
+    worker.channel.send(b"a job\n")
+    assert worker.channel.receive(20) == b"a job"
     assert (worker.cgroup, worker.unseen) == (None, "a plain process has no cgroup of its own")
 
 
@@ -368,31 +365,33 @@ def test_a_system_without_reset_of_peaks_is_refused(monkeypatch: pytest.MonkeyPa
         ProcessIsolation().check()
 
 
+def marked_by(mark: str) -> dict[str, str]:
+    return os.environ | {WORKER_VARIABLE: mark}
+
+
 def test_marks_are_unique_and_are_inherited() -> None:
     first, second = ProcessTree(adopts=False), ProcessTree(adopts=False)
-    assert first.environment != second.environment
-    with subprocess.Popen(["sleep", "60"], env=os.environ | second.environment) as marked:
+    assert first.mark != second.mark
+    with subprocess.Popen(["sleep", "60"], env=marked_by(second.mark)) as marked:
         assert (first.members(), second.members()) == ([], [marked.pid])
-        assert first.kill() == []
+        assert first.kill() == ([], [])
         second.end()
         assert marked.wait(60) == -signal.SIGKILL
         assert second.members() == []
 
 
-def dead_mark() -> dict[str, str]:
-    """Return the variable of a run whose process has ended."""
-    namespace = this_process().split("-")[2:]
-    marks = ProcessTree(adopts=False).environment.items()
-    ended = "-".join(["1", "1", *namespace])
-    return {name: mark.replace(this_process(), ended, 1) for name, mark in marks}
+def dead_mark() -> str:
+    """Return the mark of a run whose process has ended."""
+    ended = "-".join(["1", "1", *this_process().split("-")[2:]])
+    return ProcessTree(adopts=False).mark.replace(this_process(), ended, 1)
 
 
 def test_processes_of_a_dead_run_are_ended_and_named() -> None:
     living = ProcessTree(adopts=False)
     with ExitStack() as started:
         orphan, other = (
-            started.enter_context(subprocess.Popen(["sleep", "60"], env=os.environ | marked))
-            for marked in (dead_mark(), living.environment)
+            started.enter_context(subprocess.Popen(["sleep", "60"], env=marked_by(mark)))
+            for mark in (dead_mark(), living.mark)
         )
         started.callback(other.kill)
         started.callback(orphan.kill)
@@ -405,9 +404,9 @@ def test_processes_of_a_dead_run_are_ended_and_named() -> None:
 
 CLEANS = """
 import subprocess
-from weighin.isolation.process import end_orphans
+from weighin.isolation.process import ProcessIsolation
 with subprocess.Popen(["sleep", "60"]) as relative:
-    assert end_orphans() == []
+    assert ProcessIsolation().remove_stale() == []
     assert relative.poll() is None
     relative.kill()
 """
@@ -415,10 +414,10 @@ with subprocess.Popen(["sleep", "60"]) as relative:
 
 def test_a_process_of_a_killed_run_that_cleans_ends_neither_itself_nor_its_relatives() -> None:
     """Nor what is above it and has the mark of a third run, as when weighin measures weighin."""
-    inner = " ".join(f"{name}={mark}" for name, mark in dead_mark().items())
-    command = ("sh", "-c", f'{inner} "$@"; exit $?', "sh", sys.executable, "-P", "-c", CLEANS)
+    inner = f'{WORKER_VARIABLE}={dead_mark()} "$@"; exit $?'
+    command = ("sh", "-c", inner, "sh", sys.executable, "-P", "-c", CLEANS)
     done = subprocess.run(
-        command, env=os.environ | dead_mark(), capture_output=True, text=True, check=False
+        command, env=marked_by(dead_mark()), capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
 

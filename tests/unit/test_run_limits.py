@@ -7,7 +7,7 @@ from ran_commands import make_command
 
 from weighin.errors import ConfigError
 from weighin.isolation import delegation
-from weighin.isolation.cgroup import CgroupIsolation
+from weighin.isolation.process import CgroupIsolation
 from weighin.isolation.select import check_limits_around
 from weighin.plan import nodes
 from weighin.probes import environment

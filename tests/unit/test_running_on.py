@@ -22,8 +22,7 @@ from weighin import child_process
 from weighin.cli import app as cli
 from weighin.errors import HarnessError, IsolationUnavailable, RecordError, StillRunning
 from weighin.isolation import cgroup, process
-from weighin.isolation.cgroup import CgroupIsolation
-from weighin.isolation.process import ProcessIsolation, Started
+from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
 from weighin.plan.task import Run
 from weighin.probes import page_cache
 from weighin.probes.cgroup import this_process
@@ -97,7 +96,7 @@ class _Isolation:
     def __init__(self, trouble: HarnessError, script: list[Any], hangs: int) -> None:
         self._trouble, self._script, self._hangs = trouble, script, hangs
 
-    def start(self, _: Any) -> Any:
+    def start(self, *_: Any) -> Any:
         trouble = self._trouble
 
         class Running(FakeRunning):
@@ -159,7 +158,7 @@ def deathless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kill, killpg = os.kill, os.killpg
     monkeypatch.setattr(os, "kill", lambda *_: None)
     monkeypatch.setattr(os, "killpg", lambda *_: None)
-    monkeypatch.setattr(process, "kill_members", lambda _: None)
+    monkeypatch.setattr(cgroup, "kill_members", lambda _: None)
     monkeypatch.setattr(child_process, "PATIENCE_S", 0.1)
     monkeypatch.setattr(process, "PATIENCE_S", 0.1)
     monkeypatch.setattr(cgroup, "PATIENCE_S", 0.1)
@@ -184,7 +183,7 @@ def deathless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _groups() -> list[Path]:
     with suppress(IsolationUnavailable):
-        return cgroup._roots()
+        return cgroup.roots()
     return []
 
 
@@ -205,7 +204,7 @@ def test_closing_a_worker_that_does_not_die_ends_and_says_so() -> None:
 def test_a_cgroup_whose_worker_does_not_die_stays_and_a_later_run_is_not_stopped_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    groups = cgroup._make_groups()
+    groups = cgroup.make()
     running = Started(SLEEPING, groups=groups)
     while not (groups[0] / "cgroup.procs").read_text():
         pass

@@ -7,9 +7,8 @@ import pytest
 
 from weighin.errors import IsolationUnavailable, UnknownName
 from weighin.isolation import select
-from weighin.isolation.cgroup import CgroupIsolation
-from weighin.isolation.docker.isolation import DockerIsolation
-from weighin.isolation.process import ProcessIsolation
+from weighin.isolation.docker import DockerIsolation
+from weighin.isolation.process import CgroupIsolation, ProcessIsolation
 
 KINDS = {"docker": DockerIsolation, "cgroup": CgroupIsolation, "process": ProcessIsolation}
 MISSING = {

@@ -13,7 +13,7 @@ import pytest
 from command_trees import command
 from leftovers import wait_until
 
-from weighin.isolation import cgroup, process
+from weighin.isolation import cgroup
 from weighin.probes import stacks
 from weighin.probes.cgroup import members_of
 from weighin.probes.stacks import StackTaker
@@ -48,11 +48,11 @@ def look(taker: StackTaker, t_ns: int, usage_bytes: int) -> None:
 
 @pytest.fixture
 def groups() -> Iterator[list[Path]]:
-    made = cgroup._make_groups()
+    made = cgroup.make()
     try:
         yield made
     finally:
-        process.remove(made)
+        cgroup.remove(made)
 
 
 def test_py_spy_is_run_once_only_on_a_program_that_is_not_python(

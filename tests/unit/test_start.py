@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from weighin.checkpoint import entries
 from weighin.errors import ConfigError, HarnessError, RecordError, UnknownName
 from weighin.formats.selection import Selection
-from weighin.isolation.cgroup import CgroupIsolation
-from weighin.isolation.process import ProcessIsolation
+from weighin.isolation.process import CgroupIsolation, ProcessIsolation
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
 from weighin.probes import environment, gpu_check

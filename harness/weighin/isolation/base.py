@@ -1,21 +1,20 @@
-"""The interface of isolations: the ways to run a worker, which is the measured process."""
+"""The interface of isolations: the ways to run a worker or a command, which is the measured process."""
 
 import contextlib
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from weighin.cell import Cell, Job
+from weighin.cell import Cell
 from weighin.child_process import Pipes, signal_each, wait_for_end
 from weighin.probes.cgroup import PeakMark
 
 
-@dataclass(frozen=True, slots=True)
-class Streams:
+class Streams(NamedTuple):
     """Descriptors for a command's standard streams; None stands for the stream of this process."""
 
     stdin: int | None = None
@@ -46,10 +45,10 @@ def connected(streams: Streams | None) -> Iterator[tuple[Streams, Pipes | None]]
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a worker ended: its exit code, or the signal that killed it.
+    """How a process ended: its exit code, or the signal that killed it.
 
     ``oom_killed`` means that the kernel OOM-killed a process in the container; it is always False
-    without a container. ``still_runs`` means that the worker did not end even after SIGKILL.
+    without a container. ``still_runs`` means that the process did not end even after SIGKILL.
     """
 
     code: int | None
@@ -105,15 +104,15 @@ class Running(ABC):
     def reap(self) -> Exit:
         """Wait for the end of the first process, and return how it ended."""
 
+    @property
+    @abstractmethod
+    def is_reaped(self) -> bool: ...
+
     def send_signal(self, number: int) -> None:
         """Send a signal to the first process; do nothing if it was reaped, or is another user's."""
         if self.pid and not self.is_reaped:
             with contextlib.suppress(PermissionError):  # of sudo, for example
                 signal_each([self.pid], number)
-
-    @property
-    @abstractmethod
-    def is_reaped(self) -> bool: ...
 
     @abstractmethod
     def members(self) -> list[int]:
@@ -140,37 +139,36 @@ class Running(ABC):
 
 
 class Isolation(Protocol):
-    """A way to run workers apart from this process."""
+    """A way to run workers and commands apart from this process.
 
-    @property
-    def name(self) -> str:
-        """Return "docker", "cgroup" or "process"."""
+    Attributes:
+        name: "docker", "cgroup" or "process".
+        limits: whether this isolation can enforce a RAM limit.
+    """
 
-    @property
-    def limits(self) -> bool:
-        """Whether this isolation can enforce a RAM limit."""
+    name: str
+    limits: bool
 
     def check(self) -> None:
         """Raise IsolationUnavailable, with advice, if this isolation does not work on this machine."""
 
     def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
         """Do slow work that all cells share, such as pulling an image; report each step to ``_progress``."""
-        return  # workers on this machine share no such work
+        return
 
-    def start(self, job: Job) -> Running:
-        """Start one worker; the limits of ``job.cell`` hold before its first instruction."""
-
-    def start_command(
+    def start(
         self,
         cell: Cell,
-        folder: str,
-        streams: Streams,
-        mounts: Sequence[str] = (),
+        command: Sequence[str],
+        folder: str = "",
+        streams: Streams | None = None,
+        mounts: Iterable[str] = (),
     ) -> Running:
-        """Start the command of this cell in a working folder, under the cell's limits.
+        """Start a process of a cell; the cell's limits hold before its first instruction.
 
-        A container sees ``folder`` and, read-only, each path in ``mounts``, all at the same paths
-        as here.
+        With ``streams``, it is a user's command, which runs in ``folder``; without, it is a worker, with
+        a ``channel``. A container sees ``folder``, where it may write, and ``mounts``, all at the same
+        paths as here.
         """
 
     def remove_stale(self) -> list[str]:

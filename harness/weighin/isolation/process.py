@@ -1,6 +1,5 @@
-"""Run a worker or a command on this machine: as a plain process here, or for ``cgroup`` in cgroups."""
+"""Run a worker or a command on this machine: as a plain process, or in memory cgroups of its own."""
 
-import contextlib
 import errno
 import itertools
 import os
@@ -8,17 +7,16 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
 from weighin import child_process
-from weighin.cell import Cell, Job
+from weighin.cell import Cell
 from weighin.child_process import (
     PATIENCE_S,
     adopt_orphans,
@@ -26,21 +24,19 @@ from weighin.child_process import (
     open_process,
     signal_each,
 )
-from weighin.errors import ConfigError, IsolationUnavailable, StillRunning
+from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, StillRunning
+from weighin.isolation import cgroup, delegation
 from weighin.isolation.base import Exit, Isolation, Running, Streams, connected
-from weighin.probes import mounts
 from weighin.probes.cgroup import (
-    folders_of,
     is_left_behind,
     members_of,
+    memory_hierarchy,
     owned_name,
     read_kernel,
-    start_time,
 )
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
-from weighin.protocol import encode_job
+from weighin.units import format_bytes
 
-WORKER = child_process.module("weighin.worker")
 WORKER_VARIABLE = "WEIGHIN_WORKER"
 """The environment variable that marks a worker or command; all its processes inherit the mark."""
 PASSED: Final = (
@@ -74,28 +70,73 @@ class ProcessIsolation(Isolation):
                 "run on Linux",
             )
 
-    def start(self, job: Job) -> "Started":
-        with self._groups(job.cell) as groups:
-            running = Started(WORKER, environment=job.cell.environment, groups=groups)
-        running.channel.send(encode_job(job))
-        return running
-
-    def start_command(
-        self, cell: Cell, folder: str, streams: Streams, _mounts: Sequence[str] = ()
+    def start(
+        self,
+        cell: Cell,
+        command: Sequence[str],
+        folder: str = "",
+        streams: Streams | None = None,
+        _mounts: Iterable[str] = (),
     ) -> "Started":
-        environment = cell.environment
-        with self._groups(cell) as groups:
-            return Started(
-                cell.command, environment=environment, groups=groups, folder=folder, streams=streams
-            )
+        return Started(command, cell.environment, self._groups(cell), folder, streams)
 
-    def _groups(self, _cell: Cell) -> AbstractContextManager[Sequence[Path]]:
-        """Return the cgroups of a cell; a plain process has none."""
-        return nullcontext(())
+    def _groups(self, _cell: Cell) -> list[Path]:
+        """Make the cgroups of a cell; a plain process has none."""
+        return []
 
     def remove_stale(self) -> list[str]:
-        """Kill what workers and commands of killed runs started; they themselves ended with weighin."""
-        return end_orphans()
+        """Kill the processes whose mark names an ended weighin process; return one line for each.
+
+        The worker or command of such a process ended with it. A process with the mark of this process
+        or of one above it is not killed, because a killed run may have started the shell in which
+        weighin, or a weighin around this one, runs now.
+        """
+        above = [one.pid for one in psutil.Process().parents()]
+        ours, ended = {mark_of(pid) for pid in (os.getpid(), *above)}, dict[int, str]()
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            marks = {pid: mark for pid in psutil.pids() if (mark := mark_of(pid)) not in ours}
+            left = {pid: mark for pid, mark in marks.items() if mark and is_left_behind(mark)}
+            if not left:
+                break
+            signal_each(left)
+            ended |= left
+            time.sleep(_PAUSE_S)
+        return [f"process {pid} of process {mark.partition('-')[0]}" for pid, mark in ended.items()]
+
+
+class CgroupIsolation(ProcessIsolation):
+    """Runs processes in memory cgroups, one group for each cell (measurement)."""
+
+    name = "cgroup"
+    limits = True
+
+    def check(self) -> None:
+        """Raise IsolationUnavailable if this user cannot create a cgroup and limit its memory."""
+        if memory_hierarchy() is None:
+            raise IsolationUnavailable(
+                "this machine has no cgroup memory controller (neither v2 nor v1)",
+                "boot with cgroup_enable=memory",
+            )
+        with cgroup.temporary_group() as group:
+            cgroup.limit(group, 2**40)
+
+    def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
+        """Report if weighin's own cgroup has a memory limit that does not apply to the cells."""
+        if left := delegation.left_limit():
+            progress(
+                f"weighin measures outside its own cgroup {left[1]}, whose limit of"
+                f" {format_bytes(left[0])} does not apply there"
+            )
+
+    def _groups(self, cell: Cell) -> list[Path]:
+        return cgroup.make(cell)
+
+    def remove_stale(self) -> list[str]:
+        return cgroup.remove_stale()
+
+    def describe(self) -> dict[str, str]:
+        return {"groups": str(delegation.groups_root())}
 
 
 class Started(Running):
@@ -112,37 +153,42 @@ class Started(Running):
     def __init__(
         self,
         command: Sequence[str],
-        *,
         environment: Mapping[str, str] | None = None,
         groups: Sequence[Path] = (),
         folder: str = "",
         streams: Streams | None = None,
     ) -> None:
-        self.groups = tuple(groups)
-        self.cgroup = groups[0] if groups else None
-        is_worker = streams is None
-        self._why = _UNSEEN if is_worker else _UNSEEN_OF_COMMAND
-        self.unseen = "" if groups else self._why
+        """Start the process.
+
+        Raises:
+            ConfigError: a command does not start; for a worker, OSError.
+        """
+        self.groups, self.cgroup = groups, groups[0] if groups else None
         self._tree: ProcessTree | None = None
-        if is_worker or not groups:
-            self._tree = ProcessTree(adopts=not is_worker or child_process.is_program)
         variables = os.environ | dict(environment or {})
-        variables |= self._tree.environment if self._tree else {}
-        if is_worker:
+        if not groups:
+            self.unseen = _UNSEEN_OF_COMMAND if streams else _UNSEEN
+        if not groups or not streams:
+            self._tree = ProcessTree(adopts=bool(streams) or child_process.is_program)
+            variables[WORKER_VARIABLE] = self._tree.mark
+        if not streams:
             # If weighin itself is measured, its worker must not report to the outer weighin.
             variables.pop(PHASES_VARIABLE, None)
             variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
         try:
             with connected(streams) as (own, self.channel):
-                self._popen = _start(command, variables, groups, folder, own, apart=is_worker)
+                self._popen = _start(
+                    command, variables, groups, folder if streams else "", own, apart=not streams
+                )
         except BaseException:
             if self._tree:
                 self._tree.end()
+            cgroup.remove(groups)
             raise
         self.pid = self._popen.pid
         self.process = open_process(self.pid)
         if self._tree:
-            self._tree.begin(self.pid)
+            self._tree.pid = self.pid
 
     def has_ended(self) -> bool:
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
@@ -167,35 +213,25 @@ class Started(Running):
 
     def kill(self) -> None:
         if self.groups:
-            frozen = self.members()
-            kill_members(self.groups[0])
+            cgroup.kill_members(self.groups[0])
             self.send_signal(signal.SIGKILL)  # it may have left its group
-            thaw(frozen)
         elif self._tree:
-            thaw(self._tree.kill())
+            self._tree.kill()
 
     def close(self) -> None:
-        """Kill what still runs, reap the first process, remove the cgroups; a second call does nothing.
-
-        Raises:
-            StillRunning: a process does not end, not even after SIGKILL.
-        """
         try:
-            if not self.is_reaped:
-                self.send_signal(signal.SIGKILL)
-                if self.reap().still_runs:
-                    removal_error(*self.groups, patience_s=0)
-                    raise StillRunning(
-                        f"the measured process {self.pid} does not end, not even after SIGKILL"
-                    )
+            self.send_signal(signal.SIGKILL)
+            if not self.is_reaped and self.reap().still_runs:
+                with suppress(HarnessError):
+                    cgroup.remove(self.groups, waits=False)
+                raise StillRunning(
+                    f"the measured process {self.pid} does not end, not even after SIGKILL"
+                )
         finally:
-            if self._tree:
-                thaw(self._tree.kill())
-                self._tree.end()
-                if not self.groups:
-                    self.unseen = self._tree.unseen(self._why)
+            if self._tree and (spared := self._tree.end()) and not self.groups:
+                self.unseen += f"; weighin may not end these of another user: {', '.join(spared)}"
             super().close()
-        remove([*self.groups])
+        cgroup.remove(self.groups)
 
 
 def _start(
@@ -207,14 +243,10 @@ def _start(
     *,
     apart: bool,
 ) -> "subprocess.Popen[Any]":
-    """Start a command as a shell does; if ``apart``, in a session and process group of its own.
-
-    Raises:
-        ConfigError: a command does not start; for a worker, OSError.
-    """
+    """Start a command as a shell does; if ``apart``, in a session and process group of its own."""
     # Popen would go on to the next program of this name where the first is no binary.
     program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
-    with contextlib.ExitStack() as opened:
+    with ExitStack() as opened:
         files = [opened.enter_context((group / "cgroup.procs").open("wb", 0)) for group in groups]
 
         def begin() -> None:
@@ -239,9 +271,10 @@ def _start(
             try:
                 return start(command, executable=program)
             except OSError as error:
-                if error.errno != errno.ENOEXEC or not _is_text(Path(folder, program)):
+                # A shell runs a file without #! as a script, if no zero byte is at its beginning.
+                if error.errno != errno.ENOEXEC or b"\0" in _beginning(Path(folder, program)):
                     raise
-                return start(("/bin/sh", program, *command[1:]))  # as a shell does
+                return start(("/bin/sh", program, *command[1:]))
         except OSError as error:
             if apart:
                 raise
@@ -251,91 +284,85 @@ def _start(
             ) from None
 
 
+def _beginning(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(128)
+
+
 class ProcessTree:
     """The processes of a worker or command: a child of this process, and its descendants.
 
     With ``adopts``, weighin is a child subreaper until ``end``, which becomes the parent of a descendant
     whose parent has ended. Each child that it gets meanwhile then counts as such an orphan, unless it
-    started before the first process, or was seen below a process that did: those are foreign. Only the
-    program ``weighin`` may adopt: in another program, such as pytest, an orphan could not be told from
-    a child that the program started meanwhile. Orphans are then found by a variable that they inherit.
+    ran before, or was seen below a process that did: those are foreign. Only the program ``weighin``
+    may adopt: in another program, such as pytest, an orphan could not be told from a child that the
+    program started meanwhile. Orphans are then found by a variable that they inherit.
 
     Attributes:
-        environment: the variable that marks the processes, also for a later run of weighin.
-        spared: the names of the processes that the last ``kill`` was not allowed to kill.
+        mark: the variable's value, also for a later run of weighin.
+        pid: the first process's, when it has started.
     """
 
     def __init__(self, *, adopts: bool) -> None:
-        self._mark = owned_name(next(_numbers))
-        self.environment = {WORKER_VARIABLE: self._mark}
-        self.spared: list[str] = []
+        self.mark, self.pid = owned_name(next(_numbers)), 0
         self._adopts = adopts
         self._adopted_before = adopts and adopt_orphans()
         self._is_over = False
-        self._pid, self._began = 0, inf
-        self._foreign: dict[int, int] = {}  # by pid: when it started, as pids are used again
-
-    def begin(self, pid: int) -> None:
-        """Look from now on also for ``pid``, a child of this process, and its descendants."""
-        self._pid, self._began = pid, start_time(pid) or inf
-        self.members()  # a foreign process that runs now may become an orphan, too
+        self._foreign = set(psutil.Process().children(recursive=True)) if adopts else set()
 
     def members(self) -> list[int]:
         """Return the pids of the processes that have not ended; reap orphans that have."""
-        here, family, foreign, found = os.getpid(), {self._pid}, set[int](), []
+        here, family, foreign, found = os.getpid(), {self.pid}, set[int](), []
         for one in psutil.Process().children(recursive=True):  # a parent is before its children
             with suppress(psutil.NoSuchProcess, ChildProcessError):  # it has ended, and was reaped
-                parent, started = one.ppid(), start_time(one.pid)
-                if started is None:
-                    continue
-                is_child = parent == here and one.pid != self._pid
-                is_known = self._foreign.get(one.pid) == started
-                if is_known or parent in foreign or (is_child and started < self._began):
+                parent = one.ppid()
+                is_orphan = self._adopts and parent == here and one.pid != self.pid
+                if one in self._foreign or parent in foreign:
                     foreign.add(one.pid)
-                    self._foreign[one.pid] = started
+                    self._foreign.add(one)
+                elif is_orphan and one.name() in _NOT_ORPHANS:
                     continue
-                is_orphan = is_child and self._adopts
-                if is_orphan and one.name() in _NOT_ORPHANS:
-                    continue
-                if not (is_orphan or one.pid == self._pid or parent in family):
-                    continue
-                family.add(one.pid)
-                if one.status() != psutil.STATUS_ZOMBIE:
-                    found.append(one.pid)
-                elif is_orphan:
-                    os.waitpid(one.pid, os.WNOHANG)
+                elif is_orphan or one.pid == self.pid or parent in family:
+                    family.add(one.pid)
+                    if one.status() != psutil.STATUS_ZOMBIE:
+                        found.append(one.pid)
+                    elif is_orphan:
+                        os.waitpid(one.pid, os.WNOHANG)
         return found if self._adopts else sorted({*found, *self._marked()})
 
     def _marked(self) -> list[int]:
-        return [pid for pid in psutil.pids() if mark_of(pid) == self._mark]
+        return [pid for pid in psutil.pids() if mark_of(pid) == self.mark]
 
-    def kill(self) -> list[int]:
-        """Send SIGKILL to all processes except those of another user; return the pids of the killed."""
-        killed, self.spared = [], []
+    def kill(self) -> tuple[list[int], list[str]]:
+        """Send SIGKILL to all processes; return the pids of the killed, and the names of the spared,
+        which are another user's.
+        """
+        killed, spared = [], []
         for pid in sorted({*self.members(), *self._marked()}):
             try:
                 signal_each([pid])
                 killed.append(pid)
             except PermissionError:
                 with suppress(psutil.NoSuchProcess):
-                    self.spared.append(f"{psutil.Process(pid).name()} (process {pid})")
-        return killed
+                    spared.append(f"{psutil.Process(pid).name()} (process {pid})")
+        cgroup.thaw(killed)
+        return killed, spared
 
-    def end(self) -> None:
-        """Kill all processes, wait up to 10 s for the end of the killed, and adopt no more orphans."""
-        deadline = time.monotonic() + PATIENCE_S
+    def end(self) -> list[str]:
+        """Kill all processes, wait up to 10 s for the end of the killed, and adopt no more orphans.
+
+        Return the names of those that are another user's. A second call does nothing.
+        """
+        if self._is_over:
+            return []
+        self._is_over, deadline = True, time.monotonic() + PATIENCE_S
         try:
-            while self.kill() and time.monotonic() < deadline:
+            while (found := self.kill())[0] and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
         finally:
-            if self._adopts and not self._is_over:
+            if self._adopts:
                 adopt_orphans(adopt=self._adopted_before)
-            self._is_over = True
-
-    def unseen(self, why: str) -> str:
-        """Return ``why`` weighin sees only a part, and the processes that it was not allowed to kill."""
-        spared = ", ".join(self.spared)
-        return f"{why}; weighin may not end these of another user: {spared}" if spared else why
+        return found[1]
 
 
 def mark_of(pid: int) -> str | None:
@@ -346,91 +373,3 @@ def mark_of(pid: int) -> str | None:
     except OSError:
         return None
     return next((line.removeprefix(prefix) for line in variables if line.startswith(prefix)), None)
-
-
-def end_orphans() -> list[str]:
-    """Kill the processes whose mark names an ended weighin process; return one line for each.
-
-    A process with the mark of this process or of one above it is not killed, because a killed run may
-    have started the shell in which weighin, or a weighin around this one, runs now.
-    """
-    above = [one.pid for one in psutil.Process().parents()]
-    ours, ended = {mark_of(pid) for pid in (os.getpid(), *above)}, dict[int, str]()
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        marks = {pid: mark for pid in psutil.pids() if (mark := mark_of(pid)) and mark not in ours}
-        if not (left := {pid: mark for pid, mark in marks.items() if is_left_behind(mark)}):
-            break
-        signal_each(left)
-        ended |= left
-        time.sleep(_PAUSE_S)
-    return [f"process {pid} of process {mark.partition('-')[0]}" for pid, mark in ended.items()]
-
-
-def kill_members(group: Path) -> None:
-    if (kill := group / "cgroup.kill").exists():  # cgroup v2 since Linux 5.14
-        with contextlib.suppress(OSError):
-            kill.write_text("1")
-        return
-    signal_each(members_of(group))
-
-
-def remove(groups: list[Path]) -> None:
-    """Kill the processes in the given cgroups, and remove the cgroups.
-
-    Raises:
-        StillRunning: a process in one of the cgroups does not end.
-        IsolationUnavailable: a cgroup without processes cannot be removed.
-    """
-    if (error := removal_error(*groups, patience_s=PATIENCE_S)) is None:
-        return
-    if error.errno == errno.EBUSY:
-        raise StillRunning(
-            f"a process in the cgroup {error.filename} does not end, not even after SIGKILL"
-        )
-    raise IsolationUnavailable(
-        f"cannot remove the cgroup {error.filename}: {error.strerror}", f"rmdir {error.filename}"
-    )
-
-
-def removal_error(*groups: Path, patience_s: float) -> OSError | None:
-    """Kill all processes in the cgroups and below, and remove these cgroups.
-
-    Return the error for a cgroup that remains; None if no cgroup remains.
-    """
-    deadline = time.monotonic() + patience_s
-    left: OSError | None = None
-    for group in groups:
-        while group.exists():
-            kill_members(group)
-            try:
-                for folder in folders_of(group):
-                    Path(folder).rmdir()
-            except FileNotFoundError:  # another process removed a group
-                continue
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    left = error
-                    break
-                time.sleep(0.005)
-    return left
-
-
-def thaw(pids: Iterable[int]) -> None:
-    """Thaw the freezer groups (cgroup v1) of processes that got SIGKILL, which ends none in a frozen
-    group; on v2 it does.
-    """
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended, or the group is not this user's
-            lines = read_kernel(Path(f"/proc/{pid}/cgroup")).splitlines()
-            group = next((line.split(":", 2)[2] for line in lines if ":freezer:" in line), "/")
-            for mount in (each.place for each in mounts.read() if "freezer" in each.options):
-                for above in (own := Path(f"{mount}{group}"), *own.parents):
-                    if (state := above / "freezer.state").exists():
-                        state.write_text("THAWED")
-
-
-def _is_text(script: Path) -> bool:
-    """Tell whether a file without #! is a script, by a shell's rule: no zero byte at its beginning."""
-    with script.open("rb") as file:
-        return b"\0" not in file.read(128)

@@ -30,18 +30,15 @@ def named(name: str, image: str = "") -> Isolation:
     """
     if name == "docker":
         # The SDK takes 0.2 s to import.
-        from weighin.isolation.docker.isolation import DockerIsolation
+        from weighin.isolation.docker import DockerIsolation
 
         return DockerIsolation(image)
-    if name == "cgroup":
-        from weighin.isolation.cgroup import CgroupIsolation
+    from weighin.isolation.process import CgroupIsolation, ProcessIsolation
 
-        return CgroupIsolation()
-    if name == "process":
-        from weighin.isolation.process import ProcessIsolation
-
-        return ProcessIsolation()
-    raise UnknownName("isolation", name, [*NAMES, "auto"])
+    kinds = {"cgroup": CgroupIsolation, "process": ProcessIsolation}
+    if name not in kinds:
+        raise UnknownName("isolation", name, [*NAMES, "auto"])
+    return kinds[name]()
 
 
 def choose(

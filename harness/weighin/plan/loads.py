@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -14,8 +14,8 @@ from weighin.formats import gguf, quantised
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import code_of, folder_library
 from weighin.formats.selection import Selection
-from weighin.isolation import preload
 from weighin.isolation.base import Isolation
+from weighin.isolation.visible import preloaded
 from weighin.plan import nodes as machines
 from weighin.plan.nodes import Node
 from weighin.plan.task import Planned
@@ -64,7 +64,7 @@ def plan(
             replace(each, skip=each.skip or no_gpu) if each.cell.use == TO_DEVICE else each
             for each in planned
         ]
-    preload.check(settings.environment)
+    _check_preloaded(settings.environment)
     _check_own_selections(planned, chosen.selection, formats.loaded_as(checkpoint))
     planned = _without_refused(planned, checkpoint)
     _check_any_runs(planned)
@@ -257,6 +257,25 @@ def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Pl
         replace(each, skip=each.skip or f"{each.strategy.name}: {why}") if reads(each) else each
         for each in planned
     ]
+
+
+def _check_preloaded(environments: Sequence[Mapping[str, str]]) -> None:
+    """Raise ConfigError if LD_PRELOAD has anything but absolute paths of existing files.
+
+    The dynamic linker would only print a line, and run the program with the usual allocator.
+    """
+    for name in chain.from_iterable(map(preloaded, environments)):
+        if not Path(name).is_absolute():
+            raise ConfigError(
+                f"LD_PRELOAD: {name!r} is not an absolute path",
+                "write the library's whole path, which begins with /",
+            )
+        if not Path(name).is_file():
+            raise ConfigError(
+                f"LD_PRELOAD: there is no file {name}",
+                "install the library, or write its path into the variable: `ldconfig -p` lists this"
+                " machine's libraries",
+            )
 
 
 def _check_names(kinds: str, named_places: list[tuple[str, str]]) -> None:

@@ -73,8 +73,9 @@ class CommandSpec(Spec):
     def start(self, isolation: Isolation, listener: Path) -> Running:
         environment = self.cell.environment | {VARIABLE: str(listener)}
         cell = replace(self.cell, environment=environment)
-        places = (*self.settings.mounts, str(listener.parent))
-        return isolation.start_command(cell, self.settings.cwd, self._output.streams, places)
+        settings, streams = self.settings, self._output.streams
+        mounts = (*settings.mounts, str(listener.parent))
+        return isolation.start(cell, cell.command, settings.cwd, streams, mounts)
 
     def begun(self, running: Running) -> None:
         """From now on, take signals in a thread: only there Linux says whether a terminal sent one."""

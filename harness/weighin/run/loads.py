@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 import weighin
-from weighin import formats
+from weighin import child_process, formats
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.checkpoint import cache, entries, staging
 from weighin.disk import mount
@@ -23,12 +24,13 @@ from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessErr
 from weighin.formats import quantised
 from weighin.formats.lora import files_of
 from weighin.formats.pretrained_folder import folder_of
-from weighin.isolation import select
+from weighin.isolation import select, visible
 from weighin.isolation.base import Isolation, Running
 from weighin.loader.mapped_copy import ask_for_huge_pages
 from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.probes import environment, mounts, page_cache
 from weighin.probes.cgroup import grown
+from weighin.protocol import encode_job
 from weighin.records import run_folder
 from weighin.records.repeats import largest
 from weighin.result import Faults, Memory, Outcome, Peaks, Pressure, Rank, Sample, Use
@@ -115,9 +117,12 @@ class LoadSpec(Spec):
             self.facts["read_ahead_bytes"] = mounts.read_ahead_bytes(Path(job.checkpoint))
 
     def start(self, isolation: Isolation, listener: Path) -> Running:
-        places = (*self._job.mounts, str(listener.parent))
-        self._running = isolation.start(replace(self._job, listener=str(listener), mounts=places))
-        return self._running
+        job = replace(self._job, listener=str(listener))
+        mounts = chain(visible.of_job(job), job.mounts, [str(listener.parent)])
+        worker = child_process.module("weighin.worker")
+        self._running = running = isolation.start(job.cell, worker, job.target, None, mounts)
+        running.channel.send(encode_job(job))
+        return running
 
     def before_load(self) -> None:
         if self._only_baseline:

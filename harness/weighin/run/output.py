@@ -15,7 +15,7 @@ import time
 import tty
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -296,7 +296,7 @@ def relaying(settings: Settings, cell: Cell, at_ready: Callable[[], None]) -> It
         targets = [nothing.fileno()] * 2 if is_hidden else _STANDARD
         relay = Relay(targets, settings.command(cell.strategy).marks, settings.ready, at_ready)
         if in_search:
-            relay.streams = replace(relay.streams, stdin=nothing.fileno())
+            relay.streams = relay.streams._replace(stdin=nothing.fileno())
         try:
             yield relay
         finally:

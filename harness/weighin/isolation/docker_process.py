@@ -7,7 +7,6 @@ that stops itself, so that weighin can find it, limit it and reset the cgroup's 
 the command.
 """
 
-import contextlib
 import os
 import signal
 import socket
@@ -16,22 +15,25 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import Any, Final
 
 import docker
-from docker.errors import APIError, NotFound
+from docker.errors import APIError, DockerException, NotFound
 from docker.utils.socket import SocketError, frames_iter
+from requests import codes, exceptions
 
 from weighin import child_process
 from weighin.child_process import PATIENCE_S, ready
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit, Running, Streams, connected
-from weighin.isolation.docker.engine import ENGINE_ERRORS, elsewhere, explained, remove
 from weighin.probes import cgroup as groups
 
+ENGINE_ERRORS: Final = (DockerException, exceptions.RequestException)
+"""All errors that the SDK raises: its own errors, and errors of its HTTP library."""
 _BARRIER: Final = (
     "kill -STOP $$; unset PWD OLDPWD SHLVL;"
     ' while [ "$1" != -- ]; do export "$1"; shift; done; shift; exec "$@"'
@@ -44,18 +46,26 @@ _BIRTH_S: Final = 30.0
 _OUTPUT_S: Final = 5.0  # for output that the command has written before its end
 _RESIZE_S: Final = 0.25
 _PAUSE_S: Final = 0.002
+_REMOVE_S: Final = 10.0
 
 
 class DockerStarted(Running):
     """A worker or, with ``streams``, a command in a container."""
 
     def __init__(
-        self, client: docker.APIClient, streams: Streams | None, *, container: str, shell: Sequence[str],
-        command: Sequence[str], variables: Mapping[str, str], limits: Mapping[str, Any], **where: Any
-    ) -> None:  # fmt: skip
-        """Start a container that exists, and in it a shell that becomes the command.
+        self,
+        client: docker.APIClient,
+        container: str,
+        shell: Sequence[str],
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        streams: Streams | None,
+        limit_bytes: int | None,
+        where: Mapping[str, str],
+    ) -> None:
+        """Start a container that exists, and in it a ``shell`` that becomes the command.
 
-        ``limits`` are arguments of ``update_container``, and ``where`` of ``exec_create``.
+        ``where`` are arguments of ``exec_create``.
         """
         self._client, self._container = client, container
         self._exit: Exit | None = None
@@ -63,7 +73,7 @@ class DockerStarted(Running):
         self._pump: Any = None
         self.helpers: frozenset[int] = frozenset()  # the container's first process
         apart = [f"{n}={value}" for n, value in variables.items() if n in NOT_FOR_SHELLS]
-        where["environment"] = [f"{n}={v}" for n, v in variables.items() if n not in NOT_FOR_SHELLS]
+        passed = [f"{n}={value}" for n, value in variables.items() if n not in NOT_FOR_SHELLS]
         line = [*shell, "-c", _BARRIER, "sh", *apart, "--", *command]
         try:
             with connected(streams) as (own, self.channel):
@@ -73,12 +83,14 @@ class DockerStarted(Running):
                 self._first = client.attach_socket(container, params={"stdin": 1, "stream": 1})
                 client.start(container)
                 cgroup = self._find_container()
-                create = client.exec_create
-                self.exec = create(container, line, stdin=True, tty=terminal, **where)["Id"]
+                options = {"stdin": True, "tty": terminal, "environment": passed, **where}
+                self.exec = client.exec_create(container, line, **options)["Id"]
                 self._pump.stream = client.exec_start(self.exec, tty=terminal, socket=True)
                 self._await_barrier()
-                if limits:
-                    client.update_container(container, **limits)
+                if limit_bytes is not None:  # equal limits: no swap
+                    client.update_container(
+                        container, mem_limit=limit_bytes, memswap_limit=limit_bytes
+                    )
             pressure = groups.pressure_file_of(self.pid)
             self.mark = groups.PeakMark(groups.MemoryCgroup(cgroup, pressure))
             self.mark.reset()  # so that the peak does not include the container's own start
@@ -92,7 +104,7 @@ class DockerStarted(Running):
         state = self._client.inspect_container(self._container)["State"]
         if not (first := int(state["Pid"])):
             raise _not_started()
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if self._container in groups.read_kernel(Path(f"/proc/{first}/cgroup")):
                 self.cgroup, self.helpers = groups.memory_cgroup_of(first), frozenset({first})
         if self.cgroup is None:
@@ -107,7 +119,7 @@ class DockerStarted(Running):
             is_over = not state["Running"] and state["ExitCode"] is not None
             if is_over or time.monotonic() > deadline:
                 raise _not_started()
-            with contextlib.suppress(OSError):  # it has not started yet, or has ended
+            with suppress(OSError):  # it has not started yet, or has ended
                 status = groups.read_kernel(Path(f"/proc/{state['Pid']}/stat"))
                 if status.rpartition(")")[2].split()[0] == "T":
                     self.pid = int(state["Pid"])
@@ -115,7 +127,7 @@ class DockerStarted(Running):
             time.sleep(_PAUSE_S)
 
     def resize(self, rows: int, columns: int) -> None:
-        with contextlib.suppress(*ENGINE_ERRORS):  # the command has ended
+        with suppress(*ENGINE_ERRORS):  # the command has ended
             self._client.exec_resize(self.exec, rows, columns)
 
     @property
@@ -140,7 +152,7 @@ class DockerStarted(Running):
     def _read_exit(self) -> Exit:
         deadline = time.monotonic() + PATIENCE_S
         code = 128 + signal.SIGKILL
-        with contextlib.suppress(NotFound):  # the container was killed, and then removed
+        with suppress(NotFound):  # the container was killed, and then removed
             while (state := self._client.exec_inspect(self.exec))["Running"]:
                 if time.monotonic() > deadline:
                     return Exit(None, still_runs=True)
@@ -168,7 +180,7 @@ class DockerStarted(Running):
                 child_process.signal_each(new)
                 killed |= new
         except PermissionError:  # of a rootless engine
-            with explained("kill a container"), contextlib.suppress(APIError):
+            with explained("kill a container"), suppress(APIError):
                 self._client.kill(self._container, signal.SIGKILL)
 
     def close(self) -> None:
@@ -196,7 +208,7 @@ class _Pump:
         files = [n if file is None and own[n] else file for n, file in enumerate(given)]
         self._files = [None if file is None else os.dup(file) for file in files]
         self._is_in_background = False  # a read of standard input would then stop this process
-        with contextlib.suppress(OSError, TypeError):  # no terminal, or not that of this session
+        with suppress(OSError, TypeError):  # no terminal, or not that of this session
             self._is_in_background = os.tcgetpgrp(self._files[0]) != os.getpgrp()  # type: ignore[arg-type]
         is_terminal = all(file is not None and os.isatty(file) for file in self._files)
         self.is_terminal = is_terminal and not self._is_in_background
@@ -249,11 +261,11 @@ class _Pump:
             self._files, self._wake = [], -1
 
     def _end_stream(self) -> None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _pass_output(self) -> None:
-        with contextlib.suppress(OSError, SocketError):  # reset by the engine, or closed here
+        with suppress(OSError, SocketError):  # reset by the engine, or closed here
             for number, data in frames_iter(self.stream, self.is_terminal):  # type: ignore[no-untyped-call]
                 if (file := self._files[number]) is not None:
                     self._is_writing = True
@@ -272,7 +284,7 @@ class _Pump:
 
     def _pass_input(self) -> None:
         stdin = None if self._is_in_background else self._files[0]
-        with contextlib.suppress(OSError):  # the command has ended
+        with suppress(OSError):  # the command has ended
             if self._files[0] is None:
                 self._socket.shutdown(socket.SHUT_WR)
             while True:
@@ -290,7 +302,7 @@ class _Pump:
                         stdin = None
 
     def _follow_size(self, terminal: int) -> None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if (size := os.get_terminal_size(terminal)) != self._size:
                 self._size = size
                 self._command.resize(size.lines, size.columns)
@@ -308,3 +320,54 @@ def _close_stream(stream: Any) -> None:
     for each in (getattr(stream, "_response", None), stream, getattr(stream, "_sock", None)):
         if each is not None:
             each.close()
+
+
+def elsewhere() -> IsolationUnavailable:
+    return IsolationUnavailable(
+        "weighin needs a Docker engine on this machine: the processes of the current Docker"
+        " engine are not visible here",
+        "run weighin on the engine's machine, unset DOCKER_HOST, or use --isolation cgroup or process",
+    )
+
+
+def remove(client: docker.APIClient, container: str) -> None:
+    """Remove a container and all processes in it; return when the container is gone."""
+    deadline = time.monotonic() + _REMOVE_S
+    with explained(f"remove the container {container}"):
+        while True:
+            try:
+                return client.remove_container(container, v=True, force=True)
+            except NotFound:
+                return None
+            except APIError as error:
+                is_under_way = error.status_code == codes.conflict
+                if not is_under_way or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.02)
+
+
+@contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """Turn an SDK error into IsolationUnavailable: "the Docker engine could not {doing}"."""
+    try:
+        yield
+    except ENGINE_ERRORS as error:
+        reason = first_line(error)
+        message = f"the Docker engine could not {doing}: {reason}"
+        repair = "see the log of the Docker engine: sudo journalctl -u docker"
+        if isinstance(error, exceptions.ConnectionError):
+            message = f"the Docker engine has stopped: it could not {doing}"
+            repair = "start the Docker engine again: sudo systemctl start docker"
+        elif "minimum memory limit" in reason.lower():
+            message = f"the Docker engine refuses so small a RAM limit: {reason}"
+            repair = "give a larger --ram, or use --isolation cgroup"
+        elif "bind source path does not exist" in reason or "mounts denied" in reason.lower():
+            message = f"the Docker engine cannot access a folder of this machine: {reason}"
+            repair = "use an engine that runs on this machine, or --isolation cgroup or process"
+        raise IsolationUnavailable(message, repair) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the engine's message, without the text that the HTTP library adds."""
+    text = str(getattr(error, "explanation", None) or error)
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)

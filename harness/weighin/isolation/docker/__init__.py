@@ -1,1 +1,0 @@
-"""Run workers in Docker containers."""
