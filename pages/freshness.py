@@ -9,7 +9,7 @@ from typing import Final
 
 from pages import sources
 from weighin.errors import HarnessError
-from weighin.records.repeats import grouped
+from weighin.records.metrics import grouped
 from weighin.result import Outcome, Result
 from weighin.suite import registry
 

@@ -12,8 +12,7 @@ from typing import Final
 
 from weighin.predict.check import check
 from weighin.records import run_folder
-from weighin.records.metrics import METRICS
-from weighin.records.repeats import middle
+from weighin.records.metrics import METRICS, middle
 from weighin.report import captions
 from weighin.report.markdown import by_reason, scaled, table_lines
 from weighin.report.rows import series

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from weighin.records.floor import KILLED, Aim, Floor, floors
-from weighin.records.metrics import use_most_anon_bytes
-from weighin.records.repeats import grouped, middle, outcome_of
+from weighin.records.metrics import grouped, middle, outcome_of, use_most_anon_bytes
 from weighin.report import captions
 from weighin.report.after_load import multiple
 from weighin.report.markdown import scaled, table_lines

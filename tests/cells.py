@@ -39,8 +39,7 @@ from weighin.probes.cgroup import MemoryCgroup, memory_hierarchy
 from weighin.records import run_folder
 from weighin.records.explanation import answer, cause_of
 from weighin.records.run_folder import read_samples
-from weighin.records.thrashing import Reference
-from weighin.records.verdict import judge_result
+from weighin.records.verdict import Reference, judge_result
 from weighin.result import UNNAMED, Outcome, Phase, Result
 from weighin.run import loads, watch
 from weighin.run.loads import LoadSpec

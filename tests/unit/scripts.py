@@ -13,7 +13,7 @@ from fakes import FakeRunning, KnownListener, Silent, begin, done, loaded, phase
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.isolation.base import Exit
 from weighin.probes.cgroup import MemoryCgroup
-from weighin.records.thrashing import Reference
+from weighin.records.verdict import Reference
 from weighin.result import Result
 from weighin.run import measure as measuring
 from weighin.run import watch

@@ -14,7 +14,7 @@ from weighin.isolation.process import ProcessIsolation
 from weighin.plan.task import Planned, Progress, Run
 from weighin.records import run_folder
 from weighin.records.floor import Aim
-from weighin.records.thrashing import Reference
+from weighin.records.verdict import Reference
 from weighin.result import Outcome
 from weighin.run import commands, run_lock, runner
 from weighin.run.commands import Commands

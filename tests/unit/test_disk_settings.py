@@ -16,8 +16,8 @@ from test_matrix import cells_of
 from weighin.disk.passthrough import Pace, Schedule
 from weighin.errors import ConfigError
 from weighin.probes import mounts
+from weighin.records.metrics import through_first_pass_ns
 from weighin.records.series import name_of
-from weighin.records.verdict import through_first_pass_ns
 from weighin.report import slow_disks, writing
 from weighin.report.findings import markdown
 from weighin.report.rows import series, values

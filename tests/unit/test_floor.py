@@ -80,7 +80,7 @@ def test_a_floor_where_it_was_expected_or_a_step_above_takes_six_cells() -> None
     assert floor.import_bytes == 144 * MIB
     assert floor.at_floor and floor.at_floor.judgement
     assert floor.at_floor.judgement.verdict is Verdict.SURVIVES
-    assert floor.with_room and floor.with_room.limit_bytes == 1118 * MIB
+    assert floor.with_room and floor.with_room.result.cell.ram_limit_bytes == 1118 * MIB
     assert floor.unlimited and floor.unlimited.judgement is None
 
 
@@ -249,7 +249,7 @@ def test_a_search_goes_on_to_the_limit_that_a_mapped_load_survives() -> None:
     assert (floor.below, floor.passed, floor.step_bytes) == ("thrashes", 3, 8 * MIB)
     assert floor.at_floor and floor.at_floor.judgement
     assert floor.at_floor.judgement.verdict is Verdict.SURVIVES
-    assert floor.at_floor.times == pytest.approx(3.64 / 2.45)
+    assert floor.times(floor.at_floor) == pytest.approx(3.64 / 2.45)
 
 
 def test_a_search_begins_where_the_pages_in_reading_fit_beside_a_mapped_model() -> None:
@@ -274,7 +274,7 @@ def test_a_cell_that_was_ended_shows_nothing_about_the_limit_under_which_a_load_
     ended = mapped(272 * MIB)
     assert ended.outcome is Outcome.THRASHING
     alone = [results[0], ended]
-    assert bracket(alone, Aim.ENDS) == Bracket(None, None)
+    assert bracket(alone, Aim.ENDS) == Bracket(None, None, 0, ())
 
 
 def test_what_remains_of_a_search_is_the_time_of_the_cells_to_come() -> None:
@@ -317,7 +317,7 @@ def test_a_bracket_does_not_believe_what_works_below_a_failure() -> None:
         lived(limit * MIB, outcome, GIB)
         for limit, outcome in ((8, Outcome.OK), (16, Outcome.OOM_KILLED), (32, Outcome.OK))
     ]
-    assert bracket(results, Aim.ENDS) == Bracket(16 * MIB, 32 * MIB, 1)
+    assert bracket(results, Aim.ENDS) == Bracket(16 * MIB, 32 * MIB, 1, (KILLED,))
 
 
 @pytest.mark.parametrize("anon_bytes", [0, 5 * MIB])

@@ -16,7 +16,7 @@ from weighin.cell import Cell
 from weighin.errors import ConfigError, StillRunning
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
 from weighin.probes import kernel_log, page_cache
-from weighin.records.thrashing import Reference
+from weighin.records.verdict import Reference
 from weighin.result import Faults, Outcome, Peaks, Result
 from weighin.run import watch
 from weighin.run.commands import CommandSpec

@@ -8,12 +8,8 @@ from pathlib import Path
 import pytest
 from factories import MODEL_BYTES, make_cell, make_result
 
-from weighin.records.series import (
-    charge,
-    over_ranks,
-    sum_of_peaks,
-    unreclaimable,
-)
+from weighin.records.metrics import charge, sum_of_peaks, unreclaimable
+from weighin.records.series import over_ranks
 from weighin.report import ranks as report
 from weighin.report import sections, writing
 from weighin.report.findings import markdown

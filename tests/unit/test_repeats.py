@@ -9,7 +9,7 @@ from factories import make_cell, make_result
 from weighin.gate import check as checks
 from weighin.gate.compare import compare
 from weighin.records import run_folder
-from weighin.records.repeats import grouped, largest, latest, middle, outcome_of
+from weighin.records.metrics import grouped, largest, latest, middle, outcome_of
 from weighin.report import exports, tables
 from weighin.result import Outcome, Result
 from weighin.units import GIB

@@ -34,7 +34,7 @@ def words(results: list[Result]) -> dict[str, list[str]]:
     (matrix,) = matrices(results)
     return {
         matrix.label(row): [
-            field.words if (field := matrix.field(row, column)) else "-"
+            field.words if (field := matrix.fields.get((row, column))) else "-"
             for column in range(len(matrix.limits))
         ]
         for row in range(len(matrix.rows))

@@ -10,8 +10,14 @@ from scripts import BASELINE, JOB, KILLED, followed
 
 from weighin.cell import Cell
 from weighin.probes.cgroup import Counters
-from weighin.records.thrashing import Reference, proof, reference_of, words
-from weighin.records.verdict import Verdict, judge_result
+from weighin.records.verdict import (
+    Reference,
+    Verdict,
+    judge_result,
+    proof,
+    reference_of,
+    why_killed,
+)
 from weighin.result import Cost, Outcome, Peaks, Ran, Result, Stopped
 from weighin.run import watch
 from weighin.settings.definition import Settings
@@ -57,7 +63,7 @@ def test_a_proof_has_the_figures_and_says_them() -> None:
         waited_ns=None,
     )
     assert found
-    assert words(found) == (
+    assert why_killed(found) == (
         "stopped by weighin after 5.00 s, because it thrashes; 4.00 GiB read again (4.0x of 1.000"
         " GiB); 1.2x the 4.00 s that the whole measurement took without a limit"
     )

@@ -16,8 +16,7 @@ from weighin.gate.tables import short_names
 from weighin.records import run_folder
 from weighin.records.coverage import Coverage
 from weighin.records.machine import Setting, fingerprint, settings_of
-from weighin.records.metrics import named
-from weighin.records.repeats import grouped
+from weighin.records.metrics import grouped, named
 from weighin.records.series import Series, SeriesRun, name_of, summarise
 from weighin.result import BROKEN, Outcome
 

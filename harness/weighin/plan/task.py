@@ -14,7 +14,7 @@ from weighin.isolation.base import Isolation
 from weighin.probes import environment
 from weighin.records import run_folder
 from weighin.records.floor import Aim, results_of, searched, unlimited_of
-from weighin.records.thrashing import Reference, reference_of
+from weighin.records.verdict import Reference, reference_of
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.settings.definition import Settings
 

@@ -15,8 +15,7 @@ from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.probes import environment
 from weighin.records import run_folder
-from weighin.records.metrics import use_needed_bytes
-from weighin.records.repeats import middle
+from weighin.records.metrics import middle, use_needed_bytes
 from weighin.result import Outcome, Result
 from weighin.settings import reading
 from weighin.settings.definition import Settings

@@ -11,8 +11,7 @@ from weighin.errors import RecordError
 from weighin.probes import environment
 from weighin.records import run_folder
 from weighin.records.machine import CONCURRENT
-from weighin.records.metrics import use_needed_bytes
-from weighin.records.repeats import middle
+from weighin.records.metrics import middle, use_needed_bytes
 from weighin.result import Outcome, Result
 
 _REPEATS: Final = 2  # noise needs at least two repeats

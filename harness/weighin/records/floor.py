@@ -27,9 +27,8 @@ from enum import StrEnum
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.records.metrics import use_needed_bytes
-from weighin.records.repeats import grouped, middle
-from weighin.records.verdict import Judgement, Verdict, judge_result, typical, used_ns
+from weighin.records.metrics import grouped, middle, use_needed_bytes
+from weighin.records.verdict import Judgement, Typical, Verdict, judge_all, typical
 from weighin.result import Outcome, Result
 from weighin.units import MIB, format_bytes, format_exact
 
@@ -49,7 +48,6 @@ _BESIDE_COPIES_BYTES: Final = 4 * MIB
 _PAGE_TABLE_SHARE: Final = 512
 # The limit of a mapped load must also cover the pages of libraries and of the file that are in use.
 _BESIDE_BYTES: Final = 16 * MIB
-_FAILING: Final = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT)
 
 
 class Aim(StrEnum):
@@ -61,12 +59,16 @@ class Aim(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """The bounds of a RAM floor: it is above ``failing_bytes``, and not above ``working_bytes``."""
+    """The bounds of a RAM floor: it is above ``failing_bytes``, and not above ``working_bytes``.
+
+    ``failed`` says how each cell failed under ``failing_bytes``; ``passed`` is the number of cells
+    that ended ok under ``working_bytes``.
+    """
 
     failing_bytes: int | None
     working_bytes: int | None
     passed: int = 0
-    """The number of cells that ended ok under ``working_bytes``."""
+    failed: tuple[str, ...] = ()
 
     @property
     def step_bytes(self) -> int | None:
@@ -76,36 +78,25 @@ class Bracket:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """The time until ready and the verdict of the typical cell under one limit (``_life``)."""
-
-    limit_bytes: int | None
-    ready_ns: int | None
-    judgement: Judgement | None
-    times: float | None = None
-    """The cell's time until the end of its use, as a multiple of that time without a limit."""
-
-
-@dataclass(frozen=True, slots=True)
 class Floor:
     """The RAM floor of a load or command; without one, ``bytes`` is None and ``message`` says why.
     results/README.md describes the other fields, which ``weighin floor --json`` prints.
     """
 
     cell: Cell
-    bytes: int | None
+    cells: int
+    aim: Aim
+    model_bytes: int | None
+    import_bytes: int | None
+    unlimited: Typical | None
+    bytes: int | None = None
     message: str = ""
     step_bytes: int | None = None
     below: str = ""
     passed: int = 0
     failed: int = 0
-    model_bytes: int | None = None
-    import_bytes: int | None = None
-    unlimited: Life | None = None
-    at_floor: Life | None = None
-    with_room: Life | None = None
-    cells: int = 0
-    aim: Aim = Aim.SURVIVES
+    at_floor: Typical | None = None
+    with_room: Typical | None = None
 
     @property
     def per_model(self) -> float | None:
@@ -117,6 +108,12 @@ class Floor:
         if self.bytes is None or self.import_bytes is None or not self.model_bytes:
             return None
         return (self.bytes - self.import_bytes) / self.model_bytes
+
+    def times(self, under: Typical | None) -> float | None:
+        """The time under a limit as a multiple of the time without a limit; None if one is unknown."""
+        spent_ns = under.spent_ns if under else None
+        unlimited_ns = self.unlimited.spent_ns if self.unlimited else None
+        return spent_ns / unlimited_ns if spent_ns and unlimited_ns else None
 
 
 def next_cell(
@@ -132,7 +129,7 @@ def next_cell(
     try, in bytes.
     """
     cell, ours = searched(cell), results_of(cell, results)
-    if stopped_by(ours):
+    if why_stopped(ours):
         return None
     if (first := unlimited_of(ours)) is None:
         return cell
@@ -190,42 +187,40 @@ def remaining_ns(
 ) -> int | None:
     """Return the expected time until all searches for floors end; None before the first result.
 
-    Each floor is assumed to lie in the middle between its known bounds. Each remaining measurement
-    is expected to take the mean time of the earlier measurements for the same floor. If there are
-    none, it is expected to take the mean time of all ``results``.
+    Each remaining measurement is expected to take the mean time of the earlier measurements for the
+    same floor. If there are none, it is expected to take the mean time of all ``results``.
     """
 
     def mean_ns(of: Sequence[Result]) -> int | None:
         times = [result.cost.wall_ns for result in of if result.cost]
         return sum(times) // len(times) if times else None
 
-    if (every := mean_ns(results)) is None:
+    if (every_ns := mean_ns(results)) is None:
         return None
     left_ns = 0
     for cell in cells:
         ours = results_of(searched(cell), results)
-        each = mean_ns(ours)
-        left_ns += _cells_left(cell, ours, within, highest, aim) * (every if each is None else each)
+        left_ns += _cells_left(cell, ours, within, highest, aim) * (mean_ns(ours) or every_ns)
     return left_ns
 
 
-def _cells_left(cell: Cell, ours: Sequence[Result], within: float, highest: int, aim: Aim) -> int:
+def _cells_left(cell: Cell, ours: list[Result], within: float, highest: int, aim: Aim) -> int:
+    """Return the length of the rest of a search whose floor is in the middle between its bounds."""
     if (first := unlimited_of(ours)) is None:
         return TYPICAL_CELLS
     bounds = bracket(ours, aim)
     failing, need = bounds.failing_bytes, bounds.working_bytes
     if failing is not None:
         need = failing + 1 if need is None else (failing + need) // 2
-    assumed = list(ours)
-    for number in range(_MOST_CELLS):
-        following = next_cell(cell, assumed, within, highest, aim)
-        limit = following.ram_limit_bytes if following else None
-        if following is None or limit is None:
-            return number
+    assumed = [*ours]
+    while len(assumed) < len(ours) + _MOST_CELLS and (
+        following := next_cell(cell, assumed, within, highest, aim)
+    ):
+        limit = following.ram_limit_bytes or 0
         need = limit if need is None else need
         outcome = Outcome.OK if limit >= need else Outcome.OOM_KILLED
         assumed.append(replace(first, cell=following, outcome=outcome, pressure=None))
-    return _MOST_CELLS
+    return len(assumed) - len(ours)
 
 
 def finest_step(cell: Cell) -> int:
@@ -252,20 +247,25 @@ def unlimited_of(results: Sequence[Result]) -> Result | None:
 
 def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
     by_limit: dict[int, list[str | None]] = {}
+    judgements = judge_all(results)
     for result in results:
         if (limit := result.cell.ram_limit_bytes) is not None:
-            by_limit.setdefault(limit, []).append(_failure(result, results, aim))
+            failure = _failure(result, judgements[result.cell.id], aim)
+            by_limit.setdefault(limit, []).append(failure)
     failing = max((limit for limit, ends in by_limit.items() if any(ends)), default=None)
-    above = [
-        limit
-        for limit, ends in by_limit.items()
-        if {*ends} == {""} and (failing is None or limit > failing)
-    ]
-    working = min(above, default=None)
-    return Bracket(failing, working, 0 if working is None else len(by_limit[working]))
+    working = min(
+        (
+            limit
+            for limit, ends in by_limit.items()
+            if {*ends} == {""} and (failing is None or limit > failing)
+        ),
+        default=None,
+    )
+    failed = () if failing is None else tuple(filter(None, by_limit[failing]))
+    return Bracket(failing, working, 0 if working is None else len(by_limit[working]), failed)
 
 
-def _failure(result: Result, ours: Sequence[Result], aim: Aim) -> str | None:
+def _failure(result: Result, judgement: Judgement | None, aim: Aim) -> str | None:
     """Return in words how a result shows that its limit fails; empty if it shows that its limit works,
     None if it shows neither.
 
@@ -277,34 +277,31 @@ def _failure(result: Result, ours: Sequence[Result], aim: Aim) -> str | None:
     if result.outcome is Outcome.TIMEOUT:
         allowed_s = result.stopped.timeout_s if result.stopped else None
         return f"timed out after {allowed_s:g} s" if allowed_s else "timed out"
-    thrashes = Verdict.THRASHES.value if aim is Aim.SURVIVES else ""
-    if result.outcome is Outcome.THRASHING:
-        return thrashes or None
-    if result.outcome is not Outcome.OK:
+    if result.outcome not in (Outcome.OK, Outcome.THRASHING):
         return None
-    judgement = judge_result(result, used_ns(unlimited_of(ours)))
-    return thrashes if judgement and judgement.verdict is Verdict.THRASHES else ""
+    is_ok = result.outcome is Outcome.OK
+    thrashes = not is_ok or (judgement and judgement.verdict is Verdict.THRASHES)
+    if thrashes and aim is Aim.SURVIVES:
+        return Verdict.THRASHES.value
+    return "" if is_ok else None
 
 
-def stopped_by(ours: Iterable[Result]) -> Result | None:
-    """Return the first result that ends the search without a floor; None if there is none.
+def why_stopped(ours: Iterable[Result]) -> str:
+    """Say which result ends the search without a floor; empty if none does.
 
     Without a limit, any result that is not ok ends the search. Under a limit, any such result ends
     the search unless the cell was killed for lack of memory, timed out or thrashed.
     """
+    lacking = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT, Outcome.THRASHING)
     for result in ours:
-        limited = result.cell.ram_limit_bytes is not None
-        if result.outcome not in (Outcome.OK, *((*_FAILING, Outcome.THRASHING) if limited else ())):
-            return result
-    return None
-
-
-def why_stopped(result: Result) -> str:
-    if result.outcome is Outcome.MEASUREMENT_FAILED:
-        return f"could not be measured: {result.message}"
-    limit = result.cell.ram_limit_bytes
-    where = "without a limit" if limit is None else f"under {format_exact(limit)}"
-    return f"{result.outcome} {where}" + (f": {result.message}" if result.message else "")
+        limit = result.cell.ram_limit_bytes
+        if result.outcome is Outcome.OK or (limit is not None and result.outcome in lacking):
+            continue
+        if result.outcome is Outcome.MEASUREMENT_FAILED:
+            return f"could not be measured: {result.message}"
+        where = "without a limit" if limit is None else f"under {format_exact(limit)}"
+        return f"{result.outcome} {where}" + (f": {result.message}" if result.message else "")
+    return ""
 
 
 def floors(results: Iterable[Result]) -> list[Floor]:
@@ -316,27 +313,26 @@ def floors(results: Iterable[Result]) -> list[Floor]:
     found = []
     for ours in grouped(results, lambda one: searched(one.cell).series).values():
         if unlimited_of(ours):
-            survived = _floor(ours, Aim.SURVIVES)
-            ended = _floor(ours, Aim.ENDS) if survived.bytes is None else survived
-            found.append(survived if ended.bytes is None else ended)
+            survived, ended = (_floor(ours, aim) for aim in Aim)
+            found.append(ended if survived.bytes is None and ended.bytes else survived)
     return found
 
 
 def _floor(ours: list[Result], aim: Aim) -> Floor:
-    cell, bounds = searched(ours[0].cell), bracket(ours, aim)
+    cell, bounds, judgements = searched(ours[0].cell), bracket(ours, aim), judge_all(ours)
     limit, failing = bounds.working_bytes, bounds.failing_bytes
-    unlimited_ns = used_ns(unlimited_of(ours))
+    by_limit = grouped(ours, lambda one: one.cell.ram_limit_bytes)
+    lives = {each: typical(repeats, judgements) for each, repeats in by_limit.items()}
     floor = Floor(
         cell=cell,
-        bytes=None,
-        model_bytes=next((result.model_bytes for result in ours if result.model_bytes), None),
-        import_bytes=middle(result.import_bytes for result in ours),
-        unlimited=_life(None, ours, None),
         cells=len(ours),
         aim=aim,
+        model_bytes=next((result.model_bytes for result in ours if result.model_bytes), None),
+        import_bytes=middle(result.import_bytes for result in ours),
+        unlimited=lives[None],
     )
-    if stop := stopped_by(ours):
-        return replace(floor, message=why_stopped(stop))
+    if stop := why_stopped(ours):
+        return replace(floor, message=stop)
     if limit is None:
         fails = f"fails even under {format_bytes(failing)}" if failing else "not searched"
         return replace(floor, message=fails)
@@ -346,30 +342,13 @@ def _floor(ours: list[Result], aim: Aim) -> Floor:
     if is_wide or bounds.passed < PASSES:
         between = f"above {format_bytes(failing)}, at most {format_bytes(limit)}"
         return replace(floor, message=f"{between}: the search is not finished")
-    under = [result for result in ours if result.cell.ram_limit_bytes == failing]
-    failed = list(filter(None, [_failure(result, ours, aim) for result in under]))
     return replace(
         floor,
         bytes=limit,
         step_bytes=limit - failing,
-        below=", ".join(dict.fromkeys(failed)),
+        below=", ".join(dict.fromkeys(bounds.failed)),
         passed=bounds.passed,
-        failed=len(failed),
-        at_floor=_life(limit, ours, unlimited_ns),
-        with_room=_life(_with_room(limit), ours, unlimited_ns),
+        failed=len(bounds.failed),
+        at_floor=lives[limit],
+        with_room=lives.get(_with_room(limit)),
     )
-
-
-def _life(limit: int | None, ours: Sequence[Result], unlimited_ns: int | None) -> Life | None:
-    """Return the time and verdict of the typical cell under ``limit``; None without a cell there.
-
-    Among the cells that ended ok, it has the median time; if none ended ok, it is the first cell.
-    """
-    cells = [result for result in ours if result.cell.ram_limit_bytes == limit]
-    if not cells:
-        return None
-    ok = [result for result in cells if result.outcome is Outcome.OK]
-    chosen = typical(ok) if ok else cells[0]
-    spent_ns = used_ns(chosen) if ok else None
-    times = spent_ns / unlimited_ns if spent_ns and unlimited_ns else None
-    return Life(limit, chosen.ready_ns, judge_result(chosen, unlimited_ns), times)

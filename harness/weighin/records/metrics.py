@@ -1,18 +1,20 @@
-"""Define the metrics that ``weighin check`` compares: unit, exactness and default tolerance.
+"""Read the figures of one record, and summarise them over the repeats of a measurement.
 
+``METRICS`` are the figures that ``weighin check`` compares, with unit, exactness and default tolerance.
 The default tolerances come from repeated runs (docs/ci.md). Most of the variation is freed heap
 memory, which glibc keeps in some runs and returns to the kernel in others: 36 MiB in one run of six
 of the strategy per_module. peak_cgroup varies because the kernel charges the pages of torch's
 libraries to the process that reads them first.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from weighin.cell import Operation
 from weighin.errors import UnknownName
-from weighin.result import IMPORTS_OF_LIBRARIES, UNNAMED, Phase, Result
+from weighin.result import IMPORTS_OF_LIBRARIES, UNNAMED, Outcome, Phase, Result
 from weighin.units import (
     GIB,
     MIB,
@@ -34,6 +36,44 @@ _LAST: Final = {"load": "touch", "save": "sync", "command": ""}
 _OF_MODELS: Final[tuple[Operation, ...]] = ("load", "save")
 _LOADS: Final[tuple[Operation, ...]] = ("load",)
 _OF_COMMANDS: Final[tuple[Operation, ...]] = ("command",)
+_Number = TypeVar("_Number", int, float)
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def middle(values: Iterable[_Number | None]) -> _Number | None:
+    """Return the median of the values that are not None; None if there are no such values.
+
+    For an even number of values, the result is the lower one of the two middle values, so that the
+    result itself was measured.
+    """
+    known = sorted(value for value in values if value is not None)
+    return known[(len(known) - 1) // 2] if known else None
+
+
+def largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Return the items in groups of equal keys; groups and items keep the order of ``items``."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def latest(results: Iterable[Result]) -> list[Result]:
+    """Return the last record of each cell, in the order of the cells' first records."""
+    return list({result.cell.id: result for result in results}.values())
+
+
+def outcome_of(outcomes: Iterable[Outcome]) -> str:
+    """Return the outcome that all repeats share, else all with their counts: "ok 2, timeout 1"."""
+    counts = Counter(outcomes)
+    if len(counts) == 1:
+        return next(iter(counts)).value
+    return ", ".join(f"{outcome.value} {count}" for outcome, count in counts.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +191,39 @@ def per_model(result: Result, size: int | None) -> float | None:
     if size is None or result.baseline is None or not result.model_bytes:
         return None
     return (size - result.baseline.anon_bytes) / result.model_bytes
+
+
+def through_first_pass_ns(result: Result) -> int | None:
+    """Return the time until the model was ready plus its first forward pass; None without a pass.
+
+    A mapped model may be ready before it has read its file; its first pass then waits for the disk.
+    """
+    first = next((each for each in result.phases if each.name == "forward"), None)
+    if result.ready_ns is None or first is None:
+        return None
+    return result.ready_ns + first.end_ns - first.start_ns
+
+
+def charge(result: Result) -> int | None:
+    """Return the peak of a cell's cgroup minus the cgroup's usage before the load, in bytes."""
+    before = result.baseline.cgroup_bytes if result.baseline else None
+    peak = result.peaks.cgroup_bytes
+    return None if before is None or peak is None else peak - before
+
+
+def unreclaimable(result: Result) -> int | None:
+    """Return the sampled maximum of the ranks' anonymous and shared memory, above the imports'."""
+    most = result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
+    before = result.import_bytes
+    return None if most is None or before is None else max(0, most - before)
+
+
+def sum_of_peaks(result: Result) -> int | None:
+    """Return the sum of the ranks' peak RSS, which counts a shared page once for each rank; None
+    without ranks, or if a peak is unknown.
+    """
+    peaks = [rank.peak_rss_bytes for rank in result.ranks]
+    return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None
 
 
 def _of_use(read: Callable[[Result], int | None]) -> Callable[[Result], int | None]:

@@ -33,7 +33,7 @@ from weighin.cell import CacheState, Cell, Operation
 from weighin.errors import DamagedRecord, RecordError
 from weighin.foreign import no_link, parse_json, read_bytes
 from weighin.records.coverage import Coverage, as_json, coverage, resume_command, verb_of
-from weighin.records.repeats import grouped
+from weighin.records.metrics import grouped
 from weighin.result import SCHEMA, Outcome, Result, Sample
 from weighin.text import masked, one_line, printable
 

@@ -11,20 +11,26 @@ from fnmatch import fnmatchcase
 from typing import Final, Literal
 
 from weighin.cell import Cell
-from weighin.records.floor import Floor, floors, searched, stopped_by
-from weighin.records.metrics import METRICS, PHASE_FIGURES, phases_of_load
-from weighin.records.repeats import grouped, latest, middle, outcome_of
-from weighin.records.verdict import Judgement, Verdict, judge_all, typical, used_ns
+from weighin.records.floor import Floor, floors, searched, why_stopped
+from weighin.records.metrics import (
+    METRICS,
+    PHASE_FIGURES,
+    charge,
+    grouped,
+    latest,
+    middle,
+    outcome_of,
+    phases_of_load,
+)
+from weighin.records.verdict import Typical, judge_all, typical
 from weighin.result import Outcome, Result
 from weighin.text import one_line
-from weighin.units import format_exact, format_seconds
+from weighin.units import format_exact
 
 STRATEGY: Final = 1
 FORMAT: Final = 2
 """``STRATEGY`` and ``FORMAT`` are positions of words in the name of a series (``name_of``)."""
 _LEAST_LIMITS: Final = 2
-_SEVERITY: Final = {Verdict.SURVIVES: 0, Verdict.THRASHES: 1, Verdict.KILLED: 3}
-_FAILED: Final = 2  # between a cell that thrashes and one that the kernel killed
 _FLAT: Final = 0.25
 _LINEAR: Final = 0.75
 
@@ -147,7 +153,7 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
         for result in latest(run.results):
             if not run.is_search:
                 groups.setdefault(name_of(result.cell), []).append(result)
-            elif result.cell.ram_limit_bytes is None or stopped_by([result]):
+            elif result.cell.ram_limit_bytes is None or why_stopped([result]):
                 groups.setdefault(name_of(searched(result.cell)), []).append(result)
         for floor in floors(run.results) if run.is_search else ():
             searches.setdefault(name_of(floor.cell), []).append(floor)
@@ -156,56 +162,28 @@ def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
 
 def _series(group: Sequence[Result], of_search: Sequence[Floor]) -> Series:
     good = [result for result in group if result.outcome is Outcome.OK]
-    values = {metric.name: [metric.of(result) for result in good] for metric in METRICS.values()}
-    figures = {name: figure for name, each in values.items() if (figure := Figure.of(each))}
-    if found := Figure.of([floor.bytes for floor in of_search]):
-        figures["floor"] = found
-    of_phases: dict[str, dict[str, list[int | None]]] = {}
-    for result in good:
-        for name, phase in phases_of_load(result):
-            of_phase = of_phases.setdefault(name, {})
-            for key, read in PHASE_FIGURES.items():
-                of_phase.setdefault(key, []).append(read(phase))
+    values = {name: [metric.of(result) for result in good] for name, metric in METRICS.items()}
+    values["floor"] = [floor.bytes for floor in of_search]
+    of_phases = grouped(
+        (each for one in good for each in phases_of_load(one)), lambda each: each[0]
+    )
     return Series(
         outcome=outcome_of(result.outcome for result in group),
         repeats=len(group),
         model_bytes=next((each.model_bytes for each in group if each.model_bytes), None),
         limit_bytes=group[0].cell.ram_limit_bytes,
-        figures=figures,
+        figures={name: figure for name, each in values.items() if (figure := Figure.of(each))},
         phases={
-            name: {key: known for key, each in keys.items() if (known := middle(each)) is not None}
-            for name, keys in of_phases.items()
+            name: {
+                key: known
+                for key, read in PHASE_FIGURES.items()
+                if (known := middle(read(phase) for _, phase in phases)) is not None
+            }
+            for name, phases in of_phases.items()
         },
         message=next((each.message for each in group if each.outcome is not Outcome.OK), ""),
         no_floor=next((each.message for each in of_search[::-1] if each.bytes is None), ""),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """The measurement that stands for all repeats of a row under one limit, and its verdict.
-
-    It has the median time (``used_ns``) among the ``alike`` repeats with the worst verdict.
-    """
-
-    result: Result
-    judgement: Judgement | None
-    spent_ns: int | None
-    alike: int
-    repeats: int
-
-    @property
-    def words(self) -> str:
-        """The field's text: "killed", or the time or outcome, then "thrashes" for this verdict."""
-        outcome, verdict = self.result.outcome, self.judgement and self.judgement.verdict
-        if verdict is Verdict.KILLED:
-            text = "killed"
-        elif outcome is Outcome.OK and self.spent_ns is not None:
-            text = format_seconds(self.spent_ns)
-            text += " thrashes" if verdict is Verdict.THRASHES else ""
-        else:
-            text = f"{outcome} thrashes" if verdict is Verdict.THRASHES else str(outcome)
-        return text if self.alike == self.repeats else f"{text} ({self.alike} of {self.repeats})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +196,7 @@ class Matrix:
     scene: Cell
     rows: tuple[Cell, ...]
     limits: tuple[int | None, ...]
-    fields: dict[tuple[int, int], Field]
-
-    def field(self, row: int, column: int) -> Field | None:
-        return self.fields.get((row, column))
+    fields: dict[tuple[int, int], Typical]
 
     @property
     def model_bytes(self) -> int | None:
@@ -251,28 +226,14 @@ def matrices(results: Iterable[Result]) -> list[Matrix]:
             continue
         ordered = sorted(limits, key=lambda limit: -(float("inf") if limit is None else limit))
         groups = grouped(ours, lambda one: searched(one.cell).series).values()
-        fields = {}
-        for row, group in enumerate(groups):
-            by_limit = grouped(group, lambda one: one.cell.ram_limit_bytes)
-            for column, limit in enumerate(ordered):
-                if limit in by_limit:
-                    fields[row, column] = _field(by_limit[limit], judgements)
+        fields = {
+            (row, ordered.index(limit)): typical(repeats, judgements)
+            for row, group in enumerate(groups)
+            for limit, repeats in grouped(group, lambda one: one.cell.ram_limit_bytes).items()
+        }
         rows = tuple(searched(group[0].cell) for group in groups)
         built.append(Matrix(scene(ours[0].cell), rows, tuple(ordered), fields))
     return built
-
-
-def _field(repeats: Sequence[Result], judgements: dict[str, Judgement | None]) -> Field:
-    def severity(result: Result) -> int:
-        judgement = judgements[result.cell.id]
-        if judgement is None:
-            return 0 if result.outcome is Outcome.OK else _FAILED
-        return _SEVERITY[judgement.verdict]
-
-    worst = max(severity(result) for result in repeats)
-    alike = [result for result in repeats if severity(result) == worst]
-    chosen = typical(alike)
-    return Field(chosen, judgements[chosen.cell.id], used_ns(chosen), len(alike), len(repeats))
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +259,6 @@ class RankSeries:
 
     @property
     def growth(self) -> Literal["flat", "between", "linear"] | None:
-        """How much memory each further rank adds, in model sizes; None if that is unknown."""
         if (copies := self.copies_per_rank) is None:
             return None
         if copies < _FLAT:
@@ -325,35 +285,12 @@ def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
     for group in grouped(loads, lambda one: replace(one.cell, ranks=1).series).values():
         ordered = sorted(group, key=lambda each: each.cell.ranks)
         by_ranks = grouped(ordered, lambda each: each.cell.ranks)
-        charges = {}
-        for ranks, repeats in by_ranks.items():
-            floor = found.get(repeats[0].cell.series)
-            size = middle(map(charge, repeats)) if floor is None else floor
-            if size is not None:
-                charges[ranks] = size
+        sizes = {
+            ranks: found.get(repeats[0].cell.series, middle(map(charge, repeats)))
+            for ranks, repeats in by_ranks.items()
+        }
         if max(by_ranks) > 1:
+            charges = {ranks: size for ranks, size in sizes.items() if size is not None}
             model = next((each.model_bytes for each in group if each.model_bytes), None)
             series.append(RankSeries(replace(group[0].cell, ranks=1), by_ranks, charges, model))
     return series
-
-
-def charge(result: Result) -> int | None:
-    """Return the peak of a cell's cgroup minus the cgroup's usage before the load, in bytes."""
-    before = result.baseline.cgroup_bytes if result.baseline else None
-    peak = result.peaks.cgroup_bytes
-    return None if before is None or peak is None else peak - before
-
-
-def unreclaimable(result: Result) -> int | None:
-    """Return the sampled maximum of the ranks' anonymous and shared memory, above the imports'."""
-    most = result.peaks.unreclaimable_sampled_bytes or result.peaks.anon_sampled_bytes
-    before = result.import_bytes
-    return None if most is None or before is None else max(0, most - before)
-
-
-def sum_of_peaks(result: Result) -> int | None:
-    """Return the sum of the ranks' peak RSS, which counts a shared page once for each rank; None
-    without ranks, or if a peak is unknown.
-    """
-    peaks = [rank.peak_rss_bytes for rank in result.ranks]
-    return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None

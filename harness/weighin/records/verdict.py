@@ -18,23 +18,34 @@
     or if that load did not end ok, the same load under the highest larger limit. Without a
     reference, only a time-out meets the second condition.
 
-  A cell that weighin killed because it was proven to thrash (``weighin.records.thrashing``) has
-  this verdict too.
+  A cell that weighin killed because it was proven to thrash (``proof``) has this verdict too.
 
 * **survives**: the cell ended ok and did not thrash. Page cache up to the limit is not thrashing.
 
 A cell without a limit has no verdict, and neither has a cell that failed for a reason other than
 memory. Time, rereads and the peak cover the load, until every byte was read, and the use of the
 model after it. PSI covers only the load.
+
+A search for a RAM floor compares a running cell with the same cell without a limit (``Reference``),
+to kill it if it thrashes. The running cell is proven to thrash if its memory has reached the limit,
+and one of these holds:
+
+* The cell has read again more than ``MOST_REREAD`` times the size of its data, after the kernel had
+  reclaimed pages. For a load, this rule holds only until every byte of the model was read.
+* The cell's tasks waited for memory for more than ``MOST_WAITED`` times the reference's time (PSI
+  some, where the kernel has it).
+* The cell has taken more than ``MOST_TIME`` times the reference's time. In addition, it has read
+  again at least ``REFAULTS_PER_MODEL`` times the size of its data, or waited for memory in at least
+  ``STALLED_SHARE`` of its time. A long time alone proves nothing: the machine may be busy.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from weighin.records.repeats import grouped, middle
-from weighin.result import Outcome, Result
+from weighin.records.metrics import grouped, middle
+from weighin.result import Outcome, Result, Stopped
 from weighin.units import format_bytes, format_seconds
 
 REFAULTS_PER_MODEL: Final = 0.10
@@ -43,14 +54,18 @@ STALLED_SHARE: Final = 0.20
 SLOWDOWN: Final = 2.0
 LEAST_LOST_NS: Final = 500_000_000
 """The two rules about time ignore a smaller loss: on a busy machine, times vary by as much."""
+MOST_TIME: Final = 10.0
+MOST_WAITED: Final = 3.0
 
 
 class Verdict(StrEnum):
-    """The judgement on a cell under its limit: whether the cell survived, thrashed or was killed."""
-
     SURVIVES = "survives"
     THRASHES = "thrashes"
     KILLED = "killed"
+
+
+_SEVERITY: Final = {Verdict.SURVIVES: 0, Verdict.THRASHES: 1, Verdict.KILLED: 3}
+_FAILED: Final = 2  # between a cell that thrashes and one that the kernel killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +81,18 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
 
     ``reference_ns`` is the time of the same cell without a limit, or under a higher limit.
     """
-    cell, limit = result.cell, result.cell.ram_limit_bytes
+    cell, outcome, limit = result.cell, result.outcome, result.cell.ram_limit_bytes
+    is_ok, is_command = outcome is Outcome.OK, cell.operation == "command"
     if limit is None:
         return None
     if killed := _killed(result):
         return Judgement(Verdict.KILLED, killed)
-    if result.outcome is Outcome.THRASHING:
+    if outcome is Outcome.THRASHING:
         return Judgement(Verdict.THRASHES, result.message)
-    is_command, is_slow, said = cell.operation == "command", False, []
-    spent_ns = used_ns(result)
-    if result.outcome is Outcome.TIMEOUT:
-        is_slow, said = True, [result.message]
+
+    is_slow, said, spent_ns = outcome is Outcome.TIMEOUT, [], used_ns(result)
+    if is_slow:
+        said = [result.message]
     elif spent_ns is not None:
         said = [format_seconds(spent_ns)]
         if reference_ns:
@@ -87,7 +103,7 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
     pages = refaults(result)
     reread_bytes = (pages or 0) * result.page_bytes
     # So many pages show that a load thrashes, however short its time was.
-    lost_time = not is_command and reread_bytes > MOST_REREAD * size_read(result) > 0
+    lost_time = not is_command and reread_bytes > MOST_REREAD * _size_read(result) > 0
     of, size = ("the limit", limit) if is_command else ("the model", result.model_bytes)
     if pages is not None and size:
         share = reread_bytes / size
@@ -109,9 +125,8 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
         lost_time = False  # not for lack of memory under this limit
         most = format_bytes(charge, digits=2)
         said.insert(0, f"its memory never reached the limit: {most} at most")
-    if lost_time and result.outcome in (Outcome.OK, Outcome.TIMEOUT):
+    if lost_time and (is_ok or outcome is Outcome.TIMEOUT):
         return Judgement(Verdict.THRASHES, "; ".join(said))
-    is_ok = result.outcome is Outcome.OK
     return Judgement(Verdict.SURVIVES, "; ".join(said)) if is_ok else None
 
 
@@ -143,28 +158,54 @@ def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
     return judgements
 
 
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """The measurement that stands for all ``repeats`` of a cell, and its verdict.
+
+    It has the median time (``used_ns``) among the ``alike`` repeats with the worst verdict.
+    """
+
+    result: Result
+    judgement: Judgement | None
+    alike: int
+    repeats: int
+
+    @property
+    def spent_ns(self) -> int | None:
+        return used_ns(self.result) if self.result.outcome is Outcome.OK else None
+
+    @property
+    def words(self) -> str:
+        """The text for a table: "killed", or the time or outcome, then "thrashes" for this verdict."""
+        verdict, spent_ns = self.judgement and self.judgement.verdict, self.spent_ns
+        text = str(self.result.outcome) if spent_ns is None else format_seconds(spent_ns)
+        if verdict is Verdict.KILLED:
+            text = "killed"
+        elif verdict is Verdict.THRASHES:
+            text += " thrashes"
+        return text if self.alike == self.repeats else f"{text} ({self.alike} of {self.repeats})"
+
+
+def typical(repeats: Sequence[Result], judgements: Mapping[str, Judgement | None]) -> Typical:
+    """Return the measurement that stands for all repeats; the first one if none has a time."""
+
+    def severity(result: Result) -> int:
+        if judgement := judgements[result.cell.id]:
+            return _SEVERITY[judgement.verdict]
+        return 0 if result.outcome is Outcome.OK else _FAILED
+
+    worst = max(map(severity, repeats))
+    alike = [result for result in repeats if severity(result) == worst]
+    median_ns = middle(map(used_ns, alike))
+    chosen = next(result for result in alike if used_ns(result) == median_ns)
+    return Typical(chosen, judgements[chosen.cell.id], len(alike), len(repeats))
+
+
 def used_ns(result: Result | None) -> int | None:
     """Return the time until the model was ready plus the time of its use; None if never ready."""
     if result is None or result.ready_ns is None:
         return None
     return result.ready_ns + ((result.cost.first_use_ns if result.cost else None) or 0)
-
-
-def typical(results: Sequence[Result]) -> Result:
-    """Return the result with the median time (``used_ns``); the first one if none has a time."""
-    typical_ns = middle(map(used_ns, results))
-    return next((result for result in results if used_ns(result) == typical_ns), results[0])
-
-
-def through_first_pass_ns(result: Result) -> int | None:
-    """Return the time until the model was ready plus its first forward pass; None without a pass.
-
-    A mapped model may be ready before it has read its file; its first pass then waits for the disk.
-    """
-    first = next((each for each in result.phases if each.name == "forward"), None)
-    if result.ready_ns is None or first is None:
-        return None
-    return result.ready_ns + first.end_ns - first.start_ns
 
 
 def refaults(result: Result) -> int | None:
@@ -183,6 +224,64 @@ def highest_charge(result: Result) -> int | None:
     return max([result.peaks.cgroup_bytes, *using])
 
 
-def size_read(result: Result) -> int:
+def _size_read(result: Result) -> int:
     """Return the model's size, or the size of the files mapped by the imports if that is larger."""
     return max(result.model_bytes or 0, result.baseline.file_bytes if result.baseline else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The time of the cell without a limit, and the size of the data that this cell reads."""
+
+    spent_ns: int
+    size_bytes: int
+
+
+def reference_of(first: Result | None) -> Reference | None:
+    """Return the reference from ``first``, the result without a limit; None if it lacks a value."""
+    if first is None or first.cost is None:
+        return None
+    spent_ns, size = first.cost.wall_ns, _size_read(first)
+    if first.ran:
+        spent_ns = first.ready_ns or 0
+        size = (first.ran.needed_bytes or 0) + (first.peaks.file_sampled_bytes or 0)
+    return Reference(spent_ns, size) if spent_ns and size else None
+
+
+def proof(
+    reference: Reference,
+    after_ns: int,
+    reread_bytes: int | None,
+    waited_ns: int | None,
+    *,
+    is_loading: bool = True,
+) -> Stopped | None:
+    """Return the proof that a running cell, whose memory has reached its limit, thrashes.
+
+    ``reread_bytes`` and ``waited_ns`` count from the start of the load to now, and are None if they
+    are not measured. Without a proof, return None.
+    """
+    usual_ns, size_bytes = reference.spent_ns, reference.size_bytes
+    reread, waited = reread_bytes or 0, waited_ns or 0
+    is_slow = after_ns > MOST_TIME * usual_ns and (
+        reread >= REFAULTS_PER_MODEL * size_bytes or waited >= STALLED_SHARE * after_ns
+    )
+    rereads = is_loading and reread > MOST_REREAD * size_bytes
+    if not (is_slow or rereads or waited > MOST_WAITED * usual_ns):
+        return None
+    return Stopped(after_ns, None, usual_ns, size_bytes, reread_bytes, waited_ns)
+
+
+def why_killed(stopped: Stopped) -> str:
+    """Say why weighin killed a cell that thrashed, with the numbers of the proof."""
+    texts = [f"stopped by weighin after {format_seconds(stopped.after_ns)}, because it thrashes"]
+    if stopped.reread_bytes is not None and stopped.size_bytes:
+        times, size = stopped.reread_bytes / stopped.size_bytes, format_bytes(stopped.size_bytes)
+        reread = format_bytes(stopped.reread_bytes, digits=2)
+        texts.append(f"{reread} read again ({times:.1f}x of {size})")
+    if stopped.reference_ns:
+        times, usual = stopped.after_ns / stopped.reference_ns, format_seconds(stopped.reference_ns)
+        texts.append(f"{times:.1f}x the {usual} that the whole measurement took without a limit")
+    if stopped.waited_ns is not None:
+        texts.append(f"waited {format_seconds(stopped.waited_ns)} for memory")
+    return "; ".join(texts)

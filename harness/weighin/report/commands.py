@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Final
 
 from weighin.records.floor import searched
-from weighin.records.repeats import grouped, latest
+from weighin.records.metrics import grouped, latest
 from weighin.report import captions
 from weighin.report.findings import Found, of_texts
 from weighin.report.markdown import plain, scaled

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weighin.cell import Cell
 from weighin.errors import extra
 from weighin.records.machine import settings_of
-from weighin.records.metrics import METRICS
-from weighin.records.repeats import latest
+from weighin.records.metrics import METRICS, latest
 from weighin.records.series import SeriesRun, further_words, name_of, summarise
 from weighin.report import operations
 from weighin.report.figures import COLUMNS

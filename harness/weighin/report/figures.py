@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from weighin.records import metrics
-from weighin.records.repeats import largest
-from weighin.records.series import sum_of_peaks
-from weighin.records.verdict import through_first_pass_ns
+from weighin.records.metrics import largest, sum_of_peaks, through_first_pass_ns
 from weighin.result import IMPORT_TRANSFORMERS, Result
 from weighin.units import GIB
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from weighin.records.floor import Aim, Floor, Life, floors
+from weighin.records.floor import Aim, Floor, floors
 from weighin.records.series import label_among
+from weighin.records.verdict import Typical
 from weighin.report import captions, operations
 from weighin.report.findings import Entry, Found
 from weighin.report.markdown import scaled
@@ -38,7 +39,6 @@ def found(results: Sequence[Result]) -> list[Found]:
 def as_dict(floor: Floor) -> dict[str, Any]:
     """Return a RAM floor for ``--json``; ``floor_bytes`` is None if the search found no floor."""
     cell = floor.cell
-    lives = {"unlimited": floor.unlimited, "at_floor": floor.at_floor, "with_room": floor.with_room}
     return {
         "strategy": cell.strategy,
         "model": cell.model.title,
@@ -61,17 +61,20 @@ def as_dict(floor: Floor) -> dict[str, Any]:
         "floor_per_model": floor.per_model,
         "above_import_per_model": floor.above_import_per_model,
         "cells": floor.cells,
-    } | {name: _life_as_dict(life) for name, life in lives.items()}
+        "unlimited": _typical_as_dict(floor.unlimited, None),
+        "at_floor": _typical_as_dict(floor.at_floor, floor.times(floor.at_floor)),
+        "with_room": _typical_as_dict(floor.with_room, floor.times(floor.with_room)),
+    }
 
 
-def _life_as_dict(life: Life | None) -> dict[str, Any] | None:
-    if life is None:
+def _typical_as_dict(typical: Typical | None, times: float | None) -> dict[str, Any] | None:
+    if typical is None:
         return None
-    judgement = life.judgement
+    judgement = typical.judgement
     return {
-        "limit_bytes": life.limit_bytes,
-        "ready_ns": life.ready_ns,
-        "times": life.times,
+        "limit_bytes": typical.result.cell.ram_limit_bytes,
+        "ready_ns": typical.result.ready_ns,
+        "times": times,
         "verdict": judgement.verdict.value if judgement else None,
         "reason": judgement.reason if judgement else "",
     }
@@ -83,9 +86,9 @@ def _reasons(searched: Iterable[Floor]) -> list[str]:
     for floor in searched:
         if floor.message:
             lines.append(f"{floor.cell.strategy}: no floor: {floor.message}")
-        for where, life in (("at the floor", floor.at_floor), ("at 1.1x", floor.with_room)):
-            if life and life.judgement:
-                verdict, reason = life.judgement.verdict, life.judgement.reason
+        for where, typical in (("at the floor", floor.at_floor), ("at 1.1x", floor.with_room)):
+            if typical and typical.judgement:
+                verdict, reason = typical.judgement.verdict, typical.judgement.reason
                 lines.append(f"{floor.cell.strategy} {where} {verdict}: {reason}")
     return lines
 
@@ -117,9 +120,9 @@ def _columns(searched: Sequence[Floor]) -> dict[str, Callable[[Floor], Entry]]:
         _PER_MODEL: lambda one: Entry(scaled(one.per_model, 1, 2)),
         _ABOVE_IMPORT: lambda one: Entry(scaled(one.above_import_per_model, 1, 2)),
         "one\nstep\nbelow": lambda one: Entry(_below(one)),
-        "at\nthe\nfloor\nready": lambda one: _lived(one.at_floor),
-        "at\n1.1x\nready": lambda one: _lived(one.with_room),
-        "no\nlimit\nready": lambda one: _lived(one.unlimited),
+        "at\nthe\nfloor\nready": lambda one: _lived(one, one.at_floor),
+        "at\n1.1x\nready": lambda one: _lived(one, one.with_room),
+        "no\nlimit\nready": lambda one: _lived(one, one.unlimited),
     }
     if not kind.computed or _is_below_import(searched):
         del columns[_ABOVE_IMPORT]
@@ -163,12 +166,13 @@ def label(floor: Floor, searched: Sequence[Floor]) -> str:
     return " ".join(words)
 
 
-def _lived(life: Life | None) -> Entry:
-    if life is None:
+def _lived(floor: Floor, typical: Typical | None) -> Entry:
+    if typical is None:
         return Entry("-")
-    words = ["-" if life.ready_ns is None else format_seconds(life.ready_ns)]
-    if life.judgement is None:
+    ready_ns, times = typical.result.ready_ns, floor.times(typical)
+    words = ["-" if ready_ns is None else format_seconds(ready_ns)]
+    if typical.judgement is None:
         return Entry(words[0])
-    verdict = life.judgement.verdict
-    words += [f"{life.times:.1f}x"] if life.times else []
+    verdict = typical.judgement.verdict
+    words += [f"{times:.1f}x"] if times else []
     return Entry("\n".join([*words, verdict]), verdict.value, SIGNS[verdict])

@@ -14,8 +14,7 @@ from rich.text import Text
 from weighin.errors import ConfigError, RecordError
 from weighin.records import run_folder
 from weighin.records.machine import Difference, Setting, differences, settings_of
-from weighin.records.metrics import Metric, named
-from weighin.records.repeats import middle
+from weighin.records.metrics import Metric, middle, named
 from weighin.records.series import Figure, SeriesRun, summarise
 from weighin.report.change_points import find_steps
 from weighin.report.findings import Found, of_texts

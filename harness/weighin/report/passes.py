@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from weighin.records.repeats import grouped, middle
+from weighin.records.metrics import grouped, middle
 from weighin.report import captions
 from weighin.report.findings import Found, of_texts
 from weighin.report.rows import series, varying

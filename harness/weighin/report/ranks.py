@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.records.repeats import middle
-from weighin.records.series import RankSeries, label_among, over_ranks, sum_of_peaks, unreclaimable
+from weighin.records.metrics import middle, sum_of_peaks, unreclaimable
+from weighin.records.series import RankSeries, label_among, over_ranks
 from weighin.report import captions
 from weighin.report import style as look
 from weighin.report.findings import Found, of_texts

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from weighin.cell import Cell
-from weighin.records.repeats import grouped, latest, middle, outcome_of
+from weighin.records.metrics import grouped, latest, middle, outcome_of
 from weighin.report.figures import COLUMNS
 from weighin.result import NOT_DROPPED, Outcome, Result
 from weighin.text import one_line

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Group
 from rich.text import Text
 
-from weighin.records.repeats import grouped
+from weighin.records.metrics import grouped
 from weighin.report import (
     after_load,
     captions,

@@ -7,9 +7,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
-from weighin.records.repeats import latest, middle, outcome_of
+from weighin.records.metrics import latest, middle, outcome_of, through_first_pass_ns
 from weighin.records.series import label_among
-from weighin.records.verdict import through_first_pass_ns
 from weighin.report import captions
 from weighin.report import style as look
 from weighin.report.findings import Found, of_texts

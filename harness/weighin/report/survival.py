@@ -81,7 +81,7 @@ def kind_of(matrix: Matrix) -> Kind:
 
 
 def _entry(matrix: Matrix, row: int, column: int) -> Entry:
-    field = matrix.field(row, column)
+    field = matrix.fields.get((row, column))
     name = f"{matrix.label(row)}, {heading(matrix.limits[column])}"
     if field is None:
         return Entry("-", tip=f"{name}: not measured")

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from weighin.records.series import Field, Matrix, matrices
-from weighin.records.verdict import Verdict, refaults
+from weighin.records.series import Matrix, matrices
+from weighin.records.verdict import Typical, Verdict, refaults
 from weighin.report import captions
 from weighin.report import style as look
 from weighin.report.survival import caption, heading, kind_of, notes
-from weighin.result import Outcome, Result
+from weighin.result import Result
 from weighin.units import GIB, format_seconds
 
 if TYPE_CHECKING:  # the import of matplotlib takes half a second
@@ -58,7 +58,7 @@ def _draw_matrix(axes: "Axes", matrix: Matrix) -> None:
     columns, rows = len(matrix.limits), len(matrix.rows)
     for row in range(rows):
         for column in range(columns):
-            field = matrix.field(row, column)
+            field = matrix.fields.get((row, column))
             fill = FILLS[field.judgement.verdict] if field and field.judgement else _UNJUDGED
             axes.add_patch(
                 Rectangle((column, row), 1, 1, facecolor=fill, edgecolor="white", linewidth=2)
@@ -89,14 +89,14 @@ def _limits_below(matrix: Matrix) -> Iterator[tuple[int, str]]:
             yield column, f" limit below the model's {size / GIB:.2f} GiB →"
 
 
-def field_words(field: Field | None) -> tuple[str, str]:
+def field_words(field: Typical | None) -> tuple[str, str]:
     """Return two lines of text for a field, such as "2.31 s" and "1.4x reread" (of the model's size)."""
     if field is None:
         return "-", ""
     result, verdict = field.result, field.judgement and field.judgement.verdict
     if verdict is Verdict.KILLED:
         return "killed", f"in {result.last_phase}" if result.last_phase else ""
-    if result.outcome is not Outcome.OK or field.spent_ns is None:
+    if field.spent_ns is None:
         return str(result.outcome), "thrashes" if verdict is Verdict.THRASHES else ""
     time, pages = format_seconds(field.spent_ns), refaults(result)
     again = (
@@ -114,11 +114,11 @@ def _draw_times(axes: "Axes", matrix: Matrix) -> dict[str, Any]:
     columns, handles = len(matrix.limits), {}
     for row, cell in enumerate(matrix.rows):
         shade, name = look.colour(cell.strategy), matrix.label(row)
-        fields = [matrix.field(row, column) for column in range(columns)]
+        fields = [matrix.fields.get((row, column)) for column in range(columns)]
         points = [
             (column, field.spent_ns / 1e9, field)
             for column, field in enumerate(fields)
-            if field and field.result.outcome is Outcome.OK and field.spent_ns
+            if field and field.spent_ns
         ]
         (handles[name],) = axes.plot(
             [x for x, _, _ in points], [y for _, y, _ in points],

@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Final, TypeVar
 
-from weighin.records.repeats import latest
+from weighin.records.metrics import latest
 from weighin.records.run_folder import read_columns, read_samples
 from weighin.report import captions, style
 from weighin.report.rows import Row, values

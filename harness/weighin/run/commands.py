@@ -23,7 +23,7 @@ from weighin.plan.task import Planned, Progress, Run
 from weighin.probes import mounts
 from weighin.probes.process_table import command_of
 from weighin.program_phases import VARIABLE
-from weighin.records.repeats import largest
+from weighin.records.metrics import largest
 from weighin.result import Faults, Outcome, Peaks, Pressure, Ran, Sample, Track
 from weighin.run import output
 from weighin.run.judge import Evidence

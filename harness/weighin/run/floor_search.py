@@ -20,7 +20,6 @@ from weighin.records.floor import (
     remaining_ns,
     results_of,
     searched,
-    stopped_by,
     why_stopped,
 )
 from weighin.result import Result
@@ -122,8 +121,8 @@ def resume(folder: Path, *, trusted: bool = False) -> Search:
 def said(planned: Planned, results: Sequence[Result], aim: Aim) -> str:
     """Say in one line between which limits the floor lies, according to the results so far."""
     ours = results_of(searched(planned.cell), results)
-    if stop := stopped_by(ours):
-        return f"no floor for {planned.cell.strategy}: {why_stopped(stop)}"
+    if stop := why_stopped(ours):
+        return f"no floor for {planned.cell.strategy}: {stop}"
     bounds = bracket(ours, aim)
     words = []
     if bounds.failing_bytes is not None:

@@ -12,7 +12,7 @@ from weighin.cell import Cell
 from weighin.child_process import printed_lines
 from weighin.isolation.base import Exit
 from weighin.probes import kernel_log
-from weighin.records import thrashing
+from weighin.records import verdict
 from weighin.result import BROKEN, Kill, Memory, Outcome, Peaks, Stopped
 from weighin.run.listener import Reported
 from weighin.text import one_line
@@ -99,7 +99,7 @@ def _of_load(end: Evidence) -> tuple[Outcome, str]:
         message = f"still running after {stopped.timeout_s:g} s, {where(ranks)}"
         return Outcome.TIMEOUT, message + (f"; {end.stalled}" if end.stalled else "")
     if stopped:
-        return Outcome.THRASHING, f"{thrashing.words(stopped)}; {where(ranks)}"
+        return Outcome.THRASHING, f"{verdict.why_killed(stopped)}; {where(ranks)}"
     if all(each.done for each in ranks):
         if not end.oom_kills:
             return Outcome.OK, ""
@@ -243,7 +243,7 @@ def _of_command(end: Evidence) -> tuple[Outcome, str]:
     if end.oom_kills or kills or (ended.oom_killed and ended.signal == signal.SIGKILL):
         return Outcome.OOM_KILLED, _killed(end)
     if stopped and stopped.timeout_s is None:
-        return Outcome.THRASHING, thrashing.words(stopped)
+        return Outcome.THRASHING, verdict.why_killed(stopped)
     if stopped:
         how = "still running" if end.ready is None else "not ready"
         return Outcome.TIMEOUT, f"{how} after {stopped.timeout_s:g} s"

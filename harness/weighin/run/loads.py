@@ -32,7 +32,7 @@ from weighin.probes import environment, mounts, page_cache
 from weighin.probes.cgroup import grown
 from weighin.protocol import encode_job
 from weighin.records import run_folder
-from weighin.records.repeats import largest
+from weighin.records.metrics import largest
 from weighin.result import Faults, Memory, Outcome, Peaks, Pressure, Rank, Sample, Use
 from weighin.run.judge import Evidence, culprit, lost
 from weighin.run.measure import Measured, Spec, measure

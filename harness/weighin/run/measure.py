@@ -18,7 +18,7 @@ from weighin.probes import page_cache
 from weighin.probes.gpu_memory import Trace, write_trace
 from weighin.probes.sampler import write_samples
 from weighin.records import run_folder
-from weighin.records.thrashing import Reference
+from weighin.records.verdict import Reference
 from weighin.result import SCHEMA, Cost, Outcome, Result, Sample
 from weighin.run import interrupts
 from weighin.run.judge import Evidence, contradictions, judge, void

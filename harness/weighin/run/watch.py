@@ -24,8 +24,8 @@ from weighin.probes.cgroup import (
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, Trace, with_cuda
 from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
-from weighin.records import thrashing
-from weighin.records.repeats import largest
+from weighin.records import verdict
+from weighin.records.metrics import largest
 from weighin.result import Kill, Process, Sample, Stopped
 from weighin.run import interrupts, messages
 from weighin.run.judge import Evidence, is_beyond
@@ -64,7 +64,7 @@ class Watch:
     """
 
     def __init__(
-        self, spec: "Spec", listener: Listener, reference: thrashing.Reference | None = None
+        self, spec: "Spec", listener: Listener, reference: verdict.Reference | None = None
     ) -> None:
         """Kill the cell if it thrashes in comparison with ``reference``, the same without a limit."""
         self.samples: list[Sample] = []
@@ -156,7 +156,7 @@ class Watch:
                 deadline = min(deadline, now_s + _AFTER_KILL_S) if ends_s == math.inf else deadline
                 ends_s = deadline
 
-    def _thrashes(self, reference: thrashing.Reference) -> Stopped | None:
+    def _thrashes(self, reference: verdict.Reference) -> Stopped | None:
         """Return the figures that prove that the cell thrashes; None without a proof."""
         start_s, before = time.monotonic(), self.at_baseline
         now, limit_bytes = self._counters(), self._spec.cell.ram_limit_bytes or 0
@@ -166,7 +166,7 @@ class Watch:
         peak_bytes = largest((self.peak_bytes, now.peak_bytes))
         if peak_bytes is not None and peak_bytes < limit_bytes:
             return None
-        return thrashing.proof(
+        return verdict.proof(
             reference,
             after_ns=time.monotonic_ns() - self._started_ns,
             reread_bytes=None if pages is None else pages * os.sysconf("SC_PAGE_SIZE"),
