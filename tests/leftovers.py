@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 _PATIENCE_S = 60.0
 
@@ -102,3 +103,15 @@ def wait_until(happened: Callable[[], object], what: str, patience_s: float = _P
     while not happened():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
+
+
+def printed(worker: Any, number: int = 1) -> list[bytes]:
+    """Return the lines that a worker has printed, when they are at least ``number``."""
+    lines: list[bytes] = []
+
+    def has_printed() -> bool:
+        lines[:] = worker.channel._tail.split(b"\n")[:-1]
+        return len(lines) >= number
+
+    wait_until(has_printed, f"the worker has not printed {number} lines")
+    return lines

@@ -14,10 +14,9 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import ceil, inf
 from time import monotonic
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from weighin.protocol import decode_event, encode_event
 
@@ -25,9 +24,8 @@ STDERR_KEPT_BYTES = 64 * 1024
 PATIENCE_S = 10.0
 """The longest wait from SIGKILL to the end of a process."""
 _LONGEST_BYTES = 256 * 1024**2
-_SMALL_BYTES = 4096  # of a part, so that the worker's heap does not grow
-_PART_BYTES = 65536
-_MOST_READS = 32  # 32 parts are 2 MiB, more than a pipe can hold
+_PART_BYTES = 4096  # small, so that the worker's heap does not grow
+_MOST_READS = 512  # parts of 2 MiB, more than a pipe can hold
 _PIDFD_GET_INFO = 0xC040FF0B  # of linux/pidfd.h, since Linux 6.13
 _PIDFD_INFO_EXIT = 8  # since Linux 6.15
 _REST_S = 0.5  # for what a process printed before its end
@@ -59,123 +57,131 @@ def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dic
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-class Pipes:
-    """This process's ends of the pipes to a process's standard streams.
+class Lines:
+    """The lines that arrive on a descriptor, without an incomplete last line, as of a killed writer.
 
-    The process's lines end with the pipe, or with the process ``process`` (a pidfd), although a process
-    that it forked may keep standard output open. A thread reads standard error, and with
-    ``drops_output`` also standard output, so that no process waits for a reader.
+    Of a line of more than 256 MiB, only the end is kept, which is no event.
     """
 
-    def __init__(self, files: Sequence[int], process: int | None = None) -> None:
-        """``files`` are for the standard input, output and error; ``close`` closes all of them."""
-        self._stdin, self._stdout, self._stderr = files
-        self.process = process
-        self._lines = LineBuffer()
-        self._reads_left = _MOST_READS  # after the process's end
-        self.drops_output = False
-        self._tail, self._lock = b"", threading.Lock()
-        self._is_over = False
-        self._reader = threading.Thread(target=self._read, name="stderr", daemon=True)
-        self._reader.start()
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._lines: list[bytes] = []
+        self._begun = bytearray()
+        self._reads_left = _MOST_READS  # after the writer's end
 
-    @property
-    def stderr_tail(self) -> bytes:
-        """The last 64 KiB that the process printed to standard error, or that a child of it did."""
-        self._read_errors()
-        return self._tail
+    def receive(self, timeout_s: float = inf, writer: int | None = None) -> bytes | None:
+        """Return the next line, or None after the last line.
 
-    def _read_errors(self) -> None:
-        """Read what has arrived on standard error, without waiting."""
-        with self._lock:
-            for _ in range(_MOST_READS):
-                if self._stderr < 0 or not ready([self._stderr], 0):
-                    break
-                if not (data := os.read(self._stderr, _PART_BYTES)):
-                    os.close(self._stderr)
-                    self._stderr = -1
-                self._tail = (self._tail + data)[-STDERR_KEPT_BYTES:]
-
-    def _read(self) -> None:
-        while not self._is_over and (self._stderr >= 0 or self.drops_output):
-            files = [self._stderr] * (self._stderr >= 0) + [self._stdout] * self.drops_output
-            if self._stdout in ready(files, _REST_S):
-                self.drops_output = bool(os.read(self._stdout, _PART_BYTES))
-            self._read_errors()
-
-    def receive(self, timeout_s: float = inf) -> bytes | None:
-        """Return the process's next line, or None after the last line.
+        The lines end with the descriptor, or with the process ``writer`` (a pidfd), although a process
+        that it forked may keep the descriptor open.
 
         Raises:
             TimeoutError: no line arrived within ``timeout_s``.
         """
         deadline = monotonic() + timeout_s
-        ended = [] if self.process is None else [self.process]
-        while (line := self._lines.pop()) is None:
-            if not (found := ready([self._stdout, *ended], deadline - monotonic())):
+        awaited = [self._file] if writer is None else [self._file, writer]
+        while not self._lines:
+            if not (found := ready(awaited, deadline - monotonic())):
                 raise TimeoutError
-            if self.process in found:  # it wrote all; its children may write forever
+            if writer in found:  # it wrote all; its children may write forever
                 self._reads_left -= 1
-            is_over = self._stdout not in found or self._reads_left < 0
-            if is_over or not (data := os.read(self._stdout, _PART_BYTES)):
+            is_over = self._file not in found or self._reads_left < 0
+            if is_over or not (data := os.read(self._file, _PART_BYTES)):
                 return None
-            self._lines.feed(data)
-        return line
+            rest, *later = data.split(b"\n")
+            self._begun += rest  # in place: else long lines take forever
+            if len(self._begun) > _LONGEST_BYTES:
+                self._begun[:] = rest
+            for rest in later:
+                self._lines.append(bytes(self._begun))
+                self._begun[:] = rest
+        return self._lines.pop(0)
+
+
+class Pipes:
+    """This process's ends of the pipes to a process's standard input and standard error.
+
+    A thread reads standard error, so that no process waits for a reader.
+    """
+
+    def __init__(self, stdin: IO[bytes], stderr: IO[bytes]) -> None:
+        """``close`` closes both files, which must have no buffer."""
+        self._stdin, self._stderr = stdin, stderr
+        self._tail, self._is_over = b"", False
+        self._reader = threading.Thread(target=self._read, name="stderr", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        file = self._stderr.fileno()
+        while not self._is_over:
+            if ready([file], _REST_S):
+                if not (data := os.read(file, _PART_BYTES)):
+                    return
+                self._tail = (self._tail + data)[-STDERR_KEPT_BYTES:]
+
+    @property
+    def stderr_tail(self) -> bytes:
+        """The last 64 KiB that the process printed to standard error, or that a child of it did.
+
+        Until the stream ends, reading takes 0.5 s; a child that is left may keep the stream open.
+        """
+        self._reader.join(_REST_S)
+        return self._tail
 
     def send(self, line: bytes) -> None:
         """Write a line to the process; do nothing if the process has ended."""
-        if self._stdin >= 0:
-            write(self._stdin, line)
+        if not self._stdin.closed:
+            write(self._stdin.fileno(), line)
 
     def end_input(self) -> None:
-        if self._stdin >= 0:
-            os.close(self._stdin)
-            self._stdin = -1
+        self._stdin.close()
 
     def close(self) -> None:
-        """Close all descriptors; repeated calls do nothing."""
+        """Close both files; repeated calls do nothing."""
         self.end_input()
-        if not self._is_over:
-            self._is_over = True
-            self._reader.join()
-            self._read_errors()
-            for file in (self._stdout, self._stderr, self.process):
-                if file is not None and file >= 0:
-                    os.close(file)
-            self._stderr = -1
+        self._reader.join(_REST_S)
+        self._is_over = True
+        self._reader.join()
+        self._stderr.close()
 
 
 class Child(Pipes):
-    """A running child in a session and process group of its own, which Ctrl-C does not reach."""
+    """A running child in a session and process group of its own, which Ctrl-C does not reach.
 
-    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+    With ``sends``, its standard output has lines, which ``receive`` returns; else both outputs are one.
+    """
+
+    def __init__(
+        self, command: Sequence[str], variables: Mapping[str, str], *, sends: bool = True
+    ) -> None:
         import subprocess  # imported here to save a worker's memory
 
-        (stdin, to), (out, stdout), (err, stderr) = os.pipe(), os.pipe(), os.pipe()
-        try:
-            self._popen = subprocess.Popen(
-                command,
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-                env=variables,
-            )
-        except BaseException:
-            for file in (to, out, err):
-                os.close(file)
-            raise
-        finally:
-            for file in (stdin, stdout, stderr):
-                os.close(file)
+        pipe = subprocess.PIPE
+        self._popen = subprocess.Popen(
+            command,
+            bufsize=0,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe if sends else subprocess.STDOUT,
+            start_new_session=True,
+            env=variables,
+        )
         self.pid = self._popen.pid
-        super().__init__((to, out, err), open_process(self.pid))
+        self.process = open_process(self.pid)
+        stdin, stdout = self._popen.stdin, self._popen.stdout
+        assert stdin and stdout
+        self._lines = Lines(stdout.fileno())
+        super().__init__(stdin, self._popen.stderr or stdout)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def receive(self, timeout_s: float = inf) -> bytes | None:
+        """Return the child's next line, as ``Lines.receive``."""
+        return self._lines.receive(timeout_s, self.process)
 
     def wait(self, timeout_s: float = inf) -> int:
         """Wait for the child's end; return the exit code, -n for signal n.
@@ -205,43 +211,35 @@ class Child(Pipes):
             self.wait(PATIENCE_S)
         finally:
             super().close()
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A child's exit code (-n for signal n), events, and last 64 KiB of standard error."""
-
-    code: int
-    events: list[dict[str, Any]]
-    stderr_tail: bytes
-
-    @property
-    def why(self) -> str:
-        """The last line that the child printed to standard error, or else the child's exit code."""
-        return last_line(self.stderr_tail) or f"exit code {self.code}"
+            assert self._popen.stdout
+            self._popen.stdout.close()
+            if self.process is not None:
+                os.close(self.process)
 
 
 def ask(
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    question: bytes = b"",
-    timeout_s: float = inf,
-) -> Answer:
-    """Run a command to its end, with ``question`` as its standard input; return its ``Answer``.
+    command: Sequence[str], variables: Mapping[str, str], timeout_s: float = inf
+) -> tuple[dict[str, Any] | None, str]:
+    """Run a command to its end, and return the last event that it sent.
+
+    If it failed or sent no event, return None and why: the last line that it printed to standard
+    error, or else its exit code.
 
     Raises:
         TimeoutError: the command still ran after ``timeout_s``, and was killed.
     """
     deadline = monotonic() + timeout_s
     with Child(command, variables) as child:
-        child.send(question)
         child.end_input()
         lines = list(iter(lambda: child.receive(deadline - monotonic()), None))
         code = child.wait(deadline - monotonic())
-        return Answer(code, list(filter(None, map(decode_event, lines))), child.stderr_tail)
+        events = [] if code else [event for event in map(decode_event, lines) if event]
+        if events:
+            return events[-1], ""
+        return None, last_line(child.stderr_tail) or f"exit code {code}"
 
 
-class Parent:
+class Parent(Lines):
     """The connection of this process to the process that started it, which takes its events.
 
     Events go to the original standard output. Descriptor 1 becomes standard error, so that prints of
@@ -249,27 +247,12 @@ class Parent:
     """
 
     def __init__(self) -> None:
-        self._input, self._events = os.dup(0), os.dup(1)
-        self._lines = LineBuffer()
+        super().__init__(os.dup(0))
+        self._events = os.dup(1)
         os.dup2(2, 1)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
-
-    def receive(self, timeout_s: float = inf) -> bytes | None:
-        """Return the parent's next line, or None at the end of the input.
-
-        Raises:
-            TimeoutError: no line arrived within ``timeout_s``.
-        """
-        deadline = monotonic() + timeout_s
-        while (line := self._lines.pop()) is None:
-            if not ready([self._input], deadline - monotonic()):
-                raise TimeoutError
-            if not (data := os.read(self._input, _SMALL_BYTES)):
-                return None
-            self._lines.feed(data)
-        return line
 
     def send(self, event: str, **fields: Any) -> None:
         """Send one event; do nothing if the parent has ended."""
@@ -291,29 +274,6 @@ def adopt_orphans(*, adopt: bool = True) -> bool:
     _LIBC.prctl(37, ctypes.byref(before))  # PR_GET_CHILD_SUBREAPER in linux/prctl.h
     _LIBC.prctl(36, int(adopt))  # PR_SET_CHILD_SUBREAPER
     return bool(before.value)
-
-
-class LineBuffer:
-    """Splits bytes into lines; drops an incomplete last line, such as that of a killed writer.
-
-    Of a line of more than 256 MiB, only the end is kept, which is no event.
-    """
-
-    def __init__(self) -> None:
-        self._lines: list[bytes] = []
-        self._begun = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        rest, *later = data.split(b"\n")
-        self._begun += rest  # in place: else long lines take forever
-        if len(self._begun) > _LONGEST_BYTES:
-            self._begun[:] = rest
-        for rest in later:
-            self._lines.append(bytes(self._begun))
-            self._begun[:] = rest
-
-    def pop(self) -> bytes | None:
-        return self._lines.pop(0) if self._lines else None
 
 
 def ready(descriptors: list[int], timeout_s: float) -> list[int]:

@@ -89,14 +89,14 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
     running = Started(("/bin/sh", "-c", script), groups=groups)
     try:
         assert running.pid
-        assert running.channel.receive(60) == b"in"
+        assert leftovers.printed(running) == [b"in"]
         memory = SampledMemory(
             running.pid, running.members, MemoryCgroup(groups[0]), loading=[running.pid]
         )
         assert memory.pids()
         assert memory.escape == ""
         running.channel.send(b"go\n")
-        assert running.channel.receive(60) == b"done"
+        assert leftovers.printed(running, 2) == [b"in", b"done"]
         memory.pids()
         assert escape in memory.escape
         assert bool(memory.escape) == bool(escape)
@@ -111,7 +111,7 @@ def test_a_child_that_left_the_cgroup_ends_with_the_worker() -> None:
     groups = cgroup.make()
     script = f"sleep 60 & echo $! > {groups[0]}/../cgroup.procs; echo $!"
     running = Started(("/bin/sh", "-c", script), groups=groups)
-    child = int(running.channel.receive(60) or 0)
+    child = int(leftovers.printed(running)[0])
     running.close()
     leftovers.wait_until(lambda: start_time(child) is None, "the child lives on")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cgroup_trees import Kernel, installed
-from leftovers import wait_until
+from leftovers import printed, wait_until
 from scripts import JOB
 
 from weighin.cell import Cell
@@ -204,7 +204,7 @@ def test_a_worker_is_in_all_its_groups_before_its_first_instruction(
     cell = replace(JOB.cell, ram_limit_bytes=64 * MIB, environment={"MODE": "fast"})
     running = CgroupIsolation().start(cell, ("sh", "-c", 'echo "$$ $MODE"; exec cat'))
     try:
-        assert running.channel.receive(10) == f"{running.pid} fast".encode()
+        assert printed(running) == [f"{running.pid} fast".encode()]
         groups = kernel.groups()
         assert {group.parent for group in groups} == set(roots(kernel))
         assert {(g / "cgroup.procs").read_text() for g in groups} == {"0"}  # it entered itself

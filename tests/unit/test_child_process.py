@@ -7,35 +7,40 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
 from weighin import child_process
-from weighin.child_process import STDERR_KEPT_BYTES, Child, LineBuffer, ready, write
+from weighin.child_process import STDERR_KEPT_BYTES, Child, Lines, ready, write
 
 TEXT = b"one\n\ntwo\ntorn"
 
 
-def popped(buffer: LineBuffer) -> list[bytes]:
-    return list(iter(buffer.pop, None))
+def received(*parts: bytes) -> list[bytes | None]:
+    """Return the lines of a pipe to which the parts are written one after the other."""
+    ours, theirs = os.pipe()
+    lines, found = Lines(ours), list[bytes | None]()
+    for part in parts:
+        os.write(theirs, part)
+        with suppress(TimeoutError):
+            while True:
+                found.append(lines.receive(0))
+    os.close(theirs)
+    assert lines.receive(0) is None
+    os.close(ours)
+    return found
 
 
 @pytest.mark.parametrize("cut", range(len(TEXT) + 1))
 def test_lines_survive_a_cut_at_every_byte(cut: int) -> None:
-    buffer = LineBuffer()
-    buffer.feed(TEXT[:cut])
-    early = popped(buffer)
-    buffer.feed(TEXT[cut:])
-    assert early + popped(buffer) == [b"one", b"", b"two"]
+    assert received(TEXT[:cut], TEXT[cut:]) == [b"one", b"", b"two"]
 
 
 def test_lines_survive_single_bytes() -> None:
-    buffer = LineBuffer()
-    for index in range(len(TEXT)):
-        buffer.feed(TEXT[index : index + 1])
-    assert popped(buffer) == [b"one", b"", b"two"]
+    parts = (TEXT[index : index + 1] for index in range(len(TEXT)))
+    assert received(*parts) == [b"one", b"", b"two"]
 
 
 def shell(script: str) -> Child:
@@ -71,7 +76,7 @@ def test_silence_times_out() -> None:
 
 def test_half_a_line_times_out_and_is_kept() -> None:
     with shell("printf on; read -r _; echo e") as child:
-        assert ready([child._stdout], 60)
+        assert ready([child._lines._file], 60)
         with pytest.raises(TimeoutError):
             child.receive(0.01)
         child.send(b"\n")
@@ -80,7 +85,7 @@ def test_half_a_line_times_out_and_is_kept() -> None:
 
 def test_a_line_that_waits_is_found_without_waiting() -> None:
     with shell("echo one; read -r _") as child:
-        assert ready([child._stdout], 60)
+        assert ready([child._lines._file], 60)
         assert child.receive(0) == b"one"
 
 
@@ -89,7 +94,7 @@ def test_a_worker_that_prints_without_end_times_out_too() -> None:
         with pytest.raises(TimeoutError):
             child.receive(0.05)
         child.send(b"\n")
-        assert ready([child._stdout], 60)
+        assert ready([child._lines._file], 60)
         assert child.receive(0) == b"one"
 
 
@@ -223,12 +228,12 @@ def test_a_child_runs_no_file_of_the_current_folder(
     (tmp_path / "calendar.py").write_text("raise SystemExit('hostile')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f":{os.environ.get('PYTHONPATH', '')}:")
-    answer = child_process.ask(child_process.module("calendar"), child_process.environment())
-    assert (answer.code, answer.stderr_tail) == (0, b"")
+    command = child_process.module("calendar")
+    assert child_process.ask(command, child_process.environment()) == (None, "exit code 0")
 
 
 def test_the_last_words_are_not_awaited_of_a_child_that_holds_the_error_stream() -> None:
-    with patch.object(child_process, "_REST_S", 60), shell("sleep 20 & echo said >&2") as child:
+    with shell("sleep 20 & echo said >&2") as child:
         assert child.wait(60) == 0
         began_s = time.monotonic()
         assert child.stderr_tail == b"said\n"
@@ -242,7 +247,8 @@ def test_the_last_words_are_read_at_the_close() -> None:
     assert child.stderr_tail.endswith(b"xlast")
 
 
-def test_output_that_is_dropped_holds_nobody_up() -> None:
-    with python("import os; os.write(1, b'x' * 200_000)") as child:
-        child.drops_output = True
+def test_a_child_that_sends_nothing_has_one_output_which_holds_nobody_up() -> None:
+    code = "import os; os.write(1, b'x' * 200_000); os.write(2, b'y'); os.write(1, b'z')"
+    with Child((sys.executable, "-c", code), os.environ, sends=False) as child:
         assert child.wait(60) == 0
+        assert child.stderr_tail.endswith(b"xyz")

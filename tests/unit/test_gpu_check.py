@@ -26,9 +26,8 @@ def fresh() -> Iterator[None]:
 def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
     """Let the process that asks torch print this, or fail with these words."""
 
-    def answer(found: dict[str, Any] | None = None, stderr: bytes = b"", code: int = 0) -> None:
-        done = child_process.Answer(code, [found] if found else [], stderr)
-        monkeypatch.setattr(child_process, "ask", lambda *_, **__: done)
+    def answer(found: dict[str, Any] | None = None, why: str = "") -> None:
+        monkeypatch.setattr(child_process, "ask", lambda *_, **__: (found, why))
 
     return answer
 
@@ -77,7 +76,7 @@ def test_a_machine_without_a_gpu(answer: Answer) -> None:
 
 
 def test_a_torch_that_does_not_start(answer: Answer) -> None:
-    answer(stderr=b"Traceback\nImportError: libcudart.so.13", code=1)
+    answer(why="ImportError: libcudart.so.13")
     assert complaint("cuda:1") == (
         "--device cuda:1: torch failed while listing GPUs: ImportError: libcudart.so.13\n"
         "weighin predict MODEL --device cuda needs no GPU"

@@ -153,5 +153,6 @@ except interrupts.Stopped:
     sys.exit(130)
 """
     (tmp_path / "stopping.py").write_text(code)
-    command = child_process.module("stopping")
-    assert child_process.ask(command, child_process.environment([str(tmp_path)])).code == 130
+    variables = child_process.environment([str(tmp_path)])
+    with child_process.Child(child_process.module("stopping"), variables) as child:
+        assert child.wait(60) == 130

@@ -50,7 +50,7 @@ def test_processes_that_left_the_workers_session_are_sampled(
             MemoryCgroup(groups[0]) if groups else None,
             loading=[running.pid],
         )
-        assert [running.channel.receive(60), running.channel.receive(60)] == [b"held"] * 2
+        assert leftovers.printed(running, 2) == [b"held"] * 2
 
         def sees_both() -> bool:
             memory.sample(1, memory.pids())
@@ -84,7 +84,7 @@ def test_a_daemon_without_the_environment_ends_with_the_worker_and_others_childr
     running = Started((sys.executable, "-c", BARE))
     if not is_program:
         hosts.append(bare())
-    daemon = int(running.channel.receive(60) or 0)
+    daemon = int(leftovers.printed(running)[0])
     try:
         running.wait(60)
         assert start_time(daemon) is not None

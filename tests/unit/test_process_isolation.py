@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from leftovers import lives, wait_until
+from leftovers import lives, printed, wait_until
 from scripts import JOB
 
 from weighin import child_process
@@ -321,11 +321,12 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
 
 
 def test_a_worker_gets_its_variables_and_then_what_is_sent(worker: Started) -> None:
-    mode, phases, path = (worker.channel.receive(20) or b"").split(b",")
+    worker.channel.send(b"a job\n")
+    variables, job = printed(worker, 2)
+    mode, phases, path = variables.split(b",")
     assert (mode, phases) == (b"fast", b"none")
     assert path.split(b":")[0] == os.fsencode(Path(process.__file__).parents[2])
-    worker.channel.send(b"a job\n")
-    assert worker.channel.receive(20) == b"a job"
+    assert job == b"a job"
     assert (worker.cgroup, worker.unseen) == (None, "a plain process has no cgroup of its own")
 
 

@@ -6,6 +6,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -31,16 +32,17 @@ def connected(streams: Streams | None) -> Iterator[tuple[Streams, Pipes | None]]
     if streams:
         yield streams, None
         return
-    (stdin, to), (out, stdout), (err, stderr) = os.pipe(), os.pipe(), os.pipe()
-    channel = Pipes((to, out, err))
+    (stdin, to), (err, stderr) = os.pipe(), os.pipe()
+    channel = Pipes(FileIO(to, "wb"), FileIO(err, "rb"))
     try:
-        yield Streams(stdin, stdout, stderr), channel
+        try:
+            yield Streams(stdin, stderr, stderr), channel
+        finally:
+            os.close(stdin)
+            os.close(stderr)
     except BaseException:
         channel.close()
         raise
-    finally:
-        for file in (stdin, stdout, stderr):
-            os.close(file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,9 @@ def spec_of(file: Path) -> ModelSpec:
     """
     _check(file)
     command = child_process.module("weighin.models.gguf_spec", str(file))
-    asked = child_process.ask(command, child_process.environment())
-    if asked.code or not asked.events:
-        raise _unknown(file, asked.why)
-    answer = asked.events[-1]
+    answer, why = child_process.ask(command, child_process.environment())
+    if not answer:
+        raise _unknown(file, why)
     if answer.pop("event") == "error":
         raise CheckpointError(f"{file}: {answer['message']}", answer["repair"])
     return ModelSpec(file.stem, BUILDER, answer)

@@ -40,13 +40,11 @@ def look() -> GpuAnswer:
     """Return the devices that torch finds; the first call imports torch in a subprocess."""
     command = child_process.module("weighin.probes.gpu_check")
     try:
-        asked = child_process.ask(command, child_process.environment(), timeout_s=_TIMEOUT_S)
+        answer, why = child_process.ask(command, child_process.environment(), timeout_s=_TIMEOUT_S)
     except TimeoutError:
         return GpuAnswer((), f"torch does not list GPUs within {_TIMEOUT_S} s", _INSTEAD)
-    if asked.code:
-        why = f"torch failed while listing GPUs: {one_line(asked.why)}"
-        return GpuAnswer((), why, _INSTEAD)
-    answer = asked.events[-1]
+    if not answer:
+        return GpuAnswer((), f"torch failed while listing GPUs: {one_line(why)}", _INSTEAD)
     if gpus := tuple(Gpu(**gpu) for gpu in answer["gpus"]):
         return GpuAnswer(gpus)
     why = f"torch {answer['torch']} finds no CUDA GPU"

@@ -98,8 +98,6 @@ class Watch:
         self.running = running
         self.peak_mark = peak_mark_of(running)
         self._home = memory_cgroup_of(running.pid) if running.pid and not running.cgroup else None
-        if running.channel:
-            running.channel.drops_output = True
         if running.cgroup:
             self._limits = limits_around(running.cgroup.parent)
         if self._spec.settings.stacks:

@@ -292,7 +292,11 @@ def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:
     }
     numbers, ended = range(job.cell.ranks), queue.Queue[tuple[int, int]]()
     ranks = [
-        Child(module("weighin.worker"), environment | {"RANK": str(one), "LOCAL_RANK": str(one)})
+        Child(
+            module("weighin.worker"),
+            environment | {"RANK": str(one), "LOCAL_RANK": str(one)},
+            sends=False,
+        )
         for one in numbers
     ]
 
@@ -300,7 +304,6 @@ def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:
         ended.put((rank, child.wait()))
 
     for rank, each in enumerate(ranks):
-        each.drops_output = True
         each.send(encode_job(replace(job, rank=rank)))
         threading.Thread(target=wait, args=(rank, each), daemon=True).start()
     for _ in ranks:
