@@ -10,19 +10,19 @@ files, so that the page and the code cannot differ::
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Final, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from weighin.settings.definition import COMMANDS, MODELS, Settings, SuiteCommand, SuiteModel
-from weighin.settings.reading import keys_of as keys_of_suite
 
-_KINDS: Final[dict[str, tuple[type[BaseModel], list[str]]]] = {
-    "suite": (Settings, keys_of_suite(MODELS)),
-    "model": (SuiteModel, list(SuiteModel.model_fields)),
-    "suite of commands": (Settings, keys_of_suite(COMMANDS)),
-    "command": (SuiteCommand, list(SuiteCommand.model_fields)),
+_KINDS: Final[dict[str, tuple[type[BaseModel], Iterable[str]]]] = {
+    "suite": (Settings, Settings.keys(MODELS)),
+    "model": (SuiteModel, SuiteModel.keys()),
+    "suite of commands": (Settings, Settings.keys(COMMANDS)),
+    "command": (SuiteCommand, SuiteCommand.keys()),
 }
 _BLOCK: Final = re.compile(r"(<!-- keys of a ([\w ]+) -->\n).*?<!-- end -->", re.DOTALL)
 _DEFAULTS: Final = {

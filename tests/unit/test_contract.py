@@ -8,7 +8,6 @@ import pytest
 from weighin import cell, result
 from weighin.records.run_folder import Plan
 from weighin.settings.definition import COMMANDS, MODELS, Settings
-from weighin.settings.reading import keys_of
 
 CONTRACT = (Path(__file__).parents[2] / "results" / "README.md").read_text()
 TYPES = (
@@ -30,7 +29,7 @@ def test_every_field_is_in_the_contract(kind: type) -> None:
 
 
 def test_every_setting_of_a_plan_is_in_the_contract() -> None:
-    of_suites = {*keys_of(MODELS), *keys_of(COMMANDS)}
+    of_suites = {*Settings.keys(MODELS), *Settings.keys(COMMANDS)}
     others = [key for key in Settings.model_fields if key not in of_suites]
     assert [key for key in others if f"`{key}`" not in CONTRACT] == []
 

@@ -37,7 +37,7 @@ def gpu_cell(strategy: str, gpu_gib: float, **changes: object) -> Result:
 def test_the_suite_has_the_published_methods_in_their_order() -> None:
     suite = read_suite(data_folder("configs") / "suites" / "notebook.yaml")
     table = notebook.published()
-    assert suite.sources == [table.model]
+    assert [model.source for model in suite.models] == [table.model]
     assert suite.device == "cuda"
     strategies = list(dict.fromkeys(method.strategy for method in table.methods))
     assert [one.name for one in suite.strategies] == strategies

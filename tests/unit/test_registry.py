@@ -339,7 +339,8 @@ def test_a_suite_by_its_name_from_any_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ci").touch()  # a file of the same name is ./ci
-    assert read_suite(registry.suite_file("ci")).sources == ["gpt2-small"]
+    (model,) = read_suite(registry.suite_file("ci")).models
+    assert model.source == "gpt2-small"
     assert registry.suite_file("./ci") == Path("./ci")
     assert registry.suite_file("mine.yaml") == Path("mine.yaml")
     with pytest.raises(UnknownName) as caught:

@@ -71,7 +71,7 @@ def test_the_gate_measures_a_suite_with_budgets_that_weighin_reads() -> None:
     assert set(step["with"]) <= set(known)
     suite = read_suite(ROOT / step["with"]["suite"])
     names = {info.name for info, _ in registry.chosen(suite)}
-    assert registry.model(suite.sources[0]).name == "gpt2-small"
+    assert registry.model(suite.models[0].source).name == "gpt2-small"
     for line in step["with"]["budgets"].splitlines():
         pattern = budgets.parse(line).pattern
         assert pattern in {*names, "*"}

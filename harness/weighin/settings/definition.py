@@ -6,6 +6,7 @@
 import re
 import shlex
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
@@ -50,10 +51,6 @@ DTYPES = {
     "float16": "float16", "fp16": "float16",
 }  # fmt: skip
 """The dtypes that a load may give floating-point tensors, by the names that a user may write."""
-
-
-def _as_dtype(value: object) -> object:
-    return DTYPES.get(value, value) if isinstance(value, str) else value
 
 
 def _as_list(value: object) -> list[object]:
@@ -102,10 +99,6 @@ def _as_device(value: str) -> str:
     return value
 
 
-def _as_number(value: object) -> object:
-    return int(value) if isinstance(value, str) and value.strip().isdigit() else value
-
-
 LEAST_RAM = 64 * MIB
 """Less than `import torch` alone needs on any machine: the CPU build takes more than 100 MiB."""
 IN_PLAN: Final = "plan"
@@ -114,7 +107,10 @@ MODELS: Final = "a suite of models"
 COMMANDS: Final = "a suite of commands"
 """Marks a setting that is also a key of such a suite."""
 _One = TypeVar("_One")
-_Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    BeforeValidator(lambda value: DTYPES.get(value, value) if isinstance(value, str) else value),
+]
 _Isolation = Literal["auto", "docker", "cgroup", "process"]
 _SET_BY_US = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HOME")
 _Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
@@ -125,7 +121,7 @@ _Shard = Annotated[
     BeforeValidator(lambda value: parse_shard(value) if isinstance(value, str) else value),
     PlainSerializer(str),
 ]
-_Ranks = Annotated[int, BeforeValidator(_as_number), Field(ge=1, le=64)]
+_Ranks = Annotated[int, Field(ge=1, le=64)]
 _Some = Annotated[list[_One], BeforeValidator(_as_list), Field(min_length=1)]
 _Rate = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_rate))]
 _Seconds = Annotated[float, Field(le=LONGEST_S, allow_inf_nan=False)]
@@ -133,9 +129,39 @@ _Latency = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_seco
 
 
 class Strict(BaseModel):
-    """Base class of what people write: an unknown key is an error."""
+    """Base class of what people write: an unknown key is an error.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    In a plan, it is ignored, because a later version of weighin may have written it.
+    """
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    @classmethod
+    def keys(cls, _context: str | None = None) -> dict[str, bool]:
+        """Return the keys, and whether each is needed."""
+        return {
+            field.alias or name: field.is_required() for name, field in cls.model_fields.items()
+        }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, content: object, info: ValidationInfo) -> object:
+        if not isinstance(content, dict) or info.context == IN_PLAN:
+            return content
+        keys = cls.keys(info.context)
+        # An unknown key comes first: often it is a misspelling of the key that is missing.
+        if unknown := [str(key) for key in content if key not in keys]:
+            near = get_close_matches(unknown[0], keys, n=1)
+            message, key = "unknown key", unknown[0]
+            hint = f"did you mean {near[0]!r}? " if near else ""
+        elif lacking := [
+            key for key, is_needed in keys.items() if is_needed and key not in content
+        ]:
+            message, key, hint = "missing", lacking[0], ""
+        else:
+            return content
+        repair = f"{hint}known keys: {', '.join(keys)}"
+        raise PydanticCustomError("key", message, {"key": key, "repair": repair})
 
 
 class SuiteStrategy(Strict):
@@ -164,7 +190,7 @@ class SuiteModel(Strict):
     """A Hugging Face folder, in place of `builder`, `kwargs` and `checkpoint`."""
     adapter: str = ""
     """A folder with an adapter of LoRA to merge into the model, as `--adapter`."""
-    dtype: Annotated[_Dtype | None, BeforeValidator(_as_dtype)] = None
+    dtype: _Dtype | None = None
     """The dtype of this model after a load. Default: the suite's `dtype`."""
 
     @model_validator(mode="after")
@@ -191,11 +217,6 @@ class SuiteModel(Strict):
         if self.builder or self.folder:
             return self.builder or self.folder
         return self.name or f"from:{self.checkpoint}"
-
-    @property
-    def title(self) -> str:
-        """The name of the model in a report, or in the name of a run's folder."""
-        return self.name or self.source
 
 
 def _as_command(value: object) -> object:
@@ -329,7 +350,7 @@ class Settings(Strict):
     """How a cell is limited and measured; for commands, `auto` takes no container. Name an isolation in a gate: figures of different isolations are not comparable."""
     image: Annotated[str, COMMANDS] = ""
     """The image of the container in which the commands run. Without this key, the commands run on this machine."""
-    dtype: Annotated[_Dtype, BeforeValidator(_as_dtype), MODELS] = "auto"
+    dtype: Annotated[_Dtype, MODELS] = "auto"
     """The dtype of the loaded model. `auto` is the dtype in a Hugging Face folder's config.json, or else float32."""
     cache: Annotated[Literal["cold", "warm"], MODELS] = "cold"
     """Whether the checkpoint is out of the page cache at the start of a load, or was read beforehand."""
@@ -412,6 +433,16 @@ class Settings(Strict):
     python_path: tuple[str, ...] = ()
     """The folders of the user's Python modules."""
 
+    @classmethod
+    def keys(cls, context: str | None = None) -> dict[str, bool]:
+        """Return the keys of a suite of models (``MODELS``) or of commands (``COMMANDS``), or all."""
+        needed = {MODELS: "models", COMMANDS: "commands"}.get(context or "")
+        return {
+            name: name == needed
+            for name, field in cls.model_fields.items()
+            if not needed or context in field.metadata
+        }
+
     @field_validator(*_NO_EFFECT["operation", "save"])
     @classmethod
     def _check_effect(cls, value: _One, info: ValidationInfo) -> _One:
@@ -435,10 +466,6 @@ class Settings(Strict):
                 "passes applies to the use forward, which is not among the uses", "leave passes out"
             )
         return value
-
-    @property
-    def sources(self) -> list[str]:
-        return [model.source for model in self.models]
 
     @property
     def selection(self) -> Selection:

@@ -102,7 +102,7 @@ def choose(settings: Settings) -> ChosenModels:
         if weights and len(settings.models) > 1:
             if selection:
                 raise ConfigError(
-                    f"{entry.title} has its own checkpoint, but {' '.join(selection.options)} would"
+                    f"{entry.name or entry.source} has its own checkpoint, but {' '.join(selection.options)} would"
                     " select weights in the checkpoints of all models",
                     "measure this model in a separate run; weighin compare RUN_A RUN_B then"
                     " compares the runs",
@@ -122,7 +122,7 @@ def choose(settings: Settings) -> ChosenModels:
     if not all(
         user_code.is_ours(spec.builder) for spec in specs
     ):  # a folder on the path may hide any module
-        python_path = user_code.import_path(settings.sources)
+        python_path = user_code.import_path([model.source for model in settings.models])
     for spec in specs:
         user_code.check_builder(spec.builder, spec.kwargs, python_path)
     notes: list[str] = []
