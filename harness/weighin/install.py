@@ -5,6 +5,7 @@ weighin therefore need not be on a package index.
 """
 
 import json
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -22,32 +23,27 @@ def command(*extras: str, anywhere: bool = False) -> str:
     not a clone or wheel on this machine.
     """
     chosen = f"[{','.join(extras)}]" if extras else ""
-    try:
-        text = metadata.distribution("weighin").read_text("direct_url.json")  # by pip
-    except metadata.PackageNotFoundError:
-        text = None
-    record: dict[str, Any] = json.loads(text or "{}")
+    record: dict[str, Any] = {}
+    urls: list[str] = []
+    with suppress(
+        metadata.PackageNotFoundError
+    ):  # weighin runs from a folder without being installed
+        installed = metadata.distribution("weighin")
+        record = json.loads(installed.read_text("direct_url.json") or "{}")  # by pip
+        urls = installed.metadata.get_all("Project-URL") or []
     parts = urlsplit(record.get("url", ""))
     path = unquote(parts.path)
     if not anywhere and parts.scheme == "file" and Path(path).exists():
         editable = "--editable " if record.get("dir_info", {}).get("editable") else ""
         return f"pip install {editable}'{path}{chosen}'"
-    address = _repository(record) or PLACEHOLDER
+    addresses = dict(line.partition(", ")[::2] for line in urls)  # "Source, https://..."
+    if "vcs_info" in record:
+        address = f"{record['vcs_info']['vcs']}+{record['url']}"
+    else:
+        address = f"git+{addresses['Source']}" if "Source" in addresses else PLACEHOLDER
     line = f"pip install 'weighin{chosen} @ {address}'"
     return f"{line}, {EXPLAINED}" if address == PLACEHOLDER else line
 
 
 def upgrade() -> str:
     return command(anywhere=True).replace("pip install", "pip install --upgrade")
-
-
-def _repository(record: dict[str, Any]) -> str:
-    """Return the repository's address in pip's form ("git+https://..."); empty if it is unknown."""
-    if "vcs_info" in record:
-        return f"{record['vcs_info']['vcs']}+{record['url']}"
-    try:
-        urls = metadata.metadata("weighin").get_all("Project-URL") or []
-    except metadata.PackageNotFoundError:  # weighin runs from a folder without being installed
-        urls = []
-    addresses = dict(line.partition(", ")[::2] for line in urls)  # "Source, https://..."
-    return f"git+{addresses['Source']}" if "Source" in addresses else ""

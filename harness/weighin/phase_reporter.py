@@ -98,10 +98,10 @@ class Connection:
         if not self._is_ours():
             self._descriptor = -1
             self._connect()
+        packet = json.dumps(message, separators=(",", ":")).encode()
         connection = _connection(self._descriptor)
         try:
             connection.settimeout(self._patience_s)
-            packet = json.dumps(message, separators=(",", ":")).encode()
             connection.send(packet, _socket.MSG_NOSIGNAL)  # SIGPIPE could kill the program
             if wait and not connection.recv(1):
                 raise ConnectionResetError
@@ -179,10 +179,8 @@ class Reporter:
     def _measure(self, number: int, name: str | None) -> None:
         """Read this process's mark, which counts for all open phases; then reset it."""
         end_ns = monotonic_ns()
-        status, faults = (
-            parse_status(read_text("/proc/self/status")),
-            parse_faults(read_text("/proc/self/stat")),
-        )
+        status = parse_status(read_text("/proc/self/status"))
+        faults = parse_faults(read_text("/proc/self/stat"))
         peak_bytes = status["VmHWM"]
         for phase in self._open.values():
             phase["peak_rss_bytes"] = max(phase["peak_rss_bytes"], peak_bytes)

@@ -93,10 +93,15 @@ def _as_environment(value: object, info: ValidationInfo) -> object:
     return {name: str(content) for name, content in items}
 
 
-def _as_device(value: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
-        raise ValueError(f"{value!r} is not a device", "write cpu, cuda or cuda:1")
-    return value
+def matching(pattern: str, what: str, repair: str) -> AfterValidator:
+    """Return the validator of a text that must match a regular expression."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"{value!r} is not {what}", repair)
+        return value
+
+    return AfterValidator(check)
 
 
 LEAST_RAM = 64 * MIB
@@ -115,6 +120,7 @@ _Isolation = Literal["auto", "docker", "cgroup", "process"]
 _SET_BY_US = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HOME")
 _Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
 _Limit = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_bytes))]
+_DEVICE: Final = matching(r"cpu|cuda(:\d+)?", "a device", "write cpu, cuda or cuda:1")
 _Path = Annotated[Path, PlainSerializer(str)]
 _Shard = Annotated[
     Shard,
@@ -344,7 +350,7 @@ class Settings(Strict):
     """Limits of GPU memory, such as `[8g, none]`."""
     ram_high: Annotated[_Limit, AfterValidator(_check_limits), MODELS] = None
     """Soft RAM limit (cgroup v2), above which the kernel throttles a cell."""
-    device: Annotated[str, AfterValidator(_as_device), MODELS] = "cpu"
+    device: Annotated[str, _DEVICE, MODELS] = "cpu"
     """The device that holds the model: `cpu`, `cuda` or `cuda:1`."""
     isolation: Annotated[_Isolation, MODELS, COMMANDS] = "auto"
     """How a cell is limited and measured; for commands, `auto` takes no container. Name an isolation in a gate: figures of different isolations are not comparable."""

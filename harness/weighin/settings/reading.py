@@ -4,17 +4,16 @@ An error names the file and the key. For an unknown key, the error also names th
 key.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import ConfigError
-from weighin.settings.definition import COMMANDS, IN_PLAN, MODELS, Settings, Strict
+from weighin.settings.definition import COMMANDS, IN_PLAN, MODELS, Settings, Strict, matching
 
 _Kind = TypeVar("_Kind", bound=BaseModel)
 _OTHER: Final = {MODELS: ("commands", "run"), COMMANDS: ("models", "bench")}
@@ -23,15 +22,9 @@ _OPTIONS: Final = {"environment": "env", "uses": "use"}
 """The name of an option, where a suite's key differs."""
 
 
-def _as_builder(value: str) -> str:
-    if not re.fullmatch(r"[\w.]+:\w+", value):
-        raise ValueError(f"{value!r} is not a builder", "write package.module:function")
-    return value
-
-
 class _ModelFile(Strict):
     name: str
-    builder: Annotated[str, AfterValidator(_as_builder)]
+    builder: Annotated[str, matching(r"[\w.]+:\w+", "a builder", "write package.module:function")]
     kwargs: dict[str, Any] = Field({})
     description: str = ""
 
