@@ -23,8 +23,7 @@ from weighin.fleet.cluster import Task
 from weighin.fleet.driver import Driver
 from weighin.isolation import select
 from weighin.plan.loads import plan_cell
-from weighin.plan.nodes import Node
-from weighin.plan.task import Planned, Progress, Run
+from weighin.plan.task import Node, Planned, Progress, Run
 from weighin.records import run_folder
 from weighin.records.run_folder import parse
 from weighin.result import Result

@@ -18,8 +18,8 @@ from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint import cache
 from weighin.cli import app
 from weighin.plan import loads
-from weighin.plan.nodes import Node
 from weighin.plan.start import start
+from weighin.plan.task import Node
 from weighin.records import run_folder
 from weighin.records.series import name_of
 from weighin.settings.definition import COMMANDS

@@ -16,7 +16,7 @@ import pytest
 from weighin import child_process
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.errors import IsolationUnavailable
-from weighin.isolation.base import Exit
+from weighin.isolation.base import Exit, Running
 from weighin.isolation.docker import DockerIsolation
 from weighin.isolation.docker_process import DockerStarted, _close_stream
 from weighin.probes.cgroup import MemoryCgroup, this_process
@@ -65,12 +65,12 @@ def containers(isolation: DockerIsolation) -> list[str]:
     return [name for c in found for name in c["Names"] if name.startswith(f"/{mine}")]
 
 
-def ended(running: DockerStarted) -> Exit:
+def ended(running: Running) -> Exit:
     assert running.wait(60)
     return running.reap()
 
 
-def lines(running: DockerStarted) -> list[str]:
+def lines(running: Running) -> list[str]:
     ended(running)
     text: str = running.channel.stderr_tail.decode()
     return text.splitlines()

@@ -21,8 +21,7 @@ from weighin.fleet.driver import Driver
 from weighin.fleet.node import Answer, Step
 from weighin.isolation.process import ProcessIsolation
 from weighin.plan import loads
-from weighin.plan.nodes import Demand, Node
-from weighin.plan.task import Planned, Progress, Run
+from weighin.plan.task import Demand, Node, Planned, Progress, Run
 from weighin.probes.gpu_check import GpuAnswer
 from weighin.records import run_folder
 from weighin.result import Outcome, Result

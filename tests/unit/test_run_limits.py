@@ -9,7 +9,7 @@ from weighin.errors import ConfigError
 from weighin.isolation import delegation
 from weighin.isolation.process import CgroupIsolation
 from weighin.isolation.select import check_limits_around
-from weighin.plan import nodes
+from weighin.plan import task
 from weighin.probes import environment
 from weighin.units import GIB, MIB
 
@@ -49,9 +49,9 @@ def test_where_no_group_can_be_made_nothing_is_around(monkeypatch: pytest.Monkey
 
 def test_a_limit_of_all_ram_is_accepted_and_more_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "total_ram_bytes", lambda: GIB)
-    nodes.check_ram([None, GIB], ())
+    task.check_ram([None, GIB], ())
     with pytest.raises(ConfigError) as caught:
-        nodes.check_ram([None, GIB + MIB], ())
+        task.check_ram([None, GIB + MIB], ())
     assert str(caught.value) == (
         "--ram 1025MiB is more than this machine has (1.000 GiB)\n"
         "give a smaller limit, or leave out --ram"

@@ -13,8 +13,7 @@ from weighin.cli import _console
 
 if TYPE_CHECKING:
     from weighin.fleet.engine import Perform
-    from weighin.plan.nodes import Node
-    from weighin.plan.task import Run
+    from weighin.plan.task import Node, Run
     from weighin.result import Result
 
 

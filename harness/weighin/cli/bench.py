@@ -11,8 +11,7 @@ from weighin.cli.report import show_run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from weighin.plan.nodes import Node
-    from weighin.plan.task import Run
+    from weighin.plan.task import Node, Run
 
 EXAMPLES = {
     "Load gpt2-xl with each of the six default strategies, three times, under 8 GiB of RAM": "weighin bench gpt2-xl --ram 8g --repeats 3",

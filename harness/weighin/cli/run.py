@@ -15,8 +15,7 @@ from weighin.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from weighin.plan.nodes import Node
-    from weighin.plan.task import Run
+    from weighin.plan.task import Node, Run
     from weighin.result import Result
     from weighin.settings.definition import Settings
 

@@ -18,7 +18,7 @@ from weighin.child_process import Child
 from weighin.errors import ConfigError, HarnessError, extra
 from weighin.fleet.node import Answer, Step, answer, own_code
 from weighin.fleet.node import run as run_here
-from weighin.plan.nodes import Node
+from weighin.plan.task import Node
 from weighin.result import Result
 from weighin.run import interrupts
 from weighin.text import one_line

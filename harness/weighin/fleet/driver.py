@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weighin.cell import Cell
 from weighin.errors import HarnessError, NoNodeLeft, RecordError
 from weighin.foreign import no_link
-from weighin.plan.nodes import Demand, Node
-from weighin.plan.task import Planned, Progress, Run, skipped
+from weighin.plan.task import Demand, Node, Planned, Progress, Run, skipped
 from weighin.probes import environment
 from weighin.records import coverage, run_folder
 from weighin.records.run_folder import parse

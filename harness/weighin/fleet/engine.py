@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from weighin.errors import ConfigError, UnknownName
-from weighin.plan.nodes import Node
-from weighin.plan.task import Progress, Run
+from weighin.plan.task import Node, Progress, Run
 from weighin.result import Result
 from weighin.run import runner
 

@@ -19,8 +19,7 @@ from weighin.errors import ConfigError
 from weighin.fleet import node
 from weighin.fleet.driver import Driver
 from weighin.isolation import delegation
-from weighin.plan.nodes import Node
-from weighin.plan.task import Progress, Run
+from weighin.plan.task import Node, Progress, Run
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.records.machine import CONCURRENT
 from weighin.result import Result

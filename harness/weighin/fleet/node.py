@@ -33,8 +33,7 @@ from weighin.child_process import Child, Parent, last_line, module
 from weighin.errors import ConfigError, HarnessError, Interrupted, explain
 from weighin.isolation import delegation, select
 from weighin.plan import start
-from weighin.plan.nodes import Demand, Node
-from weighin.plan.task import Progress
+from weighin.plan.task import Demand, Node, Progress
 from weighin.probes import environment, gpu_check
 from weighin.protocol import decode_event
 from weighin.records import run_folder

@@ -11,9 +11,7 @@ from urllib.parse import urlsplit
 from weighin.cell import Cell
 from weighin.errors import ConfigError
 from weighin.isolation.base import Isolation
-from weighin.plan import nodes as machines
-from weighin.plan.nodes import Node
-from weighin.plan.task import Planned
+from weighin.plan.task import Node, Planned, choose
 from weighin.settings.definition import Settings
 
 _INTERPRETERS: Final = re.compile(r"(python|pypy|perl|ruby|node|bash|sh)[\d.]*")
@@ -44,7 +42,7 @@ def plan(settings: Settings, nodes: Sequence[Node]) -> tuple[list[Planned], Isol
             f" --isolation {settings.isolation}",
             "leave out --isolation or --image",
         )
-    isolation, note = machines.choose(settings, nodes)
+    isolation, note = choose(settings, nodes)
     planned = [
         Planned(
             Cell.of_command(

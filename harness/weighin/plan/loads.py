@@ -16,9 +16,7 @@ from weighin.formats.pretrained_folder import code_of, folder_library
 from weighin.formats.selection import Selection
 from weighin.isolation.base import Isolation
 from weighin.isolation.visible import preloaded
-from weighin.plan import nodes as machines
-from weighin.plan.nodes import Node
-from weighin.plan.task import Planned
+from weighin.plan.task import Node, Planned, check_gpu, choose
 from weighin.settings.definition import Settings
 from weighin.suite import chosen_models, packages, registry, uses
 from weighin.suite.registry import StrategyInfo
@@ -46,18 +44,12 @@ def plan(
     use_paths = uses.chosen(settings.uses)
     for name in settings.format:
         formats.known(name)  # raises for an unknown format before the isolation is tested
-    isolation, note = machines.choose(settings, nodes)
-    planned = cells_of(
-        settings,
-        models,
-        strategies,
-        isolation.name,
-        dtypes=chosen.dtypes,
-        own_formats=chosen.own_formats,
-    )
+    isolation, note = choose(settings, nodes)
+    own = {"dtypes": chosen.dtypes, "own_formats": chosen.own_formats}
+    planned = cells_of(settings, models, strategies, isolation.name, **own)
     try:
         if any(each.cell.use == TO_DEVICE and not each.skip for each in planned):
-            machines.check_gpu("cuda", (None,), nodes)
+            check_gpu("cuda", (None,), nodes)
     except (ConfigError, IsolationUnavailable) as error:
         no_gpu = f"{TO_DEVICE}: {error.message.removeprefix('--device cuda: ')}"
         planned = [
@@ -197,12 +189,9 @@ def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operati
     if not info.loads(found):
         able = "streaming and transformers" if found.dequantises else "transformers"
         return f"the weights are {found.summary}; only {able} can load them"
-    missing = packages.missing(() if found.own and not info.pretrained else found.packages)
-    return (
-        f"{info.name} {missing}, because the weights are quantised with {found.method}"
-        if missing
-        else ""
-    )
+    if missing := packages.missing(() if found.own and not info.pretrained else found.packages):
+        return f"{info.name} {missing}, because the weights are quantised with {found.method}"
+    return ""
 
 
 def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list[str]:
@@ -243,18 +232,19 @@ def _check_own_selections(planned: list[Planned], selection: Selection, own: str
 
 def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Planned]:
     """Skip the cells of strategies whose torch.load(weights_only=True) refuses the user's checkpoint."""
-
-    def reads(each: Planned) -> bool:
-        return each.strategy.weights_only and bool(each.selection)
-
-    selection = next((each.selection for each in planned if reads(each) and not each.skip), None)
-    if checkpoint is None or selection is None:
+    reading = {
+        each.cell.id: each.selection
+        for each in planned
+        if not each.skip and each.strategy.weights_only and each.selection
+    }
+    if checkpoint is None or not reading:
         return planned
+    selection = next(iter(reading.values()))  # of all of them
     if not (refused := formats.read(checkpoint, selection)[1].refused):
         return planned
     why = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}; weights_only=False runs code from the file"  # fmt: skip
     return [
-        replace(each, skip=each.skip or f"{each.strategy.name}: {why}") if reads(each) else each
+        replace(each, skip=f"{each.strategy.name}: {why}") if each.cell.id in reading else each
         for each in planned
     ]
 

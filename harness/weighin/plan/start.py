@@ -21,8 +21,7 @@ from weighin.checkpoint import entries
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import select
 from weighin.plan import commands
-from weighin.plan.nodes import Node
-from weighin.plan.task import Planned, Run
+from weighin.plan.task import Node, Planned, Run
 from weighin.records import run_folder
 from weighin.records.coverage import resume_command
 from weighin.settings import reading
