@@ -52,6 +52,10 @@ def write(text: str, folder: Path = Path()) -> None:
     (folder / "pyproject.toml").write_text(text)
 
 
+def models(settings: Settings) -> list[str]:
+    return [model.source for model in settings.models]
+
+
 def refused(*arguments: str) -> str:
     """Type a command that ends in an error of ours, and return that error."""
     result = CliRunner().invoke(app.app, arguments)
@@ -131,9 +135,9 @@ def test_a_file_of_a_stranger_sets_nothing(
 def test_a_model_with_its_arguments(asked: Measured) -> None:
     write('[tool.weighin]\nmodel = "my.nets:build"\nkwargs = {width = 64}\ncheckpoint = "w.pt"\n')
     bench, _ = asked("bench")
-    assert (bench.sources, bench.kwargs) == (["my.nets:build"], {"width": 64})
+    assert (models(bench), bench.kwargs) == (["my.nets:build"], {"width": 64})
     other, _ = asked("bench", "gpt2-tiny")  # the arguments and the weights are of the file's model
-    assert (other.sources, other.kwargs, other.checkpoint) == (
+    assert (models(other), other.kwargs, other.checkpoint) == (
         ["gpt2-tiny"],
         {},
         None,
@@ -158,7 +162,7 @@ def test_a_model_in_a_file_is_relative_to_the_settings(
     write(f'[tool.weighin]\nmodel = "{model}"\n')
     (here / "inner" / "mine").mkdir(parents=True)
     monkeypatch.chdir(here / "inner")
-    (source,) = asked("bench")[0].sources
+    (source,) = models(asked("bench")[0])
     assert source == located or Path(source).resolve() == Path(located)
 
 
@@ -167,7 +171,7 @@ def test_a_suite_is_for_runs_without_an_option_of_the_matrix(asked: Measured) ->
     suite = asked("bench", "--out", "x")[0]
     assert (suite.operation, suite.repeats) == ("save", 3)
     own = asked("bench", "gpt2-tiny")[0]
-    assert (own.operation, own.sources, own.repeats) == ("load", ["gpt2-tiny"], 9)
+    assert (own.operation, models(own), own.repeats) == ("load", ["gpt2-tiny"], 9)
 
 
 def test_without_a_table_nothing_is_set(asked: Measured) -> None:
