@@ -51,18 +51,16 @@ def choose(
 ) -> tuple[Isolation, str]:
     """Return a working isolation, and a note for the user; empty without one.
 
-    ``auto`` takes the first of these that works, and the note tells why better ones do not: Docker,
-    if its engine can start a container here; then a cgroup; then a plain process. If ``limited``, only
-    an isolation that enforces a RAM limit is taken. Without ``containers``, ``auto`` does not take
-    Docker.
+    ``auto`` takes the first of ``NAMES`` that works, and the note tells why better ones do not. If
+    ``limited``, only an isolation that enforces a RAM limit is taken. Without ``containers``, ``auto``
+    does not take Docker.
 
     ``nodes`` has, for each machine of a cluster that is to run the cells instead of this one, the
     reason why an isolation does not work there; empty if it works. ``auto`` takes what works on all
     of them. A named isolation need only work on one, and the note names those that take no part.
 
     Raises:
-        IsolationUnavailable: no isolation works, or the named isolation does not work or cannot
-            enforce a limit.
+        IsolationUnavailable: none of these isolations works.
     """
     refused: list[IsolationUnavailable] = []
     for candidate in (name,) if name != "auto" else NAMES if containers else NAMES[1:]:
@@ -78,42 +76,27 @@ def choose(
                 isolation.check()
         except IsolationUnavailable as error:
             refused.append(error)
-            continue
-        if broken:
+        else:
+            if not broken:
+                reasons = "; ".join(error.message for error in refused)
+                return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
             refused.append(IsolationUnavailable(why, _ON_NODES))
-            continue
-        reasons = "; ".join(error.message for error in refused)
-        return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
-    if name != "auto":
-        raise _instead(name, refused, limited, nodes)
-    where = "on every node" if nodes else "here"
-    can = "can enforce a RAM limit" if limited else "works"
+    message = "; ".join(error.message for error in refused)
     # The last isolation has the easiest repair: a cgroup needs nothing but the permission.
-    repairs = dict.fromkeys(error.repair for error in reversed(refused) if error.repair)
-    raise IsolationUnavailable(
-        f"no isolation {can} {where}: {'; '.join(error.message for error in refused)}",
-        "; ".join(filter(None, [", or ".join(repairs), _WITHOUT_LIMIT if limited else ""])),
-    )
-
-
-def _instead(
-    name: str,
-    refused: list[IsolationUnavailable],
-    limited: bool,
-    nodes: Mapping[str, Mapping[str, str]],
-) -> IsolationUnavailable:
-    """Return the error for a named isolation that does not work; it advises one that does."""
-    error = refused[0] if refused else None
-    message = error.message if error else f"--isolation {name} cannot enforce a RAM limit"
-    repairs = [error.repair] if error and error.repair else []
-    try:
-        other, _ = choose("auto", limited=limited, nodes=nodes)
-        repairs.append(f"use --isolation {other.name}")
-    except IsolationUnavailable as nothing:
-        if not error:
-            return nothing
+    repairs = list(dict.fromkeys(error.repair for error in reversed(refused) if error.repair))
+    if name == "auto":
+        can = "can enforce a RAM limit" if limited else "works"
+        message = f"no isolation {can} {'on every node' if nodes else 'here'}: {message}"
+    else:
+        try:
+            other, _ = choose("auto", limited=limited, nodes=nodes)
+            repairs.append(f"use --isolation {other.name}")
+        except IsolationUnavailable:
+            if not refused:
+                raise
+        message = message or f"--isolation {name} cannot enforce a RAM limit"
     parts = [", or ".join(repairs), _WITHOUT_LIMIT if limited else ""]
-    return IsolationUnavailable(message, "; ".join(filter(None, parts)))
+    raise IsolationUnavailable(message, "; ".join(filter(None, parts)))
 
 
 def check_soft_limit(isolation: Isolation) -> None:
