@@ -17,7 +17,6 @@ import pytest
 from leftovers import lives
 
 from weighin.isolation import cgroup as cgroup_isolation
-from weighin.isolation import delegation
 from weighin.probes import cgroup, mounts
 
 UNLIMITED_V1 = 9223372036854771712
@@ -238,8 +237,8 @@ def installed(
     """Let this process see a kernel with this layout until the block ends."""
     kernel = Kernel(folder, layout, **options)
     kernel.install(monkeypatch)
-    delegation.groups_root.cache_clear()
+    cgroup_isolation.groups_root.cache_clear()
     try:
         yield kernel
     finally:
-        delegation.groups_root.cache_clear()
+        cgroup_isolation.groups_root.cache_clear()

@@ -11,7 +11,7 @@ import leftovers
 import pytest
 
 from weighin.errors import IsolationUnavailable
-from weighin.isolation import cgroup, delegation
+from weighin.isolation import cgroup
 from weighin.isolation.cgroup import temporary_group
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
 from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, start_time, this_process
@@ -26,7 +26,7 @@ def test_only_groups_of_dead_owners_are_stale(
     monkeypatch.setattr(cgroup, "roots", lambda **_: [tmp_path])
     monkeypatch.delenv(LOCK_VARIABLE)
     dead, living = tmp_path / f"weighin.{ENDED}.0", tmp_path / f"weighin.{this_process()}.0"
-    leaf = tmp_path / delegation.PARENT_LEAF  # an ordinary user's own process is in it
+    leaf = tmp_path / cgroup.PARENT_LEAF  # an ordinary user's own process is in it
     for group in (dead, living, leaf, tmp_path / "init.scope"):
         group.mkdir()
     of_another_lock = tmp_path / f"weighin.{ENDED}.0-0a1b2c3d"

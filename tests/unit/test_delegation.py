@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cgroup_trees import Kernel, installed
 
-from weighin.isolation import cgroup, delegation
+from weighin.isolation import cgroup
 from weighin.probes import environment
 from weighin.units import GIB, MIB
 
@@ -36,37 +36,37 @@ def refuse_root(kernel: Kernel) -> None:
 
 
 def test_root_makes_groups_in_the_root_of_the_memory_hierarchy(kernel: Kernel) -> None:
-    assert delegation.groups_root() == kernel.memory
+    assert cgroup.groups_root() == kernel.memory
 
 
 def test_the_controller_is_enabled_for_groups_on_v2(v2: Kernel) -> None:
-    delegation.groups_root()
+    cgroup.groups_root()
     assert (v2.memory / "cgroup.subtree_control").read_text().split() == ["memory"]
-    delegation.groups_root.cache_clear()
+    cgroup.groups_root.cache_clear()
     v2.refused.add(v2.memory / "cgroup.subtree_control")  # it is enabled: nothing is to be written
-    assert delegation.groups_root() == v2.memory
+    assert cgroup.groups_root() == v2.memory
 
 
 def test_a_user_who_may_write_nowhere_has_no_root(kernel: Kernel) -> None:
     refuse_root(kernel)
-    assert delegation.groups_root() is None
+    assert cgroup.groups_root() is None
 
 
 def test_a_folder_whose_controller_is_on_but_in_which_this_user_makes_nothing(v2: Kernel) -> None:
     (v2.memory / "cgroup.subtree_control").write_text("+memory")
     v2.refused.add(v2.memory)
-    assert delegation.groups_root() is None
+    assert cgroup.groups_root() is None
 
 
 def test_without_a_memory_controller_there_is_no_root(kernel: Kernel) -> None:
     kernel.mounts.write_text("")
-    assert delegation.groups_root() is None
+    assert cgroup.groups_root() is None
 
 
 def test_a_user_has_the_scope_that_was_given_and_moves_out_of_its_groups_way(v2: Kernel) -> None:
     group = scope(v2)
     refuse_root(v2)
-    assert delegation.groups_root() == group
+    assert cgroup.groups_root() == group
     leaf = group / "weighin-parent"
     assert (leaf / "cgroup.procs").read_text().split() == [str(os.getpid())]
     assert (group / "cgroup.procs").read_text() == ""
@@ -76,9 +76,9 @@ def test_a_user_has_the_scope_that_was_given_and_moves_out_of_its_groups_way(v2:
 def test_a_process_in_the_leaf_finds_the_scope_again(v2: Kernel) -> None:
     group = scope(v2)
     refuse_root(v2)
-    delegation.groups_root()
-    delegation.groups_root.cache_clear()
-    assert delegation.groups_root() == group
+    cgroup.groups_root()
+    cgroup.groups_root.cache_clear()
+    assert cgroup.groups_root() == group
     assert [each.name for each in group.iterdir() if each.is_dir()] == ["weighin-parent"]
 
 
@@ -90,7 +90,7 @@ def begun(
     monkeypatch.setattr(atexit, "register", lambda *called: exits.append(partial(*called)))
     group = scope(v2)
     refuse_root(v2)
-    delegation.groups_root()
+    cgroup.groups_root()
     return group, group / "weighin-parent", exits
 
 
@@ -100,8 +100,8 @@ def test_processes_move_back_when_the_last_weighin_that_uses_the_scope_exits(
 ) -> None:
     group, leaf, exits = begun(v2, monkeypatch)
     if not is_last:
-        delegation.groups_root.cache_clear()
-        delegation.groups_root()  # by another process
+        cgroup.groups_root.cache_clear()
+        cgroup.groups_root()  # by another process
     exits.pop()()
     ours = [str(os.getpid())]
     assert (group / "cgroup.procs").read_text().split() == (ours if is_last else [])
@@ -118,7 +118,7 @@ def test_a_weighin_that_exits_while_another_starts_leaves_it_the_controller(
     v2: Kernel, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     group, leaf, exits = begun(v2, monkeypatch)
-    delegation.groups_root.cache_clear()
+    cgroup.groups_root.cache_clear()
     first, flock, read_text = [exits.pop()], fcntl.flock, Path.read_text
 
     def lock(descriptor: int, operation: int) -> None:
@@ -134,7 +134,7 @@ def test_a_weighin_that_exits_while_another_starts_leaves_it_the_controller(
 
     monkeypatch.setattr(fcntl, "flock", lock)
     monkeypatch.setattr(Path, "read_text", read)
-    assert delegation.groups_root() == group
+    assert cgroup.groups_root() == group
     assert not first
     ours = [str(os.getpid())]
     assert (group / "cgroup.subtree_control").read_text().split() == ["memory"]
@@ -153,7 +153,7 @@ def test_two_weighins_that_start_at_once_both_use_the_leaf(
     monkeypatch.setattr(atexit, "register", lambda *called: exits.append(partial(*called)))
     group = scope(v2)
     refuse_root(v2)
-    others, read_text = [delegation.groups_root.__wrapped__], Path.read_text
+    others, read_text = [cgroup.groups_root.__wrapped__], Path.read_text
 
     def read(path: Path) -> str:
         if others and path == group / "cgroup.subtree_control":
@@ -161,7 +161,7 @@ def test_two_weighins_that_start_at_once_both_use_the_leaf(
         return read_text(path)
 
     monkeypatch.setattr(Path, "read_text", read)
-    assert delegation.groups_root() == group
+    assert cgroup.groups_root() == group
     exits.pop()()
     assert (group / "cgroup.subtree_control").read_text().split() == ["memory"]
     exits.pop()()
@@ -178,7 +178,7 @@ def test_a_process_that_ends_before_it_is_moved_does_not_keep_the_others(
         v2.put(pid, group)
     v2.ended = {1001}
     refuse_root(v2)
-    assert delegation.groups_root() == group
+    assert cgroup.groups_root() == group
     ours = ["1002", str(os.getpid())]
     assert (leaf / "cgroup.procs").read_text().split() == ours
     v2.ended = {1002}
@@ -200,7 +200,7 @@ def test_processes_that_start_while_others_are_moved_are_moved_too(
         put(pid, target)
 
     monkeypatch.setattr(v2, "put", fork)
-    assert delegation.groups_root() == group
+    assert cgroup.groups_root() == group
     assert len((leaf / "cgroup.procs").read_text().split()) == 3
 
 
@@ -217,7 +217,7 @@ def test_processes_go_back_if_the_controller_cannot_be_enabled_after_all(
             put(next(numbers), group)
 
     monkeypatch.setattr(v2, "put", fork)
-    assert delegation.groups_root() is None
+    assert cgroup.groups_root() is None
     assert str(os.getpid()) in (group / "cgroup.procs").read_text().split()
     assert not (group / "weighin-parent").exists()
 
@@ -226,38 +226,38 @@ def test_a_scope_without_the_memory_controller_is_no_root(v2: Kernel) -> None:
     with (scope(v2) / "cgroup.controllers").open("w") as file:
         file.write("pids")
     refuse_root(v2)
-    assert delegation.groups_root() is None
+    assert cgroup.groups_root() is None
 
 
 def test_root_outside_of_a_container_takes_the_root_although_it_has_a_group(v2: Kernel) -> None:
     scope(v2)
-    assert delegation.groups_root() == v2.memory
+    assert cgroup.groups_root() == v2.memory
 
 
 def test_in_a_container_without_a_namespace_the_cells_stay_in_its_group(v2: Kernel) -> None:
     v2.put(1, group := scope(v2))  # the first process of this machine is in the same group
-    assert delegation.groups_root() == group
+    assert cgroup.groups_root() == group
 
 
 def test_a_group_around_this_process_whose_limit_is_known_holds_the_cells(v2: Kernel) -> None:
     (v2.memory / "cgroup.subtree_control").write_text("+memory")
     group = scope(v2)
     cgroup.limit(group, 64 * MIB)
-    assert delegation.groups_root() == group
-    assert delegation.left_limit() is None
+    assert cgroup.groups_root() == group
+    assert cgroup.left_limit() is None
 
 
 @pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
 def test_a_limit_that_cells_leave_is_the_smallest_around_this_process(kernel: Kernel) -> None:
-    assert delegation.left_limit() is None
+    assert cgroup.left_limit() is None
     (outer := kernel.memory / "outer").mkdir()
     (own := outer / "own").mkdir()
     kernel.put(os.getpid(), own)
-    assert delegation.left_limit() is None
+    assert cgroup.left_limit() is None
     cgroup.limit(outer, 64 * MIB)
-    assert delegation.left_limit() == (64 * MIB, outer)
+    assert cgroup.left_limit() == (64 * MIB, outer)
     cgroup.limit(own, 32 * MIB)
-    assert delegation.left_limit() == (32 * MIB, own)
+    assert cgroup.left_limit() == (32 * MIB, own)
 
 
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def test_the_ram_of_cells_is_that_of_the_machine(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch)
-    assert delegation.ram_bytes() == (64 * GIB, 10 * GIB)
+    assert cgroup.ram_bytes() == (64 * GIB, 10 * GIB)
 
 
 def test_a_limit_around_the_cells_takes_from_their_ram_but_not_from_a_containers(
@@ -281,10 +281,10 @@ def test_a_limit_around_the_cells_takes_from_their_ram_but_not_from_a_containers
     cgroup.limit(group, 4 * GIB)
     (group / "memory.current").write_text(str(3 * GIB))
     (group / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")
-    assert delegation.ram_bytes() == (4 * GIB, 2 * GIB)
-    assert delegation.ram_bytes("docker") == (64 * GIB, 10 * GIB)
+    assert cgroup.ram_bytes() == (4 * GIB, 2 * GIB)
+    assert cgroup.ram_bytes("docker") == (64 * GIB, 10 * GIB)
     (group / "memory.max").write_text(str(32 * GIB))
-    assert delegation.ram_bytes() == (32 * GIB, 10 * GIB)
+    assert cgroup.ram_bytes() == (32 * GIB, 10 * GIB)
 
 
 @pytest.mark.parametrize("kernel", ["v1", "v2"], indirect=True)
@@ -300,7 +300,7 @@ def test_a_scope_helps_a_user_on_v2_who_can_have_one(
         (tmp_path / "run" / "systemd" / "private").mkdir(parents=True)
     if lacks == "scope":
         monkeypatch.setenv("WEIGHIN_DELEGATED", "1")  # this process is in one already
-    assert delegation.helps() == (kernel.memory == kernel.unified and not lacks)
+    assert cgroup.needs_scope() == (kernel.memory == kernel.unified and not lacks)
 
 
 def test_a_scope_does_not_help_a_user_who_may_make_groups(
@@ -310,14 +310,14 @@ def test_a_scope_does_not_help_a_user_who_may_make_groups(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     (tmp_path / "run" / "systemd" / "private").mkdir(parents=True)
-    assert not delegation.helps()
+    assert not cgroup.needs_scope()
 
 
 def test_this_command_goes_on_in_a_delegated_scope(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, ...]] = []
     monkeypatch.setattr(os, "execvp", lambda name, command: started.append((name, *command)))
     monkeypatch.setenv("WEIGHIN_DELEGATED", "")
-    delegation.enter(["bench", "gpt2-tiny"])
+    cgroup.enter_scope(["bench", "gpt2-tiny"])
     [(program, *command)] = started
     assert command[0] == program == "systemd-run"
     assert {"--user", "--scope", "Delegate=yes"} <= set(command[: command.index("--")])
@@ -329,7 +329,7 @@ def test_a_user_without_groups_leaves_no_limit(kernel: Kernel) -> None:
     (own := kernel.memory / "own").mkdir()
     kernel.put(os.getpid(), own)
     refuse_root(kernel)
-    assert delegation.left_limit() is None
+    assert cgroup.left_limit() is None
 
 
 @pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
@@ -340,7 +340,7 @@ def test_the_ram_of_cells_outside_of_the_limit_around_this_process_is_the_machin
     (own := kernel.memory / "own").mkdir()
     kernel.put(os.getpid(), own)
     cgroup.limit(own, GIB)
-    assert delegation.ram_bytes() == (64 * GIB, 10 * GIB)
+    assert cgroup.ram_bytes() == (64 * GIB, 10 * GIB)
 
 
 @pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
@@ -353,4 +353,4 @@ def test_without_groups_for_cells_the_limit_around_this_process_holds_for_them(
     cgroup.limit(own, 4 * GIB)
     (own / "memory.usage_in_bytes").write_text(str(GIB))
     refuse_root(kernel)
-    assert delegation.ram_bytes("process") == (4 * GIB, 3 * GIB)
+    assert cgroup.ram_bytes("process") == (4 * GIB, 3 * GIB)

@@ -10,7 +10,7 @@ from ran_commands import make_command
 from test_floor import CELL, above, lived, search
 
 from weighin.errors import ConfigError, RecordError
-from weighin.isolation import delegation
+from weighin.isolation import cgroup
 from weighin.plan import start as plans
 from weighin.plan.task import Planned, Progress, Run
 from weighin.records.floor import TYPICAL_CELLS, Aim
@@ -37,7 +37,7 @@ def searching(*cells: Any, skip: str = "", **settings: Any) -> Search:
 def played(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
     """The results of the cells so far; each search continues after them."""
     results: list[Result] = []
-    monkeypatch.setattr(delegation, "ram_bytes", lambda _: (64 * GIB, 64 * GIB))
+    monkeypatch.setattr(cgroup, "ram_bytes", lambda _: (64 * GIB, 64 * GIB))
 
     def run(task: Run, _: Progress, following: Any) -> list[Result]:
         while (planned := following(results)) is not None:

@@ -12,7 +12,7 @@ from test_check import run_of
 from weighin.errors import ConfigError, UnknownName
 from weighin.fleet import engine, jobs
 from weighin.gate import check as checks
-from weighin.isolation import delegation
+from weighin.isolation import cgroup
 from weighin.isolation.docker import DockerIsolation
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation
 from weighin.plan.loads import plan_cell
@@ -63,7 +63,7 @@ def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.usage_in_bytes").write_text(str(3 * GIB))
     (tmp_path / "memory.stat").write_text(f"total_inactive_file {2 * GIB}\n")
     (tmp_path / "memory.limit_in_bytes").write_text(str(5 * GIB))
-    monkeypatch.setattr(delegation, "groups_root", lambda: tmp_path / "groups")
+    monkeypatch.setattr(cgroup, "groups_root", lambda: tmp_path / "groups")
 
 
 @pytest.mark.usefixtures("limited")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from scripts import JOB, followed
 
-from weighin.isolation import cgroup, delegation
+from weighin.isolation import cgroup
 from weighin.isolation.process import Started
 from weighin.probes.cgroup import MemoryCgroup, limits_around, memory_hierarchy
 from weighin.result import Outcome, Result
@@ -31,7 +31,7 @@ TAKES = ("python3", "-c", "held = bytearray(200 << 20)")
 @pytest.fixture
 def around() -> Iterator[Path]:
     """A cgroup with a limit of 64 MiB, in which further groups can be limited."""
-    root = delegation.groups_root()
+    root = cgroup.groups_root()
     assert root
     group = root / f"weighin-test-{os.getpid()}"
     group.mkdir()

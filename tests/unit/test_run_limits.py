@@ -6,7 +6,7 @@ import pytest
 from ran_commands import make_command
 
 from weighin.errors import ConfigError
-from weighin.isolation import delegation
+from weighin.isolation import cgroup
 from weighin.isolation.process import CgroupIsolation
 from weighin.isolation.select import check_limits_around
 from weighin.plan import task
@@ -20,7 +20,7 @@ def around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (groups := tmp_path / "outer" / "inner" / "cells").mkdir(parents=True)
     (tmp_path / "outer" / "memory.max").write_text(str(3 * GIB))
     (tmp_path / "outer" / "inner" / "memory.max").write_text(str(2 * GIB))
-    monkeypatch.setattr(delegation, "groups_root", lambda: groups)
+    monkeypatch.setattr(cgroup, "groups_root", lambda: groups)
     return tmp_path / "outer" / "inner"
 
 
@@ -43,7 +43,7 @@ def test_a_limit_above_that_of_a_cgroup_around_is_refused(around: Path) -> None:
 
 
 def test_where_no_group_can_be_made_nothing_is_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delegation, "groups_root", lambda: None)
+    monkeypatch.setattr(cgroup, "groups_root", lambda: None)
     check_limits_around(CgroupIsolation(), [make_command(ram_limit_bytes=2**60)])
 
 

@@ -21,10 +21,10 @@ def enter_scope(isolation: str) -> None:
     """If the isolation is a cgroup that this user can create only in a systemd scope, start this
     command line again in such a scope.
     """
-    from weighin.isolation import delegation, select
+    from weighin.isolation import cgroup, select
 
-    if select.wants_cgroup(isolation) and delegation.helps():
-        delegation.enter(sys.argv[1:])
+    if select.wants_cgroup(isolation) and cgroup.needs_scope():
+        cgroup.enter_scope(sys.argv[1:])
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from weighin.checkpoint import cache, entries
 from weighin.disk import mount
 from weighin.disk.passthrough import Pace
 from weighin.errors import HarnessError
-from weighin.isolation import delegation, select, visible
+from weighin.isolation import cgroup, select, visible
 from weighin.isolation.base import Isolation
 from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import environment, gpu_check, page_cache
@@ -296,7 +296,7 @@ def _machine() -> Iterator[Capability]:
     else:
         beside = f"beside a v2 tree at {tree}" if tree else "without a v2 tree"
         yield Capability("cgroup version", "poor", f"v1 at {hierarchy[1]}, {beside}")
-    total, free = delegation.ram_bytes()
+    total, free = cgroup.ram_bytes()
     limited = " (the limit of a cgroup around weighin)" if total < machine["ram_bytes"] else ""
     yield Capability("RAM", "good", f"{format_bytes(free)} free of {format_bytes(total)}{limited}")
     disk = shutil.disk_usage(cache.folder()).free

@@ -18,7 +18,7 @@ from weighin.checkpoint import cache, staging
 from weighin.errors import ConfigError
 from weighin.fleet import node
 from weighin.fleet.driver import Driver
-from weighin.isolation import delegation
+from weighin.isolation import cgroup
 from weighin.plan.task import Node, Progress, Run
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.records.machine import CONCURRENT
@@ -77,7 +77,7 @@ class Jobs:
         return {_HERE: _HERE}
 
     def node(self) -> Node:
-        total, free = delegation.ram_bytes(self._isolation)
+        total, free = cgroup.ram_bytes(self._isolation)
         return Node(_HERE, _HERE, total, free, {self._isolation: ""})
 
     def placed(self, result: Result, _: str) -> Result:
@@ -122,7 +122,7 @@ def check(task: Run, jobs: int) -> None:
             " memory from each other",
             "add --ram, or leave --jobs out",
         )
-    needed, (_, free) = sum(sorted(limits)[-jobs:]), delegation.ram_bytes(task.isolation.name)
+    needed, (_, free) = sum(sorted(limits)[-jobs:]), cgroup.ram_bytes(task.isolation.name)
     if needed > free:
         raise ConfigError(
             f"--jobs {jobs}: the RAM limits of {jobs} cells are {format_bytes(needed)} together,"

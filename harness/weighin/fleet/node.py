@@ -31,7 +31,7 @@ from weighin import __version__, child_process, install
 from weighin.checkpoint import cache, staging
 from weighin.child_process import Child, Parent, last_line, module
 from weighin.errors import ConfigError, HarnessError, Interrupted, explain
-from weighin.isolation import delegation, select
+from weighin.isolation import cgroup, select
 from weighin.plan import start
 from weighin.plan.task import Demand, Node, Progress
 from weighin.probes import environment, gpu_check
@@ -150,7 +150,7 @@ def _describe(assignment: Mapping[str, Any], driver: Parent) -> None:
 
         examined = doctor.examine(lambda text: driver.send("step", text=text, is_line=True))
         capabilities = [asdict(each) for each in (*examined.capabilities, doctor.nested())]
-    total, free = delegation.ram_bytes()
+    total, free = cgroup.ram_bytes()
     driver.send(
         "node",
         weighin=own_code(),
@@ -190,7 +190,7 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
             is_probed=assignment["is_tested"],
             more_limits=[(limit, ranks) for limit, ranks in assignment["limits"]],
         )
-        total, free = delegation.ram_bytes(task.isolation.name)
+        total, free = cgroup.ram_bytes(task.isolation.name)
         (planned,) = task.planned
         gpus = [g.total_bytes for g in gpu_check.look().gpus] if planned.cell.needs_gpu else []
         has: dict[str, Any] = {"ram_bytes": total, "free_ram_bytes": free, "gpu_bytes": gpus}

@@ -25,7 +25,7 @@ from weighin.child_process import (
     signal_each,
 )
 from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, StillRunning
-from weighin.isolation import cgroup, delegation
+from weighin.isolation import cgroup
 from weighin.isolation.base import Exit, Isolation, Running, Streams, connected
 from weighin.probes.cgroup import (
     is_left_behind,
@@ -123,7 +123,7 @@ class CgroupIsolation(ProcessIsolation):
 
     def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
         """Report if weighin's own cgroup has a memory limit that does not apply to the cells."""
-        if left := delegation.left_limit():
+        if left := cgroup.left_limit():
             progress(
                 f"weighin measures outside its own cgroup {left[1]}, whose limit of"
                 f" {format_bytes(left[0])} does not apply there"
@@ -136,7 +136,7 @@ class CgroupIsolation(ProcessIsolation):
         return cgroup.remove_stale()
 
     def describe(self) -> dict[str, str]:
-        return {"groups": str(delegation.groups_root())}
+        return {"groups": str(cgroup.groups_root())}
 
 
 class Started(Running):

@@ -6,7 +6,7 @@ from typing import Final
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, IsolationUnavailable, UnknownName
-from weighin.isolation import delegation
+from weighin.isolation import cgroup
 from weighin.isolation.base import Isolation
 from weighin.probes.cgroup import limits_around, memory_hierarchy
 from weighin.units import format_bytes, format_exact
@@ -118,7 +118,7 @@ def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
     The kernel would kill the cell at the limit of the outer cgroup, before the cell reaches its own
     limit. Only the isolation ``cgroup`` is checked.
     """
-    root = delegation.groups_root() if isolation.name == "cgroup" else None
+    root = cgroup.groups_root() if isolation.name == "cgroup" else None
     limits = limits_around(root) if root else []
     largest = max((cell.ram_limit_bytes or 0 for cell in cells), default=0)
     if limits and largest > limits[0][0]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weighin.errors import ConfigError, RecordError
-from weighin.isolation import delegation
+from weighin.isolation import cgroup
 from weighin.plan import start as plans
 from weighin.plan.task import Planned, Progress, Run
 from weighin.records.coverage import resume_command
@@ -43,7 +43,7 @@ class Search:
         return runner.run(self.run, progress, lambda results: self._next(results, progress))
 
     def _next(self, results: Sequence[Result], progress: Progress) -> Planned | None:
-        highest, _ = delegation.ram_bytes(self.run.isolation.name)
+        highest, _ = cgroup.ram_bytes(self.run.isolation.name)
         aim = self.run.settings.aim
         done = {result.cell.id for result in results}
         for planned in self.run.planned:
