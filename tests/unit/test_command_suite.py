@@ -9,7 +9,7 @@ from weighin.errors import ConfigError
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
 from weighin.records import run_folder
-from weighin.records.coverage import parse_shard
+from weighin.records.run_folder import parse_shard
 from weighin.settings.definition import COMMANDS, MODELS, Settings
 from weighin.settings.reading import read_suite
 

@@ -15,7 +15,7 @@ from weighin.cli import app
 from weighin.errors import RecordError
 from weighin.plan import start
 from weighin.records import run_folder
-from weighin.records.coverage import Shard, parse_shard
+from weighin.records.run_folder import Shard, parse_shard
 from weighin.result import Result
 from weighin.run.merge import merge
 
@@ -162,13 +162,13 @@ def test_a_merged_run_is_ours_if_all_its_parts_are(
 ) -> None:
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
     parts = [shard("1/2"), shard("2/2")]
-    plans = [run_folder.plan_bytes(part) for part in parts]
+    plans = [(part / "plan.json").read_bytes() for part in parts]
     start.remember(plans[0])
     merge(parts, Path("half"))
-    assert not start.is_ours(run_folder.plan_bytes(Path("half")))
+    assert not start.is_ours(Path("half/plan.json").read_bytes())
     start.remember(plans[1])
     merge(parts, Path("whole"))
-    assert start.is_ours(run_folder.plan_bytes(Path("whole")))
+    assert start.is_ours(Path("whole/plan.json").read_bytes())
 
 
 def test_a_changed_plan_that_is_put_back_during_a_merge_is_not_ours(
@@ -176,7 +176,7 @@ def test_a_changed_plan_that_is_put_back_during_a_merge_is_not_ours(
 ) -> None:
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
     folder = shard("1/1")
-    ours = run_folder.plan_bytes(folder)
+    ours = (folder / "plan.json").read_bytes()
     start.remember(ours)
     path = folder / run_folder.PLAN
     path.write_bytes(ours.replace(b'"seed": 0', b'"seed": 1'))
@@ -189,7 +189,7 @@ def test_a_changed_plan_that_is_put_back_during_a_merge_is_not_ours(
     monkeypatch.setattr(run_folder, "write_plan", put_back)
     merge([folder], Path("whole"))
     assert run_folder.read_plan(Path("whole")).settings["seed"] == 1
-    assert not start.is_ours(run_folder.plan_bytes(Path("whole")))
+    assert not start.is_ours(Path("whole/plan.json").read_bytes())
 
 
 def test_runs_without_a_common_division_have_no_missing_shards() -> None:

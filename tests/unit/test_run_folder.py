@@ -16,7 +16,7 @@ from ran_commands import make_command
 from weighin import atomic
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import DamagedRecord, RecordError
-from weighin.records import coverage, run_folder
+from weighin.records import run_folder
 from weighin.records.floor import results_of, searched
 from weighin.records.run_folder import parse
 from weighin.result import SCHEMA, Outcome, Peaks, Result
@@ -234,7 +234,7 @@ def test_pending_compares_whole_cells(tmp_path: Path) -> None:
     ]
     for cell in (cells[0], cells[2]):
         run_folder.append(tmp_path, make_result(cell))
-    assert coverage.pending(cells, run_folder.read(tmp_path).results) == [cells[1], cells[3]]
+    assert run_folder.pending(cells, run_folder.read(tmp_path).results) == [cells[1], cells[3]]
 
 
 # Written text loses what UTF-8 cannot hold: surrogates are the subject of a test above. Reading
@@ -262,7 +262,7 @@ def test_every_result_survives_its_json(result: Result) -> None:
 
 
 def test_replacing_a_field_changes_the_identity() -> None:
-    assert coverage.pending([replace(make_cell(), cache="warm")], [make_result()])
+    assert run_folder.pending([replace(make_cell(), cache="warm")], [make_result()])
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from ran_commands import make_command, settings_of
 
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
-from weighin.records.coverage import Shard
 from weighin.records.floor import Aim
+from weighin.records.run_folder import Shard
 from weighin.settings.definition import Settings, SuiteCommand, SuiteModel, SuiteStrategy
 from weighin.settings.reading import check_suite, read_plan
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weighin.errors import ConfigError
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
-from weighin.records.coverage import Shard, parse_shard
+from weighin.records.run_folder import Shard, parse_shard
 from weighin.settings.reading import check_suite
 
 

@@ -17,7 +17,7 @@ from weighin.records.run_folder import clean, impossible
         {"options": {"gap_ns": -1}, "kwargs": {"a_bytes": -1}, "environment": {"b_ns": -1}},
         {"phases": [{"start_ns": 5, "end_ns": 5}], "load_ns": 3, "ready_ns": 3},
         {"start_ns": 5, "end_ns": None, "load_ns": None, "ready_ns": 1},
-        {"ranks": [1, None, "x", [{"rss_bytes": -1}]]},  # a list in a list is no part of a record
+        {"ranks": [1, None, "x", [{"rss_bytes": 1}]]},
     ],
 )
 def test_a_record_that_a_measurement_can_have(record: dict[str, Any]) -> None:

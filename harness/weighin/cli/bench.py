@@ -155,7 +155,6 @@ def bench(context: click.Context, /, **_: Any) -> None:
     from weighin.cli import _progress
     from weighin.plan.start import start
     from weighin.records import run_folder
-    from weighin.records.coverage import parse_shard
     from weighin.run.runner import resumable
 
     typed = _arguments.read(context)
@@ -163,7 +162,7 @@ def bench(context: click.Context, /, **_: Any) -> None:
         _measuring.enter_scope(typed["isolation"])
 
     def plan(engine: dict[str, Any], nodes: "Sequence[Node]") -> "tuple[Run, str]":
-        shard = parse_shard(typed["shard"]) if typed["shard"] else None
+        shard = run_folder.parse_shard(typed["shard"]) if typed["shard"] else None
         model = _arguments.one_model(typed)
         settings = _arguments.settings(typed, model, shard=shard, engine=engine)
         return start(settings, typed["folder"], nodes)

@@ -124,7 +124,7 @@ def command_settings(typed: dict[str, Any], **more: Any) -> "Settings":
     from pathlib import Path
 
     from weighin.plan.commands import label_of
-    from weighin.records.coverage import parse_shard
+    from weighin.records.run_folder import parse_shard
     from weighin.settings.definition import COMMANDS, SuiteCommand
     from weighin.settings.reading import check_suite, read_suite
 

@@ -13,7 +13,7 @@ from weighin.errors import HarnessError, NoNodeLeft, RecordError
 from weighin.foreign import no_link
 from weighin.plan.task import Demand, Node, Planned, Progress, Run, skipped
 from weighin.probes import environment
-from weighin.records import coverage, run_folder
+from weighin.records import run_folder
 from weighin.records.run_folder import parse
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.run import interrupts, runner
@@ -74,7 +74,7 @@ class Driver:
             interrupts.put_off(),
         ):
             results = task.begin()
-            todo = {c.id for c in coverage.pending([p.cell for p in task.planned], results)}
+            todo = {c.id for c in run_folder.pending([p.cell for p in task.planned], results)}
             for planned in task.planned:
                 if planned.cell.id in todo and planned.skip:
                     self._record(skipped(planned, {}))

@@ -14,9 +14,9 @@ from weighin.gate.expected import Expectation, is_expected, parse, suggest
 from weighin.gate.lines import GateResult, Line, LineVerdict
 from weighin.gate.tables import short_names
 from weighin.records import run_folder
-from weighin.records.coverage import Coverage
 from weighin.records.machine import Setting, fingerprint, settings_of
 from weighin.records.metrics import grouped, named
+from weighin.records.run_folder import Coverage
 from weighin.records.series import Series, SeriesRun, name_of, summarise
 from weighin.result import BROKEN, Outcome
 

@@ -23,7 +23,7 @@ from weighin.isolation import select
 from weighin.plan import commands
 from weighin.plan.task import Node, Planned, Run
 from weighin.records import run_folder
-from weighin.records.coverage import resume_command
+from weighin.records.run_folder import resume_command
 from weighin.settings import reading
 from weighin.settings.definition import Settings
 from weighin.units import format_exact
@@ -86,7 +86,7 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
         ConfigError: a file is missing, every cell is skipped, or the plan is not ours and names
             foreign code without ``trusted``.
     """
-    text = run_folder.plan_bytes(folder)
+    text = run_folder.read_file(folder, run_folder.PLAN)
     found = run_folder.parse_plan(folder, text)
     if not found.cells:
         raise RecordError(f"the run in {folder} plans no measurement", "start a new run")

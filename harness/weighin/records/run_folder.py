@@ -8,7 +8,8 @@
     RUN/traces/*.csv      one file per cell with a trace of the CUDA allocator
     RUN/.room             while a cell runs: disk space reserved for the cell's record
 
-results/README.md documents every field of these files.
+results/README.md documents every field of these files. The records of a stopped run look like those
+of a complete run, so that ``read`` also compares them with the plan (``Coverage``).
 """
 
 import errno
@@ -16,9 +17,9 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from io import FileIO
 from operator import attrgetter
 from pathlib import Path, PurePath
@@ -30,9 +31,9 @@ import msgspec
 
 from weighin import atomic
 from weighin.cell import CacheState, Cell, Operation
-from weighin.errors import DamagedRecord, RecordError
+from weighin.errors import ConfigError, DamagedRecord, RecordError
 from weighin.foreign import no_link, parse_json, read_bytes
-from weighin.records.coverage import Coverage, as_json, coverage, resume_command, verb_of
+from weighin.records.floor import Aim, next_cell
 from weighin.records.metrics import grouped
 from weighin.result import SCHEMA, Outcome, Result, Sample
 from weighin.text import masked, one_line, printable
@@ -43,6 +44,7 @@ PLAN: Final = "plan.json"
 _MOST_BYTES: Final = 1024**3  # of about 180,000 records, or of twelve days of samples, 5 ms apart
 _ROOM: Final = ".room"
 _ROOM_BYTES: Final = 256 * 1024  # the largest record so far has 9 KiB
+_ANY_RAM_BYTES: Final = 1 << 62  # stands for the machine's RAM if no record tells the size
 
 _DAMAGES_TOLD: Final = 5
 _NAME_ANOTHER: Final = "free disk space, or name a writable folder: weighin bench ... --out FOLDER"
@@ -50,14 +52,12 @@ _FREE: Final = {"kwargs", "options", "environment"}  # a user may put any value 
 _CELLS: Final = {"cell", "cells", "model"}
 _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
 _ORDERED: Final = (("end_ns", "start_ns", "earlier than"), ("ready_ns", "load_ns", "less than"))
-_CHOICES: Final[dict[int | str, list[str]]] = {
+_CHOICES: Final[dict[str, list[str]]] = {
     "outcome": [*Outcome],
     "cache": sorted(get_args(CacheState)),
     "operation": sorted(get_args(Operation)),
 }
 _VALUE_LENGTH: Final = 60  # characters of a damaged value in an error
-_NAMES: Final = tuple(each.name for each in fields(Sample))  # the columns of a file of samples
-_REQUIRED: Final = sum(each.default is MISSING for each in fields(Sample))
 _T = TypeVar("_T")
 
 
@@ -68,6 +68,106 @@ class Plan:
     schema: int
     cells: tuple[Cell, ...]
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Every ``count``-th cell of a plan, beginning with the cell number ``index``, counted from 1."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def of(self, cells: Sequence[_T]) -> Sequence[_T]:
+        return cells[self.index - 1 :: self.count]
+
+
+def parse_shard(text: str) -> Shard:
+    """Return the shard in the text of --shard, such as "2/8"; or raise ConfigError."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if match and 1 <= int(match[1]) <= int(match[2]):
+        return Shard(int(match[1]), int(match[2]))
+    raise ConfigError(
+        f"--shard: cannot read {text!r}",
+        "write the shard's number, from 1, and the number of shards: --shard 2/8",
+        option="--shard",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """The number of cells that a run or its shard plans, and ``pending``: those without a record.
+
+    ``again`` is the command that measures the pending cells. A search for RAM floors has no fixed
+    number of cells; there, a cell is pending until the search for its floor has ended.
+    """
+
+    planned: int
+    pending: tuple[Cell, ...]
+    again: str
+    is_search: bool = False
+    shard: str = ""
+
+    @property
+    def measured(self) -> int:
+        return self.planned - len(self.pending)
+
+    def __str__(self) -> str:
+        """Return "1 of 2 cells of shard 1/3 measured" or "1 of 2 searches for a floor finished"."""
+        if self.is_search:
+            return f"{self.measured} of {self.planned} searches for a floor finished"
+        of_shard = f" of shard {self.shard}" if self.shard else ""
+        return f"{self.measured} of {self.planned} cells{of_shard} measured"
+
+
+def _coverage(run: Path, plan: Plan, results: Sequence[Result]) -> Coverage:
+    cells, settings = plan.cells, plan.settings
+    again = resume_command(verb_of(settings), run)
+    if (within := settings.get("within")) is not None:
+        rams = (ram for result in results if (ram := result.environment.get("ram_bytes")))
+        highest, aim = max(rams, default=_ANY_RAM_BYTES), Aim(settings.get("aim", "ends"))
+        left = [cell for cell in cells if next_cell(cell, results, within, highest, aim)]
+        return Coverage(len(cells), tuple(left), again, is_search=True)
+    shard = str(settings.get("shard", ""))
+    with suppress(ConfigError):  # somebody edited the plan
+        ours = parse_shard(shard).of(cells)
+        return Coverage(len(ours), tuple(pending(ours, results)), again, shard=shard)
+    return Coverage(len(cells), tuple(pending(cells, results)), again)
+
+
+def verb_of(settings: Mapping[str, Any]) -> str:
+    if "within" in settings:
+        return "floor"
+    return "run" if settings.get("commands") or settings.get("command") else "bench"
+
+
+def resume_command(verb: str, run: Path) -> str:
+    return f"weighin {verb} --resume {quote(str(run))}"
+
+
+def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
+    """Return the cells without a result, in order; a result's cell must be equal in all fields."""
+    # Compared as JSON, because a tuple inside a cell's dicts is a list after the record is read.
+    measured = {identity(result.cell) for result in results}
+    return [cell for cell in cells if identity(cell) not in measured]
+
+
+def identity(cell: Cell) -> str:
+    """Return a text that is equal for two cells only if all their fields are equal."""
+    return json.dumps(cell, sort_keys=True, default=as_json)
+
+
+def as_json(value: Any) -> Any:
+    """Return a dataclass as a dict without a deep copy, and any other value as text: the ``default`` of
+    ``json.dumps`` for records, plans and cells.
+    """
+    return (
+        {f.name: getattr(value, f.name) for f in fields(value)}
+        if is_dataclass(value)
+        else str(value)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +199,16 @@ def append(run: Path, result: Result) -> Result:
         RecordError: the folder or file cannot be written, or the result is not valid JSON (a number
             is not finite); no line is added.
     """
-    line, result = _line(result)
+    cell = result.cell
+    try:
+        line, result = _line(result)
+    except DamagedRecord as error:
+        figure = error.message.removeprefix(f"{cell.id}: ")
+        why = f"the measured process reported an impossible figure: {figure}"
+        failed = Result(SCHEMA, cell, Outcome.MEASUREMENT_FAILED, why, started_at=result.started_at)
+        line, result = _line(failed)
     path = run / RECORDS
-    with writing(path, f"; the measurement of {result.cell.id} is lost"):
+    with writing(path, f"; the measurement of {cell.id} is lost"):
         run.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
         (run / _ROOM).unlink(missing_ok=True)
@@ -122,7 +229,7 @@ def append(run: Path, result: Result) -> Result:
     return result
 
 
-def _line(result: Result, *, is_substitute: bool = False) -> tuple[bytes, Result]:
+def _line(result: Result) -> tuple[bytes, Result]:
     """Return a result as a line of JSON, and as a reader gets it from that line, but with its own cell,
     as it was planned: a reader finds lists for tuples, and "?" for what cannot be printed.
     """
@@ -131,15 +238,30 @@ def _line(result: Result, *, is_substitute: bool = False) -> tuple[bytes, Result
         message, *warnings = map(masked, texts)
         result = replace(result, message=message, warnings=tuple(warnings))
     line = _encode(result, cell.id) + b"\n"
+    return line, replace(parse(Result, line, cell.id), cell=cell)
+
+
+def _mend_tail(file: FileIO) -> None:
+    """Go to the end of ``file``; cut off an incomplete last line, or add a missing newline."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 1, 0))
+    if file.read(1) in (b"", b"\n"):
+        return
+    file.seek(0)
+    text = file.read()
+    start = text.rfind(b"\n") + 1
+    if _is_json(text[start:]):
+        file.write(b"\n")
+    else:
+        file.truncate(file.seek(start))
+
+
+def _is_json(text: bytes) -> bool:
     try:
-        return line, replace(parse(Result, line, cell.id), cell=cell)
-    except DamagedRecord as error:
-        if is_substitute:  # the cell itself cannot be read back
-            raise
-        figure = error.message.removeprefix(f"{cell.id}: ")
-        why = f"the measured process reported an impossible figure: {figure}"
-        failed = Result(SCHEMA, cell, Outcome.MEASUREMENT_FAILED, why, started_at=result.started_at)
-        return _line(failed, is_substitute=True)
+        parse_json(text)
+    except ValueError:
+        return False
+    return True
 
 
 @contextmanager
@@ -176,28 +298,6 @@ def read(run: Path) -> Records:
     return records
 
 
-def _mixed(results: Sequence[Result]) -> Iterator[str]:
-    """Yield a warning for cells with several records, and for each series whose repeats differ in
-    their code or in the model's size.
-    """
-    numbers = Counter((one.cell.id, str(one.environment.get("node"))) for one in results)
-    if twice := [name for (name, _), number in numbers.items() if number > 1]:
-        yield (
-            f"{', '.join(twice[:3])}{' and more' * (len(twice) > 3)}: several records of one cell, as"
-            " when two runs write into one folder; the figures may have disturbed each other"
-        )
-    for repeats in grouped(results, lambda one: one.cell.series).values():
-        for what, values in (
-            ("code", {one.sources_hash for one in repeats}),
-            ("model sizes", {one.model_bytes for one in repeats}),
-        ):
-            if len(found := sorted(str(one) for one in values if one is not None)) > 1:
-                yield (
-                    f"{repeats[0].cell.strategy}: one row of the tables mixes repeats with different"
-                    f" {what} ({', '.join(found)})"
-                )
-
-
 def read_whole(run: Path) -> Records:
     """As ``read``, for reports: unreadable lines and a damaged plan cause warnings and ``damage``, and
     only a folder that is not a run, or cannot be read, raises RecordError.
@@ -209,7 +309,7 @@ def read_whole(run: Path) -> Records:
     except RecordError as error:
         plan_error = error
     again = resume_command(verb_of(plan.settings) if plan else "bench", run)
-    lines = [b""] if has_plan and not path.exists() else _read(path).split(b"\n")
+    lines = [b""] if has_plan and not path.exists() else read_file(run, RECORDS).split(b"\n")
     if lines[-1].strip() and not _is_json(lines[-1]):
         warnings.append(
             f"{path}, line {len(lines)} is incomplete, because the run was killed while it wrote"
@@ -247,10 +347,29 @@ def _records(
     warnings: list[str],
     damage: RecordError | None,
 ) -> Records:
-    covered = coverage(run, plan.cells, plan.settings, results) if plan else None
-    if covered and covered.pending:
-        warnings.append(f"{run}: {covered}; {covered.again} measures the rest")
-    return Records(tuple(results), (*warnings, *_mixed(results)), covered, damage)
+    """Add warnings of cells that are pending, or have several records, and of each series whose repeats
+    differ in their code or in the model's size.
+    """
+    coverage = _coverage(run, plan, results) if plan else None
+    if coverage and coverage.pending:
+        warnings.append(f"{run}: {coverage}; {coverage.again} measures the rest")
+    numbers = Counter((one.cell.id, str(one.environment.get("node"))) for one in results)
+    if twice := [name for (name, _), number in numbers.items() if number > 1]:
+        warnings.append(
+            f"{', '.join(twice[:3])}{' and more' * (len(twice) > 3)}: several records of one cell, as"
+            " when two runs write into one folder; the figures may have disturbed each other"
+        )
+    for repeats in grouped(results, lambda one: one.cell.series).values():
+        for what, values in (
+            ("code", {one.sources_hash for one in repeats}),
+            ("model sizes", {one.model_bytes for one in repeats}),
+        ):
+            if len(found := sorted(str(one) for one in values if one is not None)) > 1:
+                warnings.append(
+                    f"{repeats[0].cell.strategy}: one row of the tables mixes repeats with different"
+                    f" {what} ({', '.join(found)})"
+                )
+    return Records(tuple(results), tuple(warnings), coverage, damage)
 
 
 def samples_path(cell: Cell, rank: int | None = None) -> str:
@@ -318,11 +437,7 @@ def discard_unmeasured(run: Path) -> None:
 
 
 def read_plan(run: Path) -> Plan:
-    return parse_plan(run, plan_bytes(run))
-
-
-def plan_bytes(run: Path) -> bytes:
-    return _read(run / PLAN)
+    return parse_plan(run, read_file(run, PLAN))
 
 
 def parse_plan(run: Path, text: bytes) -> Plan:
@@ -344,37 +459,11 @@ def _encode(value: Result | Plan, name: str, indent: int | None = None) -> bytes
     return text.encode("utf-8", "replace")  # file names may contain bytes that are not UTF-8
 
 
-def _mend_tail(file: FileIO) -> None:
-    """Go to the end of ``file``; cut off an incomplete last line, or add a missing newline."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(size - 1, 0))
-    if file.read(1) in (b"", b"\n"):
-        return
-    file.seek(0)
-    text = file.read()
-    start = text.rfind(b"\n") + 1
-    if _is_json(text[start:]):
-        file.write(b"\n")
-    else:
-        file.truncate(file.seek(start))
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        parse_json(text)
-    except ValueError:
-        return False
-    return True
-
-
 def read_file(run: Path, name: str) -> bytes:
     """Return the content of a file of a run; raise RecordError if it is missing, or leads elsewhere."""
-    return _read(run / name, run)
-
-
-def _read(path: Path, run: Path | None = None) -> bytes:
+    path = run / name
     try:
-        return read_bytes(path, _MOST_BYTES, within=run or path.parent)
+        return read_bytes(path, _MOST_BYTES, within=run)
     except FileNotFoundError as error:
         raise RecordError(
             f"{path.parent} contains no {path.name}, so it is not the folder of a run",
@@ -430,20 +519,20 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
 def _complaint(text: str, record: Any) -> str:
     """Return an error of msgspec with the place first: "peaks.rss_bytes: expected `int`, got `str` '1'"."""
     text, _, path = text.partition(" - at `$")
-    keys = [int(index) if index else key for index, key in re.findall(r"\[(\d+)\]|(\w+)", path)]
-    where = ".".join(map(str, keys))
+    keys = re.findall(r"\w+", path)
+    where = ".".join(keys)
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
         return f"{f'{where}.{missing[1]}'.strip('.')}: missing"
     is_unknown = text.startswith("Invalid enum value")
-    if not (is_unknown or text.startswith("Expected")) or "..." in path or "` in `" in text:
-        # The place is not known: msgspec writes "..." for a key of a mapping.
-        return one_line(f"{where or 'the record'}: {text[:1].lower()}{text[1:]}")
+    text = f"{where or 'the record'}: {text[:1].lower()}{text[1:]}"
+    if "..." in path or not (is_unknown or "expected" in text):  # msgspec names no key of a mapping
+        return one_line(text)
     for key in keys:
-        record = record[key]
+        record = record[int(key) if isinstance(record, list) else key]
     shown = one_line(short_repr(record), _VALUE_LENGTH)
     if is_unknown:
         return f"{where}: unknown value {shown}; known values: {', '.join(_CHOICES[keys[-1]])}"
-    return one_line(f"{where or 'the record'}: {text[:1].lower()}{text[1:]} {shown}")
+    return one_line(f"{text} {shown}")
 
 
 def clean(value: Any, *, is_cell: bool = False) -> Any:
@@ -464,24 +553,24 @@ def clean(value: Any, *, is_cell: bool = False) -> Any:
     return value
 
 
-def impossible(record: dict[str, Any], before: str = "") -> str:
+def impossible(record: Any, before: str = "") -> str:
     """Describe the first impossible value of a record, whose own place is ``before``; empty if none is.
 
     An amount in bytes, ns or faults is impossible below 0 or above 2**63 - 1, and so is a phase that
     ends before its start, or ``ready_ns`` below ``load_ns``.
     """
-    for key, value in record.items():
-        if key in _FREE:
-            continue
-        inner = value if isinstance(value, dict) else {}
-        if isinstance(value, list):
-            inner = {str(n): item for n, item in enumerate(value) if isinstance(item, dict)}
-        if inner and (complaint := impossible(inner, f"{before}{key}.")):
+    for key, value in record.items() if isinstance(record, dict) else enumerate(record):
+        complaint = ""
+        if isinstance(value, dict | list) and key not in _FREE:
+            complaint = impossible(value, f"{before}{key}.")
+        elif isinstance(value, int) and str(key).endswith(("_bytes", "_ns", "_faults")):
+            is_possible = 0 <= value < _LARGEST
+            complaint = (
+                "" if is_possible else f"{before}{key}: impossible value {short_repr(value)}"
+            )
+        if complaint:
             return complaint
-        is_amount = isinstance(value, int) and key.endswith(("_bytes", "_ns", "_faults"))
-        if is_amount and not 0 <= value < _LARGEST:
-            return f"{before}{key}: impossible value {short_repr(value)}"
-    for later, earlier, what in _ORDERED:
+    for later, earlier, what in _ORDERED if isinstance(record, dict) else ():
         one, other = record.get(later), record.get(earlier)
         if isinstance(one, int) and isinstance(other, int) and one < other:
             return f"{before}{later}: {what} {earlier}"
@@ -494,8 +583,10 @@ def read_samples(run: Path, path: str | None) -> list[Sample]:
     A row without a value that ``Sample`` requires is left out, as is a row that ``read_columns``
     leaves out.
     """
-    rows = read_columns(run, path, _NAMES)
-    samples = [Sample(*row) for row in rows if None not in row[:_REQUIRED]]
+    columns = fields(Sample)
+    required = sum(each.default is MISSING for each in columns)
+    rows = read_columns(run, path, [each.name for each in columns])
+    samples = [Sample(*row) for row in rows if None not in row[:required]]
     return sorted(samples, key=attrgetter("t_ns"))
 
 

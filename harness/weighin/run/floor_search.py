@@ -10,7 +10,6 @@ from weighin.errors import ConfigError, RecordError
 from weighin.isolation import cgroup
 from weighin.plan import start as plans
 from weighin.plan.task import Planned, Progress, Run
-from weighin.records.coverage import resume_command
 from weighin.records.floor import (
     COARSEST,
     TYPICAL_CELLS,
@@ -22,6 +21,7 @@ from weighin.records.floor import (
     searched,
     why_stopped,
 )
+from weighin.records.run_folder import resume_command
 from weighin.result import Result
 from weighin.run import runner
 from weighin.settings.definition import Settings

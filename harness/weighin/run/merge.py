@@ -11,9 +11,8 @@ from typing import Any, Final
 from weighin.cell import Cell
 from weighin.errors import RecordError
 from weighin.plan import start
-from weighin.records import coverage, run_folder
-from weighin.records.coverage import Shard, parse_shard
-from weighin.records.run_folder import Plan
+from weighin.records import run_folder
+from weighin.records.run_folder import Plan, Shard, parse_shard
 from weighin.result import Result
 
 _OF_A_PART: Final = ("shard", "engine")
@@ -71,7 +70,7 @@ def merge(folders: Sequence[Path], out: Path) -> Merged:
         raise RecordError(f"{out} already contains a run", "name another folder with --out")
     parts, warnings = list[_Part](), list[str]()
     for folder in folders:
-        records, text = run_folder.read(folder), run_folder.plan_bytes(folder)
+        records, text = run_folder.read(folder), run_folder.read_file(folder, run_folder.PLAN)
         plan = run_folder.parse_plan(folder, text)
         parts.append(_Part(folder, plan, text, records.results))
         warnings += records.warnings
@@ -81,7 +80,7 @@ def merge(folders: Sequence[Path], out: Path) -> Merged:
     results = []
     for part in parts:
         for result in part.results:
-            key = coverage.identity(result.cell)
+            key = run_folder.identity(result.cell)
             if key in measured_in:
                 raise RecordError(
                     f"{measured_in[key]} and {part.folder} both measured the cell {result.cell.id}",
@@ -99,7 +98,7 @@ def merge(folders: Sequence[Path], out: Path) -> Merged:
         if all(start.is_ours(part.plan_bytes) for part in parts):
             start.remember(text)
         for result in results:
-            source = measured_in[coverage.identity(result.cell)]
+            source = measured_in[run_folder.identity(result.cell)]
             for name in run_folder.paths_of(result.cell):
                 if os.path.lexists(source / name):
                     (unfinished / name).parent.mkdir(exist_ok=True)
@@ -116,9 +115,9 @@ def merge(folders: Sequence[Path], out: Path) -> Merged:
     return Merged(
         folder=out,
         results=tuple(results),
-        missing=tuple(coverage.pending(plan.cells, results)),
+        missing=tuple(run_folder.pending(plan.cells, results)),
         missing_shards=tuple(sorted(missing_shards, key=lambda shard: shard.index)),
-        again=coverage.resume_command(coverage.verb_of(plan.settings), out),
+        again=run_folder.resume_command(run_folder.verb_of(plan.settings), out),
         warnings=tuple(warnings),
     )
 
@@ -134,7 +133,7 @@ def _check_same_plan(first: _Part, other: _Part) -> None:
             repair,
         )
     ours, theirs = (
-        [coverage.identity(cell) for cell in part.plan.cells] for part in (first, other)
+        [run_folder.identity(cell) for cell in part.plan.cells] for part in (first, other)
     )
     if ours != theirs:
         only = [*(set(theirs) - set(ours)), *(set(ours) - set(theirs))]

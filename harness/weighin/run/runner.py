@@ -19,7 +19,7 @@ from weighin.errors import (
 )
 from weighin.plan import start
 from weighin.plan.task import Planned, Progress, Run, skipped
-from weighin.records import coverage, run_folder
+from weighin.records import run_folder
 from weighin.result import Result
 from weighin.run import commands, interrupts
 from weighin.run.measure import Measured
@@ -78,7 +78,7 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
         if following:
             cells = iter(partial(following, results), None)
         else:
-            todo = {cell.id for cell in coverage.pending([p.cell for p in task.planned], results)}
+            todo = {cell.id for cell in run_folder.pending([p.cell for p in task.planned], results)}
             needed = [planned for planned in task.planned if planned.cell.id in todo]
             cells = iter(needed)
         bench: commands.Commands | Loads | None = None
@@ -107,9 +107,9 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
 @contextmanager
 def resumable(verb: str, task: Run) -> Iterator[None]:
     """If an error stops the run in the ``with`` block, add the command that resumes it to the error."""
-    again = coverage.resume_command(verb, task.folder)
+    again = run_folder.resume_command(verb, task.folder)
     plan = task.folder / run_folder.PLAN
-    if not (plan.exists() and start.is_ours(run_folder.plan_bytes(task.folder))):
+    if not (plan.exists() and start.is_ours(run_folder.read_file(task.folder, run_folder.PLAN))):
         from weighin.plan import trust  # imports formats and strategies
 
         if trust.foreign([each.cell for each in task.planned], task.settings):

@@ -29,8 +29,8 @@ from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.selection import Selection
-from weighin.records.coverage import Shard, parse_shard
 from weighin.records.floor import COARSEST, Aim
+from weighin.records.run_folder import Shard, parse_shard
 from weighin.text import printable
 from weighin.units import (
     LONGEST_S,
