@@ -23,7 +23,6 @@ from weighin.errors import IsolationUnavailable
 from weighin.isolation import select
 from weighin.isolation.base import Running, Streams
 from weighin.probes.cgroup import MemoryCgroup
-from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
 from weighin.result import Sample
 
@@ -91,15 +90,13 @@ def _watched(
 def _of_a_load(running: Running, interval_s: float) -> Stop:
     cgroup = MemoryCgroup(running.cgroup) if running.cgroup else None
     return _started(
-        Sampler(
-            SampledMemory(running.pid, running.members, cgroup, loading=[running.pid]), interval_s
-        )
+        Sampler(running.pid, running.members, cgroup, loading=[running.pid], interval_s=interval_s)
     )
 
 
 def _of_a_command(running: Running, interval_s: float) -> Stop:
     cgroup = MemoryCgroup(running.cgroup) if running.cgroup else None
-    return _started(Sampler(SampledMemory(running.pid, running.members, cgroup), interval_s))
+    return _started(Sampler(running.pid, running.members, cgroup, interval_s=interval_s))
 
 
 def _started(sampler: Sampler) -> Stop:

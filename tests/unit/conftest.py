@@ -15,7 +15,7 @@ from weighin import child_process
 from weighin.formats import parallel_headers
 from weighin.loader import disk_readers
 from weighin.loader.disk_readers import TimedRead
-from weighin.probes import memory, page_cache
+from weighin.probes import page_cache, sampler
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -62,7 +62,7 @@ def kernel(
 
     No process is really in such a cgroup, so that none is seen to leave it.
     """
-    monkeypatch.setattr(memory, "has_left", lambda *_: False)
+    monkeypatch.setattr(sampler, "has_left", lambda *_: False)
     with installed(tmp_path, monkeypatch, request.param) as kernel:
         yield kernel
 

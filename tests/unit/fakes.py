@@ -14,7 +14,6 @@ import pytest
 from weighin.cell import Job
 from weighin.isolation.base import Exit
 from weighin.probes.cgroup import Counters
-from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
 from weighin.protocol import decode_job, encode_event
 from weighin.result import Memory, Sample
@@ -66,7 +65,7 @@ class KnownListener(Listener):
 
 
 class Silent:
-    """A cell's mark, memory and sampler that see nothing and do nothing."""
+    """A cell's mark and sampler that see nothing and do nothing."""
 
     escape, cgroup, table = "", None, None
     oom_kills: int | None = None
@@ -99,14 +98,10 @@ def play(patch: pytest.MonkeyPatch) -> None:
     """Let a played worker be observed by what its test plays, in all unit tests."""
     mark_of = watch.peak_mark_of
 
-    def memory_of(pid: int, *arguments: Any, **options: Any) -> Silent | SampledMemory:
-        return _played.get(pid) or SampledMemory(pid, *arguments, **options)
-
-    def sampler_of(memory: Any, **options: Any) -> Silent | Sampler:
-        return memory if isinstance(memory, Silent) else Sampler(memory, **options)
+    def sampler_of(pid: int, *arguments: Any, **options: Any) -> Silent | Sampler:
+        return _played.get(pid) or Sampler(pid, *arguments, **options)
 
     patch.setattr(watch, "peak_mark_of", lambda one: _played.get(one.pid or 0) or mark_of(one))
-    patch.setattr(watch, "SampledMemory", memory_of)
     patch.setattr(watch, "Sampler", sampler_of)
     patch.setattr(measuring, "Listener", KnownListener)
 

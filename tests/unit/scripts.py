@@ -104,6 +104,6 @@ def measure(isolation: Any, run: Path, *arguments: Any, **options: Any) -> Resul
 @pytest.fixture(name="sampler")
 def fake_sampler(monkeypatch: pytest.MonkeyPatch) -> type[FakeSampler]:
     kind = type("Seen", (FakeSampler,), {})
-    monkeypatch.setattr(watch, "SampledMemory", kind)
+    monkeypatch.setattr(watch, "Sampler", kind)
     monkeypatch.setattr(watch, "pressure_file_of", lambda pid: None)
     return kind

@@ -15,7 +15,7 @@ from weighin.isolation import cgroup
 from weighin.isolation.cgroup import temporary_group
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
 from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, start_time, this_process
-from weighin.probes.memory import SampledMemory
+from weighin.probes.sampler import Sampler
 
 ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
 
@@ -90,7 +90,7 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
     try:
         assert running.pid
         assert leftovers.printed(running) == [b"in"]
-        memory = SampledMemory(
+        memory = Sampler(
             running.pid, running.members, MemoryCgroup(groups[0]), loading=[running.pid]
         )
         assert memory.pids()

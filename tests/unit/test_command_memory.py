@@ -7,8 +7,8 @@ import pytest
 from test_cgroup_probe import V1, V2
 from test_memory_cgroup import RECORDED, make_group
 
-from weighin.probes.cgroup import MemoryCgroup, parse_numbers
-from weighin.probes.memory import SampledMemory
+from weighin.probes.cgroup import MemoryCgroup, parse_numbers, room_in
+from weighin.probes.sampler import Sampler
 
 
 @pytest.mark.parametrize("kernel", [*V1, *V2])
@@ -16,8 +16,8 @@ def test_the_sample_of_a_group(tmp_path: Path, kernel: str) -> None:
     group = make_group(tmp_path, kernel)
     stat = parse_numbers(group.file("stat").read_text())
     prefix = "" if kernel in V2 else "total_"
-    with closing(SampledMemory(0, list, group)) as memory:
-        sample = memory.sample(7, [])
+    with closing(Sampler(0, list, group)) as memory:
+        sample = memory.read(7, [])
         assert sample
         assert sample.t_ns == 7
         assert sample.cgroup_bytes == RECORDED[kernel].usage
@@ -29,8 +29,9 @@ def test_the_sample_of_a_group(tmp_path: Path, kernel: str) -> None:
         assert sample.shmem_bytes == sample.cgroup_shmem_bytes == stat[f"{prefix}shmem"]
         assert sample.minor_faults + sample.major_faults == stat[f"{prefix}pgfault"]
         assert sample.rss_bytes == sample.anon_bytes + sample.file_bytes + sample.shmem_bytes
-        assert memory.oom_kills() == 1
-        assert memory.limit() == 24 * 2**20
+        memory._look()
+        assert memory.oom_kills == 1
+        assert room_in(tmp_path) == 24 * 2**20
         if kernel in V2:
             assert sample.kernel_bytes == stat.get("kernel", sample.kernel_bytes)
             assert sample.kernel_bytes is not None
@@ -86,8 +87,8 @@ def test_what_the_kernel_can_reclaim_is_not_needed(
     group.file("usage").write_text("999")
     lines = [f"{name} {number}" for name, number in (STAT | changes).items()]
     group.file("stat").write_text("\n".join(lines))
-    with closing(SampledMemory(0, list, group)) as memory:
-        sample = memory.sample(7, [])
+    with closing(Sampler(0, list, group)) as memory:
+        sample = memory.read(7, [])
     assert sample
     figures = (sample.anon_bytes, sample.locked_bytes, sample.freed_bytes, sample.needed_bytes)
     assert figures == (anon, locked, freed, needed)

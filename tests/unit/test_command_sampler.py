@@ -3,6 +3,7 @@
 import os
 import time
 from contextlib import closing
+from typing import Any
 
 import psutil
 import pytest
@@ -16,14 +17,13 @@ from leftovers import wait_until
 
 from weighin.isolation.cgroup import temporary_group
 from weighin.probes.cgroup import MemoryCgroup, members_of
-from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
 from weighin.result import Process, Sample
 from weighin.units import MIB
 
 
-def tree_of(pid: int) -> SampledMemory:
-    """Return the memory of a process and its descendants."""
+def tree_of(pid: int, **options: Any) -> Sampler:
+    """Return a sampler of a process and its descendants."""
 
     def members() -> list[int]:
         try:
@@ -32,7 +32,7 @@ def tree_of(pid: int) -> SampledMemory:
         except psutil.NoSuchProcess:
             return []
 
-    return SampledMemory(pid, members)
+    return Sampler(pid, members, **options)
 
 
 def last(sampler: Sampler) -> Sample:
@@ -67,7 +67,7 @@ def _size(sample: Sample) -> int:
 def test_pages_that_processes_share_are_counted_once() -> None:
     with command(FAMILY) as family:
         family.reach("started")
-        sampler = Sampler(tree_of(family.pid))
+        sampler = tree_of(family.pid)
         sampler.start()
         wait_until(lambda: sampler.samples, "no sample")
         before = last(sampler)
@@ -92,13 +92,13 @@ def test_pages_that_processes_share_are_counted_once() -> None:
 def test_each_process_has_its_share_when_the_command_used_most() -> None:
     with command(FAMILY) as family:
         family.reach("started")
-        sampler = Sampler(tree_of(family.pid))
+        sampler = tree_of(family.pid)
         sampler.start()
         family.go("forked")
         wait_until(lambda: last(sampler).anon_bytes > FAMILY_ANON_MIB * MIB, "not all was seen")
         settle(sampler)
         family.go("alone")
-        wait_until(lambda: len(sampler.memory.pids()) == 1, "the children's end was not seen")
+        wait_until(lambda: len(sampler.pids()) == 1, "the children's end was not seen")
         sampler.stop()
         found = processes_of(sampler)
     assert [one.pid == family.pid for one in found] == [True, False, False, False]
@@ -117,7 +117,7 @@ def test_a_single_process_that_grows_is_seen_at_every_sample() -> None:
     """The sum of shares is expensive: between two sums, the process's own status shows its growth."""
     with command('step("a"); held = hold(300); step("b"); more = hold(100); step("c")') as one:
         one.reach("a")
-        sampler = Sampler(tree_of(one.pid), 0.002)
+        sampler = tree_of(one.pid, interval_s=0.002)
         sampler.start()
         one.go("b")
         wait_until(lambda: last(sampler).anon_bytes > 300 * MIB, "the first growth was not seen")
@@ -132,9 +132,8 @@ def test_each_sample_is_told() -> None:
     told: list[tuple[int, int]] = []
     with command('step("a"); held = hold(100); step("b"); held.close(); step("c")') as one:
         one.reach("a")
-        sampler = Sampler(
-            tree_of(one.pid), 0.002, at_sample=lambda t_ns, used: told.append((t_ns, used))
-        )
+        at_sample = lambda t_ns, used: told.append((t_ns, used))  # noqa: E731
+        sampler = tree_of(one.pid, interval_s=0.002, at_sample=at_sample)
         sampler.start()
         one.go("b")
         wait_until(lambda: told and told[-1][1] > 100 * MIB, "the growth was not told")
@@ -149,7 +148,7 @@ def test_a_command_that_has_ended_leaves_no_samples() -> None:
         one.reach("a")
         one.go()
         one.process.wait(60)
-        sampler = Sampler(tree_of(one.pid))
+        sampler = tree_of(one.pid)
         sampler.start()
         assert sampler.stop() == []
         assert sampler.peak is None
@@ -162,19 +161,19 @@ def test_sampling_takes_little_time() -> None:
     with temporary_group() as group, command(code, group) as one:
         one.reach("started")
         start = time.thread_time_ns()
-        sampler = Sampler(SampledMemory(one.pid, lambda: members_of(group), MemoryCgroup(group)))
+        sampler = Sampler(one.pid, lambda: members_of(group), MemoryCgroup(group))
         for _ in range(100):
             sampler._look()
         each_ns = (time.thread_time_ns() - start) / 100
-        sampler.memory.close()
+        sampler.close()
     assert each_ns < 2_000_000
 
 
 @pytest.mark.cgroup
 def test_a_group_that_was_removed_gives_no_sample() -> None:
     with temporary_group() as made:
-        memory = SampledMemory(0, lambda: members_of(made), MemoryCgroup(made))
+        memory = Sampler(0, lambda: members_of(made), MemoryCgroup(made))
     with closing(memory):
-        assert memory.sample(1, []) is None
+        assert memory.read(1, []) is None
         assert memory.pids() == []
-        assert memory.oom_kills() is None
+        assert memory.oom_kills is None

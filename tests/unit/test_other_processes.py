@@ -16,7 +16,7 @@ from weighin.child_process import adopt_orphans
 from weighin.isolation import cgroup
 from weighin.isolation.process import Started
 from weighin.probes.cgroup import MemoryCgroup, start_time
-from weighin.probes.memory import SampledMemory
+from weighin.probes.sampler import Sampler
 from weighin.units import MIB
 
 CHILDREN = """
@@ -44,7 +44,7 @@ def test_processes_that_left_the_workers_session_are_sampled(
     running = Started(command, groups=groups)
     try:
         assert running.pid
-        memory = SampledMemory(
+        memory = Sampler(
             running.pid,
             running.members,
             MemoryCgroup(groups[0]) if groups else None,
@@ -53,7 +53,7 @@ def test_processes_that_left_the_workers_session_are_sampled(
         assert leftovers.printed(running, 2) == [b"held"] * 2
 
         def sees_both() -> bool:
-            memory.sample(1, memory.pids())
+            memory.read(1, memory.pids())
             return memory.others[0] >= 2 and memory.others[1] > 80 * MIB
 
         leftovers.wait_until(sees_both, "not both were seen")

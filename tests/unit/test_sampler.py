@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from weighin.probes.cgroup import MemoryCgroup
-from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler, write_samples
 from weighin.result import Sample
 from weighin.units import MIB
@@ -57,6 +56,11 @@ def child() -> Iterator[Child]:
         child.process.kill()
 
 
+def sampler_of(pid: int, group: MemoryCgroup | None = None, interval_s: float = 0.001) -> Sampler:
+    """Return the sampler of a process that loads."""
+    return Sampler(pid, list, group, loading=[pid], interval_s=interval_s)
+
+
 def wait_for(sampler: Sampler, seen: Callable[[Sample], bool]) -> Sample:
     """Return the first sample that a test waits for; the thread that takes it runs beside us."""
     for _ in range(100_000):
@@ -68,9 +72,7 @@ def wait_for(sampler: Sampler, seen: Callable[[Sample], bool]) -> Sample:
 
 
 def test_a_process_that_grows_is_seen_growing(child: Child) -> None:
-    sampler = Sampler(
-        SampledMemory(child.process.pid, list, None, loading=[child.process.pid]), 0.001
-    )
+    sampler = sampler_of(child.process.pid)
     sampler.start()
     first = wait_for(sampler, lambda _: True)
     child.take(32)
@@ -85,7 +87,7 @@ def test_a_process_that_grows_is_seen_growing(child: Child) -> None:
     )
     assert [one.t_ns for one in samples] == sorted(one.t_ns for one in samples)
     assert {(one.cgroup_bytes, one.cgroup_file_bytes) for one in samples} == {(None, None)}
-    (peak,) = sampler.memory.last_peaks_rss_bytes
+    (peak,) = sampler.last_peaks_rss_bytes
     assert peak and peak >= last.rss_bytes
 
 
@@ -97,7 +99,7 @@ def test_a_process_whose_name_is_not_text_is_sampled() -> None:
     try:
         while not Path(f"/proc/{process.pid}/comm").read_bytes().startswith(b"\xff"):
             time.sleep(0.01)
-        sampler = Sampler(SampledMemory(process.pid, list, None, loading=[process.pid]), 0.001)
+        sampler = sampler_of(process.pid)
         sampler.start()
         sample = wait_for(sampler, lambda _: True)
         assert sample.rss_bytes > MIB
@@ -110,12 +112,10 @@ def test_a_process_whose_name_is_not_text_is_sampled() -> None:
 def test_a_process_that_is_gone_gives_no_samples(child: Child) -> None:
     child.end()
     child.process.wait(60)
-    sampler = Sampler(
-        SampledMemory(child.process.pid, list, None, loading=[child.process.pid]), 0.001
-    )
+    sampler = sampler_of(child.process.pid)
     sampler.start()
     assert sampler.stop() == []
-    assert sampler.memory.last_peaks_rss_bytes == [None]
+    assert sampler.last_peaks_rss_bytes == [None]
 
 
 def write_group(folder: Path, version: int) -> MemoryCgroup:
@@ -129,9 +129,7 @@ def write_group(folder: Path, version: int) -> MemoryCgroup:
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_cgroup_is_read_beside_the_process(tmp_path: Path, child: Child, version: int) -> None:
     group = write_group(tmp_path, version)
-    sampler = Sampler(
-        SampledMemory(child.process.pid, list, group, loading=[child.process.pid]), 0.001
-    )
+    sampler = sampler_of(child.process.pid, group)
     sampler.start()
     sample = wait_for(sampler, lambda _: True)
     assert (sample.cgroup_bytes, sample.cgroup_file_bytes) == (1000, 400)
@@ -144,12 +142,7 @@ def test_the_cgroup_is_read_beside_the_process(tmp_path: Path, child: Child, ver
 def test_a_group_that_cannot_be_read_leaves_the_processs_figures(
     tmp_path: Path, child: Child
 ) -> None:
-    sampler = Sampler(
-        SampledMemory(
-            child.process.pid, list, MemoryCgroup(tmp_path / "gone"), loading=[child.process.pid]
-        ),
-        0.001,
-    )
+    sampler = sampler_of(child.process.pid, MemoryCgroup(tmp_path / "gone"))
     sampler.start()
     sample = wait_for(sampler, lambda _: True)
     sampler.stop()
@@ -158,9 +151,7 @@ def test_a_group_that_cannot_be_read_leaves_the_processs_figures(
 
 
 def test_it_stops_at_once_whatever_its_interval(child: Child) -> None:
-    sampler = Sampler(
-        SampledMemory(child.process.pid, list, None, loading=[child.process.pid]), 3600
-    )
+    sampler = sampler_of(child.process.pid, interval_s=3600)
     sampler.start()
     wait_for(sampler, lambda _: True)
     assert len(sampler.stop()) <= 2  # it samples once more at its end

@@ -90,6 +90,7 @@ class CommandSpec(Spec):
 
     def ended(self, watch: Watch) -> None:
         # The last sample has all page cache, which stays in the cgroup after the process's end.
+        assert watch.sampler
         samples, running = watch.sampler.without_caches(), watch.running
         if running.shares_terminal and not running.members():  # else a container's files are gone
             has_last = watch.peak_mark and samples and not watch.server_ready_ns
@@ -161,6 +162,7 @@ class CommandSpec(Spec):
         self, watch: Watch, evidence: Evidence, _outcome: Outcome, spent_ns: int
     ) -> dict[str, Any]:
         sampler, samples, end = watch.sampler, watch.samples, watch.at_end
+        assert sampler
         main, *others = [*watch.listener.by_process.values()] or [watch.ranks[0]]
 
         def most(part: str) -> int | None:

@@ -211,7 +211,7 @@ class LoadSpec(Spec):
                 "without a cgroup, the memory that ranks share cannot be counted once, so the"
                 " file-backed memory is that of the rank that has the most"
             )
-        number, private_bytes = watch.memory.others if watch.memory else (0, 0)
+        number, private_bytes = watch.sampler.others if watch.sampler else (0, 0)
         if private_bytes >= _NOTABLE_BYTES and self.cell.use != FORK:
             started = f"{number} process{'es' * (number > 1)}"
             warnings.append(
@@ -232,12 +232,12 @@ class LoadSpec(Spec):
 
 
 def _peaks(watch: Watch) -> Peaks:
-    ranks, first, memory = watch.ranks, watch.ranks[0], watch.memory
+    ranks, first, sampler = watch.ranks, watch.ranks[0], watch.sampler
     phases = [phase for each in ranks for phase in each.load_phases]
     rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
-    if memory and not (watch.at_ready or first.failure):
+    if sampler and not (watch.at_ready or first.failure):
         # The worker died inside a phase, whose high-water mark only the last sample has.
-        rss += memory.last_peaks_rss_bytes
+        rss += sampler.last_peaks_rss_bytes
     baseline_ns = max(each.baseline_ns for each in ranks)
     last_ns = max(each.ready_at_ns or math.inf for each in ranks)
     seen: list[Memory | Sample] = []
@@ -245,7 +245,7 @@ def _peaks(watch: Watch) -> Peaks:
         seen += [phase.end for phase in phases]
     if all(each.baseline for each in ranks):
         seen += [each for each in watch.samples if baseline_ns <= each.t_ns <= last_ns]
-    number, private_bytes = memory.others if memory else (0, 0)
+    number, private_bytes = sampler.others if sampler else (0, 0)
     pss = [each.pss_bytes for each in ranks]
     on_gpu = first.cuda_phases
     unreclaimable = [each.anon_bytes + each.shmem_bytes for each in seen]

@@ -22,7 +22,6 @@ from weighin.probes.cgroup import (
     read_machine_oom_kills,
 )
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, Trace, with_cuda
-from weighin.probes.memory import SampledMemory
 from weighin.probes.sampler import Sampler
 from weighin.records import verdict
 from weighin.records.metrics import largest
@@ -53,7 +52,6 @@ class Watch:
         exits: how ranks ended, by their numbers, in their order in time.
         samples: the memory readings; of several ranks, those of all ranks together.
         rank_samples: the memory readings of each rank, by the rank's number.
-        memory: what ``sampler`` reads; None if weighin cannot see the processes.
         peak_bytes: the cgroup's highest charge from the baseline until the model is ready; of a command,
             from its start until a server is ready, or the end. What it is after weighin has killed
             the cell does not count.
@@ -71,7 +69,7 @@ class Watch:
         self.rank_samples: dict[int, list[Sample]] = {}
         self.listener, self.ranks = listener, listener.ranks
         self.exits: dict[int, Exit] = {}
-        self.memory: SampledMemory | None = None
+        self.sampler: Sampler | None = None
         self.stacks: StackTaker | None = None
         self.peak_mark: PeakMark | None = None
         self.peak_bytes: int | None = None
@@ -117,11 +115,10 @@ class Watch:
             return
         cgroup = self.peak_mark.cgroup if self.peak_mark else None
         loading = [each.pid or pid for each in self.ranks] if self._spec.is_load else []
-        memory = SampledMemory(pid, self.running.members, cgroup, loading=loading)
         look = self.stacks.look if self.stacks else None
-        self.sampler = Sampler(memory, at_sample=look)
+        members = self.running.members
+        self.sampler = Sampler(pid, members, cgroup, loading=loading, at_sample=look)
         self.sampler.start()
-        self.memory = memory
 
     def wait(self) -> None:
         """Return when the cell has ended, or a server is ready; kill the cell at its time-out, or if
@@ -150,7 +147,7 @@ class Watch:
                 return
             if self._failed_ranks or all(each.done for each in self.ranks):
                 ends_s = min(ends_s, now_s + (_RANKS_END_S if self._failed_ranks else _PATIENCE_S))
-            if spec.readiness and self.memory and self.sampler.oom_kills:
+            if spec.readiness and self.sampler and self.sampler.oom_kills:
                 deadline = min(deadline, now_s + _AFTER_KILL_S) if ends_s == math.inf else deadline
                 ends_s = deadline
 
@@ -178,8 +175,8 @@ class Watch:
         if self._spec.disk:
             self._spec.disk.close()
         self._freeze()
-        if self.memory:
-            self.memory.raise_limit()
+        if self.sampler:
+            self.sampler.raise_limit()
         elif self.peak_mark:
             self.peak_mark.cgroup.raise_limit()
 
@@ -287,7 +284,8 @@ class Watch:
         running, spec = self.running, self._spec
         is_server_ready = self.server_ready_ns is not None
         if is_server_ready:
-            self.sampler.stop()
+            if self.sampler:
+                self.sampler.stop()
             running.send_signal(signal.SIGTERM)
             if not running.wait(spec.settings.grace_s):
                 running.kill()
@@ -303,15 +301,15 @@ class Watch:
             self.at_end = replace(self.at_end, oom_kills=now.oom_kills)
         self._ended = running.reap() if has_ended else Exit(None, still_runs=True)
         self.listener.close()  # takes the last messages
-        if self.memory:
+        if self.sampler:
             self.sampler.stop()
         spec.ended(self)
 
     def close(self) -> None:
         self.listener.close()
         driver = self._driver.stop() if self._driver else None
-        if self.memory:
-            self.rank_samples = self.memory.rank_samples
+        if self.sampler:
+            self.rank_samples = self.sampler.rank_samples
             self.samples = with_cuda(self.sampler.stop(), self.ranks[0].cuda_points, driver)
         if self.peak_mark:
             self.peak_mark.close()
@@ -329,9 +327,9 @@ class Watch:
         """Return what is known about the end of the cell; the kernel's log is read here, once."""
         running, server = self.running, self._spec.readiness
         oom_kills, escape = self.at_end.oom_kills, ""
-        if self.memory:
-            oom_kills, escape = largest((oom_kills, self.sampler.oom_kills)), self.memory.escape
-        if self.memory and self.sampler.table:
+        if self.sampler:
+            oom_kills, escape = largest((oom_kills, self.sampler.oom_kills)), self.sampler.escape
+        if self.sampler and self.sampler.table:
             table = self.sampler.table
             self.processes = table.processes()
             if not escape and self.peak_mark and is_beyond(table.most_anon_bytes, self.peak_bytes):
