@@ -265,7 +265,9 @@ class MemoryCgroup:
         numbers = parse_numbers(text)
         if self.version == 1:
             below = {
-                name.removeprefix("total_"): numbers[name] for name in numbers if "total_" in name
+                name.removeprefix("total_"): numbers[name]
+                for name in numbers
+                if name.startswith("total_")
             }
             numbers |= below | {name: below.get(of_v1, 0) for name, of_v1 in _V1_STAT.items()}
         return numbers
