@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from command_records import made, process, samples_of, stack
 
-from weighin.records.explanation.facts import (
+from weighin.records.facts import (
     Facts,
     Frame,
     Place,
@@ -25,10 +25,10 @@ FRAMES = ("<module> (script.py:14)", "<module> (main.py:3)")
 CODE = "state = torch.load(path)"
 
 
-def place(number: int, code: str, function: str = "") -> Place:
+def place(number: int, code: str, *inner: str) -> Place:
     """The place that is the frame with this number, counted from the innermost."""
-    frames = tuple(read_all(FRAMES))
-    return Place(stack(100, *FRAMES, code=code), frames, frames[number], function)
+    frames = (*inner, *FRAMES)
+    return Place(stack(100, *frames, code=code), read_all(frames), number)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def place(number: int, code: str, function: str = "") -> Place:
         (place(0, "x" * 48), f"`{'x' * 48}` (script.py:14)"),
         (place(0, "x" * 49), "script.py:14"),  # too long for a sentence
         (place(1, CODE), "main.py:3"),  # the code is that of the innermost line
-        (place(1, CODE, "load"), "`load` (main.py:3)"),
+        (place(1, CODE, "load (a.py:1)"), "`load` (script.py:14)"),
     ],
 )
 def test_a_place_shows_its_function_or_its_short_code(found: Place, title: str) -> None:

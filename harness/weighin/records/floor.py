@@ -1,23 +1,19 @@
 """Search and compute RAM floors: the smallest RAM limit under which a load or command survives, or
 just ends. Both need only the results so far, so that an interrupted search can be resumed.
 
-A limit *works* if every cell (measurement) under the limit ended ok. A limit *fails* if, in a cell
-under the limit, the kernel killed a process for lack of memory, or the cell timed out. There are two
-kinds of floors (``Aim``). For a floor that a load *survives*, a limit also fails if a cell thrashes
-under the limit (``weighin.records.verdict``). For a floor under which a load *ends*, a cell that
-thrashes but ends ok does not prevent the limit from working.
+A limit *works* if every cell (measurement) under it ended ok. It *fails* if, in a cell under it, the
+kernel killed a process for lack of memory, the cell timed out, or, for a floor that a load *survives*
+(``Aim``), the cell thrashes (``weighin.records.verdict``).
 
 The floor is the smallest working limit above all failing limits. It is confirmed if ``PASSES`` cells
 end ok under it, and a cell fails under a limit that is smaller by at most ``COARSEST`` of the floor,
 or by at most ``finest_step``. A cell that fails for a reason other than memory, or that is not ok
 without a limit, ends the search without a floor.
 
-The first cell of a search has no limit. Its anonymous and shared memory, plus a margin, is the
-estimate of the floor and the first limit to try. The next limits move away from the estimate until
-one limit works and one limit fails. The search then halves the interval between the largest failing
-limit and the smallest working limit, until the interval is one step. It repeats the cell under the
-smallest working limit, and measures one cell under a limit 10 % larger. A search takes 6 cells if
-the floor is the estimate or one step above the estimate.
+The first cell of a search has no limit, and gives an estimate of the floor: the first limit to try.
+The next limits move away from it until one works and one fails. The search then halves the interval
+between the largest failing and the smallest working limit, until it is one step; repeats the cell
+under the smallest working limit; and measures one cell under a limit 10 % larger.
 """
 
 from collections import Counter

@@ -2,11 +2,9 @@
 
 * **killed**: the CUDA allocator refused an allocation, or the cell did not end ok and the kernel
   killed a process of the cell for lack of memory.
-* **thrashes**: the cell's memory reached the limit, and the cell lost time for lack of memory. A
-  cell whose cgroup peaked below the limit (or below the soft limit, if there is one) does not
-  thrash: the kernel then reclaimed pages because the whole machine lacked memory, not because of
-  the limit. A cell with an unknown peak counts as a cell that reached the limit. The cell lost time
-  if one of these holds:
+* **thrashes**: weighin killed the cell with a ``proof``; or the cell's memory reached the limit (or
+  soft limit), as far as its peak is known, and one of these holds. Below the limit, the kernel
+  reclaims pages only because the whole machine lacks memory.
 
   - The cell's tasks waited for memory (PSI some) during at least ``STALLED_SHARE`` of the load, and
     for at least ``LEAST_LOST_NS``.
@@ -15,28 +13,13 @@
   - The cell read evicted pages again, at least ``REFAULTS_PER_MODEL`` of the model's size (for a
     command: of the limit). In addition, the cell timed out, or took ``SLOWDOWN`` times as long as a
     reference and at least ``LEAST_LOST_NS`` longer. The reference is the same load without a limit,
-    or if that load did not end ok, the same load under the highest larger limit. Without a
-    reference, only a time-out meets the second condition.
-
-  A cell that weighin killed because it was proven to thrash (``proof``) has this verdict too.
+    or if that load did not end ok, the same load under the highest larger limit.
 
 * **survives**: the cell ended ok and did not thrash. Page cache up to the limit is not thrashing.
 
 A cell without a limit has no verdict, and neither has a cell that failed for a reason other than
 memory. Time, rereads and the peak cover the load, until every byte was read, and the use of the
 model after it. PSI covers only the load.
-
-A search for a RAM floor compares a running cell with the same cell without a limit (``Reference``),
-to kill it if it thrashes. The running cell is proven to thrash if its memory has reached the limit,
-and one of these holds:
-
-* The cell has read again more than ``MOST_REREAD`` times the size of its data, after the kernel had
-  reclaimed pages. For a load, this rule holds only until every byte of the model was read.
-* The cell's tasks waited for memory for more than ``MOST_WAITED`` times the reference's time (PSI
-  some, where the kernel has it).
-* The cell has taken more than ``MOST_TIME`` times the reference's time. In addition, it has read
-  again at least ``REFAULTS_PER_MODEL`` times the size of its data, or waited for memory in at least
-  ``STALLED_SHARE`` of its time. A long time alone proves nothing: the machine may be busy.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -202,7 +185,7 @@ def typical(repeats: Sequence[Result], judgements: Mapping[str, Judgement | None
 
 
 def used_ns(result: Result | None) -> int | None:
-    """Return the time until the model was ready plus the time of its use; None if never ready."""
+    """Return the time until the model was ready, and of its use; None if it was never ready."""
     if result is None or result.ready_ns is None:
         return None
     return result.ready_ns + ((result.cost.first_use_ns if result.cost else None) or 0)
@@ -256,10 +239,11 @@ def proof(
     *,
     is_loading: bool = True,
 ) -> Stopped | None:
-    """Return the proof that a running cell, whose memory has reached its limit, thrashes.
+    """Return the proof that a running cell, whose memory has reached its limit, thrashes; None without.
 
     ``reread_bytes`` and ``waited_ns`` count from the start of the load to now, and are None if they
-    are not measured. Without a proof, return None.
+    are not measured. A long time alone proves nothing: the machine may be busy. Rereads alone prove
+    nothing once every byte of the model was read.
     """
     usual_ns, size_bytes = reference.spent_ns, reference.size_bytes
     reread, waited = reread_bytes or 0, waited_ns or 0

@@ -1,7 +1,7 @@
-"""Find the cause of a command's memory use with rules, which test the command's record.
+"""Explain a command's end and memory use in at most three lines of text, from its record alone.
 
-The answer is that of the first rule in ``RULES`` that holds. For each rule, tests/unit/test_causes.py
-has a record for which the rule holds and a record for which it does not.
+The cause of the memory use is that of the first rule in ``RULES`` that holds. For each rule,
+tests/unit/test_causes.py has a record for which the rule holds and a record for which it does not.
 """
 
 import re
@@ -9,25 +9,28 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from shlex import quote
 from typing import Final
 
-from weighin.records.explanation.facts import (
+from weighin.records.facts import (
     Facts,
     Place,
+    grown_by,
     held_by,
     is_import,
     is_waiting,
     names,
-    place_at,
+    program,
     size,
     title_of,
 )
-from weighin.result import OpenFile, Outcome
+from weighin.records.run_folder import read_samples
+from weighin.result import OpenFile, Outcome, Result, Sample
+from weighin.text import few
 from weighin.units import MIB, format_exact
 
-LEAST_BYTES: Final = 48 * MIB
+_LEAST_BYTES: Final = 48 * MIB
 """Most rules do not explain less memory than this: Python with a few libraries needs as much."""
 
 _LOADS: Final = re.compile(r"load_state_dict|_load_from_state_dict|load_checkpoint_in_model")
@@ -54,6 +57,8 @@ _STEADY_S: Final = 0.3
 _LEAST_STACKS: Final = 3
 _MOST_STACKS: Final = 2 / 3
 _NEARLY_ALL: Final = 0.9  # of the stacks in which the caller's line is
+_UNSEEN_SHARE, _UNSEEN_BYTES = 0.1, 8 * MIB  # of the need; a kind of memory was not seen
+_NEAR_LIMIT = 0.98  # page cache fills memory up to a limit, so that a peak this near shows no need
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +75,167 @@ class Cause:
     place: Place | None = None
 
 
-def find(facts: Facts) -> Cause | None:
-    """Return the most specific cause that the record proves; None if it proves no cause."""
+def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str]:
+    """Return up to three lines: the command's end, its memory use, and the cause of this use.
+
+    The second line also names the line of code that took most memory. The second line is left out
+    if no memory was measured, and the third line if no cause is proven.
+    """
+    ending = _ending(result)
+    if result.ran is None:
+        return [ending]
+    facts = Facts(result, result.ran, samples or ())
+    cause = _cause(facts)
+    where = _where(facts, cause.place if cause else facts.place)
+    lines = [ending, " ".join(filter(None, (_need(facts), where, _cache(facts))))]
+    if cause:
+        lines.append(f"{cause.words} {cause.hint}".strip())
+    return [line for line in lines if line]
+
+
+def answer(run: Path, result: Result) -> list[str]:
+    """Return the explanation of a command's result in a run's folder; empty without a command."""
+    return explain(result, read_samples(run, result.samples_path)) if result.cell.command else []
+
+
+def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause | None:
+    return _cause(Facts(result, result.ran, samples or ())) if result.ran else None
+
+
+def _cause(facts: Facts) -> Cause | None:
     return next((cause for rule in RULES if (cause := rule(facts))), None)
+
+
+def _ending(result: Result) -> str:
+    ran, limit = result.ran, result.cell.ram_limit_bytes
+    if result.outcome is Outcome.OK:
+        text = "The command ended well" + (f" under its limit of {size(limit)}" if limit else "")
+    elif result.outcome is Outcome.OOM_KILLED and ran and ran.kills:
+        text = _killed(Facts(result, ran))
+    else:
+        text = result.message[:1].upper() + result.message[1:] or f"Ended: {result.outcome}"
+    if ran and ran.ended:
+        counts = Counter(map(program, ran.ended)).most_common()
+        texts = [f"{command} ({count})" if count > 1 else command for command, count in counts]
+        text += f". weighin stopped processes that still ran at the end: {few(texts)}"
+    return f"{text}."
+
+
+def _killed(facts: Facts) -> str:
+    """Name the reached limit and the killed processes; say if the first process lived on."""
+    kills, own, outer = facts.ran.kills, facts.result.cell.ram_limit_bytes, facts.outer_limit
+    limit = "for lack of memory"
+    if any(kill.limit_of == "machine" for kill in kills):
+        limit = "when the whole machine had no memory left"
+    elif outer:
+        limit = f"by the {outer}" + (f", not by its own of {size(own)}" if own else "")
+    elif own and not any(kill.limit_of for kill in kills):
+        limit = f"by the limit of {size(own)}"
+    victims = []
+    for kill in kills[:2]:
+        process = facts.process(kill.pid)
+        command = (process and process.command) or kill.command
+        victims.append(f"{program(command)} (pid {kill.pid})")
+    more = max(len(kills), facts.result.oom_kills or 0) - len(victims)
+    who = ", ".join(victims) + (f" and {more} more" if more > 0 else "")
+    first = ", and the first process lived on" if facts.ran.survived else ""
+    if any(kill.is_main for kill in kills):
+        first = ", the first process" + " among them" * (len(kills) > 1)
+    grower, grew = facts.grower, ""
+    if grower and grower.pid not in {kill.pid for kill in kills}:  # it kills what holds most
+        grew = f". The process that grew most is {title_of(grower)}, by {size(grown_by(grower))}"
+    return f"Killed {limit}: the kernel killed {who}{first}{grew}"
+
+
+def _need(facts: Facts) -> str:
+    needed = facts.ran.needed_bytes
+    if needed is None:
+        return ""
+    amount = f"{size(needed)} of {_kinds(facts, needed)}"
+    if facts.killed:
+        return f"The command had {amount}, not counting page cache, and tried to allocate more."
+    least = "at least " if facts.ran.needed_is_sampled else ""
+    peak, limit = facts.result.peaks.cgroup_bytes, facts.result.cell.ram_limit_bytes
+    text = f"The command needs {least}{amount}"
+    if peak is None:
+        return f"{text}, as sampled."
+    freed, cached = facts.at_peak.freed_bytes or 0, facts.result.peaks.file_sampled_bytes
+    what = "with page cache"
+    if freed >= MIB:
+        what = f"with {size(freed)} that it gave back (MADV_FREE)"
+    elif peak - needed < MIB or (cached is not None and cached < MIB):
+        what = "of its cgroup"
+    elif limit and peak >= _NEAR_LIMIT * limit:
+        return f"{text}: page cache filled memory up to the limit of {size(peak)}."
+    return f"{text}; the peak {what} is {size(peak)}."
+
+
+def _kinds(facts: Facts, needed: int) -> str:
+    """Name the kinds of memory that were read, each with its size if there are several."""
+    killed_with = max((kill.anon_bytes or 0 for kill in facts.ran.kills), default=0)
+    sizes = {
+        "anonymous": min(max(facts.at_peak.anon_bytes, killed_with), needed),
+        "shared": facts.at_peak.shmem_bytes,
+        "locked": facts.locked_bytes,
+        "kernel": facts.kernel_bytes,
+    }
+    least = max(MIB, needed // 100)
+    named = {name: number for name, number in sizes.items() if number >= least}
+    if not named:
+        return "memory"
+    if sum(sizes.values()) < needed - max(_UNSEEN_SHARE * needed, _UNSEEN_BYTES):
+        each = "; ".join(f"{size(number)} {name}" for name, number in named.items())
+        return f"memory that the kernel cannot reclaim (samples saw {each})"
+    *others, last = named
+    if not others:
+        return f"{last} memory"
+    each = " and ".join(map(size, named.values()))
+    return f"{', '.join(others)} and {last} memory ({each})"
+
+
+def _where(facts: Facts, place: Place | None) -> str:
+    """Name the line of code and the process that took most of the memory."""
+    holder, by, of = facts.holder, "", ""
+    if facts.needed_bytes < _LEAST_BYTES and not facts.killed:
+        place = None
+    if holder and len(facts.present) > 1 and held_by(holder) > facts.held_bytes // 2:
+        who = "the first process" if holder.pid == facts.ran.pid else title_of(holder)
+        by = f" in {who}"
+        if place and place.stack.pid != holder.pid:
+            runner = facts.process(place.stack.pid)
+            by = f" in {title_of(runner)}" if runner else ""
+            of = f"; {who} had {size(held_by(holder))} of it"
+    if place:
+        return f"Most of this memory was in use when {place.title} ran{by}{of}."
+    marks = [mark for mark in facts.ran.marks if mark.t_ns <= (facts.ran.peak_ns or 0)]
+    if marks:
+        return f"Most of this memory was in use after the command printed {marks[-1].text!r}{by}."
+    return f"Most of this memory was{by}." if by else ""
+
+
+def _cache(facts: Facts) -> str:
+    """Name the size of the page cache, its files, and the files that were cold at the start."""
+    most, cold = facts.result.peaks.file_sampled_bytes, facts.ran.cold
+    if facts.result.peaks.cgroup_bytes is None or most is None:
+        return ""
+    most = max(most - facts.locked_bytes, 0)  # locked pages can be reclaimed at the program's end
+    found = {file.path: file for process in facts.present for file in process.files}
+    files = sorted(found.values(), key=lambda file: -file.size_bytes)
+    amount, start = "none", f"{', '.join(cold[:2])} cold at the start"
+    if most >= MIB:
+        amount = f"at most {size(most)}" + (f" of {names(files)}" if files else "")
+    elif not (files or cold):
+        return ""
+    if not cold:
+        start = "pages that other programs had read before are not charged (--cold PATH drops such pages)"
+    return f"Page cache: {amount}; {start}."
 
 
 def _two_copies(facts: Facts) -> Cause | None:
     """The weights were read into memory (not mapped), and the model has a copy too."""
     place = facts.place
     files = facts.read_files(place.stack.pid) if place else []
-    if place is None or not files or facts.at_peak.anon_bytes < LEAST_BYTES:
+    if place is None or not files or facts.at_peak.anon_bytes < _LEAST_BYTES:
         return None
 
     def since(does: Callable[[Place], bool]) -> int:
@@ -113,7 +269,7 @@ def _dtype_conversion(facts: Facts) -> Cause | None:
     if code is None or not files:
         return None
     read_bytes, grown = sum(file.size_bytes for file in files), facts.grown_since(files)
-    if grown < max(LEAST_BYTES, _MORE_THAN_ONE * read_bytes):
+    if grown < max(_LEAST_BYTES, _MORE_THAN_ONE * read_bytes):
         return None
     call = f"{code[0]})" if code[0].count("(") > code[0].count(")") else code[0]
     return Cause(
@@ -136,7 +292,7 @@ def _whole_file(facts: Facts) -> Cause | None:
     process = facts.process(last.stack.pid) if last else None
     if last is None or process is None:
         return None
-    calls = [_READERS.fullmatch(one.path) for one in last.frames[: last.frames.index(last.frame)]]
+    calls = [_READERS.fullmatch(one.path) for one in last.frames[: last.at]]
     if not _WHOLE.search(last.stack.code) and not any(calls):
         return None
     parses = any(call and call["parser"] for call in calls)
@@ -147,7 +303,7 @@ def _whole_file(facts: Facts) -> Cause | None:
             continue
         grown, most = facts.grown_since([file]), _MOST_OF_FILE * file.size_bytes
         is_its = file.is_open or max(file.position_bytes, grown) > _WHOLE_SHARE * file.size_bytes
-        if is_its and grown > LEAST_BYTES and (parses or grown < most):
+        if is_its and grown > _LEAST_BYTES and (parses or grown < most):
             what = f"The program read a whole file into memory: {names([file])} has {size(file.size_bytes)}"
             more = f", and memory grew by {size(grown)}" if grown > most else ""
             parts = "Read the file in parts, or map the file (mmap)."
@@ -163,7 +319,7 @@ def _import(facts: Facts) -> Cause | None:
         return None
     outside = [frame for frame in place.frames[at[0] :] if not frame.is_library]
     by_it = lambda one: any(map(is_import, one.frames)) and {*outside} <= {*one.frames}  # noqa: E731
-    if facts.grown(place.stack.pid, by_it) < max(LEAST_BYTES, facts.held_bytes // 4):
+    if facts.grown(place.stack.pid, by_it) < max(_LEAST_BYTES, facts.held_bytes // 4):
         return None
     module = place.frames[at[0] - 1].place.rpartition(":")[0]
     by = f" by {outside[0].place}" if outside else ""
@@ -181,7 +337,7 @@ def _copy_on_write(facts: Facts) -> Cause | None:
         ]
         copied = sum(one.copied_bytes or 0 for one in children)
         together = held_by(parent) + sum(map(held_by, children))
-        if together > LEAST_BYTES and copied > together // 4:
+        if together > _LEAST_BYTES and copied > together // 4:
             count = f"{len(children)} forked processes" if len(children) > 1 else "a forked process"
             return Cause(
                 "copy-on-write",
@@ -196,7 +352,7 @@ def _copy_on_write(facts: Facts) -> Cause | None:
 
 def _shared_memory(facts: Facts) -> Cause | None:
     shmem_bytes = facts.at_peak.shmem_bytes
-    if facts.held_bytes < LEAST_BYTES or shmem_bytes < facts.held_bytes // 2:
+    if facts.held_bytes < _LEAST_BYTES or shmem_bytes < facts.held_bytes // 2:
         return None
     return Cause(
         "shared memory",
@@ -215,7 +371,7 @@ def _other_limit(facts: Facts) -> Cause | None:
 
 def _child(facts: Facts) -> Cause | None:
     holder = facts.holder
-    if holder is None or facts.held_bytes < LEAST_BYTES or holder.pid == facts.ran.pid:
+    if holder is None or facts.held_bytes < _LEAST_BYTES or holder.pid == facts.ran.pid:
         return None
     if facts.ran.pid not in {one.pid for one in facts.present}:
         return None  # it is what a killed parent left
@@ -245,7 +401,7 @@ def _growth(facts: Facts) -> Cause | None:
             for one in facts.places
             if one.stack.pid == place.stack.pid and one.frame.place == place.frame.place
         ]
-        if len({*rise}) < _LEAST_STACKS or rise[-1][1] - rise[0][1] < LEAST_BYTES:
+        if len({*rise}) < _LEAST_STACKS or rise[-1][1] - rise[0][1] < _LEAST_BYTES:
             return None
     (start_ns, low), (end_ns, high) = rise[0], rise[-1]
     seconds = f"{(end_ns - start_ns) / 1e9:.1f} s"
@@ -273,13 +429,13 @@ def _steady_rise(facts: Facts, usual: Place) -> list[tuple[int, int]]:
     mine = [one.stack.usage_bytes for one in facts.places if one.stack.pid == pid]
     has_it = lambda one: usual.frame.place in {frame.place for frame in one.frames}  # noqa: E731
     stays = facts.grown(pid, has_it) >= (max(mine) - min(mine)) / 2
-    is_long = span_ns >= _STEADY_S * 1e9 and grown >= LEAST_BYTES and len(mine) >= _LEAST_STACKS
+    is_long = span_ns >= _STEADY_S * 1e9 and grown >= _LEAST_BYTES and len(mine) >= _LEAST_STACKS
     return rising if is_long and stays else []
 
 
 def _keeps(place: Place) -> bool:
     """Return whether a line only fills tensors that exist, or a library keeps what the line makes."""
-    inner = place.frames[: place.frames.index(place.frame)]
+    inner = place.frames[: place.at]
     keeps = any(is_import(one) or any(part in one.path for part in _KEEPERS) for one in inner)
     return keeps or bool(_IN_PLACE.fullmatch(place.stack.code))
 
@@ -303,7 +459,7 @@ def _usual_place(facts: Facts, last: Place) -> Place:
             if line and counts[line] >= max(
                 _MOST_STACKS * len(places), _NEARLY_ALL * counts[caller]
             ):
-                found.append((len(one.frames) - at, place_at(one.stack, one.frames, at)))
+                found.append((len(one.frames) - at, Place(one.stack, one.frames, at)))
     return max(found, key=lambda each: each[0], default=(0, last))[1]
 
 
@@ -311,7 +467,7 @@ def _page_cache(facts: Facts) -> Cause | None:
     peak, cached = facts.result.peaks.cgroup_bytes, facts.at_peak.page_cache_bytes
     if facts.result.outcome is not Outcome.OK or peak is None or facts.ran.needed_bytes is None:
         return None
-    if peak < LEAST_BYTES or cached < peak // 2:
+    if peak < _LEAST_BYTES or cached < peak // 2:
         return None
     return Cause(
         "page cache only",

@@ -80,16 +80,31 @@ def own(frames: Iterable[Frame]) -> Frame | None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of the program that ran when ``stack`` was recorded.
-
-    ``function`` is the function that the line called. If the line called none, ``function`` is the
-    function that contains the line, or empty in the body of a module.
-    """
+    """A line of the program that ran when ``stack`` was recorded: the frame with the number ``at``."""
 
     stack: Stack
     frames: tuple[Frame, ...]
-    frame: Frame
-    function: str = ""
+    at: int
+
+    @property
+    def frame(self) -> Frame:
+        return self.frames[self.at]
+
+    @property
+    def function(self) -> str:
+        """The function that the line called; without one, the function that contains the line, or
+        empty in the body of a module.
+        """
+        name = ""
+        if self.at:
+            called = self.frames[self.at - 1]
+            name = "import" if is_import(called) else called.short_name
+        # In Python 3.11, a comprehension has a frame of its own without a name, which is skipped.
+        for frame in self.frames[self.at :]:
+            if name or frame.path != self.frame.path or frame.function == "<module>":
+                break
+            name = frame.name
+        return name
 
     @property
     def title(self) -> str:
@@ -98,6 +113,12 @@ class Place:
         code = self.stack.code if is_innermost and len(self.stack.code) <= _SHORT_CODE else ""
         name = self.function or code
         return f"`{name}` ({self.frame.place})" if name else self.frame.place
+
+
+def place_of(stack: Stack) -> Place | None:
+    """Return a stack's innermost line outside of libraries, or without one, the innermost line."""
+    frames = read_all(stack.frames)
+    return Place(stack, frames, frames.index(own(frames) or frames[0])) if frames else None
 
 
 @dataclass(frozen=True)
@@ -246,24 +267,6 @@ class Facts:
             return ""
         of = f" of {size(kill.limit_bytes)}" if kill.limit_bytes else ""
         return f"limit{of} of the cgroup {kill.limit_of} {kill.limit_place}".strip()
-
-
-def place_of(stack: Stack) -> Place | None:
-    """Return a stack's innermost line outside of libraries, or without one, the innermost line."""
-    frames = read_all(stack.frames)
-    frame = own(frames) or next(iter(frames), None)
-    return place_at(stack, frames, frames.index(frame)) if frame else None
-
-
-def place_at(stack: Stack, frames: tuple[Frame, ...], at: int) -> Place:
-    called = frames[at - 1] if at else None
-    name = "" if called is None else "import" if is_import(called) else called.short_name
-    # In Python 3.11, a comprehension has a frame of its own without a name, which is skipped.
-    for frame in frames[at:]:
-        if name or frame.path != frames[at].path or frame.function == "<module>":
-            break
-        name = frame.name
-    return Place(stack, frames, frames[at], name)
 
 
 def is_import(frame: Frame) -> bool:
