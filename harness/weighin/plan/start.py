@@ -170,7 +170,7 @@ def _new_folder(labels: Sequence[str]) -> Path:
         here = results if results.exists() else Path.cwd()  # which may have been deleted
         can_write = os.access(here, os.W_OK | os.X_OK)
     if not can_write:
-        results = Path(tempfile.mkdtemp(prefix="weighin-results-"))
+        results = Path(tempfile.mkdtemp(prefix=run_folder.TEMPORARY))
     name, number = "-".join(words), 1
     while (folder := results / (f"{name}-{number}" if number > 1 else name)).exists():
         number += 1  # of another run in the same second

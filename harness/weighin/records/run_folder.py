@@ -40,6 +40,8 @@ from weighin.text import masked, one_line, printable
 
 RECORDS: Final = "records.jsonl"
 PLAN: Final = "plan.json"
+TEMPORARY: Final = "weighin-results-"
+"""How the folder's name begins that is made for a run where no results can be written."""
 
 _MOST_BYTES: Final = 1024**3  # of about 180,000 records, or of twelve days of samples, 5 ms apart
 _ROOM: Final = ".room"
@@ -426,7 +428,7 @@ def already_there(run: Path, verb: str) -> RecordError:
 
 
 def discard_unmeasured(run: Path) -> None:
-    """Remove the plan of a run without records, and the run's folder if it is then empty."""
+    """Remove the plan of a run without records, and the folders made for it that are then empty."""
     if (run / RECORDS).exists():
         return
     with suppress(OSError):  # a folder stays if it holds other files or cannot be removed
@@ -434,6 +436,8 @@ def discard_unmeasured(run: Path) -> None:
         for folder in (run / "samples", run):
             if folder.exists():
                 folder.rmdir()
+        if run.parent.name.startswith(TEMPORARY):
+            run.parent.rmdir()
 
 
 def read_plan(run: Path) -> Plan:
