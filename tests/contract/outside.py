@@ -22,6 +22,7 @@ import pytest
 from weighin import __version__
 from weighin.doctor import doctor
 from weighin.doctor.doctor import Capability
+from weighin.plan import start as plans
 from weighin.plan.task import Run
 from weighin.predict import client
 from weighin.predict.prediction import Prediction, from_json
@@ -29,7 +30,7 @@ from weighin.probes import environment
 from weighin.recommend import answer
 from weighin.records import run_folder
 from weighin.report import writing
-from weighin.run import floor_search
+from weighin.run import runner
 
 ROOT: Final = Path(__file__).parents[2]
 PUBLISHED: Final = ROOT / "results" / "published"
@@ -223,15 +224,15 @@ def found_floors(run: str) -> Iterator[None]:
     """Let ``weighin floor`` find at once what a published search found, and draw no pictures of it."""
 
     def start(_: Any, folder: Path) -> tuple[Any, str]:
-        return floor_search.Search(Run(folder, [], None), 0.01), ""  # type: ignore[arg-type]
+        return Run(folder, [], None), ""  # type: ignore[arg-type]
 
-    def perform(search: floor_search.Search, _: Any) -> Any:
-        published(run, search.run.folder.parent, search.run.folder.name)
-        return list(run_folder.read(search.run.folder).results)
+    def search(task: Run, _: Any) -> Any:
+        published(run, task.folder.parent, task.folder.name)
+        return list(run_folder.read(task.folder).results)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(floor_search, "start", start)
-        patch.setattr(floor_search.Search, "perform", perform)
+        patch.setattr(plans, "start", start)
+        patch.setattr(runner, "search", search)
         patch.setattr(writing, "pictures", lambda *_: {})
         yield
 

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from weighin.cli import app
 from weighin.errors import ConfigError, HarnessError
 from weighin.plan import start as plans
-from weighin.run import floor_search
 from weighin.settings.definition import Settings
 
 
@@ -38,7 +37,6 @@ def asked(here: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
         raise Started
 
     monkeypatch.setattr(plans, "start", start)
-    monkeypatch.setattr(floor_search, "start", start)
 
     def asked(*arguments: str) -> tuple[Settings, Path | None]:
         result = CliRunner().invoke(app.app, arguments)

@@ -11,7 +11,7 @@ from weighin.cli import app
 from weighin.errors import HarnessError
 from weighin.isolation.process import CgroupIsolation
 from weighin.probes.cgroup import LOCK_VARIABLE
-from weighin.run import loads, run_lock
+from weighin.run import loads, runner
 
 
 class LockIsFree(Exception):
@@ -41,7 +41,7 @@ def typed(verb: str, *more: str) -> Any:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_second_run_ends_at_once_with_exit_code_4(verb: str) -> None:
-    with run_lock.only_run():
+    with runner.only_run():
         result = typed(verb)
     assert isinstance(result.exception, HarnessError)
     assert result.exception.exit_code == 4
@@ -53,16 +53,16 @@ def test_with_wait_it_starts_when_the_first_has_ended(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_held, may_end = threading.Event(), threading.Event()
-    wait = run_lock._wait
+    wait = runner._wait
 
     def end_first_and_wait(*arguments: Any) -> None:
         may_end.set()  # not after a time, which a busy machine may need to come here
         wait(*arguments)
 
-    monkeypatch.setattr(run_lock, "_wait", end_first_and_wait)
+    monkeypatch.setattr(runner, "_wait", end_first_and_wait)
 
     def first() -> None:
-        with run_lock.only_run():
+        with runner.only_run():
             is_held.set()
             may_end.wait(30)
 
@@ -78,7 +78,7 @@ def test_with_wait_it_starts_when_the_first_has_ended(
 
 def test_a_run_that_is_resumed_can_wait_too() -> None:
     assert isinstance(typed("bench").exception, LockIsFree)
-    with run_lock.only_run():
+    with runner.only_run():
         result = CliRunner().invoke(app.app, ["bench", "--resume", "run"])
     assert isinstance(result.exception, HarnessError)
     result = CliRunner().invoke(app.app, ["bench", "--resume", "run", "--wait"])

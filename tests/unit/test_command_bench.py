@@ -16,7 +16,7 @@ from weighin.records import run_folder
 from weighin.records.floor import Aim
 from weighin.records.verdict import Reference
 from weighin.result import Outcome
-from weighin.run import commands, run_lock, runner
+from weighin.run import commands, runner
 from weighin.run.commands import Commands
 from weighin.run.measure import Measured, Spec
 from weighin.units import GIB, MIB
@@ -54,7 +54,7 @@ def test_a_run_of_commands_has_a_record_of_each() -> None:
 
 
 def test_a_run_of_commands_may_run_inside_another() -> None:
-    with run_lock.only_run():
+    with runner.only_run():
         (result,) = runner.run(asked("exit 0"), Progress())
     assert result.outcome is Outcome.OK
 

@@ -9,6 +9,7 @@ from fakes import PlayedIsolation
 from ran_commands import make_command
 from test_floor import CELL, above, lived, search
 
+from weighin.cli._arguments import share
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import cgroup
 from weighin.plan import start as plans
@@ -16,21 +17,20 @@ from weighin.plan.task import Planned, Progress, Run
 from weighin.records.floor import TYPICAL_CELLS, Aim
 from weighin.result import Cost, Outcome, Result
 from weighin.run import runner
-from weighin.run.floor_search import Search, resume, said, start
+from weighin.run.runner import longest, said
 from weighin.settings.definition import Settings
-from weighin.settings.reading import check_suite
 from weighin.units import GIB, MIB, format_duration
 
 FIRST = lived(None, Outcome.OK, 1000 * MIB)
 OTHER = replace(CELL, strategy="baseline")
 
 
-def searching(*cells: Any, skip: str = "", **settings: Any) -> Search:
+def searching(*cells: Any, skip: str = "", **settings: Any) -> Run:
     planned = [Planned(cell) for cell in cells or (CELL,)]
     planned[0] = replace(planned[0], skip=skip)
     usual: dict[str, Any] = {"within": 0.01, "aim": Aim.SURVIVES}
     chosen = Settings().model_copy(update=usual | settings)
-    return Search(Run(Path("run"), planned, PlayedIsolation([]), chosen), 0.01)
+    return Run(Path("run"), planned, PlayedIsolation([]), chosen)
 
 
 @pytest.fixture
@@ -57,7 +57,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
 def test_floors_are_found_one_after_the_other_and_each_step_is_told(played: list[Result]) -> None:
     told: list[str] = []
     skipped = replace(CELL, strategy="broken")
-    found = searching(skipped, CELL, OTHER, skip="no").perform(Progress(narrowed=told.append))
+    task = searching(skipped, CELL, OTHER, skip="no")
+    found = runner.search(task, Progress(narrowed=told.append))
     assert found is played
     assert [one.cell.strategy for one in found] == ["broken"] + ["streaming"] * 6 + ["baseline"] * 6
     limits = [(one.cell.ram_limit_bytes or 0) // MIB for one in found]
@@ -99,51 +100,43 @@ def test_the_bounds_of_a_floor_in_words(results: list[Result], words: str) -> No
 
 
 def test_a_search_that_ends_no_cell_says_how_long_it_may_take() -> None:
-    assert searching().warning == ""
+    assert longest(searching()) == ""
     what = "--thrashing lets a measurement run on that reads its file again and again"
     number = 2 * TYPICAL_CELLS
-    longest = format_duration(number * 600)
-    assert searching(OTHER, CELL, OTHER, skip="no", aim=Aim.ENDS, timeout_s=600.0).warning == (
+    most = format_duration(number * 600)
+    task = searching(OTHER, CELL, OTHER, skip="no", aim=Aim.ENDS, timeout_s=600.0)
+    assert longest(task) == (
         f"{what}: each of about {number} measurements may take 600 s (--timeout), and the search up"
-        f" to {longest}"
+        f" to {most}"
     )
-    assert searching(aim=Aim.ENDS, timeout_s=0.0).warning == (
+    assert longest(searching(aim=Aim.ENDS, timeout_s=0.0)) == (
         f"{what}: each of about {TYPICAL_CELLS} measurements may take 10 times as long as without a"
         " limit, plus 30 s"
     )
 
 
-@pytest.mark.parametrize("within", [0.0, -0.01, 0.1001])
-def test_a_step_must_be_a_share_of_the_floor(within: float) -> None:
-    settings = check_suite({"models": "gpt2-tiny", "isolation": "process"})
-    settings = settings.model_copy(update={"within": within})  # as the command line does
+@pytest.mark.parametrize("within", ["0", "-1%", "10.01%"])
+def test_a_step_must_be_a_share_of_the_floor(within: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        start(settings)
+        share(within)
     assert str(caught.value) == (
-        f"--within {within * 100:g}% is not between 0% and 10%\n"
+        f"--within {within.removesuffix('%')}% is not between 0% and 10%\n"
         "write a percentage in this range, such as --within 1%"
     )
 
 
-def test_a_search_is_planned_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = searching().run
-    monkeypatch.setattr(plans, "start", lambda *_: (run, "a note"))
-    settings = check_suite({"models": "gpt2-tiny", "isolation": "process", "within": 0.1})
-    assert start(settings) == (Search(run, 0.1), "a note")
-
-
 def test_only_a_search_is_resumed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Path, bool]] = []
-    runs = [searching().run, searching(make_command(), within=None).run]
+    runs = [searching(), searching(make_command(), within=None)]
 
     def restore(folder: Path, *, trusted: bool) -> Run:
         asked.append((folder, trusted))
         return runs.pop(0)
 
     monkeypatch.setattr(plans, "restore", restore)
-    assert resume(Path("run"), trusted=True).within == 0.01
+    assert plans.resume(Path("run"), trusted=True, search=True).settings.within == 0.01
     with pytest.raises(RecordError) as caught:
-        resume(Path("run"))
+        plans.resume(Path("run"), search=True)
     assert str(caught.value) == (
         "run contains a run that is not a search for floors\nto resume the run: weighin bench"
         " --resume run"

@@ -20,7 +20,6 @@ from weighin.plan.task import Planned, Progress, Run
 from weighin.probes import environment
 from weighin.result import Result
 from weighin.run import runner
-from weighin.run.floor_search import Search
 from weighin.settings.definition import Settings
 from weighin.suite import registry
 from weighin.units import GIB
@@ -100,7 +99,8 @@ def test_a_floor_is_searched_below_the_limit_of_the_cgroup_around_the_cells(
         return []
 
     monkeypatch.setattr(runner, "run", stop)
-    Search(task, within=0.05).perform(Progress())
+    settings = task.settings.model_copy(update={"within": 0.05})
+    runner.search(replace(task, settings=settings), Progress())
     assert tried == [5 * GIB]
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from weighin.errors import ConfigError, HarnessError
 from weighin.probes.cgroup import LOCK_VARIABLE
-from weighin.run import run_lock
+from weighin.run import runner
 
 HOLDS = (
-    "from weighin.run.run_lock import only_run\nwith only_run(): print('held', flush=True); input()"
+    "from weighin.run.runner import only_run\nwith only_run(): print('held', flush=True); input()"
 )
 
 
@@ -35,7 +35,7 @@ def test_two_caches_share_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(LOCK_VARIABLE, str(path := tmp_path / "lock"))
     first = held(path, WEIGHIN_CACHE=str(tmp_path / "one"))
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "two"))
-    with pytest.raises(HarnessError) as caught, run_lock.only_run():
+    with pytest.raises(HarnessError) as caught, runner.only_run():
         pytest.fail("both measured")
     assert caught.value.exit_code == 4
     assert str(caught.value) == (
@@ -43,7 +43,7 @@ def test_two_caches_share_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         " end: weighin bench --wait; parallel runs would distort each other's figures"
     )
     first.communicate("\n")
-    with run_lock.only_run():
+    with runner.only_run():
         pass
 
 
@@ -58,7 +58,7 @@ def test_a_run_waits_for_another_one_that_ends(
         said.append(text)
         first.kill()  # the lock goes with its process
 
-    with run_lock.only_run(patience_s=30, waiting=waiting):
+    with runner.only_run(patience_s=30, waiting=waiting):
         pass
     first.communicate()
     lock = tmp_path / "lock"
@@ -74,9 +74,9 @@ def test_the_lock_is_where_every_user_finds_it(
     (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o1777)
     (private := tmp_path / "private").mkdir(mode=0o755)
-    monkeypatch.setattr(run_lock, "_FOLDERS", (private, tmp_path / "gone", shared))
+    monkeypatch.setattr(runner, "_FOLDERS", (private, tmp_path / "gone", shared))
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
-    assert run_lock.lock_path() == shared / "weighin-measuring.lock"
+    assert runner.lock_path() == shared / "weighin-measuring.lock"
 
 
 def test_another_user_can_take_the_lock_that_was_made(
@@ -85,12 +85,12 @@ def test_another_user_can_take_the_lock_that_was_made(
     monkeypatch.setenv(LOCK_VARIABLE, str(path := tmp_path / "lock"))
     before = os.umask(0o077)
     try:
-        with run_lock.only_run():
+        with runner.only_run():
             assert path.stat().st_mode & 0o777 == 0o644
     finally:
         os.umask(before)
     path.chmod(0o444)  # as it is for who does not own it
-    with run_lock.only_run():
+    with runner.only_run():
         pass
 
 
@@ -100,7 +100,7 @@ def test_a_link_in_the_lock_s_place_is_not_followed(
     (tmp_path / "victim").write_text("kept")
     (tmp_path / "lock").symlink_to(tmp_path / "victim")
     monkeypatch.setenv(LOCK_VARIABLE, str(tmp_path / "lock"))
-    with pytest.raises(ConfigError) as caught, run_lock.only_run():
+    with pytest.raises(ConfigError) as caught, runner.only_run():
         pytest.fail("it was followed")
     assert str(caught.value) == (
         f"cannot open the lock file {tmp_path / 'lock'}: Too many levels of symbolic links\nsee who"
@@ -111,5 +111,5 @@ def test_a_link_in_the_lock_s_place_is_not_followed(
 def test_a_user_s_own_file_keeps_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOCK_VARIABLE, str(path := tmp_path / "private"))
     path.touch(0o600)
-    with run_lock.only_run():
+    with runner.only_run():
         assert path.stat().st_mode & 0o777 == 0o600

@@ -20,7 +20,7 @@ from weighin.plan.task import Progress, Run
 from weighin.predict import check
 from weighin.probes import environment
 from weighin.records import run_folder
-from weighin.run import floor_search, runner
+from weighin.run import runner
 from weighin.settings.reading import check_suite
 from weighin.units import GIB
 
@@ -111,8 +111,8 @@ def test_a_search_for_floors_asks_for_trust_with_its_own_verb() -> None:
     forge(builder)
     forge(lambda plan: plan["settings"].update(within=0.01))
     with pytest.raises(ConfigError, match="weighin floor --resume run --trust"):
-        floor_search.resume(Path("run"))
-    assert floor_search.resume(Path("run"), trusted=True).within == 0.01
+        resume(Path("run"), search=True)
+    assert resume(Path("run"), trusted=True, search=True).settings.within == 0.01
 
 
 @pytest.mark.parametrize("operation", ["load", "save"])

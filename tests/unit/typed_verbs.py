@@ -16,8 +16,7 @@ from weighin.predict import client
 from weighin.predict.prediction import Prediction, Work
 from weighin.recommend import answer
 from weighin.records import run_folder
-from weighin.run import floor_search, runner
-from weighin.settings.definition import Settings
+from weighin.run import runner
 from weighin.units import GIB, MIB
 
 ROOT = Path(__file__).parents[2]
@@ -63,8 +62,7 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save({"embedding.weight": zeros(10, 4), "head.weight": zeros(10, 4)}, "model.pt")
     monkeypatch.setattr(doctor, "examine", lambda _, **__: EXAMINATION)
     monkeypatch.setattr(runner, "run", _run)
-    monkeypatch.setattr(floor_search.Search, "perform", _perform)
-    monkeypatch.setattr(floor_search, "start", _start_search)
+    monkeypatch.setattr(runner, "search", _search)
     monkeypatch.setattr(client, "predict", _predict)
     monkeypatch.setattr(answer, "predict", _predict)
 
@@ -85,17 +83,13 @@ def _run(task: Any, _: Any) -> Any:
     return results
 
 
-def _start_search(settings: Settings, folder: Path) -> Any:
-    return floor_search.Search(Run(folder, [], None), settings.within), ""  # type: ignore[arg-type]
-
-
-def _perform(search: floor_search.Search, _: Any) -> Any:
+def _search(task: Run, _: Any) -> Any:
     """Find the floor that a published search found of one strategy."""
     published = ROOT / "results" / "published" / "gpt2-medium-floors"
     for result in run_folder.read(published).results:
         if result.cell.strategy == "mmap_assign":
-            run_folder.append(search.run.folder, result)
-    return list(run_folder.read(search.run.folder).results)
+            run_folder.append(task.folder, result)
+    return list(run_folder.read(task.folder).results)
 
 
 def _predict(planned: Any, **_: Any) -> list[Prediction]:

@@ -231,13 +231,22 @@ def share(text: str) -> float:
     """Return the number in the text of --within: 0.01 for "1%" or "0.01".
 
     Raises:
-        ConfigError: the text is not a number.
+        ConfigError: the text is not a number, or not between 0% and ``COARSEST``.
     """
+    from weighin.records.floor import COARSEST
+
     try:
-        return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
+        within = float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
     except ValueError:
         raise ConfigError(
             f"--within: cannot read {text!r} as a share",
             "write a percentage, such as --within 1%",
             option="--within",
         ) from None
+    if not 0 < within <= COARSEST:
+        raise ConfigError(
+            f"--within {within * 100:g}% is not between 0% and {COARSEST:.0%}",
+            "write a percentage in this range, such as --within 1%",
+            option="--within",
+        )
+    return within

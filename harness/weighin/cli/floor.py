@@ -10,7 +10,7 @@ from weighin.cli import _arguments, _console, _measuring, _options
 from weighin.cli._verb import VerbOfModelOrCommand
 
 if TYPE_CHECKING:
-    from weighin.run.floor_search import Search
+    from weighin.plan.task import Run
 
 EXAMPLES = {
     "Find the smallest RAM limit under which each of the six strategies loads the model": "weighin floor gpt2-medium",
@@ -91,7 +91,7 @@ def floor(context: click.Context, /, **_: Any) -> None:
     from weighin.report import findings, floors
     from weighin.report.run_json import of_floors
     from weighin.report.writing import write_report
-    from weighin.run.runner import resumable
+    from weighin.run import runner
 
     typed = _arguments.read(context)
     _refuse_mixed(context)
@@ -101,14 +101,11 @@ def floor(context: click.Context, /, **_: Any) -> None:
         typed["timeout_s"] = (
             0.0  # the search then derives the time-out from the run without a limit
         )
-    search = _search(typed)
-    _console.note(search.warning)
-    folder, json_file = search.run.folder, typed["json_file"]
-    with (
-        _progress.progress(_console.err(), None) as progress,
-        resumable("floor", search.run),
-    ):
-        results = search.perform(progress)
+    task = _search(typed)
+    _console.note(runner.longest(task))
+    folder, json_file = task.folder, typed["json_file"]
+    with _progress.progress(_console.err(), None) as progress, runner.resumable("floor", task):
+        results = runner.search(task, progress)
     if json_file != _console.STDOUT:
         _console.show(findings.terminal(floors.found(results)))
     files = write_report(folder)
@@ -136,14 +133,14 @@ def _refuse_mixed(context: click.Context) -> None:
         )
 
 
-def _search(typed: dict[str, Any]) -> "Search":
+def _search(typed: dict[str, Any]) -> "Run":
     """Return the search in the folder of --resume; without --resume, return a new search."""
     from weighin.cli.run import command_settings
+    from weighin.plan import start
     from weighin.records.floor import Aim
-    from weighin.run import floor_search
 
     if typed["resume"]:
-        search = floor_search.resume(typed["resume"], trusted=typed["trust"])
+        task = start.resume(typed["resume"], trusted=typed["trust"], search=True)
     else:
         aim = Aim.ENDS if typed["thrashing"] else Aim.SURVIVES
         more = {"within": _arguments.share(typed["within"]), "aim": aim}
@@ -151,7 +148,6 @@ def _search(typed: dict[str, Any]) -> "Search":
             settings = command_settings(typed, **more)
         else:
             settings = _arguments.settings(typed, _arguments.one_model(typed), **more)
-        search, note = floor_search.start(settings, typed["folder"])
+        task, note = start.start(settings, typed["folder"])
         _console.note(note)
-    patience_s = math.inf if typed["wait"] else 0
-    return replace(search, run=replace(search.run, patience_s=patience_s))
+    return replace(task, patience_s=math.inf if typed["wait"] else 0)

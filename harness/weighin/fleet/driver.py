@@ -17,7 +17,7 @@ from weighin.records import run_folder
 from weighin.records.run_folder import parse
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.run import interrupts, runner
-from weighin.run.run_lock import only_writer
+from weighin.run.runner import only_writer
 from weighin.suite import registry
 from weighin.text import one_line
 

@@ -23,7 +23,7 @@ from weighin.plan.task import Node, Progress, Run
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.records.machine import CONCURRENT
 from weighin.result import Result
-from weighin.run import interrupts, run_lock, runner
+from weighin.run import interrupts, runner
 from weighin.units import format_bytes
 
 _HERE: Final = "this machine"
@@ -49,7 +49,7 @@ class Jobs:
         own = {
             # The driver holds this machine's lock. A job has the same lock file in every run, and
             # removes what the job of a dead run with this lock file left.
-            LOCK_VARIABLE: f"{run_lock.lock_path()}.{job}",
+            LOCK_VARIABLE: f"{runner.lock_path()}.{job}",
             "WEIGHIN_CACHE": str(self._caches / job),
         }
         events = node.run(
@@ -93,7 +93,7 @@ def run(jobs: int, task: Run, progress: Progress) -> Sequence[Result]:
         check(task, jobs)
         with (
             interrupts.stoppable(),
-            run_lock.only_run(task.patience_s, lambda text: progress.preparing(text, None)),
+            runner.only_run(task.patience_s, lambda text: progress.preparing(text, None)),
             staging.own_folder(cache.folder(), "jobs-") as caches,
         ):
             crew = Jobs(jobs, task.isolation.name, caches)

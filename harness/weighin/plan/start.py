@@ -67,15 +67,22 @@ def start(
     return Run(folder, ours, isolation, settings, is_new=True), note
 
 
-def resume(folder: Path, *, trusted: bool = False) -> Run:
-    """As ``restore``, but raise RecordError for a search of ``weighin floor``."""
+def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
+    """As ``restore``, but raise RecordError if the run is a search for floors and is to be none, or
+    the other way round.
+    """
     run = restore(folder, trusted=trusted)
-    if run.settings.within is not None:
+    if (run.settings.within is not None) == search:
+        return run
+    if search:
         raise RecordError(
-            f"{folder} contains a search for floors (weighin floor)",
-            f"to resume the search: {resume_command('floor', folder)}",
+            f"{folder} contains a run that is not a search for floors",
+            f"to resume the run: {resume_command(run.settings.verb, folder)}",
         )
-    return run
+    raise RecordError(
+        f"{folder} contains a search for floors (weighin floor)",
+        f"to resume the search: {resume_command('floor', folder)}",
+    )
 
 
 def restore(folder: Path, *, trusted: bool = False) -> Run:

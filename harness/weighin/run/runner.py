@@ -1,15 +1,26 @@
-"""Run a plan: prepare the checkpoints, measure each cell, and record each result immediately."""
+"""Run a plan, or search for floors: measure each cell, and record each result immediately.
+
+Only one run measures on a machine at a time, because two runs distort each other's figures.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import stat
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
+from weighin.atomic import try_lock
 from weighin.checkpoint import entries
 from weighin.errors import (
+    ConfigError,
     HarnessError,
     Interrupted,
     IsolationUnavailable,
@@ -17,19 +28,25 @@ from weighin.errors import (
     RecordError,
     StillRunning,
 )
+from weighin.isolation import cgroup
 from weighin.plan import start
 from weighin.plan.task import Planned, Progress, Run, skipped
-from weighin.records import run_folder
+from weighin.probes.cgroup import LOCK_VARIABLE
+from weighin.records import floor, run_folder
 from weighin.result import Result
 from weighin.run import commands, interrupts
 from weighin.run.measure import Measured
-from weighin.run.run_lock import only_run, only_writer
+from weighin.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from weighin.run.loads import Loads
 
 Following = Callable[[Sequence[Result]], Planned | None]
 """A function that gets the run's results so far and returns the next cell; None ends the run."""
+
+_FOLDERS: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 (never written, links not followed)
+_NAME: Final = "weighin-measuring.lock"
+_LONGEST_PAUSE_S: Final = 1.0  # because polling disturbs the measuring run
 
 
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
@@ -104,6 +121,69 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
         return list(results)
 
 
+def search(task: Run, progress: Progress) -> list[Result]:
+    """Search for floors: the smallest RAM limits under which the planned cells work.
+
+    For each cell, the search ends when the largest failing limit and the smallest working limit are
+    at most about ``within`` times the floor apart.
+    """
+    within, aim = task.settings.within, task.settings.aim
+    assert within is not None
+    highest_bytes, _ = cgroup.ram_bytes(task.isolation.name)
+    cells = [planned.cell for planned in task.planned if not planned.skip]
+
+    def following(results: Sequence[Result]) -> Planned | None:
+        done = {result.cell.id for result in results}
+        for planned in task.planned:
+            if planned.skip:
+                if planned.cell.id not in done:
+                    return planned
+                continue
+            cell = floor.next_cell(planned.cell, results, within, highest_bytes, aim)
+            if results and floor.searched(results[-1].cell) == floor.searched(planned.cell):
+                left_ns = floor.remaining_ns(cells, results, within, highest_bytes, aim)
+                left = f"; about {format_duration(left_ns / 1e9)} left" if left_ns else ""
+                progress.narrowed(said(planned, results, aim) + left)
+            if cell is not None:
+                return replace(planned, cell=cell)
+        return None
+
+    return run(task, progress, following)
+
+
+def longest(task: Run) -> str:
+    """Say how long a search may take at most; return an empty text if weighin kills cells that thrash."""
+    if task.settings.aim is floor.Aim.SURVIVES:
+        return ""
+    number = floor.TYPICAL_CELLS * sum(not planned.skip for planned in task.planned)
+    what = "--thrashing lets a measurement run on that reads its file again and again"
+    if not (timeout_s := task.settings.timeout_s):
+        return (
+            f"{what}: each of about {number} measurements may take 10 times as long as without a"
+            " limit, plus 30 s"
+        )
+    return (
+        f"{what}: each of about {number} measurements may take {timeout_s:g} s (--timeout), and the"
+        f" search up to {format_duration(number * timeout_s)}"
+    )
+
+
+def said(planned: Planned, results: Sequence[Result], aim: floor.Aim) -> str:
+    """Say in one line between which limits the floor lies, according to the results so far."""
+    ours = floor.results_of(floor.searched(planned.cell), results)
+    if stop := floor.why_stopped(ours):
+        return f"no floor for {planned.cell.strategy}: {stop}"
+    bounds = floor.bracket(ours, aim)
+    words = []
+    if bounds.failing_bytes is not None:
+        words.append(f"above {format_bytes(bounds.failing_bytes)}")
+    if bounds.working_bytes is not None:
+        words.append(f"at most {format_bytes(bounds.working_bytes)}")
+    if bounds.step_bytes is not None:
+        words.append(f"{format_bytes(bounds.step_bytes)} apart, passed {bounds.passed} times")
+    return f"floor of {planned.cell.strategy}: {', '.join(words) or 'not known yet'}"
+
+
 @contextmanager
 def resumable(verb: str, task: Run) -> Iterator[None]:
     """If an error stops the run in the ``with`` block, add the command that resumes it to the error."""
@@ -125,3 +205,102 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
         if (task.folder / run_folder.RECORDS).exists() and "--resume" not in error.repair:
             error.repair += f"; then resume: {again}"
         raise
+
+
+def lock_path() -> Path:
+    """Return the lock file's path: one for all users, unless ``LOCK_VARIABLE`` names another one."""
+    if named := os.environ.get(LOCK_VARIABLE):
+        return Path(named)
+    for folder in _FOLDERS:
+        with contextlib.suppress(OSError):
+            if folder.stat().st_mode & stat.S_IWOTH:  # any user may create the file
+                return folder / _NAME
+    return Path(tempfile.gettempdir()) / _NAME
+
+
+@contextmanager
+def only_run(
+    patience_s: float = 0, waiting: Callable[[str], None] = lambda _: None
+) -> Iterator[None]:
+    """Wait up to ``patience_s`` seconds for the machine's lock; hold it during the ``with`` block.
+
+    The kernel releases the lock when the process ends. If weighin has to wait, it calls ``waiting``
+    with the reason.
+
+    Raises:
+        HarnessError: another run still holds the lock after ``patience_s``.
+        ConfigError: the lock file cannot be created or opened.
+    """
+    path = lock_path()
+    try:
+        file = _open(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot open the lock file {path}: {error.strerror}",
+            f"see who owns the lock file (ls -l), or name another lock file: {LOCK_VARIABLE}=/path"
+            " weighin ...",
+        ) from None
+    try:
+        if not try_lock(file):
+            if patience_s > 0:
+                waiting(
+                    "waiting for another run on this machine to end (it holds the lock file"
+                    f" {path})",
+                )
+            _wait(file, path, time.monotonic() + patience_s)
+        yield
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Lock a run's plan in the ``with`` block, so that two processes do not run the same cells.
+
+    Raises:
+        HarnessError: another process holds the lock.
+    """
+    try:
+        locked = os.open(folder / "plan.json", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:  # nobody can resume a run without a plan
+        yield
+        return
+    try:
+        if not try_lock(locked):
+            raise HarnessError(
+                f"another process runs the plan in {folder}",
+                "wait for its end, then resume the run",
+                exit_code=4,
+            )
+        yield
+    finally:
+        os.close(locked)
+
+
+def _open(path: Path) -> int:
+    """Open the lock file for reading, or create it if it does not exist."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # Linux refuses O_CREAT in a sticky folder
+        return os.open(path, flags)
+    try:
+        file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:  # another process created it first
+        return os.open(path, flags)
+    os.fchmod(file, 0o644)  # despite the umask, because other users must be able to open the file
+    return file
+
+
+def _wait(file: int, path: Path, deadline: float) -> None:
+    """Take the lock when it is free; raise HarnessError at ``deadline`` (``time.monotonic``)."""
+    pause_s = 0.05
+    while time.monotonic() < deadline:
+        time.sleep(pause_s)
+        if try_lock(file):
+            return
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    raise HarnessError(
+        f"another run is measuring on this machine (it holds the lock file {path})",
+        "wait for its end: weighin bench --wait; parallel runs would distort each other's figures",
+        exit_code=4,
+    )
