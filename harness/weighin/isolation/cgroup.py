@@ -145,21 +145,19 @@ def _enables_memory(folder: Path) -> bool:
             if "memory" not in control.read_text().split():
                 if users is not None:
                     _move(folder, leaf)
-                try:
-                    control.write_text("+memory")
-                except OSError as error:
-                    if error.errno != errno.EBUSY or users is not None:
-                        raise
-                    leaf.mkdir(exist_ok=True)
-            if users is None and leaf.exists():  # made just now, here or by another weighin
+                control.write_text("+memory")
+        except OSError as error:
+            if users is None and error.errno == errno.EBUSY:  # the group has processes
+                with suppress(OSError):
+                    leaf.mkdir()
                 continue
-        except OSError:  # this user may not enable it
             if users is not None:
                 _give_back(folder, users, os.getpid())
             return False
         if users is not None:
             atexit.register(_give_back, folder, users, os.getpid())
-        return True
+        if users is not None or not leaf.exists():  # another weighin may have made it just now
+            return True
     return False
 
 
@@ -202,19 +200,14 @@ def _move(source: Path, target: Path) -> None:
 
 
 def roots() -> list[Path]:
-    """Return the folders in which to create cgroups.
-
-    The first of the returned folders is in the hierarchy of the memory controller. On a machine
-    with this hierarchy on v1 and a v2 tree, the second folder is in the v2 tree, which has PSI.
+    """Return the folders for cgroups: in the memory controller's hierarchy, and in a hybrid's v2 tree.
 
     Raises:
         IsolationUnavailable: this user may not create a cgroup with a memory limit.
     """
-    root = groups_root()
-    if root is None:
+    if (root := groups_root()) is None:
         raise IsolationUnavailable("this user may not create memory cgroups", _repair())
-    is_v1 = memory_hierarchy() == (1, root)
-    pressure = pressure_hierarchy() if is_v1 else None
+    pressure = pressure_hierarchy() if memory_hierarchy() == (1, root) else None
     return [root, pressure] if pressure else [root]
 
 

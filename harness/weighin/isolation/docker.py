@@ -133,18 +133,27 @@ class DockerIsolation(Isolation):
         # Root in a container of a rootless engine is this user.
         user = "" if "name=rootless" in self._options else f"{os.getuid()}:{os.getgid()}"
         where = {"user": user, "workdir": folder if streams else _TMP}
-        host = self._host(cell, binds, folder, {} if streams else _CLOSED)
-        container = self._create(cell, image or self._empty_image, shell, host, **where)
+        closed = {} if streams else _CLOSED
+        container = self._create(
+            cell, image or self._empty_image, shell, binds, folder, where, closed
+        )
         variables |= cell.environment
         limit_bytes = cell.ram_limit_bytes
         return DockerStarted(
             self._client, container, shell, command, variables, streams, limit_bytes, where
         )
 
-    def _host(
-        self, cell: Cell, binds: Mapping[str, str], writable: str, closed: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return the settings of a container that concern this machine."""
+    def _create(
+        self,
+        cell: Cell,
+        image: str,
+        shell: Sequence[str],
+        binds: Mapping[str, str],
+        writable: str,
+        where: Mapping[str, str],
+        closed: Mapping[str, Any],
+    ) -> str:
+        """Create a container whose first process only waits; return its id."""
         written = (writable, os.path.realpath(writable)) if writable else ()
         host = {"security_opt": ["label=disable"], "auto_remove": True, **closed}
         host["log_config"] = LogConfig(type="none")
@@ -156,12 +165,6 @@ class DockerIsolation(Isolation):
             host["devices"] = [f"{path}:{path}:rwm" for path in devices]
         if "name=userns" in self._options:  # else this user's files would be another user's
             host["userns_mode"] = "host"
-        return self._client.create_host_config(**host)
-
-    def _create(
-        self, cell: Cell, image: str, shell: Sequence[str], host: Any, *, user: str, workdir: str
-    ) -> str:
-        """Create a container, and return its id."""
         labels = {"weighin.owner": this_process(), "weighin.host": socket.gethostname()}
         labels |= {"weighin.lock": lock_suffix(), "weighin.cell": cell.id}
         with explained("create a container"):
@@ -171,10 +174,10 @@ class DockerIsolation(Isolation):
                 entrypoint=list(shell[:1]),
                 environment=sorted(NOT_FOR_SHELLS),  # without a value: removes the image's own
                 name=f"weighin-{os.getpid()}-{secrets.token_hex(4)}",
-                host_config=host,
+                host_config=self._client.create_host_config(**host),
                 stdin_open=True,
-                user=user,
-                working_dir=workdir,
+                user=where["user"],
+                working_dir=where["workdir"],
                 labels=labels,
             )
             return str(container["Id"])

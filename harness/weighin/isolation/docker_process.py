@@ -202,10 +202,9 @@ class _Pump:
         """Copy the descriptors, because a caller may close the originals after the command's start."""
         self.stream: Any = None
         self._command = command
-        given = (streams.stdin, streams.stdout, streams.stderr)
         # Another file may have got the number of a closed standard stream by now.
         own = (sys.__stdin__, sys.__stdout__, sys.__stderr__)
-        files = [n if file is None and own[n] else file for n, file in enumerate(given)]
+        files = [n if file is None and own[n] else file for n, file in enumerate(streams)]
         self._files = [None if file is None else os.dup(file) for file in files]
         self._is_in_background = False  # a read of standard input would then stop this process
         with suppress(OSError, TypeError):  # no terminal, or not that of this session
