@@ -7,7 +7,7 @@ import pytest
 from ran_commands import make_command
 
 from weighin.isolation.base import Exit
-from weighin.result import Kill, Outcome
+from weighin.result import Kill
 from weighin.run.judge import Evidence, judge
 from weighin.units import MIB
 
@@ -27,14 +27,6 @@ def facts(**changes: Any) -> Evidence:
         "limits": [OUTER],
     }
     return Evidence(**(known | changes))
-
-
-def test_a_container_that_was_killed_at_birth_had_one_process() -> None:
-    """The engine tells of the kill; the counters are gone with the container."""
-    born_dead = Exit(None, signal=9, oom_killed=True)
-    outcome, message = judge(facts(ended=born_dead, oom_kills=0, kills=()))
-    assert outcome is Outcome.OOM_KILLED
-    assert message.startswith("the kernel killed a process for lack of memory: ")
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
         ),
         (
             (*BASELINE, fakes.begin("read")),
-            Exit(None, signal=9, oom_killed=True),
-            None,
+            Exit(None, signal=9),
+            1,
             b"",
             Outcome.OOM_KILLED,
             "killed by the kernel for lack of memory in phase 'read'",

@@ -8,7 +8,6 @@ import pytest
 from fakes import FakeRunning, Step, begin, done, phase, ready
 from scripts import BASELINE, DONE, KILLED, FakeSampler, fake_sampler, watched
 
-from weighin.isolation.base import Exit
 from weighin.probes.cgroup import MemoryCgroup, PeakMark
 from weighin.result import Outcome, Pressure
 from weighin.run import watch
@@ -169,9 +168,7 @@ def test_a_cgroup_that_went_with_its_worker_leaves_what_the_sampler_saw(
     group = Group(tmp_path / "group", 2)
     sampler.oom_kills = 2
     script: list[Step] = [*BASELINE, begin("read"), group.vanish]
-    result = watched(
-        FakeRunning(script, Exit(None, signal=9, oom_killed=True), pid=1, cgroup=group.start())
-    )
+    result = watched(FakeRunning(script, KILLED, pid=1, cgroup=group.start()))
     assert (result.outcome, result.oom_kills) == (Outcome.OOM_KILLED, 2)
 
 

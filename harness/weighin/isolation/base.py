@@ -49,13 +49,11 @@ def connected(streams: Streams | None) -> Iterator[tuple[Streams, Pipes | None]]
 class Exit:
     """How a process ended: its exit code, or the signal that killed it.
 
-    ``oom_killed`` means that the kernel OOM-killed a process in the container; it is always False
-    without a container. ``still_runs`` means that the process did not end even after SIGKILL.
+    ``still_runs`` means that the process did not end even after SIGKILL.
     """
 
     code: int | None
     signal: int | None = None
-    oom_killed: bool = False
     still_runs: bool = False
 
     @property

@@ -163,10 +163,7 @@ class DockerStarted(Running):
         # For the engine, "exit 137" and SIGKILL are the same; Linux tells them apart since 6.15.
         status = None if self.process is None else child_process.wait_status(self.process)
         number = code - 128 if status is None else os.WTERMSIG(status)
-        if not 0 < number <= signal.NSIG:
-            return Exit(code)
-        kills = groups.MemoryCgroup(self.cgroup).read_oom_kills() if self.cgroup else None
-        return Exit(None, signal=number, oom_killed=number == signal.SIGKILL and bool(kills))
+        return Exit(None, signal=number) if 0 < number <= signal.NSIG else Exit(code)
 
     def members(self) -> list[int]:
         pids = groups.members_of(self.cgroup) if self.cgroup else []

@@ -137,7 +137,7 @@ def _of_process(end: Evidence, reported: Reported, ended: Exit) -> tuple[Outcome
         if oom_kills and outcome in (Outcome.STRATEGY_FAILED, Outcome.USE_FAILED):
             outcome, message = Outcome.OOM_KILLED, f"{_LOST}; then it failed: {message}"
         return outcome, message
-    if ended.signal == signal.SIGKILL and (oom_kills or ended.oom_killed):
+    if ended.signal == signal.SIGKILL and oom_kills:
         return Outcome.OOM_KILLED, f"killed by the kernel for lack of memory {reported.where}"
     if ended.signal == signal.SIGKILL and oom_kills is None and end.machine_oom_kills:
         why = "killed by the kernel when the whole machine ran out of memory"
@@ -240,7 +240,7 @@ def _of_command(end: Evidence) -> tuple[Outcome, str]:
     ended, kills, stopped = end.ended, end.kills or (), end.stopped
     if end.ready and not end.oom_kills:
         return Outcome.OK, ""  # weighin stopped a server that was ready
-    if end.oom_kills or kills or (ended.oom_killed and ended.signal == signal.SIGKILL):
+    if end.oom_kills or kills:
         return Outcome.OOM_KILLED, _killed(end)
     if stopped and stopped.timeout_s is None:
         return Outcome.THRASHING, verdict.why_killed(stopped)
