@@ -66,12 +66,6 @@ class Bracket:
     passed: int = 0
     failed: tuple[str, ...] = ()
 
-    @property
-    def step_bytes(self) -> int | None:
-        if self.failing_bytes is None or self.working_bytes is None:
-            return None
-        return self.working_bytes - self.failing_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class Floor:

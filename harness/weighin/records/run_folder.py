@@ -110,33 +110,28 @@ class Coverage:
     pending: tuple[Cell, ...]
     again: str
     is_search: bool = False
-    shard: str = ""
-
-    @property
-    def measured(self) -> int:
-        return self.planned - len(self.pending)
+    shard: Shard | None = None
 
     def __str__(self) -> str:
         """Return "1 of 2 cells of shard 1/3 measured" or "1 of 2 searches for a floor finished"."""
-        if self.is_search:
-            return f"{self.measured} of {self.planned} searches for a floor finished"
-        of_shard = f" of shard {self.shard}" if self.shard else ""
-        return f"{self.measured} of {self.planned} cells{of_shard} measured"
+        what = f"cells of shard {self.shard} measured" if self.shard else "cells measured"
+        what = "searches for a floor finished" if self.is_search else what
+        return f"{self.planned - len(self.pending)} of {self.planned} {what}"
 
 
 def _coverage(run: Path, plan: Plan, results: Sequence[Result]) -> Coverage:
-    cells, settings = plan.cells, plan.settings
+    cells, settings, shard = plan.cells, plan.settings, None
     again = resume_command(verb_of(settings), run)
-    if (within := settings.get("within")) is not None:
+    if "within" in settings:
         rams = (ram for result in results if (ram := result.environment.get("ram_bytes")))
-        highest, aim = max(rams, default=_ANY_RAM_BYTES), Aim(settings.get("aim", "ends"))
+        within, highest = settings["within"], max(rams, default=_ANY_RAM_BYTES)
+        aim = Aim(settings.get("aim", "ends"))
         left = [cell for cell in cells if next_cell(cell, results, within, highest, aim)]
         return Coverage(len(cells), tuple(left), again, is_search=True)
-    shard = str(settings.get("shard", ""))
     with suppress(ConfigError):  # somebody edited the plan
-        ours = parse_shard(shard).of(cells)
-        return Coverage(len(ours), tuple(pending(ours, results)), again, shard=shard)
-    return Coverage(len(cells), tuple(pending(cells, results)), again)
+        shard = parse_shard(str(settings.get("shard", "")))
+    ours = shard.of(cells) if shard else cells
+    return Coverage(len(ours), tuple(pending(ours, results)), again, shard=shard)
 
 
 def verb_of(settings: Mapping[str, Any]) -> str:
@@ -151,25 +146,8 @@ def resume_command(verb: str, run: Path) -> str:
 
 def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
     """Return the cells without a result, in order; a result's cell must be equal in all fields."""
-    # Compared as JSON, because a tuple inside a cell's dicts is a list after the record is read.
-    measured = {identity(result.cell) for result in results}
-    return [cell for cell in cells if identity(cell) not in measured]
-
-
-def identity(cell: Cell) -> str:
-    """Return a text that is equal for two cells only if all their fields are equal."""
-    return json.dumps(cell, sort_keys=True, default=as_json)
-
-
-def as_json(value: Any) -> Any:
-    """Return a dataclass as a dict without a deep copy, and any other value as text: the ``default`` of
-    ``json.dumps`` for records, plans and cells.
-    """
-    return (
-        {f.name: getattr(value, f.name) for f in fields(value)}
-        if is_dataclass(value)
-        else str(value)
-    )
+    measured = {result.cell.id for result in results}
+    return [cell for cell in cells if cell.id not in measured]
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +428,11 @@ def parse_plan(run: Path, text: bytes) -> Plan:
 
 
 def _encode(value: Result | Plan, name: str, indent: int | None = None) -> bytes:
+    def as_json(inner: Any) -> Any:
+        if is_dataclass(inner):
+            return {each.name: getattr(inner, each.name) for each in fields(inner)}
+        return str(inner)
+
     # By json, which refuses NaN, where msgspec would write null.
     try:
         text = json.dumps(

@@ -1,6 +1,5 @@
 """Join runs that each measured a part (shard) of one plan into one run (``weighin merge``)."""
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -80,10 +79,9 @@ def merge(folders: Sequence[Path], out: Path) -> Merged:
     results = []
     for part in parts:
         for result in part.results:
-            key = run_folder.identity(result.cell)
-            if key in measured_in:
+            if (key := result.cell.id) in measured_in:
                 raise RecordError(
-                    f"{measured_in[key]} and {part.folder} both measured the cell {result.cell.id}",
+                    f"{measured_in[key]} and {part.folder} both measured the cell {key}",
                     "leave one of the two folders out of weighin merge",
                 )
             measured_in[key] = part.folder
@@ -98,7 +96,7 @@ def merge(folders: Sequence[Path], out: Path) -> Merged:
         if all(start.is_ours(part.plan_bytes) for part in parts):
             start.remember(text)
         for result in results:
-            source = measured_in[run_folder.identity(result.cell)]
+            source = measured_in[result.cell.id]
             for name in run_folder.paths_of(result.cell):
                 if os.path.lexists(source / name):
                     (unfinished / name).parent.mkdir(exist_ok=True)
@@ -132,12 +130,12 @@ def _check_same_plan(first: _Part, other: _Part) -> None:
             " only runs of one plan can be merged",
             repair,
         )
-    ours, theirs = (
-        [run_folder.identity(cell) for cell in part.plan.cells] for part in (first, other)
-    )
-    if ours != theirs:
-        only = [*(set(theirs) - set(ours)), *(set(ours) - set(theirs))]
-        shown = f", for example {json.loads(only[0])['strategy']}" if only else " in another order"
+    ours, theirs = ({cell.id: cell for cell in part.plan.cells} for part in (first, other))
+    if [*ours] != [*theirs]:
+        only = [*(theirs.keys() - ours.keys()), *(ours.keys() - theirs.keys())]
+        shown = (
+            f", for example {(ours | theirs)[only[0]].strategy}" if only else " in another order"
+        )
         raise RecordError(
             f"{first.folder} and {other.folder} have different plans: {len(ours)} and"
             f" {len(theirs)} cells, of which {len(only)} are in one plan only{shown}",

@@ -174,13 +174,13 @@ def said(planned: Planned, results: Sequence[Result], aim: floor.Aim) -> str:
     if stop := floor.why_stopped(ours):
         return f"no floor for {planned.cell.strategy}: {stop}"
     bounds = floor.bracket(ours, aim)
-    words = []
-    if bounds.failing_bytes is not None:
-        words.append(f"above {format_bytes(bounds.failing_bytes)}")
-    if bounds.working_bytes is not None:
-        words.append(f"at most {format_bytes(bounds.working_bytes)}")
-    if bounds.step_bytes is not None:
-        words.append(f"{format_bytes(bounds.step_bytes)} apart, passed {bounds.passed} times")
+    failing, working = bounds.failing_bytes, bounds.working_bytes
+    words = [] if failing is None else [f"above {format_bytes(failing)}"]
+    if working is not None:
+        words.append(f"at most {format_bytes(working)}")
+        if failing is not None:
+            apart = format_bytes(working - failing)
+            words.append(f"{apart} apart, passed {bounds.passed} times")
     return f"floor of {planned.cell.strategy}: {', '.join(words) or 'not known yet'}"
 
 
