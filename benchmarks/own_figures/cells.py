@@ -16,7 +16,7 @@ from weighin.plan.start import start
 from weighin.plan.task import Progress
 from weighin.result import Outcome, Result
 from weighin.run import runner
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import check_suite
 
 ISOLATIONS: Final = tuple(reversed(NAMES))
 MODEL: Final = "gpt2-small"

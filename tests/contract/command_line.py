@@ -22,8 +22,7 @@ from weighin.plan.start import start
 from weighin.plan.task import Node
 from weighin.records import run_folder
 from weighin.records.series import name_of
-from weighin.settings.definition import COMMANDS
-from weighin.settings.reading import read_suite
+from weighin.settings.definition import COMMANDS, read_suite
 from weighin.suite import chosen_models, registry
 
 _FIXED: Final = {

@@ -11,7 +11,7 @@ from weighin.plan.start import start
 from weighin.plan.task import Progress
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import check_suite
 
 LINE = "sleep 0.3; read line || echo nothing to read; echo 'second line'; exit 3"
 

@@ -12,7 +12,7 @@ from weighin.plan.start import start as plan
 from weighin.plan.task import Progress
 from weighin.records import run_folder
 from weighin.run import runner
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import check_suite
 
 STUCK = StillRunning("the measured process 5 does not end, not even after SIGKILL")
 GONE = IsolationUnavailable("the Docker engine has stopped", "start it again")

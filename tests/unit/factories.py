@@ -28,7 +28,7 @@ from weighin.result import (
     Sample,
     Written,
 )
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import check_suite
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB, MIB
 

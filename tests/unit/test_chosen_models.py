@@ -13,7 +13,7 @@ from weighin.cell import SYNTHESISED
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.formats.pretrained_library import DIFFUSERS
 from weighin.formats.selection import Selection
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import check_suite
 from weighin.suite import registry
 from weighin.suite.chosen_models import ChosenModels, choose
 

@@ -10,8 +10,7 @@ from weighin.plan.start import resume, start
 from weighin.plan.task import Run
 from weighin.records import run_folder
 from weighin.records.run_folder import parse_shard
-from weighin.settings.definition import COMMANDS, MODELS, Settings
-from weighin.settings.reading import read_suite
+from weighin.settings.definition import COMMANDS, MODELS, Settings, read_suite
 
 KEYS = "known keys: commands, ram, isolation, image, repeats, timeout_s, stacks, description"
 KEYS_OF_A_COMMAND = "known keys: name, command, cold, marks, environment"

@@ -7,8 +7,14 @@ import pytest
 
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
-from weighin.settings.definition import COMMANDS, DEFAULT_SAVING, DEFAULT_STRATEGIES
-from weighin.settings.reading import check_suite, read_model, read_suite
+from weighin.settings.definition import (
+    COMMANDS,
+    DEFAULT_SAVING,
+    DEFAULT_STRATEGIES,
+    check_suite,
+    read_model,
+    read_suite,
+)
 from weighin.suite.registry import data_folder, model
 from weighin.units import GIB, MIB
 

@@ -22,7 +22,7 @@ from weighin.report import slow_disks, writing
 from weighin.report.findings import markdown
 from weighin.report.rows import series, values
 from weighin.result import Result
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import check_suite
 from weighin.units import (
     MIB,
     format_latency,

@@ -15,7 +15,7 @@ from weighin.predict.client import predict
 from weighin.protocol import decode_job, encode_job
 from weighin.records.series import name_of
 from weighin.report.rows import cells
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import check_suite
 from weighin.suite import registry
 
 ARENAS = {"MALLOC_ARENA_MAX": "2"}

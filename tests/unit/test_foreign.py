@@ -17,7 +17,7 @@ from weighin.formats.pretrained_folder import read_folder
 from weighin.protocol import decode_event
 from weighin.records import run_folder
 from weighin.result import OURS, Outcome
-from weighin.settings.reading import read_suite
+from weighin.settings.definition import read_suite
 from weighin.settings.yaml_file import read_mapping
 from weighin.worker.phases import named_by_strategy
 

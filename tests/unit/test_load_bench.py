@@ -20,7 +20,7 @@ from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.run import loads, runner
 from weighin.run.loads import Loads
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import check_suite
 from weighin.suite.packages import versions
 from weighin.units import MIB
 

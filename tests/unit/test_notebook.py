@@ -13,7 +13,7 @@ from weighin.plan.task import Planned
 from weighin.predict.prediction import PredictedPhase, Prediction
 from weighin.records import run_folder
 from weighin.result import Memory, Outcome, Peaks, Phase, Result
-from weighin.settings.reading import read_suite
+from weighin.settings.definition import read_suite
 from weighin.suite.registry import data_folder, model
 from weighin.units import GIB, MIB
 

@@ -14,8 +14,7 @@ from weighin.plan.start import restore, start
 from weighin.plan.trust import foreign
 from weighin.probes import environment
 from weighin.records import run_folder
-from weighin.settings.definition import Settings
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import Settings, check_suite
 from weighin.units import GIB
 
 

@@ -25,8 +25,7 @@ from weighin.records import run_folder
 from weighin.report import captions
 from weighin.result import Outcome, Result
 from weighin.run import runner
-from weighin.settings.definition import COMMANDS
-from weighin.settings.reading import read_suite
+from weighin.settings.definition import COMMANDS, read_suite
 from weighin.suite import registry
 from weighin.units import GIB
 

@@ -10,8 +10,7 @@ import pytest
 
 from weighin.cell import ModelSpec, Operation
 from weighin.errors import ConfigError, UnknownName
-from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES
-from weighin.settings.reading import read_suite
+from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES, read_suite
 from weighin.settings.yaml_file import read_mapping
 from weighin.suite import registry
 

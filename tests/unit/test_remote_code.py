@@ -19,7 +19,7 @@ from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import from_config
 from weighin.plan.start import restore, start
 from weighin.recommend.snippet import pretrained_snippet
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import check_suite
 from weighin.suite import registry
 
 TRUSTED = FolderChoice(trust_remote_code=True)

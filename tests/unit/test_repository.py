@@ -10,7 +10,7 @@ import yaml
 
 from weighin import __version__
 from weighin.gate import budgets
-from weighin.settings.reading import read_suite
+from weighin.settings.definition import read_suite
 from weighin.suite import registry
 
 ROOT = Path(__file__).parents[2]

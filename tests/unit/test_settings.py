@@ -12,8 +12,14 @@ from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.records.floor import Aim
 from weighin.records.run_folder import Shard
-from weighin.settings.definition import Settings, SuiteCommand, SuiteModel, SuiteStrategy
-from weighin.settings.reading import check_suite, read_plan
+from weighin.settings.definition import (
+    Settings,
+    SuiteCommand,
+    SuiteModel,
+    SuiteStrategy,
+    check_suite,
+    read_plan,
+)
 
 COMMAND = {
     "name": "one",

@@ -11,7 +11,7 @@ from weighin.errors import ConfigError
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
 from weighin.records.run_folder import Shard, parse_shard
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import check_suite
 
 
 @given(cells=st.integers(0, 60), count=st.integers(1, 12))

@@ -16,8 +16,7 @@ from weighin.isolation.process import CgroupIsolation, ProcessIsolation
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
 from weighin.probes import environment, gpu_check
-from weighin.settings.definition import Settings
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import Settings, check_suite
 from weighin.suite import registry
 from weighin.units import GIB
 

@@ -11,8 +11,15 @@ import yaml
 from pages import suite_keys as page
 from weighin.errors import ConfigError
 from weighin.formats.selection import WHOLE, Selection
-from weighin.settings.definition import COMMANDS, MODELS, Settings, SuiteCommand, SuiteModel
-from weighin.settings.reading import check_suite, read_suite
+from weighin.settings.definition import (
+    COMMANDS,
+    MODELS,
+    Settings,
+    SuiteCommand,
+    SuiteModel,
+    check_suite,
+    read_suite,
+)
 from weighin.suite.chosen_models import choose
 
 ROOT = Path(__file__).parents[2]

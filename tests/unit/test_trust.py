@@ -21,7 +21,7 @@ from weighin.predict import check
 from weighin.probes import environment
 from weighin.records import run_folder
 from weighin.run import runner
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import check_suite
 from weighin.units import GIB
 
 LOAD = '"""Load."""\n\ndef load(job): ...\n'

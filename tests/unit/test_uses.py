@@ -13,8 +13,7 @@ from weighin.errors import ConfigError, UnknownName
 from weighin.plan import trust
 from weighin.plan.task import Planned
 from weighin.records.series import name_of
-from weighin.settings.definition import Settings
-from weighin.settings.reading import check_suite
+from weighin.settings.definition import Settings, check_suite
 from weighin.suite import uses as suite_uses
 from weighin.suite.registry import model, strategy
 from weighin.units import MIB

@@ -166,7 +166,7 @@ def settings(typed: dict[str, Any], model: str, **more: Any) -> "Settings":
 
     The typed options that may stand beside --suite, and ``more``, are added.
     """
-    from weighin.settings.reading import check_suite, read_suite
+    from weighin.settings.definition import check_suite, read_suite
     from weighin.suite import registry
 
     if typed.get("suite"):

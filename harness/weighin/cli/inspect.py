@@ -89,7 +89,7 @@ def _inspected(typed: dict[str, Any]) -> "Inspected":
             _console.note(*registry.notes_on(weights, choice))
         return inspected
     from weighin.predict import client
-    from weighin.settings.reading import check_suite
+    from weighin.settings.definition import check_suite
     from weighin.suite.chosen_models import choose
 
     chosen = choose(check_suite({"models": name}).model_copy(update=_arguments.beside(typed)))

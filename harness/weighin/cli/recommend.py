@@ -150,7 +150,7 @@ def _question(typed: dict[str, Any]) -> "Question":
     from weighin.disk.passthrough import Pace
     from weighin.recommend import answer
     from weighin.recommend.candidates import Limits
-    from weighin.settings.reading import check_suite
+    from weighin.settings.definition import check_suite
     from weighin.suite import chosen_models, uses
     from weighin.uses import NONE
 

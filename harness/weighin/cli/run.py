@@ -125,8 +125,7 @@ def command_settings(typed: dict[str, Any], **more: Any) -> "Settings":
 
     from weighin.plan.commands import label_of
     from weighin.records.run_folder import parse_shard
-    from weighin.settings.definition import COMMANDS, SuiteCommand
-    from weighin.settings.reading import check_suite, read_suite
+    from weighin.settings.definition import COMMANDS, SuiteCommand, check_suite, read_suite
 
     if typed.get("suite"):
         from weighin.suite.registry import suite_file

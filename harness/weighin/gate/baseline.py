@@ -20,8 +20,7 @@ from weighin.gate.expected import Expectation
 from weighin.records.machine import Policy, Setting
 from weighin.records.metrics import METRICS, Metric, Tolerance, named
 from weighin.records.series import Figure, Series
-from weighin.settings.definition import Strict
-from weighin.settings.reading import validate
+from weighin.settings.definition import Strict, validate
 from weighin.settings.yaml_file import read_mapping
 
 SCHEMA: Final = 1

@@ -24,8 +24,7 @@ from weighin.plan import commands
 from weighin.plan.task import Node, Planned, Run
 from weighin.records import run_folder
 from weighin.records.run_folder import resume_command
-from weighin.settings import reading
-from weighin.settings.definition import Settings
+from weighin.settings.definition import Settings, read_plan
 from weighin.units import format_exact
 
 _LABEL_LENGTH: Final = 60  # characters of all commands in the name of a run's folder
@@ -98,7 +97,7 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
     if not found.cells:
         raise RecordError(f"the run in {folder} plans no measurement", "start a new run")
     place = folder / run_folder.PLAN
-    settings = reading.read_plan(found.settings, found.cells, place)
+    settings = read_plan(found.settings, found.cells, place)
     if not (trusted or is_ours(text)):
         from weighin.plan import trust  # imports formats and strategies
 

@@ -17,8 +17,7 @@ from weighin.errors import ConfigError
 from weighin.foreign import read_bytes
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import code_of
-from weighin.settings.definition import Settings
-from weighin.settings.reading import read_model
+from weighin.settings.definition import Settings, read_model
 from weighin.suite import registry, user_code
 from weighin.text import one_line
 

@@ -17,8 +17,7 @@ from weighin.probes import environment
 from weighin.records import run_folder
 from weighin.records.metrics import middle, use_needed_bytes
 from weighin.result import Outcome, Result
-from weighin.settings import reading
-from weighin.settings.definition import Settings
+from weighin.settings.definition import Settings, read_plan
 from weighin.suite import registry, user_code
 from weighin.suite.registry import StrategyInfo
 
@@ -225,7 +224,7 @@ def _settings(run: Path) -> Settings:
     """
     try:
         found = run_folder.read_plan(run)
-        settings = reading.read_plan(found.settings, found.cells, run / run_folder.PLAN)
+        settings = read_plan(found.settings, found.cells, run / run_folder.PLAN)
     except HarnessError:
         return Settings()
     return settings.model_copy(update={"mounts": ()})

@@ -370,7 +370,9 @@ def _built(name: str, kwargs: dict[str, object] | None) -> ModelSpec:
     if name not in known:
         builder = user_code.of_file(name)[0] if user_code.is_file(name) else name
         return ModelSpec(builder.rpartition(":")[2], builder, kwargs or {})
-    from weighin.settings.reading import read_model  # imports pydantic, which `weighin list` avoids
+    from weighin.settings.definition import (
+        read_model,  # imports pydantic, which `weighin list` avoids
+    )
 
     spec = read_model(known[name])
     others = {key: value for key, value in (kwargs or {}).items() if spec.kwargs.get(key) != value}

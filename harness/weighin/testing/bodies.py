@@ -130,7 +130,7 @@ def _load(
     from weighin.plan import start as plans
     from weighin.plan.task import Progress
     from weighin.run import runner
-    from weighin.settings.reading import check_suite
+    from weighin.settings.definition import check_suite
 
     suite |= {
         "models": [options.pop("model", "gpt2-small")],
