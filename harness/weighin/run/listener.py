@@ -121,6 +121,10 @@ class Reported:
         return tuple(sorted(self._phases, key=lambda phase: (phase.start_ns, -phase.end_ns)))
 
     @property
+    def is_worker(self) -> bool:
+        return not self.is_program and (self.current, self.baseline) != (None, None)
+
+    @property
     def is_in_phase(self) -> bool:
         return bool(self._open)
 
@@ -300,9 +304,12 @@ class Reported:
         """Texts for the record: notes, and which figures of a program are missing or not exact."""
         found = [*self.notes]
         if self.is_refused:
+            then = "which weighin did not take"
+            if not self.is_worker:
+                then = "after which weighin took nothing more from that connection"
             found.append(
-                f"process {self.pid} sent a message with an impossible or unknown value, after which"
-                " weighin took nothing more from that connection: phases may be missing"
+                f"process {self.pid} sent a message with an impossible or unknown value, {then}:"
+                " phases may be missing"
             )
         if not self._resets:
             found.append(
@@ -463,6 +470,10 @@ class Listener:
         except OSError:
             packet, decoded = b"", None
         reported = self._by_connection[connection]
+        if decoded is None and packet and reported.is_worker:  # which waits for an answer, and ends
+            reported.is_refused = True
+            self._answer(connection)
+            return
         if decoded is None:
             reported.is_refused |= bool(packet)
             self._drop(connection)
