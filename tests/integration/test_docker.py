@@ -149,8 +149,8 @@ def test_the_end_of_stdin_reaches_the_worker(start: Start) -> None:
 
 def test_the_container_ends_with_the_standard_input_of_its_first_process(start: Start) -> None:
     running = start("import time; time.sleep(600)")
-    (first,) = running.helpers
-    _close_stream(running._first)
+    first = running._first_pid
+    _close_stream(running._first_stdin)
     leftovers.wait_until(lambda: not Path(f"/proc/{first}").exists(), "the container goes on")
     assert ended(running) == Exit(code=None, signal=signal.SIGKILL)
     assert "was killed with its command" in running.unseen
@@ -163,7 +163,7 @@ def test_an_acknowledgement_that_nobody_read_does_not_release_the_container(star
         running.channel.send(b"\n")
     time.sleep(0.2)
     assert running.cgroup
-    assert (running.cgroup / "cgroup.procs").read_text().split() == [str(*running.helpers)]
+    assert (running.cgroup / "cgroup.procs").read_text().split() == [str(running._first_pid)]
 
 
 def test_kill_ends_the_worker_and_its_children_only(start: Start) -> None:

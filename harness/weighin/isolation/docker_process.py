@@ -69,9 +69,8 @@ class DockerStarted(Running):
         """
         self._client, self._container = client, container
         self._exit: Exit | None = None
-        self._first: Any = None
+        self._first_pid, self._first_stdin = 0, None  # of the container's first process
         self._pump: Any = None
-        self.helpers: frozenset[int] = frozenset()  # the container's first process
         apart = [f"{n}={value}" for n, value in variables.items() if n in NOT_FOR_SHELLS]
         passed = [f"{n}={value}" for n, value in variables.items() if n not in NOT_FOR_SHELLS]
         line = [*shell, "-c", _BARRIER, "sh", *apart, "--", *command]
@@ -80,7 +79,9 @@ class DockerStarted(Running):
                 self._pump = _Pump(self, own)
             terminal = self._pump.is_terminal
             with explained("run a container"):
-                self._first = client.attach_socket(container, params={"stdin": 1, "stream": 1})
+                self._first_stdin = client.attach_socket(
+                    container, params={"stdin": 1, "stream": 1}
+                )
                 client.start(container)
                 cgroup = self._find_container()
                 options = {"stdin": True, "tty": terminal, "environment": passed, **where}
@@ -106,7 +107,7 @@ class DockerStarted(Running):
             raise _not_started()
         with suppress(OSError):
             if self._container in groups.read_kernel(Path(f"/proc/{first}/cgroup")):
-                self.cgroup, self.helpers = groups.memory_cgroup_of(first), frozenset({first})
+                self.cgroup, self._first_pid = groups.memory_cgroup_of(first), first
         if self.cgroup is None:
             raise elsewhere()
         return self.cgroup
@@ -158,7 +159,7 @@ class DockerStarted(Running):
                     return Exit(None, still_runs=True)
                 time.sleep(_PAUSE_S)
             code = int(state["ExitCode"])
-        if any(map(groups.is_exiting, self.helpers)):
+        if groups.is_exiting(self._first_pid):
             self.unseen = "the container was killed with its command, so the last counters are lost"
         # For the engine, "exit 137" and SIGKILL are the same; Linux tells them apart since 6.15.
         status = None if self.process is None else child_process.wait_status(self.process)
@@ -167,7 +168,7 @@ class DockerStarted(Running):
 
     def members(self) -> list[int]:
         pids = groups.members_of(self.cgroup) if self.cgroup else []
-        return [pid for pid in pids if pid not in self.helpers]
+        return [pid for pid in pids if pid != self._first_pid]
 
     def kill(self) -> None:
         """Kill all processes of the container but its first; if this user may not, kill all of it."""
@@ -184,7 +185,7 @@ class DockerStarted(Running):
         super().close()
         if self._pump:
             self._pump.close()
-        _close_stream(self._first)
+        _close_stream(self._first_stdin)
         remove(self._client, self._container)
 
 
