@@ -16,24 +16,17 @@ from weighin.uses import is_of_use
 
 SCHEMA: Final = 1
 IMPORT_TRANSFORMERS: Final = "import transformers"
-"""The phase in which a worker imports the class of a transformers model, before the load begins."""
 IMPORTS_OF_LIBRARIES: Final = (IMPORT_TRANSFORMERS, "import diffusers", "import timm")
-"""The phases in which a worker imports the class of a model; each library has its own phase."""
-
+"""The phases in which a worker imports the class of a model, before the load begins."""
 UNNAMED: Final = "other"
 """The name of the phase for time outside all named phases, or for a whole load without phases."""
-
 OURS: Final = (
     "import", *IMPORTS_OF_LIBRARIES, "prepare", "touch", "sync", "verify", "forward", UNNAMED,
 )  # fmt: skip
 """The names of weighin's own phases, which a strategy must not use."""
-
 NOT_DROPPED: Final = "not dropped"
 """The page-cache state of a cell planned as ``cold`` if pages of its checkpoint stayed cached."""
-
-USUAL_PAGE_BYTES: Final = 4096
-"""The page size on x86-64, and on arm64 in most distributions."""
-
+USUAL_PAGE_BYTES: Final = 4096  # on x86-64, and on arm64 in most distributions
 WINDOWS_IN_FLIGHT: Final = 4
 """How many read-ahead windows of a mapped file the kernel reads at the same time. The pages of
 these windows cannot be reclaimed. Measured with 1, 2 and 4 threads: 3 to 5 windows of 8 MiB.
@@ -89,9 +82,10 @@ class Sample:
     @property
     def page_cache_bytes(self) -> int:
         """The page cache that the kernel can reclaim; without a cgroup, only mapped page cache."""
-        if self.cgroup_file_bytes is None:
-            return max(self.file_bytes - (self.locked_bytes or 0), 0)
-        return max(self.cgroup_file_bytes - self.shmem_bytes - (self.locked_bytes or 0), 0)
+        pages = self.file_bytes
+        if self.cgroup_file_bytes is not None:
+            pages = self.cgroup_file_bytes - self.shmem_bytes
+        return max(pages - (self.locked_bytes or 0), 0)
 
     @property
     def reclaimable_bytes(self) -> int:
@@ -386,7 +380,6 @@ class Result:
 
     @property
     def page_bytes(self) -> int:
-        """The page size of the measuring machine; ``USUAL_PAGE_BYTES`` if the record lacks it."""
         return int(self.environment.get("page_bytes", USUAL_PAGE_BYTES))
 
     @property

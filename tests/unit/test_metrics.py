@@ -59,10 +59,9 @@ def test_what_is_allowed_is_the_larger_of_share_and_amount() -> None:
 
 
 def test_which_metrics_are_times_and_which_are_sampled() -> None:
-    assert {name for name, metric in METRICS.items() if not metric.portable} == {
+    assert {name for name, metric in METRICS.items() if metric.unit == "ns"} == {
         "use", "load", "ready", "time",
     }  # fmt: skip
-    assert all((metric.unit == "ns") is not metric.portable for metric in METRICS.values())
     titles = {metric.title for metric in METRICS.values() if metric.title != metric.name}
     assert titles == {"anon (sampled)", "needed (sampled)"}
 

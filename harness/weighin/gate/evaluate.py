@@ -32,7 +32,7 @@ def evaluate(
         tolerances = rules.tolerances
         concurrent = CONCURRENT in environment or CONCURRENT in baseline.environment
         if concurrent or spoils_times(changes):
-            tolerances = {n: t for n, t in tolerances.items() if METRICS[n].portable}
+            tolerances = {n: t for n, t in tolerances.items() if METRICS[n].unit != "ns"}
             if len(tolerances) < len(rules.tolerances):
                 notes.append(
                     "times are not judged: several cells ran at once (--jobs)"
@@ -42,7 +42,7 @@ def evaluate(
         for name, was in baseline.series.items():
             lines += _figures(name, was, series[name], tolerances) if name in series else []
     for budget in rules.budgets:
-        if CONCURRENT in environment and not budget.metric.portable:
+        if CONCURRENT in environment and budget.metric.unit == "ns":
             raise ConfigError(
                 f"the budget {str(budget)!r} limits a time, but times are not comparable: several cells ran at once (--jobs)",
                 "measure without --jobs, or leave the budget out",

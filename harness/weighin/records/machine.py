@@ -62,7 +62,10 @@ def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]
     seen: dict[str, dict[str, Setting]] = {}
     for environment in environments:
         for name, value in _flat(environment):
-            seen.setdefault(name, {})[_shown(value)] = value
+            plain = (
+                value if isinstance(value, str | int | float | bool | None) else json.dumps(value)
+            )
+            seen.setdefault(name, {})[_shown(plain)] = plain
     return {
         name: " | ".join(sorted(values)) if len(values) > 1 else next(iter(values.values()))
         for name, values in sorted(seen.items())
@@ -105,20 +108,15 @@ def spoils_times(found: Iterable[Difference]) -> bool:
     return any(fnmatchcase(each.name, pattern) for each in found for pattern in TIMING)
 
 
-def _flat(environment: Mapping[str, Any]) -> Iterable[tuple[str, Setting]]:
+def _flat(environment: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     for name, value in environment.items():
         if isinstance(value, Mapping):
-            for key, inner in value.items():
-                yield f"{name}.{key}", _plain(inner)
+            yield from ((f"{name}.{key}", inner) for key, inner in value.items())
         elif name == "ram_bytes":
             # Rounded, because the size differs by a few pages between two boots of one machine.
             yield "ram_gib", round(value / GIB)
         else:
-            yield name, _plain(value)
-
-
-def _plain(value: Any) -> Setting:
-    return value if isinstance(value, str | int | float | bool | None) else json.dumps(value)
+            yield name, value
 
 
 def _shown(value: Setting) -> str:

@@ -96,8 +96,8 @@ class Metric:
     """A number in a result, such as the peak RSS, that is compared with a baseline file.
 
     If this number grew, ``PHASE_FIGURES[in_phase]`` of each phase shows in which phase it grew.
-    ``portable`` is False for a time, which cannot be compared between machines. Only cells with one
-    of these ``operations`` have the number.
+    Only cells with one of these ``operations`` have the number. Times cannot be compared between
+    machines.
     """
 
     name: str
@@ -106,7 +106,6 @@ class Metric:
     exact: bool
     tolerance: Tolerance
     read: Callable[[Result], int | None] = lambda _: None
-    portable: bool = True
     operations: tuple[Operation, ...] = (*_OF_MODELS, *_OF_COMMANDS)
 
     def of(self, result: Result) -> int | None:
@@ -135,15 +134,11 @@ class Metric:
 
     def change(self, was: int, now: int) -> str:
         """Return the change from ``was`` to ``now`` with its sign: "+35.2 MiB (+2.2 %)"."""
-        step = now - was
-        if not step:
+        if was == now:
             return "±0"
-        text = (
-            format_bytes(abs(step), digits=1) if self.unit == "bytes" else format_seconds(abs(step))
-        )
-        sign = "+" if step > 0 else "-"
-        share = f" ({sign}{abs(step) / was * 100:.1f} %)" if was else ""
-        return f"{sign}{text}{share}"
+        sign, step = "+" if now > was else "-", abs(now - was)
+        text = format_bytes(step, digits=1) if self.unit == "bytes" else format_seconds(step)
+        return f"{sign}{text}" + (f" ({sign}{step / was * 100:.1f} %)" if was else "")
 
 
 def ready_anon(result: Result) -> int | None:
@@ -181,9 +176,9 @@ def use_most_anon_bytes(result: Result) -> int | None:
 
 def use_needed_bytes(result: Result) -> int:
     """Return ``use_most_anon_bytes`` plus the private memory of forked processes; 0 without a use."""
-    return (use_most_anon_bytes(result) or 0) + sum(
-        result.use.children_private_bytes if result.use else ()
-    )
+    if result.use is None:
+        return 0
+    return (result.use.anon_sampled_bytes or 0) + sum(result.use.children_private_bytes)
 
 
 def per_model(result: Result, size: int | None) -> float | None:
@@ -252,14 +247,14 @@ METRICS: Final = {
         Metric("cuda_reserved", "bytes", "cuda_reserved", True, _ALLOCATOR, lambda r: r.peaks.cuda_reserved_bytes),
         # weighin.records.series computes the floor from a whole search, not from one result.
         Metric("floor", "bytes", "peak_rss", True, _FLOOR),
-        Metric("use_peak_rss", "bytes", "peak_rss", True, _HEAP, _of_use(use_peak_rss_bytes), operations=_LOADS),
-        Metric("use_anon", "bytes", "end_anon", True, _HEAP, _of_use(use_anon_bytes), operations=_LOADS),
-        Metric("use_child", "bytes", "end_anon", True, _HEAP, _of_use(use_child_bytes), operations=_LOADS),
-        Metric("use", "ns", "time", True, _TIME, _of_use(use_ns), False, _LOADS),
-        Metric("load", "ns", "time", True, _TIME, lambda r: r.load_ns, False, _OF_MODELS),
-        Metric("ready", "ns", "time", True, _TIME, lambda r: r.ready_ns, False, _OF_MODELS),
+        Metric("use_peak_rss", "bytes", "peak_rss", True, _HEAP, _of_use(use_peak_rss_bytes), _LOADS),
+        Metric("use_anon", "bytes", "end_anon", True, _HEAP, _of_use(use_anon_bytes), _LOADS),
+        Metric("use_child", "bytes", "end_anon", True, _HEAP, _of_use(use_child_bytes), _LOADS),
+        Metric("use", "ns", "time", True, _TIME, _of_use(use_ns), _LOADS),
+        Metric("load", "ns", "time", True, _TIME, lambda r: r.load_ns, _OF_MODELS),
+        Metric("ready", "ns", "time", True, _TIME, lambda r: r.ready_ns, _OF_MODELS),
         Metric("needed", "bytes", "peak_cgroup", False, _HEAP, lambda r: r.ran.needed_bytes if r.ran else None),
-        Metric("time", "ns", "time", True, _TIME, lambda r: r.ready_ns, False, _OF_COMMANDS),
+        Metric("time", "ns", "time", True, _TIME, lambda r: r.ready_ns, _OF_COMMANDS),
     )
 }  # fmt: skip
 
