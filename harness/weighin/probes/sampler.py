@@ -44,7 +44,8 @@ from weighin.units import MIB
 
 _INTERVAL_S: Final = 0.02
 _LOAD_INTERVAL_S: Final = 0.005
-_FREED_S, _FREED_TRIES = 0.02, 10  # the kernel frees some memory of ended processes later
+_FREED_S: Final = 0.2  # in which the kernel frees memory of ended processes
+_PAUSE_S: Final = 0.02
 _KERNEL_PARTS: Final = ("slab", "kernel_stack", "pagetables", "percpu", "vmalloc")
 """The parts of kernel memory in memory.stat of v2, for kernels before 5.18, which give no sum."""
 _SEARCH_S: Final = 0.1  # between two searches for descendants, or readings of other processes
@@ -173,19 +174,18 @@ class Sampler:
 
     def without_caches(self) -> list[Sample]:
         """Return the samples with ``caches_bytes``; call it when all processes have ended."""
-        if not self._cgroup or self._find_members():
+        group = self._cgroup
+        if not group or group.read("kernel") is None or self._find_members():
             return self.samples
-        for _ in range(_FREED_TRIES):
-            self.caches_bytes = self._cgroup.read("kernel") or 0
-            if self.caches_bytes < MIB:
-                break
-            time.sleep(_FREED_S)
-        if self.caches_bytes:
-            self.peak, self._most_needed_bytes = None, 0
-            for index, sample in enumerate(self.samples):
-                caches_bytes = min(self.caches_bytes, sample.kernel_bytes or 0)
-                self.samples[index] = replace(sample, kernel_reclaimable_bytes=caches_bytes)
-                self._note_peak(self.samples[index])
+        deadline = time.monotonic() + _FREED_S
+        while (left := group.read("kernel") or 0) >= MIB and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+        self.caches_bytes = left
+        self.peak, self._most_needed_bytes = None, 0
+        for index, sample in enumerate(self.samples):
+            reclaimable_bytes = min(self.caches_bytes, sample.kernel_bytes or 0)
+            self.samples[index] = replace(sample, kernel_reclaimable_bytes=reclaimable_bytes)
+            self._note_peak(self.samples[index])
         return self.samples
 
     def raise_limit(self) -> None:
