@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import RecordError
-from weighin.foreign import parse_json, read_bytes
+from weighin.files import parse_json, read_bytes
 from weighin.records.floor import floors
 from weighin.records.verdict import Verdict
 from weighin.report import captions

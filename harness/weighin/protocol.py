@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from weighin.cell import Body, Cell, Job, ModelSpec
-from weighin.foreign import parse_json
+from weighin.files import parse_json
 
 BODY_PLUGIN = "weighin-body"
 """The name of the pytest plugin that records phases when a measured process runs a test."""

@@ -10,7 +10,7 @@ from fakes import FakeRunning
 from scripts import DONE, watched
 
 from weighin.errors import CheckpointError, ConfigError, RecordError
-from weighin.foreign import parse_json, read_bytes
+from weighin.files import parse_json, read_bytes
 from weighin.formats import pipeline, unknown_folder
 from weighin.formats.bounded_json import read_object
 from weighin.formats.pretrained_folder import read_folder

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ran_commands import make_command
 
-from weighin import atomic
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import DamagedRecord, RecordError
 from weighin.records import run_folder
@@ -386,7 +385,7 @@ def test_a_plan_that_cannot_be_written_leaves_no_folder(
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(atomic, "write_bytes", fail)
+    monkeypatch.setattr(run_folder, "write_bytes", fail)
     (there := tmp_path / "there").mkdir()
     for folder in (tmp_path / "new", there):
         with pytest.raises(RecordError) as caught:

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 from factories import ENVIRONMENT, make_cell, make_result
 
-from weighin import atomic
 from weighin.cli import app
 from weighin.errors import RecordError
+from weighin.files import write_text
 from weighin.records import run_folder
 from weighin.run.measure import Measured
 
@@ -80,10 +80,10 @@ def test_a_link_at_the_name_of_an_unfinished_file_is_not_written_through(
     (mine := tmp_path / "mine").write_text("mine")
     names: list[Path] = []
     monkeypatch.setattr(os, "fsync", lambda _: names.extend(tmp_path.glob(".report.md.*")))
-    atomic.write_text(tmp_path / "report.md", "one")
+    write_text(tmp_path / "report.md", "one")
     names[0].symlink_to(mine)
     (tmp_path / f".report.md.{os.getpid()}.tmp").symlink_to(mine)
-    atomic.write_text(tmp_path / "report.md", "two")
+    write_text(tmp_path / "report.md", "two")
     assert (mine.read_text(), (tmp_path / "report.md").read_text()) == ("mine", "two")
 
 

@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from weighin import atomic, formats
+from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.checkpoint import entries
 from weighin.checkpoint.entries import CachedCheckpoint, clear, folder, list_entries
 from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import CheckpointError, ConfigError
+from weighin.files import rename
 from weighin.formats.lora import files_of
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
@@ -196,9 +197,9 @@ def _publish(task: _Task, temporary: Path) -> None:
             if marker.name != "manifest.json":
                 entries.discard(task.entry, marker.stem)
     entries.discard(task.entry, task.fmt)
-    atomic.rename(temporary / "manifest.json", task.entry / "manifest.json")
+    rename(temporary / "manifest.json", task.entry / "manifest.json")
     if not task.in_place:
-        atomic.rename(temporary / task.fmt, task.entry / task.fmt)
+        rename(temporary / task.fmt, task.entry / task.fmt)
         entries.write_marker(task.entry, task.fmt)
 
 

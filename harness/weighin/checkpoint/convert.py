@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from weighin import atomic, formats
+from weighin import formats
 from weighin.checkpoint import sidecar
 from weighin.checkpoint.checksum import RunningChecksum
 from weighin.checkpoint.generate import RECORD_BYTES
@@ -29,6 +29,7 @@ from weighin.checkpoint.reader import checksum_of, plans, read_pieces
 from weighin.checkpoint.staging import growing_beside
 from weighin.construction.skeleton import map_large_tensors
 from weighin.errors import CheckpointError, ConfigError
+from weighin.files import rename
 from weighin.formats import quantised
 from weighin.formats.base import Plans, Progress, TensorSlice
 from weighin.formats.dtypes import dtype_name
@@ -128,9 +129,9 @@ def convert(
         if copier.summing:
             sidecar.write(sums, copier.sums())
         check_target(source, target)
-        atomic.rename(new, target)
+        rename(new, target)
         if sums.exists():  # the checksums of a folder are inside, and moved with the folder
-            atomic.rename(sums, sidecar.beside(target))
+            rename(sums, sidecar.beside(target))
     return {
         "read": read - started,
         "write": written - read,

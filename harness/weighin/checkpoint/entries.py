@@ -29,8 +29,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.atomic import write_text
 from weighin.errors import ConfigError, UnknownName
+from weighin.files import write_text
 
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
 TEMPORARY: Final = ".making-"

@@ -14,7 +14,7 @@ from rich.table import Table
 from weighin import formats
 from weighin.checkpoint.expected_memory import Expected, expected
 from weighin.errors import UnknownName
-from weighin.foreign import object_in
+from weighin.files import object_in
 from weighin.formats import adapters, gguf, quantised
 from weighin.formats.base import TensorSlice
 from weighin.formats.misfit import first_names, plain

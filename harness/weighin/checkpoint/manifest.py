@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from weighin.atomic import write_text
 from weighin.errors import CheckpointError
+from weighin.files import write_text
 from weighin.formats.dtypes import ITEM_BYTES
 
 SCHEMA: Final = 1

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from weighin.atomic import write_text
 from weighin.checkpoint.manifest import read_manifest
 from weighin.errors import CheckpointError
+from weighin.files import write_text
 from weighin.formats.base import TensorSlice
 from weighin.formats.bounded_json import read_object
 from weighin.formats.misfit import first_names

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
-from weighin.atomic import try_lock
 from weighin.errors import ConfigError
+from weighin.files import try_lock
 
 _LONGEST_NAME: Final = 100  # characters of the target's name; file systems allow 255 bytes
 

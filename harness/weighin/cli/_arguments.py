@@ -8,7 +8,7 @@ import click
 
 from weighin.cli import _console
 from weighin.errors import ConfigError
-from weighin.foreign import parse_json
+from weighin.files import parse_json
 
 if TYPE_CHECKING:
     from weighin.formats.pretrained_choice import FolderChoice

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import HarnessError, NoNodeLeft, RecordError
-from weighin.foreign import no_link
+from weighin.files import no_link
 from weighin.plan.task import Demand, Node, Planned, Progress, Run, skipped
 from weighin.probes import environment
 from weighin.records import run_folder

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
-from weighin.foreign import read_bytes
+from weighin.files import read_bytes
 from weighin.formats.unknown_file import not_json, shown, unreadable
 
 MOST_BYTES: Final = 16 * 1024**2

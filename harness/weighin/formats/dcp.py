@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from weighin import atomic
 from weighin.errors import CheckpointError
+from weighin.files import write_bytes
 from weighin.formats import dcp_metadata, pt, unknown_file
 from weighin.formats.base import Part, Pieces, Plans, Progress, Slices, TensorSlice, row_major
 from weighin.formats.dcp_metadata import AGAIN, FILE_NAME, DcpBlock, DcpTensor
@@ -171,7 +171,7 @@ def write(target: Path, tensors: Plans, pieces: Pieces, progress: Progress | Non
         zip_writer.run_parallel(jobs)
         zip_writer.finish(file.fileno())
     scratch.unlink(missing_ok=True)
-    atomic.write_bytes(target / FILE_NAME, _metadata(tensors, places))
+    write_bytes(target / FILE_NAME, _metadata(tensors, places))
 
 
 def _metadata(tensors: Plans, places: Mapping[str, tuple[int, int]]) -> bytes:

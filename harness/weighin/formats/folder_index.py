@@ -7,8 +7,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.atomic import write_text
 from weighin.errors import CheckpointError
+from weighin.files import write_text
 from weighin.formats.bounded_json import read_object
 from weighin.formats.unknown_file import is_file, shown
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import WholePipeline
-from weighin.foreign import MIB, object_in
+from weighin.files import MIB, object_in
 from weighin.formats.pretrained_library import WEIGHTS
 from weighin.text import one_line
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from weighin import foreign
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
+from weighin.files import object_in, parse_json, read_bytes
 from weighin.formats import auto_classes, gguf, hub_cache, unknown_file
 from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_code import AUTO_MAP, CODE_KEYS, auto_class, describe_code
@@ -219,8 +219,8 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
     """
     repair = "save the folder again with model.save_pretrained(FOLDER)"
     try:
-        text = foreign.read_bytes(path / CONFIG)
-        config = foreign.parse_json(text, finite=False)
+        text = read_bytes(path / CONFIG)
+        config = parse_json(text, finite=False)
     except OSError as error:
         raise unknown_file.unreadable(path / CONFIG, error) from error
     except ValueError as error:
@@ -287,14 +287,14 @@ def _candidates(path: Path, variant: str = "") -> Iterator[Path]:
 
     Files with names that the folder's library (by ``config.json``) uses come before other files.
     """
-    libraries = (library_in(foreign.object_in(path / CONFIG)), *LIBRARIES)
+    libraries = (library_in(object_in(path / CONFIG)), *LIBRARIES)
     names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
     return (path / name for name in names if (path / name).is_file())
 
 
 def _explicit(path: Path) -> Path | None:
     """Return the file that ``config.json`` names in ``transformers_weights``; None without this key."""
-    name = foreign.object_in(path / CONFIG).get(_EXPLICIT)
+    name = object_in(path / CONFIG).get(_EXPLICIT)
     if name is None:
         return None
     inside = isinstance(name, str) and "\0" not in name and ".." not in Path(name).parts

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.foreign import object_in
+from weighin.files import object_in
 from weighin.formats.pretrained_folder import CONFIG
 from weighin.text import one_line
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
-from weighin.foreign import object_in
+from weighin.files import object_in
 from weighin.formats.base import TensorSlice
 from weighin.formats.companions import Codes, companions, find_codes
 from weighin.formats.dtypes import ITEM_BYTES

@@ -18,7 +18,7 @@ from typing import Final
 
 from weighin import formats
 from weighin.errors import CheckpointError
-from weighin.foreign import MIB, json_in
+from weighin.files import MIB, json_in
 from weighin.formats.base import Slices
 from weighin.formats.pretrained_folder import CONFIG, find_weights
 from weighin.formats.pretrained_library import WEIGHTS

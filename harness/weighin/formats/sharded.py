@@ -27,8 +27,8 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.atomic import sync_folder, write_text
 from weighin.errors import CheckpointError
+from weighin.files import sync_folder, write_text
 from weighin.formats import pt, safetensors
 from weighin.formats.base import Layout, Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.bounded_json import read_object

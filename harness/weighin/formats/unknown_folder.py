@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError
-from weighin.foreign import MIB, object_in
+from weighin.files import MIB, object_in
 from weighin.formats import pipeline
 from weighin.formats.adapters import ADAPTER
 from weighin.formats.pretrained_library import WEIGHTS

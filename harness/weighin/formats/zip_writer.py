@@ -20,7 +20,7 @@ from typing import Final
 
 import torch
 
-from weighin.atomic import drop_written
+from weighin.files import drop_written
 from weighin.formats.base import Pieces, Plans, Progress
 
 WRITERS: Final = 2  # threads: one computes while the other waits for the disk

@@ -10,8 +10,8 @@ from typing import Final
 import yaml
 
 from weighin import __version__
-from weighin.atomic import write_text
 from weighin.errors import ConfigError
+from weighin.files import write_text
 from weighin.gate.baseline import Baseline, Rules, default_rules, read
 from weighin.gate.expected import Expectation
 from weighin.records.machine import Setting, policy_of

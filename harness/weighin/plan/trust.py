@@ -14,7 +14,7 @@ from typing import Final
 
 from weighin.cell import SYNTHESISED, Cell
 from weighin.errors import ConfigError
-from weighin.foreign import read_bytes
+from weighin.files import read_bytes
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import code_of
 from weighin.settings.definition import Settings, read_model

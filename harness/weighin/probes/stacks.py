@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin import install
-from weighin.foreign import parse_json
+from weighin.files import parse_json
 from weighin.probes.cgroup import room_in
 from weighin.probes.process import read_status, read_text
 from weighin.result import Stack

@@ -16,7 +16,7 @@ from weighin import formats
 from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.disk.passthrough import Pace
 from weighin.errors import CheckpointError, UnknownName
-from weighin.foreign import object_in
+from weighin.files import object_in
 from weighin.formats import gguf, quantised
 from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_code import auto_class

@@ -29,10 +29,9 @@ from typing import Any, Final, TypeVar, get_args
 
 import msgspec
 
-from weighin import atomic
 from weighin.cell import CacheState, Cell, Operation
 from weighin.errors import ConfigError, DamagedRecord, RecordError
-from weighin.foreign import no_link, parse_json, read_bytes
+from weighin.files import no_link, parse_json, read_bytes, sync_folder, write_bytes
 from weighin.records.floor import Aim, next_cell
 from weighin.records.metrics import grouped
 from weighin.result import SCHEMA, Outcome, Result, Sample
@@ -205,7 +204,7 @@ def append(run: Path, result: Result) -> Result:
                 file.truncate(start)
                 raise
         if is_new:
-            atomic.sync_folder(run)
+            sync_folder(run)
     return result
 
 
@@ -387,7 +386,7 @@ def write_plan(
         is_new_folder = not run.exists()
         run.mkdir(parents=True, exist_ok=True)
         try:
-            atomic.write_bytes(path, text, is_new=is_new)
+            write_bytes(path, text, is_new=is_new)
         except FileExistsError:
             raise already_there(run, verb_of(settings or {})) from None
         except OSError:

@@ -6,8 +6,8 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
-from weighin import atomic
 from weighin.errors import UnknownName
+from weighin.files import write_bytes
 from weighin.records import run_folder
 from weighin.records.run_folder import Records
 from weighin.report import (
@@ -149,5 +149,5 @@ FORMATS: Final[dict[str, Callable[[_Run], dict[str, bytes]]]] = {
 def _write(path: Path, content: bytes) -> Path:
     repair = "free some space, or copy the run to a writable folder"
     with run_folder.writing(path, repair=repair):
-        atomic.write_bytes(path, content)  # replaces a link, and does not write through it
+        write_bytes(path, content)  # replaces a link, and does not write through it
     return path

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weighin.cell import Cell
 from weighin.checkpoint import staging
 from weighin.errors import HarnessError
-from weighin.foreign import no_link
+from weighin.files import no_link
 from weighin.isolation.base import Isolation, Running
 from weighin.probes import page_cache
 from weighin.probes.gpu_memory import Trace, write_trace

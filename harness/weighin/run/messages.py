@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from msgspec import Struct, ValidationError, convert
 
-from weighin.foreign import parse_json
+from weighin.files import parse_json
 from weighin.result import Memory, Outcome, Phase, Written
 from weighin.text import one_line
 

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from weighin.atomic import try_lock
 from weighin.checkpoint import entries
 from weighin.errors import (
     ConfigError,
@@ -28,6 +27,7 @@ from weighin.errors import (
     RecordError,
     StillRunning,
 )
+from weighin.files import try_lock
 from weighin.isolation import cgroup
 from weighin.plan import start
 from weighin.plan.task import Planned, Progress, Run, skipped

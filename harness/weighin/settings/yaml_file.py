@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from weighin.errors import ConfigError
-from weighin.foreign import MIB, bounded, read_bytes
+from weighin.files import MIB, bounded, read_bytes
 from weighin.text import one_line
 
 

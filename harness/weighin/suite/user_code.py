@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import ConfigError
-from weighin.foreign import read_bytes
+from weighin.files import read_bytes
 from weighin.text import printable
 
 _OURS: Final = "weighin.models."

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from weighin import formats
-from weighin.atomic import sync_folder
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.reader import checksum_of
 from weighin.errors import CheckpointError
+from weighin.files import sync_folder
 from weighin.loader.load import load_streaming
 from weighin.probes import page_cache
 from weighin.result import Written
