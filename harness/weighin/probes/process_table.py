@@ -20,8 +20,7 @@ from weighin.units import MIB
 
 SHARE: Final = 0.05
 """The largest share of a processor's time in which to examine processes, as this disturbs them."""
-MOST_PROCESSES: Final = 200
-"""The largest number of processes in a record: those with the most memory."""
+_MOST_PROCESSES: Final = 200  # in a record: those with the most memory
 _MOST_ENDED: Final = 2000  # that are kept while the command runs
 _WITH_FILES: Final = 8
 _MOST_FILES: Final = 32  # of one process, including files that it has closed
@@ -165,7 +164,7 @@ class ProcessTable:
                 seen.note_files(with_mapped=False)
             self._files.end()
         if len(self._ended) > _MOST_ENDED:
-            self._ended = heapq.nlargest(MOST_PROCESSES, self._ended, key=_weight)
+            self._ended = heapq.nlargest(_MOST_PROCESSES, self._ended, key=_weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:
         """Store each process's share of the memory, and list the files of the 8 largest processes.
@@ -202,7 +201,7 @@ class ProcessTable:
     def processes(self) -> tuple[Process, ...]:
         """Return the 200 processes with the most memory, sorted by their start."""
         known = (*self._ended, *self._running.values())
-        largest = heapq.nlargest(MOST_PROCESSES, known, key=_weight)
+        largest = heapq.nlargest(_MOST_PROCESSES, known, key=_weight)
         return tuple(
             Process(
                 pid=seen.pid,

@@ -26,7 +26,6 @@ from weighin.probes.cgroup import (
     has_left,
     memory_cgroup_of,
     parent_of,
-    read_kernel,
     room_in,
 )
 from weighin.probes.process import (
@@ -37,9 +36,8 @@ from weighin.probes.process import (
     read_shares,
     read_status,
 )
-from weighin.probes.process_table import Pause, ProcessTable
+from weighin.probes.process_table import Pause, ProcessTable, command_of
 from weighin.result import Sample
-from weighin.text import one_line
 from weighin.units import MIB
 
 _INTERVAL_S: Final = 0.02
@@ -285,7 +283,7 @@ class Sampler:
             if Path(f"/proc/{pid}").exists() and has_left(pid, cgroup.path):
                 name = "a process"
                 with contextlib.suppress(OSError):
-                    name = one_line(read_kernel(Path(f"/proc/{pid}/comm")))
+                    name = command_of(pid, "comm")
                 where = memory_cgroup_of(pid) or "another"
                 self.escape = f"{name} (pid {pid}) left {whose} cgroup for {where}"
 

@@ -24,11 +24,9 @@ from weighin.result import Stack
 from weighin.text import one_line
 from weighin.units import MIB
 
-SHARE: Final = 0.05
-"""The largest share of the time for which readings stop a command."""
-KEPT: Final = 8
-"""The number of readings whose stacks are kept: the last ones, which have the highest usage."""
-MOST_FRAMES: Final = 40
+_SHARE: Final = 0.05  # of the time, for which readings may stop a command
+_KEPT: Final = 8  # readings: the last ones, which have the highest usage
+_MOST_FRAMES: Final = 40
 _MOST_PROCESSES: Final = 4
 _MOST_THREADS: Final = 8
 _PATIENCE_S: Final = 3.0
@@ -60,7 +58,7 @@ class StackTaker:
         self,
         pids: Callable[[], list[int]],
         cgroup: Path | None = None,
-        share: float = SHARE,
+        share: float = _SHARE,
     ) -> None:
         """``pids`` returns the pids of the command; ``cgroup`` is its memory cgroup."""
         self.frozen_ns = 0
@@ -75,7 +73,7 @@ class StackTaker:
         self._was_near = False
         self._found: list[Stack] = []
         self._reading: threading.Thread | None = None
-        self._looks: deque[tuple[Stack, ...]] = deque(maxlen=KEPT)
+        self._looks: deque[tuple[Stack, ...]] = deque(maxlen=_KEPT)
         self._others: set[str] = set()
         self._program = _find_program()
         self._error = "no Python process used more memory than before"
@@ -157,7 +155,7 @@ class StackTaker:
         """Return whether the usage is near the limit, or much higher than at the last reading.
 
         Near the limit, the kernel may kill the command at any moment, so the first reading there is
-        always made, and later ones wait for no pause within ``SHARE`` of the time. A usage that is
+        always made, and later ones wait for no pause within 5 % of the time. A usage that is
         higher by a quarter does not wait for a pause either: memory may reach its peak within it.
         """
         growth = usage_bytes - self._taken_bytes
@@ -255,7 +253,7 @@ def _stacks_of(pid: int, threads: list[Any], running: set[int]) -> list[Stack]:
     """Return up to 8 stacks of a process: running threads first, and among equal threads, the thread
     with the GIL and the main thread first. Of more than 40 frames, only the first and last 20 are kept.
     """
-    folder, half = "", MOST_FRAMES // 2
+    folder, half = "", _MOST_FRAMES // 2
     with contextlib.suppress(OSError):
         folder = f"{Path(f'/proc/{pid}/cwd').readlink()}/"
 
@@ -269,7 +267,7 @@ def _stacks_of(pid: int, threads: list[Any], running: set[int]) -> list[Stack]:
             one_line(f"{one['name']} ({one['filename'].removeprefix(folder)}:{one['line']})")
             for one in each["frames"]
         ]
-        if len(lines) > MOST_FRAMES:
+        if len(lines) > _MOST_FRAMES:
             lines = [*lines[:half], *lines[-half:]]
         name = one_line(each["thread_name"] or f"thread {each['os_thread_id']}")
         stacks.append(Stack(0, pid, name, 0, tuple(lines)))
