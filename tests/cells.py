@@ -96,8 +96,11 @@ def cuda_missing() -> str:
 
 
 def fuse_missing() -> str:
-    found = mount.obstacle(in_container=False)
-    return ": ".join(found) if found else ""
+    try:
+        mount.check(in_container=False)
+    except IsolationUnavailable as error:
+        return f"{error.message}: {error.repair}"
+    return ""
 
 
 def import_commands() -> None:

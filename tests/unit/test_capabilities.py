@@ -11,6 +11,7 @@ from test_memory_cgroup import make_group
 from weighin.disk import mount
 from weighin.doctor import doctor
 from weighin.doctor.doctor import Capability, Verdict, gpu, of_group, pressure
+from weighin.errors import IsolationUnavailable
 from weighin.probes import gpu_check
 from weighin.probes.cgroup import PeakMark
 from weighin.probes.gpu_check import Gpu, GpuAnswer
@@ -145,10 +146,14 @@ def test_the_doctor_imports_no_torch() -> None:
     assert asked.stdout == "False\n"
 
 
-@pytest.mark.parametrize("in_container", [None, ("they may not read it", "write a line")])
+@pytest.mark.parametrize("is_refused", [False, True])
 def test_a_slow_disk_on_a_fresh_machine_and_for_containers(
-    in_container: tuple[str, str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def check(*, in_container: bool) -> None:
+        if in_container and is_refused:
+            raise IsolationUnavailable("they may not read it", "write a line")
+
     class Mounted:
         def __init__(self, folder: Path, *_: object) -> None:
             self.folder = folder
@@ -157,10 +162,9 @@ def test_a_slow_disk_on_a_fresh_machine_and_for_containers(
             pass
 
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "none" / "yet"))
-    monkeypatch.setattr(mount, "check", lambda *, in_container: None)
-    monkeypatch.setattr(mount, "obstacle", lambda **_: in_container)
+    monkeypatch.setattr(mount, "check", check)
     monkeypatch.setattr(mount, "Mount", Mounted)
     monkeypatch.setattr(doctor, "_page_read_s", lambda file: 0.005 if file.exists() else 0)
     found = "asked for 100MB/s, 5ms: a direct read of a page took 5.00 ms through FUSE"
-    why = "; not for a load in docker: they may not read it: write a line" if in_container else ""
-    assert doctor._slow_disk() == ("poor" if in_container else "good", found + why)
+    why = "; not for a load in docker: they may not read it: write a line" if is_refused else ""
+    assert doctor._slow_disk() == ("poor" if is_refused else "good", found + why)

@@ -54,34 +54,28 @@ class Mount:
             "stall-from": pace.stall_from_bytes,
             "name": name,
         }
-        command = child_process.module(
-            "weighin.disk.passthrough",
-            *(f"--{option}={value}" for option, value in options.items() if value),
-            str(self._source),
-            str(self.folder),
-        )
+        given = [f"--{option}={value}" for option, value in options.items() if value]
+        folders = str(self._source), str(self.folder)
+        command = child_process.module("weighin.disk.passthrough", *given, *folders)
         self._child = child_process.Child(command, child_process.environment())
         self.pid = self._child.pid
         self._device: int | None = None
+        is_mounted = False
         try:
-            self._await()
-        except BaseException:
-            self.close()
-            raise
+            with contextlib.suppress(TimeoutError):
+                is_mounted = self._child.receive(_START_S) is not None
+        finally:
+            if not is_mounted:
+                self.close()
+        if not is_mounted:
+            raise IsolationUnavailable(
+                f"FUSE could not mount {self._source} a second time:"
+                f" {last_line(self._child.stderr_tail) or 'no answer'}",
+                "weighin doctor tests whether FUSE works on this machine",
+            )
         # From mountinfo, because a stat could wait forever.
         found = (one.minor for one in mounts.read() if one.place == self.folder)
         self._device = next(found, None)
-
-    def _await(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            if self._child.receive(_START_S) is not None:
-                return
-        printed = last_line(self._child.stderr_tail)
-        raise IsolationUnavailable(
-            f"FUSE could not mount {self._source} a second time"
-            + (f": {printed}" if printed else ""),
-            "weighin doctor tests whether FUSE works on this machine",
-        )
 
     def waiting(self) -> list[tuple[str, int, int]]:
         """Return path, offset and arrival (monotonic ns) of each unanswered read, the oldest first.
@@ -89,10 +83,10 @@ class Mount:
         The list is empty if the FUSE process is silent for 2 s.
         """
         self._child.send(b"waiting\n")
-        line = None
-        with contextlib.suppress(TimeoutError):
-            line = self._child.receive(_ANSWER_S)
-        event = (decode_event(line) if line else None) or {}
+        try:
+            event = decode_event(self._child.receive(_ANSWER_S) or b"") or {}
+        except TimeoutError:
+            return []
         return [(path, offset, since_ns) for path, offset, since_ns in event.get("reads", ())]
 
     def stalled(self) -> str:
@@ -117,39 +111,31 @@ class Mount:
 
 
 def check(*, in_container: bool) -> None:
-    """Raise IsolationUnavailable if FUSE, and so a slow disk, does not work on this machine."""
-    if found := obstacle(in_container=in_container):
-        message, repair = found
-        raise IsolationUnavailable(
-            f"weighin slows a disk down with FUSE, which does not work here: {message}", repair
-        )
-
-
-def obstacle(*, in_container: bool) -> tuple[str, str] | None:
-    """Return why FUSE does not work on this machine, and the repair; None if no obstacle was found.
+    """Raise IsolationUnavailable if FUSE, and so a slow disk, does not work on this machine.
 
     ``in_container`` tells whether a Docker container will read the mounted files.
     """
+    why, repair = "", "apt-get install fuse"
     if find_spec("mfusepy") is None:
-        return "mfusepy is not installed", install.command("disk")
-    if find_library("fuse") is None:
-        return "libfuse 2 is not installed", "apt-get install libfuse2"
-    if os.geteuid() and not (shutil.which("fusermount") or shutil.which("fusermount3")):
-        return "fusermount is not installed", "apt-get install fuse"
-    try:
-        os.close(os.open(_DEVICE, os.O_RDWR))
-    except OSError as error:
-        repair = (
-            "modprobe fuse; in a container, start it with --device /dev/fuse --cap-add SYS_ADMIN"
-        )
-        is_refused = isinstance(error, PermissionError) and os.geteuid()
-        return f"{_DEVICE}: {error.strerror}", "run weighin as root" if is_refused else repair
-    if in_container and not may_allow_others():
-        return (
-            "the user of a container may not read this user's FUSE file systems",
-            "write user_allow_other into /etc/fuse.conf, or use --isolation cgroup",
-        )
-    return None
+        why, repair = "mfusepy is not installed", install.command("disk")
+    elif find_library("fuse") is None:
+        why, repair = "libfuse 2 is not installed", "apt-get install libfuse2"
+    elif os.geteuid() and not (shutil.which("fusermount") or shutil.which("fusermount3")):
+        why = "fusermount is not installed"
+    else:
+        try:
+            os.close(os.open(_DEVICE, os.O_RDWR))
+        except OSError as error:
+            why, repair = f"{_DEVICE}: {error.strerror}", "modprobe fuse; in a container, start it"
+            repair += " with --device /dev/fuse --cap-add SYS_ADMIN"
+            if isinstance(error, PermissionError) and os.geteuid():
+                repair = "run weighin as root"
+        if not why and in_container and not may_allow_others():
+            why = "the user of a container may not read this user's FUSE file systems"
+            repair = "write user_allow_other into /etc/fuse.conf, or use --isolation cgroup"
+    if why:
+        message = f"weighin slows a disk down with FUSE, which does not work here: {why}"
+        raise IsolationUnavailable(message, repair)
 
 
 def remove_stale(root: Path) -> list[str]:

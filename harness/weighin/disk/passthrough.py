@@ -103,15 +103,11 @@ class PassThrough:
         self._schedule = Schedule(pace, _LEAD_NS)
         self._stall_from = pace.stall_from_bytes
         self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[str, int, int]] = {}
+        # The reads without an answer, in the order of arrival: path, offset, time of arrival in ns.
+        self.waiting: dict[int, tuple[str, int, int]] = {}
         self._buffered: set[int] = set()  # the descriptors without O_DIRECT
         # Buffers to use again. FUSE's threads change, so that none can keep a buffer.
         self._areas: list[mmap] = []
-
-    @property
-    def waiting(self) -> list[tuple[str, int, int]]:
-        """The reads without an answer: path, offset, time of arrival in ns; the oldest first."""
-        return sorted(self._waiting.values(), key=lambda read: read[2])
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         with self._answered(0):
@@ -143,14 +139,14 @@ class PassThrough:
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
         number = next(self._numbers)
-        self._waiting[number] = (path, offset, time.monotonic_ns())
+        self.waiting[number] = (path, offset, time.monotonic_ns())
         try:
             if self._stall_from is not None and offset + size > self._stall_from:
                 threading.Event().wait()
             with self._answered(size):
                 return self._read(size, offset, fh)
         finally:
-            del self._waiting[number]
+            del self.waiting[number]
 
     def _read(self, size: int, offset: int, fh: int) -> bytes:
         """Return the requested bytes, from a read of whole pages into a buffer of whole pages. A direct
@@ -178,44 +174,6 @@ class PassThrough:
         yield
         if (left_ns := due_ns - time.monotonic_ns()) > 0:
             time.sleep(left_ns / 1e9)
-
-
-def serve(source: str, mountpoint: str, pace: Pace, name: str = "") -> None:
-    """Mount a folder, and answer requests until the file system is unmounted.
-
-    With ``name``, weighin is the parent process, and gets the messages that the module describes.
-    """
-    import mfusepy  # installed by weighin[disk]
-
-    files = PassThrough(str(Path(source).resolve()), pace)
-    if name:
-        parent = Parent()
-        files.init = lambda _: parent.send("mounted")  # type: ignore[attr-defined]
-
-        def listen() -> None:
-            while parent.receive() is not None:
-                parent.send("waiting", reads=files.waiting)
-            unmount(Path(mountpoint))
-            os._exit(0)  # a normal exit would wait for the reads that are never answered
-
-        threading.Thread(target=listen, daemon=True).start()
-    # A real disk does not wait for a processor. Only root may say so.
-    with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
-    _libc.prctl(_PR_SET_TIMERSLACK, _NO_SLACK_NS, 0, 0, 0)  # FUSE's threads inherit it
-    mfusepy.FUSE(
-        files,
-        mountpoint,
-        foreground=True,
-        fsname=name or "weighin",
-        subtype="weighin",
-        ro=True,
-        allow_other=may_allow_others(),
-        default_permissions=True,
-        kernel_cache=True,
-        max_background=_BACKGROUND,
-        **dict.fromkeys(("attr_timeout", "entry_timeout"), _CACHED_S),
-    )
 
 
 def may_allow_others() -> bool:
@@ -247,7 +205,7 @@ def unmount(mountpoint: Path, device: int | None = None) -> None:
 
 
 def main() -> None:
-    """Read the options, and serve the mount."""
+    """Mount a folder, and answer requests until the file system is unmounted."""
     parser = argparse.ArgumentParser(prog="python -m weighin.disk.passthrough", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", help="the folder to mount a second time")
@@ -259,8 +217,38 @@ def main() -> None:
     parser.add_argument("--stall-from", type=parse_bytes, help=stall)
     parser.add_argument("--name", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    import mfusepy  # installed by weighin[disk]
+
     pace = Pace(given.rate, given.latency, given.stall_from)
-    serve(given.folder, given.mountpoint, pace, given.name)
+    files = PassThrough(str(Path(given.folder).resolve()), pace)
+    if given.name:
+        parent = Parent()
+        files.init = lambda _: parent.send("mounted")  # type: ignore[attr-defined]
+
+        def listen() -> None:
+            while parent.receive() is not None:
+                parent.send("waiting", reads=list(files.waiting.values()))
+            unmount(Path(given.mountpoint))
+            os._exit(0)  # a normal exit would wait for the reads that are never answered
+
+        threading.Thread(target=listen, daemon=True).start()
+    # A real disk does not wait for a processor. Only root may say so.
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
+    _libc.prctl(_PR_SET_TIMERSLACK, _NO_SLACK_NS, 0, 0, 0)  # FUSE's threads inherit it
+    mfusepy.FUSE(
+        files,
+        given.mountpoint,
+        foreground=True,
+        fsname=given.name or "weighin",
+        subtype="weighin",
+        ro=True,
+        allow_other=may_allow_others(),
+        default_permissions=True,
+        kernel_cache=True,
+        max_background=_BACKGROUND,
+        **dict.fromkeys(("attr_timeout", "entry_timeout"), _CACHED_S),
+    )
 
 
 if __name__ == "__main__":
