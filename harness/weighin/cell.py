@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from dataclasses import fields as dataclass_fields
 from functools import cached_property, partial
 from typing import Any, Final, Literal, Self
@@ -19,6 +19,9 @@ _KEPT_ARGUMENTS: Final = 48
 
 SYNTHESISED: Final = "weighin.models.synthesised:from_tensors"
 """The builder that makes a model from the names and shapes of a checkpoint's tensors."""
+
+BODY_PLUGIN: Final = "weighin-body"
+"""The name of the pytest plugin that records phases when a measured process runs a test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +192,20 @@ def _digest(text: str) -> str:
     import hashlib  # loads OpenSSL, 4 MiB, which the worker does not need
 
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def encode_job(job: Job) -> bytes:
+    """Return the job as a line of JSON, the first line that a worker reads."""
+    return json.dumps(asdict(job)).encode() + b"\n"
+
+
+def decode_job(line: bytes) -> Job:
+    fields: dict[str, Any] = json.loads(line)
+    cell = fields.pop("cell")
+    cell["command"] = tuple(cell["command"])
+    model = ModelSpec(**cell.pop("model"))
+    for name in ("python_path", "mounts"):
+        fields[name] = tuple(fields[name])
+    if body := fields.pop("body"):
+        body = Body(body["path"], tuple(body["pytest_arguments"]))
+    return Job(cell=Cell(model=model, **cell), body=body, **fields)

@@ -7,6 +7,7 @@ what ``Child`` uses, by value, and sends both to machines that may lack weighin.
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -18,7 +19,7 @@ from math import ceil, inf
 from time import monotonic
 from typing import IO, Any, Self
 
-from weighin.protocol import decode_event, encode_event
+from weighin.files import parse_json
 
 STDERR_KEPT_BYTES = 64 * 1024
 PATIENCE_S = 10.0
@@ -55,6 +56,21 @@ def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dic
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep) if inherit else []
     paths = [*python_path, *CODE_PATH, *filter(None, inherited)]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def encode_event(event: dict[str, Any]) -> bytes:
+    """Return an event as the line of JSON that a child sends."""
+    return json.dumps(event, separators=(",", ":")).encode() + b"\n"
+
+
+def decode_event(line: bytes) -> dict[str, Any] | None:
+    """Return the event in a line; None for a line that is no event but a strategy's output."""
+    try:
+        event = parse_json(line)
+    except ValueError:
+        return None
+    is_event = isinstance(event, dict) and isinstance(event.get("event"), str)
+    return event if is_event else None
 
 
 class Lines:

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from weighin.cell import Job
+from weighin.cell import Job, decode_job
+from weighin.child_process import encode_event
 from weighin.isolation.base import Exit
 from weighin.probes.cgroup import Counters
 from weighin.probes.sampler import Sampler
-from weighin.protocol import decode_job, encode_event
 from weighin.result import Memory, Sample
 from weighin.run import measure as measuring
 from weighin.run import watch

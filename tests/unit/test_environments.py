@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from factories import make_cell, make_result, planned
 
-from weighin.cell import Cell, ModelSpec
+from weighin.cell import Cell, ModelSpec, decode_job, encode_job
 from weighin.cli import _arguments
 from weighin.errors import ConfigError
 from weighin.plan.loads import _check_preloaded, plan_cell
 from weighin.predict.client import predict
-from weighin.protocol import decode_job, encode_job
 from weighin.records.series import name_of
 from weighin.report.rows import cells
 from weighin.settings.definition import check_suite

@@ -9,12 +9,12 @@ from factories import make_cell, make_result
 from fakes import FakeRunning
 from scripts import DONE, watched
 
+from weighin.child_process import decode_event
 from weighin.errors import CheckpointError, ConfigError, RecordError
 from weighin.files import parse_json, read_bytes
 from weighin.formats import pipeline, unknown_folder
 from weighin.formats.bounded_json import read_object
 from weighin.formats.pretrained_folder import read_folder
-from weighin.protocol import decode_event
 from weighin.records import run_folder
 from weighin.result import OURS, Outcome
 from weighin.settings.definition import read_suite

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from fakes import ENVIRONMENT, memory
 
-from weighin.protocol import encode_event
+from weighin.child_process import encode_event
 from weighin.run.messages import decode
 
 PHASE = {

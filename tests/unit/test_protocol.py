@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weighin.cell import Cell, Job, ModelSpec
-from weighin.protocol import decode_event, decode_job, encode_event, encode_job
+from weighin.cell import Cell, Job, ModelSpec, decode_job, encode_job
+from weighin.child_process import decode_event, encode_event
 
 JSON: Any = st.recursive(
     st.none()

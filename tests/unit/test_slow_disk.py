@@ -10,11 +10,11 @@ import pytest
 from fakes import PlayedIsolation, done, ready
 from scripts import JOB, measure
 
+from weighin.child_process import encode_event
 from weighin.disk import mount
 from weighin.disk.mount import Mount
 from weighin.disk.passthrough import Pace
 from weighin.errors import IsolationUnavailable
-from weighin.protocol import encode_event
 from weighin.run import loads
 
 MS = 1_000_000

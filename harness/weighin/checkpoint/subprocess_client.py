@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from weighin import child_process
-from weighin.child_process import printed_lines
+from weighin.child_process import decode_event, printed_lines
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError, UnknownName
-from weighin.protocol import decode_event
 from weighin.units import format_bytes
 
 _ERRORS: Final = {kind.__name__: kind for kind in (ConfigError, CheckpointError, FormatLimit)}

@@ -12,12 +12,11 @@ from time import monotonic_ns
 from typing import Final
 
 from weighin import child_process, install
-from weighin.child_process import last_line
+from weighin.child_process import decode_event, last_line
 from weighin.disk.passthrough import Pace, may_allow_others, unmount
 from weighin.errors import IsolationUnavailable
 from weighin.probes import mounts
 from weighin.probes.cgroup import is_left_behind, owned_name
-from weighin.protocol import decode_event
 from weighin.units import format_latency, format_rate, format_seconds
 
 _DEVICE: Final = Path("/dev/fuse")

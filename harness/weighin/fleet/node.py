@@ -2,7 +2,7 @@
 
 ``run`` starts this process, writes the assignment as the first line of its standard input, and keeps the
 input open for as long as it wants the answer. When the input ends, this process stops the measurement
-and cleans up. Each line of standard output is an event (``weighin.protocol.encode_event``).
+and cleans up. Each line of standard output is an event (``weighin.child_process.encode_event``).
 
 began   nothing: weighin runs here
 step    text; is_line: whether it is worth a line of its own
@@ -29,13 +29,12 @@ from typing import Any, Final
 
 from weighin import __version__, child_process, install
 from weighin.checkpoint import cache, staging
-from weighin.child_process import Child, Parent, last_line, module
+from weighin.child_process import Child, Parent, decode_event, last_line, module
 from weighin.errors import ConfigError, HarnessError, Interrupted, explain
 from weighin.isolation import cgroup, select
 from weighin.plan import start
 from weighin.plan.task import Demand, Node, Progress
 from weighin.probes import environment, gpu_check
-from weighin.protocol import decode_event
 from weighin.records import run_folder
 from weighin.result import SCHEMA
 from weighin.run import interrupts, runner

@@ -12,6 +12,7 @@ from typing import Any, Final
 from weighin import child_process, formats
 from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint import entries, staging
+from weighin.child_process import decode_event
 from weighin.errors import ConfigError, HarnessError, UnknownName
 from weighin.formats import gguf, quantised
 from weighin.formats.pretrained_library import LIBRARIES, library_of
@@ -20,7 +21,6 @@ from weighin.plan.task import Planned
 from weighin.predict.prediction import Prediction, from_json
 from weighin.predict.ranks import of_ranks
 from weighin.probes.mounts import read_ahead_bytes
-from weighin.protocol import decode_event
 from weighin.settings.definition import DTYPES
 from weighin.suite.packages import name_of
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import weighin
 from weighin import child_process, formats
-from weighin.cell import Cell, Job, ModelSpec
+from weighin.cell import Cell, Job, ModelSpec, encode_job
 from weighin.checkpoint import cache, entries, staging
 from weighin.disk import mount
 from weighin.disk.mount import Mount
@@ -30,7 +30,6 @@ from weighin.loader.mapped_copy import ask_for_huge_pages
 from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.probes import environment, mounts, page_cache
 from weighin.probes.cgroup import grown
-from weighin.protocol import encode_job
 from weighin.records import run_folder
 from weighin.records.metrics import largest
 from weighin.result import Faults, Memory, Outcome, Peaks, Pressure, Rank, Sample, Use

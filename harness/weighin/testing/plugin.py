@@ -115,7 +115,7 @@ class Weighin:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the ``with`` block as a phase; without a limit of ``limit_peak``, do nothing."""
-        from weighin.protocol import BODY_PLUGIN
+        from weighin.cell import BODY_PLUGIN
         from weighin.worker.phases import named_by_strategy
 
         body = self._config.pluginmanager.getplugin(BODY_PLUGIN)
@@ -134,7 +134,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     marker, size = item.get_closest_marker(MARKER), item.config.getini(MARKER)
     if marker is None and not (size and isinstance(item, pytest.Function)):  # not for a doctest
         return None
-    from weighin.protocol import BODY_PLUGIN
+    from weighin.cell import BODY_PLUGIN
     from weighin.testing import bodies
 
     if item.config.pluginmanager.has_plugin(BODY_PLUGIN):

@@ -15,10 +15,9 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from weighin.cell import Job
+from weighin.cell import Job, encode_job
 from weighin.child_process import Child, module
 from weighin.probes.process import read_rollup
-from weighin.protocol import encode_job
 from weighin.result import Outcome
 from weighin.text import one_line
 from weighin.uses import FORWARD

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from reprlib import repr as short_repr
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from weighin.cell import Job
+from weighin.cell import Job, decode_job
 from weighin.child_process import Parent, end_with_parent
 from weighin.phase_reporter import (
     AWAITED,
@@ -26,7 +26,6 @@ from weighin.phase_reporter import (
     read_text,
     reset_peak,
 )
-from weighin.protocol import decode_job
 from weighin.result import OURS, UNNAMED, Outcome
 from weighin.text import one_line
 

@@ -16,8 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-from weighin.cell import Body, Job
-from weighin.protocol import BODY_PLUGIN
+from weighin.cell import BODY_PLUGIN, Body, Job
 from weighin.result import Outcome
 from weighin.worker.phases import Lifeline, Marks, describe, fail
 
