@@ -7,7 +7,6 @@ key.
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
@@ -164,6 +163,8 @@ class Strict(BaseModel):
         keys = cls.keys(info.context)
         # An unknown key comes first: often it is a misspelling of the key that is missing.
         if unknown := [str(key) for key in content if key not in keys]:
+            from difflib import get_close_matches  # here to save time: most files are right
+
             near = get_close_matches(unknown[0], keys, n=1)
             message, key = "unknown key", unknown[0]
             hint = f"did you mean {near[0]!r}? " if near else ""
