@@ -7,6 +7,7 @@ high-water mark that the kernel or the allocator keeps. A size with ``sampled`` 
 maximum of the sampler's readings.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
@@ -24,6 +25,15 @@ OURS: Final = (
     "import", *IMPORTS_OF_LIBRARIES, "prepare", "touch", "sync", "verify", "forward", UNNAMED,
 )  # fmt: skip
 """The names of weighin's own phases, which a strategy must not use."""
+
+BEFORE_LOAD: Final = ("import", *IMPORTS_OF_LIBRARIES, "prepare")
+"""A worker's own phases before the load."""
+
+UNTIL_READY: Final = ("touch", "sync")
+"""The phases that end at ``ready``: "touch" reads every byte of a loaded model, and "sync" writes every
+byte of a saved checkpoint to the disk.
+"""
+
 NOT_DROPPED: Final = "not dropped"
 """The page-cache state of a cell planned as ``cold`` if pages of its checkpoint stayed cached."""
 USUAL_PAGE_BYTES: Final = 4096  # on x86-64, and on arm64 in most distributions
@@ -132,6 +142,14 @@ class Phase:
     peak_cuda_allocated_bytes: int | None = None
     peak_cuda_reserved_bytes: int | None = None
     peak_pinned_bytes: int | None = None
+
+
+def phases_of(phases: Sequence[Phase], *, with_use: bool = False) -> Sequence[Phase]:
+    """Return those of a worker's phases that belong to its load or save, or also to the use after it."""
+    names = [phase.name for phase in phases]
+    start = max((names.index(name) + 1 for name in BEFORE_LOAD if name in names), default=0)
+    end = min((names.index(name) + 1 for name in UNTIL_READY if name in names), default=None)
+    return phases[start : None if with_use else end]
 
 
 @dataclass(frozen=True, slots=True)

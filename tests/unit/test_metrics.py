@@ -187,7 +187,7 @@ def test_a_change_by_the_smallest_amount_has_its_sign() -> None:
 def test_memory_when_ready_is_that_after_the_last_phase(operation: str, last: str) -> None:
     phases = tuple(
         Phase(name, 0, 1, 1, Memory(1, number, 0, 0), 0, 0)
-        for number, name in enumerate(("touch", "sync", "forward"), 1)
+        for number, name in enumerate(("read", last, "forward"), 1)
     )
     result = replace(make_result(make_cell(operation=operation)), phases=phases)
     names = [phase.name for phase in phases]

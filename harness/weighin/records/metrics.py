@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeVar
 
 from weighin.cell import Operation
 from weighin.errors import UnknownName
-from weighin.result import IMPORTS_OF_LIBRARIES, UNNAMED, Outcome, Phase, Result
+from weighin.result import UNNAMED, UNTIL_READY, Outcome, Phase, Result, phases_of
 from weighin.units import (
     GIB,
     MIB,
@@ -28,11 +28,6 @@ from weighin.units import (
 Direction = Literal["lower", "higher", "both"]
 """Whether a lower or a higher value is better; with "both", a change either way is a regression."""
 
-# The worker's own phases before the baseline.
-_BEFORE_LOAD: Final = ("import", *IMPORTS_OF_LIBRARIES, "prepare")
-# The phase that ends at ``ready``: "touch" reads every byte of a loaded model, and "sync" writes every
-# byte of a saved checkpoint to the disk. A command has no such phase.
-_LAST: Final = {"load": "touch", "save": "sync", "command": ""}
 _OF_MODELS: Final[tuple[Operation, ...]] = ("load", "save")
 _LOADS: Final[tuple[Operation, ...]] = ("load",)
 _OF_COMMANDS: Final[tuple[Operation, ...]] = ("command",)
@@ -142,9 +137,8 @@ class Metric:
 
 
 def ready_anon(result: Result) -> int | None:
-    """Return the anonymous memory after the phase ``_LAST`` of a load or save; None without it."""
-    last = _LAST[result.cell.operation]
-    ready = next((phase for phase in result.phases if phase.name == last), None)
+    """Return the anonymous memory of a load or save when it is ready; None if it never was."""
+    ready = next((phase for phase in result.phases if phase.name in UNTIL_READY), None)
     return ready.end.anon_bytes if ready else None
 
 
@@ -287,17 +281,15 @@ def phases_of_load(result: Result) -> list[tuple[str, Phase]]:
     use is included. An interval between the phase NAME and the next phase is called "other after
     NAME": its name stays the same if a run has more or fewer such intervals.
     """
-    names = [phase.name for phase in result.phases]
-    before = _BEFORE_LOAD if result.cell.operation in _OF_MODELS else ()
-    start = max((names.index(name) + 1 for name in before if name in names), default=0)
-    last = _LAST[result.cell.operation]
-    end = names.index(last) + 1 if last in names and not result.cell.use else len(names)
-    phases: list[tuple[str, Phase]] = []
-    for index in range(start, end):
-        name = names[index]
-        if name == UNNAMED and index > start:
-            name = f"{UNNAMED} after {phases[-1][0]}"
-        elif number := names[start:index].count(name):
+    phases = result.phases
+    if result.cell.operation in _OF_MODELS:
+        phases = tuple(phases_of(phases, with_use=bool(result.cell.use)))
+    found: list[tuple[str, Phase]] = []
+    for index, phase in enumerate(phases):
+        name = phase.name
+        if name == UNNAMED and index:
+            name = f"{UNNAMED} after {found[-1][0]}"
+        elif number := [each.name for each in phases[:index]].count(name):
             name = f"{name} {number + 1}"
-        phases.append((name, result.phases[index]))
-    return phases
+        found.append((name, phase))
+    return found

@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from weighin.phase_reporter import AWAITED, LONGEST_MESSAGE, MET, address
 from weighin.probes.cgroup import Counters, grown, start_time
 from weighin.probes.gpu_memory import Trace
 from weighin.probes.process import memory_of, parse_faults, read_status, read_text
-from weighin.result import Memory, Outcome, Phase, Use, Written
+from weighin.result import UNTIL_READY, Memory, Outcome, Phase, Use, Written, phases_of
 from weighin.run.messages import (
     AllocatorTrace,
     Baseline,
@@ -101,9 +101,6 @@ class Reported:
     is_refused: bool = False
     _phases: list[Phase] = field(default_factory=list)
     _in_phase: bool = False
-    _before_load: int = 0  # the number of phases before the baseline
-    _until_loaded: int | None = None  # the number of phases before ``loaded``
-    _until_ready: int | None = None  # the number of phases before ``ready``
     before: Counters = field(default_factory=Counters)
     """The cgroup at the end of the last phase."""
     _open: dict[int, _Open] = field(default_factory=dict)
@@ -136,14 +133,14 @@ class Reported:
         return f"{'in' if self._in_phase else 'after'} phase {self.current!r}"
 
     @property
-    def load_phases(self) -> list[Phase]:
+    def load_phases(self) -> Sequence[Phase]:
         """The load's ended phases, up to the phase in which the worker read every byte."""
-        return self._phases[self._before_load : self._until_ready] if self.baseline else []
+        return phases_of(self._phases) if self.baseline else ()
 
     @property
     def cuda_phases(self) -> list[Phase]:
         """The load's phases before the checksums, which themselves allocate GPU memory."""
-        return self.load_phases[: (self._until_loaded or len(self._phases)) - self._before_load]
+        return [phase for phase in self.load_phases if phase.name not in UNTIL_READY]
 
     @property
     def load_ns(self) -> int | None:
@@ -169,10 +166,9 @@ class Reported:
                 self.trace = self.trace or Trace(message.requested_bytes, message.reserved_bytes)
                 self.trace.events += message.events
             case Loaded():
-                self._until_loaded = len(self._phases)
                 self.times["load_ns"] = message.load_ns
             case Ready():
-                self.ready_at_ns, self._until_ready = message.t_ns, len(self._phases)
+                self.ready_at_ns = message.t_ns
                 self.times["touch_ns"] = message.touch_ns
                 self.written = message.written
             case Failed():
@@ -189,7 +185,7 @@ class Reported:
     def take_baseline(self, message: Baseline, now: Counters) -> None:
         """Store the memory before the load; later phases belong to the load."""
         self.baseline = replace(message.memory, cgroup_bytes=now.usage_bytes)
-        self.baseline_ns, self._before_load = message.t_ns, len(self._phases)
+        self.baseline_ns = message.t_ns
         self.environment = message.environment
         self.times["import_ns"] = message.import_ns
         self.current = None  # the phases before the baseline are weighin's own

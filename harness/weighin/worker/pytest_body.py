@@ -89,8 +89,11 @@ def _run_test(body: Body, marks: Marks, measuring: Measuring) -> str:
 
         @pytest.hookimpl(wrapper=True, trylast=True)
         def pytest_runtest_call(self) -> Generator[None, object, object]:
-            with measuring():
-                return (yield)
+            try:
+                with measuring():
+                    return (yield)
+            finally:  # a phase of a fixture's end is none of the test
+                self.config.pluginmanager.unregister(marks)
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             hook = self.config.hook.pytest_report_to_serializable
