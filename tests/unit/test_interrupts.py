@@ -105,13 +105,13 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored() -> None:
 
 
 def test_a_run_in_a_command_stops_as_a_run_and_the_command_cleans_up_in_peace() -> None:
-    with pytest.raises(Interrupted), interrupts.stoppable(interrupts.Stopped):
+    with pytest.raises(Interrupted), interrupts.stoppable(interrupts.EndedBySignal):
         try:
             with interrupts.stoppable():
                 stop()
         finally:
             stop(signal.SIGHUP)
-    with pytest.raises(interrupts.Stopped), interrupts.stoppable(interrupts.Stopped):
+    with pytest.raises(interrupts.EndedBySignal), interrupts.stoppable(interrupts.EndedBySignal):
         with interrupts.stoppable():
             pass
         stop(signal.SIGTERM)
@@ -147,9 +147,9 @@ def test_a_stop_inside_an_exec_still_gives_the_exit_code(tmp_path: Path) -> None
 import os, signal, sys
 from weighin.run import interrupts
 try:
-    with interrupts.stoppable(interrupts.Stopped):
+    with interrupts.stoppable(interrupts.EndedBySignal):
         exec("os.kill(os.getpid(), signal.SIGHUP)")
-except interrupts.Stopped:
+except interrupts.EndedBySignal:
     sys.exit(130)
 """
     (tmp_path / "stopping.py").write_text(code)

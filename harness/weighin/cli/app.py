@@ -60,8 +60,8 @@ def main() -> NoReturn:
         if isinstance(stream, TextIOWrapper):  # the terminal's encoding may lack a character
             stream.reconfigure(errors="replace")
     try:
-        # `except Exception` does not catch Stopped; a run turns Stopped into Interrupted.
-        with interrupts.stoppable(interrupts.Stopped):
+        # `except Exception` does not catch EndedBySignal; a run turns it into Interrupted.
+        with interrupts.stoppable(interrupts.EndedBySignal):
             code = app(standalone_mode=False, prog_name="weighin", color=_console.colour())
         sys.exit(code or 0)
     except HarnessError as error:
@@ -69,7 +69,7 @@ def main() -> NoReturn:
     except OSError as error:
         _drop_unwritable_output()
         _end(explain(error))
-    except (click.Abort, interrupts.Stopped):  # Ctrl-C; click raises Abort at a question
+    except (click.Abort, interrupts.EndedBySignal):  # Ctrl-C; click raises Abort at a question
         sys.exit(Interrupted.exit_code)
     except click.ClickException as error:
         error.show()

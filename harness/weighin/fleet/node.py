@@ -114,7 +114,7 @@ def main() -> int:
 
     threading.Thread(target=stop_at_end_of_input, daemon=True).start()
     try:
-        with interrupts.stoppable(interrupts.Stopped):
+        with interrupts.stoppable(interrupts.EndedBySignal):
             driver.send("began")
             there, here = assignment.get("weighin"), own_code()
             if there and there != here and assignment["kind"] != "examine":
@@ -128,7 +128,7 @@ def main() -> int:
         error = found if isinstance(found, HarnessError) else explain(found)
         driver.send("error", message=error.message, repair=error.repair, exit_code=error.exit_code)
         return error.exit_code
-    except interrupts.Stopped:
+    except interrupts.EndedBySignal:
         return Interrupted.exit_code
     return 0
 

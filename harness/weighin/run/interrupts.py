@@ -13,7 +13,7 @@ from weighin.errors import Interrupted
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stopped(KeyboardInterrupt):
+class EndedBySignal(KeyboardInterrupt):
     """Raised when a signal stops weighin outside of a run; a run raises ``Interrupted``.
 
     If a KeyboardInterrupt is raised inside ``exec``, which dataclasses call, Python ends by SIGINT

@@ -346,7 +346,7 @@ class Listener:
     Attributes:
         path: the socket. A container must mount its folder at the same path.
         by_process: what each process has reported; the first one is the main process.
-        ranks: the tracks of a load's ranks by their numbers; of other cells, of the main process.
+        ranks: what the ranks of a load have reported, by their numbers; of other cells, the main process.
         error: an error of the function that takes the messages; None if there was none.
     """
 
