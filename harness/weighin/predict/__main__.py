@@ -9,7 +9,7 @@ import ctypes
 import json
 import os
 import traceback
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -26,14 +26,14 @@ from weighin.cell import Cell, Job, ModelSpec
 from weighin.checkpoint.manifest import read_manifest
 from weighin.construction.skeleton import Builder, resolve_builder
 from weighin.errors import HarnessError
+from weighin.formats.pretrained_library import library_of
 from weighin.predict import no_processes
 from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory
 from weighin.text import one_line
 from weighin.uses import FORWARD
 from weighin.worker import uses
-from weighin.worker.loading import example_inputs
-from weighin.worker.warmup import import_model_package, settle_math
+from weighin.worker.loading import example_inputs, settle_math
 
 if TYPE_CHECKING:
     from weighin.predict.using import UseToFollow
@@ -56,7 +56,11 @@ def main() -> None:
     while (line := parent.receive()) is not None:
         request = json.loads(line)
         with suppress(Exception):  # the fork imports the class again, and answers with the error
-            import_model_package(ModelSpec(**request["cell"]["model"]), lambda _: nullcontext())
+            model = ModelSpec(**request["cell"]["model"])
+            if library := library_of(model.builder):
+                from weighin.models.pretrained_modules import module_of  # no other model needs it
+
+                module_of(library.builder).import_class(model.kwargs)
         with suppress(Exception):  # the fork answers with this error, too
             hide_once()
         if needs_gpu := _cell(request).needs_gpu:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from weighin.cell import Job, encode_job
 from weighin.child_process import Child, module
+from weighin.formats.pretrained_library import library_of
 from weighin.probes.process import read_rollup
 from weighin.result import Outcome
 from weighin.text import one_line
@@ -29,13 +30,6 @@ from weighin.worker.phases import (
     UseFailed,
     describe,
     fail,
-)
-from weighin.worker.warmup import (
-    check_preloaded,
-    import_model_package,
-    join_group,
-    read_through,
-    settle_math,
 )
 
 if TYPE_CHECKING:
@@ -83,13 +77,18 @@ class Worker:
         with marks.phase("import"):
             import torch
         import_ns = time.monotonic_ns() - import_start_ns
-        import_model_package(job.cell.model, marks.phase)
+        # Packages such as transformers import a module only when a class in it is first used.
+        if library := library_of(job.cell.model.builder):
+            with marks.phase(f"import {library.name}"):
+                from weighin.models.pretrained_modules import module_of
+
+                module_of(library.builder).import_class(job.cell.model.kwargs)
         with marks.phase("prepare"):
             from pathlib import Path
 
             from weighin.checkpoint.manifest import read_manifest
             from weighin.construction.skeleton import resolve_builder
-            from weighin.worker.loading import WorkerLoad, example_inputs
+            from weighin.worker import loading
 
             sys.path[:0] = job.python_path
             cell = job.cell
@@ -104,8 +103,8 @@ class Worker:
                 marks.cuda = CudaMemory(gpu, cell.vram_limit_bytes)
                 device = marks.cuda.device if device.type == "cuda" else device
             dtype = getattr(torch, cell.dtype)
-            self.inputs = example_inputs(builder, cell.model.kwargs, dtype)
-            self.argument = WorkerLoad(
+            self.inputs = loading.example_inputs(builder, cell.model.kwargs, dtype)
+            self.argument = loading.WorkerLoad(
                 checkpoint=Path(job.checkpoint),
                 device=device,
                 dtype=dtype,
@@ -114,22 +113,22 @@ class Worker:
                 builder=builder,
                 marks=marks,
             )
-            settle_math()
+            loading.settle_math()
             if cell.use:
                 from weighin.worker import uses
 
                 uses.prepare(cell.use)
             if "LD_PRELOAD" in cell.environment:
-                check_preloaded()
+                loading.check_preloaded()
             if cell.operation == "save":
                 from weighin.worker import saving
 
                 self.model = saving.load_model(self.argument)
             if job.rank is not None:
-                join_group(device)
+                loading.join_group(device)
             self.manifest = read_manifest(Path(job.manifest))
             if cell.cache == "warm":
-                read_through(self.argument.checkpoint)
+                loading.read_through(self.argument.checkpoint)
         marks.flush()
         marks.report_baseline(import_ns)
 

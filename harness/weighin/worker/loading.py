@@ -1,9 +1,13 @@
-"""Import a strategy, define the ``Load`` with which a worker calls it, and get inputs for its model."""
+"""Prepare a worker for its baseline, its memory before the load; import a strategy, and define the
+``Load`` with which the worker calls it.
+"""
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,10 @@ from torch.utils._pytree import tree_map_only
 
 from weighin.cell import ModelSpec
 from weighin.construction.skeleton import Builder, construct, reset_buffers
+from weighin.phase_reporter import read_text
 from weighin.worker.phases import named_by_strategy
+
+_WARM_PIECE_BYTES = 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +108,50 @@ def example_inputs(
     if isinstance(arguments, Mapping):
         return Inputs(keywords=dict(arguments)).as_floating(dtype)
     return Inputs(tuple(arguments)).as_floating(dtype)
+
+
+def settle_math() -> None:
+    """Call MKL's vector functions on one thread, so that MKL selects its kernels there.
+
+    If two threads make the first calls at the same time, MKL sometimes computes a part of the
+    result with another kernel. In 1 of 100 processes on a busy machine, a table of rotary cosines
+    was wrong by 1.5e-4 (torch 2.13, MKL 2024.2). weighin would blame the strategy for this error.
+    """
+    for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.tanh):
+        function(torch.ones(8))
+
+
+def read_through(checkpoint: Path) -> None:
+    """Read every file of the checkpoint, so that the kernel charges its pages to the cell's cgroup."""
+    files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.iterdir())
+    if checkpoint.suffix == ".json":  # an index of shards
+        from weighin import formats  # no other load needs it
+
+        files = formats.files(checkpoint)
+    piece = bytearray(_WARM_PIECE_BYTES)
+    for file in files:
+        with file.open("rb", buffering=0) as source:
+            while source.readinto(piece):
+                pass
+
+
+def join_group(device: torch.device) -> None:
+    """Join the process group of all ranks: gloo for the CPU, gloo and nccl for CUDA."""
+    import torch.distributed as dist  # no other worker needs it
+
+    timeout = timedelta(days=365)  # weighin itself ends the ranks at the cell's time-out
+    if device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+
+
+def check_preloaded() -> None:
+    """Raise OSError if a library in LD_PRELOAD was not loaded, because the linker only prints a warning."""
+    mapped = read_text("/proc/self/maps")
+    for library in os.environ.get("LD_PRELOAD", "").replace(":", " ").split():
+        if os.path.realpath(library) not in mapped:
+            raise OSError(
+                f"the worker runs without the library {library} that LD_PRELOAD names,"
+                " because the dynamic linker did not load it"
+            )
