@@ -147,7 +147,9 @@ class Phase:
 def phases_of(phases: Sequence[Phase], *, with_use: bool = False) -> Sequence[Phase]:
     """Return those of a worker's phases that belong to its load or save, or also to the use after it."""
     names = [phase.name for phase in phases]
-    start = max((names.index(name) + 1 for name in BEFORE_LOAD if name in names), default=0)
+    # The last ones count: a test that failed may have run again.
+    last = {name: number for number, name in enumerate(names, 1)}
+    start = max((last.get(name, 0) for name in BEFORE_LOAD), default=0)
     end = min((names.index(name) + 1 for name in UNTIL_READY if name in names), default=None)
     return phases[start : None if with_use else end]
 

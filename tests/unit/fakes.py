@@ -59,9 +59,9 @@ class KnownListener(Listener):
             return
         ended = fields["event"] == "ended"
         rank = fields.get("rank", 0) if ended else fields.pop("rank", 0)
-        decoded = decode(json.dumps(fields).encode())
-        if decoded and rank < len(self.ranks):
-            self._take(self.ranks[rank], decoded[1])
+        _, message = decode(json.dumps(fields).encode())
+        if message and rank < len(self.ranks):
+            self._take(self.ranks[rank], message)
 
 
 class Silent:

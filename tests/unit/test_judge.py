@@ -21,9 +21,7 @@ def told(*lines: bytes) -> Reported:
     """A track in which these messages were taken in, as ``Watch`` does it."""
     track = Reported()
     for line in lines:
-        decoded = messages.decode(line)
-        assert decoded
-        match decoded[1]:
+        match messages.decode(line)[1]:
             case messages.Baseline() as message:
                 track.take_baseline(message, Counters(usage_bytes=7))
             case messages.PhaseEnd() as message:

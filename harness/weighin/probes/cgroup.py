@@ -125,7 +125,7 @@ def _pid_namespace() -> str:
 
 
 def owned_name(number: int) -> str:
-    """Return a name for a cgroup or mount that this process makes: "pid-ticks-namespace.number", and
+    """Return a name for a cgroup, mount or worker of this process: "pid-ticks-namespace.number", and
     the ``lock_suffix``.
     """
     return f"{this_process()}.{number}{lock_suffix()}"

@@ -1,7 +1,7 @@
 """Read the memory and page faults of one process from its files in /proc/PID.
 
-The measured process (worker) reads its own high-water mark with this module. The module does not
-import pathlib, which would take 1 MiB in the worker. Source: Documentation/filesystems/proc.rst of
+The measured process (worker) imports this module, too. The module therefore does not import
+pathlib, which would take 1 MiB. Source: Documentation/filesystems/proc.rst of
 the kernel.
 """
 

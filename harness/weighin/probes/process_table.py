@@ -188,7 +188,7 @@ class ProcessTable:
             parent, private = self._running.get(seen.parent_pid), shares[seen.pid].private
             if parent and parent.anon_bytes and seen.anon_bytes:
                 grown = seen.anon_bytes[0] - seen.least_anon_bytes
-                given_back = seen.parent_anon_bytes - parent.anon_bytes[0]
+                given_back = max(seen.parent_anon_bytes - parent.anon_bytes[0], 0)
                 seen.copied_bytes = max(private - grown - given_back, 0)
             elif not parent and seen.copied_bytes:  # the copies that were seen before remain
                 seen.copied_bytes = min(seen.copied_bytes, private)

@@ -102,9 +102,10 @@ class StackTaker:
         """
         is_near = self._is_near(t_ns, usage_bytes)
         if self._reading:
+            is_alive = self._reading.is_alive()
             if usage_bytes > self._taken_bytes:
                 self._taken_ns, self._taken_bytes = t_ns, usage_bytes
-            if self._reading.is_alive():
+            if is_alive:
                 return
             self._keep()
         if not self._program or not self._is_worth(usage_bytes, is_near=is_near):
@@ -116,8 +117,13 @@ class StackTaker:
                     sizes[pid] = read_status(pid).get("VmRSS", 0)
         if pids := sorted(sizes, key=lambda pid: -sizes[pid])[:_MOST_PROCESSES]:
             self._taken_ns, self._taken_bytes = t_ns, usage_bytes
-            self._reading = threading.Thread(target=self._read, args=(self._program, pids))
-            self._reading.start()
+            reading = threading.Thread(target=self._read, args=(self._program, pids))
+            try:
+                reading.start()
+            except RuntimeError as error:  # this user has too many processes
+                self._error = f"py-spy does not start: {error}"
+            else:
+                self._reading = reading
 
     def _read(self, program: str, pids: list[int]) -> None:
         start_s = time.monotonic()

@@ -79,7 +79,6 @@ class Reported:
     pid: int = 0
     is_main: bool = True
     is_program: bool = False
-    rank: int | None = None
     current: str | None = None
     baseline: Memory | None = None
     baseline_ns: int = 0
@@ -460,28 +459,26 @@ class Listener:
     def _receive(self, connection: socket.socket) -> None:
         try:
             packet = connection.recv(LONGEST_MESSAGE)
-            decoded = decode(packet) if packet else None
         except BlockingIOError:
             return
         except OSError:
-            packet, decoded = b"", None
+            packet = b""
         reported = self._by_connection[connection]
-        if decoded is None and packet and reported.is_worker:  # which waits for an answer, and ends
-            reported.is_refused = True
-            self._answer(connection)
-            return
-        if decoded is None:
+        kind, message = decode(packet)
+        if message is None:
             reported.is_refused |= bool(packet)
-            self._drop(connection)
+            if not packet or not reported.is_worker or (kind in MET and len(self.ranks) > 1):
+                self._drop(connection)
+            elif kind in AWAITED:
+                self._answer(connection)
             return
-        kind, message = decoded
         if isinstance(message, Rank):  # unless another process is this rank
             number = message.rank
             if number >= len(self.ranks) or self.ranks[number].pid:
                 self._drop(connection)
                 return
             chosen = self.ranks[number]
-            chosen.pid, chosen.rank, chosen.is_main = reported.pid, number, number == 0
+            chosen.pid, chosen.is_main = reported.pid, number == 0
             self._by_connection[connection] = chosen
             for key, each in self.by_process.items():
                 self.by_process[key] = chosen if each is reported else each

@@ -111,13 +111,14 @@ _KINDS: Final[dict[str, type[Message]]] = {
 }
 
 
-def decode(packet: bytes) -> tuple[str, Message | PhaseEnd] | None:
-    """Return the kind and the content of a message; None for a wrong one.
+def decode(packet: bytes) -> tuple[str, Message | PhaseEnd | None]:
+    """Return the kind and the content of a message; None as the content of a wrong one.
 
     A message is wrong if its kind is unknown, if a field is missing, unknown or of a wrong type, or
     if a number is negative or too large for a record. Of a phase and of memory, unknown fields are
     ignored. Texts are cut to one printable line.
     """
+    kind = ""
     try:
         fields = parse_json(packet)
         kind = fields.pop("event")
@@ -126,13 +127,13 @@ def decode(packet: bytes) -> tuple[str, Message | PhaseEnd] | None:
                 fields[name] = one_line(text, _LONGEST_TEXT)
         json.dumps(fields, ensure_ascii=False).encode()  # fails for a lone surrogate
         if not all(0 <= number <= _LARGEST for number in _integers(fields)):
-            return None
+            return kind, None
         if kind == "phase":
             number, resets = fields.pop("id", 0), fields.pop("resets", True)
             return kind, convert({"phase": fields, "id": number, "resets": resets}, PhaseEnd)
         return kind, convert(fields, _KINDS[kind])
     except (ValueError, TypeError, AttributeError, KeyError, ValidationError, RecursionError):
-        return None
+        return kind, None
 
 
 def _integers(value: Any) -> Iterator[int]:

@@ -205,7 +205,7 @@ class Watch:
 
     @property
     def _failed_ranks(self) -> dict[int, Exit]:
-        return {rank: each for rank, each in self.exits.items() if not self.ranks[rank].done}
+        return {rank: each for rank, each in [*self.exits.items()] if not self.ranks[rank].done}
 
     # What the cell reports ------------------------------------------------------------------------
 
@@ -298,7 +298,8 @@ class Watch:
             spec.end_rest(running)
         now = self._counters()  # what ran on after the first process may have grown, or been killed
         if not is_server_ready:
-            self.at_end = replace(self.at_end, oom_kills=now.oom_kills)
+            oom_kills = largest((self.at_end.oom_kills, now.oom_kills))
+            self.at_end = replace(self.at_end, oom_kills=oom_kills)
         self._ended = running.reap() if has_ended else Exit(None, still_runs=True)
         self.listener.close()  # takes the last messages
         if self.sampler:
@@ -342,7 +343,8 @@ class Watch:
             around = (size for size, group in self._limits if f"{group}".endswith(kill.limit_of))
             return next(around, None) if kill.limit_of else self._spec.cell.ram_limit_bytes
 
-        log, pids = self._log, [each.pid for each in self.processes]
+        log = self._log
+        pids = [each.pid for each in self.processes] + [each.pid for each in self.ranks if each.pid]
         kills = kernel_log.kills_since(log, running.cgroup, running.pid or 0, pids, self._home)
         kills = kills and tuple(replace(each, limit_bytes=limit_of(each)) for each in kills)
         machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())

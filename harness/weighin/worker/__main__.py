@@ -3,7 +3,7 @@
 A cell that measures a save saves the model in phases, syncs the files, and reads them back to
 verify them.
 
-An isolation starts this module as ``python -m weighin.worker``; ``phase_reporter.py`` defines
+An isolation starts this module as ``python -m weighin.worker``; ``run/messages.py`` defines
 what it reports. Modules of weighin that are imported before torch would add weighin's own memory to the
 figures. The worker therefore imports even pathlib, which takes 1 MiB, after torch.
 """
@@ -129,7 +129,6 @@ class Worker:
             self.manifest = read_manifest(Path(job.manifest))
             if cell.cache == "warm":
                 loading.read_through(self.argument.checkpoint)
-        marks.flush()
         marks.report_baseline(import_ns)
 
     def load(self) -> "torch.nn.Module":

@@ -52,6 +52,7 @@ def _measuring(device: str, lifeline: Lifeline, marks: Marks, import_ns: int) ->
     """Report the memory before the test's body, run the body, and end the body's last phase, even
     if the body raises.
     """
+    marks.is_over = False  # a test that failed may run again
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     if device.startswith("cuda"):
@@ -72,6 +73,7 @@ def _measuring(device: str, lifeline: Lifeline, marks: Marks, import_ns: int) ->
         marks.close(BODY)
         lifeline.send("loaded", load_ns=load_ns)
         lifeline.send("ready", t_ns=time.monotonic_ns(), touch_ns=0)
+        marks.is_over = True
 
 
 def _run_test(body: Body, marks: Marks, measuring: Measuring) -> str:
@@ -89,11 +91,8 @@ def _run_test(body: Body, marks: Marks, measuring: Measuring) -> str:
 
         @pytest.hookimpl(wrapper=True, trylast=True)
         def pytest_runtest_call(self) -> Generator[None, object, object]:
-            try:
-                with measuring():
-                    return (yield)
-            finally:  # a phase of a fixture's end is none of the test
-                self.config.pluginmanager.unregister(marks)
+            with measuring():
+                return (yield)
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             hook = self.config.hook.pytest_report_to_serializable
