@@ -210,7 +210,7 @@ def test_a_node_waits_for_the_ram_that_a_cell_needs(
     task = Run(tmp_path, [Planned(cell)], ProcessIsolation())
     free = iter([GIB, GIB, 5 * GIB])
     monkeypatch.setattr("weighin.plan.start.restore", lambda *_, **__: task)
-    monkeypatch.setattr("weighin.isolation.cgroup.ram_bytes", lambda *_: (8 * GIB, next(free)))
+    monkeypatch.setattr("weighin.isolation.delegation.ram_bytes", lambda *_: (8 * GIB, next(free)))
     monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setattr("weighin.run.runner.run", lambda *_: pytest.fail("as it is to be"))
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path))

@@ -51,9 +51,13 @@ class Driver:
         self._crew, self._task, self._progress = crew, task, progress
         self._names = self._alive = crew.names()
         self._waiting = {Demand.of(each.cell): deque[Planned]() for each in task.planned}
-        # The nodes that get no such cell, and why.
-        self._unable: dict[Demand, dict[str, HarnessError]] = {each: {} for each in self._waiting}
-        self._running: dict[Future[Any], tuple[Planned, float]] = {}  # with the GPUs it reserves
+        self._unable: dict[
+            Demand, dict[str, HarnessError]
+        ]  # the nodes that get no such cell, and why
+        self._unable = {demand: {} for demand in self._waiting}
+        self._running: dict[
+            Future[Any], tuple[Planned, float]
+        ] = {}  # and the GPUs that it reserves
         self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
         self._steps: dict[str, str] = {}
         self._lines = set[str]()
