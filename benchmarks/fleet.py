@@ -12,23 +12,23 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.fleet import cluster as clusters
+from weighin.fleet.cluster import Task
 from weighin.fleet.driver import Driver
-from weighin.fleet.node import SLOT, Answer
 from weighin.isolation import select
 from weighin.plan.loads import plan_cell
-from weighin.plan.task import Planned, Progress, Run
+from weighin.plan.task import Node, Planned, Progress, Run
 from weighin.records import run_folder
 from weighin.records.run_folder import parse
 from weighin.result import Result
 from weighin.suite import registry
-from weighin.units import KIB
+from weighin.units import GIB, KIB
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RECORDS: Final = ROOT / "results" / "published" / "gpt2-xl-8GiB" / "records.jsonl"
@@ -66,11 +66,11 @@ def main() -> None:
     )
 
 
-def task_of(seconds: float) -> Callable[..., Answer]:
+def task_of(seconds: float) -> Task:
     """Return a task that answers a cell with a published record after ``seconds``."""
     template = RECORDS.read_text().splitlines()[0]
 
-    def answer(assignment: Mapping[str, Any], _: Any) -> Answer:
+    def answer(assignment: Mapping[str, Any], _: Any) -> tuple[str, list[bytes]]:
         import time
 
         import ray
@@ -78,7 +78,8 @@ def task_of(seconds: float) -> Callable[..., Answer]:
         place = ray.get_runtime_context().get_node_id()
         time.sleep(seconds)
         record = json.loads(template) | {"cell": assignment["cell"], "samples_path": None}
-        return place, {"record": {"record": json.dumps(record), "files": {}}}
+        event = {"event": "record", "record": json.dumps(record), "files": {}}
+        return place, [b'{"event": "began"}', json.dumps(event).encode()]
 
     return answer
 
@@ -92,9 +93,8 @@ def started(nodes: int) -> Iterator[str]:
     head = size | {"num_cpus": 0, "include_dashboard": False}
     local = LocalCluster(initialize_head=True, head_node_args=head)
     try:
-        for number in range(nodes):
-            labels = {"number": str(number)}
-            local.add_node(num_cpus=1, resources={SLOT: 1}, labels=labels, **size)
+        for _ in range(nodes):
+            local.add_node(num_cpus=1, resources={clusters.SLOT: 1}, **size)
         yield str(local.address)
     finally:
         local.shutdown()
@@ -133,18 +133,19 @@ def slept(address: str, *, cells: int, nodes: int) -> float:
     return time.monotonic() - begun_s
 
 
-def run(
-    address: str, task: Callable[..., Answer], cells: int, *, nodes: int, progress: Progress
-) -> None:
+def run(address: str, task: Task, cells: int, *, nodes: int, progress: Progress) -> None:
     """Run a plan of ``cells`` cells in a folder that is then removed."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         planned = plan(cells)
         settings = {"strategy_paths": {planned[0].strategy.name: str(planned[0].strategy.path)}}
         run_folder.write_plan(Path(folder), [each.cell for each in planned], settings)
         todo = Run(Path(folder), planned, select.named("process"))
-        clusters.run = task
-        with clusters.connected(address, {"number": "0"} if nodes == 1 else {}) as cluster:
-            Driver(cluster, todo, progress).run()
+        with clusters.connected(address, {}, task) as cluster:
+            found = [
+                Node(place, name, 8 * GIB, 8 * GIB, {"process": "" if number < nodes else "unused"})
+                for number, (place, name) in enumerate(cluster.names().items())
+            ]
+            Driver(cluster, found, todo, progress).run()
         records = run_folder.read(Path(folder)).results
         assert len({record.cell.repeat for record in records}) == len(records) == cells
 

@@ -85,6 +85,9 @@ class Crew:
             return able[0], {"short": has}
         return able[0], self.answering(node, cell)
 
+    def answer(self, done: Future[Answer]) -> Answer:
+        return done.result()
+
     def stop(self, futures: Iterable[Future[Answer]]) -> None:
         for each in [*futures]:
             each.cancelled_by.set()  # type: ignore[attr-defined]
@@ -113,7 +116,7 @@ def run(folder: Path, crew: Crew, planned: list[Cell], progress: Progress | None
     if not (folder / "plan.json").exists():
         run_folder.write_plan(folder, planned)
     task = Run(folder, [Planned(each) for each in planned], ProcessIsolation())
-    Driver(crew, task, progress or Progress()).run()  # type: ignore[arg-type]
+    Driver(crew, [*crew.nodes.values()], task, progress or Progress()).run()  # type: ignore[arg-type]
     return task
 
 
@@ -143,6 +146,12 @@ def test_nodes_that_are_short_again_and_again_end_the_run(tmp_path: Path) -> Non
         run(tmp_path, crew, cells(4 * GIB))
 
 
+def test_nodes_that_are_short_for_a_moment_are_asked_again(tmp_path: Path) -> None:
+    answers = iter([SHORT] * 5)
+    crew = Crew(lambda node, cell: next(answers, measured(node, cell)), SMALL)
+    assert recorded(run(tmp_path, crew, cells(4 * GIB))) == [(0, "s")]
+
+
 def test_a_cell_for_a_gpu_goes_to_no_node_without_one_that_joined(tmp_path: Path) -> None:
     def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
         crew.nodes = {"s": SMALL, "l": LARGE}
@@ -161,7 +170,7 @@ def test_a_cell_for_a_gpu_ends_the_run_if_only_nodes_without_one_are_left(tmp_pa
         return measured(node, cell)
 
     crew = Crew(answer, LARGE)
-    with pytest.raises(NoNodeLeft, match=r"[23] cells cannot run: large: the node was lost"):
+    with pytest.raises(NoNodeLeft, match=r"[23] cells cannot run: small has no cuda"):
         run(tmp_path, crew, cells(None, None, None, device="cuda"))
 
 
@@ -203,20 +212,30 @@ def test_the_gpu_is_looked_for_although_a_cell_ran_on_the_node(
     assert sent == ["short []"]
 
 
-def test_a_node_waits_for_the_ram_that_a_cell_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_node_that_is_to_stop_has_one_deadline_for_all_that_it_says(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (cell,) = cells(4 * GIB)
-    task = Run(tmp_path, [Planned(cell)], ProcessIsolation())
-    free = iter([GIB, GIB, 5 * GIB])
-    monkeypatch.setattr("weighin.plan.start.restore", lambda *_, **__: task)
-    monkeypatch.setattr("weighin.isolation.delegation.ram_bytes", lambda *_: (8 * GIB, next(free)))
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    monkeypatch.setattr("weighin.run.runner.run", lambda *_: pytest.fail("as it is to be"))
-    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path))
-    told = {"cell": asdict(cell), "settings": {}, "is_tested": True, "limits": [], "patience_s": 1}
-    with pytest.raises(pytest.fail.Exception, match="as it is to be"):
-        fleet_node._measure(told, None)  # type: ignore[arg-type]
+    class Talks:
+        stderr_tail, end_s = b"", time.monotonic() + 5
+
+        def __init__(self, *_: object) -> None: ...
+
+        def receive(self, _: float) -> bytes:
+            assert time.monotonic() < self.end_s, "it is heard without end"
+            time.sleep(0.01)
+            return b"{}"
+
+        def wait(self, timeout_s: float = 0.0) -> int:
+            return -9
+
+        def nothing(self, *_: object) -> None: ...
+
+        send = end_input = kill = close = nothing
+
+    monkeypatch.setattr(fleet_node, "Child", Talks)
+    monkeypatch.setattr(fleet_node, "_PATIENCE_S", 0.1)
+    (ended,) = fleet_node.run({}, {}, lambda *_: None, lambda: True)
+    assert b'"code": -9' in ended
 
 
 def test_a_use_on_a_gpu_is_skipped_if_no_node_has_one() -> None:
@@ -258,7 +277,7 @@ def test_a_node_that_cannot_go_on_gets_no_further_cell(tmp_path: Path) -> None:
     task = run(tmp_path, crew, cells(*[None] * 5), Progress(preparing=lambda text, _: said.append(text)))  # fmt: skip
     assert recorded(task) == [(number, "l") for number in range(5)]
     assert set(said) == {"no further cell for small: the disk is full"}
-    with pytest.raises(NoNodeLeft, match="1 cell cannot run: small: the disk is"):
+    with pytest.raises(NoNodeLeft, match="1 cell cannot run, no node is left: small: the disk is"):
         run(tmp_path / "alone", Crew(answer, SMALL), cells(None))
 
 
@@ -299,7 +318,7 @@ def test_a_record_counts_although_the_node_failed_after_it(tmp_path: Path) -> No
 
 
 def test_a_cell_whose_process_died_is_a_failed_measurement(tmp_path: Path) -> None:
-    crew = Crew(lambda *_: {"ended": {"why": "exit code -9, Killed"}}, SMALL)
+    crew = Crew(lambda *_: {"ended": {"code": -9, "stderr": "Killed"}}, SMALL)
     (result,) = run(tmp_path, crew, cells(None)).results
     assert result.outcome is Outcome.MEASUREMENT_FAILED
     assert result.message == "on small: exit code -9, Killed"
@@ -336,7 +355,7 @@ def test_a_record_counts_although_another_cell_failed_at_the_same_time(
         return measured(node, cell) if cell["repeat"] % 2 else {"error": error}
 
     monkeypatch.setattr(drivers, "wait", all_done)
-    with pytest.raises(NoNodeLeft, match="3 cells cannot run: small: the disk is"):
+    with pytest.raises(NoNodeLeft, match="3 cells cannot run, no node is left: small: the disk is"):
         run(tmp_path, Crew(answer, SMALL), cells(None, GIB, 2 * GIB, 3 * GIB, 4 * GIB))
     assert sorted(each.cell.repeat for each in run_folder.read(tmp_path).results) == [1, 3]
 
@@ -360,7 +379,7 @@ def test_the_cells_that_run_at_once_are_not_stopped_by_the_error_of_one(tmp_path
             return answer
 
     crew = Slow(lambda n, c: measured(n, c) if c["repeat"] else {"error": error}, SMALL)
-    with pytest.raises(NoNodeLeft, match="2 cells cannot run: small: the disk is"):
+    with pytest.raises(NoNodeLeft, match="2 cells cannot run, no node is left: small: the disk is"):
         run(tmp_path, crew, cells(*[None] * 3))
     assert [each.cell.repeat for each in run_folder.read(tmp_path).results] == [1]
 
@@ -378,10 +397,26 @@ def test_a_cell_waits_for_no_node_if_all_that_could_run_it_are_lost(
 
     with pytest.raises(
         NoNodeLeft,
-        match="2 cells cannot run: large: the node was lost\nadd a node",
+        match="2 cells cannot run, no node is left: large: the node was lost\nadd a node",
     ):
         run(tmp_path, Dying(measured, LARGE), cells(None, None))
     assert not run_folder.read(tmp_path).results
+
+
+def test_a_node_that_was_left_out_and_then_lost_is_told_once(tmp_path: Path) -> None:
+    error = {"message": "the disk is full", "repair": "free some space", "exit_code": 2}
+    said: list[str] = []
+
+    def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        if node is SMALL:
+            return {"error": error}
+        crew.nodes.pop("s", None)
+        time.sleep(0.1)
+        return measured(node, cell)
+
+    crew = Crew(answer, SMALL, LARGE)
+    run(tmp_path, crew, cells(None, None, None), Progress(preparing=lambda text, _: said.append(text)))  # fmt: skip
+    assert said == ["no further cell for small: the disk is full"]
 
 
 @pytest.mark.parametrize("path", ["../owned", "/tmp/owned", "plan.json", "samples/../../owned"])

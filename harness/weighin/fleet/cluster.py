@@ -1,5 +1,6 @@
 """Run cells (measurements) as tasks on the nodes of a Ray cluster; Ray chooses among the able nodes."""
 
+import json
 import logging
 import sys
 import time
@@ -7,14 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
 from weighin import install
 from weighin.child_process import Child
-from weighin.errors import ConfigError, extra
-from weighin.fleet.node import SLOT, START, Answer, Step, own_code
+from weighin.errors import ConfigError, HarnessError, extra
+from weighin.fleet.node import Answer, Step, answer, own_code
 from weighin.fleet.node import run as run_here
 from weighin.plan.task import Node
 from weighin.result import Result
@@ -26,48 +28,54 @@ with extra("ray", "--engine ray"):
     from ray import cloudpickle
     from ray.exceptions import RayError
     from ray.util.queue import Empty, Queue
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 if TYPE_CHECKING:
     from weighin.doctor.doctor import Examination
 
-_LOSSES: Final = (
-    2  # of nodes, after which Ray tries a cell again; the cell itself may be the reason
-)
-_INSTALL: Final = (
-    f"install weighin on that node, in Ray's environment: {install.command('ray', anywhere=True)};"
-    f" then start Ray there again: {START}"
-)
+SLOT: Final = "weighin_slot"
+START: Final = f"""RAY_memory_monitor_refresh_ms=0 ray start --resources '{{"{SLOT}": 1}}'"""
+"""The command that starts a node; add --head for the first node, and --address for the others."""
+_TRIES: Final = 3  # after the third lost node, the cell itself may be the reason
 _NODE_ID: Final = "ray.io/node-id"
+_MONITOR: Final = "RAY_memory_monitor_refresh_ms"
 _WAIT_S: Final = 0.5
 _CANCELLING_S: Final = 45.0
-_ANSWER_S: Final = 120.0  # for what a node has
-_EXAMINATION_S: Final = 1800.0
+_ANSWER_S: Final = 120.0  # for what a node has; its examination may take longer
 
 for _name in (__name__, run_here.__module__, Child.__module__):  # a node may lack weighin
     cloudpickle.register_pickle_by_value(sys.modules[_name])
 
+Task = Callable[[Mapping[str, Any], Any], tuple[str, list[bytes]]]
+"""A function that Ray runs on a node: it takes an assignment and the queue of what nodes say, and returns
+the node's id and the events of the assignment."""
 
-def run(assignment: Mapping[str, Any], said: Queue) -> Answer:
-    """Run an assignment on the node to which Ray copied this function; ``said`` gets its steps.
+
+def run(assignment: Mapping[str, Any], said: Queue) -> tuple[str, list[bytes]]:
+    """Run an assignment on the node to which Ray copied this function.
 
     The process of the assignment gets the environment with which the node was started. Ray's own
     workers have further variables, such as OMP_NUM_THREADS, that would change the measurement.
+    Ray's memory monitor kills tasks when the node is short of memory, also a cell below its limit.
     """
-    place = ray.get_runtime_context().get_node_id()
-    # called without waiting, so that a cell does not end with the queue
-    put: Any = said.actor.put_nowait.remote  # type: ignore[attr-defined]
+    place, events = ray.get_runtime_context().get_node_id(), list[bytes]()
     try:
-        raylet = next(each for each in psutil.Process().parents() if each.name() == "raylet")
-        asked = {**assignment, "is_tested": place in assignment["is_tested"]}
-        events = run_here(asked, raylet.environ(), lambda *step: put((place, *step)))
-        if "began" in events:
-            return place, events
-        why = events["ended"]["why"]
+        raylet = next(p for p in psutil.Process().parents() if p.name() == "raylet").environ()
+        value = raylet.get(_MONITOR) if (of := assignment["monitor"]) is None else str(of)
+        is_on = value is None or value.strip() != "0"
+        source = f"{_MONITOR} is not set: Ray's default" if value is None else f"{_MONITOR}={value}"
+        events = [json.dumps({"event": "monitor", "is_on": is_on, "source": source}).encode()]
+        if not is_on or assignment["kind"] == "examine":
+            asked = {**assignment, "is_tested": place in assignment["is_tested"]}
+            # called without waiting, so that a cell does not end with the queue
+            put: Any = said.actor.put_nowait.remote  # type: ignore[attr-defined]
+            return place, events + run_here(asked, raylet, lambda *step: put((place, *step)))
+        why = f"Ray's memory monitor is on ({source}), and would kill cells before their limit does"
+        fix = "stop Ray on these nodes (ray stop), and start Ray there without its memory monitor"
     except Exception as error:  # raised, it would not name the node
-        why = repr(error)
-    message = f"weighin does not start on this node: {why}"
-    return place, {"error": {"message": message, "repair": _INSTALL, "exit_code": 2}}
+        why = f"weighin does not start on this node: {error!r}"
+        fix = "see to that node, and start Ray there again"
+    told = {"message": why, "repair": f"{fix}: {START}", "exit_code": 2}
+    return place, [*events, json.dumps({"event": "error", **told}).encode()]
 
 
 class Cluster:
@@ -75,10 +83,14 @@ class Cluster:
 
     slots = 1
 
-    def __init__(self, labels: Mapping[str, str]) -> None:
+    def __init__(self, labels: Mapping[str, str], task: Task) -> None:
         self._labels = dict(labels)
+        self._task = ray.remote(num_cpus=0, resources={SLOT: 1})(task)
         beside = {_NODE_ID: ray.get_runtime_context().get_node_id()}
         self._said = Queue(actor_options={"num_cpus": 0, "label_selector": beside})
+        config = ray._private.state.state.get_system_config()
+        monitor = config.get(_MONITOR.removeprefix("RAY_"))
+        self._about = {"weighin": own_code(), "monitor": monitor}
         self._names: dict[str, str] = {}
         self.gpus: dict[str, float] = {}  # of the living nodes
         self._silent = set[str]()  # the nodes that did not say what they have
@@ -96,21 +108,35 @@ class Cluster:
         self._names |= names
         return names
 
-    def submit(
-        self, assignment: Mapping[str, Any], without: Iterable[str], gpus: float
-    ) -> Future[Any]:
+    def submit(self, assignment: Mapping[str, Any], without: set[str], gpus: float) -> Future[Any]:
         """Let Ray run an assignment, as soon as a node is free, but on no node of ``without``."""
-        unable = self._silent.union(without)
-        others = {_NODE_ID: f"!in({','.join(unable)})"} if unable else {}
-        where = {"max_retries": _LOSSES, "label_selector": self._labels | others}
-        return self._future(assignment, num_gpus=gpus, **where)
+        without = without | self._silent
+        others = {_NODE_ID: f"!in({','.join(without)})"} if without else {}
+        return self._future(assignment, self._labels | others, gpus, _TRIES)
 
-    def _future(self, assignment: Mapping[str, Any], **options: Any) -> Future[Answer]:
-        function = ray.remote(num_cpus=0, resources={SLOT: 1}, **options)(run)
-        task = function.remote({"weighin": own_code(), **assignment}, self._said)
-        future: Future[Answer] = task.future()
+    def _future(
+        self, assignment: Mapping[str, Any], where: dict[str, str], gpus: float, tries: int
+    ) -> Future[Any]:
+        options = self._task.options(max_retries=tries - 1, num_gpus=gpus, label_selector=where)
+        task = options.remote({**self._about, **assignment}, self._said)
+        future: Future[Any] = task.future()
         future.task = task  # type: ignore[attr-defined]
         return future
+
+    def answer(self, done: Future[Any]) -> Answer:
+        """Return the answer to a finished assignment, or raise HarnessError: Ray lost all tries."""
+        try:
+            place, events = answer(*done.result())
+        except RayError as lost:
+            raise HarnessError(f"the node was lost: {one_line(str(lost), 200)}") from None
+        if "error" in events or "began" in events:
+            return place, events
+        error = {
+            "message": f"weighin does not run on this node: {events['ended']['stderr']}",
+            "repair": "install weighin on that node, in Ray's environment:"
+            f" {install.command('ray', anywhere=True)}",
+        }
+        return place, {**events, "error": {"exit_code": 2, **error}}
 
     def stop(self, assignments: Iterable[Future[Any]]) -> None:
         """Cancel assignments, and wait until what they ran has ended."""
@@ -124,64 +150,81 @@ class Cluster:
             while True:
                 yield self._said.get_nowait()
 
-    def _ask(
-        self, kind: str, within_s: float, say: Callable[[str], object] = lambda _: None
+    def ask(
+        self, kind: str, say: Callable[[str], object] = lambda _: None
     ) -> dict[str, dict[str, Any]]:
-        """Ask all nodes at the same time; return, by id, their events, empty if one did not answer."""
-        end_s = time.monotonic() + within_s
-        tasks = {
-            place: self._future(
-                {"kind": kind, "is_tested": (), "has_gpu": self.gpus[place] > 0},
-                num_gpus=self.gpus[place],
-                max_retries=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(place, soft=False),
-            )
-            for place in self.names()
-        }
+        """Ask all nodes at the same time; return, by id, the events of those that answered.
+
+        It raises ConfigError if no node answers, or one cannot measure; ``examine`` gets its error.
+        """
+        end_s, alive = time.monotonic() + (inf if kind == "examine" else _ANSWER_S), self.names()
+        tasks = {}
+        for place in alive:
+            about = {"kind": kind, "is_tested": (), "gpu": (gpus := self.gpus[place]) > 0}
+            tasks[place] = self._future(about, {_NODE_ID: place}, gpus, tries=1)
         try:
-            while wait(tasks.values(), _WAIT_S).not_done and time.monotonic() < end_s:
+            while wait([tasks[each] for each in tasks if each in alive], _WAIT_S).not_done:
                 interrupts.check()
                 for who, text, _ in self.said():
                     if text:
                         say(f"{self._names.get(who, who)}: {text}")
+                alive = self.names() if time.monotonic() < end_s else {}
         finally:
-            late = [task for task in tasks.values() if not task.done()]
-            self.stop(late)
-        answered = {p: task for p, task in tasks.items() if task not in late}
-        lost = {place for place, task in answered.items() if task.exception()}
-        return {p: answered[p].result()[1] if p in answered.keys() - lost else {} for p in tasks}
-
-    def find(self) -> list[Node]:
-        """Return the nodes that can measure; raise ConfigError if there is none, or a node refuses."""
-        answers = self._ask("describe", _ANSWER_S)
-        if refused := {p: events["error"] for p, events in answers.items() if "error" in events}:
-            whys = (f"{self._names[place]}: {error['message']}" for place, error in refused.items())
-            raise ConfigError("; ".join(whys), next(iter(refused.values()))["repair"])
-        found = {place: events["node"] for place, events in answers.items() if "node" in events}
-        self._silent = answers.keys() - found.keys()
-        if not found:
+            lost = [task for task in tasks.values() if not task.done()]
+            self.stop(lost)
+        answers, refused = {}, []
+        for place, task in tasks.items():
+            events: dict[str, Any] = {}
+            with suppress(HarnessError):
+                events = {} if task in lost else self.answer(task)[1]
+            error = events.get("error")
+            if "node" in events:
+                answers[place] = events
+            elif kind == "examine":
+                why = events.get("ended", {}).get("stderr") or "the node was lost"
+                answers[place] = {"error": error or {"message": why, "repair": "see to that node"}}
+            elif error:
+                refused.append((f"{self._names[place]}: {error['message']}", error["repair"]))
+        self._silent = tasks.keys() - answers.keys()
+        if refused:
+            raise ConfigError("; ".join(message for message, _ in refused), refused[0][1])
+        if not answers:
             raise ConfigError(
                 f"no node of the cluster has the resource {SLOT} and all labels of --label",
                 "start Ray with this resource on each machine on which weighin is to measure:"
                 f" {START} --address HOST:6379",
             )
-        return [Node(place, self._names[place], **about) for place, about in found.items()]
+        return answers
+
+    def find(self) -> list[Node]:
+        """Return the cluster's nodes that can measure."""
+        names = ("ram_bytes", "free_ram_bytes", "isolations", "gpu_bytes", "no_soft_limit")
+        return [
+            Node(place, self._names[place], **{name: events["node"][name] for name in names})
+            for place, events in self.ask("describe").items()
+        ]
 
     def examine(self, say: Callable[[str], object]) -> "list[Examination]":
         """Test what each node can limit and measure."""
-        from weighin.doctor.doctor import Capability, Examination  # runs need none of it
+        from weighin.doctor.doctor import Capability, Examination, row  # runs need none of it
 
         examinations = []
-        for place, events in self._ask("examine", _EXAMINATION_S, say).items():
-            if "examined" not in events:
-                error = events.get("error", {"message": "the node was lost", "repair": "see to it"})
-                detail = f"{error['message']}. {error['repair']}"
-                failed = {"subject": "examination", "verdict": "bad", "detail": detail}
-                events["examined"] = {"can_measure": False, "capabilities": [failed]}
-            rows = tuple(Capability(**row) for row in events["examined"]["capabilities"])
-            can_measure = events["examined"]["can_measure"]
-            about = {"name": self._names[place], "id": place, "can_measure": can_measure}
-            examinations.append(Examination(rows, about))
+        for place, events in self.ask("examine", say).items():
+            about = {"name": self._names[place], "id": place, "can_measure": False}
+            if error := events.get("error"):
+                failed = Capability("examination", "bad", f"{error['message']}. {error['repair']}")
+                examinations.append(Examination((failed,), about))
+                continue
+            node, here, monitor = events["node"], own_code(), events["monitor"]
+            there, source = node["weighin"], monitor["source"]
+            on = f"on ({source}); start the node with the monitor off: {START}"
+            rows = (
+                *[Capability(**fields) for fields in node["capabilities"]],
+                row("the same weighin", there == here, there, "bad", f"{there}; here: {here}"),
+                row("no memory monitor of Ray", not monitor["is_on"], f"off ({source})", "bad", on),
+            )
+            can_measure = Examination(rows).holds_a_limit and not monitor["is_on"]
+            examinations.append(Examination(rows, about | {"can_measure": can_measure}))
         return examinations
 
     def placed(self, result: Result, place: str) -> Result:
@@ -191,7 +234,7 @@ class Cluster:
 
 
 @contextmanager
-def connected(address: str, labels: Mapping[str, str]) -> Iterator[Cluster]:
+def connected(address: str, labels: Mapping[str, str], task: Task = run) -> Iterator[Cluster]:
     """Connect this process to the cluster, and disconnect it at the end."""
     if address.startswith("ray://"):
         raise ConfigError(
@@ -211,6 +254,6 @@ def connected(address: str, labels: Mapping[str, str]) -> Iterator[Cluster]:
             f"start a Ray cluster: {START.replace('ray start', 'ray start --head')}",
         ) from None
     try:
-        yield Cluster(labels)
+        yield Cluster(labels, task)
     finally:
         ray.shutdown()

@@ -30,7 +30,8 @@ def settings(
             "give the number of cells to measure at once: --jobs 2",
         )
     if name == "local":
-        if option := "--address" if address else "--label" if labels else "":
+        if address or labels:
+            option = "--address" if address else "--label"
             raise ConfigError(
                 f"{option} has an effect only with --engine ray",
                 f"add --engine ray, or leave {option} out",
@@ -62,12 +63,13 @@ def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]
     if not chosen:
         yield (), runner.run
     elif chosen["name"] == "local":
-        from weighin.fleet.driver import run_jobs
+        from weighin.fleet import jobs
 
-        yield (), lambda task, progress: run_jobs(chosen["jobs"], task, progress)
+        yield (), lambda task, progress: jobs.run(chosen["jobs"], task, progress)
     else:
         from weighin.fleet.cluster import connected
         from weighin.fleet.driver import Driver
 
         with connected(chosen["address"], chosen["labels"]) as cluster:
-            yield cluster.find(), lambda task, progress: Driver(cluster, task, progress).run()
+            nodes = cluster.find()
+            yield nodes, lambda task, progress: Driver(cluster, nodes, task, progress).run()

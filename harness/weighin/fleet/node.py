@@ -4,14 +4,13 @@
 input open for as long as it wants the answer. When the input ends, this process stops the measurement
 and cleans up. Each line of standard output is an event (``weighin.child_process.encode_event``).
 
-began     nothing: weighin runs here
-step      text; is_line: whether it is worth a line of its own
-record    record: a line of records.jsonl; files: the run's others, by path
-short     fields of ``plan.task.Node``: less than the cell needs; the cell was not begun
-node      all fields of ``plan.task.Node``
-examined  capabilities: the rows of ``weighin doctor``; can_measure
-error     message, repair, exit_code
-ended     why: how this process ended, and its last line; added by ``run``
+began   nothing: weighin runs here
+step    text; is_line: whether it is worth a line of its own
+record  record: a line of records.jsonl; files: the run's others, by path
+short   ram_bytes, free_ram_bytes, gpu_bytes: less than the cell needs; the cell was not begun
+node    what the machine has
+error   message, repair, exit_code
+ended   code, stderr: how this process ended, and its last line; added by ``run``
 
 A command that this process measures has no input, because ``Parent`` has replaced standard input by
 /dev/null. The command has no terminal: its output goes to this process's standard error, a pipe.
@@ -24,14 +23,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
-from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from weighin import __version__, child_process, install
 from weighin.checkpoint import cache, staging
-from weighin.child_process import Child, Parent, last_line, module
+from weighin.child_process import Child, Parent, decode_event, last_line, module
 from weighin.errors import ConfigError, HarnessError, Interrupted, explain
 from weighin.isolation import cgroup, select
 from weighin.plan import start
@@ -43,19 +41,13 @@ from weighin.run import interrupts, runner
 from weighin.suite import registry
 
 Answer = tuple[str, dict[str, dict[str, Any]]]
-"""The id of a node (empty if it was lost), and its events by their kind; it sends one of a kind."""
+"""The id of a node, and its events by their kind; it sends one of a kind."""
 Step = tuple[str, str, bool]
 """Who says something, what (nothing at the end), and whether it is worth a line of its own."""
-
-SLOT: Final = "weighin_slot"
-_MONITOR: Final = "RAY_memory_monitor_refresh_ms"
-START: Final = f"""{_MONITOR}=0 ray start --resources '{{"{SLOT}": 1}}'"""
-"""The command that starts a node; add --head for the first node, and --address for the others."""
 
 _PAUSE_S = 0.5  # Ray can cancel a task only between two lines of Python
 _PATIENCE_S = 30.0  # the measured processes of a stopped cell need a moment to end
 _LOCK_PATIENCE_S: Final = 60.0  # after a driver is killed, its worker needs a moment to end
-_RAM_PATIENCE_S: Final = 30.0  # until the RAM that a cell needs is free
 
 
 def run(
@@ -63,14 +55,14 @@ def run(
     variables: Mapping[str, str],
     say: Callable[[str, bool], object],
     is_stopped: Callable[[], bool] = lambda: False,
-) -> dict[str, dict[str, Any]]:
+) -> list[bytes]:
     """Run an assignment in a process of its own, and return its events; the process ends with ``run``.
 
     Ray copies this function by value to the nodes, with what it uses of ``child_process``: it needs only
     the standard library, so that a node without weighin can report that weighin is missing.
     """
     process = Child(module("weighin.fleet.node"), variables)
-    events = {}
+    events = []
     try:
         process.send(json.dumps(assignment).encode() + b"\n")
         while not is_stopped():
@@ -79,11 +71,10 @@ def run(
                     break
             except TimeoutError:
                 continue
-            event = json.loads(line)
-            if (kind := event.pop("event")) == "step":
+            if (event := json.loads(line))["event"] == "step":
                 say(event["text"], event["is_line"])
             else:
-                events[kind] = event
+                events.append(line)
     finally:
         process.end_input()
         end_s = time.monotonic() + _PATIENCE_S
@@ -95,9 +86,13 @@ def run(
         code = process.wait()
         process.close()
         say("", False)
-    why = f"exit code {code}"
-    said = last_line(process.stderr_tail)
-    return events | {"ended": {"why": f"{why}, {said}" if said else why}}
+    ended = {"event": "ended", "code": code, "stderr": last_line(process.stderr_tail)}
+    return [*events, json.dumps(ended).encode()]
+
+
+def answer(place: str, lines: Iterable[bytes]) -> Answer:
+    """Return the events of ``run``, which may come from another machine."""
+    return place, {event["event"]: event for event in map(decode_event, lines) if event}
 
 
 def own_code() -> str:
@@ -121,11 +116,14 @@ def main() -> int:
     try:
         with interrupts.stoppable(interrupts.EndedBySignal):
             driver.send("began")
-            if assignment["kind"] != "examine" and (there := assignment.get("weighin")):
-                _check_monitor()
-                _check_code(there)
-            tasks = {"measure": _measure, "describe": _describe, "examine": _examine}
-            tasks[assignment["kind"]](assignment, driver)
+            there, here = assignment.get("weighin"), own_code()
+            if there and there != here and assignment["kind"] != "examine":
+                raise ConfigError(
+                    f"this node has {here}, and the driver's machine {there}",
+                    "install the same files of weighin on all nodes, because a table must not mix the"
+                    f" figures of different code: {install.command('ray', anywhere=True)}",
+                )
+            (_measure if assignment["kind"] == "measure" else _describe)(assignment, driver)
     except (HarnessError, OSError) as found:
         error = found if isinstance(found, HarnessError) else explain(found)
         driver.send("error", message=error.message, repair=error.repair, exit_code=error.exit_code)
@@ -135,67 +133,33 @@ def main() -> int:
     return 0
 
 
-def _check_monitor() -> tuple[Literal["good"], str]:
-    """Raise ConfigError if Ray's memory monitor is on, which kills tasks when the node is short of memory.
-
-    This process has the environment with which the node was started.
-    """
-    value = os.environ.get(_MONITOR)
-    source = f"{_MONITOR} is not set: Ray's default" if value is None else f"{_MONITOR}={value}"
-    if value is None or value.strip() != "0":
-        raise ConfigError(
-            f"Ray's memory monitor is on ({source}), and would kill cells before their limit does",
-            "stop Ray on these nodes (ray stop), and start Ray there without its memory monitor:"
-            f" {START}",
-        )
-    return "good", f"off ({source})"
-
-
-def _check_code(there: str) -> tuple[Literal["good"], str]:
-    if there != (here := own_code()):
-        raise ConfigError(
-            f"this node has {here}, and the driver's machine {there}",
-            "install the same files of weighin on all nodes, because a table must not mix the"
-            f" figures of different code: {install.command('ray', anywhere=True)}",
-        )
-    return "good", here
-
-
-def _examine(assignment: Mapping[str, Any], driver: Parent) -> None:
-    from weighin.doctor import doctor  # imports what measurements do not need
-
-    examined = doctor.examine(lambda text: driver.send("step", text=text, is_line=True))
-    of_ray = [
-        doctor.tried("the same weighin", partial(_check_code, assignment["weighin"])),
-        doctor.tried("no memory monitor of Ray", _check_monitor),
-    ]
-    driver.send(
-        "examined",
-        capabilities=[asdict(row) for row in (*examined.capabilities, doctor.nested(), *of_ray)],
-        can_measure=examined.holds_a_limit and all(row.verdict == "good" for row in of_ray),
-    )
-
-
 def _describe(assignment: Mapping[str, Any], driver: Parent) -> None:
-    def obstacle(check: Callable[[], object]) -> str:
+    def error(check: Callable[[], object]) -> HarnessError | None:
         try:
             check()
         except HarnessError as error:
-            return f"{error.message} ({error.repair})"
-        return ""
+            return error
+        return None
 
+    found = {name: error(select.named(name).check) for name in select.NAMES}
+    hard_only = error(lambda: select.check_soft_limit(select.named("cgroup")))
+    capabilities = []
+    if assignment["kind"] == "examine":
+        from weighin.doctor import doctor  # imports what measurements do not need
+
+        examined = doctor.examine(lambda text: driver.send("step", text=text, is_line=True))
+        capabilities = [asdict(each) for each in (*examined.capabilities, doctor.nested())]
+    total, free = cgroup.ram_bytes()
     driver.send(
         "node",
-        **_memory("cgroup", assignment["has_gpu"]),
-        isolations={name: obstacle(select.named(name).check) for name in select.NAMES},
-        no_soft_limit=obstacle(lambda: select.check_soft_limit(select.named("cgroup"))),
+        weighin=own_code(),
+        ram_bytes=total,
+        free_ram_bytes=free,
+        isolations={n: f"{e.message} ({e.repair})" if e else "" for n, e in found.items()},
+        no_soft_limit=hard_only.message if hard_only else "",
+        gpu_bytes=[g.total_bytes for g in gpu_check.look().gpus] if assignment["gpu"] else [],
+        capabilities=capabilities,
     )
-
-
-def _memory(isolation: str, wants_gpu: bool) -> dict[str, Any]:
-    total, free = cgroup.ram_bytes(isolation)
-    gpu_bytes = [gpu.total_bytes for gpu in gpu_check.look().gpus] if wants_gpu else []
-    return {"ram_bytes": total, "free_ram_bytes": free, "gpu_bytes": gpu_bytes}
 
 
 def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
@@ -225,13 +189,13 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
             is_probed=assignment["is_tested"],
             more_limits=[(limit, ranks) for limit, ranks in assignment["limits"]],
         )
-        demand, isolation = Demand.of(task.planned[0].cell), task.isolation.name
-        end_s = time.monotonic() + _RAM_PATIENCE_S
-        while demand.lacks_now(Node("", "", **(has := _memory(isolation, demand.device != "cpu")))):
-            if demand.obstacle(Node("", "", **has)) or time.monotonic() > end_s:
-                driver.send("short", **has)
-                return
-            time.sleep(1)
+        total, free = cgroup.ram_bytes(task.isolation.name)
+        (planned,) = task.planned
+        gpus = [g.total_bytes for g in gpu_check.look().gpus] if planned.cell.needs_gpu else []
+        has: dict[str, Any] = {"ram_bytes": total, "free_ram_bytes": free, "gpu_bytes": gpus}
+        if Demand.of(planned.cell).lacks_now(Node("", "", **has)):  # the node may have joined later
+            driver.send("short", **has)
+            return
         try:
             runner.run(task, progress)
         finally:  # an error after the measurement, such as a full disk, must not lose the record
