@@ -1,7 +1,9 @@
 """The records of a run and its plan: which part was measured, of cells, of a shard, of a search."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from factories import make_cell, make_result
@@ -104,3 +106,43 @@ def test_a_search_is_complete_when_nothing_is_left_to_search(tmp_path: Path) -> 
     )
     run_folder.append(run, replace(make_result(second), outcome=Outcome.STRATEGY_FAILED))
     assert run_folder.read(run).warnings == ()
+
+
+def test_a_command_stays_as_it_was_typed(tmp_path: Path) -> None:
+    words = ("sh", "-c", "echo ::1\n\x1b[1m", "::group", "a ::b")
+    cell = Cell.of_command("sh", words, "process")
+    settings = {"commands": [{"name": "sh", "command": list(words), "marks": ["^::ready"]}]}
+    run = run_of(tmp_path, 1, [cell], **settings)
+    records = run_folder.read(run)
+    assert str(records.coverage) == "1 of 1 cells measured"
+    assert records.results[0].cell.command == words
+    assert run_folder.read_plan(run).settings == settings
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"within": None},
+        {"within": {}},
+        {"within": "x"},
+        {"within": float("1e308") * 10},
+        {"within": -0.1},
+        {"within": 0.02, "aim": "zz"},
+        {"within": 0.02, "aim": []},
+    ],
+    ids=str,
+)
+def test_an_edited_search_is_read_as_cells(tmp_path: Path, settings: dict[str, Any]) -> None:
+    run = run_of(tmp_path, 2)
+    plan = run / run_folder.PLAN
+    text = json.dumps(json.loads(plan.read_text()) | {"settings": settings})
+    plan.write_text(text.replace("Infinity", "1e400"))
+    assert str(run_folder.read_whole(run).coverage) == "2 of 4 cells measured"
+
+
+def test_a_record_with_another_kind_of_ram_stops_no_search(tmp_path: Path) -> None:
+    cell = replace(CELLS[0], ram_limit_bytes=None)
+    run = run_of(tmp_path, 0, [cell], within=0.02)
+    for value in ("x", [1], 0, None):
+        run_folder.append(run, make_result(cell, environment={"ram_bytes": value}))
+    assert run_folder.read_whole(run).coverage is not None

@@ -192,3 +192,13 @@ def test_the_same_times_without_jobs_are_judged(tmp_path: Path) -> None:
     file = tmp_path / "baseline.yaml"
     checks.update(checks.read_runs([before]), file, accept=lambda _: True)
     assert checks.check(checks.read_runs([after]), file).failed
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{"x": 1}, {"name": "ray"}, {"name": "local"}, {"name": "local", "jobs": "2"}],
+    ids=str,
+)
+def test_an_engine_of_an_edited_plan_is_refused(chosen: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="an unknown engine"), engine.opened(chosen):
+        pass

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from factories import ENVIRONMENT, make_cell, make_result
 
+from weighin.cell import Cell
 from weighin.cli import app
 from weighin.errors import RecordError
 from weighin.files import write_text
@@ -45,6 +47,21 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         result = make_result(cell, environment=environment)
         run_folder.append(folder, replace(result, warnings=(EVIL,)))
     return folder
+
+
+@pytest.mark.parametrize("verb", ["report", "run --resume", "merge --out merged"])
+def test_no_word_of_a_command_reaches_a_terminal_or_a_log_as_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
+    cells = [Cell.of_command("mine", ("sh", "-c", EVIL, f"{n}"), "process") for n in range(2)]
+    settings = {"commands": [{"name": "mine", "command": ["sh", EVIL]}], "cwd": EVIL}
+    run_folder.write_plan(Path("theirs"), cells, settings)
+    run_folder.append(Path("theirs"), make_result(cells[0]))
+    text = typed([*verb.split(), "theirs"])
+    assert not {"\x1b", "\x07", "\u202e"} & set(text)
+    assert not re.search(r"(?m)^\s*::", text)
 
 
 def typed(arguments: Sequence[str]) -> str:

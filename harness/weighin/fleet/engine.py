@@ -11,6 +11,7 @@ from weighin.errors import ConfigError, UnknownName
 from weighin.plan.task import Node, Progress, Run
 from weighin.result import Result
 from weighin.run import runner
+from weighin.text import one_line
 
 NAMES: Final = ("local", "ray")
 
@@ -60,16 +61,20 @@ def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]
 
     ``chosen`` comes from ``settings``. For the engine ``ray``, entering the block connects to Ray.
     """
-    if not chosen:
-        yield (), runner.run
-    elif chosen["name"] == "local":
-        from weighin.fleet import jobs
+    match chosen:
+        case {"name": "local", "jobs": int(number)}:
+            from weighin.fleet import jobs
 
-        yield (), lambda task, progress: jobs.run(chosen["jobs"], task, progress)
-    else:
-        from weighin.fleet.cluster import connected
-        from weighin.fleet.driver import Driver
+            yield (), lambda task, progress: jobs.run(number, task, progress)
+        case {"name": "ray", "address": str(address), "labels": dict(labels)}:
+            from weighin.fleet.cluster import connected
+            from weighin.fleet.driver import Driver
 
-        with connected(chosen["address"], chosen["labels"]) as cluster:
-            nodes = cluster.find()
-            yield nodes, lambda task, progress: Driver(cluster, nodes, task, progress).run()
+            with connected(address, labels) as cluster:
+                nodes = cluster.find()
+                yield nodes, lambda task, progress: Driver(cluster, nodes, task, progress).run()
+        case _ if chosen:
+            shown = one_line(str(dict(chosen)), 100)
+            raise ConfigError(f"the plan has an unknown engine: {shown}", "start a new run")
+        case _:
+            yield (), runner.run

@@ -19,7 +19,7 @@ from weighin.formats.adapters import adapter_of
 from weighin.formats.pretrained_folder import code_of
 from weighin.settings.definition import Settings, read_model
 from weighin.suite import registry, user_code
-from weighin.text import one_line
+from weighin.text import one_line, printable
 
 _KWARGS_LENGTH: Final = 120
 _NO_CODE: Final = (
@@ -51,8 +51,8 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
     clusters = [f"Ray cluster {one_line(str(address))}"] if address not in (None, "auto") else []
     if settings.commands:
         place = f"{settings.cwd}, image {settings.image}" if settings.image else settings.cwd
-        commands = [f"command {join(cell.command)} in {place}" for cell in cells]
-        mounts = [f"mount {path}" for path in settings.mounts]
+        commands = [printable(f"command {join(cell.command)} in {place}") for cell in cells]
+        mounts = [printable(f"mount {path}") for path in settings.mounts]
         return list(dict.fromkeys([*clusters, *commands, *mounts]))
     ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}
     lines: dict[str, None] = dict.fromkeys(clusters)

@@ -118,7 +118,8 @@ def next_cell(
     ``within`` is the wanted precision, as a share of the floor. ``highest`` is the largest limit to
     try, in bytes.
     """
-    cell, ours = searched(cell), results_of(cell, results)
+    cell = searched(cell)
+    ours = results_of(cell, results)
     if why_stopped(ours):
         return None
     if (first := unlimited_of(ours)) is None:

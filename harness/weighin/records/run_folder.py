@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from io import FileIO
+from math import inf
 from operator import attrgetter
 from pathlib import Path, PurePath
 from reprlib import repr as short_repr
@@ -49,7 +50,7 @@ _ANY_RAM_BYTES: Final = 1 << 62  # stands for the machine's RAM if no record tel
 
 _DAMAGES_TOLD: Final = 5
 _NAME_ANOTHER: Final = "free disk space, or name a writable folder: weighin bench ... --out FOLDER"
-_FREE: Final = {"kwargs", "options", "environment"}  # a user may put any value there
+_FREE: Final = {"kwargs", "options", "environment", "command"}  # a user may put any value there
 _CELLS: Final = {"cell", "cells", "model"}
 _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
 _ORDERED: Final = (("end_ns", "start_ns", "earlier than"), ("ready_ns", "load_ns", "less than"))
@@ -121,11 +122,11 @@ class Coverage:
 def _coverage(run: Path, plan: Plan, results: Sequence[Result]) -> Coverage:
     cells, settings, shard = plan.cells, plan.settings, None
     again = resume_command(verb_of(settings), run)
-    if "within" in settings:
-        rams = (ram for result in results if (ram := result.environment.get("ram_bytes")))
-        within, highest = settings["within"], max(rams, default=_ANY_RAM_BYTES)
-        aim = Aim(settings.get("aim", "ends"))
-        left = [cell for cell in cells if next_cell(cell, results, within, highest, aim)]
+    within, aim = settings.get("within"), settings.get("aim", Aim.ENDS)
+    if isinstance(within, float) and 0 < within < inf and aim in [*Aim]:  # else somebody edited it
+        rams = [result.environment.get("ram_bytes") for result in results]
+        highest = max((ram for ram in rams if isinstance(ram, int) and ram), default=_ANY_RAM_BYTES)
+        left = [cell for cell in cells if next_cell(cell, results, within, highest, Aim(aim))]
         return Coverage(len(cells), tuple(left), again, is_search=True)
     with suppress(ConfigError):  # somebody edited the plan
         shard = parse_shard(str(settings.get("shard", "")))
@@ -134,7 +135,7 @@ def _coverage(run: Path, plan: Plan, results: Sequence[Result]) -> Coverage:
 
 
 def verb_of(settings: Mapping[str, Any]) -> str:
-    if "within" in settings:
+    if settings.get("within") is not None:
         return "floor"
     return "run" if settings.get("commands") or settings.get("command") else "bench"
 
@@ -494,7 +495,12 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
     # Most lines have no control character, neither raw nor escaped, and need not be walked through.
     is_clean = "\\" not in shown and shown.strip().isprintable()
     try:
-        parsed = msgspec.convert(value if is_clean else clean(value), kind)
+        cleaned = value if is_clean else clean(value)
+        if kind is Plan and isinstance(value, dict) and "settings" in value:
+            cleaned["settings"] = value[
+                "settings"
+            ]  # with which the run goes on; no report has them
+        parsed = msgspec.convert(cleaned, kind)
     except (msgspec.ValidationError, UnicodeError) as error:  # or a lone surrogate
         raise DamagedRecord(f"{place}: {_complaint(str(error), value)}", repair) from None
     if complaint := impossible(value):
@@ -524,8 +530,8 @@ def _complaint(text: str, record: Any) -> str:
 def clean(value: Any, *, is_cell: bool = False) -> Any:
     """Return a record's JSON value, with "?" for each unprintable character in its texts and keys.
 
-    Newlines and tabs stay in texts, and so does what a user may choose freely in a cell, such as options: the
-    cell's name follows from it.
+    Newlines and tabs stay in texts. So does what a user may choose freely in a cell, such as options, because
+    the cell's name follows from it.
     """
     if isinstance(value, dict):
         return {
