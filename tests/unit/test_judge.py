@@ -11,7 +11,7 @@ from weighin.probes.cgroup import Counters
 from weighin.probes.gpu_memory import Trace
 from weighin.result import Cost, Memory, Outcome, Written
 from weighin.run import messages
-from weighin.run.judge import Evidence, judge
+from weighin.run.judge import Evidence, judge, where
 from weighin.run.listener import Reported
 
 KILLED = Exit(None, signal=9)
@@ -319,3 +319,12 @@ def test_a_save_tells_the_size_of_what_it_wrote() -> None:
     saved = told(*LOADED, fakes.event("ready", t_ns=1, touch_ns=2, written=sizes))
     assert saved.written == Written(**sizes)
     assert told(*READY).written is None
+
+
+def test_a_gap_that_counts_as_a_phase_does_not_move_the_rank_that_hangs() -> None:
+    baseline = fakes.baseline()
+    waiting = told(baseline, fakes.begin("meet"))
+    hanging = told(baseline, fakes.phase("other"), fakes.begin("bad"))
+    assert where([waiting, hanging, waiting]) == (
+        "rank 1 in phase 'bad', ranks 0 and 2 in phase 'meet'"
+    )

@@ -13,7 +13,7 @@ from weighin.child_process import printed_lines
 from weighin.isolation.base import Exit
 from weighin.probes import kernel_log
 from weighin.records import verdict
-from weighin.result import BROKEN, Kill, Memory, Outcome, Peaks, Stopped
+from weighin.result import BROKEN, UNNAMED, Kill, Memory, Outcome, Peaks, Stopped
 from weighin.run.listener import Reported
 from weighin.text import one_line
 from weighin.units import MIB, format_bytes, format_seconds
@@ -201,10 +201,13 @@ def _places(ranks: Sequence[Reported]) -> list[tuple[str, list[int]]]:
     numbers: dict[str, list[int]] = {}
     for number, reported in enumerate(ranks):
         numbers.setdefault("ended" if reported.done else reported.where, []).append(number)
-    return sorted(
-        numbers.items(),
-        key=lambda item: (ranks[item[1][0]].done, len(ranks[item[1][0]].phases), len(item[1])),
-    )
+
+    def order(item: tuple[str, list[int]]) -> tuple[bool, int, int]:
+        _, (first, *others) = item
+        named = [phase for phase in ranks[first].phases if phase.name != UNNAMED]  # not a mere gap
+        return ranks[first].done, len(named), len(others)
+
+    return sorted(numbers.items(), key=order)
 
 
 def _named(numbers: Sequence[int]) -> str:
