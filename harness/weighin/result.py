@@ -26,7 +26,7 @@ OURS: Final = (
 )  # fmt: skip
 """The names of weighin's own phases, which a strategy must not use."""
 
-BEFORE_LOAD: Final = ("import", *IMPORTS_OF_LIBRARIES, "prepare")
+_BEFORE_LOAD: Final = ("import", *IMPORTS_OF_LIBRARIES, "prepare")
 """A worker's own phases before the load."""
 
 UNTIL_READY: Final = ("touch", "sync")
@@ -149,7 +149,7 @@ def phases_of(phases: Sequence[Phase], *, with_use: bool = False) -> Sequence[Ph
     names = [phase.name for phase in phases]
     # The last ones count: a test that failed may have run again.
     last = {name: number for number, name in enumerate(names, 1)}
-    start = max((last.get(name, 0) for name in BEFORE_LOAD), default=0)
+    start = max((last.get(name, 0) for name in _BEFORE_LOAD), default=0)
     end = min((names.index(name) + 1 for name in UNTIL_READY if name in names), default=None)
     return phases[start : None if with_use else end]
 

@@ -34,9 +34,7 @@ _STOP_PATIENCE_S: Final = 1.0
 _READ_S: Final = 0.1  # for the output of a py-spy that ended while another one was waited for
 _GROWTH: Final = 0.05
 _GROWTH_BYTES: Final = 16 * MIB
-_MUCH: Final = (
-    5 / 4
-)  # times the last reading's usage: so one is at 4/5 of any sampled peak, or above
+_MUCH: Final = 5 / 4  # times the last reading's usage: one is at least at 4/5 of a sampled peak
 _MUCH_BYTES: Final = 32 * MIB
 _SOON_NS: Final = 50_000_000  # to the limit; a reading takes about 20 ms
 _LEAST_SHARE: Final = 0.75  # of the limit; a stack at less usage tells nothing of the peak
