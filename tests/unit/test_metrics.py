@@ -8,7 +8,7 @@ from factories import make_cell, make_result
 from weighin.cell import Cell
 from weighin.errors import UnknownName
 from weighin.records.metrics import METRICS, PHASE_FIGURES, Tolerance, named, phases_of_load
-from weighin.result import UNNAMED, Memory, Peaks, Phase, Ran, Use
+from weighin.result import UNNAMED, Memory, Peaks, Phase, Ran, Use, phases_of
 from weighin.units import GIB, MIB
 
 PEAK, LOAD = METRICS["peak_rss"], METRICS["load"]
@@ -206,3 +206,10 @@ def test_imports_of_libraries_come_before_the_load() -> None:
         assert [name for name, _ in found] == [
             UNNAMED, f"{UNNAMED} after {UNNAMED}", "read", "read 2", "read 3",
         ]  # fmt: skip
+
+
+def test_the_phases_of_a_body_that_ran_twice_are_those_of_its_last_run() -> None:
+    end = Memory(0, 0, 0, 0)
+    names = ("import", "prepare", "first", "prepare", "second")
+    phases = [Phase(name, 0, 1, 0, end, 0, 0) for name in names]
+    assert [phase.name for phase in phases_of(phases)] == ["second"]

@@ -227,3 +227,16 @@ def test_the_gpu_is_waited_for_read_and_only_then_reset(
         calls.append("work")
     assert calls == ["begin", "work", "synchronize", "peaks", "cuda", "phase", "reset"]
     assert marks.memory()["cuda_allocated_bytes"] == 7
+
+
+def test_what_ends_or_begins_after_a_tests_body_is_no_phase(marks: Marks, parent: Parent) -> None:
+    with marks.phase("opened before the end"):
+        marks.is_over = True
+    with marks.phase("begun after it"):
+        pass
+    marks.close("body")
+    assert parent.phases == []
+    marks.is_over = False  # the test runs again
+    with marks.phase("again"):
+        pass
+    assert [phase.name for phase in parent.phases] == ["again"]

@@ -37,8 +37,8 @@ STALLED_SHARE: Final = 0.20
 SLOWDOWN: Final = 2.0
 LEAST_LOST_NS: Final = 500_000_000
 """The two rules about time ignore a smaller loss: on a busy machine, times vary by as much."""
-MOST_TIME: Final = 10.0
-MOST_WAITED: Final = 3.0
+MOST_TIME: Final = 10.0  # times the time without a limit, of a cell that still runs
+MOST_WAITED: Final = 3.0  # times that time, of waiting for memory
 
 
 class Verdict(StrEnum):
