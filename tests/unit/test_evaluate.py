@@ -8,7 +8,7 @@ from factories import SCRIPTS, make_cell, make_result, make_skipped
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weighin.gate import baseline, budgets
+from weighin.gate import baseline, budgets, tables
 from weighin.gate.baseline import Baseline, Rules, default_rules
 from weighin.gate.evaluate import evaluate
 from weighin.gate.expected import parse
@@ -462,6 +462,18 @@ def test_a_new_phase_counts_from_the_highest_of_before_and_a_time_from_nothing()
     lines = {line.what: line.phases for line in judge_series(was, now).lines if line.metric}
     assert lines["peak_rss"] == (Growth("read", 50, 60, 10), Growth("new", None, 90, 20))
     assert lines["ready"] == (Growth("read", 5, 7, 2), Growth("new", None, 4, 4))
+
+
+def test_the_phases_of_above_import_have_the_peaks_above_the_imports() -> None:
+    was = one_series({"read": 900, "apply": 1000, "use: save": 1500}, above_import=800 * MIB)
+    now = one_series({"read": 1100, "apply": 1050, "use: save": 1500}, above_import=890 * MIB)
+    line = figure_line(was, now)
+    assert [(each.was, each.now) for each in line.phases] == [
+        (700 * MIB, 890 * MIB),
+        (800 * MIB, 840 * MIB),
+        (1300 * MIB, 1290 * MIB),
+    ]
+    assert tables.phase_lines(line)[0].startswith("above import in phase")
 
 
 def test_lines_come_in_the_order_of_their_verdicts_and_of_their_excess() -> None:

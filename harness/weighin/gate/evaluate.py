@@ -10,6 +10,7 @@ from weighin.gate.outcomes import Outcomes
 from weighin.records.machine import CONCURRENT, Difference, Setting, differences, spoils_times
 from weighin.records.metrics import METRICS, Metric, Tolerance
 from weighin.records.series import STRATEGY, Figure, Series
+from weighin.uses import is_of_use
 
 _ORDER = tuple(LineVerdict)
 
@@ -117,15 +118,23 @@ def judge_figure(
 
 def _growth(metric: Metric, was: Series, now: Series) -> tuple[Growth, ...]:
     """Return how much each phase of ``now`` changed, in the phase figure ``metric.in_phase``."""
+    earlier, later = _by_phase(metric, was), _by_phase(metric, now)
+    highest = max(earlier.values(), default=0) if metric.unit == "bytes" else 0
+    return tuple(
+        Growth(phase, earlier.get(phase), value, value - earlier.get(phase, highest))
+        for phase, value in later.items()
+    )
+
+
+def _by_phase(metric: Metric, series: Series) -> dict[str, int]:
+    """Return each phase's figure; of ``above_import``, what its peak RSS has above the imports'."""
     key = metric.in_phase
-    highest = max((figures.get(key, 0) for figures in was.phases.values()), default=0)
-    growth = []
-    for phase, figures in now.phases.items():
-        if (value := figures.get(key)) is not None:
-            before = was.phases.get(phase, {}).get(key)
-            base = before if before is not None else highest if metric.unit == "bytes" else 0
-            growth.append(Growth(phase, before, value, value - base))
-    return tuple(growth)
+    found = {name: figures[key] for name, figures in series.phases.items() if key in figures}
+    of_load = [value for name, value in found.items() if not is_of_use(name)]
+    if metric.name == "above_import" and of_load:
+        imports_bytes = max(of_load) - series.figures[metric.name].median
+        return {name: value - imports_bytes for name, value in found.items()}
+    return found
 
 
 def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:

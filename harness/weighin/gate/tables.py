@@ -107,7 +107,8 @@ def phase_lines(line: Line) -> list[str]:
     """Return a line of text with the metric for each phase; mark the phase that caused growth."""
     metric = line.metric
     assert metric is not None
-    rows = [(f"{metric.in_phase.replace('_', ' ')} in phase", "before", "now", "change")]
+    figure = metric.name if metric.name == "above_import" else metric.in_phase
+    rows = [(f"{figure.replace('_', ' ')} in phase", "before", "now", "change")]
     for each in line.phases:
         was = "-" if each.was is None else metric.text(each.was)
         change = "new" if each.was is None else metric.change(each.was, each.now)
