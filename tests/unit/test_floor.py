@@ -289,10 +289,13 @@ def test_what_remains_of_a_search_is_the_time_of_the_cells_to_come() -> None:
     assert ask(whole, [cell]) == 0
     costs = [one.cost.wall_ns for one in whole if one.cost]
     mean = sum(costs) // len(costs)
-    assert ask(whole, [cell, other]) == TYPICAL_CELLS * mean
-    last_three = whole[:-3]
-    costs = [one.cost.wall_ns for one in last_three if one.cost]
-    assert ask(last_three, [cell]) == 3 * (sum(costs) // len(costs))
+    assert ask(whole, [cell, other]) == TYPICAL_CELLS * sum(costs) // len(costs)
+    begun, nearly_over = whole[:2], whole[:-1]
+    assert all(one.cost for one in begun)
+    costs = [one.cost.wall_ns for one in begun if one.cost]
+    assert ask(begun, [cell]) == (TYPICAL_CELLS - 2) * sum(costs) // 2
+    left_ns = ask(nearly_over, [cell])
+    assert left_ns and left_ns < TYPICAL_CELLS * mean
 
 
 def test_an_interrupted_search_goes_on_where_it_was() -> None:

@@ -7,7 +7,7 @@ tests/unit/test_causes.py has a record for which the rule holds and a record for
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path, PurePath
 from shlex import quote
@@ -16,7 +16,6 @@ from typing import Final
 from weighin.records.facts import (
     Facts,
     Place,
-    grown_by,
     held_by,
     is_import,
     is_waiting,
@@ -66,7 +65,7 @@ class Cause:
     """What caused a command's memory use, in words.
 
     ``hint`` is a sentence with a remedy; empty where no remedy is certain. ``place`` is the line of
-    code that allocated the memory.
+    code that allocated the memory; a rule that leaves it out means ``Facts.place``.
     """
 
     name: str
@@ -84,8 +83,7 @@ def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str
     ending = _ending(result)
     if result.ran is None:
         return [ending]
-    facts = Facts(result, result.ran, samples or ())
-    cause = _cause(facts)
+    facts, cause = Facts(result, result.ran, samples or ()), cause_of(result, samples)
     where = _where(facts, cause.place if cause else facts.place)
     lines = [ending, " ".join(filter(None, (_need(facts), where, _cache(facts))))]
     if cause:
@@ -99,11 +97,11 @@ def answer(run: Path, result: Result) -> list[str]:
 
 
 def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause | None:
-    return _cause(Facts(result, result.ran, samples or ())) if result.ran else None
-
-
-def _cause(facts: Facts) -> Cause | None:
-    return next((cause for rule in RULES if (cause := rule(facts))), None)
+    if result.ran is None:
+        return None
+    facts = Facts(result, result.ran, samples or ())
+    cause = next((cause for rule in RULES if (cause := rule(facts))), None)
+    return cause and replace(cause, place=cause.place or facts.place)
 
 
 def _ending(result: Result) -> str:
@@ -143,7 +141,8 @@ def _killed(facts: Facts) -> str:
         first = ", the first process" + " among them" * (len(kills) > 1)
     grower, grew = facts.grower, ""
     if grower and grower.pid not in {kill.pid for kill in kills}:  # it kills what holds most
-        grew = f". The process that grew most is {title_of(grower)}, by {size(grown_by(grower))}"
+        by = size(grower.grown_bytes or 0)
+        grew = f". The process that grew most is {title_of(grower)}, by {by}"
     return f"Killed {limit}: the kernel killed {who}{first}{grew}"
 
 
@@ -232,7 +231,7 @@ def _cache(facts: Facts) -> str:
 
 
 def _two_copies(facts: Facts) -> Cause | None:
-    """The weights were read into memory (not mapped), and the model has a copy too."""
+    # The weights were read into memory (not mapped), and the model has a copy too.
     place = facts.place
     files = facts.read_files(place.stack.pid) if place else []
     if place is None or not files or facts.at_peak.anon_bytes < _LEAST_BYTES:
@@ -259,7 +258,7 @@ def _two_copies(facts: Facts) -> Cause | None:
     what = f"Two copies of the weights were in memory{at}: {read} read from {names(files)}, and the model's own."
     if not copied and grown < _WHOLE_SHARE * read_bytes:
         what = f"A second copy of the weights was being read{at}, beside the model's own: {read} of {names(files)}."
-    return Cause("two copies", what, _try(facts, files), place)
+    return Cause("two copies", what, _try(facts, files))
 
 
 def _dtype_conversion(facts: Facts) -> Cause | None:
@@ -278,7 +277,6 @@ def _dtype_conversion(facts: Facts) -> Cause | None:
         f" memory grew by {size(grown)}.",
         "Convert one tensor after the other and free the original, or use a strategy that does so:"
         f" {_recommend(facts, files)}",
-        place,
     )
 
 
@@ -323,12 +321,10 @@ def _import(facts: Facts) -> Cause | None:
         return None
     module = place.frames[at[0] - 1].place.rpartition(":")[0]
     by = f" by {outside[0].place}" if outside else ""
-    words = f"Most of the memory was allocated while {module} was imported{by}."
-    return Cause("import", words, "", place)
+    return Cause("import", f"Most of the memory was allocated while {module} was imported{by}.")
 
 
 def _copy_on_write(facts: Facts) -> Cause | None:
-    """Pages that processes shared with their parent have become private."""
     for parent in facts.ran.processes:
         children = [
             one
@@ -345,7 +341,6 @@ def _copy_on_write(facts: Facts) -> Cause | None:
                 f" {size(copied)} of the {size(together)} that all have together are copies.",
                 "In Python, reading an object writes the object's reference count: keep shared data"
                 " in arrays, or start fewer processes.",
-                facts.place,
             )
     return None
 
@@ -359,14 +354,14 @@ def _shared_memory(facts: Facts) -> Cause | None:
         f"{size(shmem_bytes)} of the memory is shared memory: files in /dev/shm or another"
         " tmpfs, or shared mappings.",
         "A file in a tmpfs takes memory until the file is removed.",
-        facts.place,
     )
 
 
 def _other_limit(facts: Facts) -> Cause | None:
-    words = f"The command reached the {facts.outer_limit}, not its own limit."
-    hint = "Raise the limit of that cgroup."
-    return Cause("a limit around", words, hint, facts.place) if facts.outer_limit else None
+    if not (limit := facts.outer_limit):
+        return None
+    words = f"The command reached the {limit}, not its own limit."
+    return Cause("a limit around", words, "Raise the limit of that cgroup.")
 
 
 def _child(facts: Facts) -> Cause | None:
@@ -378,12 +373,10 @@ def _child(facts: Facts) -> Cause | None:
     if held_by(holder) < 0.7 * sum(map(held_by, facts.present)):
         return None
     child = f"{title_of(holder)} has {size(held_by(holder))}"
-    words = f"A child process of the command has most of the memory: {child}."
-    return Cause("a child", words, "", facts.place)
+    return Cause("a child", f"A child process of the command has most of the memory: {child}.")
 
 
 def _growth(facts: Facts) -> Cause | None:
-    """Anonymous memory grew steadily, or between three readings at one line."""
     place = facts.place
     if place is None or _keeps(place):
         return None
@@ -474,7 +467,6 @@ def _page_cache(facts: Facts) -> Cause | None:
         f"{size(cached)} of the peak of {size(peak)} is page cache, which the kernel reclaims"
         " under a lower limit.",
         "Find the smallest limit with weighin floor.",
-        facts.place,
     )
 
 

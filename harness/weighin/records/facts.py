@@ -51,7 +51,7 @@ class Frame:
 
     @property
     def name(self) -> str:
-        """The function with its class, "Server.answer"; empty in the body of a module."""
+        """The function with its class: "Server.answer"; empty in the body of a module."""
         return _INNER.sub("", self.function).replace(".<locals>", "")
 
     @property
@@ -138,8 +138,8 @@ class Facts:
         """The sample at the peak; without one, the sums over the processes that ran then."""
         if self.ran.at_peak:
             return self.ran.at_peak
-        if self.samples and (peak_ns := self.ran.peak_ns) is not None:
-            return min(self.samples, key=lambda sample: abs(sample.t_ns - peak_ns))
+        if self.samples and self.ran.peak_ns is not None:
+            return self._sample_at(self.ran.peak_ns)
         anon, file, shmem = (
             sum(getattr(one, name) or 0 for one in self.present)
             for name in ("anon_bytes", "file_bytes", "shmem_bytes")
@@ -148,7 +148,6 @@ class Facts:
 
     @property
     def locked_bytes(self) -> int:
-        """The file pages that were locked, so that the kernel could not reclaim them."""
         return self.at_peak.locked_bytes or 0
 
     @property
@@ -185,8 +184,8 @@ class Facts:
     @cached_property
     def grower(self) -> Process | None:
         """The process whose memory grew most before the peak; None if none grew by 1 MiB."""
-        most = max(self.present, key=grown_by, default=None)
-        return most if most and grown_by(most) >= MIB else None
+        most = max(self.present, key=lambda one: one.grown_bytes or 0, default=None)
+        return most if most and (most.grown_bytes or 0) >= MIB else None
 
     @cached_property
     def place(self) -> Place | None:
@@ -194,7 +193,7 @@ class Facts:
 
         def weight(place: Place) -> tuple[int, bool, int]:
             process = self.process(place.stack.pid)
-            grown, held = (grown_by(process), held_by(process)) if process else (0, 0)
+            grown, held = (process.grown_bytes or 0, held_by(process)) if process else (0, 0)
             return grown, own(place.frames) is not None, held
 
         least = _NEAR * self.needed_bytes
@@ -203,7 +202,10 @@ class Facts:
         for t_ns in dict.fromkeys(place.stack.t_ns for place in reversed(near)):
             now = [place for place in near if place.stack.t_ns == t_ns]
             for place in sorted(now, key=weight, reverse=True):
-                if is_waiting(place) or is_exit_hook(place):
+                end = place.frames[
+                    -1
+                ]  # a library's hook runs after the end of the program's own code
+                if is_waiting(place) or (end.is_library and _EXIT_HOOK.fullmatch(end.short_name)):
                     continue
                 if own(place.frames) or place.frames[-1].function == "<module>":
                     return place
@@ -228,16 +230,13 @@ class Facts:
         """Return a lower bound of how much the command's memory grew while ``holds`` was true: the sum
         over each two successive stacks of the process ``pid`` for which it is true, in bytes.
         """
-        places = sorted(
-            (one for one in self.places if one.stack.pid == pid and not is_waiting(one)),
-            key=lambda one: one.stack.t_ns,
-        )
-        steps = [
-            after.stack.usage_bytes - before.stack.usage_bytes
+        places = [one for one in self.places if one.stack.pid == pid and not is_waiting(one)]
+        places.sort(key=lambda one: one.stack.t_ns)
+        return sum(
+            max(after.stack.usage_bytes - before.stack.usage_bytes, 0)
             for before, after in pairwise(places)
             if holds(before) and holds(after)
-        ]
-        return sum(step for step in steps if step > 0)
+        )
 
     def grown_since(self, files: Sequence[OpenFile]) -> int:
         """Return a lower bound of the growth of anonymous memory since the first of ``files`` was opened,
@@ -246,17 +245,16 @@ class Facts:
         seen_ns = min(files, key=lambda file: file.seen_ns or 0).seen_ns
         if seen_ns is None or not self.samples:
             return 0
-        before = min(self.samples, key=lambda sample: abs(sample.t_ns - seen_ns))
-        return self.at_peak.anon_bytes - before.anon_bytes
+        return self.at_peak.anon_bytes - self._sample_at(seen_ns).anon_bytes
+
+    def _sample_at(self, t_ns: int) -> Sample:
+        return min(self.samples, key=lambda sample: abs(sample.t_ns - t_ns))
 
     def read_files(self, pid: int) -> list[OpenFile]:
         """Return a process's checkpoint files that it mapped to less than half, the largest first."""
-        process = self.process(pid)
-        found = [
-            file
-            for file in (process.files if process else ())
-            if _CHECKPOINT.fullmatch(file.path) and file.mapped_bytes < file.size_bytes // 2
-        ]
+        files = process.files if (process := self.process(pid)) else ()
+        read = [file for file in files if file.mapped_bytes < file.size_bytes // 2]
+        found = [file for file in read if _CHECKPOINT.fullmatch(file.path)]
         return sorted(found, key=lambda file: -file.size_bytes)
 
     @property
@@ -282,22 +280,12 @@ def is_waiting(place: Place) -> bool:
     )
 
 
-def is_exit_hook(place: Place) -> bool:
-    """Return whether a library's hook ran after the end of the program's own code."""
-    outermost = place.frames[-1]
-    return outermost.is_library and bool(_EXIT_HOOK.fullmatch(outermost.short_name))
-
-
 def held_by(process: Process) -> int:
     return (process.anon_bytes or 0) + (process.shmem_bytes or 0)
 
 
 def title_of(process: Process) -> str:
     return f"{program(process.command)} (pid {process.pid})"
-
-
-def grown_by(process: Process) -> int:
-    return process.grown_bytes or 0
 
 
 def names(files: Sequence[OpenFile]) -> str:

@@ -36,7 +36,6 @@ ROOM: Final = 1.1
 KILLED: Final = "killed"
 TYPICAL_CELLS: Final = 7
 """The expected number of cells in a search for one floor; most searches take 6 to 10 cells."""
-_MOST_CELLS: Final = 60
 _LEAST_OF_DOCKER: Final = 6 * MIB  # the Docker engine refuses a smaller limit
 # A limit must also cover page tables and the kernel's per-CPU page lists: the floors of copying loads
 # were 4 to 9 MiB above the sampled maximum of anonymous memory for a load of 1.5 GiB.
@@ -55,16 +54,12 @@ class Aim(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """The bounds of a RAM floor: it is above ``failing_bytes``, and not above ``working_bytes``.
-
-    ``failed`` says how each cell failed under ``failing_bytes``; ``passed`` is the number of cells
-    that ended ok under ``working_bytes``.
-    """
+    """The bounds of a RAM floor: it is above ``failing_bytes``, and not above ``working_bytes``."""
 
     failing_bytes: int | None
     working_bytes: int | None
-    passed: int = 0
-    failed: tuple[str, ...] = ()
+    passed: int = 0  # the number of cells that ended ok under ``working_bytes``
+    failed: tuple[str, ...] = ()  # how each cell failed under ``failing_bytes``
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,40 +173,16 @@ def remaining_ns(
 ) -> int | None:
     """Return the expected time until all searches for floors end; None before the first result.
 
-    Each remaining measurement is expected to take the mean time of the earlier measurements for the
-    same floor. If there are none, it is expected to take the mean time of all ``results``.
+    A search is expected to take ``TYPICAL_CELLS`` measurements, or one more if it has taken as many.
+    Each takes the mean time of the earlier ones for the same floor, or if there are none, of all.
     """
-
-    def mean_ns(of: Sequence[Result]) -> int | None:
-        times = [result.cost.wall_ns for result in of if result.cost]
-        return sum(times) // len(times) if times else None
-
-    if (every_ns := mean_ns(results)) is None:
-        return None
-    left_ns = 0
-    for cell in cells:
-        ours = results_of(searched(cell), results)
-        left_ns += _cells_left(cell, ours, within, highest, aim) * (mean_ns(ours) or every_ns)
-    return left_ns
-
-
-def _cells_left(cell: Cell, ours: list[Result], within: float, highest: int, aim: Aim) -> int:
-    """Return the length of the rest of a search whose floor is in the middle between its bounds."""
-    if (first := unlimited_of(ours)) is None:
-        return TYPICAL_CELLS
-    bounds = bracket(ours, aim)
-    failing, need = bounds.failing_bytes, bounds.working_bytes
-    if failing is not None:
-        need = failing + 1 if need is None else (failing + need) // 2
-    assumed = [*ours]
-    while len(assumed) < len(ours) + _MOST_CELLS and (
-        following := next_cell(cell, assumed, within, highest, aim)
-    ):
-        limit = following.ram_limit_bytes or 0
-        need = limit if need is None else need
-        outcome = Outcome.OK if limit >= need else Outcome.OOM_KILLED
-        assumed.append(replace(first, cell=following, outcome=outcome, pressure=None))
-    return len(assumed) - len(ours)
+    left_ns, times = 0, [result.cost.wall_ns for result in results if result.cost]
+    for cell in cells if times else ():
+        if next_cell(cell, results, within, highest, aim):
+            ours = results_of(searched(cell), results)
+            own = [result.cost.wall_ns for result in ours if result.cost] or times
+            left_ns += max(TYPICAL_CELLS - len(ours), 1) * sum(own) // len(own)
+    return left_ns if times else None
 
 
 def finest_step(cell: Cell) -> int:
@@ -244,16 +215,12 @@ def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
             failure = _failure(result, judgements[result.cell.id], aim)
             by_limit.setdefault(limit, []).append(failure)
     failing = max((limit for limit, ends in by_limit.items() if any(ends)), default=None)
-    working = min(
-        (
-            limit
-            for limit, ends in by_limit.items()
-            if {*ends} == {""} and (failing is None or limit > failing)
-        ),
-        default=None,
-    )
-    failed = () if failing is None else tuple(filter(None, by_limit[failing]))
-    return Bracket(failing, working, 0 if working is None else len(by_limit[working]), failed)
+    works = [
+        limit for limit, ends in by_limit.items() if {*ends} == {""} and limit > (failing or 0)
+    ]
+    working, failed = min(works, default=None), () if failing is None else by_limit[failing]
+    passed = 0 if working is None else len(by_limit[working])
+    return Bracket(failing, working, passed, tuple(filter(None, failed)))
 
 
 def _failure(result: Result, judgement: Judgement | None, aim: Aim) -> str | None:
@@ -268,10 +235,8 @@ def _failure(result: Result, judgement: Judgement | None, aim: Aim) -> str | Non
     if result.outcome is Outcome.TIMEOUT:
         allowed_s = result.stopped.timeout_s if result.stopped else None
         return f"timed out after {allowed_s:g} s" if allowed_s else "timed out"
-    if result.outcome not in (Outcome.OK, Outcome.THRASHING):
-        return None
-    is_ok = result.outcome is Outcome.OK
-    thrashes = not is_ok or (judgement and judgement.verdict is Verdict.THRASHES)
+    is_ok, is_ended = result.outcome is Outcome.OK, result.outcome is Outcome.THRASHING
+    thrashes = is_ended or (is_ok and judgement and judgement.verdict is Verdict.THRASHES)
     if thrashes and aim is Aim.SURVIVES:
         return Verdict.THRASHES.value
     return "" if is_ok else None
@@ -291,7 +256,7 @@ def why_stopped(ours: Iterable[Result]) -> str:
         if result.outcome is Outcome.MEASUREMENT_FAILED:
             return f"could not be measured: {result.message}"
         where = "without a limit" if limit is None else f"under {format_exact(limit)}"
-        return f"{result.outcome} {where}" + (f": {result.message}" if result.message else "")
+        return f"{result.outcome} {where}" + f": {result.message}" * bool(result.message)
     return ""
 
 

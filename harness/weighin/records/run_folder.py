@@ -53,6 +53,7 @@ _NAME_ANOTHER: Final = "free disk space, or name a writable folder: weighin benc
 _FREE: Final = {"kwargs", "options", "environment", "command"}  # a user may put any value there
 _CELLS: Final = {"cell", "cells", "model"}
 _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
+_AMOUNTS: Final = ("_bytes", "_ns", "_faults")
 _ORDERED: Final = (("end_ns", "start_ns", "earlier than"), ("ready_ns", "load_ns", "less than"))
 _CHOICES: Final[dict[str, list[str]]] = {
     "outcome": [*Outcome],
@@ -102,8 +103,8 @@ def parse_shard(text: str) -> Shard:
 class Coverage:
     """The number of cells that a run or its shard plans, and ``pending``: those without a record.
 
-    ``again`` is the command that measures the pending cells. A search for RAM floors has no fixed
-    number of cells; there, a cell is pending until the search for its floor has ended.
+    ``again`` is the command that measures these. In a search for RAM floors, which has no fixed number
+    of cells, a cell is pending until the search for its floor has ended.
     """
 
     planned: int
@@ -152,16 +153,12 @@ def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The results of a run in the order of measurement, with warnings for the user.
-
-    ``coverage`` is None without a readable plan. ``damage`` is the error for the first line that is
-    not a record; if there is no such line, the error for a damaged plan, or None.
-    """
+    """The results of a run in the order of measurement, with warnings for the user."""
 
     results: tuple[Result, ...]
     warnings: tuple[str, ...] = ()
-    coverage: Coverage | None = None
-    damage: RecordError | None = None
+    coverage: Coverage | None = None  # without a readable plan, None
+    damage: RecordError | None = None  # of the first line that is not a record, or else of the plan
 
     @property
     def missing(self) -> int | None:
@@ -172,12 +169,11 @@ def append(run: Path, result: Result) -> Result:
     """Append ``result`` to the run's records, sync the file, and return the appended result.
 
     A result that ``read`` would refuse is recorded as ``measurement_failed``, with a message that
-    names the impossible value. An incomplete last line of the file is removed. The new line uses
-    the disk space that ``room`` reserved.
+    names the impossible value. The new line uses the disk space that ``room`` reserved.
 
     Raises:
-        RecordError: the folder or file cannot be written, or the result is not valid JSON (a number
-            is not finite); no line is added.
+        RecordError: the folder or file cannot be written, or a number of the result is not finite; no
+            line is added.
     """
     cell = result.cell
     try:
@@ -265,8 +261,7 @@ def room(run: Path) -> Iterator[None]:
 def read(run: Path) -> Records:
     """Return all records of a run. Keys that this version of weighin does not know are ignored.
 
-    An incomplete last line, as after a power cut, causes a warning, and the cell of that line counts
-    as not measured.
+    An incomplete last line, as after a power cut, causes a warning: its cell counts as not measured.
 
     Raises:
         RecordError: the folder is not a run or cannot be read, or a newer weighin wrote it.
@@ -362,7 +357,7 @@ def trace_path(cell: Cell) -> str:
 
 
 def paths_of(cell: Cell) -> tuple[str, ...]:
-    """Return the paths, relative to a run's folder, of all files that a cell's record can name."""
+    """Return the paths of all files that a cell's record can name."""
     of_ranks = (samples_path(cell, rank) for rank in range(cell.ranks) if cell.ranks > 1)
     return samples_path(cell), trace_path(cell), *of_ranks
 
@@ -377,8 +372,7 @@ def write_plan(
     """Write plan.json atomically, in a new folder if need be, and return its content.
 
     Raises:
-        RecordError: the folder cannot be written, or, with ``is_new``, has a plan already; or the
-            plan has a number that is not finite.
+        RecordError: the folder cannot be written, or, with ``is_new``, has a plan already.
     """
     plan = Plan(SCHEMA, tuple(cells), settings or {})
     path = run / PLAN
@@ -457,9 +451,10 @@ def read_file(run: Path, name: str) -> bytes:
             "name the folder that weighin bench printed at its end, such as results/RUN",
         ) from error
     except OSError as error:
-        repair = f"put the file itself there, or remove it: ls -ld {quote(str(path))}"
+        repair = "put the file itself there, or remove it"
         if error.errno in (errno.EACCES, errno.EPERM):
-            repair = f"change the owner or the permissions of the file; to see them: ls -ld {quote(str(path))}"
+            repair = "change the owner or the permissions of the file; to see them"
+        repair += f": ls -ld {quote(str(path))}"
         raise RecordError(f"cannot read {path}: {error.strerror}", repair) from error
 
 
@@ -493,13 +488,10 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
             install.upgrade(),
         )
     # Most lines have no control character, neither raw nor escaped, and need not be walked through.
-    is_clean = "\\" not in shown and shown.strip().isprintable()
+    cleaned = value if "\\" not in shown and shown.strip().isprintable() else clean(value)
+    if kind is Plan and isinstance(value, dict) and "settings" in value:
+        cleaned["settings"] = value["settings"]  # with which the run goes on; no report has them
     try:
-        cleaned = value if is_clean else clean(value)
-        if kind is Plan and isinstance(value, dict) and "settings" in value:
-            cleaned["settings"] = value[
-                "settings"
-            ]  # with which the run goes on; no report has them
         parsed = msgspec.convert(cleaned, kind)
     except (msgspec.ValidationError, UnicodeError) as error:  # or a lone surrogate
         raise DamagedRecord(f"{place}: {_complaint(str(error), value)}", repair) from None
@@ -530,8 +522,7 @@ def _complaint(text: str, record: Any) -> str:
 def clean(value: Any, *, is_cell: bool = False) -> Any:
     """Return a record's JSON value, with "?" for each unprintable character in its texts and keys.
 
-    Newlines and tabs stay in texts. So does what a user may choose freely in a cell, such as options, because
-    the cell's name follows from it.
+    Newlines and tabs stay, and what a user chooses in a cell, such as options: its name follows from it.
     """
     if isinstance(value, dict):
         return {
@@ -552,16 +543,11 @@ def impossible(record: Any, before: str = "") -> str:
     ends before its start, or ``ready_ns`` below ``load_ns``.
     """
     for key, value in record.items() if isinstance(record, dict) else enumerate(record):
-        complaint = ""
         if isinstance(value, dict | list) and key not in _FREE:
-            complaint = impossible(value, f"{before}{key}.")
-        elif isinstance(value, int) and str(key).endswith(("_bytes", "_ns", "_faults")):
-            is_possible = 0 <= value < _LARGEST
-            complaint = (
-                "" if is_possible else f"{before}{key}: impossible value {short_repr(value)}"
-            )
-        if complaint:
-            return complaint
+            if complaint := impossible(value, f"{before}{key}."):
+                return complaint
+        elif str(key).endswith(_AMOUNTS) and isinstance(value, int) and not 0 <= value < _LARGEST:
+            return f"{before}{key}: impossible value {short_repr(value)}"
     for later, earlier, what in _ORDERED if isinstance(record, dict) else ():
         one, other = record.get(later), record.get(earlier)
         if isinstance(one, int) and isinstance(other, int) and one < other:
@@ -570,10 +556,8 @@ def impossible(record: Any, before: str = "") -> str:
 
 
 def read_samples(run: Path, path: str | None) -> list[Sample]:
-    """Return the samples in a file of a run, the oldest first; empty if the file has none.
-
-    A row without a value that ``Sample`` requires is left out, as is a row that ``read_columns``
-    leaves out.
+    """Return the samples in a file of a run, the oldest first, as ``read_columns`` reads them; without
+    rows that lack a value which ``Sample`` requires.
     """
     columns = fields(Sample)
     required = sum(each.default is MISSING for each in columns)
@@ -585,9 +569,8 @@ def read_samples(run: Path, path: str | None) -> list[Sample]:
 def read_columns(run: Path, path: str | None, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
     """Yield the named columns of each row in a file of a run; a missing value is None.
 
-    An incomplete last line and rows with impossible values are left out. A missing or unreadable
-    file has no rows. A path outside the run's folder is not read, because the path comes from a
-    record that a stranger may have written.
+    An incomplete last line and rows with impossible values are left out. A missing or unreadable file
+    has no rows, nor has one outside of the run's folder: a stranger may have written the record.
     """
     if path is None or PurePath(path).is_absolute() or ".." in PurePath(path).parts:
         return

@@ -52,21 +52,17 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The summary of all repeats of one cell; ``figures`` (by metric) and ``phases`` are of ok repeats.
+    """The summary of all repeats of one cell; ``figures`` (by metric) and ``phases`` are of ok repeats."""
 
-    ``outcome`` is a text of ``outcome_of``, such as "ok" or "ok 2, timeout 1". ``phases[name][key]``
-    is the median of the number that ``PHASE_FIGURES[key]`` reads from the phase ``name``. ``no_floor``
-    is the reason why a search found no RAM floor.
-    """
-
-    outcome: str
+    outcome: str  # of ``outcome_of``: "ok" or "ok 2, timeout 1"
     repeats: int
     model_bytes: int | None = None
     limit_bytes: int | None = None
     figures: dict[str, Figure] = field(default_factory=dict)
+    # By the phase's name, and the key in ``PHASE_FIGURES``: the median of this number.
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     message: str = ""
-    no_floor: str = ""
+    no_floor: str = ""  # why a search found no RAM floor
 
     @property
     def is_ok(self) -> bool:

@@ -60,9 +60,8 @@ class Judgement:
 
 
 def judge_result(result: Result, reference_ns: int | None = None) -> Judgement | None:
-    """Return the verdict on a cell by the rules in the module's docstring; None without a verdict.
-
-    ``reference_ns`` is the time of the same cell without a limit, or under a higher limit.
+    """Return the verdict on a cell; None without one. ``reference_ns`` is the time of the same cell
+    without a limit, or under a higher limit.
     """
     cell, outcome, limit = result.cell, result.outcome, result.cell.ram_limit_bytes
     is_ok, is_command = outcome is Outcome.OK, cell.operation == "command"
@@ -143,9 +142,8 @@ def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """The measurement that stands for all ``repeats`` of a cell, and its verdict.
-
-    It has the median time (``used_ns``) among the ``alike`` repeats with the worst verdict.
+    """The measurement that stands for all ``repeats`` of a cell, and its verdict: the one with the
+    median time (``used_ns``) among the ``alike`` repeats with the worst verdict.
     """
 
     result: Result
