@@ -189,7 +189,7 @@ def test_what_ran_before_a_restart_is_left_out(
 
 
 def test_memory_is_this_processs(marks: Marks) -> None:
-    memory = marks.memory()
+    memory = marks.memory(read_status())
     assert memory["rss_bytes"] == pytest.approx(read_status()["VmRSS"], abs=SLACK)
     assert "cuda_allocated_bytes" not in memory
 
@@ -226,7 +226,7 @@ def test_the_gpu_is_waited_for_read_and_only_then_reset(
     with marks.phase("a"):
         calls.append("work")
     assert calls == ["begin", "work", "synchronize", "peaks", "cuda", "phase", "reset"]
-    assert marks.memory()["cuda_allocated_bytes"] == 7
+    assert marks.memory(read_status())["cuda_allocated_bytes"] == 7
 
 
 def test_what_ends_or_begins_after_a_tests_body_is_no_phase(marks: Marks, parent: Parent) -> None:

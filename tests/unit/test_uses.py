@@ -132,8 +132,10 @@ class Mixed(torch.nn.Module):
         return {"out": self.line(x), "mask": self.mask}
 
 
-def given(model: torch.nn.Module, use: str, **fields: Any) -> uses.Done:
-    return uses.FUNCTIONS[use](model, uses.Given(**fields))
+def given(
+    model: torch.nn.Module, use: str, inputs: Inputs | None = None, target: Path = Path()
+) -> uses.Done:
+    return uses.FUNCTIONS[use](model, inputs, target)
 
 
 def test_write_changes_every_parameter_and_buffer_of_any_type() -> None:
@@ -187,7 +189,7 @@ def test_the_other_uses_do_what_they_are_called(tmp_path: Path) -> None:
 def test_an_own_use_gets_the_model_and_its_answer_is_kept(tmp_path: Path) -> None:
     (file := tmp_path / "half.py").write_text(OWN)
     job = Job(replace(CELL, use="half"), "", "", "", use_path=str(file))
-    done = uses.function_of(job)(mixed := Mixed(), uses.Given())
+    done = uses.function_of(job)(mixed := Mixed(), None, Path())
     assert done.kept is mixed and mixed.line.weight.dtype is torch.float16
 
 

@@ -1,9 +1,9 @@
 """Predict a use of a loaded model, such as a training step: run its code without tensor values."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
@@ -19,7 +19,7 @@ from weighin.predict.storage import extent
 from weighin.units import MIB
 from weighin.uses import FORK, TRAINING, phase_of
 from weighin.worker.loading import Inputs
-from weighin.worker.uses import CHILDREN, Done, Given
+from weighin.worker.uses import CHILDREN, Function
 from weighin.worker.verify import named_tensors
 
 _OF_A_CHILD_BYTES: Final = 4 * MIB
@@ -31,7 +31,7 @@ class UseToFollow:
     """The use of a loaded model: its name, its function, and inputs of a forward pass."""
 
     name: str
-    function: Callable[[torch.nn.Module, Given], Done] | None = None
+    function: Function | None = None
     inputs: Inputs | None = None
 
 
@@ -71,9 +71,8 @@ def _perform(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Any:
     if use.function is None:
         return _forward(model, use.inputs)
     with tempfile.TemporaryDirectory() as folder, _saves():
-        given = Given(use.inputs, Path(folder))
         try:
-            return use.function(model, given)
+            return use.function(model, use.inputs, Path(folder))
         except (CannotFollow, RuntimeError, NotImplementedError):
             if use.name not in TRAINING or use.inputs is None:
                 raise
@@ -81,7 +80,7 @@ def _perform(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Any:
         for weight in model.parameters():
             weight.grad = None
         ledger.restart_peaks()
-        return use.function(model, replace(given, inputs=None))
+        return use.function(model, None, Path(folder))
 
 
 def _forward(model: torch.nn.Module, inputs: Inputs | None) -> None:

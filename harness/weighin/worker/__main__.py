@@ -132,11 +132,6 @@ class Worker:
         marks.report_baseline(import_ns)
 
     def load(self) -> "torch.nn.Module":
-        """Run the strategy, and return the model that the strategy returns.
-
-        Raises:
-            StrategyFailed: the strategy raises, or does not return a module.
-        """
         import torch
 
         model = self._run_strategy(self.argument)
@@ -146,7 +141,11 @@ class Worker:
         return model
 
     def _run_strategy(self, argument: Any) -> Any:
-        """Import the strategy and call it with ``argument``; the load time includes the import."""
+        """Import the strategy and call it with ``argument``; the load time includes the import.
+
+        Raises:
+            StrategyFailed: the strategy raised an error.
+        """
         from pathlib import Path
 
         from weighin.worker.loading import import_strategy
@@ -201,8 +200,7 @@ class Worker:
     def check(self, model: "torch.nn.Module") -> None:
         """Read every byte of the model, compare the checksums with the checkpoint's, and use the model.
 
-        If tensors are sharded over ranks, each rank reads its own shards. The ranks compare whole
-        tensors only after all ranks have reported that they have read their shards.
+        Ranks read their own shards, and compare whole tensors only when all have done so.
         """
         from weighin.worker import verify
 
@@ -227,21 +225,21 @@ class Worker:
 
     def _use(self, model: "torch.nn.Module") -> int | None:
         """Perform the cell's use, or run forward passes; return the time in ns, None without either."""
+        from weighin.worker import verify
+
         marks, cell = self.marks, self.job.cell
-        if not cell.use and not (self.inputs and cell.passes):
-            return None
         inputs = self.inputs and self.inputs.to(self.argument.device)
         start_ns, marked_ns = time.monotonic_ns(), marks.spent_ns
         if cell.use:
             from weighin.worker import uses
 
             self.lifeline.send("used", **uses.perform(model, self.job, inputs, marks))
-        elif inputs:
-            from weighin.worker import verify
-
+        elif inputs and cell.passes:
             for _ in range(cell.passes):
                 with marks.phase(FORWARD):
                     verify.check_forward(model, inputs)
+        else:
+            return None
         return time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
 
 
@@ -268,9 +266,8 @@ def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:
     """Run all ranks of a cell (processes that load one model), report each one's end, and then end.
 
     This process replaces torchrun, which would import torch into the cell's cgroup, and end all ranks
-    before weighin can see which rank the kernel killed. Each rank gets the environment variables that
-    torchrun sets, and connects to weighin itself. If a rank fails, weighin ends the others: they end
-    with this process, as their standard input does.
+    before weighin can see which rank the kernel killed. Each rank gets torchrun's variables, and connects
+    to weighin itself. If a rank fails, weighin ends the others: they end with this process.
     """
     import queue
     import socket
@@ -287,22 +284,17 @@ def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    numbers, ended = range(job.cell.ranks), queue.Queue[tuple[int, int]]()
-    ranks = [
-        Child(
-            module("weighin.worker"),
-            environment | {"RANK": str(one), "LOCAL_RANK": str(one)},
-            sends=False,
-        )
-        for one in numbers
-    ]
+    ended = queue.Queue[tuple[int, int]]()
 
     def wait(rank: int, child: Child) -> None:
         ended.put((rank, child.wait()))
 
-    for rank, each in enumerate(ranks):
-        each.send(encode_job(replace(job, rank=rank)))
-        threading.Thread(target=wait, args=(rank, each), daemon=True).start()
+    ranks: list[Child] = []
+    for rank in range(job.cell.ranks):
+        variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(Child(module("weighin.worker"), variables, sends=False))
+        ranks[rank].send(encode_job(replace(job, rank=rank)))
+        threading.Thread(target=wait, args=(rank, ranks[rank]), daemon=True).start()
     for _ in ranks:
         rank, code = ended.get()
         lifeline.send(

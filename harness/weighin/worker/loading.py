@@ -25,10 +25,7 @@ _WARM_PIECE_BYTES = 1024**2
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """The implementation of ``weighin.strategy.Load`` in the measured process.
-
-    ``marks`` measures phases: a worker has a ``Marks``, and a prediction has a ``Ledger``.
-    """
+    """The implementation of ``weighin.strategy.Load`` in the measured process."""
 
     checkpoint: Path
     device: torch.device
@@ -36,7 +33,7 @@ class WorkerLoad:
     options: Mapping[str, Any]
     model: ModelSpec
     builder: Callable[..., torch.nn.Module]
-    marks: Any
+    marks: Any  # measures phases: a worker has a ``Marks``, and a prediction has a ``Ledger``
 
     @property
     def pretrained(self) -> Mapping[str, Any]:
@@ -78,17 +75,16 @@ class Inputs:
     positional: tuple[Any, ...] = ()
     keywords: dict[str, Any] = field(default_factory=dict)
 
-    def to(self, device: torch.device) -> "Inputs":
-        return self._each(lambda tensor: tensor.to(device))
+    def to(
+        self, device: torch.device | None = None, floating: torch.dtype | None = None
+    ) -> "Inputs":
+        """Return the inputs on a device, and with floating-point tensors of the dtype ``floating``."""
 
-    def as_floating(self, dtype: torch.dtype) -> "Inputs":
-        """Return the inputs with every floating-point tensor converted to the model's ``dtype``."""
-        return self._each(lambda value: value.to(dtype) if value.is_floating_point() else value)
+        def changed(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device=device, dtype=floating if tensor.is_floating_point() else None)
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Inputs":
         arguments = (self.positional, self.keywords)
-        positional, keywords = tree_map_only(torch.Tensor, change, arguments)
-        return Inputs(positional, keywords)
+        return Inputs(*tree_map_only(torch.Tensor, changed, arguments))
 
 
 def example_inputs(
@@ -106,8 +102,8 @@ def example_inputs(
     if not arguments:
         return None
     if isinstance(arguments, Mapping):
-        return Inputs(keywords=dict(arguments)).as_floating(dtype)
-    return Inputs(tuple(arguments)).as_floating(dtype)
+        return Inputs(keywords=dict(arguments)).to(floating=dtype)
+    return Inputs(tuple(arguments)).to(floating=dtype)
 
 
 def settle_math() -> None:

@@ -126,7 +126,7 @@ class Marks:
             self.close(name)
 
     def flush(self) -> None:
-        """Report the time since the last phase as phase "other", unless this time is below 1 ms."""
+        """Report the time since the last phase as phase "other", unless it is below 1 ms."""
         if time.monotonic_ns() - self._start_ns >= _SHORTEST_GAP_NS:
             self.close(UNNAMED)
 
@@ -140,9 +140,9 @@ class Marks:
         self._faults = _read_faults()
         self._start_ns = time.monotonic_ns()
 
-    def memory(self) -> dict[str, int]:
-        memory = memory_of(parse_status(read_text("/proc/self/status")))
-        return memory | {"cuda_allocated_bytes": self.cuda.allocated()} if self.cuda else memory
+    def memory(self, status: dict[str, int]) -> dict[str, int]:
+        of_gpu = {"cuda_allocated_bytes": self.cuda.allocated()} if self.cuda else {}
+        return memory_of(status) | of_gpu
 
     def close(self, name: str) -> None:
         """Report the time since the last phase as a phase of the given name, however short."""
@@ -150,23 +150,23 @@ class Marks:
             return
         if self.cuda:
             self.cuda.synchronize()
-        end_ns = time.monotonic_ns()
+        end_ns, (minor, major) = time.monotonic_ns(), _read_faults()
         status = parse_status(read_text("/proc/self/status"))
-        minor, major = _read_faults()
-        phase: dict[str, Any] = {
-            "name": name,
-            "start_ns": self._start_ns,
-            "end_ns": end_ns,
-            "peak_rss_bytes": status["VmHWM"],
-            "end": memory_of(status),
-            "minor_faults": minor - self._faults[0],
-            "major_faults": major - self._faults[1],
-        }
+        of_gpu: dict[str, Any] = {}
         if self.cuda:
-            phase |= self.cuda.peaks()
-            phase["end"]["cuda_allocated_bytes"] = self.cuda.allocated()
-            self.send_in_pieces("cuda", "points", self.cuda.take_timeline())
-        self._lifeline.send("phase", **phase)
+            of_gpu = self.cuda.peaks()
+            self._send_in_pieces("cuda", "points", self.cuda.take_timeline())
+        self._lifeline.send(
+            "phase",
+            name=name,
+            start_ns=self._start_ns,
+            end_ns=end_ns,
+            peak_rss_bytes=status["VmHWM"],
+            end=self.memory(status),
+            minor_faults=minor - self._faults[0],
+            major_faults=major - self._faults[1],
+            **of_gpu,
+        )
         if self.cuda:
             self.cuda.reset()
         reset_peak()
@@ -174,10 +174,7 @@ class Marks:
         self.spent_ns += self._start_ns - end_ns
 
     def report_baseline(self, import_ns: int) -> None:
-        """Send the memory before the load, and what only the worker can see of its environment.
-
-        A figure "above import" is a later figure minus the baseline.
-        """
+        """Send the memory before the load, and what only the worker can see of its environment."""
         import torch
 
         environment: dict[str, Any] = {
@@ -190,7 +187,7 @@ class Marks:
         self._lifeline.send(
             "baseline",
             t_ns=time.monotonic_ns(),
-            memory=self.memory(),
+            memory=self.memory(parse_status(read_text("/proc/self/status"))),
             import_ns=import_ns,
             environment=environment | (self.cuda.describe() if self.cuda else {}),
         )
@@ -198,10 +195,9 @@ class Marks:
     def tell_trace(self) -> None:
         """Send the events that the CUDA allocator recorded, if any."""
         if self.cuda and (trace := self.cuda.take_trace()) is not None:
-            self.send_in_pieces("trace", "events", trace.pop("events"), **trace)
+            self._send_in_pieces("trace", "events", trace.pop("events"), **trace)
 
-    def send_in_pieces(self, event: str, name: str, items: list[Any], **fields: Any) -> None:
-        """Send a long list in several messages, each short enough for the connection."""
+    def _send_in_pieces(self, event: str, name: str, items: list[Any], **fields: Any) -> None:
         for start in range(0, max(1, len(items)), _PIECE):
             self._lifeline.send(event, **fields, **{name: items[start : start + _PIECE]})
 

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -33,10 +34,15 @@ def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn
         import torch  # noqa: F401 (torch is part of every body's baseline)
     import_ns = time.monotonic_ns() - start_ns
     sys.path += [folder for folder in job.python_path if folder not in sys.path]
-    measuring = partial(_measuring, job.cell.device, lifeline, marks, import_ns)
+    measuring, message = partial(_measuring, job.cell.device, lifeline, marks, import_ns), ""
     try:
-        run = _run_test if body.pytest_arguments else _call
-        message = run(body, marks, measuring)
+        if body.pytest_arguments:
+            message = _run_test(body, marks, measuring)
+        else:
+            with open(body.path, "rb") as file:  # noqa: PTH123 (a worker avoids pathlib)
+                function, arguments, keywords = pickle.load(file)  # noqa: S301 (of the parent)
+            with measuring():
+                function(*arguments, **keywords)
     except BaseException as error:
         fail(lifeline, Outcome.STRATEGY_FAILED, describe(error))
     if message:
@@ -100,25 +106,12 @@ def _run_test(body: Body, marks: Marks, measuring: Measuring) -> str:
 
     os.environ.pop("PYTEST_ADDOPTS", None)
     code = pytest.main(list(body.pytest_arguments), plugins=[Plugin()])
-    with open(body.path, "w", encoding="utf-8") as file:  # noqa: PTH123 (a worker avoids pathlib)
+    with open(body.path, "w", encoding="utf-8") as file:  # noqa: PTH123
         json.dump(reports, file, default=str)
     failed = [report["when"] for report in reports if report["outcome"] == "failed"]
     if failed:
         return f"the test failed in its {failed[0]} stage"
     # KeyboardInterrupt and pytest.exit end pytest before it reports the test's call.
     is_whole = any(each["when"] == "call" or each["outcome"] != "passed" for each in reports)
-    return (
-        ""
-        if is_whole and not code
-        else f"pytest in the test's process ended with exit code {int(code)}"
-    )
-
-
-def _call(body: Body, _: Marks, measuring: Measuring) -> str:
-    import pickle
-
-    with open(body.path, "rb") as file:  # noqa: PTH123
-        function, arguments, keywords = pickle.load(file)  # noqa: S301 (the parent just wrote it)
-    with measuring():
-        function(*arguments, **keywords)
-    return ""
+    ended = f"pytest in the test's process ended with exit code {int(code)}"
+    return "" if is_whole and not code else ended

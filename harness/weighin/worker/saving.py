@@ -77,8 +77,7 @@ def sizes(target: Path) -> Written:
 def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
     """Read the saved checkpoint back from the disk; raise WrongWeights if it differs from the model.
 
-    The RAM limit of the save also applies to this check. The check therefore has only a few pieces
-    of 16 MiB in memory.
+    The RAM limit of the save also applies here, so only a few pieces of 16 MiB are in memory.
     """
     page_cache.drop(files_in(target))
     try:

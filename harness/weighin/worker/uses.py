@@ -8,10 +8,9 @@ import os
 import traceback
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -30,21 +29,16 @@ _RATE: Final = 1e-3
 _NUMBER_BYTES: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What a use gets beside the model: inputs of a forward pass, and a folder to write to."""
-
-    inputs: Inputs | None = None
-    target: Path = Path()
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The result of a use: facts for the record, and an object to keep alive until the phase ends."""
+class Done(NamedTuple):
+    """The result of a use: an object to keep alive until the phase ends, and facts for the record."""
 
     kept: object = None
     gradients: str = ""
     children_private_bytes: tuple[int, ...] = ()
+
+
+Function = Callable[[torch.nn.Module, Inputs | None, Path], Done]
+"""Uses a model, with inputs of a forward pass if there are any, and a folder to write to."""
 
 
 def prepare(use: str) -> None:
@@ -66,23 +60,20 @@ def perform(
     use = job.cell.use
     with marks.phase(phase_of(use)):
         try:
-            done = function_of(job)(model, Given(inputs, Path(job.target)))
+            done = function_of(job)(model, inputs, Path(job.target))
         except BaseException as error:
             raise UseFailed(use) from error
-    return {
-        "gradients": done.gradients,
-        "children_private_bytes": list(done.children_private_bytes),
-    }
+    return {"gradients": done.gradients, "children_private_bytes": done.children_private_bytes}
 
 
-def function_of(job: Job) -> Callable[[torch.nn.Module, Given], Done]:
+def function_of(job: Job) -> Function:
     """Return the function of the cell's use; for a user's use, a call of it imports the user's file."""
     if job.use_path:
-        return lambda model, _: Done(import_strategy(Path(job.use_path), "use")(model))
+        return lambda model, *_: Done(import_strategy(Path(job.use_path), "use")(model))
     return FUNCTIONS[job.cell.use]
 
 
-def write(model: torch.nn.Module, _: Given = Given()) -> Done:
+def write(model: torch.nn.Module) -> Done:
     """Overwrite every parameter and buffer in place."""
     # torch refuses in-place writes to a leaf that requires a gradient, unless autograd is off.
     with torch.inference_mode():
@@ -91,8 +82,11 @@ def write(model: torch.nn.Module, _: Given = Given()) -> Done:
     return Done()
 
 
-def train(use: str, model: torch.nn.Module, given: Given) -> Done:
-    """Take one step of the optimizer ``use``, with a gradient for every floating-point parameter."""
+def train(use: str, model: torch.nn.Module, inputs: Inputs | None) -> Done:
+    """Take one step of the optimizer ``use``, with a gradient for every floating-point parameter.
+
+    The gradients are those of a backward pass, if inputs are given, and an output depends on a parameter.
+    """
     weights = [weight for weight in model.parameters() if weight.is_floating_point()]
     if not weights:
         raise ValueError(
@@ -101,22 +95,19 @@ def train(use: str, model: torch.nn.Module, given: Given) -> Done:
         )
     for weight in weights:
         weight.requires_grad_()
-    gradients = "backward" if given.inputs and _backward(model, given.inputs) else "synthetic"
+    gradients = "synthetic"
+    if inputs:
+        model.eval()  # dropout would allocate masks, and batch norm fails for a batch of one
+        outputs = list(tensors_in(model(*inputs.positional, **inputs.keywords)))
+        if sums := [tensor.sum() for tensor in outputs if tensor.requires_grad]:
+            torch.autograd.backward(sums)
+            gradients = "backward"
     for weight in weights:
         if weight.grad is None:
             weight.grad = torch.full_like(weight, _GRADIENT)
     optimizer = _optimizer(use, weights)
     optimizer.step()
     return Done(optimizer, gradients)
-
-
-def _backward(model: torch.nn.Module, inputs: Inputs) -> bool:
-    """Run a forward and a backward pass; return False if no output depends on a parameter."""
-    model.eval()  # dropout would allocate masks, and batch norm fails for a batch of one
-    outputs = list(tensors_in(model(*inputs.positional, **inputs.keywords)))
-    sums = [tensor.sum() for tensor in outputs if tensor.requires_grad]
-    torch.autograd.backward(sums)
-    return bool(sums)
 
 
 def _optimizer(use: str, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -126,14 +117,9 @@ def _optimizer(use: str, weights: list[torch.nn.Parameter]) -> torch.optim.Optim
     return kinds[use](weights, lr=_RATE, foreach=False)
 
 
-def _to_device(model: torch.nn.Module, _: Given) -> Done:
-    return Done(model.to(torch.device("cuda", torch.cuda.current_device())))
-
-
-def _save(model: torch.nn.Module, given: Given) -> Done:
-    file = given.target / SAVED
-    torch.save(model.state_dict(), file)
-    file.unlink()
+def _save(model: torch.nn.Module, _: Inputs | None, folder: Path) -> Done:
+    torch.save(model.state_dict(), folder / SAVED)
+    (folder / SAVED).unlink()
     return Done()
 
 
@@ -191,14 +177,14 @@ def _run(function: Callable[[], object], told: int, until: int) -> None:
         os._exit(code)
 
 
-FUNCTIONS: Final[dict[str, Callable[[torch.nn.Module, Given], Done]]] = {
-    "write": write,
-    "sgd": lambda model, given: train("sgd", model, given),
-    "adamw": lambda model, given: train("adamw", model, given),
-    "to-float32": lambda model, _: Done(model.to(torch.float32)),
-    TO_DEVICE: _to_device,
-    "deepcopy": lambda model, _: Done(deepcopy(model)),
+FUNCTIONS: Final[dict[str, Function]] = {
+    "write": lambda model, *_: write(model),
+    "sgd": lambda model, inputs, _: train("sgd", model, inputs),
+    "adamw": lambda model, inputs, _: train("adamw", model, inputs),
+    "to-float32": lambda model, *_: Done(model.to(torch.float32)),
+    TO_DEVICE: lambda model, *_: Done(model.to(torch.device("cuda", torch.cuda.current_device()))),
+    "deepcopy": lambda model, *_: Done(deepcopy(model)),
     SAVE: _save,
-    FORK: lambda model, _: in_forks(lambda: write(model)),
+    FORK: lambda model, *_: in_forks(lambda: write(model)),
 }
 """The function of each built-in use, by name; the use ``forward`` is not among them."""

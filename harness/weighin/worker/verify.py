@@ -60,11 +60,9 @@ def identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def checksums_of_sharded(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return the checksum of each tensor that is sharded over the ranks.
+    """Return the checksum of each tensor that is sharded over the ranks, gathered one after the other.
 
-    All ranks must call this function with the same names, because gathering a tensor needs all
-    ranks. ``checksums_of_sharded`` gathers one tensor after the other, so that only one whole
-    tensor is in memory.
+    All ranks must call this function with the same names, because gathering a tensor needs all.
     """
     return {
         name: checksum(tensor.full_tensor())
@@ -78,8 +76,7 @@ def check_structure(
 ) -> None:
     """Raise WrongWeights if a tensor is missing, unexpected, untied, or of a wrong device, shape or dtype.
 
-    The structure is checked before the values are read (phase "touch"), because a tensor on the
-    meta device has no values to read.
+    Call it before the values are read: a tensor on the meta device has none.
     """
     expected = {entry.name: entry for entry in manifest.tensors}
     complain("missing from the model", expected.keys() - tensors.keys())
@@ -108,9 +105,8 @@ def check_values(
 ) -> tuple[str, ...]:
     """Raise WrongWeights if a tensor's checksum differs from the checkpoint's.
 
-    ``from_pretrained`` changes some tensors after reading them. For such a tensor, both the values
-    in the file and the changed values count as correct. ``check_values`` returns notes that name
-    these tensors.
+    Of a tensor that ``from_pretrained`` changes after reading it, the values in the file and the
+    changed values both count as correct; the returned notes name such tensors.
     """
     wrong, changed, of_file = [], [], []
     for entry in manifest.tensors:
@@ -134,10 +130,7 @@ def check_values(
 
 
 def check_forward(model: torch.nn.Module, inputs: Inputs) -> None:
-    """Run one forward pass; raise WrongWeights if the output has a value that is not finite.
-
-    ``inputs`` are the builder's example inputs, already on the model's device.
-    """
+    """Run one forward pass; raise WrongWeights if the output has a value that is not finite."""
     model.eval()
     with torch.inference_mode():
         output = model(*inputs.positional, **inputs.keywords)
