@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from weighin.cell import Cell
-from weighin.disk.passthrough import Pace
 from weighin.plan.loads import plan_cell
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
@@ -24,6 +23,7 @@ from weighin.recommend.slow_disk import behind
 from weighin.recommend.speeds import USUAL
 from weighin.records import run_folder
 from weighin.result import Outcome
+from weighin.slow_disk import Pace
 from weighin.suite import registry
 
 _AS_FAST = 1.1

@@ -22,9 +22,8 @@ from typing import Any
 from loading import in_fresh_process, with_range
 
 from weighin.checkpoint import cache
-from weighin.disk.mount import Mount
-from weighin.disk.passthrough import Pace
 from weighin.run.loads import compile_code
+from weighin.slow_disk import Mount, Pace
 from weighin.suite import registry
 from weighin.units import KIB, format_latency, parse_rate, parse_seconds
 

@@ -29,7 +29,7 @@ from pages.checked import FILE as PREDICTED
 from pages.freshness import since, standing
 from weighin.cell import Cell
 from weighin.formats.pretrained_folder import own_dtype
-from weighin.probes import environment, gpu_check
+from weighin.probes import environment, gpu_memory
 from weighin.records import run_folder
 from weighin.report import captions, style
 from weighin.report.timeline import draw_timeline
@@ -75,7 +75,7 @@ def main() -> None:
                 predict(run, PUBLISHED / run.name, PUBLISHED / run.name)
         fill_pages()
         return
-    runs, left_out = measurable(runs, gpu_check.look().why)
+    runs, left_out = measurable(runs, gpu_memory.look().why)
     print("\n".join([*left_out, *plan(runs)]))
     if arguments.plan:
         return

@@ -22,19 +22,16 @@ from typing import TYPE_CHECKING, Any
 import leftovers
 import pytest
 
-from weighin import formats
+from weighin import formats, slow_disk
 from weighin.cell import CacheState, Cell, Job, ModelSpec, Operation
 from weighin.checkpoint import cache as checkpoints
-from weighin.disk import mount
-from weighin.disk.mount import Mount, remove_stale
-from weighin.disk.passthrough import Pace
 from weighin.errors import CheckpointError, ConfigError, HarnessError, IsolationUnavailable
 from weighin.formats.base import TensorPlan
 from weighin.formats.gguf import UNDECODED
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.cgroup import limit, temporary_group
-from weighin.probes import gpu_check, kernel_log, page_cache
+from weighin.probes import gpu_memory, kernel_log, page_cache
 from weighin.probes.cgroup import MemoryCgroup, memory_hierarchy
 from weighin.records import run_folder
 from weighin.records.explanation import answer, cause_of
@@ -45,6 +42,7 @@ from weighin.run import loads, watch
 from weighin.run.loads import LoadSpec
 from weighin.run.measure import measure
 from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES, Settings
+from weighin.slow_disk import Mount, Pace, remove_stale
 from weighin.suite.registry import data_folder, model, read_strategy
 from weighin.suite.registry import strategies as all_strategies
 
@@ -92,12 +90,12 @@ def isolation_missing(name: str) -> str:
 
 
 def cuda_missing() -> str:
-    return gpu_check.look().why
+    return gpu_memory.look().why
 
 
 def fuse_missing() -> str:
     try:
-        mount.check(in_container=False)
+        slow_disk.check(in_container=False)
     except IsolationUnavailable as error:
         return f"{error.message}: {error.repair}"
     return ""

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from weighin.disk.mount import Mount
-from weighin.disk.passthrough import Pace
 from weighin.errors import CheckpointError
 from weighin.loader.load import load_streaming
+from weighin.slow_disk import Mount, Pace
 
 LATENCY_NS = 20_000_000
 PATIENCE_S = 60.0

@@ -50,7 +50,7 @@ def server_of(started: Started) -> int:
     (server,) = (
         int(line.split()[0])
         for line in leftovers.processes(started.mark)
-        if "weighin.disk.passthrough" in line
+        if "weighin.slow_disk" in line
     )
     return server
 

@@ -8,13 +8,13 @@ import pytest
 from test_cgroup_probe import HYBRID
 from test_memory_cgroup import make_group
 
-from weighin.disk import mount
+from weighin import slow_disk
 from weighin.doctor import doctor
 from weighin.doctor.doctor import Capability, Verdict, gpu, of_group, pressure
 from weighin.errors import IsolationUnavailable
-from weighin.probes import gpu_check
+from weighin.probes import gpu_memory
 from weighin.probes.cgroup import PeakMark
-from weighin.probes.gpu_check import Gpu, GpuAnswer
+from weighin.probes.gpu_memory import Gpu, GpuAnswer
 from weighin.units import GIB
 
 KILLS = Capability("kills for lack of memory", "good", "exact: oom_kill in memory.events.local")
@@ -129,7 +129,7 @@ def test_a_gpu_is_looked_for_in_a_subprocess(
     monkeypatch: pytest.MonkeyPatch, seen: GpuAnswer, verdict: Verdict, detail: str
 ) -> None:
     monkeypatch.setattr(doctor, "_GPU_FILES", ("/proc",))
-    monkeypatch.setattr(gpu_check, "look", lambda: seen)
+    monkeypatch.setattr(gpu_memory, "look", lambda: seen)
     assert gpu() == Capability("CUDA GPU", verdict, detail)
 
 
@@ -162,8 +162,8 @@ def test_a_slow_disk_on_a_fresh_machine_and_for_containers(
             pass
 
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "none" / "yet"))
-    monkeypatch.setattr(mount, "check", check)
-    monkeypatch.setattr(mount, "Mount", Mounted)
+    monkeypatch.setattr(slow_disk, "check", check)
+    monkeypatch.setattr(slow_disk, "Mount", Mounted)
     monkeypatch.setattr(doctor, "_page_read_s", lambda file: 0.005 if file.exists() else 0)
     found = "asked for 100MB/s, 5ms: a direct read of a page took 5.00 ms through FUSE"
     why = "; not for a load in docker: they may not read it: write a line" if is_refused else ""

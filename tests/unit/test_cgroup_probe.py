@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from weighin.phase_reporter import parse_faults, parse_status
 from weighin.probes import cgroup, mounts
-from weighin.probes import process as process_memory
+from weighin.probes.process import memory_of
 from weighin.result import Memory
 
 KERNEL = Path(__file__).parent / "fixtures" / "kernel"
@@ -24,7 +25,7 @@ def text(kernel: str, name: str) -> str:
 
 
 def test_a_status_in_bytes() -> None:
-    assert process_memory.parse_status(text(HYBRID, "status")) == {
+    assert parse_status(text(HYBRID, "status")) == {
         "VmHWM": 10636 * 1024,
         "VmRSS": 10636 * 1024,
         "RssAnon": 6904 * 1024,
@@ -54,39 +55,39 @@ def test_a_mount_point_of_any_bytes_ends_nothing(
 
 
 def test_a_zombies_status_has_no_memory() -> None:
-    assert process_memory.parse_status(text(HYBRID, "status-zombie")) == {}
+    assert parse_status(text(HYBRID, "status-zombie")) == {}
 
 
 @pytest.mark.parametrize("kernel", [*V1, *V2])
 def test_every_kernels_status_has_the_parts_of_rss(kernel: str) -> None:
-    status = process_memory.parse_status(text(kernel, "status"))
+    status = parse_status(text(kernel, "status"))
     parts = status["RssAnon"] + status["RssFile"] + status["RssShmem"]
     assert 0 < status["VmRSS"] == parts <= status["VmHWM"]
     assert status["VmSwap"] == 0
-    assert process_memory.parse_status(text(kernel, "status-zombie")) == {}
+    assert parse_status(text(kernel, "status-zombie")) == {}
     assert "(odd ) ( name)" in text(kernel, "stat")
-    minor, _ = process_memory.parse_faults(text(kernel, "stat"))
+    minor, _ = parse_faults(text(kernel, "stat"))
     assert minor > 400
 
 
 def test_memory_of_a_status() -> None:
-    status = process_memory.parse_status(text(HYBRID, "status"))
-    assert process_memory.memory_of(status) == Memory(10636 * 1024, 6904 * 1024, 3732 * 1024, 0, 0)
+    status = parse_status(text(HYBRID, "status"))
+    assert memory_of(status) == Memory(10636 * 1024, 6904 * 1024, 3732 * 1024, 0, 0)
 
 
 def test_memory_of_a_kernel_without_swap() -> None:
     status = {"VmRSS": 3, "RssAnon": 1, "RssFile": 1, "RssShmem": 1}
-    assert process_memory.memory_of(status) == Memory(3, 1, 1, 1, swap_bytes=0)
+    assert memory_of(status) == Memory(3, 1, 1, 1, swap_bytes=0)
 
 
 def test_faults_behind_a_name_with_brackets() -> None:
     assert "(odd ) ( name)" in text(HYBRID, "stat")
-    assert process_memory.parse_faults(text(HYBRID, "stat")) == (441, 0)
+    assert parse_faults(text(HYBRID, "stat")) == (441, 0)
 
 
 def test_faults_of_this_process_are_the_kernels_count() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF)
-    minor, major = process_memory.parse_faults(Path("/proc/self/stat").read_text())
+    minor, major = parse_faults(Path("/proc/self/stat").read_text())
     after = resource.getrusage(resource.RUSAGE_SELF)
     assert before.ru_minflt <= minor <= after.ru_minflt
     assert before.ru_majflt <= major <= after.ru_majflt

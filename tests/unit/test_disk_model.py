@@ -4,9 +4,9 @@ from dataclasses import asdict
 
 import pytest
 
-from weighin.disk.passthrough import Pace
 from weighin.recommend.slow_disk import behind, rate
 from weighin.recommend.speeds import Speeds
+from weighin.slow_disk import Pace
 
 MB, MS = 1e6, 1_000_000
 QUICK = Speeds(2e9, 3e9, 1e9, 4e9, 8e9, 1e9, 0.01, 0.001)

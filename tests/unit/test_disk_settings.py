@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_matrix import cells_of
 
-from weighin.disk.passthrough import Pace, Schedule
 from weighin.errors import ConfigError
 from weighin.probes import mounts
 from weighin.records.metrics import through_first_pass_ns
@@ -32,7 +31,6 @@ from weighin.units import (
 )
 
 MS = 1_000_000
-S = 1_000_000_000
 
 
 @pytest.mark.parametrize(
@@ -65,19 +63,6 @@ def test_a_rate_that_is_printed_can_be_read(rate: int) -> None:
 @given(st.integers(1, 10**12))
 def test_a_latency_that_is_printed_can_be_read(latency_ns: int) -> None:
     assert parse_seconds(format_latency(latency_ns)) == latency_ns
-
-
-def test_all_requests_share_the_rate_and_each_waits_for_the_latency() -> None:
-    schedule = Schedule(Pace(100_000_000, 5 * MS))
-    # Three requests of 1 MB that arrive at once: 10 ms each on the wire, one after the other.
-    assert [schedule.due_ns(S, 1_000_000) - S for _ in range(3)] == [15 * MS, 25 * MS, 35 * MS]
-    # After a pause, nothing of it is made good.
-    assert schedule.due_ns(2 * S, 1_000_000) - 2 * S == 15 * MS
-
-
-def test_the_way_of_a_request_counts_as_a_part_of_its_latency() -> None:
-    schedule = Schedule(Pace(None, MS), lead_ns=100_000)
-    assert schedule.due_ns(S, 4096) - S == MS - 100_000
 
 
 def test_a_disk_makes_another_series_and_no_disk_keeps_its_name() -> None:

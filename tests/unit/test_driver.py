@@ -22,7 +22,7 @@ from weighin.fleet.node import Answer, Step
 from weighin.isolation.process import ProcessIsolation
 from weighin.plan import loads
 from weighin.plan.task import Demand, Node, Planned, Progress, Run
-from weighin.probes.gpu_check import GpuAnswer
+from weighin.probes.gpu_memory import GpuAnswer
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.settings.definition import Settings
@@ -198,7 +198,7 @@ def test_the_gpu_is_looked_for_although_a_cell_ran_on_the_node(
     (cell,) = cells(None, device="cuda")
     task = Run(tmp_path, [Planned(cell)], ProcessIsolation())
     monkeypatch.setattr("weighin.plan.start.restore", lambda *_, **__: task)
-    monkeypatch.setattr("weighin.probes.gpu_check.look", GpuAnswer)
+    monkeypatch.setattr("weighin.probes.gpu_memory.look", GpuAnswer)
     monkeypatch.setattr("weighin.run.runner.run", lambda *_: pytest.fail("it was measured"))
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path))
     sent: list[str] = []

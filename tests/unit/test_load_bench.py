@@ -10,8 +10,8 @@ import pytest
 from fakes import PlayedIsolation, begin, failed, memory, ready
 from scripts import BASELINE, DONE, LOADED
 
+from weighin import slow_disk
 from weighin.checkpoint import cache
-from weighin.disk import mount
 from weighin.errors import CheckpointError, FormatLimit, HarnessError, IsolationUnavailable
 from weighin.plan.start import start
 from weighin.plan.task import Progress, Run
@@ -355,7 +355,7 @@ def test_a_run_on_slow_disks_needs_fuse(monkeypatch: pytest.MonkeyPatch) -> None
     def check(*, in_container: bool) -> None:
         raise IsolationUnavailable(f"no FUSE, in a container: {in_container}")
 
-    monkeypatch.setattr(mount, "check", check)
+    monkeypatch.setattr(slow_disk, "check", check)
     run = asked(BASELINE, strategies=["baseline", "sequential"])
     slow: Any = [
         replace(one, cell=replace(one.cell, disk_bytes_per_s=50_000_000)) for one in run.planned

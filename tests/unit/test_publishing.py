@@ -20,7 +20,7 @@ from weighin.cell import Cell, ModelSpec
 from weighin.cli import app
 from weighin.isolation import select
 from weighin.isolation.process import ProcessIsolation
-from weighin.probes import environment, gpu_check
+from weighin.probes import environment, gpu_memory
 from weighin.records import run_folder
 from weighin.report import captions
 from weighin.result import Outcome, Result
@@ -206,8 +206,8 @@ def test_each_command_plans_the_cells_that_were_published(
     monkeypatch.setattr(select, "choose", lambda name, **_: (ProcessIsolation(), ""))
     monkeypatch.setattr(runner, "run", stop)
     monkeypatch.setattr("weighin.plan.task.check_ram", lambda *_: None)
-    gpu = gpu_check.Gpu("NVIDIA H200", 139 * GIB)
-    monkeypatch.setattr(gpu_check, "look", lambda: gpu_check.GpuAnswer((gpu,)))
+    gpu = gpu_memory.Gpu("NVIDIA H200", 139 * GIB)
+    monkeypatch.setattr(gpu_memory, "look", lambda: gpu_memory.GpuAnswer((gpu,)))
     monkeypatch.chdir(ROOT)
     for run in publish.read(ROOT):
         if not run.results or needs_folders(run.command):

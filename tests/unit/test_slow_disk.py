@@ -10,21 +10,20 @@ import pytest
 from fakes import PlayedIsolation, done, ready
 from scripts import JOB, measure
 
+from weighin import slow_disk
 from weighin.child_process import encode_event
-from weighin.disk import mount
-from weighin.disk.mount import Mount
-from weighin.disk.passthrough import Pace
 from weighin.errors import IsolationUnavailable
 from weighin.run import loads
+from weighin.slow_disk import Mount, Pace
 
 MS = 1_000_000
 
 
 def test_a_machine_without_fuse_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mount, "find_spec", lambda _: True)
-    monkeypatch.setattr(mount, "find_library", lambda _: None)
+    monkeypatch.setattr(slow_disk, "find_spec", lambda _: True)
+    monkeypatch.setattr(slow_disk, "find_library", lambda _: None)
     with pytest.raises(IsolationUnavailable) as caught:
-        mount.check(in_container=True)
+        slow_disk.check(in_container=True)
     assert str(caught.value) == (
         "weighin slows a disk down with FUSE, which does not work here: libfuse 2 is not installed\n"
         "apt-get install libfuse2"

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from weighin.probes.stacks import StackTaker
+from weighin.result import Stack
 from weighin.units import MIB
 
 
@@ -55,13 +56,11 @@ def test_a_usage_is_near_the_limit_that_it_soon_reaches(
 def test_a_stack_has_the_most_usage_until_its_reading_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    frame = {"name": "work", "filename": "a.py", "line": 3}
-    thread = {"frames": [frame], "os_thread_id": 1, "owns_gil": True, "thread_name": "MainThread"}
     goes_on = threading.Event()
 
-    def dump(_: str, pids: list[int]) -> dict[int, list[object]]:
+    def dump(_: str, _deadline_s: float, pid: int) -> list[Stack]:
         goes_on.wait(60)
-        return {pid: [thread] for pid in pids}
+        return [Stack(0, pid, "MainThread", 0, ("work (a.py:3)",))]
 
     taker = StackTaker(lambda: [os.getpid()])
     monkeypatch.setattr(taker, "_program", "py-spy")

@@ -15,7 +15,7 @@ from weighin.formats.selection import Selection
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
-from weighin.probes import environment, gpu_check
+from weighin.probes import environment, gpu_memory
 from weighin.settings.definition import Settings, check_suite
 from weighin.suite import registry
 from weighin.units import GIB
@@ -308,7 +308,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        gpu_check, "look", lambda: gpu_check.GpuAnswer(why="no GPU", repair="buy one")
+        gpu_memory, "look", lambda: gpu_memory.GpuAnswer(why="no GPU", repair="buy one")
     )
     assert complaint(lambda: started(device="cuda")) == "--device cuda: no GPU\nbuy one"
     assert not (here / "run").exists()
@@ -329,7 +329,7 @@ def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
 
 def test_a_gpu_cell_has_its_limit_and_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        gpu_check, "look", lambda: gpu_check.GpuAnswer((gpu_check.Gpu("Example", 8 * GIB),))
+        gpu_memory, "look", lambda: gpu_memory.GpuAnswer((gpu_memory.Gpu("Example", 8 * GIB),))
     )
     run = started(device="cuda", vram=["8g", "none"], trace=True)
     assert [one.cell.vram_limit_bytes for one in run.planned] == [8 * GIB, None]

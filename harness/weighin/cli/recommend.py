@@ -147,10 +147,10 @@ def _pipeline(
 
 
 def _question(typed: dict[str, Any]) -> "Question":
-    from weighin.disk.passthrough import Pace
     from weighin.recommend import answer
     from weighin.recommend.candidates import Limits
     from weighin.settings.definition import check_suite
+    from weighin.slow_disk import Pace
     from weighin.suite import chosen_models, uses
     from weighin.uses import NONE
 

@@ -21,19 +21,19 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from weighin import slow_disk
 from weighin.cell import Cell, Job
 from weighin.checkpoint import cache, entries
-from weighin.disk import mount
-from weighin.disk.passthrough import Pace
 from weighin.errors import HarnessError
 from weighin.isolation import cgroup, select, visible
 from weighin.isolation.base import Isolation
 from weighin.isolation.cgroup import limit, temporary_group
-from weighin.probes import environment, gpu_check, page_cache
+from weighin.probes import environment, gpu_memory, page_cache
 from weighin.probes.cgroup import MemoryCgroup, PeakMark, memory_hierarchy, pressure_hierarchy
 from weighin.result import Outcome
 from weighin.run.loads import LoadSpec
 from weighin.run.measure import measure, remove_leftovers
+from weighin.slow_disk import Pace
 from weighin.suite.registry import model, read_strategy
 from weighin.units import MIB, format_bytes
 
@@ -92,10 +92,10 @@ def examine(say: Callable[[str], None]) -> Examination:
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say)]
     folders = map(_removed, remove_leftovers())
-    mounts = map(_removed, mount.remove_stale(entries.slow_disks()))
+    mounts = map(_removed, slow_disk.remove_stale(entries.slow_disks()))
     say(f"reading directly from a disk of {_PACE}")
     disk = tried("slow disks (--disk, --disk-latency)", _slow_disk, "poor")
-    return Examination((*folders, *mounts, *limits, disk, *figures(), *_machine()))
+    return Examination((*folders, *mounts, *limits, disk, *_figures(), *_machine()))
 
 
 def table(examination: Examination) -> Table:
@@ -119,6 +119,15 @@ def tried(subject: str, attempt: Callable[[], Found], otherwise: Verdict = "bad"
         return Capability(subject, otherwise, str(error))
 
 
+def row(subject: str, works: bool, yes: str, verdict: Verdict, no: str) -> Capability:
+    """Return the row of a capability that works (good: ``yes``), or else ``verdict``: ``no``."""
+    return Capability(subject, "good", yes) if works else Capability(subject, verdict, no)
+
+
+def _removed(line: str) -> Capability:
+    return Capability("left behind by a killed run", "good", f"removed: {line}")
+
+
 def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Capability]:
     subject = f"isolation {isolation.name}"
     try:
@@ -138,18 +147,39 @@ def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Cap
         yield Capability(subject, "bad", f"{error.message}. {error.repair}")
 
 
+def _prove(isolation: Isolation, say: Callable[[str], None]) -> Found:
+    """Run a worker that allocates more than its limit, and check that the kernel kills the worker."""
+    isolation.prepare(say)
+    spec, probe = model("gpt2-tiny"), read_strategy(_PROBE)
+    checkpoint = cache.ensure(spec, "pt")
+    cell = Cell(spec, probe.name, isolation.name, ram_limit_bytes=_PROBE_LIMIT_BYTES)
+    job = Job(cell, str(checkpoint.path), str(checkpoint.manifest_path), str(probe.path))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "samples").mkdir()
+        measured = measure(isolation, LoadSpec(job, [checkpoint.path]))
+        measured.finish(Path(folder))
+    result, size = measured.result, format_bytes(_PROBE_LIMIT_BYTES)
+    if result.outcome is not Outcome.OOM_KILLED or result.last_phase != "overrun":
+        why = f"a probe above its limit was not killed: {result.outcome} {result.message}"
+        return "bad", why.rstrip()
+    peak = result.peaks.cgroup_bytes
+    charged = f"cgroup peak {format_bytes(peak)}" if peak else "cgroup peak not measured"
+    killed = f"a probe that allocated more than {size} was killed, {charged}"
+    return "good", "; ".join([killed, *result.warnings])
+
+
 def _slow_disk() -> Found:
     """Slow a disk down, and compare the time of direct reads (O_DIRECT) of a page with its latency."""
-    mount.check(in_container=False)
+    slow_disk.check(in_container=False)
     cache.folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache.folder()) as folder:
         (Path(folder) / "file").write_bytes(bytes(MIB))
-        with closing(mount.Mount(Path(folder), _PACE, entries.slow_disks())) as disk:
+        with closing(slow_disk.Mount(Path(folder), _PACE, entries.slow_disks())) as disk:
             latency_s = _page_read_s(disk.folder / "file")
     verdict: Verdict = "good" if isclose(latency_s, 0.005, rel_tol=0.1) else "poor"
     found = f"asked for {_PACE}: a direct read of a page took {latency_s * 1e3:.2f} ms through FUSE"
     try:
-        mount.check(in_container=True)
+        slow_disk.check(in_container=True)
     except HarnessError as error:
         return "poor", f"{found}; not for a load in docker: {error.message}: {error.repair}"
     return verdict, found
@@ -166,33 +196,7 @@ def _page_read_s(file: Path) -> float:
     return median(times_s)
 
 
-def _removed(line: str) -> Capability:
-    return Capability("left behind by a killed run", "good", f"removed: {line}")
-
-
-def _prove(isolation: Isolation, say: Callable[[str], None]) -> Found:
-    """Run a worker that allocates more than its limit, and check that the kernel kills the worker."""
-    isolation.prepare(say)
-    spec = model("gpt2-tiny")
-    checkpoint = cache.ensure(spec, "pt")
-    probe = read_strategy(_PROBE)
-    cell = Cell(spec, probe.name, isolation.name, ram_limit_bytes=_PROBE_LIMIT_BYTES)
-    job = Job(cell, str(checkpoint.path), str(checkpoint.manifest_path), str(probe.path))
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "samples").mkdir()
-        measured = measure(isolation, LoadSpec(job, [checkpoint.path]))
-        measured.finish(Path(folder))
-        result = measured.result
-    if result.outcome is not Outcome.OOM_KILLED or result.last_phase != "overrun":
-        why = f"a probe above its limit was not killed: {result.outcome} {result.message}"
-        return "bad", why.rstrip()
-    peak = result.peaks.cgroup_bytes
-    charged = f"cgroup peak {format_bytes(peak)}" if peak else "cgroup peak not measured"
-    killed = f"a probe that allocated more than {format_bytes(_PROBE_LIMIT_BYTES)} was killed"
-    return "good", "; ".join([f"{killed}, {charged}", *result.warnings])
-
-
-def figures() -> Iterator[Capability]:
+def _figures() -> Iterator[Capability]:
     """Yield a row for each kind of memory figure in records, and a row for the cold page cache."""
     yield row(
         "peak RSS of each phase",
@@ -201,11 +205,10 @@ def figures() -> Iterator[Capability]:
         "bad",
         "/proc/self/clear_refs cannot be written, as in a sandbox that is not Linux itself",
     )
-    yield Capability(
-        "anonymous, file, shared memory",
-        "good",
-        "sampled, and exact at the end of each phase, because the kernel keeps no peak of them",
+    sampled = (
+        "sampled, and exact at the end of each phase, because the kernel keeps no peak of them"
     )
+    yield Capability("anonymous, file, shared memory", "good", sampled)
     try:
         with temporary_group() as group:
             yield from of_group(MemoryCgroup(group))
@@ -219,8 +222,9 @@ def figures() -> Iterator[Capability]:
         file.write(bytes(MIB))
         file.flush()
         left = page_cache.drop([Path(file.name)])
-    unknown = "this kernel does not tell which pages are cached"
-    why = f"{folder}: {unknown}" if left is None else f"{folder} keeps its pages: is it a tmpfs?"
+    why = f"{folder} keeps its pages: is it a tmpfs?"
+    if left is None:
+        why = f"{folder}: this kernel does not tell which pages are cached"
     yes = f"files in {folder} are evicted, and checked"
     yield row("cold page cache", left == 0, yes, "bad", why)
 
@@ -230,13 +234,12 @@ def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
     name, kills = cgroup.file("peak").name, cgroup.file("oom").name
     with closing(PeakMark(cgroup)) as mark:
         now = mark.counters()
+        exact = f"exact for each phase: {name}, reset at the end of each"
+        verdict: Verdict = "poor"
+        why = f"exact for the whole cell, not for a phase: resetting {name} needs Linux 6.12"
         if now.peak_bytes is None:
-            why = f"missing: {name} needs Linux 5.19; only samples are available"
-            yield Capability("cgroup peak", "bad", why)
-        else:
-            exact = f"exact for each phase: {name}, reset at the end of each"
-            why = f"exact for the whole cell, not for a phase: resetting {name} needs Linux 6.12"
-            yield row("cgroup peak", mark.reset(), exact, "poor", why)
+            verdict, why = "bad", f"missing: {name} needs Linux 5.19; only samples are available"
+        yield row("cgroup peak", now.peak_bytes is not None and mark.reset(), exact, verdict, why)
     exact = f"exact: oom_kill in {kills}"
     why = f"missing: oom_kill in {kills} needs Linux 5.2 (v2) or 4.13 (v1)"
     yield row("kills for lack of memory", now.oom_kills is not None, exact, "bad", why)
@@ -250,17 +253,14 @@ def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
 def pressure() -> Capability:
     """Test whether memory pressure can be measured: PSI needs a cgroup v2 tree."""
     tree, hierarchy = pressure_hierarchy(), memory_hierarchy()
-    verdict: Verdict = "poor"
-    if not Path("/proc/pressure/memory").exists():
-        detail = "missing: disabled in this kernel; boot with psi=1"
-    elif tree is None:
-        detail = "missing: it needs a cgroup v2 tree, and none is mounted"
-    elif hierarchy and hierarchy[0] == 1:
-        verdict = "good"
-        detail = f"exact with --isolation cgroup, through {tree}; not with docker on cgroup v1"
-    else:
-        verdict, detail = "good", "exact: memory.pressure of the cell's cgroup"
-    return Capability("memory pressure (PSI)", verdict, detail)
+    is_on = Path("/proc/pressure/memory").exists()
+    yes = "exact: memory.pressure of the cell's cgroup"
+    if hierarchy and hierarchy[0] == 1:
+        yes = f"exact with --isolation cgroup, through {tree}; not with docker on cgroup v1"
+    no = "missing: disabled in this kernel; boot with psi=1"
+    if is_on:
+        no = "missing: it needs a cgroup v2 tree, and none is mounted"
+    return row("memory pressure (PSI)", is_on and tree is not None, yes, "poor", no)
 
 
 def nested() -> Capability:
@@ -275,7 +275,7 @@ def nested() -> Capability:
             inner = MemoryCgroup(group / "inner")
             try:
                 limit(inner.path, _INNER_BYTES)
-                is_limited = int(inner.file("limit").read_text()) == _INNER_BYTES
+                is_limited = inner.read("limit") == _INNER_BYTES
             finally:
                 inner.path.rmdir()
         name = outer.file("limit").name
@@ -287,30 +287,26 @@ def nested() -> Capability:
 
 
 def _machine() -> Iterator[Capability]:
-    machine, hierarchy = environment.machine(), memory_hierarchy()
-    tree = pressure_hierarchy()
+    machine, hierarchy, tree = environment.machine(), memory_hierarchy(), pressure_hierarchy()
     if hierarchy is None:
         why = "no memory controller: boot with cgroup_enable=memory"
         yield Capability("cgroup version", "bad", why)
-    elif hierarchy[0] == 2:
-        yield Capability("cgroup version", "good", f"v2 at {hierarchy[1]}")
     else:
         beside = f"beside a v2 tree at {tree}" if tree else "without a v2 tree"
-        yield Capability("cgroup version", "poor", f"v1 at {hierarchy[1]}, {beside}")
+        v1, v2 = f"v1 at {hierarchy[1]}, {beside}", f"v2 at {hierarchy[1]}"
+        yield row("cgroup version", hierarchy[0] == 2, v2, "poor", v1)
     total, free = cgroup.ram_bytes()
     limited = " (the limit of a cgroup around weighin)" if total < machine["ram_bytes"] else ""
     yield Capability("RAM", "good", f"{format_bytes(free)} free of {format_bytes(total)}{limited}")
-    disk = shutil.disk_usage(cache.folder()).free
-    detail = f"{format_bytes(disk)} free at {cache.folder()}"
-    yield Capability("disk for checkpoints", "good", detail)
-    swap_bytes = machine["swap_bytes"]
+    disk = format_bytes(shutil.disk_usage(cache.folder()).free)
+    yield Capability("disk for checkpoints", "good", f"{disk} free at {cache.folder()}")
 
     def unswapped() -> Found:
-        if swap_bytes:
-            with temporary_group() as group:
-                limit(group, _PROBE_LIMIT_BYTES)
-        size = f"{format_bytes(swap_bytes)}, turned off for each limited cell"
-        return "good", size if swap_bytes else "none"
+        if not (swap_bytes := machine["swap_bytes"]):
+            return "good", "none"
+        with temporary_group() as group:
+            limit(group, _PROBE_LIMIT_BYTES)
+        return "good", f"{format_bytes(swap_bytes)}, turned off for each limited cell"
 
     yield tried("swap", unswapped, "poor")
     detail = f"{machine['thp']} (affects memory figures; part of each record)"
@@ -322,14 +318,9 @@ def gpu() -> Capability:
     """Test, in a subprocess, whether torch can use a GPU."""
     if not any(Path(file).exists() for file in _GPU_FILES):
         return Capability("CUDA GPU", "poor", "none: cells load to the CPU only")
-    seen = gpu_check.look()
+    seen = gpu_memory.look()
     if not seen.gpus:
         return Capability("CUDA GPU", "bad", f"there is one, but {seen.why}: {seen.repair}")
     first = seen.gpus[0]
     detail = f"{first.name}, {format_bytes(first.total_bytes)}, peaks are exact"
     return Capability("CUDA GPU", "good", detail)
-
-
-def row(subject: str, works: bool, yes: str, verdict: Verdict, no: str) -> Capability:
-    """Return the row of a capability that works (good: ``yes``), or else ``verdict``: ``no``."""
-    return Capability(subject, "good", yes) if works else Capability(subject, verdict, no)

@@ -34,7 +34,7 @@ from weighin.errors import ConfigError, HarnessError, Interrupted, explain
 from weighin.isolation import cgroup, select
 from weighin.plan import start
 from weighin.plan.task import Demand, Node, Progress
-from weighin.probes import environment, gpu_check
+from weighin.probes import environment, gpu_memory
 from weighin.records import run_folder
 from weighin.result import SCHEMA
 from weighin.run import interrupts, runner
@@ -157,7 +157,7 @@ def _describe(assignment: Mapping[str, Any], driver: Parent) -> None:
         free_ram_bytes=free,
         isolations={n: f"{e.message} ({e.repair})" if e else "" for n, e in found.items()},
         no_soft_limit=hard_only.message if hard_only else "",
-        gpu_bytes=[g.total_bytes for g in gpu_check.look().gpus] if assignment["gpu"] else [],
+        gpu_bytes=[g.total_bytes for g in gpu_memory.look().gpus] if assignment["gpu"] else [],
         capabilities=capabilities,
     )
 
@@ -191,7 +191,7 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
         )
         total, free = cgroup.ram_bytes(task.isolation.name)
         (planned,) = task.planned
-        gpus = [g.total_bytes for g in gpu_check.look().gpus] if planned.cell.needs_gpu else []
+        gpus = [g.total_bytes for g in gpu_memory.look().gpus] if planned.cell.needs_gpu else []
         has: dict[str, Any] = {"ram_bytes": total, "free_ram_bytes": free, "gpu_bytes": gpus}
         if Demand.of(planned.cell).lacks_now(Node("", "", **has)):  # the node may have joined later
             driver.send("short", **has)

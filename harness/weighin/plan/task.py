@@ -17,7 +17,7 @@ from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.formats.selection import Selection
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
-from weighin.probes import environment, gpu_check
+from weighin.probes import environment, gpu_memory
 from weighin.records import run_folder
 from weighin.records.floor import Aim, results_of, searched, unlimited_of
 from weighin.records.verdict import Reference, reference_of
@@ -239,7 +239,7 @@ def check_ram(limits: Sequence[int | None], nodes: Sequence[Node]) -> None:
 def check_gpu(device: str, vram_limits: Sequence[int | None], nodes: Sequence[Node]) -> None:
     """Raise IsolationUnavailable if no machine has the GPU ``device`` with enough memory."""
     if not nodes:
-        gpu_check.check(device, vram_limits)
+        gpu_memory.check(device, vram_limits)
     for vram in vram_limits if nodes else ():
         reasons = [Demand(None, device, vram).obstacle(node) for node in nodes]
         if all(reasons):

@@ -10,8 +10,9 @@ import signal
 import sys
 from typing import Final
 
+import psutil
+
 from weighin.predict.dispatch import CannotFollow
-from weighin.probes.cgroup import all_pids, parent_of
 
 _STARTS: Final = (
     "subprocess.Popen",
@@ -38,7 +39,7 @@ def check() -> None:
 
 
 def children() -> list[int]:
-    return [pid for pid in all_pids() if parent_of(pid) == os.getpid()]
+    return [child.pid for child in psutil.Process().children()]
 
 
 def end_children() -> bool:

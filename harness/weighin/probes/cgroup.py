@@ -60,10 +60,6 @@ def start_time(pid: int) -> int | None:
     return _number(pid, 19)
 
 
-def all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 (quicker)
-
-
 def folders_of(group: Path) -> list[str]:
     """Return the folders of a cgroup and those below, the innermost first; none if it was removed."""
     try:
@@ -227,17 +223,16 @@ def _group_of(pid: int, version: int) -> str | None:
 
 
 def read_machine_oom_kills() -> int | None:
-    """Return how many processes of the whole machine the OOM killer has killed since boot."""
+    """Return how many processes of the machine the OOM killer has killed since boot."""
     return parse_numbers(_read(Path("/proc/vmstat"))).get("oom_kill")
 
 
 class MemoryCgroup:
     """The files of one memory cgroup. On v1, ``pressure_path`` (PSI) is in a folder of v2.
 
-    The files are "stat", "usage" (what the kernel counts for the group now, its charge), "peak" (of
-    the charge; on v2 since Linux 5.19), "limit", "swap", "oom" (its line "oom_kill" counts kills in
-    this group), on v1 "kernel" and "kernel_peak", and on v2 "soft" (memory.high, above which the
-    kernel throttles the group) and "oom_below" (the kills in this group and all ever below it).
+    "usage" is what the kernel counts for the group now, its charge, and "peak" the charge's peak (on v2
+    since Linux 5.19). The line "oom_kill" of "oom" counts kills in this group, that of "oom_below" also
+    all ever below it. Above "soft", the kernel throttles the group.
     """
 
     def __init__(self, path: Path, pressure_path: Path | None = None) -> None:
@@ -314,21 +309,16 @@ def room_in(folder: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What the kernel has counted for a cgroup so far; without a cgroup, all numbers are None.
-
-    Only v1 keeps ``kernel_peak_bytes``. ``refaults`` are file pages that were read again after their
-    eviction, ``some_ns`` and ``full_ns`` PSI's stall times. Only v2 tells in ``limit_events`` how
-    often the group met its limits: v1's ``failcnt`` stays 0 if RAM and swap have the same limit
-    (seen on Linux 6.18).
-    """
+    """What the kernel has counted for a cgroup so far; without a cgroup, all numbers are None."""
 
     usage_bytes: int | None = None
     peak_bytes: int | None = None
-    kernel_peak_bytes: int | None = None
-    refaults: int | None = None
-    some_ns: int | None = None
+    kernel_peak_bytes: int | None = None  # only on v1
+    refaults: int | None = None  # file pages that were read again after their eviction
+    some_ns: int | None = None  # of PSI
     full_ns: int | None = None
     oom_kills: int | None = None
+    # How often the group met its limits. v1's failcnt stays 0 if RAM and swap have the same limit.
     limit_events: dict[str, int] | None = None
 
 

@@ -1,9 +1,11 @@
-"""The GPU memory of another process: sampled with NVML, and the timeline of its CUDA allocator.
+"""The CUDA devices of this machine, and the GPU memory of another process.
 
-NVML is NVIDIA's library that asks the driver, which also counts the CUDA context, code and the buffers
-of libraries. PyTorch's allocator does not count these, but its events give an exact timeline of
-requested and reserved bytes. They lack the sizes of blocks, so that there is none of allocated bytes:
-a record has their peak in each phase, and its samples have them over time.
+torch lists the devices in a subprocess, so that this process imports no torch: ``python -m
+weighin.probes.gpu_memory`` sends one event, ``answer``. NVML, NVIDIA's library that asks the driver, samples
+the memory of a process, which also counts the CUDA context, code and the buffers of libraries.
+PyTorch's allocator does not count these, but its events give an exact timeline of requested and
+reserved bytes. They lack the sizes of blocks, so that there is none of allocated bytes: a record has
+their peak in each phase, and its samples have them over time.
 """
 
 import bisect
@@ -12,13 +14,21 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from weighin import child_process
+from weighin.child_process import Parent, end_with_parent
+from weighin.errors import IsolationUnavailable
 from weighin.result import Sample
+from weighin.text import one_line
+from weighin.units import format_bytes, format_exact
 
 _Point = TypeVar("_Point", bound=tuple[int, ...])
+_TIMEOUT_S: Final = 120
+_INSTEAD: Final = "weighin predict MODEL --device cuda needs no GPU"
 _INTERVAL_S: Final = 0.02  # one query takes about a millisecond
 TRACE_EVENTS: Final = 1_000_000
 """The number of events that the allocator keeps; a load causes two or three events per tensor."""
@@ -32,6 +42,65 @@ _RESERVED: Final = {
     "segment_unmap": -1,
 }
 FIELDS: Final = ("t_ns", "action", "bytes", "requested_bytes", "reserved_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One CUDA device, whose position in ``GpuAnswer.gpus`` is torch's index of the device."""
+
+    name: str
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAnswer:
+    """The CUDA devices of this machine; ``why`` there is none, and what to do (``repair``)."""
+
+    gpus: tuple[Gpu, ...] = ()
+    why: str = ""
+    repair: str = ""
+
+
+@cache
+def look() -> GpuAnswer:
+    """Return the devices that torch finds; the first call imports torch in a subprocess."""
+    command = child_process.module("weighin.probes.gpu_memory")
+    try:
+        answer, why = child_process.ask(command, child_process.environment(), timeout_s=_TIMEOUT_S)
+    except TimeoutError:
+        return GpuAnswer((), f"torch does not list GPUs within {_TIMEOUT_S} s", _INSTEAD)
+    if not answer:
+        return GpuAnswer((), f"torch failed while listing GPUs: {one_line(why)}", _INSTEAD)
+    if gpus := tuple(Gpu(**gpu) for gpu in answer["gpus"]):
+        return GpuAnswer(gpus)
+    why = f"torch {answer['torch']} finds no CUDA GPU"
+    repair = "nvidia-smi shows whether the driver finds one"
+    if not answer["cuda"]:
+        why = f"this torch ({answer['torch']}) is built without CUDA"
+        repair = "install a CUDA build (pytorch.org/get-started)"
+    return GpuAnswer((), why, f"{repair}, or: {_INSTEAD}")
+
+
+def check(device: str, limits: Sequence[int | None]) -> None:
+    """Raise IsolationUnavailable if ``device`` does not exist or has less memory than a limit."""
+    seen = look()
+    index = int(device.partition(":")[2] or 0)
+    if not seen.gpus:
+        raise IsolationUnavailable(f"--device {device}: {seen.why}", seen.repair)
+    if index >= len(seen.gpus):
+        last = len(seen.gpus) - 1
+        raise IsolationUnavailable(
+            f"--device {device}: torch finds only {len(seen.gpus)} CUDA"
+            f" device{'s' * (len(seen.gpus) > 1)}",
+            "write cuda:0" if last == 0 else f"write cuda:0 to cuda:{last}",
+        )
+    gpu = seen.gpus[index]
+    if (limit := max(filter(None, limits), default=0)) > gpu.total_bytes:
+        raise IsolationUnavailable(
+            f"--vram {format_exact(limit)} is more than {gpu.name} has"
+            f" ({format_bytes(gpu.total_bytes)})",
+            "give a smaller limit, or leave out --vram",
+        )
 
 
 class NvmlUnavailable(Exception):
@@ -92,14 +161,11 @@ class DriverMemory:
     def _used_bytes(self) -> int:
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)
         used = {one.pid: one.usedGpuMemory for one in processes}
+        why = "NVML does not report the memory of single processes on this machine"
         if self._pid not in used:
-            raise NvmlUnavailable(
-                f"NVML lists no process {self._pid}: another PID namespace, or MIG"
-            )
-        if used[self._pid] is None:
-            raise NvmlUnavailable(
-                "NVML does not report the memory of single processes on this machine"
-            )
+            why = f"NVML lists no process {self._pid}: another PID namespace, or MIG"
+        if used.get(self._pid) is None:
+            raise NvmlUnavailable(why)
         return int(used[self._pid])
 
 
@@ -131,10 +197,7 @@ def _latest(points: Sequence[_Point], t_ns: int) -> _Point | None:
 
 @dataclass(slots=True)
 class Trace:
-    """A trace: the requested and reserved bytes at its start, and its events.
-
-    An event is (monotonic ns, action, bytes).
-    """
+    """The requested and reserved bytes at the start, and the events: (monotonic ns, action, bytes)."""
 
     requested_bytes: int
     reserved_bytes: int
@@ -177,3 +240,19 @@ def write_trace(path: Path, trace: Trace) -> None:
         writer = csv.writer(file)
         writer.writerow(FIELDS)
         writer.writerows(trace.steps())
+
+
+def main() -> None:
+    """Send the devices that torch finds to the process that called ``look``."""
+    end_with_parent()
+    parent = Parent()
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = map(torch.cuda.get_device_properties, range(count))
+    gpus = [{"name": gpu.name, "total_bytes": gpu.total_memory} for gpu in found]
+    parent.send("answer", torch=str(torch.__version__), cuda=torch.version.cuda, gpus=gpus)
+
+
+if __name__ == "__main__":
+    main()

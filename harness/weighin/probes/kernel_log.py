@@ -69,26 +69,25 @@ def kills_since(
     """
     if log is None:
         return None
-    inside, start_group = _inside(group), _inside(group or home)
+    hierarchy = memory_hierarchy()
+
+    def inside(group: Path | None) -> str | None:
+        """Return a cgroup's path from the mount point on, as in the log; None if it is not below it."""
+        if group is None or hierarchy is None or not group.is_relative_to(hierarchy[1]):
+            return None
+        return f"/{group.relative_to(hierarchy[1])}".rstrip(".")
+
     lines: list[str] = []
     try:
         for _ in range(2):
             lines += _read(log)
-            found = parse_kills(lines, inside, main_pid, pids, start_group)
+            found = parse_kills(lines, inside(group), main_pid, pids, inside(group or home))
             if all(kill.anon_bytes is not None for kill in found):
                 break
             time.sleep(_LATE_S)
     finally:
         os.close(log)
     return found
-
-
-def _inside(group: Path | None) -> str | None:
-    """Return a cgroup's path from the mount point on, as in the log; None if it is not below it."""
-    hierarchy = memory_hierarchy()
-    if group is None or hierarchy is None or not group.is_relative_to(hierarchy[1]):
-        return None
-    return f"/{group.relative_to(hierarchy[1])}".rstrip(".")
 
 
 def _read(log: int) -> Iterator[str]:

@@ -1,18 +1,15 @@
-"""Read the memory and page faults of one process from its files in /proc/PID.
+"""Read the memory of one process from its files in /proc/PID.
 
-The measured process (worker) imports this module, too. The module therefore does not import
-pathlib, which would take 1 MiB. Source: Documentation/filesystems/proc.rst of
-the kernel.
+The measured process (worker) imports this module, too, which therefore does without pathlib (1 MiB).
+Source: Documentation/filesystems/proc.rst of the kernel.
 """
 
 from typing import NamedTuple
 
 from weighin import phase_reporter
-from weighin.phase_reporter import parse_faults, parse_status, read_text
+from weighin.phase_reporter import parse_status, read_text
 from weighin.result import Memory
 from weighin.units import KIB
-
-__all__ = ["parse_faults", "parse_status", "read_text"]
 
 
 def read_status(pid: int | str = "self") -> dict[str, int]:
@@ -36,17 +33,13 @@ def read_rollup(pid: int | str = "self") -> dict[str, int]:
 
 
 class Shares(NamedTuple):
-    """The parts of a process's proportional set size, in bytes.
+    """The parts of a process's proportional set size, in bytes."""
 
-    Anonymous pages that were given back with MADV_FREE are left out. ``locked`` is of files, and a
-    part of ``file``. ``private`` is anonymous memory that no other process maps.
-    """
-
-    anon: int
+    anon: int  # without pages that were given back with MADV_FREE
     file: int
     shmem: int
-    locked: int = 0
-    private: int = 0
+    locked: int = 0  # of ``file``
+    private: int = 0  # of ``anon``, which no other process maps
 
 
 def read_shares(pid: int | str = "self") -> Shares | None:

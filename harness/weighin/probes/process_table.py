@@ -55,22 +55,18 @@ class Pause:
 
 @dataclass(slots=True)
 class _Seen:
-    """What is recorded of one process; ``parent_pid`` is the pid of its first parent.
-
-    ``anon_bytes`` are the last two readings of its anonymous memory, the newest first, and
-    ``least_anon_bytes`` the least since the fork, when the memory was its parent's.
-    """
+    """What is recorded of one process."""
 
     pid: int
     start_ns: int
     end_ns: int
-    parent_pid: int = 0
+    parent_pid: int = 0  # its first parent's
     command: str = ""
     highest_rss_bytes: int | None = None
     shares: Shares | None = None
     files: tuple[OpenFile, ...] = ()
-    anon_bytes: tuple[int, ...] = ()
-    least_anon_bytes: int = 0
+    anon_bytes: tuple[int, ...] = ()  # the last two readings, the newest first
+    least_anon_bytes: int = 0  # since the fork, when the memory was its parent's
     parent_anon_bytes: int = 0
     copied_bytes: int | None = None
     grown_bytes: int | None = None
@@ -93,15 +89,12 @@ class _Seen:
             self.anon_bytes = (now, *self.anon_bytes[:1])
 
     def note_files(self, *, with_mapped: bool) -> None:
-        """Record the files that are open, and files of earlier calls as closed.
-
-        If the process is exiting, keep the files of the last reading as they are, because the kernel
-        closes the files of a killed process, not the process itself. A closed file's content may still
+        """Record the files that are open, and files of earlier calls as closed: their content may still
         be in memory. Unless the call is ``with_mapped``, the mapped bytes are those of before.
         """
         with contextlib.suppress(OSError):  # the process has ended, or is another user's
             found = open_files(self.pid, with_mapped=with_mapped)
-            if is_exiting(self.pid):
+            if is_exiting(self.pid):  # it was killed, so that the kernel has closed its files
                 return
             known = {file.path: file for file in self.files}
             there, now_ns = [], time.monotonic_ns()
@@ -224,11 +217,8 @@ class ProcessTable:
 def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
     """Return up to 16 data files of at least 1 MiB that a process reads, the largest first.
 
-    ``open_files`` leaves out programs, libraries, locale archives, and files that are open only for
-    writing. If it is to find mapped files, too, it takes longer.
-
-    Raises:
-        OSError: the process has ended, or belongs to another user.
+    Programs, libraries, locale archives, and files that are open only for writing are left out. If the
+    process has ended, or belongs to another user, OSError is raised.
     """
     files: dict[str, OpenFile] = {}
     for path, mapped_bytes in (_mapped(pid) if with_mapped else {}).items():
@@ -276,9 +266,7 @@ def _mapped(pid: int) -> dict[str, int]:
 def command_of(pid: int, source: str = "cmdline") -> str:
     """Return the command line of a process as one printable line; empty for a zombie.
 
-    The ``source`` "comm" gives the name of the program instead, which a zombie keeps.
-
-    Raises:
-        OSError: the process has ended, and its parent has reaped it.
+    The ``source`` "comm" gives the name of the program instead, which a zombie keeps. Of a process that
+    was reaped, OSError is raised.
     """
     return one_line(read_kernel(Path(f"/proc/{pid}/{source}")).replace("\0", " "))

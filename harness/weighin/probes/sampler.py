@@ -16,26 +16,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
+
+import psutil
 
 from weighin.phase_reporter import memory_of as memory_fields
+from weighin.phase_reporter import parse_faults, parse_status
 from weighin.probes.cgroup import (
     MemoryCgroup,
-    all_pids,
     folders_of,
     has_left,
     memory_cgroup_of,
     parent_of,
     room_in,
 )
-from weighin.probes.process import (
-    Shares,
-    parse_faults,
-    parse_status,
-    read_private,
-    read_shares,
-    read_status,
-)
+from weighin.probes.process import Shares, read_private, read_shares, read_status
 from weighin.probes.process_table import Pause, ProcessTable, command_of
 from weighin.result import Sample
 from weighin.units import MIB
@@ -51,36 +46,33 @@ _FAST_INTERVAL_S: Final = 0.001
 _MUCH_MORE: Final = 1.2  # times the usage of the last table; then a new table is read at once
 _PRIORITY: Final = 1  # the lowest real-time priority
 _NEAR: Final = 4  # the limit is near if the command's growth meets it within so many intervals
+_Read = TypeVar("_Read")
 
 
 class Sampler:
     """Samples the memory of a command with all its processes, or of those that load.
 
-    A command in a cgroup has what the kernel counts for the cgroup and those below it. The sample's
-    ``file_bytes`` is the mapped page cache: the mapped memory that the kernel reports, less all shared
-    memory. The kernel reclaims the pages of its lists active_file and inactive_file: page cache that
-    is not locked, and anonymous pages that were given back with MADV_FREE.
+    A command in a cgroup has what the kernel counts for the cgroup and those below it, where
+    ``file_bytes`` is the mapped page cache. The kernel reclaims the pages of its lists active_file and
+    inactive_file: page cache that is not locked, and anonymous pages that were given back (MADV_FREE).
 
     A command without a cgroup has the sum of the proportional set sizes of its processes, which misses
-    shared memory that is written, but not mapped. A sample between two sums repeats the last sum. If
-    the anonymous memory of just one process has changed since the last sum, the sample includes this
-    change.
+    shared memory that is written, but not mapped. A sample between two sums repeats the last sum, with
+    the change of anonymous memory since then if it is that of just one process.
 
-    A load has the memory of its process, or of the processes that load together (ranks). Of several,
-    the anonymous memory is the sum over the ranks. File-backed and shared memory are those of the
-    cgroup, which counts a shared page only once. Without a cgroup, each of the two is the largest value
-    of any one rank.
+    A load has the memory of its process, or of the processes that load together (ranks): the sum of
+    their anonymous memory, and the cgroup's file-backed and shared memory, which counts a shared page
+    only once. Without a cgroup, each of these two is the largest value of any one rank.
 
-    The peak is the sample with the most needed memory (``Sample.needed_bytes``). Among samples with
-    needed memory within 1 % (at least 1 MiB) of the most, the one with the highest total usage is
-    the peak. Page cache counts only in this total, because the kernel can reclaim page cache.
+    The peak is the sample with the most needed memory (``Sample.needed_bytes``), or of those within
+    1 % (at least 1 MiB) of it, the one with the highest total usage, which includes page cache.
 
     Attributes:
         caches_bytes: on cgroup v1, the kernel memory that was left when all processes had ended:
             caches of files' names, which the kernel reclaims. v1 does not count them apart.
         escape: how a process got out of the cgroup or its limit: "sh (pid 12) left the command's
-            cgroup for /x"; empty if none did. systemd-run, Slurm, runexec and other programs move
-            what they start into cgroups of their own.
+            cgroup for /x"; empty if none did. systemd-run, Slurm and other programs move what they
+            start into cgroups of their own.
         last_peaks_rss_bytes: the last ``VmHWM`` that was read of each process that loads.
         oom_kills: the processes that the OOM killer killed in the cgroup and those below it (on v2,
             also in groups that have been removed); None without a cgroup.
@@ -118,11 +110,11 @@ class Sampler:
         self.last_peaks_rss_bytes: list[int | None] = [None for _ in loading]
         self.rank_samples: dict[int, list[Sample]] = {}
         self._pid, self._find_members, self._cgroup = pid, members, cgroup
-        self._loading, self._at_sample = loading, at_sample
+        self._at_sample = at_sample
         # Ranks take no more processor time than one process.
         self._interval_s = interval_s or len(loading) * _LOAD_INTERVAL_S or _INTERVAL_S
         self._opened: list[int] = []
-        self._processes = [self._open(f"/proc/{n}/status", f"/proc/{n}/stat") for n in loading]
+        self._loading = [self._open(f"/proc/{n}/status", f"/proc/{n}/stat") for n in loading]
         self._members = [pid]
         self._search = Pause(_SEARCH_S if cgroup or loading else 0.0)
         self._others_pause = Pause(_SEARCH_S)  # the kernel walks the address space of each process
@@ -193,6 +185,9 @@ class Sampler:
             self._cgroup.raise_limit()
 
     def _run(self) -> None:
+        """Take samples: a command that, growing as now, would exceed its limit within 4 intervals is
+        sampled every millisecond.
+        """
         if self.table:
             # A real-time priority lets the thread run although the command uses all processors; the
             # processes that it starts, such as py-spy, keep the normal one. Only root may raise it.
@@ -200,25 +195,16 @@ class Sampler:
                 policy, priority = os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(_PRIORITY)
                 os.sched_setscheduler(0, policy, priority)
         before: Sample | None = None
-        while True:
-            is_last = self._stop.is_set()
-            start_s = time.monotonic()
-            sample = self._look()
-            if is_last:
-                return
-            due_s = start_s + self._next_interval_s(before, sample)
-            before = sample
+        is_last = False
+        while not is_last:  # the last sample is taken after the stop
+            is_last, due_s = self._stop.is_set(), time.monotonic() + self._interval_s
+            now = self._look()
+            if now and before and self._room_bytes is not None:
+                rate = (_used(now) - _used(before)) / (now.t_ns - before.t_ns) * 1e9
+                if rate * self._interval_s * _NEAR > self._room_bytes - _used(now):
+                    due_s += min(_FAST_INTERVAL_S - self._interval_s, 0)
+            before = now
             self._stop.wait(max(due_s - time.monotonic(), 0))
-
-    def _next_interval_s(self, before: Sample | None, now: Sample | None) -> float:
-        """Return the seconds until the next sample: at most 1 ms if the command, growing as now,
-        would exceed its limit within 4 intervals; else the usual interval.
-        """
-        if self._room_bytes is None or before is None or now is None:
-            return self._interval_s
-        rate = (_used(now) - _used(before)) / (now.t_ns - before.t_ns) * 1e9
-        is_near = rate * self._interval_s * _NEAR > self._room_bytes - _used(now)
-        return min(_FAST_INTERVAL_S, self._interval_s) if is_near else self._interval_s
 
     def _look(self) -> Sample | None:
         t_ns = time.monotonic_ns()
@@ -226,32 +212,42 @@ class Sampler:
         if self.table:
             self.table.look(pids, t_ns)
         sample = self.read(t_ns, pids)
-        self._count_kills()
+        if self._cgroup:
+            self._count_kills(self._cgroup)
         if sample is None:
             return None
         self.samples.append(sample)
         self._note_peak(sample)
         if self.table:
-            self._keep_table(self.table, sample)
+            step_bytes = max(MIB, _usage(sample) // 100)
+            is_new = self._is_fresh and self._is_more(sample, self._kept, step_bytes)
+            is_due = self._keeping.begin()
+            if is_new and (is_due or _used(sample) > _MUCH_MORE * _used(self._kept or sample)):
+                # The shares of a tree are those of the last sum.
+                shares = _each(read_shares, self.pids()) if self._cgroup else self._shares
+                self.table.keep(shares)
+                self._kept = sample
+                self._keeping.end()
         if self._at_sample:
             self._at_sample(t_ns, _used(sample))
         return sample
 
-    def _keep_table(self, table: ProcessTable, sample: Sample) -> None:
-        step_bytes = max(MIB, _usage(sample) // 100)
-        most = self._most_needed_bytes
-        is_new = self._is_fresh and _is_more(sample, self._kept, most, step_bytes)
-        is_due = self._keeping.begin()
-        if is_new and (is_due or _used(sample) > _MUCH_MORE * _used(self._kept or sample)):
-            # The shares of a tree are those of the last sum.
-            table.keep(_read_shares(self.pids()) if self._cgroup else self._shares)
-            self._kept = sample
-            self._keeping.end()
-
     def _note_peak(self, sample: Sample) -> None:
         self._most_needed_bytes = max(self._most_needed_bytes, sample.needed_bytes)
-        if _is_more(sample, self.peak, self._most_needed_bytes, step_bytes=1):
+        if self._is_more(sample, self.peak, step_bytes=1):
             self.peak = sample
+
+    def _is_more(self, sample: Sample, before: Sample | None, step_bytes: int) -> bool:
+        """Return whether a sample uses more memory than ``before``: more needed memory, or if that is
+        about equal, and about the most of all samples, a total usage that is higher by ``step_bytes``.
+        """
+        if before is None:
+            return True
+        slack = max(MIB, self._most_needed_bytes // 100)
+        if sample.needed_bytes > before.needed_bytes + slack:
+            return True
+        is_most = sample.needed_bytes >= self._most_needed_bytes - slack
+        return is_most and _usage(sample) >= _usage(before) + step_bytes
 
     def pids(self) -> list[int]:
         """Return the pids of the processes; search a tree only after a pause, as this takes long."""
@@ -274,7 +270,7 @@ class Sampler:
         before, self._inside = self._inside | first, set(found)
         suspects = before - self._inside
         if self._pid and self._search.begin():
-            family, parents = self._inside | first, {pid: parent_of(pid) for pid in all_pids()}
+            family, parents = self._inside | first, {pid: parent_of(pid) for pid in psutil.pids()}
             while new := {pid for pid, parent in parents.items() if parent in family} - family:
                 family |= new
             suspects |= family - self._inside
@@ -287,6 +283,14 @@ class Sampler:
                 where = memory_cgroup_of(pid) or "another"
                 self.escape = f"{name} (pid {pid}) left {whose} cgroup for {where}"
 
+    def _count_kills(self, cgroup: MemoryCgroup) -> None:
+        for folder in folders_of(cgroup.path):
+            if (kills := MemoryCgroup(Path(folder)).read_oom_kills()) is not None:
+                self._kills[folder] = kills
+        ever = cgroup.numbers("oom_below").get("oom_kill")
+        if self._kills or ever is not None:
+            self.oom_kills = max(ever or 0, sum(self._kills.values()))
+
     def read(self, t_ns: int, pids: list[int]) -> Sample | None:
         """Return the memory now; None if the cgroup was removed, or nothing runs any more."""
         group = self._of_group(self._cgroup, t_ns) if self._cgroup else None
@@ -294,7 +298,7 @@ class Sampler:
             return group if self._cgroup else self._of_tree(t_ns, pids)
         if len(self._loading) == 1:
             self._add_up_others(pids)
-        found = [self._of_process(number, t_ns) for number in range(len(self._processes))]
+        found = [self._of_process(number, t_ns) for number in range(len(self._loading))]
         if not any(found):
             return None
         sample = found[0] if len(found) == 1 else self._of_ranks(found, group)
@@ -309,7 +313,7 @@ class Sampler:
 
     def _of_process(self, number: int, t_ns: int) -> Sample | None:
         try:
-            status_text, stat_text = map(_pread, self._processes[number])
+            status_text, stat_text = map(_pread, self._loading[number])
             status, (minor, major) = parse_status(status_text), parse_faults(stat_text)
             self.last_peaks_rss_bytes[number] = status["VmHWM"]
             memory = memory_fields(status)
@@ -319,48 +323,47 @@ class Sampler:
 
     def _of_group(self, cgroup: MemoryCgroup, t_ns: int) -> Sample | None:
         try:
-            usage, text = (_pread(file) for file in self._files)
-            stat = cgroup.parse_stat(text)
-            anon, file, shmem = (stat.get(name, 0) for name in ("anon", "file", "shmem"))
-            listed = stat.get("active_file", 0) + stat.get("inactive_file", 0)
-            freed = min(max(listed - (file - shmem), 0), anon)
-            mapped = max(stat.get("file_mapped", 0) - shmem, 0)
-            parts = [stat[part] for part in _KERNEL_PARTS if part in stat]
-            kernel = stat.get("kernel", sum(parts) if parts else cgroup.read("kernel"))
-            major = stat.get("pgmajfault", 0)
-            return Sample(
-                t_ns=t_ns,
-                rss_bytes=anon - freed + mapped + shmem,
-                anon_bytes=anon - freed,
-                file_bytes=mapped,
-                shmem_bytes=shmem,
-                swap_bytes=stat.get("swap", 0),
-                minor_faults=stat.get("pgfault", 0) - major,
-                major_faults=major,
-                cgroup_bytes=int(usage),
-                cgroup_file_bytes=file,
-                cgroup_shmem_bytes=shmem,
-                locked_bytes=min(max(file - shmem - listed, 0), stat.get("unevictable", 0)),
-                freed_bytes=freed,
-                kernel_bytes=kernel,
-                kernel_reclaimable_bytes=stat.get("slab_reclaimable"),
-                socket_bytes=stat.get("sock"),
-                slab_bytes=stat.get("slab"),
-                page_tables_bytes=stat.get("pagetables"),
-            )
+            usage, text = map(_pread, self._files)
+            stat, usage_bytes = cgroup.parse_stat(text), int(usage)
         except (OSError, ValueError):  # the group was removed
             return None
+        anon, file, shmem = (stat.get(name, 0) for name in ("anon", "file", "shmem"))
+        listed = stat.get("active_file", 0) + stat.get("inactive_file", 0)
+        freed = min(max(listed - (file - shmem), 0), anon)
+        mapped = max(stat.get("file_mapped", 0) - shmem, 0)
+        parts = [stat[part] for part in _KERNEL_PARTS if part in stat]
+        major = stat.get("pgmajfault", 0)
+        return Sample(
+            t_ns=t_ns,
+            rss_bytes=anon - freed + mapped + shmem,
+            anon_bytes=anon - freed,
+            file_bytes=mapped,
+            shmem_bytes=shmem,
+            swap_bytes=stat.get("swap", 0),
+            minor_faults=stat.get("pgfault", 0) - major,
+            major_faults=major,
+            cgroup_bytes=usage_bytes,
+            cgroup_file_bytes=file,
+            cgroup_shmem_bytes=shmem,
+            locked_bytes=min(max(file - shmem - listed, 0), stat.get("unevictable", 0)),
+            freed_bytes=freed,
+            kernel_bytes=stat.get("kernel", sum(parts) if parts else cgroup.read("kernel")),
+            kernel_reclaimable_bytes=stat.get("slab_reclaimable"),
+            socket_bytes=stat.get("sock"),
+            slab_bytes=stat.get("slab"),
+            page_tables_bytes=stat.get("pagetables"),
+        )
 
     def _of_tree(self, t_ns: int, pids: list[int]) -> Sample | None:
-        status = _read_statuses(pids)
+        status = _each(read_status, pids)  # a zombie, which has no memory, is left out
         self._is_fresh = self._sum.begin()
         if self._is_fresh:
             # ``RssAnon`` is read before and after the PSS, because the processes may grow meanwhile.
             # The two readings give the bounds of what their sum counts twice: the previous result
             # stays if it lies between the bounds, else it becomes the nearer bound.
-            self._shares, self._status = _read_shares(list(status)), status
-            shared = sum(anon for anon, *_ in self._shares.values())
-            sums = (_anon(each) - shared for each in (status, _read_statuses([*status])))
+            self._shares, self._status = _each(read_shares, [*status]), status
+            shared = sum(each.anon for each in self._shares.values())
+            sums = (_anon(each) - shared for each in (status, _each(read_status, [*status])))
             least, most = sorted(sums)
             self._counted_twice = min(max(self._counted_twice, least), most)
             self._sum.end()
@@ -370,19 +373,11 @@ class Sampler:
         if status.keys() == self._status.keys():
             changes = [status[pid]["RssAnon"] - self._status[pid]["RssAnon"] for pid in status]
             grown = sum(changes) if len(changes) - changes.count(0) == 1 else 0
-        anon = max(_anon(self._status) + grown - self._counted_twice, 0)
         _, file, shmem, locked, _ = map(sum, zip(*self._shares.values(), strict=True))
-        return Sample(
-            t_ns=t_ns,
-            rss_bytes=anon + file + shmem,
-            anon_bytes=anon,
-            file_bytes=file,
-            shmem_bytes=shmem,
-            swap_bytes=sum(one.get("VmSwap", 0) for one in status.values()),
-            minor_faults=0,
-            major_faults=0,
-            locked_bytes=locked,
-        )
+        anon = max(_anon(self._status) + grown - self._counted_twice, 0)
+        swap = sum(one.get("VmSwap", 0) for one in status.values())
+        rss = anon + file + shmem
+        return Sample(t_ns, rss, anon, file, shmem, swap, 0, 0, locked_bytes=locked)
 
     def _of_ranks(self, found: list[Sample | None], group: Sample | None) -> Sample:
         for number, sample in enumerate(found):
@@ -394,54 +389,19 @@ class Sampler:
         if group:
             file = max((group.cgroup_file_bytes or 0) - shmem, 0)
         anon = sum(each.anon_bytes for each in now)
-        return Sample(
-            t_ns=now[-1].t_ns,
-            rss_bytes=anon + file + shmem,
-            anon_bytes=anon,
-            file_bytes=file,
-            shmem_bytes=shmem,
-            swap_bytes=sum(each.swap_bytes for each in now),
-            minor_faults=sum(each.minor_faults for each in now),
-            major_faults=sum(each.major_faults for each in now),
-        )
+        swap = sum(each.swap_bytes for each in now)
+        minor = sum(each.minor_faults for each in now)
+        major = sum(each.major_faults for each in now)
+        rss = anon + file + shmem
+        return Sample(now[-1].t_ns, rss, anon, file, shmem, swap, minor, major)
 
     def _add_up_others(self, pids: list[int]) -> None:
         if not self._others_pause.begin():
             return
-        sizes = []
-        for pid in pids:
-            if pid not in (self._pid, os.getpid()):
-                with contextlib.suppress(OSError):  # the process has ended
-                    sizes.append(read_private(pid))
+        sizes = _each(read_private, [pid for pid in pids if pid not in (self._pid, os.getpid())])
         number, private_bytes = self.others
-        self.others = max(number, len(sizes)), max(private_bytes, sum(sizes))
+        self.others = max(number, len(sizes)), max(private_bytes, sum(sizes.values()))
         self._others_pause.end()
-
-    def _count_kills(self) -> None:
-        if not self._cgroup:
-            return
-        for folder in folders_of(self._cgroup.path):
-            if (kills := MemoryCgroup(Path(folder)).read_oom_kills()) is not None:
-                self._kills[folder] = kills
-        ever = self._cgroup.numbers("oom_below").get("oom_kill")
-        if self._kills or ever is not None:
-            self.oom_kills = max(ever or 0, sum(self._kills.values()))
-
-
-def _is_more(sample: Sample, before: Sample | None, most_bytes: int, step_bytes: int) -> bool:
-    """Return whether a sample uses more memory than ``before``, by the rule of ``Sampler``.
-
-    ``most_bytes`` is the most needed memory in all samples so far. If the needed memory of the two
-    samples is about equal, the total usage must be higher by ``step_bytes``.
-    """
-    if before is None:
-        return True
-    slack = max(MIB, most_bytes // 100)
-    if sample.needed_bytes > before.needed_bytes + slack:
-        return True
-    return (
-        sample.needed_bytes >= most_bytes - slack and _usage(sample) >= _usage(before) + step_bytes
-    )
 
 
 def _usage(sample: Sample) -> int:
@@ -457,27 +417,19 @@ def _pread(file: int) -> str:
     return os.fsdecode(os.pread(file, 16384, 0))  # a process's name may be no UTF-8
 
 
-def _read_shares(pids: list[int]) -> dict[int, Shares]:
-    found = {}
+def _each(read: Callable[[int], _Read | None], pids: Sequence[int]) -> dict[int, _Read]:
+    """Return what is read of each process, by pid; without those that end, or are another user's."""
+    found: dict[int, _Read] = {}
     for pid in pids:
-        with contextlib.suppress(OSError):  # the process has ended, or is another user's
-            if shares := read_shares(pid):
-                found[pid] = shares
+        with contextlib.suppress(OSError):
+            value = read(pid)
+            if value is not None and value != {}:
+                found[pid] = value
     return found
 
 
 def _anon(status: dict[int, dict[str, int]]) -> int:
     return sum(one["RssAnon"] for one in status.values())
-
-
-def _read_statuses(pids: list[int]) -> dict[int, dict[str, int]]:
-    """Return the status of each process that has memory, by pid; a zombie has no memory."""
-    found = {}
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            if "RssAnon" in (status := read_status(pid)):
-                found[pid] = status
-    return found
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:

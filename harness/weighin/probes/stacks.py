@@ -12,14 +12,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from weighin import install
 from weighin.files import parse_json
+from weighin.phase_reporter import read_text
 from weighin.probes.cgroup import room_in
-from weighin.probes.process import read_status, read_text
+from weighin.probes.process import read_status
 from weighin.result import Stack
 from weighin.text import one_line
 from weighin.units import MIB
@@ -31,7 +34,6 @@ _MOST_PROCESSES: Final = 4
 _MOST_THREADS: Final = 8
 _PATIENCE_S: Final = 3.0
 _STOP_PATIENCE_S: Final = 1.0
-_READ_S: Final = 0.1  # for the output of a py-spy that ended while another one was waited for
 _GROWTH: Final = 0.05
 _GROWTH_BYTES: Final = 16 * MIB
 _MUCH: Final = 5 / 4  # times the last reading's usage: one is at least at 4/5 of a sampled peak
@@ -47,9 +49,7 @@ _RUNS: Final = "RD"  # the states of a thread that runs (R), or is in uninterrup
 class StackTaker:
     """Reads stacks when ``look`` gets a usage near the limit, or much above the last reading's.
 
-    Attributes:
-        frozen_ns: the time of all readings, within which py-spy stops one process after the other.
-        why: the reason why no stack was read; empty if a stack was read.
+    ``frozen_ns`` is the time of all readings, in which py-spy stops processes for moments.
     """
 
     def __init__(
@@ -80,23 +80,20 @@ class StackTaker:
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """The stacks of the last 8 readings, when the last one has ended. Older readings, and running
-        threads, come first.
-        """
+        """The stacks of the last 8 readings, the oldest first, when the last one has ended."""
         self._keep()
         return tuple(stack for look in self._looks for stack in look)
 
     @property
     def why(self) -> str:
+        """Why no stack was read; empty if one was."""
         return "" if self.stacks else self._error
 
     def look(self, t_ns: int, usage_bytes: int) -> None:
-        """Begin to read stacks if the usage at ``t_ns`` is near the limit, or much above the last
-        reading's.
+        """Begin to read stacks if the usage at ``t_ns`` is near the limit, or much above the last one.
 
-        py-spy stops a process when its system call ends, which may be long after the sample for which
-        py-spy was started. Sampling goes on meanwhile, and the largest usage until the reading has
-        ended is that of its stacks.
+        py-spy stops a process when its system call ends. Sampling goes on meanwhile, and the largest
+        usage until the reading has ended is that of its stacks.
         """
         is_near = self._is_near(t_ns, usage_bytes)
         if self._reading:
@@ -105,7 +102,7 @@ class StackTaker:
                 self._taken_ns, self._taken_bytes = t_ns, usage_bytes
             if is_alive:
                 return
-            self._keep()
+        self._keep()
         if not self._program or not self._is_worth(usage_bytes, is_near=is_near):
             return
         sizes = {}
@@ -118,23 +115,21 @@ class StackTaker:
             reading = threading.Thread(target=self._read, args=(self._program, pids))
             try:
                 reading.start()
+                self._reading = reading
             except RuntimeError as error:  # this user has too many processes
                 self._error = f"py-spy does not start: {error}"
-            else:
-                self._reading = reading
 
     def _read(self, program: str, pids: list[int]) -> None:
         start_s = time.monotonic()
-        running = {pid: _threads_in(pid, _RUNS) for pid in pids}
-        found = self._dump(program, pids)
+        try:
+            with ThreadPoolExecutor(len(pids)) as pool:
+                dumps = pool.map(partial(self._dump, program, start_s + _PATIENCE_S), pids)
+                self._found = [stack for stacks in dumps for stack in stacks]
+        except RuntimeError as error:  # this user has too many processes
+            self._error = f"py-spy does not start: {error}"
         took_s = time.monotonic() - start_s
         self.frozen_ns += int(took_s * 1e9)
         self._due_s = start_s + took_s / self._share
-        self._found = [
-            stack
-            for pid, threads in found.items()
-            for stack in _stacks_of(pid, threads, running[pid])
-        ]
 
     def _keep(self) -> None:
         """Keep what a reading has found, when it has ended."""
@@ -158,9 +153,8 @@ class StackTaker:
     def _is_worth(self, usage_bytes: int, *, is_near: bool = False) -> bool:
         """Return whether the usage is near the limit, or much higher than at the last reading.
 
-        Near the limit, the kernel may kill the command at any moment, so the first reading there is
-        always made, and later ones wait for no pause within 5 % of the time. A usage that is
-        higher by a quarter does not wait for a pause either: memory may reach its peak within it.
+        Near the limit, where the kernel may kill the command at any moment, the first reading is always
+        made. Later ones there, and one at a usage that is higher by a quarter, wait for no pause.
         """
         growth = usage_bytes - self._taken_bytes
         if is_near:
@@ -173,51 +167,39 @@ class StackTaker:
         is_much = growth >= max(_MUCH_BYTES, self._taken_bytes * (_MUCH - 1))
         return is_higher and (time.monotonic() >= self._due_s or is_much)
 
-    def _dump(self, program: str, pids: list[int]) -> dict[int, list[Any]]:
-        """Return each process's threads, from the JSON output of py-spy, within 3 seconds.
+    def _dump(self, program: str, deadline_s: float, pid: int) -> list[Stack]:
+        """Return a process's stacks, from the JSON output of py-spy.
 
         py-spy waits until all threads of a process have stopped. A process with a thread in
         uninterruptible sleep, from which there is no answer within 1 second, is read without a stop,
         and so is one that strace or a debugger traces, which py-spy cannot stop.
         """
-        start_s = time.monotonic()
-        found: dict[int, list[Any]] = {}
+        running = _threads_in(pid, _RUNS)
         for options in ((), ("--nonblocking",)):
-            dumps: dict[int, subprocess.Popen[bytes]] = {}
+            left_s = deadline_s - time.monotonic()
+            if not options and _threads_in(pid, "D"):
+                left_s = min(left_s, _STOP_PATIENCE_S)
             try:
-                for pid in pids:
-                    dumps[pid] = subprocess.Popen(
-                        [program, "dump", "--json", *options, "--pid", str(pid)],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        start_new_session=True,  # Ctrl-C must not end py-spy
-                    )
+                ended = subprocess.run(
+                    [program, "dump", "--json", *options, "--pid", str(pid)],
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    timeout=max(left_s, 0),
+                    start_new_session=True,  # Ctrl-C must not end py-spy
+                    check=False,
+                )
+                return _stacks_of(pid, parse_json(ended.stdout), running)
+            except subprocess.TimeoutExpired:
+                self._error = f"py-spy got no answer within {_PATIENCE_S:.0f} s"
             except OSError as error:  # for example, this user has too many processes
                 self._error = f"py-spy does not start: {error.strerror}"
-            pids = []
-            for pid, dump in dumps.items():
-                cannot_stop = not options and _threads_in(pid, "D")
-                patience_s = _STOP_PATIENCE_S if cannot_stop else _PATIENCE_S
-                left_s = start_s + patience_s - time.monotonic()
-                with dump:
-                    try:
-                        printed, complaint = dump.communicate(timeout=max(left_s, _READ_S))
-                    except subprocess.TimeoutExpired:
-                        dump.kill()
-                        pids.append(pid)
-                        continue
-                try:
-                    found[pid] = parse_json(printed)
-                except ValueError:
-                    reason = complaint.decode(errors="replace").partition("Stack backtrace")[0]
-                    if not options and "Failed to suspend" in reason:
-                        pids.append(pid)
-                    else:
-                        self._note_failure(pid, reason)
-        if pids:
-            self._error = f"py-spy got no answer within {_PATIENCE_S:.0f} s"
-        return found
+                return []
+            except ValueError:  # of no JSON
+                why = ended.stderr.decode(errors="replace").partition("Stack backtrace")[0]
+                if options or "Failed to suspend" not in why:
+                    self._note_failure(pid, why)
+                    return []
+        return []
 
     def _note_failure(self, pid: int, error: str) -> None:
         """Store why py-spy failed, and exclude a program that is not Python from later readings."""

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from weighin import formats
 from weighin.cell import SYNTHESISED, Cell, ModelSpec
-from weighin.disk.passthrough import Pace
 from weighin.errors import CheckpointError, UnknownName
 from weighin.files import object_in
 from weighin.formats import gguf, quantised
@@ -49,6 +48,7 @@ from weighin.recommend.ranking import ranked
 from weighin.recommend.slow_disk import behind
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.recommend.speeds import USUAL
+from weighin.slow_disk import Pace
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
 from weighin.units import format_bytes

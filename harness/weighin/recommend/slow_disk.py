@@ -10,9 +10,9 @@ import os
 from dataclasses import replace
 from typing import Final
 
-from weighin.disk.passthrough import LARGEST_READ_BYTES, Pace
 from weighin.loader.disk_readers import TimedRead, choose
 from weighin.recommend.speeds import Speeds
+from weighin.slow_disk import LARGEST_READ_BYTES, Pace
 
 READ_AHEAD: Final = 2
 """The number of requests that the kernel sends at once for sequential reads: the one for which the

@@ -15,10 +15,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.phase_reporter import AWAITED, LONGEST_MESSAGE, MET, address
+from weighin.phase_reporter import (
+    AWAITED,
+    LONGEST_MESSAGE,
+    MET,
+    address,
+    parse_faults,
+    read_text,
+)
 from weighin.probes.cgroup import Counters, grown, start_time
 from weighin.probes.gpu_memory import Trace
-from weighin.probes.process import memory_of, parse_faults, read_status, read_text
+from weighin.probes.process import memory_of, read_status
 from weighin.result import UNTIL_READY, Memory, Outcome, Phase, Use, Written, phases_of
 from weighin.run.messages import (
     AllocatorTrace,

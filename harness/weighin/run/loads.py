@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import weighin
-from weighin import child_process, formats
+from weighin import child_process, formats, slow_disk
 from weighin.cell import Cell, Job, ModelSpec, encode_job
 from weighin.checkpoint import cache, entries, staging
-from weighin.disk import mount
-from weighin.disk.mount import Mount
-from weighin.disk.passthrough import LARGEST_READ_BYTES, Pace
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
 from weighin.formats import quantised
 from weighin.formats.lora import files_of
@@ -37,6 +34,7 @@ from weighin.run.judge import Evidence, culprit, lost
 from weighin.run.measure import Measured, Spec, measure
 from weighin.run.watch import Watch
 from weighin.settings.definition import Settings
+from weighin.slow_disk import LARGEST_READ_BYTES, Mount, Pace
 from weighin.suite import packages, user_code
 from weighin.suite.registry import data_folder
 from weighin.text import few
@@ -314,7 +312,7 @@ class Loads:
         select.check_limits_around(task.isolation, [each.cell for each in needed])
         needed = [each for each in needed if not each.skip]
         if any(each.cell.disk for each in needed):
-            mount.check(in_container=task.isolation.name == "docker")
+            slow_disk.check(in_container=task.isolation.name == "docker")
         for each in needed:
             if (key := self._key(each)) in self.prepared or key in self.refused:
                 continue
@@ -529,7 +527,7 @@ def save_folder(model_bytes: int) -> Iterator[Path]:
 def remove_leftovers() -> list[str]:
     """Remove what killed runs of loads left on this machine; return one line for each folder."""
     saves = [f"files of a save in {folder}" for folder in staging.remove_orphans(_saving())]
-    return saves + mount.remove_stale(entries.slow_disks())
+    return saves + slow_disk.remove_stale(entries.slow_disks())
 
 
 def _state(file: Path) -> tuple[int, int, int, int] | None:

@@ -28,7 +28,7 @@ from weighin.run.watch import Watch
 from weighin.settings.definition import Settings
 
 if TYPE_CHECKING:
-    from weighin.disk.mount import Mount
+    from weighin.slow_disk import Mount
 
 _PREFIX: Final = "weighin-run-"  # of the folder for the socket to which the processes report
 _Table = TypeVar("_Table")

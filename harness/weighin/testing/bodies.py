@@ -25,11 +25,14 @@ from weighin.errors import (
     UnknownName,
 )
 from weighin.isolation import select
+from weighin.plan import start as plans
+from weighin.plan.task import Progress
 from weighin.probes import environment
 from weighin.result import Outcome, Result
+from weighin.run import runner
 from weighin.run.loads import LoadSpec
 from weighin.run.measure import measure
-from weighin.settings.definition import Settings
+from weighin.settings.definition import Settings, check_suite
 from weighin.units import format_bytes, format_seconds, parse_bytes
 from weighin.uses import FORWARD
 
@@ -127,11 +130,6 @@ def _load(
     suite: dict[str, Any],
     options: dict[str, Any],
 ) -> Result:
-    from weighin.plan import start as plans
-    from weighin.plan.task import Progress
-    from weighin.run import runner
-    from weighin.settings.definition import check_suite
-
     suite |= {
         "models": [options.pop("model", "gpt2-small")],
         "strategies": [{"name": strategy, "options": options.pop("options", None) or {}}],
@@ -234,13 +232,11 @@ def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> R
 
 
 def _arguments(item: pytest.Item) -> tuple[str, ...]:
-    """Return the arguments of the pytest that runs a test in the measured process.
-
-    The arguments empty ``addopts`` of the ini file, because ``addopts`` could start coverage or
-    xdist in the measured process, or overwrite the report files of the user's pytest.
-    """
+    """Return the arguments of the pytest that runs a test in the measured process."""
     config = item.config
     ini = ("-c", str(config.inipath)) if config.inipath else ()
+    # Options of the ini file could start coverage or xdist in the measured process, or overwrite the
+    # report files of the user's pytest.
     root = ("--rootdir", str(config.rootpath), "-o", "addopts=", "-p", "no:cacheprovider")
     path, _, rest = item.nodeid.partition("::")
     node = f"{config.rootpath / path}::{rest}"
@@ -267,7 +263,7 @@ def _judged(
     """
     if report.when != "call" or not report.passed:
         if report.failed:
-            report.sections.append(_section(result))
+            report.sections += _sections(result)
         return report
     if result.outcome is Outcome.CHILD_KILLED:
         return _failed(item, f"{result.outcome}: {result.message}", result)
@@ -300,12 +296,6 @@ def _judged(
     return _failed(item, text, result)
 
 
-def _section(result: Result) -> tuple[str, str]:
-    phases = tuple(phase for phase in result.phases if phase.name != "import")
-    table = phase_table(replace(result, phases=phases))
-    return f"weighin: phases under {result.cell.isolation}", table
-
-
 def phase_table(result: Result) -> str:
     """Return a table of the phases; an error message and the RSS at the start follow, if any."""
     rows: list[tuple[str, ...]] = [_HEADS]
@@ -329,6 +319,14 @@ def phase_table(result: Result) -> str:
     return "\n".join(lines)
 
 
+def _sections(result: Result | None) -> list[tuple[str, str]]:
+    if result is None:
+        return []
+    phases = tuple(phase for phase in result.phases if phase.name != "import")
+    title = f"weighin: phases under {result.cell.isolation}"
+    return [(title, phase_table(replace(result, phases=phases)))]
+
+
 def _failed(item: pytest.Item, message: str, result: Result | None = None) -> pytest.TestReport:
     return pytest.TestReport(
         nodeid=item.nodeid,
@@ -337,6 +335,6 @@ def _failed(item: pytest.Item, message: str, result: Result | None = None) -> py
         outcome="failed",
         longrepr=message,
         when="call",
-        sections=[_section(result)] if result else [],
+        sections=_sections(result),
         duration=(result.cost.wall_ns / 1e9 if result and result.cost else 0.0),
     )

@@ -8,8 +8,8 @@ import torch
 
 from weighin import child_process
 from weighin.errors import IsolationUnavailable
-from weighin.probes import gpu_check
-from weighin.probes.gpu_check import Gpu, GpuAnswer
+from weighin.probes import gpu_memory
+from weighin.probes.gpu_memory import Gpu, GpuAnswer
 from weighin.units import GIB
 
 Answer = Callable[..., None]
@@ -17,9 +17,9 @@ Answer = Callable[..., None]
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    gpu_check.look.cache_clear()
+    gpu_memory.look.cache_clear()
     yield
-    gpu_check.look.cache_clear()
+    gpu_memory.look.cache_clear()
 
 
 @pytest.fixture
@@ -39,12 +39,12 @@ def gpus(*sizes: int) -> dict[str, Any]:
 
 def complaint(device: str, limits: list[int | None] | None = None) -> str:
     with pytest.raises(IsolationUnavailable) as caught:
-        gpu_check.check(device, limits or [None])
+        gpu_memory.check(device, limits or [None])
     return str(caught.value)
 
 
 def test_torch_is_asked_in_a_process_of_its_own() -> None:
-    seen = gpu_check.look()
+    seen = gpu_memory.look()
     assert bool(seen.gpus) == torch.cuda.is_available()
     if torch.version.cuda is None:
         assert seen.why == f"this torch ({torch.__version__}) is built without CUDA"
@@ -52,9 +52,9 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
 
 def test_all_gpus_are_listed(answer: Answer) -> None:
     answer(gpus(GIB, 2 * GIB))
-    assert gpu_check.look() == GpuAnswer((Gpu("Example", GIB), Gpu("Example", 2 * GIB)))
-    gpu_check.check("cuda", [None, GIB])
-    gpu_check.check("cuda:1", [2 * GIB])
+    assert gpu_memory.look() == GpuAnswer((Gpu("Example", GIB), Gpu("Example", 2 * GIB)))
+    gpu_memory.check("cuda", [None, GIB])
+    gpu_memory.check("cuda:1", [2 * GIB])
 
 
 def test_a_torch_without_cuda(answer: Answer) -> None:
@@ -101,7 +101,7 @@ def test_a_limit_beyond_the_gpu(answer: Answer) -> None:
 
 
 def test_a_torch_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "_TIMEOUT_S", 0)
+    monkeypatch.setattr(gpu_memory, "_TIMEOUT_S", 0)
     assert complaint("cuda") == (
         "--device cuda: torch does not list GPUs within 0 s\n"
         "weighin predict MODEL --device cuda needs no GPU"

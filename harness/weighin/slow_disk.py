@@ -1,0 +1,399 @@
+"""Mount a folder a second time through FUSE, read-only, with the rate and the latency of a slower disk.
+
+    python -m weighin.slow_disk FOLDER MOUNTPOINT --rate 200MB/s --latency 5ms
+
+The answer to a request is due after the time of its bytes at the rate, plus the latency. All
+requests share the rate of the slow disk, but the latencies of several requests pass at the same
+time. FUSE divides a read into requests of at most 128 KiB. The FUSE process reads the real files
+with direct reads, so that they do not fill the page cache. The mounted files have a page cache as
+on any disk: buffered and mapped reads fill it, and direct reads do not. SIGINT and SIGTERM unmount
+the folder and end the process.
+
+``Mount`` starts the FUSE process with ``--name``, which then reports when the folder is mounted,
+answers each line of its parent with the reads that still wait, and unmounts the folder when its
+parent ends.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import errno
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from ctypes.util import find_library
+from dataclasses import dataclass
+from importlib.util import find_spec
+from mmap import MAP_PRIVATE, PAGESIZE, mmap
+from pathlib import Path
+from typing import Any, Final
+
+from weighin import child_process, install
+from weighin.child_process import Parent, decode_event, last_line
+from weighin.errors import IsolationUnavailable
+from weighin.probes import mounts
+from weighin.probes.cgroup import is_left_behind, owned_name
+from weighin.units import (
+    KIB,
+    format_latency,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_rate,
+    parse_seconds,
+)
+
+LARGEST_READ_BYTES: Final = 128 * KIB  # of one request in libfuse 2
+_DEVICE: Final = Path("/dev/fuse")
+_SUBTYPE: Final = "weighin"
+_START_S: Final = 20.0
+_ANSWER_S: Final = 2.0
+_LONG_NS: Final = 500_000_000  # a read stalls if it exceeds the latency by this time
+_LEAD_NS: Final = 90_000  # the measured time of a 4 KiB read through FUSE without rate and latency
+# The most concurrent read-ahead requests; the kernel's default of 12 would limit the rate.
+_BACKGROUND: Final = 64
+_NO_SLACK_NS: Final = 1  # by default, Linux may wake a sleeping thread 50 us late
+_PRIORITY: Final = -15
+_PR_SET_TIMERSLACK: Final = 29
+_FIELDS: Final = ("mode", "nlink", "size", "uid", "gid", "blocks")
+_TIMES: Final = ("mtime", "ctime", "atime")
+_CACHED_S: Final = 3600  # the files do not change while a cell runs
+_CONNECTIONS: Final = Path("/sys/fs/fuse/connections")
+_MNT_FORCE: Final = 1  # linux/fs.h; FUSE then fails every request that waits
+_MNT_DETACH: Final = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The speed of a disk. All requests share the rate, and each request also waits for the latency.
+
+    None leaves the rate or the latency of the real disk. A read that ends behind the file offset
+    ``stall_from_bytes`` is never answered; with None, every read is answered.
+    """
+
+    bytes_per_s: int | None = None
+    latency_ns: int | None = None
+    stall_from_bytes: int | None = None
+
+    def __bool__(self) -> bool:
+        return self != Pace()
+
+    def __str__(self) -> str:
+        """Return the rate and the latency as texts for the command line: "200MB/s, 5ms"."""
+        rate = format_rate(self.bytes_per_s) if self.bytes_per_s else ""
+        latency = format_latency(self.latency_ns) if self.latency_ns else ""
+        return ", ".join(filter(None, (rate, latency)))
+
+
+class Mount:
+    """A FUSE mount of a folder; reads from the mount have the rate and latency of a slower disk.
+
+    Attributes:
+        folder: the mount point, in which all files have the names that they have in the source folder.
+        pid: the pid of the process that serves the mount.
+    """
+
+    def __init__(self, source: Path, pace: Pace, root: Path) -> None:
+        """Mount the folder ``source`` below ``root``; return when the mounted files can be read.
+
+        Raises:
+            IsolationUnavailable: the FUSE process ended, or did not mount the folder within 20 s.
+        """
+        self._source, self._pace = source.absolute(), pace
+        name = owned_name(next(_numbers))
+        self.folder = root / name / self._source.name
+        # Mode 0700: a parent folder of ``source`` may keep other users out, but not from this mount.
+        self.folder.parent.mkdir(mode=0o700, parents=True)
+        self.folder.mkdir()
+        options = {
+            "rate": pace.bytes_per_s and format_rate(pace.bytes_per_s),
+            "latency": pace.latency_ns and format_latency(pace.latency_ns),
+            "stall-from": pace.stall_from_bytes,
+            "name": name,
+        }
+        given = [f"--{option}={value}" for option, value in options.items() if value]
+        command = child_process.module(
+            "weighin.slow_disk", *given, str(self._source), str(self.folder)
+        )
+        self._child = child_process.Child(command, child_process.environment())
+        self.pid = self._child.pid
+        self._device: int | None = None
+        is_mounted = False
+        try:
+            with contextlib.suppress(TimeoutError):
+                is_mounted = self._child.receive(_START_S) is not None
+        finally:
+            if not is_mounted:
+                self.close()
+        if not is_mounted:
+            raise IsolationUnavailable(
+                f"FUSE could not mount {self._source} a second time:"
+                f" {last_line(self._child.stderr_tail) or 'no answer'}",
+                "weighin doctor tests whether FUSE works on this machine",
+            )
+        # From mountinfo, because a stat could wait forever.
+        found = (one.minor for one in mounts.read() if one.place == self.folder)
+        self._device = next(found, None)
+
+    def waiting(self) -> list[tuple[str, int, int]]:
+        """Return path, offset and arrival (monotonic ns) of each unanswered read, the oldest first.
+
+        The list is empty if the FUSE process is silent for 2 s.
+        """
+        self._child.send(b"waiting\n")
+        try:
+            event = decode_event(self._child.receive(_ANSWER_S) or b"") or {}
+        except TimeoutError:
+            return []
+        return [(path, offset, since_ns) for path, offset, since_ns in event.get("reads", ())]
+
+    def stalled(self) -> str:
+        """Describe the oldest read without an answer, if it is late by 0.5 s; empty if none is."""
+        for path, offset, arrival_ns in self.waiting()[:1]:
+            waited_ns = time.monotonic_ns() - arrival_ns
+            if waited_ns > (self._pace.latency_ns or 0) + _LONG_NS:
+                file = self._source / path.lstrip("/")
+                return (
+                    f"the read of {file} at offset {offset} has had no answer for"
+                    f" {format_seconds(waited_ns)}"
+                )
+        return ""
+
+    def close(self) -> None:
+        """Make waiting reads fail, unmount, and end the FUSE process; a second call has no effect."""
+        if not self.folder.parent.exists():
+            return
+        _unmount(self.folder, self._device)
+        with contextlib.suppress(TimeoutError):  # the process still waits for the real disk
+            self._child.close()
+        _remove(self.folder.parent)
+
+
+def check(*, in_container: bool) -> None:
+    """Raise IsolationUnavailable if FUSE, and so a slow disk, does not work on this machine.
+
+    ``in_container`` tells whether a Docker container will read the mounted files.
+    """
+    why, repair = "", "apt-get install fuse"
+    if find_spec("mfusepy") is None:
+        why, repair = "mfusepy is not installed", install.command("disk")
+    elif find_library("fuse") is None:
+        why, repair = "libfuse 2 is not installed", "apt-get install libfuse2"
+    elif os.geteuid() and not _fusermount():
+        why = "fusermount is not installed"
+    else:
+        try:
+            os.close(os.open(_DEVICE, os.O_RDWR))
+        except OSError as error:
+            why, repair = f"{_DEVICE}: {error.strerror}", "modprobe fuse; in a container, start it"
+            repair += " with --device /dev/fuse --cap-add SYS_ADMIN"
+            if isinstance(error, PermissionError) and os.geteuid():
+                repair = "run weighin as root"
+        if not why and in_container and not _may_allow_others():
+            why = "the user of a container may not read this user's FUSE file systems"
+            repair = "write user_allow_other into /etc/fuse.conf, or use --isolation cgroup"
+    if why:
+        message = f"weighin slows a disk down with FUSE, which does not work here: {why}"
+        raise IsolationUnavailable(message, repair)
+
+
+def remove_stale(root: Path) -> list[str]:
+    """Remove the mounts, and their folders in ``root``, of killed runs; return a line for each mount."""
+    removed = []
+    for one in mounts.read():
+        is_ours = one.kind == f"fuse.{_SUBTYPE}" and re.fullmatch(r"\d+-\d+-\d+\.\S+", one.source)
+        if is_ours and is_left_behind(one.source):
+            _unmount(one.place, one.minor)
+            _remove(one.place.parent)
+            removed.append(f"slow disk at {one.place}")
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if is_left_behind(folder.name):
+            _remove(folder)
+    return removed
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder and the mount points in it; stop at one where something is still mounted."""
+    with contextlib.suppress(OSError):
+        for each in folder.iterdir():
+            each.rmdir()
+        folder.rmdir()
+
+
+def _unmount(mountpoint: Path, device: int | None = None) -> None:
+    """Unmount a FUSE file system at once. Reads that still wait fail, so that the processes that
+    wait can end.
+
+    The same file system may stay mounted in other mount namespaces, where all reads then fail.
+    ``device`` is its minor device number, without which only root can make the waiting reads fail.
+    """
+    if device is not None:
+        with contextlib.suppress(OSError):  # fusectl is not mounted, or the connection has ended
+            (_CONNECTIONS / str(device) / "abort").write_text("1")
+    if _libc.umount2(os.fsencode(mountpoint), _MNT_FORCE | _MNT_DETACH) and (
+        command := _fusermount()
+    ):
+        subprocess.run([command, "-uz", str(mountpoint)], capture_output=True, check=False)
+
+
+def _fusermount() -> str | None:
+    return shutil.which("fusermount") or shutil.which("fusermount3")
+
+
+def _may_allow_others() -> bool:
+    """Return whether FUSE can let other users, such as the user of a container, read a mount."""
+    if os.geteuid() == 0:
+        return True
+    try:
+        lines = Path("/etc/fuse.conf").read_text().splitlines()
+    except OSError:
+        return False
+    return "user_allow_other" in (line.strip() for line in lines)
+
+
+class _PassThrough:
+    """The operations of the FUSE file system, which ``mfusepy`` calls in several threads."""
+
+    use_ns = True
+
+    def __init__(self, source: str, pace: Pace) -> None:
+        self._source, self._pace = source, pace
+        self._free_ns = 0  # when the disk has sent the last byte of all earlier requests
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        # The reads without an answer, in the order of arrival: path, offset, time of arrival in ns.
+        self.waiting: dict[int, tuple[str, int, int]] = {}
+        self._buffered: set[int] = set()  # the descriptors without O_DIRECT
+        # Buffers to use again. FUSE's threads change, so that none can keep a buffer.
+        self._areas: list[mmap] = []
+
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        with self._answered(0):
+            found = os.fstat(fh) if fh else Path(self._source + path).stat()
+        fields = {f"st_{name}": getattr(found, f"st_{name}") for name in _FIELDS}
+        return fields | {f"st_{name}": getattr(found, f"st_{name}_ns") for name in _TIMES}
+
+    def readdir(self, path: str, _fh: int) -> list[str]:
+        with self._answered(0):
+            return [".", "..", *(each.name for each in Path(self._source + path).iterdir())]
+
+    def open(self, path: str, flags: int) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        with self._answered(0):
+            try:
+                return os.open(self._source + path, os.O_RDONLY | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # EINVAL: this file system has no O_DIRECT
+                    raise
+            descriptor = os.open(self._source + path, os.O_RDONLY)
+            self._buffered.add(descriptor)
+            return descriptor
+
+    def release(self, _path: str, fh: int) -> int:
+        self._buffered.discard(fh)
+        os.close(fh)
+        return 0
+
+    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        number, stall_from = next(self._numbers), self._pace.stall_from_bytes
+        self.waiting[number] = (path, offset, time.monotonic_ns())
+        try:
+            if stall_from is not None and offset + size > stall_from:
+                threading.Event().wait()
+            with self._answered(size):
+                return self._read(size, offset, fh)
+        finally:
+            del self.waiting[number]
+
+    def _read(self, size: int, offset: int, fh: int) -> bytes:
+        """Return the requested bytes, from a read of whole pages into a buffer of whole pages. A direct
+        read (O_DIRECT) requires whole pages.
+        """
+        before = offset % PAGESIZE
+        length = -(-(before + size) // PAGESIZE) * PAGESIZE
+        area = self._areas.pop() if self._areas and length <= LARGEST_READ_BYTES else None
+        area = area or mmap(-1, max(length, LARGEST_READ_BYTES), MAP_PRIVATE)
+        with memoryview(area) as view:
+            count = os.preadv(fh, [view[:length]], offset - before)
+            data = bytes(view[before : min(before + size, count)])
+        if len(area) == LARGEST_READ_BYTES:
+            self._areas.append(area)
+        if fh in self._buffered:
+            os.posix_fadvise(fh, offset, size, os.POSIX_FADV_DONTNEED)
+        return data
+
+    @contextlib.contextmanager
+    def _answered(self, length: int) -> Iterator[None]:
+        """Run the ``with`` block, which serves a request for so many bytes, and wait until the answer
+        is due.
+
+        FUSE itself delays a request and its answer by ``_LEAD_NS``. If the disk is idle when the
+        request arrives, the answer is therefore due so much earlier.
+        """
+        rate, latency_ns = self._pace.bytes_per_s, self._pace.latency_ns or 0
+        with self._lock:
+            start_ns = max(time.monotonic_ns() - _LEAD_NS, self._free_ns)
+            self._free_ns = start_ns + (round(length * 1e9 / rate) if rate else 0)
+            due_ns = self._free_ns + latency_ns
+        yield
+        if (left_ns := due_ns - time.monotonic_ns()) > 0:
+            time.sleep(left_ns / 1e9)
+
+
+def main() -> None:
+    """Mount a folder, and answer requests until the file system is unmounted."""
+    parser = argparse.ArgumentParser(prog="python -m weighin.slow_disk", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("folder", help="the folder to mount a second time")
+    parser.add_argument("mountpoint", help="an empty folder, at which the files appear")
+    rate = "the rate of all requests together: 200MB/s"
+    parser.add_argument("--rate", type=parse_rate, help=rate)
+    parser.add_argument("--latency", type=parse_seconds, help="the latency of each request: 5ms")
+    stall = "never answer a read that ends behind this offset: 64MiB"
+    parser.add_argument("--stall-from", type=parse_bytes, help=stall)
+    parser.add_argument("--name", default="", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    import mfusepy  # installed by weighin[disk]
+
+    pace = Pace(given.rate, given.latency, given.stall_from)
+    files = _PassThrough(str(Path(given.folder).resolve()), pace)
+    if given.name:
+        parent = Parent()
+        files.init = lambda _: parent.send("mounted")  # type: ignore[attr-defined]
+
+        def listen() -> None:
+            while parent.receive() is not None:
+                parent.send("waiting", reads=list(files.waiting.values()))
+            _unmount(Path(given.mountpoint))
+            os._exit(0)  # a normal exit would wait for the reads that are never answered
+
+        threading.Thread(target=listen, daemon=True).start()
+    # A real disk does not wait for a processor. Only root may say so.
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
+    _libc.prctl(_PR_SET_TIMERSLACK, _NO_SLACK_NS, 0, 0, 0)  # FUSE's threads inherit it
+    mfusepy.FUSE(
+        files,
+        given.mountpoint,
+        foreground=True,
+        fsname=given.name or "weighin",
+        subtype=_SUBTYPE,
+        ro=True,
+        allow_other=_may_allow_others(),
+        default_permissions=True,
+        kernel_cache=True,
+        max_background=_BACKGROUND,
+        **dict.fromkeys(("attr_timeout", "entry_timeout"), _CACHED_S),
+    )
+
+
+if __name__ == "__main__":
+    main()
