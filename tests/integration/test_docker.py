@@ -17,8 +17,7 @@ from weighin import child_process
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit, Running
-from weighin.isolation.docker import DockerIsolation
-from weighin.isolation.docker_process import DockerStarted, _close_stream
+from weighin.isolation.docker import DockerIsolation, DockerStarted, _close_stream
 from weighin.probes.cgroup import MemoryCgroup, this_process
 from weighin.run.loads import LoadSpec
 from weighin.units import MIB
@@ -311,7 +310,7 @@ def test_a_container_that_a_killed_parent_did_not_start_is_removed(
 ) -> None:
     ended = "-".join(["1", "1", *this_process().split("-")[2:]])
     with monkeypatch.context() as patch:
-        patch.setattr("weighin.isolation.docker.this_process", lambda: ended)
+        patch.setattr("weighin.probes.cgroup.this_process", lambda: ended)
         patch.setattr("weighin.isolation.docker.DockerStarted", lambda *_: None)
         isolation.start(cell(), [":"])
     (name,) = containers(isolation)

@@ -12,9 +12,15 @@ import urllib3.exceptions
 from docker.errors import APIError, DockerException
 
 from weighin.errors import IsolationUnavailable
-from weighin.isolation import docker_process
-from weighin.isolation.docker import DockerIsolation, check_engine, connect
-from weighin.isolation.docker_process import explained, first_line, remove
+from weighin.isolation import docker as docker_isolation
+from weighin.isolation.docker import (
+    DockerIsolation,
+    check_engine,
+    connect,
+    explained,
+    first_line,
+    remove,
+)
 
 ADDRESS = "unix:///var/run/docker.sock"
 
@@ -264,7 +270,7 @@ def test_a_removal_is_tried_until_the_container_is_gone(answers: list[Exception 
 def test_a_container_that_the_engine_cannot_remove_is_an_error(
     error: APIError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker_process, "_REMOVE_S", 0)
+    monkeypatch.setattr(docker_isolation, "_REMOVE_S", 0)
     client: Any = Removing(error)
     with pytest.raises(IsolationUnavailable, match="could not remove the container weighin-1"):
         remove(client, "weighin-1")

@@ -61,7 +61,7 @@ def test_how_a_command_ended(
     start: Start, monkeypatch: pytest.MonkeyPatch, script: str, ended: Exit, has_pidfd: bool
 ) -> None:
     if not has_pidfd:  # before Linux 5.3
-        monkeypatch.setattr(process, "open_process", lambda _: None)
+        monkeypatch.setattr(child_process, "open_process", lambda _: None)
     running = start(script)
     assert running.wait(20)
     assert running.wait(0)
@@ -92,7 +92,7 @@ def test_a_command_that_runs_is_waited_for_and_gets_signals(
     start: Start, monkeypatch: pytest.MonkeyPatch, has_pidfd: bool
 ) -> None:
     if not has_pidfd:
-        monkeypatch.setattr(process, "open_process", lambda _: None)
+        monkeypatch.setattr(child_process, "open_process", lambda _: None)
     running = start("exec sleep 60")
     assert not running.wait(0)
     assert not running.wait(0.05)
@@ -269,7 +269,7 @@ def test_a_process_of_another_user_is_spared_and_named_and_not_waited_for(
 def test_a_command_of_another_user_loses_no_measurement(
     start: Start, anothers: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(child_process, "PATIENCE_S", 0.1)
     running = start("exec sleep 60")
     anothers.add(running.pid)
     running.kill()

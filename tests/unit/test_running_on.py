@@ -21,7 +21,7 @@ from scripts import JOB, KILLED, take
 from weighin import child_process
 from weighin.cli import app as cli
 from weighin.errors import HarnessError, IsolationUnavailable, RecordError, StillRunning
-from weighin.isolation import cgroup, process
+from weighin.isolation import cgroup
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
 from weighin.plan.task import Run
 from weighin.probes import page_cache
@@ -160,7 +160,6 @@ def deathless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(os, "killpg", lambda *_: None)
     monkeypatch.setattr(cgroup, "kill_members", lambda _: None)
     monkeypatch.setattr(child_process, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(process, "PATIENCE_S", 0.1)
     monkeypatch.setattr(cgroup, "PATIENCE_S", 0.1)
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen

@@ -71,26 +71,17 @@ class Exit:
 
 
 class Running(ABC):
-    """A started worker or command, together with all processes that it starts.
+    """A started worker or command, together with all processes that it starts."""
 
-    Attributes:
-        pid: the first process's, as weighin's process sees it.
-        process: the first process's pidfd; None if the kernel gives none.
-        cgroup: the folder of the memory cgroup; None without one.
-        unseen: what weighin cannot see; empty if it sees all. After ``close``, it also names the
-            processes that weighin was not allowed to kill.
-        shares_terminal: whether the terminal itself sends Ctrl-C to the command.
-        channel: the ``Pipes`` through which a worker gets its job; None for a command.
-        mark: the peak of the cgroup, if it was reset at the start; on cgroup v2, only this open file
-            of the kernel knows of the reset.
-    """
-
-    pid = 0
-    process: int | None = None
+    pid = 0  # the first process's, as weighin's process sees it
+    process: int | None = None  # its pidfd; None if the kernel gives none
     cgroup: Path | None = None
+    # What weighin cannot see; after ``close``, also the processes that it was not allowed to kill.
     unseen = ""
-    shares_terminal = False
-    channel: Any = None
+    shares_terminal = False  # whether the terminal itself sends Ctrl-C to the command
+    channel: Any = None  # the ``Pipes`` through which a worker gets its job; None for a command
+    # The peak of the cgroup, if it was reset at the start; on cgroup v2, only this open file of the
+    # kernel knows of the reset.
     mark: PeakMark | None = None
 
     def wait(self, timeout_s: float) -> bool:
@@ -139,15 +130,10 @@ class Running(ABC):
 
 
 class Isolation(Protocol):
-    """A way to run workers and commands apart from this process.
-
-    Attributes:
-        name: "docker", "cgroup" or "process".
-        limits: whether this isolation can enforce a RAM limit.
-    """
+    """A way to run workers and commands apart from this process."""
 
     name: str
-    limits: bool
+    limits: bool  # whether it can enforce a RAM limit
 
     def check(self) -> None:
         """Raise IsolationUnavailable, with advice, if this isolation does not work on this machine."""

@@ -56,8 +56,8 @@ _numbers = itertools.count()
 def groups_root() -> Path | None:
     """Return a folder in which this user can create cgroups with a memory limit, or None.
 
-    ``groups_root`` may move the processes of a delegated group, this process among them, into a
-    leaf of that group. They move back when the last process of weighin that uses the group exits.
+    The processes of a delegated group, this one among them, may move into a leaf of it, and back when
+    the last process of weighin that uses the group exits.
     """
     hierarchy = memory_hierarchy()
     if hierarchy is None:
@@ -76,8 +76,7 @@ def groups_root() -> Path | None:
 def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
     """Return the RAM that cells can have on this machine, and how much of it is free, in bytes.
 
-    The limit of a container or pod around this process also applies to the cells, unless a Docker
-    engine runs them.
+    A limit around this process also applies to the cells, unless a Docker engine runs them.
     """
     total, free = environment.total_ram_bytes(), environment.free_ram_bytes()
     if isolation == "docker":
@@ -93,8 +92,7 @@ def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
 def left_limit() -> tuple[int, Path] | None:
     """Return the limit and path of a cgroup that limits this process but not its cells, or None.
 
-    Such a cgroup can exist because, for example on cgroup v1, weighin creates the cells' groups at
-    the top of the hierarchy, outside this process's group.
+    On cgroup v1, for example, weighin makes the cells' groups at the top of the hierarchy.
     """
     root, own = groups_root(), _group_of(os.getpid())
     if root is None or own is None:
@@ -132,8 +130,7 @@ def _group_of(pid: int) -> Path | None:
 def _enables_memory(folder: Path) -> bool:
     """Enable the memory controller for groups in ``folder``; say if this user can make such groups.
 
-    The lock on the leaf comes before the look at the controller: the last weighin that uses the leaf
-    switches the controller off and removes the leaf when it exits, under a lock that excludes others.
+    The leaf is locked first: the last weighin that uses it switches the controller off at its exit.
     """
     control, leaf = folder / "cgroup.subtree_control", folder / PARENT_LEAF
     if not os.access(folder, os.W_OK):
@@ -174,9 +171,8 @@ def _lock(leaf: Path) -> int | None:
 
 
 def _give_back(folder: Path, users: int, owner: int) -> None:
-    """Move the processes of the leaf back into ``folder``, unless another weighin uses the group.
-
-    ``users`` is the open leaf, which each process of weighin locks together with others.
+    """Move the processes of the leaf back into ``folder``, unless another weighin uses the group, and
+    so has locked the leaf, which is open as ``users``.
     """
     if os.getpid() != owner:  # a fork of the process that uses the group
         return
@@ -200,10 +196,8 @@ def _move(source: Path, target: Path) -> None:
 
 
 def roots() -> list[Path]:
-    """Return the folders for cgroups: in the memory controller's hierarchy, and in a hybrid's v2 tree.
-
-    Raises:
-        IsolationUnavailable: this user may not create a cgroup with a memory limit.
+    """Return the folders for cgroups: in the memory controller's hierarchy, and in a hybrid's v2 tree;
+    raise IsolationUnavailable if this user may not create one with a memory limit.
     """
     if (root := groups_root()) is None:
         raise IsolationUnavailable("this user may not create memory cgroups", _repair())
@@ -258,19 +252,15 @@ def limit(group: Path, limit_bytes: int) -> None:
     """Limit the memory of a cgroup, and disable swap so that the kernel kills instead of swapping.
 
     Raises:
-        IsolationUnavailable: the machine has swap, and this kernel cannot disable swap for one
-            cgroup.
+        IsolationUnavailable: the machine has swap, which this kernel cannot disable for one cgroup.
     """
-    (cgroup := MemoryCgroup(group)).file("limit").write_text(str(limit_bytes))
-    if cgroup.version == 1:
-        (group / "memory.swappiness").write_text("0")
-        swap, value = group / "memory.memsw.limit_in_bytes", str(limit_bytes)
-    else:
-        swap, value = group / "memory.swap.max", "0"
-        # The kernel then kills one process and not the group, as on v1 and in Docker.
-        (group / "memory.oom.group").write_text("0")
+    cgroup = MemoryCgroup(group)
+    cgroup.file("limit").write_text(str(limit_bytes))
+    swap, is_v1 = cgroup.file("swap"), cgroup.version == 1
+    # With oom.group, the kernel would kill the whole group, unlike on v1 and in Docker.
+    (group / ("memory.swappiness" if is_v1 else "memory.oom.group")).write_text("0")
     if swap.exists():
-        swap.write_text(value)
+        swap.write_text(str(limit_bytes) if is_v1 else "0")
     elif len(_SWAPS.read_text().splitlines()) > 1:
         raise IsolationUnavailable(
             f"the kernel does not count swap for each cgroup ({swap.name} is missing), so a process"
@@ -303,9 +293,7 @@ def thaw(pids: Sequence[int]) -> None:
 
 
 def remove(groups: Sequence[Path], *, waits: bool = True) -> None:
-    """Kill the processes in cgroups and below, and remove the cgroups.
-
-    With ``waits``, wait up to 10 s for the end of the processes.
+    """Kill the processes in cgroups and below, with ``waits`` for up to 10 s, and remove the cgroups.
 
     Raises:
         StillRunning: a process in one of the cgroups does not end; the others were removed.

@@ -17,13 +17,6 @@ import psutil
 
 from weighin import child_process
 from weighin.cell import Cell
-from weighin.child_process import (
-    PATIENCE_S,
-    adopt_orphans,
-    end_with_parent,
-    open_process,
-    signal_each,
-)
 from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, StillRunning
 from weighin.isolation import cgroup
 from weighin.isolation.base import Exit, Isolation, Running, Streams, connected
@@ -47,8 +40,8 @@ PASSED: Final = (
 
 _UNSEEN: Final = "a plain process has no cgroup of its own"
 _UNSEEN_OF_COMMAND: Final = (
-    f"{_UNSEEN}, so these are not seen: kernel memory, huge pages, and"
-    " files in memory that no process maps (memfd, /dev/shm)"
+    ", so these are not seen: kernel memory, huge pages, and files in memory that no process maps"
+    " (memfd, /dev/shm)"
 )
 _NOT_ORPHANS: Final = ("py-spy",)  # weighin itself starts it beside a command
 _PAUSE_S = 0.005  # a killed process takes a moment to end, and may just have forked
@@ -62,11 +55,9 @@ class ProcessIsolation(Isolation):
     limits = False
 
     def check(self) -> None:
-        """Raise IsolationUnavailable if the system has no /proc/PID/clear_refs, which resets peaks."""
         if not Path("/proc/self/clear_refs").exists():
             raise IsolationUnavailable(
-                "this system has no /proc/PID/clear_refs, without which weighin cannot measure"
-                " peaks",
+                "this system has no /proc/PID/clear_refs, without which weighin cannot measure peaks",
                 "run on Linux",
             )
 
@@ -81,25 +72,23 @@ class ProcessIsolation(Isolation):
         return Started(command, cell.environment, self._groups(cell), folder, streams)
 
     def _groups(self, _cell: Cell) -> list[Path]:
-        """Make the cgroups of a cell; a plain process has none."""
         return []
 
     def remove_stale(self) -> list[str]:
         """Kill the processes whose mark names an ended weighin process; return one line for each.
 
-        The worker or command of such a process ended with it. A process with the mark of this process
-        or of one above it is not killed, because a killed run may have started the shell in which
-        weighin, or a weighin around this one, runs now.
+        A process with the mark of this process or of one above it is spared, because a killed run may
+        have started the shell in which weighin, or a weighin around this one, runs now.
         """
         above = [one.pid for one in psutil.Process().parents()]
         ours, ended = {mark_of(pid) for pid in (os.getpid(), *above)}, dict[int, str]()
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + child_process.PATIENCE_S
         while time.monotonic() < deadline:
             marks = {pid: mark for pid in psutil.pids() if (mark := mark_of(pid)) not in ours}
             left = {pid: mark for pid, mark in marks.items() if mark and is_left_behind(mark)}
             if not left:
                 break
-            signal_each(left)
+            child_process.signal_each(left)
             ended |= left
             time.sleep(_PAUSE_S)
         return [f"process {pid} of process {mark.partition('-')[0]}" for pid, mark in ended.items()]
@@ -112,7 +101,6 @@ class CgroupIsolation(ProcessIsolation):
     limits = True
 
     def check(self) -> None:
-        """Raise IsolationUnavailable if this user cannot create a cgroup and limit its memory."""
         if memory_hierarchy() is None:
             raise IsolationUnavailable(
                 "this machine has no cgroup memory controller (neither v2 nor v1)",
@@ -167,7 +155,7 @@ class Started(Running):
         self._tree: ProcessTree | None = None
         variables = os.environ | dict(environment or {})
         if not groups:
-            self.unseen = _UNSEEN_OF_COMMAND if streams else _UNSEEN
+            self.unseen = _UNSEEN + (_UNSEEN_OF_COMMAND if streams else "")
         if not groups or not streams:
             self._tree = ProcessTree(adopts=bool(streams) or child_process.is_program)
             variables[WORKER_VARIABLE] = self._tree.mark
@@ -177,16 +165,15 @@ class Started(Running):
             variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
         try:
             with connected(streams) as (own, self.channel):
-                self._popen = _start(
-                    command, variables, groups, folder if streams else "", own, apart=not streams
-                )
+                where = folder if streams else ""
+                self._popen = _start(command, variables, groups, where, own, apart=not streams)
         except BaseException:
             if self._tree:
                 self._tree.end()
             cgroup.remove(groups)
             raise
         self.pid = self._popen.pid
-        self.process = open_process(self.pid)
+        self.process = child_process.open_process(self.pid)
         if self._tree:
             self._tree.pid = self.pid
 
@@ -200,7 +187,7 @@ class Started(Running):
 
     def reap(self) -> Exit:
         try:
-            code = self._popen.wait(PATIENCE_S)
+            code = self._popen.wait(child_process.PATIENCE_S)
         except subprocess.TimeoutExpired:
             return Exit(None, still_runs=True)
         return Exit(code) if code >= 0 else Exit(None, signal=-code)
@@ -254,7 +241,7 @@ def _start(
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
             for file in files:
                 file.write(b"0")  # 0 stands for the process that writes
-            end_with_parent()
+            child_process.end_with_parent()
 
         start = partial(
             subprocess.Popen,
@@ -272,8 +259,11 @@ def _start(
                 return start(command, executable=program)
             except OSError as error:
                 # A shell runs a file without #! as a script, if no zero byte is at its beginning.
-                if error.errno != errno.ENOEXEC or b"\0" in _beginning(Path(folder, program)):
+                if error.errno != errno.ENOEXEC:
                     raise
+                with Path(folder, program).open("rb") as file:
+                    if b"\0" in file.read(128):
+                        raise
                 return start(("/bin/sh", program, *command[1:]))
         except OSError as error:
             if apart:
@@ -284,29 +274,20 @@ def _start(
             ) from None
 
 
-def _beginning(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        return opened.read(128)
-
-
 class ProcessTree:
     """The processes of a worker or command: a child of this process, and its descendants.
 
-    With ``adopts``, weighin is a child subreaper until ``end``, which becomes the parent of a descendant
-    whose parent has ended. Each child that it gets meanwhile then counts as such an orphan, unless it
-    ran before, or was seen below a process that did: those are foreign. Only the program ``weighin``
-    may adopt: in another program, such as pytest, an orphan could not be told from a child that the
-    program started meanwhile. Orphans are then found by a variable that they inherit.
-
-    Attributes:
-        mark: the variable's value, also for a later run of weighin.
-        pid: the first process's, when it has started.
+    With ``adopts``, weighin is a child subreaper until ``end``: the parent of each descendant whose
+    own parent has ended. A child that it gets meanwhile counts as such an orphan, unless it ran before,
+    or was seen below a process that did: those are foreign. Only the program ``weighin`` may adopt:
+    another program, such as pytest, starts children itself. Orphans are then found by ``mark``, the
+    value of a variable that they inherit. ``pid`` is the first process's, when it has started.
     """
 
     def __init__(self, *, adopts: bool) -> None:
         self.mark, self.pid = owned_name(next(_numbers)), 0
         self._adopts = adopts
-        self._adopted_before = adopts and adopt_orphans()
+        self._adopted_before = adopts and child_process.adopt_orphans()
         self._is_over = False
         self._foreign = set(psutil.Process().children(recursive=True)) if adopts else set()
 
@@ -328,19 +309,16 @@ class ProcessTree:
                         found.append(one.pid)
                     elif is_orphan:
                         os.waitpid(one.pid, os.WNOHANG)
-        return found if self._adopts else sorted({*found, *self._marked()})
-
-    def _marked(self) -> list[int]:
-        return [pid for pid in psutil.pids() if mark_of(pid) == self.mark]
+        return found if self._adopts else sorted({*found, *marked(self.mark)})
 
     def kill(self) -> tuple[list[int], list[str]]:
         """Send SIGKILL to all processes; return the pids of the killed, and the names of the spared,
         which are another user's.
         """
         killed, spared = [], []
-        for pid in sorted({*self.members(), *self._marked()}):
+        for pid in sorted({*self.members(), *marked(self.mark)}):
             try:
-                signal_each([pid])
+                child_process.signal_each([pid])
                 killed.append(pid)
             except PermissionError:
                 with suppress(psutil.NoSuchProcess):
@@ -349,20 +327,23 @@ class ProcessTree:
         return killed, spared
 
     def end(self) -> list[str]:
-        """Kill all processes, wait up to 10 s for the end of the killed, and adopt no more orphans.
-
-        Return the names of those that are another user's. A second call does nothing.
+        """Kill all processes, wait up to 10 s for their end, and adopt no more orphans; return the names
+        of those that are another user's. A second call does nothing.
         """
         if self._is_over:
             return []
-        self._is_over, deadline = True, time.monotonic() + PATIENCE_S
+        self._is_over, deadline = True, time.monotonic() + child_process.PATIENCE_S
         try:
             while (found := self.kill())[0] and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
         finally:
             if self._adopts:
-                adopt_orphans(adopt=self._adopted_before)
+                child_process.adopt_orphans(adopt=self._adopted_before)
         return found[1]
+
+
+def marked(mark: str) -> list[int]:
+    return [pid for pid in psutil.pids() if mark_of(pid) == mark]
 
 
 def mark_of(pid: int) -> str | None:

@@ -24,9 +24,8 @@ _ON_NODES: Final = (
 
 
 def named(name: str, image: str = "") -> Isolation:
-    """Return an isolation by its name, without checking that it works on this machine.
-
-    A command's container runs ``image``; if it is empty, the container sees this machine's programs.
+    """Return an isolation by its name, unchecked. A command's container runs ``image``, or if it is
+    empty, sees this machine's programs.
     """
     if name == "docker":
         # The SDK takes 0.2 s to import.
@@ -49,18 +48,14 @@ def choose(
     image: str = "",
     nodes: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> tuple[Isolation, str]:
-    """Return a working isolation, and a note for the user; empty without one.
+    """Return a working isolation, and a note for the user; raise IsolationUnavailable if none works.
 
-    ``auto`` takes the first of ``NAMES`` that works, and the note tells why better ones do not. If
-    ``limited``, only an isolation that enforces a RAM limit is taken. Without ``containers``, ``auto``
-    does not take Docker.
+    ``auto`` takes the first of ``NAMES`` that works, without ``containers`` not Docker, and the note
+    tells why better ones do not. If ``limited``, it must enforce a RAM limit.
 
     ``nodes`` has, for each machine of a cluster that is to run the cells instead of this one, the
     reason why an isolation does not work there; empty if it works. ``auto`` takes what works on all
     of them. A named isolation need only work on one, and the note names those that take no part.
-
-    Raises:
-        IsolationUnavailable: none of these isolations works.
     """
     refused: list[IsolationUnavailable] = []
     for candidate in (name,) if name != "auto" else NAMES if containers else NAMES[1:]:
@@ -113,10 +108,8 @@ def check_soft_limit(isolation: Isolation) -> None:
 
 
 def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
-    """Raise ConfigError if a cell's RAM limit exceeds the limit of a cgroup around the cells.
-
-    The kernel would kill the cell at the limit of the outer cgroup, before the cell reaches its own
-    limit. Only the isolation ``cgroup`` is checked.
+    """Raise ConfigError if a cell's RAM limit exceeds that of a cgroup around the cells, at which the
+    kernel would kill the cell first. Only the isolation ``cgroup`` is checked.
     """
     root = cgroup.groups_root() if isolation.name == "cgroup" else None
     limits = limits_around(root) if root else []
@@ -131,10 +124,9 @@ def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
 
 def wants_cgroup(name: str) -> bool:
     """Tell whether ``choose(name)`` tries a cgroup: "cgroup", or "auto" if Docker does not work."""
-    if name != "auto":
-        return name == "cgroup"
-    try:
-        named("docker").check()
-    except IsolationUnavailable:
-        return True
-    return False
+    if name == "auto":
+        try:
+            named("docker").check()
+        except IsolationUnavailable:
+            return True
+    return name == "cgroup"

@@ -32,8 +32,8 @@ _SYSTEM: Final = (
 def of_machine() -> tuple[str, ...]:
     """Return the paths of this machine's programs, of this Python, of its packages and of weighin.
 
-    The packages are those in ``sys.path`` and those that pip installed as editable, but never the
-    root, the home or the current folder merely because it is in ``sys.path``.
+    Packages are those in ``sys.path`` and editable ones, but never the root, the home or the current
+    folder merely because they are in ``sys.path``.
     """
     whole = {"/", os.path.realpath(os.path.expanduser("~"))}  # noqa: PTH111
     with contextlib.suppress(FileNotFoundError):  # the current folder was deleted
@@ -45,7 +45,6 @@ def of_machine() -> tuple[str, ...]:
 
 @cache
 def _editable() -> tuple[str, ...]:
-    """Return the folders of the packages that pip installed as editable."""
     origins = (each.read_text("direct_url.json") for each in metadata.distributions())
     return tuple(
         unquote(urlsplit(origin["url"]).path)
@@ -75,10 +74,8 @@ def of_job(job: Job) -> Iterator[str]:
 
 
 def binds(seen: Iterable[str], fixed: Iterable[str] = ()) -> dict[str, str]:
-    """Return a dict from each path in a container to the real path of its file or folder here.
-
-    Paths that do not exist are left out, and so are paths that another path contains, except those in
-    ``fixed``, which the caller may bind in another way.
+    """Return the real path here of each path in a container. Paths that do not exist are left out, and
+    those that another path contains, except those in ``fixed``.
     """
 
     def named(paths: Iterable[str]) -> dict[str, str]:

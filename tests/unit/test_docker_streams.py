@@ -15,9 +15,9 @@ import pytest
 from leftovers import wait_until
 
 from weighin import child_process
-from weighin.isolation import docker_process
+from weighin.isolation import docker as docker_isolation
 from weighin.isolation.base import Streams
-from weighin.isolation.docker_process import _Pump
+from weighin.isolation.docker import _Pump
 
 
 def frame(stream: int, payload: bytes) -> bytes:
@@ -42,8 +42,8 @@ class Wires:
     def send_signal(self, number: int) -> None:
         self.signals.append(number)
 
-    def resize(self, rows: int, columns: int) -> None:
-        self.sizes.append((rows, columns))
+    def resize(self, size: os.terminal_size) -> None:
+        self.sizes.append((size.lines, size.columns))
 
     def say(self, *parts: tuple[int, bytes]) -> None:
         self.engine.sendall(b"".join(frame(*part) for part in parts))
@@ -169,7 +169,7 @@ def test_a_terminal_that_is_closed_is_as_it_was(screen: Screen) -> None:
 def test_the_commands_terminal_has_the_size_of_the_users(
     screen: Screen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker_process, "_RESIZE_S", 0.01)
+    monkeypatch.setattr(docker_isolation, "_RESIZE_S", 0.01)
     screen.pump.begin()
     assert screen.sizes == [(40, 120)]
     screen.set_size(50, 80)
