@@ -53,13 +53,14 @@ def test_with_wait_it_starts_when_the_first_has_ended(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_held, may_end = threading.Event(), threading.Event()
-    wait = runner._wait
+    try_lock = runner.try_lock
 
-    def end_first_and_wait(*arguments: Any) -> None:
-        may_end.set()  # not after a time, which a busy machine may need to come here
-        wait(*arguments)
+    def end_first_if_held(file: int) -> bool:
+        if not (is_free := try_lock(file)):
+            may_end.set()  # not after a time, which a busy machine may need to come here
+        return is_free
 
-    monkeypatch.setattr(runner, "_wait", end_first_and_wait)
+    monkeypatch.setattr(runner, "try_lock", end_first_if_held)
 
     def first() -> None:
         with runner.only_run():

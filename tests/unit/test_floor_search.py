@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fakes import PlayedIsolation
-from ran_commands import make_command
+from ran_commands import make_command, settings_of
 from test_floor import CELL, above, lived, search
 
 from weighin.cli._arguments import share
@@ -14,6 +14,7 @@ from weighin.errors import ConfigError, RecordError
 from weighin.isolation import cgroup
 from weighin.plan import start as plans
 from weighin.plan.task import Planned, Progress, Run
+from weighin.records import run_folder
 from weighin.records.floor import TYPICAL_CELLS, Aim
 from weighin.result import Cost, Outcome, Result
 from weighin.run import runner
@@ -125,20 +126,21 @@ def test_a_step_must_be_a_share_of_the_floor(within: str) -> None:
     )
 
 
-def test_only_a_search_is_resumed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Path, bool]] = []
-    runs = [searching(), searching(make_command(), within=None)]
-
-    def restore(folder: Path, *, trusted: bool) -> Run:
-        asked.append((folder, trusted))
-        return runs.pop(0)
-
-    monkeypatch.setattr(plans, "restore", restore)
-    assert plans.resume(Path("run"), trusted=True, search=True).settings.within == 0.01
+def test_only_a_search_is_resumed_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cell = make_command()
+    for name, within in (("search", 0.01), ("run", None)):
+        run_folder.write_plan(Path(name), [cell], settings_of(cell, within=within).as_json())
+    assert plans.resume(Path("search"), trusted=True, search=True).settings.within == 0.01
     with pytest.raises(RecordError) as caught:
-        plans.resume(Path("run"), search=True)
+        plans.resume(Path("run"), trusted=True, search=True)
     assert str(caught.value) == (
-        "run contains a run that is not a search for floors\nto resume the run: weighin bench"
-        " --resume run"
+        "run contains a run that is not a search for floors\nto resume the run: weighin run --resume"
+        " run"
     )
-    assert asked == [(Path("run"), True), (Path("run"), False)]
+    with pytest.raises(RecordError) as caught:
+        plans.resume(Path("search"), trusted=True)
+    assert str(caught.value) == (
+        "search contains a search for floors (weighin floor)\nto resume the search: weighin floor"
+        " --resume search"
+    )

@@ -10,8 +10,7 @@ from ran_commands import make_command, settings_of
 from weighin.errors import ConfigError, HarnessError, RecordError
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation
 from weighin.plan.commands import label_of
-from weighin.plan.start import restore, start
-from weighin.plan.trust import foreign
+from weighin.plan.start import foreign, resume, start
 from weighin.probes import environment
 from weighin.records import run_folder
 from weighin.settings.definition import Settings, check_suite
@@ -98,7 +97,7 @@ def test_a_plan_that_lacks_the_command_of_a_cell_is_not_resumed() -> None:
     path = Path("run/plan.json")
     path.write_text(path.read_text().replace('"strategy": "mine"', '"strategy": "other"'))
     with pytest.raises(RecordError) as caught:
-        restore(Path("run"), trusted=True)
+        resume(Path("run"), trusted=True)
     assert str(caught.value) == (
         "run/plan.json lacks the command 'other'\n"
         "start a new run, because this run cannot be resumed without the command"
@@ -148,13 +147,13 @@ def test_a_planned_command_is_restored_only_if_it_is_trusted() -> None:
     planned = [replace(cell, isolation="process") for cell in cells]
     run_folder.write_plan(Path("run"), planned, settings.as_json() | {"shard": "2/2"})
     with pytest.raises(ConfigError) as caught:
-        restore(Path("run"))
+        resume(Path("run"))
     assert "command sh 'x y' in /work" in caught.value.message
     assert "weighin run --resume run --trust" in caught.value.repair
-    run = restore(Path("run"), trusted=True)
+    run = resume(Path("run"), trusted=True)
     assert [planned.cell.repeat for planned in run.planned] == [1]
     run_folder.write_plan(Path("run"), planned, settings.as_json())
-    whole = restore(Path("run"), trusted=True)
+    whole = resume(Path("run"), trusted=True)
     assert [planned.cell.repeat for planned in whole.planned] == [0, 1, 2]
     assert isinstance(whole.isolation, ProcessIsolation)
     assert not whole.is_new

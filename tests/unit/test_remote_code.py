@@ -17,7 +17,7 @@ from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.pretrained_code import auto_class, digest
 from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import from_config
-from weighin.plan.start import restore, start
+from weighin.plan.start import resume, start
 from weighin.recommend.snippet import pretrained_snippet
 from weighin.settings.definition import check_suite
 from weighin.suite import registry
@@ -75,13 +75,13 @@ def test_the_plan_keeps_the_code_and_somebody_elses_run_asks_for_trust(
     run = planned(folder, tmp_path / "run")
     kwargs = json.loads((run / "plan.json").read_text())["cells"][0]["model"]["kwargs"]
     assert kwargs["code"] == {"folder": str(folder), "sha256": digest(folder)}
-    assert restore(run).planned[0].cell.model.kwargs == kwargs
+    assert resume(run).planned[0].cell.model.kwargs == kwargs
     (run / "plan.json").write_text((run / "plan.json").read_text() + "\n")
     with pytest.raises(ConfigError) as caught:
-        restore(run)
+        resume(run)
     line = f"code of the Hugging Face folder {folder} (sha256 {digest(folder)[:16]})"
     assert caught.value.message.endswith(f"and would run here: {line}")
-    restored = restore(run, trusted=True)
+    restored = resume(run, trusted=True)
     assert restored.planned[0].cell.model.kwargs == kwargs
 
 
@@ -131,7 +131,7 @@ def test_a_plan_with_damaged_code_is_refused(folder: Path, tmp_path: Path, code:
     plan["cells"][0]["model"]["kwargs"]["code"] = code
     (run / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(ConfigError, match="is not a folder and a digest"):
-        restore(run)
+        resume(run)
 
 
 def test_a_class_without_code_is_named(folder: Path) -> None:

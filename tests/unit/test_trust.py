@@ -15,7 +15,7 @@ from factories import make_result
 from weighin.checkpoint import entries
 from weighin.errors import ConfigError, Interrupted
 from weighin.plan import start as plans
-from weighin.plan.start import restore, resume, start
+from weighin.plan.start import resume, start
 from weighin.plan.task import Progress, Run
 from weighin.predict import check
 from weighin.probes import environment
@@ -143,7 +143,7 @@ def test_a_check_of_predictions_runs_nothing_foreign_without_trust(
 ) -> None:
     planned()
     forge(strategy)
-    run_folder.append(Path("run"), make_result(restore(Path("run"), trusted=True).planned[0].cell))
+    run_folder.append(Path("run"), make_result(resume(Path("run"), trusted=True).planned[0].cell))
     with pytest.raises(ConfigError) as caught:
         check.check(Path("run"))
     assert caught.value.message == (
@@ -162,7 +162,7 @@ def test_a_folder_of_a_plan_hides_no_module_of_ours(
 ) -> None:
     planned()
     forge(lambda plan: plan["settings"].update(python_path=[str(here)]))
-    run = restore(Path("run"))
+    run = resume(Path("run"))
     run_folder.append(Path("run"), make_result(run.planned[0].cell))
     used: list[Any] = []
     monkeypatch.setattr(check, "predict", lambda *_, python_path, **__: used.append(python_path))

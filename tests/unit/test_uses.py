@@ -10,7 +10,7 @@ from factories import planned
 
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.errors import ConfigError, UnknownName
-from weighin.plan import trust
+from weighin.plan.start import foreign
 from weighin.plan.task import Planned
 from weighin.records.series import name_of
 from weighin.settings.definition import Settings, check_suite
@@ -88,7 +88,7 @@ def test_an_own_file_must_be_a_use(tmp_path: Path, name: str, text: str, message
 def test_the_file_of_an_own_use_is_foreign_code_of_a_plan(tmp_path: Path) -> None:
     (file := tmp_path / "half.py").write_text(OWN)
     settings = Settings(use_paths={"half": str(file)})
-    [line] = trust.foreign([Cell(model("gpt2-tiny"), "baseline", "process")], settings)
+    [line] = foreign([Cell(model("gpt2-tiny"), "baseline", "process")], settings)
     assert line.startswith(f"use {file} (sha256 ")
 
 

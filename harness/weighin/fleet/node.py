@@ -184,7 +184,7 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
         plan = {"schema": SCHEMA, "cells": [cell], "settings": settings}
         (folder / run_folder.PLAN).write_text(json.dumps(plan))
         task = replace(
-            start.restore(folder, trusted=True),  # the driver has asked for the user's trust
+            start.resume(folder, trusted=True),  # the driver has asked for the user's trust
             patience_s=max(assignment["patience_s"], _LOCK_PATIENCE_S),
             is_probed=assignment["is_tested"],
             more_limits=[(limit, ranks) for limit, ranks in assignment["limits"]],

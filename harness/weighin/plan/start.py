@@ -1,34 +1,45 @@
 """Start a new run: plan its cells and write its folder; or restore a run from its folder.
 
-A plan may name any code, which a restored run would execute. weighin's cache therefore has the digest
-of each plan that this user's weighin wrote. Any other plan that names foreign code needs --trust.
+A plan may name any code, which a restored run would execute with the user's rights. weighin's cache
+therefore has the digest of each plan that this user's weighin wrote. Any other plan that names foreign
+code, which is neither part of weighin nor installed, needs --trust.
 """
 
 import hashlib
+import json
 import os
 import re
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from io import FileIO
 from pathlib import Path
+from shlex import join
 from typing import Final, Literal
 
+from weighin.cell import SYNTHESISED, Cell
 from weighin.checkpoint import entries
 from weighin.errors import ConfigError, RecordError
+from weighin.files import read_bytes
 from weighin.isolation import select
 from weighin.plan import commands
 from weighin.plan.task import Node, Planned, Run
 from weighin.records import run_folder
 from weighin.records.run_folder import resume_command
-from weighin.settings.definition import Settings, read_plan
+from weighin.settings.definition import Settings, read_model, read_plan
+from weighin.text import one_line, printable
 from weighin.units import format_exact
 
 _LABEL_LENGTH: Final = 60  # characters of all commands in the name of a run's folder
 _PLANS: Final = "plans.sha256"  # the file of the digests in weighin's cache
+_VALUE_LENGTH: Final = 120
+_NO_CODE: Final = (
+    "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_",
+    "MALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
+)  # fmt: skip
 
 
 def start(
@@ -67,28 +78,10 @@ def start(
 
 
 def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
-    """As ``restore``, but raise RecordError if the run is a search for floors and is to be none, or
-    the other way round.
-    """
-    run = restore(folder, trusted=trusted)
-    if (run.settings.within is not None) == search:
-        return run
-    if search:
-        raise RecordError(
-            f"{folder} contains a run that is not a search for floors",
-            f"to resume the run: {resume_command(run.settings.verb, folder)}",
-        )
-    raise RecordError(
-        f"{folder} contains a search for floors (weighin floor)",
-        f"to resume the search: {resume_command('floor', folder)}",
-    )
-
-
-def restore(folder: Path, *, trusted: bool = False) -> Run:
-    """Restore a run from its plan, to measure its cells without a record.
+    """Restore a run, or a search for floors, from its plan, to measure its cells without a record.
 
     Raises:
-        RecordError: the folder has no run that can be resumed.
+        RecordError: the folder has no such run that can be resumed.
         ConfigError: a file is missing, every cell is skipped, or the plan is not ours and names
             foreign code without ``trusted``.
     """
@@ -98,14 +91,13 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
         raise RecordError(f"the run in {folder} plans no measurement", "start a new run")
     place = folder / run_folder.PLAN
     settings = read_plan(found.settings, found.cells, place)
+    again = resume_command(settings.verb, folder)
     if not (trusted or is_ours(text)):
-        from weighin.plan import trust  # imports formats and strategies
-
-        trust.check(
-            trust.foreign(found.cells, settings),
-            place=place,
-            again=resume_command(settings.verb, folder),
-        )
+        check_trust(foreign(found.cells, settings), place, again)
+    if (settings.within is not None) != search:
+        is_run = "run that is not a search for floors"
+        what, kind = (is_run, "run") if search else ("search for floors (weighin floor)", "search")
+        raise RecordError(f"{folder} contains a {what}", f"to resume the {kind}: {again}")
     known = {each.name for each in settings.commands} or settings.strategy_paths.keys()
     if lacking := [each.strategy for each in found.cells if each.strategy not in known]:
         what, of = ("command", "") if settings.commands else ("path", " of the strategy")
@@ -123,6 +115,78 @@ def restore(folder: Path, *, trusted: bool = False) -> Run:
     isolation = select.named(found.cells[0].isolation, settings.image)
     ours = settings.shard.of(planned) if settings.shard else planned
     return Run(folder, ours, isolation, settings)
+
+
+def check_trust(
+    foreign_code: Iterable[str], place: Path, again: str, repair: str = "or start a new run"
+) -> None:
+    """Raise ConfigError if there is foreign code; the error suggests the command ``again --trust``."""
+    if listed := "; ".join(foreign_code):
+        raise ConfigError(
+            f"{place} names code that is not part of weighin and would run here: {listed}",
+            f"read that code; if you trust it: {again} --trust; {repair}",
+        )
+
+
+def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
+    """Return one line for each entry of a plan that names foreign code; run none of it.
+
+    Code can come from builders, strategies, uses, Hugging Face folders, mounts, environment variables
+    and the address of a Ray cluster; a command is always foreign.
+    """
+    # These import formats and strategies, which takes 0.2 s.
+    from weighin.formats.adapters import adapter_of
+    from weighin.formats.pretrained_folder import code_of
+    from weighin.suite import registry, user_code
+
+    # Ray unpickles what a cluster sends, and so runs its code.
+    address = settings.engine.get("address")
+    clusters = [f"Ray cluster {one_line(str(address))}"] if address not in (None, "auto") else []
+    if settings.commands:
+        place = f"{settings.cwd}, image {settings.image}" if settings.image else settings.cwd
+        commands = [printable(f"command {join(cell.command)} in {place}") for cell in cells]
+        mounts = [printable(f"mount {path}") for path in settings.mounts]
+        return list(dict.fromkeys([*clusters, *commands, *mounts]))
+    ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}
+    lines: dict[str, None] = dict.fromkeys(clusters)
+    for cell in cells:
+        if (builder := cell.model.builder) not in ours:
+            kwargs = one_line(json.dumps(cell.model.kwargs, default=str), _VALUE_LENGTH)
+            file = user_code.file_of(builder, settings.python_path)
+            place = f" in {one_line(str(file))}" if file else ""
+            lines[f"builder {one_line(builder)}{place} with {kwargs}"] = None
+        if code := code_of(cell.model):
+            place = f"{one_line(code['folder'])} (sha256 {one_line(code['sha256'][:16])})"
+            lines[f"code of the Hugging Face folder {place}"] = None
+        # LD_PRELOAD, LD_LIBRARY_PATH, PYTHONHOME and other variables make a process load code.
+        for name, value in cell.environment.items():
+            if name not in _NO_CODE:
+                lines[f"environment {one_line(f'{name}={value}', _VALUE_LENGTH)}"] = None
+    known = {
+        info.path
+        for operation in {cell.operation for cell in cells}
+        for info in registry.strategies(operation).values()
+    }
+    for path in map(Path, settings.strategy_paths.values()):
+        if path.resolve() not in known:
+            lines[f"strategy {one_line(str(path))} ({_hash(path)})"] = None
+    for path in map(Path, settings.use_paths.values()):
+        lines[f"use {one_line(str(path))} ({_hash(path)})"] = None
+    listed = {code["folder"] for cell in cells if (code := code_of(cell.model))}
+    listed |= {str(adapter) for cell in cells if (adapter := adapter_of(cell.model))}
+    lines |= {f"mount {one_line(path)}": None for path in settings.mounts if path not in listed}
+    return list(lines)
+
+
+def _hash(path: Path) -> str:
+    try:
+        return f"sha256 {hashlib.sha256(read_bytes(path)).hexdigest()[:16]}"
+    except FileNotFoundError:
+        return "no such file"
+    except PermissionError as error:
+        return f"cannot be read: {error.strerror}"
+    except OSError:  # a folder, a pipe, or too long
+        return "not a strategy"
 
 
 def remember(plan: bytes) -> None:

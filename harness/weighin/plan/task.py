@@ -51,19 +51,14 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Callbacks that report a run's progress, named after what begins or happens.
+    """Callbacks that report a run's progress, named after what begins or happens."""
 
-    ``preparing`` gets a step and its share that is done (0 to 1), ``building`` a line that Docker
-    prints when it pulls an image, ``narrowed`` how close a search has come to its floor, and ``nodes``
-    the step of each machine of a cluster, by its name.
-    """
-
-    preparing: Callable[[str, float | None], None] = lambda _text, _share: None
-    building: Callable[[str], None] = lambda _: None
+    preparing: Callable[[str, float | None], None] = lambda _step, _share_done: None
+    building: Callable[[str], None] = lambda _line_of_docker: None
     starting: Callable[[Cell], None] = lambda _: None
-    phase: Callable[[str], None] = lambda _: None
-    narrowed: Callable[[str], None] = lambda _: None
-    nodes: Callable[[Mapping[str, str]], None] = lambda _: None
+    phase: Callable[[str], None] = lambda _name: None
+    narrowed: Callable[[str], None] = lambda _said_of_a_search: None
+    nodes: Callable[[Mapping[str, str]], None] = lambda _step_by_name: None
     finished: Callable[[Result], None] = lambda _: None
 
 
@@ -71,10 +66,7 @@ class Progress:
 class Run:
     """One run to perform: its cells, the folder for their records, and its settings.
 
-    ``results`` is empty until the run has begun. The folder of a new run is removed if an error stops
-    the run before its first record. ``patience_s`` is the longest time to wait for another run on this
-    machine. ``is_probed``: an earlier run with the same limits has tested a worker on this machine.
-    ``more_limits``: further RAM limits, each with its ranks, that the test of a worker checks.
+    The folder of a new run is removed if an error stops the run before its first record.
     """
 
     folder: Path
@@ -82,10 +74,10 @@ class Run:
     isolation: Isolation
     settings: Settings = field(default_factory=Settings)
     is_new: bool = False
-    patience_s: float = 0
-    is_probed: bool = False
-    more_limits: Sequence[tuple[int | None, int]] = ()
-    results: list[Result] = field(default_factory=list)
+    patience_s: float = 0  # the longest wait for another run on this machine
+    is_probed: bool = False  # an earlier run with the same limits has tested a worker here
+    more_limits: Sequence[tuple[int | None, int]] = ()  # and ranks, for the test of a worker
+    results: list[Result] = field(default_factory=list)  # when the run has begun
 
     def prepare(self, progress: Progress) -> None:
         self.isolation.prepare(progress.building)
@@ -130,22 +122,15 @@ def skipped(planned: Planned, known_environment: dict[str, Any]) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine that runs cells (measurements), or one of several jobs on this machine.
-
-    Attributes:
-        isolations: for each isolation (such as docker), the reason why it does not work on the node;
-            empty if it works.
-        gpu_bytes: the memory of each GPU.
-        no_soft_limit: the reason why the node cannot set a soft RAM limit; empty if it can.
-    """
+    """A machine that runs cells (measurements), or this machine with several jobs."""
 
     id: str
     name: str
     ram_bytes: int
     free_ram_bytes: int
-    isolations: Mapping[str, str] = field(default_factory=dict)
-    gpu_bytes: tuple[int, ...] = ()
-    no_soft_limit: str = ""
+    isolations: Mapping[str, str] = field(default_factory=dict)  # why each fails; empty: it works
+    gpu_bytes: tuple[int, ...] = ()  # of each GPU
+    no_soft_limit: str = ""  # why the node cannot set one; empty: it can
 
 
 @dataclass(frozen=True, slots=True)

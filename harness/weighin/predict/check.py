@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from weighin.errors import HarnessError, RecordError
-from weighin.plan import loads, trust
+from weighin.plan import loads, start
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
@@ -124,14 +124,9 @@ def check(
     paths = settings.strategy_paths
     if not trusted:
         used = {cell.strategy: paths[cell.strategy] for cell in cells if cell.strategy in paths}
-        trust.check(
-            trust.foreign(
-                cells, settings.model_copy(update={"strategy_paths": used, "engine": {}})
-            ),
-            place=run,
-            again=f"weighin predict --check {quote(str(run))}",
-            repair="or predict the model itself",
-        )
+        named = settings.model_copy(update={"strategy_paths": used, "engine": {}})
+        again = f"weighin predict --check {quote(str(run))}"
+        start.check_trust(start.foreign(cells, named), run, again, "or predict the model itself")
     by_checkpoint: dict[Path | None, list[Planned]] = {}
     for cell in cells:
         planned = loads.plan_cell(cell, _strategy(cell.strategy, paths))

@@ -53,11 +53,7 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
     """Run, in the plan's order, each cell that has no record, and return the results of all cells.
 
     If ``following`` is given, this function chooses each cell, and the plan only determines which
-    checkpoints are prepared.
-
-    Raises:
-        HarnessError: no cell can be run. An error inside a cell is not raised: it becomes the
-            cell's outcome, and the run continues.
+    checkpoints are prepared. An error inside a cell becomes its outcome, and the run continues.
     """
     with only_writer(task.folder), discarding(task):
         return _run(task, progress, following)
@@ -189,11 +185,9 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
     """If an error stops the run in the ``with`` block, add the command that resumes it to the error."""
     again = run_folder.resume_command(verb, task.folder)
     plan = task.folder / run_folder.PLAN
-    if not (plan.exists() and start.is_ours(run_folder.read_file(task.folder, run_folder.PLAN))):
-        from weighin.plan import trust  # imports formats and strategies
-
-        if trust.foreign([each.cell for each in task.planned], task.settings):
-            again += " --trust"
+    is_ours = plan.exists() and start.is_ours(run_folder.read_file(task.folder, run_folder.PLAN))
+    if not is_ours and start.foreign([each.cell for each in task.planned], task.settings):
+        again += " --trust"
     try:
         yield
     except Interrupted as stopped:
@@ -224,12 +218,8 @@ def only_run(
 ) -> Iterator[None]:
     """Wait up to ``patience_s`` seconds for the machine's lock; hold it during the ``with`` block.
 
-    The kernel releases the lock when the process ends. If weighin has to wait, it calls ``waiting``
-    with the reason.
-
-    Raises:
-        HarnessError: another run still holds the lock after ``patience_s``.
-        ConfigError: the lock file cannot be created or opened.
+    If weighin has to wait, it calls ``waiting`` with the reason. Raises HarnessError if another run
+    still holds the lock after ``patience_s``, and ConfigError if the lock file cannot be opened.
     """
     path = lock_path()
     try:
@@ -241,13 +231,21 @@ def only_run(
             " weighin ...",
         ) from None
     try:
-        if not try_lock(file):
-            if patience_s > 0:
-                waiting(
-                    "waiting for another run on this machine to end (it holds the lock file"
-                    f" {path})",
+        deadline, pause_s = time.monotonic() + patience_s, 0.0
+        while not try_lock(file):
+            if time.monotonic() >= deadline:
+                raise HarnessError(
+                    f"another run is measuring on this machine (it holds the lock file {path})",
+                    "wait for its end: weighin bench --wait; parallel runs would distort each"
+                    " other's figures",
+                    exit_code=4,
                 )
-            _wait(file, path, time.monotonic() + patience_s)
+            if not pause_s:
+                waiting(
+                    f"waiting for another run on this machine to end (it holds the lock file {path})"
+                )
+            pause_s = min(max(2 * pause_s, 0.05), _LONGEST_PAUSE_S)
+            time.sleep(pause_s)
         yield
     finally:
         os.close(file)
@@ -255,11 +253,7 @@ def only_run(
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Lock a run's plan in the ``with`` block, so that two processes do not run the same cells.
-
-    Raises:
-        HarnessError: another process holds the lock.
-    """
+    """Lock a run's plan in the ``with`` block, so that two processes do not run the same cells."""
     try:
         locked = os.open(folder / "plan.json", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:  # nobody can resume a run without a plan
@@ -289,18 +283,3 @@ def _open(path: Path) -> int:
         return os.open(path, flags)
     os.fchmod(file, 0o644)  # despite the umask, because other users must be able to open the file
     return file
-
-
-def _wait(file: int, path: Path, deadline: float) -> None:
-    """Take the lock when it is free; raise HarnessError at ``deadline`` (``time.monotonic``)."""
-    pause_s = 0.05
-    while time.monotonic() < deadline:
-        time.sleep(pause_s)
-        if try_lock(file):
-            return
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    raise HarnessError(
-        f"another run is measuring on this machine (it holds the lock file {path})",
-        "wait for its end: weighin bench --wait; parallel runs would distort each other's figures",
-        exit_code=4,
-    )
