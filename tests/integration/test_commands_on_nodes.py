@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from weighin.cell import Cell
-from weighin.fleet.driver import Driver
-from weighin.fleet.jobs import Jobs
+from weighin.fleet.driver import Driver, Jobs
 from weighin.plan.start import start
 from weighin.plan.task import Progress
 from weighin.records import run_folder

@@ -10,7 +10,8 @@ from factories import make_cell, make_result
 from test_check import run_of
 
 from weighin.errors import ConfigError, UnknownName
-from weighin.fleet import engine, jobs
+from weighin.fleet import driver as jobs
+from weighin.fleet import engine
 from weighin.gate import check as checks
 from weighin.isolation import cgroup
 from weighin.isolation.docker import DockerIsolation
@@ -40,13 +41,13 @@ def run_with(*limits: int | None, **changes: Any) -> Run:
 
 def refused(task: Run, count: int = 2) -> str:
     with pytest.raises(ConfigError) as caught:
-        jobs.check(task, count)
+        jobs.check_jobs(task, count)
     return str(caught.value)
 
 
 def test_limits_that_fit_together_are_accepted() -> None:
-    jobs.check(run_with(8 * GIB, 8 * GIB, 2 * GIB), 2)
-    jobs.check(run_with(8 * GIB, 6 * GIB, 2 * GIB), 3)
+    jobs.check_jobs(run_with(8 * GIB, 8 * GIB, 2 * GIB), 2)
+    jobs.check_jobs(run_with(8 * GIB, 6 * GIB, 2 * GIB), 3)
 
 
 def test_limits_that_do_not_fit_together() -> None:
@@ -67,13 +68,15 @@ def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("limited")
 def test_limits_that_do_not_fit_together_into_a_cgroup_around_the_cells() -> None:
-    jobs.check(replace(run_with(2 * GIB, 2 * GIB), isolation=CgroupIsolation()), 2)
+    jobs.check_jobs(replace(run_with(2 * GIB, 2 * GIB), isolation=CgroupIsolation()), 2)
     too_much = replace(run_with(2 * GIB, 3 * GIB), isolation=CgroupIsolation())
     assert refused(too_much) == (
         "--jobs 2: the RAM limits of 2 cells are 5.000 GiB together, but only 4.000 GiB of RAM are free\n"
         "give a smaller number to --jobs, or smaller limits to --ram"
     )
-    jobs.check(replace(too_much, isolation=DockerIsolation()), 2)  # the engine's groups are others
+    jobs.check_jobs(
+        replace(too_much, isolation=DockerIsolation()), 2
+    )  # the engine's groups are others
 
 
 @pytest.mark.usefixtures("limited")

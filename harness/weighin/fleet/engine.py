@@ -63,9 +63,9 @@ def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]
     """
     match chosen:
         case {"name": "local", "jobs": int(number)}:
-            from weighin.fleet import jobs
+            from weighin.fleet.driver import run_jobs
 
-            yield (), lambda task, progress: jobs.run(number, task, progress)
+            yield (), lambda task, progress: run_jobs(number, task, progress)
         case {"name": "ray", "address": str(address), "labels": dict(labels)}:
             from weighin.fleet.cluster import connected
             from weighin.fleet.driver import Driver
