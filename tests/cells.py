@@ -38,7 +38,8 @@ from weighin.records.explanation import answer, cause_of
 from weighin.records.run_folder import read_samples
 from weighin.records.verdict import Reference, judge_result
 from weighin.result import UNNAMED, Outcome, Phase, Result
-from weighin.run import loads, watch
+from weighin.run import loads
+from weighin.run import measure as watch
 from weighin.run.loads import LoadSpec
 from weighin.run.measure import measure
 from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES, Settings

@@ -4,7 +4,7 @@ Each message is one packet with one JSON object, sent to a Unix socket by path, 
 as torchrun close descriptors that their children would inherit. After a message in ``AWAITED``, the
 process waits for one byte, with which weighin answers when it has read and reset the high-water mark
 of the cgroup. The process reads and resets its own mark, VmHWM. Any process may begin and end phases;
-the other messages are of a worker: the process that loads or saves a model. ``weighin.run.messages``
+the other messages are of a worker: the process that loads or saves a model. ``weighin.run.listener``
 has the fields of each. All ranks wait for each other at the messages in ``MET``.
 """
 

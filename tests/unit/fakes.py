@@ -18,9 +18,7 @@ from weighin.probes.cgroup import Counters
 from weighin.probes.sampler import Sampler
 from weighin.result import Memory, Sample
 from weighin.run import measure as measuring
-from weighin.run import watch
-from weighin.run.listener import Listener
-from weighin.run.messages import decode
+from weighin.run.listener import Listener, decode
 from weighin.units import MIB
 
 Step = bytes | Callable[[], None] | type[TimeoutError]
@@ -96,13 +94,13 @@ _played: dict[int, Silent] = {}
 
 def play(patch: pytest.MonkeyPatch) -> None:
     """Let a played worker be observed by what its test plays, in all unit tests."""
-    mark_of = watch.peak_mark_of
+    mark_of = measuring.peak_mark_of
 
     def sampler_of(pid: int, *arguments: Any, **options: Any) -> Silent | Sampler:
         return _played.get(pid) or Sampler(pid, *arguments, **options)
 
-    patch.setattr(watch, "peak_mark_of", lambda one: _played.get(one.pid or 0) or mark_of(one))
-    patch.setattr(watch, "Sampler", sampler_of)
+    patch.setattr(measuring, "peak_mark_of", lambda one: _played.get(one.pid or 0) or mark_of(one))
+    patch.setattr(measuring, "Sampler", sampler_of)
     patch.setattr(measuring, "Listener", KnownListener)
 
 

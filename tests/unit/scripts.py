@@ -16,10 +16,8 @@ from weighin.probes.cgroup import MemoryCgroup
 from weighin.records.verdict import Reference
 from weighin.result import Result
 from weighin.run import measure as measuring
-from weighin.run import watch
 from weighin.run.loads import LoadSpec
-from weighin.run.measure import Measured
-from weighin.run.watch import Watch
+from weighin.run.measure import Measured, Watch
 from weighin.settings.definition import Settings
 
 JOB = Job(Cell(ModelSpec("m", "a:b"), "s", "process"), "/c", "/m", "/s.py")
@@ -104,6 +102,6 @@ def measure(isolation: Any, run: Path, *arguments: Any, **options: Any) -> Resul
 @pytest.fixture(name="sampler")
 def fake_sampler(monkeypatch: pytest.MonkeyPatch) -> type[FakeSampler]:
     kind = type("Seen", (FakeSampler,), {})
-    monkeypatch.setattr(watch, "Sampler", kind)
-    monkeypatch.setattr(watch, "pressure_file_of", lambda pid: None)
+    monkeypatch.setattr(measuring, "Sampler", kind)
+    monkeypatch.setattr(measuring, "pressure_file_of", lambda pid: None)
     return kind

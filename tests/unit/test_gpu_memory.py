@@ -92,7 +92,7 @@ def test_without_nvidias_module_the_reason_says_what_to_install(
 
 
 def test_nvidias_module_is_imported_where_there_is_a_gpu_only() -> None:
-    code = "import sys, weighin.run.watch, weighin.cli.app; print('pynvml' in sys.modules)"
+    code = "import sys, weighin.run.measure, weighin.cli.app; print('pynvml' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "False\n"
 

@@ -10,7 +10,7 @@ from weighin.isolation.base import Exit
 from weighin.probes.cgroup import Counters
 from weighin.probes.gpu_memory import Trace
 from weighin.result import Cost, Memory, Outcome, Written
-from weighin.run import messages
+from weighin.run import listener as messages
 from weighin.run.judge import Evidence, judge, where
 from weighin.run.listener import Reported
 

@@ -18,7 +18,7 @@ from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
 from weighin.probes import kernel_log, page_cache
 from weighin.records.verdict import Reference
 from weighin.result import Faults, Outcome, Peaks, Result
-from weighin.run import watch
+from weighin.run import measure as watch
 from weighin.run.commands import CommandSpec
 from weighin.run.measure import Measured, measure, remove_leftovers
 from weighin.units import MIB

@@ -8,7 +8,7 @@ import pytest
 from fakes import ENVIRONMENT, memory
 
 from weighin.child_process import encode_event
-from weighin.run.messages import decode
+from weighin.run.listener import decode
 
 PHASE = {
     "name": "read", "start_ns": 1, "end_ns": 2, "peak_rss_bytes": 3, "end": memory(3),

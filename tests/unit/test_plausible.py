@@ -31,10 +31,9 @@ def peaks(**changes: int) -> Peaks:
 
 def told(result: Result) -> list[str]:
     spent_ns = max(result.ready_ns or 0, result.load_ns or 0)
-    limit_bytes, ranks = result.cell.ram_limit_bytes, len(result.ranks)
     assert result.cost
-    wall_ns = result.cost.wall_ns
-    return [*contradictions(result.peaks, result.baseline, limit_bytes, ranks, spent_ns, wall_ns)]
+    cell, wall_ns = replace(result.cell, ranks=max(1, len(result.ranks))), result.cost.wall_ns
+    return [*contradictions(cell, result.peaks, result.baseline, spent_ns, wall_ns)]
 
 
 def test_a_result_without_contradictions_stays() -> None:

@@ -18,8 +18,7 @@ from weighin.probes.cgroup import Counters, MemoryCgroup, PeakMark
 from weighin.program_phases import VARIABLE
 from weighin.result import OURS, Phase, Track
 from weighin.run.listener import Listener
-from weighin.run.measure import Spec
-from weighin.run.watch import Watch
+from weighin.run.measure import Spec, Watch
 from weighin.units import MIB
 
 HARNESS = Path(__file__).resolve().parents[2] / "harness"

@@ -28,7 +28,7 @@ from weighin.probes import page_cache
 from weighin.probes.cgroup import this_process
 from weighin.records import run_folder
 from weighin.result import Outcome, Sample
-from weighin.run import watch
+from weighin.run import measure as watch
 from weighin.run.measure import Measured
 from weighin.run.runner import resumable
 

@@ -19,7 +19,7 @@ from weighin.records.verdict import (
     why_killed,
 )
 from weighin.result import Cost, Outcome, Peaks, Ran, Result, Stopped
-from weighin.run import watch
+from weighin.run import measure as watch
 from weighin.settings.definition import Settings
 from weighin.units import GIB, MIB
 

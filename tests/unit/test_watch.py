@@ -26,7 +26,7 @@ from scripts import (
 from weighin.isolation.base import Exit
 from weighin.probes.cgroup import Counters
 from weighin.result import Outcome, Sample
-from weighin.run import watch
+from weighin.run import measure as watch
 from weighin.units import MIB
 
 __all__ = ["fake_sampler"]

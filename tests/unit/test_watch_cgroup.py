@@ -10,7 +10,7 @@ from scripts import BASELINE, DONE, KILLED, FakeSampler, fake_sampler, watched
 
 from weighin.probes.cgroup import MemoryCgroup, PeakMark
 from weighin.result import Outcome, Pressure
-from weighin.run import watch
+from weighin.run import measure as watch
 
 __all__ = ["fake_sampler"]
 

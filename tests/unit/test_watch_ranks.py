@@ -19,8 +19,8 @@ from weighin.isolation.base import Exit
 from weighin.probes import kernel_log
 from weighin.probes.cgroup import Counters
 from weighin.result import Kill, Outcome, Rank, Result
-from weighin.run import watch
-from weighin.run.watch import Watch
+from weighin.run import measure as watch
+from weighin.run.measure import Watch
 from weighin.units import MIB
 
 __all__ = ["fake_sampler"]

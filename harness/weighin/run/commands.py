@@ -27,8 +27,7 @@ from weighin.records.metrics import largest
 from weighin.result import Faults, Outcome, Peaks, Pressure, Ran, Sample, Track
 from weighin.run import output
 from weighin.run.judge import Evidence
-from weighin.run.measure import Measured, Spec, measure
-from weighin.run.watch import Watch
+from weighin.run.measure import Measured, Spec, Watch, measure
 from weighin.settings.definition import Settings
 from weighin.text import few, one_line
 from weighin.units import MIB, format_bytes
@@ -118,8 +117,7 @@ class CommandSpec(Spec):
     def _take(self, number: int, _frame: object = None, *, by_terminal: bool | None = None) -> None:
         """Pass one signal on. Without ``by_terminal``, a SIGINT counts as Ctrl-C of the terminal."""
         self.asked_to_end |= number in _ENDING
-        if by_terminal is None:
-            by_terminal = number == signal.SIGINT
+        by_terminal = number == signal.SIGINT if by_terminal is None else by_terminal
         if self._receiver and not (by_terminal and self._shares_terminal):
             self._receiver(number)
         if number == signal.SIGTSTP:
@@ -185,54 +183,53 @@ class CommandSpec(Spec):
         faults = None
         if watch.peak_mark and samples:
             faults = Faults(samples[-1].minor_faults, samples[-1].major_faults, end.refaults)
-        number = evidence.ended.signal
+        number, some, full = evidence.ended.signal, end.some_ns, end.full_ns
+        peaks = Peaks(
+            cgroup_bytes=peak_bytes,
+            anon_sampled_bytes=most("anon_bytes"),
+            file_sampled_bytes=most("page_cache_bytes"),
+            unreclaimable_sampled_bytes=sampled,
+            shmem_sampled_bytes=most("shmem_bytes"),
+            kernel_bytes=kernel_bytes,
+        )
+        processes = []
+        for each in watch.processes:
+            # Each phase resets VmHWM, so the highest of all readings counts.
+            rss = largest((highest.get(each.pid), each.highest_rss_bytes))
+            processes.append(replace(each, highest_rss_bytes=rss))
+        stacks = [
+            replace(each, code=code_of(each.frames, self.settings.cwd, watch.started_s))
+            for each in (watch.stacks.stacks if watch.stacks else ())
+        ]
+        ran = Ran(
+            pid=watch.running.pid,
+            peak_ns=sampler.peak.t_ns if sampler.peak else None,
+            needed_bytes=needed,
+            needed_is_sampled=not is_exact or bool(evidence.escape),
+            at_peak=sampler.peak,
+            notes=notes,
+            signal=number,
+            survived=number != signal.SIGKILL,
+            processes=tuple(processes),
+            kills=tuple(evidence.kills or ()),
+            stacks=tuple(stacks),
+            ended=self._rest,
+            tracks=tuple(Track(each.pid, each.phases) for each in others),
+            cold=tuple(self._own.cold),
+            frozen_ns=watch.stacks.frozen_ns if watch.stacks else 0,
+            marks=self._output.marks,
+        )
         return {
-            "peaks": Peaks(
-                cgroup_bytes=peak_bytes,
-                anon_sampled_bytes=most("anon_bytes"),
-                file_sampled_bytes=most("page_cache_bytes"),
-                unreclaimable_sampled_bytes=sampled,
-                shmem_sampled_bytes=most("shmem_bytes"),
-                kernel_bytes=kernel_bytes,
-            ),
+            "peaks": peaks,
             "last_phase": main.died_in,
             "phases": main.phases,
             "load_ns": spent_ns,
             "ready_ns": spent_ns,
             "cost": {"load_ns": spent_ns},
             "faults": faults,
-            "pressure": None
-            if end.some_ns is end.full_ns is None
-            else Pressure(end.some_ns, end.full_ns),
+            "pressure": None if some is full is None else Pressure(some, full),
             "warnings": warnings,
-            "ran": Ran(
-                pid=watch.running.pid,
-                peak_ns=sampler.peak.t_ns if sampler.peak else None,
-                needed_bytes=needed,
-                needed_is_sampled=not is_exact or bool(evidence.escape),
-                at_peak=sampler.peak,
-                notes=notes,
-                signal=number,
-                survived=number != signal.SIGKILL,
-                # Each phase resets VmHWM, so the highest of all readings counts.
-                processes=tuple(
-                    replace(
-                        each,
-                        highest_rss_bytes=largest((highest.get(each.pid), each.highest_rss_bytes)),
-                    )
-                    for each in watch.processes
-                ),
-                kills=tuple(evidence.kills or ()),
-                stacks=tuple(
-                    replace(each, code=code_of(each.frames, self.settings.cwd, watch.started_s))
-                    for each in (watch.stacks.stacks if watch.stacks else ())
-                ),
-                ended=self._rest,
-                tracks=tuple(Track(each.pid, each.phases) for each in others),
-                cold=tuple(self._own.cold),
-                frozen_ns=watch.stacks.frozen_ns if watch.stacks else 0,
-                marks=self._output.marks,
-            ),
+            "ran": ran,
         }
 
 

@@ -31,39 +31,22 @@ _SLACK_SHARE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What weighin knows about a cell that has ended; a figure that was not measured is None.
-
-    Attributes:
-        ranks: what each process that loads or saves has reported; of a command, the main process.
-        ends: the exits of the ranks that failed, by their numbers, in their order in time.
-        stopped: why weighin killed the cell; None if weighin did not kill it.
-        kills: the kills in the kernel's log; None if this user may not read the log.
-        peak_bytes: the highest charge of the cgroup.
-        limits: the limits of the cgroups around it, the smallest first.
-        ready: whether a server was ready before it was stopped; None if the cell is no server.
-        escape: how a process got out of the limit; empty if none did.
-        stalled: what the slow disk of a load still waited for; empty for others.
-    """
+    """What weighin knows about a cell that has ended; a figure that was not measured is None."""
 
     cell: Cell
     ended: Exit
-    ranks: Sequence[Reported] = ()
-    ends: Mapping[int, Exit] = field(default_factory=dict)
-    stopped: Stopped | None = None
+    ranks: Sequence[Reported] = ()  # of a command, the main process
+    ends: Mapping[int, Exit] = field(default_factory=dict)  # of failed ranks, in order of time
+    stopped: Stopped | None = None  # why weighin killed the cell
     oom_kills: int | None = None
     machine_oom_kills: int | None = None
-    kills: Sequence[Kill] | None = None
-    peak_bytes: int | None = None
-    limits: Sequence[tuple[int, Path]] = ()
-    ready: bool | None = None
-    escape: str = ""
-    stalled: str = ""
+    kills: Sequence[Kill] | None = None  # None: this user may not read the kernel's log
+    peak_bytes: int | None = None  # of the cgroup
+    limits: Sequence[tuple[int, Path]] = ()  # of the cgroups around it, the smallest first
+    ready: bool | None = None  # whether a server was ready before it was stopped
+    escape: str = ""  # how a process got out of the limit
+    stalled: str = ""  # what the slow disk of a load still waited for
     stderr_tail: bytes = b""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether all ranks have read every byte of the model."""
-        return all(each.ready_at_ns is not None for each in self.ranks)
 
 
 def judge(end: Evidence) -> tuple[Outcome, str]:
@@ -170,7 +153,7 @@ def _only_forward_failed(end: Evidence) -> bool:
     last = last or (end.ended if len(end.ranks) == 1 else None)
     told = reported.failure and not re.search(_LACK_OF_MEMORY, reported.failure[1])
     return (
-        end.is_ready
+        all(each.ready_at_ns is not None for each in end.ranks)
         and reported.current == FORWARD
         and all(each.done or each.current == FORWARD for each in end.ranks)
         and bool(told if reported.failure else last and last.signal in _CRASHES)
@@ -311,21 +294,16 @@ def is_beyond(bytes_: int | None, bound_bytes: int | None) -> bool:
 
 
 def contradictions(
-    peaks: Peaks,
-    baseline: Memory | None,
-    limit_bytes: int | None,
-    ranks: int,
-    spent_ns: int,
-    wall_ns: int,
+    cell: Cell, peaks: Peaks, baseline: Memory | None, spent_ns: int, wall_ns: int
 ) -> Iterator[str]:
     """Yield how figures contradict each other: what was measured got around the measurement."""
     outside, reset = "it had memory outside of its cgroup", "the peak was reset"
     # The sum over several ranks is not of one instant, and has the pages that they share twice.
-    anon = peaks.anon_sampled_bytes if ranks <= 1 else None
-    base = baseline.rss_bytes if baseline else None
+    anon = peaks.anon_sampled_bytes if cell.ranks <= 1 else None
+    base, limit = baseline.rss_bytes if baseline else None, cell.ram_limit_bytes
     for size, what, bound, than, cause in (
         (anon, "sampled anonymous memory", peaks.cgroup_bytes, "peak of the cgroup", outside),
-        (peaks.cgroup_bytes, "peak of the cgroup", limit_bytes, "limit", "the limit was changed"),
+        (peaks.cgroup_bytes, "peak of the cgroup", limit, "limit", "the limit was changed"),
         (anon, "sampled anonymous memory", peaks.rss_bytes, "exact peak of the process", reset),
         (base, "memory before the load", peaks.rss_bytes, "exact peak of the load", reset),
     ):

@@ -1,20 +1,25 @@
-"""Answer the messages of what is measured: phases and their peaks, and what a worker reports of a load.
+"""Listen to what is measured: phases and their peaks, and what a worker reports of a load.
 
-``messages`` has the fields of each.
+``weighin.phase_reporter`` sends the messages. A wrong one is refused, because any process of a command,
+and any strategy, could send one.
 """
 
+import json
 import re
 import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import Struct, ValidationError, convert
+
+from weighin.files import parse_json
 from weighin.phase_reporter import (
     AWAITED,
     LONGEST_MESSAGE,
@@ -27,23 +32,6 @@ from weighin.probes.cgroup import Counters, grown, start_time
 from weighin.probes.gpu_memory import Trace
 from weighin.probes.process import memory_of, read_status
 from weighin.result import UNTIL_READY, Memory, Outcome, Phase, Use, Written, phases_of
-from weighin.run.messages import (
-    AllocatorTrace,
-    Baseline,
-    Begin,
-    Cuda,
-    Done,
-    Failed,
-    Loaded,
-    Message,
-    Note,
-    PhaseEnd,
-    Rank,
-    Ready,
-    Shared,
-    Used,
-    decode,
-)
 from weighin.text import one_line
 from weighin.worker.phases import named_by_strategy
 
@@ -54,22 +42,143 @@ _DRAIN_S: Final = 1.0  # for messages that a worker sent before its end
 _ENDED: Final = -1  # the start time of a process that has ended, and whose messages wait
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, user, group: struct ucred
 _LONGEST_NAME: Final = 64  # of a program's phase
+_LONGEST_TEXT: Final = 1000  # characters; an error's message has its file and line
+_LARGEST: Final = 2**63 - 1  # the range of a counter of the kernel, and of a record
 _MOST_PHASES: Final = 1000  # of one program, because a training loop may have millions
 _MOST_RENAMED: Final = 3  # in a warning
 
 
+class Message(Struct, forbid_unknown_fields=True, tag_field="event", tag=str.lower):
+    """A message, whose event is the name of its class in small letters, or the given tag."""
+
+
+class Begin(Message):
+    name: str
+    t_ns: int
+    id: int = 0  # of a program's phase, whose end repeats it; from here on of a program alone
+    faults: tuple[int, int] = (0, 0)
+    peak_rss_bytes: int = 0
+    memory: Memory = Memory(0, 0, 0, 0)
+
+
+class PhaseEnd(Message, tag="phase"):
+    """The end of a phase; in the packet, the fields of ``phase`` but those of the cgroup are its own."""
+
+    phase: Phase
+    id: int = 0
+    resets: bool = True  # False if the process could not reset its mark at the begin
+
+
+class Rank(Message):
+    rank: int  # the number of a process that loads a model with others; its first message
+
+
+class Baseline(Message):
+    t_ns: int
+    memory: Memory
+    import_ns: int
+    environment: dict[str, Any]
+
+
+class Cuda(Message):
+    points: list[tuple[int, int, int]]  # time, allocated bytes, bytes that the driver counts
+
+
+class Note(Message):
+    text: str
+
+
+class AllocatorTrace(Message, tag="trace"):
+    requested_bytes: int  # at the start of the trace, as ``reserved_bytes``
+    reserved_bytes: int
+    events: list[tuple[int, str, int]]  # time, action, bytes; the next part of them
+
+
+class Loaded(Message):
+    load_ns: int  # without the time spent between phases
+
+
+class Ready(Message):
+    t_ns: int
+    touch_ns: int
+    written: Written | None = None  # of a save
+
+
+class Failed(Message):
+    outcome: Outcome
+    message: str
+    summary: str = ""  # of the allocator, if GPU memory ran out
+
+
+class Used(Message):
+    gradients: str
+    children_private_bytes: tuple[int, ...]
+
+
+class Done(Message):
+    first_use_ns: int | None
+    marks_ns: int
+
+
+class Shared(Message):
+    pss_bytes: int | None  # when all ranks are ready
+
+
+class Ended(Message):
+    """How a rank ended, told by the process that started it."""
+
+    rank: int
+    code: int | None
+    signal: int | None
+    stderr_tail: str
+
+
+_KINDS = (
+    Begin | PhaseEnd | Rank | Baseline | Cuda | Note | AllocatorTrace | Loaded | Ready | Failed
+    | Used | Done | Shared | Ended
+)  # fmt: skip
+
+
+def decode(packet: bytes) -> tuple[str, Message | None]:
+    """Return the kind and the content of a message; None as the content of a wrong one.
+
+    A message is wrong if its kind is unknown, if a field is missing, unknown or of a wrong type, or
+    if a number is negative or too large for a record. Of a phase and of memory, unknown fields are
+    ignored. Texts are cut to one printable line.
+    """
+    kind = ""
+    try:
+        fields = parse_json(packet)
+        kind = fields["event"]
+        for name in ("name", "text", "message"):
+            if isinstance(text := fields.get(name), str):
+                fields[name] = one_line(text, _LONGEST_TEXT)
+        json.dumps(fields, ensure_ascii=False).encode()  # fails for a lone surrogate
+        if kind == "phase":
+            own = {name: fields.pop(name) for name in ("id", "resets") if name in fields}
+            fields = {"event": kind, "phase": fields, **own}
+        message: Message = convert(fields, _KINDS)
+    except (ValueError, TypeError, AttributeError, KeyError, ValidationError, RecursionError):
+        return kind, None
+    is_valid = all(0 <= number <= _LARGEST for number in _integers(fields))
+    return kind, message if is_valid else None
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _integers(each)
+
+
 @dataclass(slots=True)
 class _Open:
-    """A program's phase that has not ended; its peaks are the largest readings since it began.
+    """A program's phase that has not ended; its peaks are the largest readings since it began."""
 
-    Not a ``Phase``, which is frozen: each message raises the peaks of all open phases, maybe hundreds.
-    """
-
-    name: str
+    begun: Begin
     start_ns: int
-    faults: tuple[int, int]
-    memory: Memory
-    refaults: int | None
+    before: Counters
     peak_rss_bytes: int = 0
     peak_cgroup_bytes: int | None = None
 
@@ -105,12 +214,12 @@ class Reported:
     highest_rss_bytes: int = 0
     died_in: str | None = None
     is_refused: bool = False
-    _phases: list[Phase] = field(default_factory=list)
-    _in_phase: bool = False
     before: Counters = field(default_factory=Counters)
     """The cgroup at the end of the last phase."""
+    _phases: list[Phase] = field(default_factory=list)
+    _in_phase: bool = False
     _open: dict[int, _Open] = field(default_factory=dict)
-    _last: tuple[int, Memory, tuple[int, int]] | None = None
+    _last: tuple[int, Memory, tuple[int, int]] = (0, Memory(0, 0, 0, 0), (0, 0))
     _highest: dict[str, int] = field(default_factory=dict)
     _number_lost: int = 0
     _renamed: dict[str, str] = field(default_factory=dict)
@@ -174,9 +283,8 @@ class Reported:
             case Loaded():
                 self.times["load_ns"] = message.load_ns
             case Ready():
-                self.ready_at_ns = message.t_ns
+                self.ready_at_ns, self.written = message.t_ns, message.written
                 self.times["touch_ns"] = message.touch_ns
-                self.written = message.written
             case Failed():
                 self.failure = message.outcome, message.message
                 self.allocator_summary = message.summary
@@ -191,8 +299,7 @@ class Reported:
     def take_baseline(self, message: Baseline, now: Counters) -> None:
         """Store the memory before the load; later phases belong to the load."""
         self.baseline = replace(message.memory, cgroup_bytes=now.usage_bytes)
-        self.baseline_ns = message.t_ns
-        self.environment = message.environment
+        self.baseline_ns, self.environment = message.t_ns, message.environment
         self.times["import_ns"] = message.import_ns
         self.current = None  # the phases before the baseline are weighin's own
 
@@ -202,39 +309,30 @@ class Reported:
             return
         self.is_program, self._resets_group = True, self._resets_group and resets_group
         self._raise(begun.peak_rss_bytes, now)
-        name = _cleaned(begun.name)
-        was = one_line(begun.name, 2 * _LONGEST_NAME)
-        if name != was and len(self._renamed) < _MOST_RENAMED:
-            self._renamed[was] = name
         if before := self._open.pop(begun.id, None):  # a phase from before the process called exec
-            self._end_open(before, now)
-        memory = begun.memory or Memory(0, 0, 0, 0)
-        memory = replace(memory, cgroup_bytes=now.usage_bytes)
-        start_ns = time.monotonic_ns()
-        self._open[begun.id] = _Open(name, start_ns, begun.faults, memory, now.refaults)
-        self._last = start_ns, memory, begun.faults
+            self._add(before, now)
+        was, begun.name = one_line(begun.name, 2 * _LONGEST_NAME), _cleaned(begun.name)
+        if begun.name != was and len(self._renamed) < _MOST_RENAMED:
+            self._renamed[was] = begun.name
+        begun.memory = replace(begun.memory, cgroup_bytes=now.usage_bytes)
+        self._open[begun.id] = _Open(begun, start_ns := time.monotonic_ns(), now)
+        self._last = start_ns, begun.memory, begun.faults
 
     def end(self, ended: PhaseEnd, now: Counters, *, resets_group: bool) -> None:
         """Add a phase that has ended; of a program, the end of one that has not begun has no effect."""
-        phase = ended.phase
-        memory = replace(phase.end, cgroup_bytes=now.usage_bytes)
-        if not ended.id:
-            self._phases.append(
-                replace(
-                    phase,
-                    end=memory,
-                    peak_cgroup_bytes=now.peak_bytes if resets_group else None,
-                    workingset_refault_file=grown(self.before.refaults, now.refaults),
-                )
-            )
-            self.before, self._in_phase = now, False
+        phase = replace(ended.phase, end=replace(ended.phase.end, cgroup_bytes=now.usage_bytes))
+        if ended.id:
+            self._resets = self._resets and ended.resets
+            self._raise(phase.peak_rss_bytes, now)
+            if begun := self._open.pop(ended.id, None):
+                self._add(begun, now, phase)
             return
-        self._resets = self._resets and ended.resets
-        self._raise(phase.peak_rss_bytes, now)
-        if begun := self._open.pop(ended.id, None):
-            # The process sends the end's time, which may be invalid: keep it between begin and now.
-            end_ns = min(max(begun.start_ns, phase.end_ns), time.monotonic_ns())
-            self._add(replace(phase, end_ns=end_ns, end=memory), begun, now)
+        peak_bytes = now.peak_bytes if resets_group else None
+        refaults = grown(self.before.refaults, now.refaults)
+        self._phases.append(
+            replace(phase, peak_cgroup_bytes=peak_bytes, workingset_refault_file=refaults)
+        )
+        self.before, self._in_phase = now, False
 
     def _raise(self, peak_rss_bytes: int, now: Counters) -> None:
         self.highest_rss_bytes = max(self.highest_rss_bytes, peak_rss_bytes)
@@ -257,38 +355,38 @@ class Reported:
 
     def close(self, now: Counters) -> None:
         if self._open:
-            self.died_in = list(self._open.values())[-1].name
+            self.died_in = list(self._open.values())[-1].begun.name
             self._raise(0, now)
         while self._open:
-            _, phase = self._open.popitem()
-            self._end_open(phase, now)
+            self._add(self._open.popitem()[1], now)
 
-    def _end_open(self, begun: _Open, now: Counters) -> None:
-        assert self._last
-        end_ns, memory, (minor, major) = self._last
-        if end_ns < begun.start_ns:
-            end_ns, memory, (minor, major) = begun.start_ns, begun.memory, begun.faults
-        phase = Phase(
-            name=begun.name,
-            start_ns=begun.start_ns,
-            end_ns=end_ns,
-            peak_rss_bytes=begun.peak_rss_bytes or begun.memory.rss_bytes,
-            end=replace(memory, cgroup_bytes=memory.cgroup_bytes or now.usage_bytes),
-            minor_faults=max(0, minor - begun.faults[0]),  # the process sent the first ones
-            major_faults=max(0, major - begun.faults[1]),
-        )
-        self._add(phase, begun, now)
+    def _add(self, one: _Open, now: Counters, told: Phase | None = None) -> None:
+        """Add a program's phase, as the process ``told`` its end, or else as it was read last.
 
-    def _add(self, phase: Phase, begun: _Open, now: Counters) -> None:
-        """Add a program's phase. After 1000 phases, it can only replace the phase of its name that has
-        the highest peak RSS, if its own peak RSS is higher.
+        After 1000 phases, it can only replace the phase of its name that has the highest peak RSS, if
+        its own peak RSS is higher.
         """
+        begun = one.begun
+        if told:  # with a time that may be invalid: keep it between begin and now
+            end_ns = min(max(one.start_ns, told.end_ns), time.monotonic_ns())
+            phase = replace(told, name=begun.name, start_ns=one.start_ns, end_ns=end_ns)
+        else:
+            end_ns, memory, (minor, major) = self._last
+            if end_ns < one.start_ns:
+                end_ns, memory, (minor, major) = one.start_ns, begun.memory, begun.faults
+            phase = Phase(
+                name=begun.name,
+                start_ns=one.start_ns,
+                end_ns=end_ns,
+                peak_rss_bytes=one.peak_rss_bytes or begun.memory.rss_bytes,
+                end=replace(memory, cgroup_bytes=memory.cgroup_bytes or now.usage_bytes),
+                minor_faults=max(0, minor - begun.faults[0]),  # the process sent the first ones
+                major_faults=max(0, major - begun.faults[1]),
+            )
         phase = replace(
             phase,
-            name=begun.name,
-            start_ns=begun.start_ns,
-            peak_cgroup_bytes=begun.peak_cgroup_bytes if self._resets_group else None,
-            workingset_refault_file=grown(begun.refaults, now.refaults),
+            peak_cgroup_bytes=one.peak_cgroup_bytes if self._resets_group else None,
+            workingset_refault_file=grown(one.before.refaults, now.refaults),
         )
         index = self._highest.get(phase.name)
         is_higher = index is None or phase.peak_rss_bytes > self._phases[index].peak_rss_bytes
@@ -304,19 +402,19 @@ class Reported:
     @property
     def warnings(self) -> list[str]:
         """Texts for the record: notes, and which figures of a program are missing or not exact."""
-        found = [*self.notes]
+        who, found = f"process {self.pid}", [*self.notes]
         if self.is_refused:
             then = "which weighin did not take"
             if not self.is_worker:
                 then = "after which weighin took nothing more from that connection"
             found.append(
-                f"process {self.pid} sent a message with an impossible or unknown value, {then}:"
-                " phases may be missing"
+                f"{who} sent a message with an impossible or unknown value, {then}: phases may be"
+                " missing"
             )
         if not self._resets:
             found.append(
-                f"the peak RSS of process {self.pid} could not be reset: the value of each phase"
-                " is the peak since the process started"
+                f"the peak RSS of {who} could not be reset: the value of each phase is the peak"
+                " since the process started"
             )
         if self.is_main and not self._resets_group:
             found.append(
@@ -325,22 +423,32 @@ class Reported:
             )
         if self.died_in is not None:
             found.append(
-                f"process {self.pid} ended inside its phase {self.died_in!r}, whose peak RSS is"
-                " therefore sampled"
+                f"{who} ended inside its phase {self.died_in!r}, whose peak RSS is therefore sampled"
             )
         if self._number_lost:
             found.append(
-                f"process {self.pid} had more than {_MOST_PHASES} phases: {self._number_lost} are"
-                " not recorded, but for each name, the one with the highest peak RSS is"
+                f"{who} had more than {_MOST_PHASES} phases: {self._number_lost} are not recorded,"
+                " but for each name, the one with the highest peak RSS is"
             )
         if self._renamed:
-            names = [f"{was!r} as {name!r}" for was, name in self._renamed.items()]
+            names = ", ".join(f"{was!r} as {name!r}" for was, name in self._renamed.items())
             found.append(
-                f"process {self.pid} has phases that are recorded under other names"
-                f" ({', '.join(names)}): a name has at most 64 letters, digits, spaces and"
-                " _ . + / ( ) -, and is not that of one of weighin's own phases"
+                f"{who} has phases that are recorded under other names ({names}): a name has at"
+                " most 64 letters, digits, spaces and _ . + / ( ) -, and is not that of one of"
+                " weighin's own phases"
             )
         return found
+
+
+def _cleaned(name: str) -> str:
+    """Return a valid name of a phase, in which "_" replaces each character that is not allowed."""
+    name = re.sub(r"[^A-Za-z0-9 _.+/()-]", "_", one_line(name, _LONGEST_NAME))
+    if not re.match(r"[A-Za-z0-9]", name):
+        name = f"phase {name}"[:_LONGEST_NAME].strip()
+    try:
+        return named_by_strategy(name)
+    except ValueError:  # weighin has a phase of this name
+        return f"{name} (program)"
 
 
 class Listener:
@@ -361,7 +469,7 @@ class Listener:
         self.by_process: dict[tuple[int, int], Reported] = {}
         self.ranks = [Reported() for _ in range(ranks)]
         self.error: BaseException | None = None
-        self._take: Callable[[Reported, Message | PhaseEnd], None] = lambda *_: None
+        self._take: Callable[[Reported, Message], None] = lambda *_: None
         self._counters: Callable[[], Counters] = Counters
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -375,11 +483,11 @@ class Listener:
         self._woken, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
-        self._by_connection: dict[socket.socket, Reported] = {}
+        self._by_connection: dict[socket.socket, tuple[int, int]] = {}
         self._waiting: list[socket.socket] = []
 
     def watch(
-        self, take: Callable[[Reported, Message | PhaseEnd], None], counters: Callable[[], Counters]
+        self, take: Callable[[Reported, Message], None], counters: Callable[[], Counters]
     ) -> None:
         """Start the thread that calls ``take`` with each message, and then answers it.
 
@@ -451,17 +559,12 @@ class Listener:
             connection.close()
             return
         connection.setblocking(False)
-        self._by_connection[connection] = self.reported_by(pid, ticks)
+        self._by_connection[connection] = pid, ticks
         self._selector.register(connection, selectors.EVENT_READ)
-
-    def reported_by(self, pid: int, ticks: int) -> Reported:
-        """Return what a process has reported; the main process is the first one, if there are no ranks."""
         if (pid, ticks) not in self.by_process:
             is_main = not self.by_process and len(self.ranks) == 1
             reported = self.ranks[0] if is_main else Reported(is_main=False)
-            reported.pid = pid
-            self.by_process[pid, ticks] = reported
-        return self.by_process[pid, ticks]
+            self.by_process[pid, ticks], reported.pid = reported, pid
 
     def _receive(self, connection: socket.socket) -> None:
         try:
@@ -470,35 +573,31 @@ class Listener:
             return
         except OSError:
             packet = b""
-        reported = self._by_connection[connection]
-        kind, message = decode(packet)
+        process = self._by_connection[connection]
+        reported, (kind, message) = self.by_process[process], decode(packet)
+        meets = kind in MET and len(self.ranks) > 1
         if message is None:
             reported.is_refused |= bool(packet)
-            if not packet or not reported.is_worker or (kind in MET and len(self.ranks) > 1):
+            if not packet or not reported.is_worker or meets:
                 self._drop(connection)
             elif kind in AWAITED:
                 self._answer(connection)
-            return
-        if isinstance(message, Rank):  # unless another process is this rank
-            number = message.rank
-            if number >= len(self.ranks) or self.ranks[number].pid:
+        elif isinstance(message, Rank):  # unless another process is this rank
+            if message.rank >= len(self.ranks) or self.ranks[message.rank].pid:
                 self._drop(connection)
                 return
-            chosen = self.ranks[number]
-            chosen.pid, chosen.is_main = reported.pid, number == 0
-            self._by_connection[connection] = chosen
-            for key, each in self.by_process.items():
-                self.by_process[key] = chosen if each is reported else each
-            return
-        self._take(reported, message)
-        if kind in MET and len(self.ranks) > 1:
-            self._waiting.append(connection)
-            if len(self._waiting) == len(self.ranks):
-                for met in self._waiting:
-                    self._answer(met)
-                self._waiting.clear()
-        elif kind in AWAITED or (isinstance(message, Begin) and message.id):
-            self._answer(connection)
+            self.by_process[process] = chosen = self.ranks[message.rank]
+            chosen.pid, chosen.is_main = process[0], message.rank == 0
+        else:
+            self._take(reported, message)
+            if meets:
+                self._waiting.append(connection)
+                if len(self._waiting) == len(self.ranks):
+                    for met in self._waiting:
+                        self._answer(met)
+                    self._waiting.clear()
+            elif kind in AWAITED or (isinstance(message, Begin) and message.id):
+                self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
         try:
@@ -510,14 +609,3 @@ class Listener:
         if self._by_connection.pop(connection, None):
             self._selector.unregister(connection)
             connection.close()
-
-
-def _cleaned(name: str) -> str:
-    """Return a valid name of a phase, in which "_" replaces each character that is not allowed."""
-    name = re.sub(r"[^A-Za-z0-9 _.+/()-]", "_", one_line(name, _LONGEST_NAME))
-    if not re.match(r"[A-Za-z0-9]", name):
-        name = f"phase {name}"[:_LONGEST_NAME].strip()
-    try:
-        return named_by_strategy(name)
-    except ValueError:  # weighin has a phase of this name
-        return f"{name} (program)"

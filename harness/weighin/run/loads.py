@@ -31,8 +31,7 @@ from weighin.records import run_folder
 from weighin.records.metrics import largest
 from weighin.result import Faults, Memory, Outcome, Peaks, Pressure, Rank, Sample, Use
 from weighin.run.judge import Evidence, culprit, lost
-from weighin.run.measure import Measured, Spec, measure
-from weighin.run.watch import Watch
+from weighin.run.measure import Measured, Spec, Watch, measure
 from weighin.settings.definition import Settings
 from weighin.slow_disk import LARGEST_READ_BYTES, Mount, Pace
 from weighin.suite import packages, user_code
@@ -52,13 +51,10 @@ _Key = tuple[str, str]
 
 
 class LoadSpec(Spec):
-    """A load, a save or a test's body.
+    """A load, a save or a test's body; ``changed`` are the checkpoint's files that changed meanwhile.
 
     If the cell's cache is "warm", the worker reads the files again before the load, so that the kernel
     charges their pages to the cell's own cgroup.
-
-    Attributes:
-        changed: the checkpoint's files that changed while the cell ran.
     """
 
     def __init__(
@@ -72,13 +68,10 @@ class LoadSpec(Spec):
         stall_from_bytes: int | None = None,
         only_baseline: bool = False,
     ) -> None:
-        """Describe a job.
+        """Describe a job, which reads ``files`` by their paths on this machine.
 
-        Args:
-            files: the checkpoint's, by their paths on this machine.
-            stall_from_bytes: the file offset behind which a slow disk never answers a read; None if
-                the disk answers all reads.
-            only_baseline: whether to kill the worker when it has reported its memory before the load.
+        Behind the file offset ``stall_from_bytes``, a slow disk never answers a read. A worker that is
+        asked for ``only_baseline`` is killed when it has reported its memory before the load.
         """
         super().__init__(job.cell, settings, files, on_phase)
         self.changed: tuple[Path, ...] = ()
@@ -222,7 +215,7 @@ class LoadSpec(Spec):
             )
         if evidence.oom_kills and outcome not in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
             warnings.append(lost(evidence.oom_kills))
-        if trace := watch.trace:
+        if trace := watch.ranks[0].trace:
             peaks = [phase.peak_cuda_requested_bytes for phase in watch.ranks[0].cuda_phases]
             warnings += trace.doubts(largest(peaks))
         return warnings
@@ -292,11 +285,7 @@ def _use(watch: Watch) -> Use | None:
 
 
 class Loads:
-    """Measures the loads and saves of a run, whose checkpoints it prepares first.
-
-    ``prepared`` has the checkpoints, and ``refused`` the reasons why other checkpoints cannot be
-    written, both by the title and the format of the checkpoint that a cell reads.
-    """
+    """Measures the loads and saves of a run, whose checkpoints it prepares first."""
 
     def __init__(self, task: Run, needed: Sequence[Planned], progress: Progress) -> None:
         """Prepare the checkpoints of the cells in ``needed``, the isolation, and the test of a worker.
@@ -306,39 +295,37 @@ class Loads:
             ConfigError: a cell's limit is too small for the import of torch, or above a limit around.
         """
         self._task, self._progress = task, progress
-        self.prepared: dict[_Key, cache.Prepared] = {}
-        self.refused: dict[_Key, FormatLimit] = {}
+        self._checkpoints: dict[_Key, cache.Prepared | FormatLimit] = {}
         compile_code()
         select.check_limits_around(task.isolation, [each.cell for each in needed])
         needed = [each for each in needed if not each.skip]
         if any(each.cell.disk for each in needed):
             slow_disk.check(in_container=task.isolation.name == "docker")
         for each in needed:
-            if (key := self._key(each)) in self.prepared or key in self.refused:
-                continue
-            try:
-                self.prepared[key] = self._ensure(each, progress.preparing)
-            except FormatLimit as error:
-                self.refused[key] = error
-                continue
-            for warning in self.prepared[key].warnings:
-                progress.preparing(warning, None)
-        if self.refused and not self.prepared:
-            raise next(iter(self.refused.values()))
+            if (key := self._key(each)) not in self._checkpoints:
+                try:
+                    self._checkpoints[key] = prepared = self._ensure(each, progress.preparing)
+                    for warning in prepared.warnings:
+                        progress.preparing(warning, None)
+                except FormatLimit as error:
+                    self._checkpoints[key] = error
+        refused = {k: it for k, it in self._checkpoints.items() if isinstance(it, FormatLimit)}
+        if refused and len(refused) == len(self._checkpoints):
+            raise next(iter(refused.values()))
         progress.preparing(f"preparing {task.isolation.name}", None)
         task.prepare(progress)
         if not task.is_probed:
             progress.preparing("importing torch, to measure the memory that the import needs", None)
-            able = [each for each in needed if self._key(each) in self.prepared]
-            self._check_limits(able, self._probe(self._job(able[0])))
+            self._check_limits([each for each in needed if self._key(each) not in refused])
         self.environment = task.environment()
 
     def take(self, planned: Planned) -> Measured:
         key, cell, task = self._key(planned), planned.cell, self._task
-        if refused := self.refused.get(key):
-            planned = replace(planned, skip=refused.message)
+        checkpoint = self._checkpoints[key]
+        if isinstance(checkpoint, FormatLimit):
+            planned = replace(planned, skip=checkpoint.message)
             return Measured(skipped(planned, self.environment))
-        checkpoint, job = self.prepared[key], self._job(planned)
+        job = self._job(planned, checkpoint)
         is_plain = checkpoint.in_place and not planned.strategy.maps_keys
         if is_plain and (keys := checkpoint.manifest().keys):
             why = (
@@ -365,7 +352,7 @@ class Loads:
             return replace(measured, trouble=measured.trouble or trouble)
         if spec.changed:  # it is generated, so it can be made again
             entries.discard(checkpoint.manifest_path.parent, checkpoint.format)
-            self.prepared[key] = self._ensure(planned)
+            self._checkpoints[key] = self._ensure(planned)
         return measured
 
     def _key(self, planned: Planned) -> _Key:
@@ -394,16 +381,14 @@ class Loads:
         )
 
     def _python_path(self, cell: Cell) -> tuple[str, ...]:
-        """Return the folders from which a worker imports a cell's builder (the model's function).
-
-        For a builder of weighin, return no folder, so that no module of a user can hide a module of
-        weighin.
+        """Return the folders from which a worker imports a cell's builder: none for one of weighin, so
+        that no module of a user can hide a module of weighin.
         """
         is_ours = user_code.is_ours(cell.model.builder)
         return () if is_ours else self._task.settings.python_path
 
-    def _job(self, planned: Planned) -> Job:
-        checkpoint, settings = self.prepared[self._key(planned)], self._task.settings
+    def _job(self, planned: Planned, checkpoint: cache.Prepared) -> Job:
+        settings = self._task.settings
         own = settings.checkpoint_of(planned.cell.model)
         selects = planned.selection and own  # such a strategy reads the user's file, not a copy
         return Job(
@@ -417,36 +402,36 @@ class Loads:
             use_path=settings.use_paths.get(planned.cell.use, ""),
         )
 
-    def _probe(self, job: Job) -> Memory:
-        """Run a worker without a limit, and return its memory after the imports and before the load.
+    def _check_limits(self, able: Sequence[Planned]) -> None:
+        """Raise ConfigError if a limit is below the memory of a rank before the load, x ranks.
 
-        The worker also reads torch's libraries into the page cache, so that the first cell's cgroup is
-        not charged for them. If the worker fails, the error stops the run before its first record.
+        A worker without a limit shows this memory. It also reads torch's libraries into the page cache,
+        so that the first cell's cgroup is not charged for them. If it fails, the error stops the run
+        before its first record.
         """
+        checkpoint, isolation = self._checkpoints[self._key(able[0])], self._task.isolation
+        assert isinstance(checkpoint, cache.Prepared)
+        job = self._job(able[0], checkpoint)
         changes: dict[str, Any] = {"ram_limit_bytes": None, "cache": "cold", "operation": "load"}
         changes |= {"ranks": 1, "disk_bytes_per_s": None, "disk_latency_ns": None}
-        job, isolation = replace(job, cell=replace(job.cell, **changes)), self._task.isolation
+        job = replace(job, cell=replace(job.cell, **changes))
         settings = Settings().model_copy(update={"timeout_s": _PROBE_TIMEOUT_S})
         measured = measure(isolation, LoadSpec(job, settings=settings, only_baseline=True))
         if measured.trouble:
             raise measured.trouble
         result = measured.result
-        if result.baseline:
-            return result.baseline
-        if result.outcome is Outcome.TIMEOUT:
+        if not (baseline := result.baseline):
+            if result.outcome is Outcome.TIMEOUT:
+                raise HarnessError(
+                    f"`import torch` took longer than {_PROBE_TIMEOUT_S:.0f} s",
+                    "end other programs on this machine, and run the command again",
+                )
+            if result.message.startswith(BEFORE_LOAD):
+                raise ConfigError(f"nothing can be measured: {result.message}")
             raise HarnessError(
-                f"`import torch` took longer than {_PROBE_TIMEOUT_S:.0f} s",
-                "end other programs on this machine, and run the command again",
+                f"nothing can be measured under --isolation {isolation.name}: {result.message}",
+                "weighin doctor tests which isolations work on this machine",
             )
-        if result.message.startswith(BEFORE_LOAD):
-            raise ConfigError(f"nothing can be measured: {result.message}")
-        raise HarnessError(
-            f"nothing can be measured under --isolation {isolation.name}: {result.message}",
-            "weighin doctor tests which isolations work on this machine",
-        )
-
-    def _check_limits(self, able: Sequence[Planned], baseline: Memory) -> None:
-        """Raise ConfigError if a limit is below ``baseline`` (a rank's memory before loading) x ranks."""
         limits = {(each.cell.ram_limit_bytes, each.cell.ranks) for each in able}
         for limit, ranks in limits.union(self._task.more_limits):
             # File-backed memory does not count, because the kernel can evict it.
@@ -461,7 +446,7 @@ class Loads:
 
 
 def _loaded_model(planned: Planned) -> ModelSpec:
-    """Return the cell's model; if the load keeps the weights quantised, return the quantised model."""
+    """Return the cell's model; if the load keeps the weights quantised, the quantised one."""
     model = planned.cell.model
     if not planned.strategy.pretrained or not (found := quantised.of_model(model)) or not found.own:
         return model
@@ -470,10 +455,8 @@ def _loaded_model(planned: Planned) -> ModelSpec:
 
 
 def compile_code() -> None:
-    """Compile the modules of weighin and its strategies that have no current bytecode.
-
-    A strategy's imports are part of its load time, and a container cannot write bytecode: every load
-    with ``streaming`` would compile for 25 ms.
+    """Compile weighin and its strategies: a container cannot write bytecode, so that every load with
+    ``streaming`` would compile for 25 ms, which count to its load time.
     """
     for folder in (Path(weighin.__file__).parent, data_folder("strategies")):
         compileall.compile_dir(folder, quiet=2)
@@ -481,9 +464,8 @@ def compile_code() -> None:
 
 @contextmanager
 def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
-    """Write to fresh memory, keep it until the end of the block, and yield its size in bytes.
-
-    The size is at most ``wanted_bytes``. At least ``spare_bytes`` of memory remain free.
+    """Write to fresh memory, keep it until the end of the block, and yield its size: ``wanted_bytes``, or
+    less, so that ``spare_bytes`` of memory remain free.
 
     Some virtual machines report a free page to their host after 2 s (free page reporting, balloons).
     The host must provide a reported page again, so that the page's allocation takes three times as
@@ -508,10 +490,8 @@ def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
 
 @contextmanager
 def save_folder(model_bytes: int) -> Iterator[Path]:
-    """Create an empty folder in weighin's cache for one save, and remove the folder after the block.
-
-    Raises:
-        ConfigError: the disk has no room for the model.
+    """Create an empty folder in weighin's cache for one save, and remove the folder after the block;
+    raise ConfigError if the disk has no room for the model.
     """
     (root := _saving()).mkdir(parents=True, exist_ok=True)
     needed, free = model_bytes + _SPARE_BYTES, shutil.disk_usage(root).free

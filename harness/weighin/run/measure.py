@@ -1,6 +1,10 @@
 """Measure one cell: drop its files from the page cache, start it, watch it, and build its result."""
 
+import math
+import os
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,37 +17,50 @@ from weighin.cell import Cell
 from weighin.checkpoint import staging
 from weighin.errors import HarnessError
 from weighin.files import no_link
-from weighin.isolation.base import Isolation, Running
-from weighin.probes import page_cache
-from weighin.probes.gpu_memory import Trace, write_trace
-from weighin.probes.sampler import write_samples
-from weighin.records import run_folder
-from weighin.records.verdict import Reference
-from weighin.result import SCHEMA, Cost, Outcome, Result, Sample
-from weighin.run import interrupts
-from weighin.run.judge import Evidence, contradictions, judge, void
-from weighin.run.listener import Listener
+from weighin.isolation.base import Exit, Isolation, Running
+from weighin.probes import kernel_log, page_cache
+from weighin.probes.cgroup import (
+    Counters,
+    MemoryCgroup,
+    PeakMark,
+    grown,
+    limits_around,
+    memory_cgroup_of,
+    pressure_file_of,
+    read_machine_oom_kills,
+)
+from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, Trace, with_cuda, write_trace
+from weighin.probes.sampler import Sampler, write_samples
+from weighin.records import run_folder, verdict
+from weighin.records.metrics import largest
+from weighin.result import SCHEMA, Cost, Kill, Outcome, Process, Result, Sample, Stopped
+from weighin.run import interrupts, listener
+from weighin.run.judge import Evidence, contradictions, is_beyond, judge, void
+from weighin.run.listener import Listener, Reported
 from weighin.run.output import Readiness
-from weighin.run.watch import Watch
 from weighin.settings.definition import Settings
+from weighin.units import format_bytes
 
 if TYPE_CHECKING:
+    from weighin.probes.stacks import StackTaker
     from weighin.slow_disk import Mount
 
 _PREFIX: Final = "weighin-run-"  # of the folder for the socket to which the processes report
+_PATIENCE_S: Final = 10.0  # from SIGKILL to the end of a process
+_LONGEST_PAUSE_S: Final = 0.2  # between two looks at a cell that runs
+_PAUSE_S: Final = 0.01  # while a server is awaited
+_RANKS_END_S: Final = 0.5  # for other ranks to fail after one, so that the first cause is known
+_TEST_S: Final = 0.5  # between two tests whether the cell thrashes
+_TEST_SHARE: Final = 10  # and at least so many times a test, which is slow in a thrashing container
+_AFTER_KILL_S: Final = 1.0  # from the kill of a process of a server, which will not be ready
 _Table = TypeVar("_Table")
 
 
 class Spec:
     """One cell to measure, and in which a load (or save) and a command differ.
 
-    Attributes:
-        files: the files to drop from the page cache before the start.
-        on_phase: is called with the name of each phase of a load that begins.
-        disk: the slow disk from which a load reads.
-        readiness: tells when a command that is a server is ready.
-        facts: what the record says of the cell's environment.
-        because: another outcome, and the reason, if what was measured must not count.
+    The ``files`` are dropped from the page cache before the start. ``on_phase`` is called with the name
+    of each phase of a load that begins.
     """
 
     def __init__(
@@ -55,10 +72,10 @@ class Spec:
     ) -> None:
         self.cell, self.settings, self.files = cell, settings or Settings(), files
         self.on_phase = on_phase
-        self.disk: Mount | None = None
-        self.readiness: Readiness | None = None
-        self.facts: dict[str, Any] = {}
-        self.because: tuple[Outcome, str] | None = None
+        self.disk: Mount | None = None  # slow, from which a load reads
+        self.readiness: Readiness | None = None  # of a command that is a server
+        self.facts: dict[str, Any] = {}  # about the cell's environment, for the record
+        self.because: tuple[Outcome, str] | None = None  # the outcome if no figure may count
 
     @property
     def is_load(self) -> bool:
@@ -81,13 +98,8 @@ class Spec:
     def end_rest(self, running: Running) -> None:
         """End what runs on after the first process has ended by itself."""
 
-    def ended(self, watch: Watch) -> None:
+    def ended(self, watch: "Watch") -> None:
         """Look at what is left when the last figures were read."""
-
-    def release(self) -> None:
-        """Close the disk: a process that waits for an unanswered read cannot be killed."""
-        if self.disk:
-            self.disk.close()
 
     def finish(self, cached_bytes: int | None) -> list[str]:
         """Do what is left to do after the end of the cell; return warnings.
@@ -97,7 +109,7 @@ class Spec:
         raise NotImplementedError
 
     def figures(
-        self, watch: Watch, evidence: Evidence, outcome: Outcome, spent_ns: int
+        self, watch: "Watch", evidence: Evidence, outcome: Outcome, spent_ns: int
     ) -> dict[str, Any]:
         """Return fields of the result; ``cost`` has the times, ``warnings`` those of the figures."""
         raise NotImplementedError
@@ -107,23 +119,19 @@ class Spec:
 class Measured:
     """A cell's result, and the samples and trace that are written after its record.
 
-    Attributes:
-        rank_samples: the samples of each rank, by the rank's number.
-        trouble: an error after the measurement, for example when the worker is removed. The run
-            records the result first, and then ``finish`` raises the error.
+    ``trouble`` is an error after the measurement, for example when the worker is removed. The run
+    records the result first, and then ``finish`` raises the error.
     """
 
     result: Result
     samples: Sequence[Sample] = ()
     trace: Trace | None = None
-    rank_samples: Mapping[int, Sequence[Sample]] = field(default_factory=dict)
+    rank_samples: Mapping[int, Sequence[Sample]] = field(default_factory=dict)  # by number
     trouble: HarnessError | None = None
 
     def finish(self, run: Path) -> None:
-        """Write the samples and the trace into the run's folder, then raise ``trouble``, if any.
-
-        Raises:
-            RecordError: a file cannot be written; its partial content is removed.
+        """Write the samples and the trace into the run's folder, then raise ``trouble``, if any; raise
+        RecordError if a file cannot be written, whose partial content is removed.
         """
         _write(run, self.result.samples_path, write_samples, self.samples)
         for number, rank in enumerate(self.result.ranks):
@@ -134,31 +142,48 @@ class Measured:
             raise self.trouble
 
 
+def _write(
+    run: Path, name: str | None, write: Callable[[Path, _Table], None], table: _Table
+) -> None:
+    if name is None:
+        return
+    path = run / name
+    with run_folder.writing(path, "; the record of its cell is kept"):
+        no_link(path.parent, run)
+        path.unlink(missing_ok=True)
+        try:
+            write(path, table)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+
+def remove_leftovers() -> list[str]:
+    """Remove the temporary folders of killed runs; return one line for each folder."""
+    folders = staging.remove_orphans(Path(tempfile.gettempdir()), _PREFIX)
+    return [f"folder {folder}" for folder in folders]
+
+
 def measure(
     isolation: Isolation,
     spec: Spec,
     environment: Mapping[str, Any] | None = None,
-    reference: Reference | None = None,
+    reference: verdict.Reference | None = None,
 ) -> Measured:
-    """Run one cell to its end and return its measurement.
-
-    Args:
-        environment: facts about the machine and the software's versions, for the record.
-        reference: the figures of the same cell without a limit; weighin kills a cell that thrashes
-            in comparison.
+    """Run one cell to its end and return its measurement; kill a cell that thrashes in comparison with
+    ``reference``, the figures of the same cell without a limit.
     """
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(spec.files) if spec.files else None
     with staging.own_folder(Path(tempfile.gettempdir()), _PREFIX) as folder, ExitStack() as opened:
         spec.enter(opened)
-        listener = Listener(folder, spec.cell.ranks)
-        watch = Watch(spec, listener, reference)
+        watch = Watch(spec, Listener(folder, spec.cell.ranks), reference)
         begun_ns = time.monotonic_ns()
         with interrupts.put_off(), ExitStack() as failing:
             failing.callback(watch.abandon)
-            running = spec.start(isolation, listener.path)
+            running = spec.start(isolation, watch.listener.path)
             failing.callback(running.close)
-            failing.callback(spec.release)
+            failing.callback(watch.release)
             try:
                 watch.begin(running)
                 spec.begun(running)
@@ -168,7 +193,7 @@ def measure(
             finally:
                 watch.close()
             failing.pop_all()
-            spec.release()
+            watch.release()
             trouble: HarnessError | None = None
             try:
                 running.close()
@@ -181,11 +206,11 @@ def measure(
         started_at=started_at,
         environment={**(environment or {}), **spec.facts, **watch.ranks[0].environment},
     )
-    return Measured(result, watch.samples, watch.trace, watch.rank_samples, trouble)
+    return Measured(result, watch.samples, watch.ranks[0].trace, watch.rank_samples, trouble)
 
 
 def result_of(
-    spec: Spec, watch: Watch, spent_ns: int, wall_ns: int, warnings: Sequence[str] = ()
+    spec: Spec, watch: "Watch", spent_ns: int, wall_ns: int, warnings: Sequence[str] = ()
 ) -> Result:
     """Return the record of a cell that has ended.
 
@@ -199,11 +224,8 @@ def result_of(
         doubts, message = [message], ""
     if spec.because:
         outcome, message = void(outcome, message, *spec.because)
-    times_ns = (figures["ready_ns"] or 0, figures["load_ns"] or 0)
-    peaks, baseline = figures["peaks"], figures.get("baseline")
-    wrong = contradictions(
-        peaks, baseline, cell.ram_limit_bytes, cell.ranks, max(times_ns), wall_ns
-    )
+    spent_ns = max(figures["ready_ns"] or 0, figures["load_ns"] or 0)
+    wrong = contradictions(cell, figures["peaks"], figures.get("baseline"), spent_ns, wall_ns)
     if outcome is Outcome.OK and (why := next(wrong, "")):
         outcome, message = void(outcome, message, Outcome.MEASUREMENT_FAILED, why)
     if outcome is Outcome.THRASHING:  # it was killed, so its times are no results
@@ -221,28 +243,340 @@ def result_of(
         warnings=(*figures.pop("warnings"), *doubts, *warnings),
         samples_path=run_folder.samples_path(cell) if watch.samples else None,
         stopped=None if judged is Outcome.OOM_KILLED else watch.stopped,
-        trace_path=run_folder.trace_path(cell) if watch.trace else None,
+        trace_path=run_folder.trace_path(cell) if watch.ranks[0].trace else None,
         **figures,
     )
 
 
-def remove_leftovers() -> list[str]:
-    """Remove the temporary folders of killed runs; return one line for each folder."""
-    folders = staging.remove_orphans(Path(tempfile.gettempdir()), _PREFIX)
-    return [f"folder {folder}" for folder in folders]
+class Watch:
+    """Watches one cell from outside: its messages, its memory, its cgroup, and its end. Call ``begin``,
+    ``wait``, ``end`` and ``close`` in this order.
 
+    Attributes:
+        ranks: what each process that loads has reported; of a command, the main process alone.
+        exits: how ranks ended, by their numbers, in their order in time.
+        samples: the memory readings; of several ranks, those of all ranks together.
+        rank_samples: the memory readings of each rank, by the rank's number.
+        peak_bytes: the cgroup's highest charge from the baseline until the model is ready; of a command,
+            from its start until a server is ready, or the end. What it is after weighin has killed
+            the cell does not count.
+        at_ready: the cgroup's figures when all ranks had read every byte; None before.
+        at_end: those when a server was ready, or when the cell ended.
+        stopped: why weighin killed the cell; None if it did not.
+        processes: those of a command, after ``evidence``.
+    """
 
-def _write(
-    run: Path, name: str | None, write: Callable[[Path, _Table], None], table: _Table
-) -> None:
-    if name is None:
-        return
-    path = run / name
-    with run_folder.writing(path, "; the record of its cell is kept"):
-        no_link(path.parent, run)
-        path.unlink(missing_ok=True)
+    def __init__(
+        self, spec: Spec, listener: Listener, reference: verdict.Reference | None = None
+    ) -> None:
+        self.samples: list[Sample] = []
+        self.rank_samples: dict[int, list[Sample]] = {}
+        self.listener, self.ranks = listener, listener.ranks
+        self.exits: dict[int, Exit] = {}
+        self.sampler: Sampler | None = None
+        self.stacks: StackTaker | None = None
+        self.peak_mark: PeakMark | None = None
+        self.peak_bytes: int | None = None
+        self.at_baseline = self.at_end = Counters()
+        self.at_ready: Counters | None = None
+        self.stopped: Stopped | None = None
+        self.started_s = time.time()
+        self.processes: tuple[Process, ...] = ()
+        self._spec, self._started_ns = spec, time.monotonic_ns()
+        self._reference = reference if spec.cell.ram_limit_bytes else None
+        self._test_s = time.monotonic() + _TEST_S if self._reference else math.inf
+        self._log = kernel_log.position()
+        self._machine_oom_kills = read_machine_oom_kills()
+        self._stalled = ""
+        self._is_frozen = False  # since a server is ready, or weighin has killed the cell
+        self._ended: Exit | None = None
+        self._driver: DriverMemory | None = None
+        self._limits: list[tuple[int, Path]] = []
+        self._reading = threading.RLock()  # of the mark, which this thread and the listener's reset
+
+    # Before and while the cell runs ---------------------------------------------------------------
+
+    def begin(self, running: Running) -> None:
+        self.running = running
+        self.peak_mark = peak_mark_of(running)
+        self._home = memory_cgroup_of(running.pid) if running.pid and not running.cgroup else None
+        if running.cgroup:
+            self._limits = limits_around(running.cgroup.parent)
+        if self._spec.settings.stacks:
+            from weighin.probes.stacks import StackTaker  # needs py-spy, and takes time to import
+
+            self.stacks = StackTaker(running.members, running.cgroup)
+        if len(self.ranks) == 1:
+            self._start_sampling()
+        for each in self.ranks:
+            each.before = self._counters()
+        self.listener.watch(self._take, self._counters)
+        if self._spec.readiness:
+            self._spec.readiness.begin(self._freeze)
+
+    def _start_sampling(self) -> None:
+        if not (pid := self.running.pid):
+            return
+        cgroup = self.peak_mark.cgroup if self.peak_mark else None
+        loading = [each.pid or pid for each in self.ranks] if self._spec.is_load else []
+        look = self.stacks.look if self.stacks else None
+        members = self.running.members
+        self.sampler = Sampler(pid, members, cgroup, loading=loading, at_sample=look)
+        self.sampler.start()
+
+    def wait(self) -> None:
+        """Return when the cell has ended, or a server is ready; kill the cell at its time-out, or if
+        it thrashes.
+        """
+        spec, timeout_s = self._spec, self._spec.settings.timeout_s
+        deadline = time.monotonic() + (timeout_s or math.inf)
+        pause_s = _PAUSE_S if spec.readiness else _LONGEST_PAUSE_S
+        ends_s = math.inf  # when the rest is killed, of which nothing is expected any more
+        while True:
+            due_s = min(deadline, ends_s, self._test_s)
+            with interrupts.allowed():
+                has_ended = self.running.wait(max(0.0, min(pause_s, due_s - time.monotonic())))
+            if self.listener.error:
+                raise self.listener.error
+            if has_ended or self.server_ready_ns:
+                return
+            now_s = time.monotonic()
+            if self._reference and now_s >= self._test_s:
+                self.stopped = self._thrashes(self._reference)
+            if not self.stopped and now_s >= deadline:
+                self.stopped = Stopped(time.monotonic_ns() - self._started_ns, timeout_s)
+                self._stalled = spec.disk.stalled() if spec.disk else ""
+            if self.stopped or now_s >= ends_s:
+                self._kill()
+                return
+            if self._failed_ranks or all(each.done for each in self.ranks):
+                ends_s = min(ends_s, now_s + (_RANKS_END_S if self._failed_ranks else _PATIENCE_S))
+            if spec.readiness and self.sampler and self.sampler.oom_kills:
+                deadline = min(deadline, now_s + _AFTER_KILL_S) if ends_s == math.inf else deadline
+                ends_s = deadline
+
+    def _thrashes(self, reference: verdict.Reference) -> Stopped | None:
+        """Return the figures that prove that the cell thrashes; None without a proof."""
+        start_s, before = time.monotonic(), self.at_baseline
+        now, limit_bytes = self._counters(), self._spec.cell.ram_limit_bytes or 0
+        end_s = time.monotonic()
+        self._test_s = end_s + max(_TEST_S, _TEST_SHARE * (end_s - start_s))
+        pages = grown(before.refaults or 0, now.refaults)  # before the load, from the start on
+        peak_bytes = largest((self.peak_bytes, now.peak_bytes))
+        if peak_bytes is not None and peak_bytes < limit_bytes:
+            return None
+        return verdict.proof(
+            reference,
+            after_ns=time.monotonic_ns() - self._started_ns,
+            reread_bytes=None if pages is None else pages * os.sysconf("SC_PAGE_SIZE"),
+            waited_ns=grown(before.some_ns or 0, now.some_ns),
+            is_loading=self.at_ready is None,
+        )
+
+    def _kill(self) -> None:
+        """Kill the cell, read the peak, and lift the limit so that a thrashing process can exit."""
+        self.running.kill()
+        self.release()
+        self._freeze()
+        if self.sampler:
+            self.sampler.raise_limit()
+        elif self.peak_mark:
+            self.peak_mark.cgroup.raise_limit()
+
+    def release(self) -> None:
+        """Close the disk: a process that waits for an unanswered read cannot be killed."""
+        if self._spec.disk:
+            self._spec.disk.close()
+
+    def _freeze(self) -> None:
+        with self._reading:
+            self.at_end, self._is_frozen = self._counters(), True
+
+    def _counters(self) -> Counters:
+        with self._reading:
+            now = self.peak_mark.counters() if self.peak_mark else Counters()
+            if not self._is_frozen and not self.at_ready:
+                self.peak_bytes = largest((self.peak_bytes, now.peak_bytes))
+            return now
+
+    def _reset_mark(self) -> bool:
+        return self.peak_mark is not None and self.peak_mark.reset()
+
+    @property
+    def server_ready_ns(self) -> int | None:
+        return self._spec.readiness.ready_ns if self._spec.readiness else None
+
+    @property
+    def _failed_ranks(self) -> dict[int, Exit]:
+        return {rank: each for rank, each in [*self.exits.items()] if not self.ranks[rank].done}
+
+    # What the cell reports ------------------------------------------------------------------------
+
+    def _take(self, reported: Reported, message: listener.Message) -> None:
+        of_program = isinstance(message, listener.Begin | listener.PhaseEnd) and message.id
+        if not (self._spec.is_load or of_program):
+            return  # a command reports phases alone
+        is_alone = len(self.ranks) == 1
+        with self._reading:
+            match message:
+                case listener.Begin():
+                    now, resets = Counters(), True
+                    if message.id and reported.is_main:
+                        now, resets = self._counters(), self._reset_mark() or not self.peak_mark
+                    reported.begin(message, now, resets_group=resets)
+                    if not message.id and reported is self.ranks[0]:
+                        self._spec.on_phase(message.name)
+                case listener.PhaseEnd() if is_alone and reported.is_main:
+                    now = self._counters()
+                    resets = not message.id and self._reset_mark()
+                    reported.end(message, now, resets_group=resets)
+                case listener.PhaseEnd():  # ranks share a cgroup, so its figures are of no single phase
+                    usage = None if reported.is_program else self._counters().usage_bytes
+                    reported.end(message, Counters(usage_bytes=usage), resets_group=False)
+                case listener.Baseline():
+                    self._take_baseline(reported, message)
+                case listener.Ended():
+                    if 0 <= message.rank < len(self.ranks):
+                        self.ranks[message.rank].stderr_tail = message.stderr_tail
+                        self.exits[message.rank] = Exit(message.code, message.signal)
+                case _:
+                    reported.take(message)
+                    is_ready = all(each.ready_at_ns is not None for each in self.ranks)
+                    if isinstance(message, listener.Ready) and is_ready:
+                        self.at_ready = reported.before if is_alone else self._counters()
+
+    def _take_baseline(self, reported: Reported, message: listener.Baseline) -> None:
+        """Store one rank's memory before the load; the ranks load only after all have reported it."""
+        is_last = all(each.baseline for each in self.ranks if each is not reported)
+        if is_last:
+            self._spec.before_load()
+        self.at_baseline = self._counters()
+        reported.take_baseline(message, self.at_baseline)
+        if not is_last:
+            return
+        for each in self.ranks:  # all ranks share one cgroup, so each has the charge of all
+            assert each.baseline
+            each.baseline = replace(each.baseline, cgroup_bytes=self.at_baseline.usage_bytes)
+        self._watch_driver()
+        if len(self.ranks) > 1:
+            self._start_sampling()
+        if self._reset_mark():
+            self.peak_bytes = None
+
+    def _watch_driver(self) -> None:
+        """Sample the worker's GPU memory with NVML; record whether NVML or CUDA gives the figure."""
+        environment, pid = self.ranks[0].environment, self.running.pid
+        if "gpu" not in environment:
+            return
         try:
-            write(path, table)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
+            self._driver = DriverMemory(environment["gpu_uuid"], pid)
+        except NvmlUnavailable as reason:
+            environment["cuda_driver_source"] = "cudaMemGetInfo"
+            self.ranks[0].notes.append(
+                "the GPU memory that the driver reports is that of all processes on the GPU:"
+                f" {reason}"
+            )
+        else:
+            environment["cuda_driver_source"] = "NVML, this process"
+            environment["gpu_driver"] = self._driver.driver_version
+
+    # The end of the cell --------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Stop a server, wait for the end of the cell, and read its last figures."""
+        running, spec = self.running, self._spec
+        is_server_ready = self.server_ready_ns is not None
+        if is_server_ready:
+            if self.sampler:
+                self.sampler.stop()
+            running.send_signal(signal.SIGTERM)
+            if not running.wait(spec.settings.grace_s):
+                running.kill()
+        has_ended = running.wait(_PATIENCE_S)  # else it is in an uninterruptible sleep
+        if spec.readiness:
+            spec.readiness.end()
+        if not self._is_frozen:
+            self.at_end = self._counters()
+        if not self.stopped:
+            spec.end_rest(running)
+        now = self._counters()  # what ran on after the first process may have grown, or been killed
+        if not is_server_ready:
+            oom_kills = largest((self.at_end.oom_kills, now.oom_kills))
+            self.at_end = replace(self.at_end, oom_kills=oom_kills)
+        self._ended = running.reap() if has_ended else Exit(None, still_runs=True)
+        self.listener.close()  # takes the last messages
+        if self.sampler:
+            self.sampler.stop()
+        spec.ended(self)
+
+    def close(self) -> None:
+        self.listener.close()
+        driver = self._driver.stop() if self._driver else None
+        if self.sampler:
+            self.rank_samples = self.sampler.rank_samples
+            self.samples = with_cuda(self.sampler.stop(), self.ranks[0].cuda_points, driver)
+        if self.peak_mark:
+            self.peak_mark.close()
+        if self.listener.error:
+            raise self.listener.error
+
+    def abandon(self) -> None:
+        """Close what is open, because there will be no result."""
+        self.listener.close()
+        if self._log is not None:
+            os.close(self._log)
+            self._log = None
+
+    def evidence(self) -> Evidence:
+        """Return what is known about the end of the cell; the kernel's log is read here, once."""
+        running, server = self.running, self._spec.readiness
+        oom_kills, escape = self.at_end.oom_kills, ""
+        if self.sampler:
+            oom_kills, escape = largest((oom_kills, self.sampler.oom_kills)), self.sampler.escape
+        if self.sampler and self.sampler.table:
+            table = self.sampler.table
+            self.processes = table.processes()
+            if not escape and self.peak_mark and is_beyond(table.most_anon_bytes, self.peak_bytes):
+                escape = (
+                    f"a process had {format_bytes(table.most_anon_bytes)} of anonymous memory, and"
+                    f" the command's cgroup never more than {format_bytes(self.peak_bytes or 0)}"
+                )
+
+        def limit_of(kill: Kill) -> int | None:
+            around = (size for size, group in self._limits if f"{group}".endswith(kill.limit_of))
+            return next(around, None) if kill.limit_of else self._spec.cell.ram_limit_bytes
+
+        pids = [each.pid for each in self.processes] + [each.pid for each in self.ranks if each.pid]
+        kills = kernel_log.kills_since(
+            self._log, running.cgroup, running.pid or 0, pids, self._home
+        )
+        kills = kills and tuple(replace(each, limit_bytes=limit_of(each)) for each in kills)
+        machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
+        if machine_oom_kills == 0:
+            kills = ()
+        elif kills is not None and kernel_log.has_our_pids():
+            machine_oom_kills = len(kills)  # the log names the killed: the others are not ours
+        assert self._ended
+        return Evidence(
+            cell=self._spec.cell,
+            ended=self._ended,
+            ranks=self.ranks,
+            ends=self._failed_ranks,
+            stopped=self.stopped,
+            oom_kills=oom_kills,
+            machine_oom_kills=machine_oom_kills,
+            kills=kills,
+            peak_bytes=largest((self.peak_bytes, self.at_end.peak_bytes)),
+            limits=self._limits,
+            ready=server.ready_ns is not None if server else None,
+            escape=escape,
+            stalled=self._stalled,
+            stderr_tail=running.channel.stderr_tail if running.channel else b"",
+        )
+
+
+def peak_mark_of(running: Running) -> PeakMark | None:
+    """Return the mark of the cgroup of what runs; None without one, or if weighin cannot see it."""
+    if not running.pid or not running.cgroup:
+        return None
+    return running.mark or PeakMark(MemoryCgroup(running.cgroup, pressure_file_of(running.pid)))

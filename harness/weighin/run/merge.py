@@ -42,19 +42,6 @@ class Merged:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    folder: Path
-    plan: Plan
-    plan_bytes: bytes
-    results: Sequence[Result]
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        """The settings that all runs to merge must have in common."""
-        return {name: it for name, it in self.plan.settings.items() if name not in _OF_A_PART}
-
-
 def merge(folders: Sequence[Path], out: Path) -> Merged:
     """Write the records, samples and traces of the runs in ``folders`` to the new run ``out``.
 
@@ -67,33 +54,31 @@ def merge(folders: Sequence[Path], out: Path) -> Merged:
     """
     if (out / run_folder.PLAN).exists() or (out / run_folder.RECORDS).exists():
         raise RecordError(f"{out} already contains a run", "name another folder with --out")
-    parts, warnings = list[_Part](), list[str]()
+    plans, texts, warnings = list[Plan](), list[bytes](), list[str]()
+    measured_in: dict[str, Path] = {}
+    results: list[Result] = []
     for folder in folders:
         records, text = run_folder.read(folder), run_folder.read_file(folder, run_folder.PLAN)
-        plan = run_folder.parse_plan(folder, text)
-        parts.append(_Part(folder, plan, text, records.results))
+        plans.append(run_folder.parse_plan(folder, text))
+        texts.append(text)
         warnings += records.warnings
-    for part in parts[1:]:
-        _check_same_plan(parts[0], part)
-    measured_in: dict[str, Path] = {}
-    results = []
-    for part in parts:
-        for result in part.results:
+        _check_same_plan(folders[0], plans[0], folder, plans[-1])
+        for result in records.results:
             if (key := result.cell.id) in measured_in:
                 raise RecordError(
-                    f"{measured_in[key]} and {part.folder} both measured the cell {key}",
+                    f"{measured_in[key]} and {folder} both measured the cell {key}",
                     "leave one of the two folders out of weighin merge",
                 )
-            measured_in[key] = part.folder
+            measured_in[key] = folder
             results.append(result)
     results.sort(key=lambda result: result.started_at)
-    plan, settings = parts[0].plan, parts[0].shared
+    cells, settings = plans[0].cells, _shared(plans[0])
     unfinished = out.with_name(f".{out.name}.merging")
     with run_folder.writing(unfinished):
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        text = run_folder.write_plan(unfinished, plan.cells, settings)
-        if all(start.is_ours(part.plan_bytes) for part in parts):
+        text = run_folder.write_plan(unfinished, cells, settings)
+        if all(map(start.is_ours, texts)):
             start.remember(text)
         for result in results:
             source = measured_in[result.cell.id]
@@ -103,41 +88,46 @@ def merge(folders: Sequence[Path], out: Path) -> Merged:
                     (unfinished / name).write_bytes(run_folder.read_file(source, name))
             run_folder.append(unfinished, result)
         unfinished.rename(out)
-    shards = [part.plan.settings.get("shard") for part in parts]
-    measured = [parse_shard(text) for text in shards if text]
+    shards = (plan.settings.get("shard") for plan in plans)
+    measured = [parse_shard(shard) for shard in shards if shard]
     counts = {shard.count for shard in measured}
     missing_shards = set[Shard]()  # unknown if a run has none, or the plan was divided twice
-    if len(measured) == len(parts) and len(counts) == 1:
+    if len(measured) == len(plans) and len(counts) == 1:
         (count,) = counts
         missing_shards = {Shard(index, count) for index in range(1, count + 1)} - {*measured}
     return Merged(
         folder=out,
         results=tuple(results),
-        missing=tuple(run_folder.pending(plan.cells, results)),
+        missing=tuple(run_folder.pending(cells, results)),
         missing_shards=tuple(sorted(missing_shards, key=lambda shard: shard.index)),
-        again=run_folder.resume_command(run_folder.verb_of(plan.settings), out),
+        again=run_folder.resume_command(run_folder.verb_of(plans[0].settings), out),
         warnings=tuple(warnings),
     )
 
 
-def _check_same_plan(first: _Part, other: _Part) -> None:
+def _shared(plan: Plan) -> dict[str, Any]:
+    """Return the settings that all runs to merge must have in common."""
+    return {name: it for name, it in plan.settings.items() if name not in _OF_A_PART}
+
+
+def _check_same_plan(first: Path, plan: Plan, other: Path, others: Plan) -> None:
     repair = "merge only runs of one plan: the same suite, the same options and the same version of weighin"
-    was, now = first.shared, other.shared
+    was, now = _shared(plan), _shared(others)
     if changed := [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]:
         shown = "; ".join(f"{name}: {was.get(name)} and {now.get(name)}" for name in changed[:3])
         raise RecordError(
-            f"the runs in {first.folder} and {other.folder} have different plans ({shown}), and"
-            " only runs of one plan can be merged",
+            f"the runs in {first} and {other} have different plans ({shown}), and only runs of one"
+            " plan can be merged",
             repair,
         )
-    ours, theirs = ({cell.id: cell for cell in part.plan.cells} for part in (first, other))
+    ours, theirs = ({cell.id: cell for cell in each.cells} for each in (plan, others))
     if [*ours] != [*theirs]:
         only = [*(theirs.keys() - ours.keys()), *(ours.keys() - theirs.keys())]
         shown = (
             f", for example {(ours | theirs)[only[0]].strategy}" if only else " in another order"
         )
         raise RecordError(
-            f"{first.folder} and {other.folder} have different plans: {len(ours)} and"
-            f" {len(theirs)} cells, of which {len(only)} are in one plan only{shown}",
+            f"{first} and {other} have different plans: {len(ours)} and {len(theirs)} cells, of"
+            f" which {len(only)} are in one plan only{shown}",
             repair,
         )

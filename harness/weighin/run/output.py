@@ -15,7 +15,6 @@ import time
 import tty
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -76,52 +75,44 @@ class Pattern:
             return True
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Complete lines of output, separated by line feeds.
+class _Channel:
+    """A pipe or a pseudo-terminal from the command to the descriptor ``target``."""
 
-    ``first_ns`` is the time at which the last character of the first line arrived. ``t_ns`` is the
-    time for all other lines.
-    """
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.is_terminal = os.isatty(target)
+        if self.is_terminal:
+            self.source, self.command_end = os.openpty()
+            tty.setraw(self.command_end)  # the real terminal already converts line ends
+        else:
+            self.source, self.command_end = os.pipe()
+        self._open = {self.source, self.command_end}
+        self.resize()
 
-    text: str
-    first_ns: int
-    t_ns: int
+    def resize(self) -> bool:
+        """Give the pseudo-terminal the real terminal's size; return whether this changes its size."""
+        if not self.is_terminal or self.source not in self._open:
+            return False
+        with contextlib.suppress(OSError):
+            size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, _NO_SIZE)
+            if size != fcntl.ioctl(self.source, termios.TIOCGWINSZ, _NO_SIZE):
+                fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
+                return True
+        return False
 
+    def pass_on(self) -> bytes:
+        """Pass the next bytes on, and return them; none at the end, or if nobody reads the target."""
+        try:
+            data = os.read(self.source, _AT_ONCE)
+        except OSError:  # no process has the pseudo-terminal open any more
+            return b""
+        return data if write(self.target, data) else b""
 
-class Lines:
-    """Splits output into lines; a carriage return, as of a progress bar, also ends a line."""
-
-    def __init__(self) -> None:
-        self._begun = b""
-        self._begun_ns = 0
-
-    @property
-    def begun(self) -> str:
-        """The text after the last line end of the output: a line that is not complete yet."""
-        return _plain(self._begun)
-
-    def feed(self, data: bytes, t_ns: int) -> Ended | None:
-        """Return the lines that ``data`` completes; None if ``data`` contains no line end."""
-        end = max(data.rfind(b"\n"), data.rfind(b"\r"))
-        if end < 0:
-            self._begun = (self._begun + data)[:_LONGEST_LINE]
-            self._begun_ns = t_ns
-            return None
-        first_ns = self._begun_ns if data[:1] in (b"\n", b"\r") else t_ns
-        ended = Ended(_plain(self._begun + data[:end]), first_ns, t_ns)
-        self._begun, self._begun_ns = data[end + 1 :], t_ns
-        return ended
-
-    def rest(self) -> Ended | None:
-        """Return the text after the last line end; None if there is none."""
-        return Ended(self.begun, self._begun_ns, self._begun_ns) if self._begun else None
-
-
-def _plain(output: bytes) -> str:
-    """Decode output, and remove the escape sequences of terminals, such as those for colours."""
-    text = output.decode(errors="replace").replace("\r", "\n")
-    return _ESCAPES.sub("", text) if "\x1b" in text else text
+    def close(self, *descriptors: int) -> None:
+        """Close some descriptors, or else all; one that is closed already stays closed."""
+        for descriptor in self._open & {*(descriptors or self._open)}:
+            self._open.discard(descriptor)
+            os.close(descriptor)
 
 
 class Relay:
@@ -142,8 +133,7 @@ class Relay:
         self._noted: deque[Mark] = deque(maxlen=MOST_MARKS)
         self.number_of_marks = 0
         self._ready = Pattern(ready) if ready else None
-        self._patterns = [Pattern(each) for each in marks]
-        self._patterns += [self._ready] if self._ready else []
+        self._patterns = [*map(Pattern, marks), *([self._ready] if self._ready else [])]
         self._at_ready = at_ready
         self._lock = threading.Lock()
         self._ends = threading.Event()
@@ -174,16 +164,15 @@ class Relay:
 
     def start(self) -> None:
         """Start to pass the output on, in threads; call ``start`` after the command has started."""
-        self._threads = [
-            threading.Thread(target=self._pass_on, args=[channel], name="output", daemon=True)
-            for channel in self._channels
-        ]
-        for channel in self._channels:
-            channel.close(channel.command_end)
         if any(channel.is_terminal for channel in self._channels):
             before = signal.signal(signal.SIGWINCH, self._resize)
             self._resizing.callback(signal.signal, signal.SIGWINCH, before)
-        for thread in self._threads:
+        for channel in self._channels:
+            channel.close(channel.command_end)
+            thread = threading.Thread(
+                target=self._relay, args=[channel], name="output", daemon=True
+            )
+            self._threads.append(thread)
             thread.start()
 
     def _resize(self, *_: object) -> None:
@@ -213,26 +202,37 @@ class Relay:
     def marks(self) -> tuple[Mark, ...]:
         return tuple(sorted(self._noted, key=lambda mark: mark.t_ns))
 
-    def _pass_on(self, channel: "_Channel") -> None:
-        lines = Lines()
+    def _relay(self, channel: _Channel) -> None:
+        """Pass the output on until its end, and search its lines; "\\r" also ends a line, as of a
+        progress bar.
+        """
+        begun, begun_ns = b"", 0  # a line that has not ended, and when its last character arrived
         while True:
-            if not ready([channel.source], _PROMPT_S if lines.begun else _SILENCE_S):
-                self._look_if_ready(lines.begun)
+            if not ready([channel.source], _PROMPT_S if begun else _SILENCE_S):
+                self._look_if_ready(_plain(begun))
                 if self._ends.is_set():
                     break
                 continue
-            if not (data := channel.take()) or not write(channel.target, data):
-                break  # the target has no reader, so the command's next write must fail as well
-            self._note(lines.feed(data, time.monotonic_ns()))
-        self._note(lines.rest())
+            if not (data := channel.pass_on()):
+                break  # if the target has no reader, the command's next write must fail as well
+            now_ns = time.monotonic_ns()
+            if (end := max(data.rfind(b"\n"), data.rfind(b"\r"))) < 0:
+                begun = (begun + data)[:_LONGEST_LINE]
+            else:
+                first_ns = begun_ns if data[:1] in (b"\n", b"\r") else now_ns
+                self._note(_plain(begun + data[:end]), first_ns, now_ns)
+                begun = data[end + 1 :]
+            begun_ns = now_ns
+        self._note(_plain(begun), begun_ns, begun_ns)
         channel.close()
 
-    def _note(self, ended: Ended | None) -> None:
-        if not ended or not any(each.may_be_in(ended.text) for each in self._patterns):
+    def _note(self, lines: str, first_ns: int, rest_ns: int) -> None:
+        """Search complete lines, of which the first one ended at ``first_ns``, the others later."""
+        if not any(each.may_be_in(lines) for each in self._patterns):
             return
-        for number, line in enumerate(ended.text.split("\n")):
+        for number, line in enumerate(lines.split("\n")):
             if line and any(each.search(line) for each in self._patterns):
-                t_ns = ended.t_ns if number else ended.first_ns
+                t_ns = rest_ns if number else first_ns
                 with self._lock:
                     self._noted.append(Mark(t_ns, one_line(line, _TEXT_LENGTH)))
                     self.number_of_marks += 1
@@ -246,43 +246,10 @@ class Relay:
         self._at_ready()
 
 
-class _Channel:
-    """A pipe or a pseudo-terminal from the command to the descriptor ``target``."""
-
-    def __init__(self, target: int) -> None:
-        self.target = target
-        self.is_terminal = os.isatty(target)
-        if self.is_terminal:
-            self.source, self.command_end = os.openpty()
-            tty.setraw(self.command_end)  # the real terminal already converts line ends
-        else:
-            self.source, self.command_end = os.pipe()
-        self._open = {self.source, self.command_end}
-        self.resize()
-
-    def resize(self) -> bool:
-        """Give the pseudo-terminal the real terminal's size; return whether this changes its size."""
-        if not self.is_terminal or self.source not in self._open:
-            return False
-        with contextlib.suppress(OSError):
-            size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, _NO_SIZE)
-            if size != fcntl.ioctl(self.source, termios.TIOCGWINSZ, _NO_SIZE):
-                fcntl.ioctl(self.source, termios.TIOCSWINSZ, size)
-                return True
-        return False
-
-    def take(self) -> bytes:
-        """Return the next bytes of the command's output; empty at its end."""
-        try:
-            return os.read(self.source, _AT_ONCE)
-        except OSError:  # no process has the pseudo-terminal open any more
-            return b""
-
-    def close(self, *descriptors: int) -> None:
-        """Close some descriptors, or else all; one that is closed already stays closed."""
-        for descriptor in self._open & {*(descriptors or self._open)}:
-            self._open.discard(descriptor)
-            os.close(descriptor)
+def _plain(output: bytes) -> str:
+    """Decode output, and remove the escape sequences of terminals, such as those for colours."""
+    text = output.decode(errors="replace").replace("\r", "\n")
+    return _ESCAPES.sub("", text) if "\x1b" in text else text
 
 
 @contextlib.contextmanager
@@ -305,9 +272,7 @@ def relaying(settings: Settings, cell: Cell, at_ready: Callable[[], None]) -> It
 
 class Readiness:
     """Learns when one command, a server, is ready: prints a line (--ready) or answers (--ready-url).
-
-    Any thread may call ``now`` when the server is ready. The first call notes the time, and reads the
-    command's figures.
+    Any thread may then call ``now``, which notes the time and reads the command's figures once.
     """
 
     def __init__(self, settings: Settings) -> None:

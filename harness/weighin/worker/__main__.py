@@ -3,7 +3,7 @@
 A cell that measures a save saves the model in phases, syncs the files, and reads them back to
 verify them.
 
-An isolation starts this module as ``python -m weighin.worker``; ``run/messages.py`` defines
+An isolation starts this module as ``python -m weighin.worker``; ``run/listener.py`` defines
 what it reports. Modules of weighin that are imported before torch would add weighin's own memory to the
 figures. The worker therefore imports even pathlib, which takes 1 MiB, after torch.
 """
