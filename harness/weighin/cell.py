@@ -161,8 +161,7 @@ class Job:
     sees them. With a ``body``, it reads only ``cell`` and ``python_path``.
 
     ``rank`` is the number of this process, from 0, if several load the model together; None for the
-    worker that starts these processes, and for the worker of a cell without ranks.
-    ``listener`` is the socket to which the worker reports.
+    worker that starts them, or is alone. ``listener`` is the socket to which the worker reports.
     """
 
     cell: Cell

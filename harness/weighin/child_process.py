@@ -48,10 +48,8 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dict[str, str]:
-    """Return this process's environment, with a PYTHONPATH of ``python_path`` and ``CODE_PATH``.
-
-    With ``inherit``, the entries of this process's own PYTHONPATH follow, without empty entries,
-    which stand for the current folder.
+    """Return this process's environment, with a PYTHONPATH of ``python_path``, ``CODE_PATH`` and, if
+    they are to be inherited, this process's own entries; an empty one would be the current folder.
     """
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep) if inherit else []
     paths = [*python_path, *CODE_PATH, *filter(None, inherited)]
@@ -59,7 +57,6 @@ def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dic
 
 
 def encode_event(event: dict[str, Any]) -> bytes:
-    """Return an event as the line of JSON that a child sends."""
     return json.dumps(event, separators=(",", ":")).encode() + b"\n"
 
 
@@ -89,10 +86,7 @@ class Lines:
         """Return the next line, or None after the last line.
 
         The lines end with the descriptor, or with the process ``writer`` (a pidfd), although a process
-        that it forked may keep the descriptor open.
-
-        Raises:
-            TimeoutError: no line arrived within ``timeout_s``.
+        that it forked may keep the descriptor open. TimeoutError: no line arrived in ``timeout_s``.
         """
         deadline = monotonic() + timeout_s
         awaited = [self._file] if writer is None else [self._file, writer]
@@ -115,13 +109,12 @@ class Lines:
 
 
 class Pipes:
-    """This process's ends of the pipes to a process's standard input and standard error.
+    """This process's ends of the pipes to a process's standard input and standard error, without buffers.
 
     A thread reads standard error, so that no process waits for a reader.
     """
 
     def __init__(self, stdin: IO[bytes], stderr: IO[bytes]) -> None:
-        """``close`` closes both files, which must have no buffer."""
         self._stdin, self._stderr = stdin, stderr
         self._tail, self._is_over = b"", False
         self._reader = threading.Thread(target=self._read, name="stderr", daemon=True)
@@ -196,15 +189,10 @@ class Child(Pipes):
         self.close()
 
     def receive(self, timeout_s: float = inf) -> bytes | None:
-        """Return the child's next line, as ``Lines.receive``."""
         return self._lines.receive(timeout_s, self.process)
 
     def wait(self, timeout_s: float = inf) -> int:
-        """Wait for the child's end; return the exit code, -n for signal n.
-
-        Raises:
-            TimeoutError: the child still runs after ``timeout_s``.
-        """
+        """Wait for the child's end; return the exit code, -n for signal n, or raise TimeoutError."""
         if not wait_for_end(self.process, lambda: self._popen.poll() is not None, timeout_s):
             raise TimeoutError
         return int(self._popen.returncode)
@@ -217,8 +205,7 @@ class Child(Pipes):
     def close(self) -> None:
         """Kill the child's process group, and wait for the child's end; a second call does nothing.
 
-        Raises:
-            TimeoutError: the child still runs ``PATIENCE_S`` after SIGKILL.
+        If the child does not end in ``PATIENCE_S``, it raises TimeoutError.
         """
         if self._is_over:
             return
@@ -239,10 +226,7 @@ def ask(
     """Run a command to its end, and return the last event that it sent.
 
     If it failed or sent no event, return None and why: the last line that it printed to standard
-    error, or else its exit code.
-
-    Raises:
-        TimeoutError: the command still ran after ``timeout_s``, and was killed.
+    error, or else its exit code. After ``timeout_s``, kill the command and raise TimeoutError.
     """
     deadline = monotonic() + timeout_s
     with Child(command, variables) as child:
@@ -281,10 +265,8 @@ def end_with_parent() -> None:
 
 
 def adopt_orphans(*, adopt: bool = True) -> bool:
-    """Make this process a child subreaper, which becomes the parent of its orphaned descendants.
-
-    With ``adopt=False``, make it an ordinary process. Return whether this process was a subreaper
-    before the call.
+    """Make this process a child subreaper, which becomes the parent of its orphaned descendants, or an
+    ordinary process; return whether it was a subreaper before.
     """
     before = ctypes.c_int()
     _LIBC.prctl(37, ctypes.byref(before))  # PR_GET_CHILD_SUBREAPER in linux/prctl.h
@@ -293,12 +275,8 @@ def adopt_orphans(*, adopt: bool = True) -> bool:
 
 
 def ready(descriptors: list[int], timeout_s: float) -> list[int]:
-    """Wait at most ``timeout_s`` until a descriptor can be read; return all that can then be read.
-
-    ``ready`` uses poll, because select cannot wait for descriptors above 1023, which a process with
-    many open files has.
-    """
-    poll = select.poll()
+    """Wait at most ``timeout_s`` until a descriptor can be read; return all that can then be read."""
+    poll = select.poll()  # select cannot wait for descriptors above 1023, as of many open files
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     found = poll.poll(None if timeout_s == inf else ceil(max(0.0, timeout_s) * 1000))
@@ -326,13 +304,12 @@ def printed_lines(printed: bytes) -> list[str]:
 
 
 def last_line(printed: bytes) -> str:
-    """Return the last line that a process printed; empty if the process printed nothing."""
     lines = printed_lines(printed)
     return lines[-1].strip() if lines else ""
 
 
 def signal_each(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
-    """Send the signal ``number`` to each process; ignore processes that have ended."""
+    """Send a signal to each process that has not ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -22,13 +22,9 @@ _MOST_VALUES: Final = 5_000_000
 
 
 def read_bytes(path: "Path", most_bytes: int = 16 * MIB, *, within: "Path | None" = None) -> bytes:
-    """Return the content of a regular file.
+    """Return the content of a regular file; raise OSError if it cannot be read, or is longer.
 
-    Args:
-        within: a folder of somebody else's, above ``path``: a link below it is not followed.
-
-    Raises:
-        OSError: the file cannot be read, is not a regular file, or is longer than ``most_bytes``.
+    A link below ``within``, a folder of somebody else's above ``path``, is not followed.
     """
     if within:
         no_link(path, within)
@@ -55,11 +51,8 @@ def no_link(path: "Path", folder: "Path") -> None:
 
 
 def parse_json(text: bytes | str, *, finite: bool = True) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: the text is not JSON, a number has too many digits, lists and objects are too
-            many or nest too deeply, or (with ``finite``) a number is NaN or infinite.
+    """Return the value of a JSON text; raise ValueError if it is not JSON, too deep or too large, or
+    (with ``finite``) has a number that is NaN or infinite.
     """
     try:
         value = json.loads(text, parse_constant=_refuse if finite else None)
@@ -114,10 +107,8 @@ def write_text(path: "Path", text: str) -> None:
 
 
 def write_bytes(path: "Path", content: bytes, *, is_new: bool = False) -> None:
-    """Write a file under a temporary name, sync the file to the disk, and rename it to ``path``.
-
-    Raises:
-        FileExistsError: with ``is_new``, ``path`` exists; another process may just have made it.
+    """Write a file under a temporary name, sync the file to the disk, and rename it to ``path``; with
+    ``is_new``, raise FileExistsError if ``path`` exists, which another process may just have made.
     """
     # Nobody can guess the name, and so leave a link to another file there.
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
@@ -153,9 +144,7 @@ def sync_folder(folder: "Path") -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock a file or folder that is open at least for reading; return False if another process has
-    locked it.
-    """
+    """Lock an open file or folder; return False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -1,10 +1,9 @@
 """Define the record of a cell (one measurement): a ``Result``. results/README.md says of every field
 what it is, when it is None, and whether it is exact or sampled.
 
-Bytes and nanoseconds are integers, and times come from the machine's monotonic clock. None means that
-a figure was not measured, never that the figure was zero. A size with ``peak`` in its name is a
-high-water mark that the kernel or the allocator keeps. A size with ``sampled`` in its name is the
-maximum of the sampler's readings.
+Times come from the machine's monotonic clock. None means that a figure was not measured, never that
+the figure was zero. A ``peak`` is a high-water mark that the kernel or the allocator keeps, and a
+``sampled`` size is the maximum of the sampler's readings.
 """
 
 from collections.abc import Sequence
