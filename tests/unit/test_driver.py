@@ -197,7 +197,7 @@ def test_the_gpu_is_looked_for_although_a_cell_ran_on_the_node(
 ) -> None:
     (cell,) = cells(None, device="cuda")
     task = Run(tmp_path, [Planned(cell)], ProcessIsolation())
-    monkeypatch.setattr("weighin.plan.start.restore", lambda *_, **__: task)
+    monkeypatch.setattr("weighin.plan.start.resume", lambda *_, **__: task)
     monkeypatch.setattr("weighin.probes.gpu_memory.look", GpuAnswer)
     monkeypatch.setattr("weighin.run.runner.run", lambda *_: pytest.fail("it was measured"))
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path))
