@@ -254,7 +254,7 @@ def _try(name: str, kind: str, folder: Path, strategies: str) -> Tried:
         if not (run / run_folder.RECORDS).exists():
             sys.exit(f"{name}: {done.stderr}")
     found = read_folder(model)
-    reference = pretrained_class(found.architecture).from_pretrained(model, dtype="auto")
+    reference = pretrained_class(found.wanted).from_pretrained(model, dtype="auto")
     return Tried(
         name=name,
         compared=_compared(model, reference),

@@ -20,7 +20,7 @@ from weighin.checkpoint.convert import Conversion, convert
 from weighin.checkpoint.inspect import inspect
 from weighin.construction.tied_weights import tied_names
 from weighin.errors import CheckpointError
-from weighin.formats.pretrained_choice import FolderChoice
+from weighin.formats.pretrained_library import FolderChoice
 from weighin.models.pretrained import pretrained_class
 
 SIZES: Final = {

@@ -22,7 +22,7 @@ from weighin.probes import page_cache, sampler
 def _warm_children() -> Iterator[None]:
     """Let the children that a unit test starts begin with torch imported; elsewhere they are cold."""
     with (
-        closing(Forks("weighin.checkpoint", "weighin.models.gguf_spec")) as forks,
+        closing(Forks("weighin.checkpoint", "weighin.models.description")) as forks,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(child_process, "module", forks.command)

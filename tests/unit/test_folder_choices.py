@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weighin import load_pretrained
+from weighin import child_process, load_pretrained
 from weighin.cell import SYNTHESISED
 from weighin.cli.app import main
 from weighin.errors import CheckpointError, ConfigError, HarnessError
-from weighin.formats import auto_classes
 from weighin.formats.hub_cache import cached_snapshot
-from weighin.formats.pretrained_choice import FolderChoice
 from weighin.formats.pretrained_folder import (
     folder_of,
     from_pretrained_arguments,
     read_folder,
     variant_of,
 )
+from weighin.formats.pretrained_library import FolderChoice
 from weighin.models.pretrained import pretrained_class
+from weighin.settings.definition import check_suite
 from weighin.suite import registry
+from weighin.suite.chosen_models import choose
 
 BERT = {
     "vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -229,10 +230,9 @@ def test_a_folder_without_a_class_has_that_of_automodel(
     change(folder, lambda config: config.pop("architectures"))
     assert_equal(load_pretrained(folder), auto("AutoModel").from_pretrained(folder))
     _, err = say("inspect", folder)
-    assert (
-        "config.json names no class in 'architectures', so weighin takes BertModel, which AutoModel chooses"
-        in err
-    )
+    assert "names no class in 'architectures', so weighin takes that of AutoModel" in err
+    _, err = say("predict", folder, "--strategies", "baseline")
+    assert "so weighin takes BertModel, which AutoModel chooses" in err
 
 
 def test_a_folder_whose_class_nothing_names_asks_for_it(tmp_path: Path) -> None:
@@ -265,23 +265,22 @@ def test_an_auto_class_without_a_class_for_the_type_names_those_that_there_are(
     assert "one of BertModel, BertForPreTraining, BertLMHeadModel" in caught.value.repair
 
 
-def test_the_tables_of_classes_are_those_of_transformers() -> None:
-    pretrained_class("BertModel")
-    from transformers.models.auto import modeling_auto
+def test_one_child_is_asked_for_a_class_that_transformers_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bert().save_pretrained(tmp_path / "model")
+    asked, ask = [], child_process.ask
 
-    for name in dir(modeling_auto):
-        kind = getattr(modeling_auto, name)
-        mapping = getattr(kind, "_model_mapping", None)
-        if not (
-            isinstance(kind, type) and name.startswith(("AutoModel", "_AutoModel")) and mapping
-        ):
-            continue
-        for model_type, classes in mapping._model_mapping.items():
-            names = (classes,) if isinstance(classes, str) else tuple(one for one in classes if one)
-            assert auto_classes.classes_of(model_type)[name.lstrip("_")] == names, (
-                name,
-                model_type,
-            )
+    def counted(command: Sequence[str], *more: Any) -> Any:
+        asked.append(command)
+        return ask(command, *more)
+
+    monkeypatch.setattr(child_process, "ask", counted)
+    settings = check_suite({"models": str(tmp_path / "model")})
+    (spec,) = choose(settings).specs
+    assert (spec.kwargs["architecture"], asked) == ("BertModel", [])
+    (spec,) = choose(settings.model_copy(update={"model_class": "AutoModelForMaskedLM"})).specs
+    assert (spec.kwargs["architecture"], len(asked)) == ("BertForMaskedLM", 1)
 
 
 def test_code_beside_a_class_of_transformers_needs_no_trust_and_is_not_run(tmp_path: Path) -> None:
@@ -385,6 +384,15 @@ def test_broken_links_to_a_shard_and_to_the_config_are_named(tmp_path: Path) -> 
         )
         (folder / "config.json").unlink()
         (folder / "config.json").symlink_to(tmp_path / "gone")
+
+
+def test_a_model_without_an_owner_is_found_in_the_cache(hub: Path, say: Say) -> None:
+    entry = hub.rename(hub.parent / "models--bert")
+    wanted = auto("BertModel").from_pretrained(entry / "snapshots" / ("b" * 40))
+    assert_equal(load_pretrained("bert"), wanted)
+    assert registry.model("bert").name == "bert"
+    assert "lacks the revision v3" in say("inspect", "bert", "--revision", "v3")[1]
+    assert "no model is called 'bertha'" in say("inspect", "bertha")[1]
 
 
 def test_a_revision_of_a_plain_folder_is_refused(tmp_path: Path) -> None:

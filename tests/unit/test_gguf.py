@@ -158,6 +158,14 @@ def test_the_parts_of_a_model_are_one_checkpoint(tmp_path: Path) -> None:
         formats.read(alone)
 
 
+def test_a_projector_beside_a_model_is_no_second_model(tmp_path: Path) -> None:
+    own = small(tmp_path / "m-Q8_0.gguf")
+    other = small(tmp_path / "mmproj-m-f16.gguf")
+    assert formats.files(tmp_path) == [own]
+    own.unlink()
+    assert formats.files(tmp_path) == [other]
+
+
 def test_a_folder_with_other_weights_is_not_read_as_gguf(tmp_path: Path) -> None:
     small(tmp_path / "m.gguf")
     assert formats.detect(tmp_path).NAME == "gguf"

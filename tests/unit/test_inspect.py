@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,11 @@ def test_every_layout_is_inspected_alike(tmp_path: Path, layout: str) -> None:
         ("blocks.0.steps", (), "int64", 8, None),
         ("head.weight", (10, 4), "float32", 160, "embedding.weight"),
     ]
-    assert (found.numbers, found.bytes, found.largest.name) == (47, 180, "embedding.weight")
+    assert [found.totals[key] for key in ("numbers", "bytes", "largest")] == [
+        47,
+        180,
+        "embedding.weight",
+    ]
     assert sum(size for _, size in found.files) > 180
 
 
@@ -123,11 +128,34 @@ def test_of_a_file_of_100_gib_hardly_anything_is_read_and_without_torch(tmp_path
         "import sys; from pathlib import Path; from weighin.checkpoint import inspect as inspecting;"
         "read = lambda: int(Path('/proc/self/io').read_text().split()[1]); before = read();"
         f"found = inspecting.inspect(Path({str(path)!r})); inspecting.tables(found);"
-        "assert 'torch' not in sys.modules; assert found.bytes == 100 * 1024**3;"
+        "assert 'torch' not in sys.modules; assert found.totals['bytes'] == 100 * 1024**3;"
         "print(read() - before)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 2 * MIB  # modules that are imported late, too
+
+
+def test_the_header_of_each_shard_is_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        plans = [TensorPlan(f"w{number}", (4,), torch.float32)]
+        make(tmp_path / f"model-{number}.safetensors", "safetensors", plans)
+    shards = {f"w{number}": f"model-{number}.safetensors" for number in range(5)}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    opened, whole = [], Path.open
+
+    def watched(path: Path, *arguments: Any, **options: Any) -> Any:
+        opened.append(path.name)
+        return whole(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", watched)
+    assert "5 tensors" in run(str(tmp_path))
+    assert sorted(name for name in opened if name.endswith(".safetensors")) == sorted(
+        shards.values()
+    )
 
 
 def needs(layout: str, sizes: dict[str, int]) -> dict[str, tuple[int | None, int | None]]:

@@ -100,7 +100,7 @@ def test_a_folder_loads_as_from_pretrained_loads_it(
 ) -> None:
     folder = make(name)
     found = read_folder(folder)
-    wanted = pretrained_class(found.architecture).from_pretrained(folder, dtype=dtype)
+    wanted = pretrained_class(found.wanted).from_pretrained(folder, dtype=dtype)
     model = load_pretrained(folder, dtype=dtype)
     assert type(model) is type(wanted)
     assert model.training is False
@@ -111,7 +111,7 @@ def test_a_folder_loads_as_from_pretrained_loads_it(
         assert left[key].requires_grad == tensor.requires_grad, key
         assert torch.equal(left[key], tensor), key
     assert ties(model) == ties(wanted)
-    inputs = example_inputs(found.architecture, found.config) or {}
+    inputs = example_inputs(found.wanted, found.config) or {}
     inputs = {key: v.to(model.dtype) if v.is_floating_point() else v for key, v in inputs.items()}
     if name == "one of several part configurations" and model.dtype != torch.float32:
         return  # its own forward pass mixes dtypes
@@ -239,7 +239,7 @@ def test_formats_that_weighin_writes_from_converted_keys_are_predicted(make: Mak
 @pytest.mark.parametrize("name", ["experts", "tied", "encoder-decoder", "shards"])
 def test_a_conversion_writes_the_keys_of_the_model(make: Make, tmp_path: Path, name: str) -> None:
     folder = make(name)
-    kind = pretrained_class(read_folder(folder).architecture)
+    kind = pretrained_class(read_folder(folder).wanted)
     wanted = kind.from_pretrained(folder, dtype="auto").state_dict()
     order = Conversion("pt", None, max_shard_bytes=GIB, model_keys=True)
     convert(folder, tmp_path / "model.pt", order)

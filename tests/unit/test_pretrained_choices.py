@@ -14,7 +14,7 @@ from weighin import formats, load_pretrained
 from weighin.checkpoint.convert import Conversion, convert
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_folder import own_dtype, read_folder
-from weighin.formats.pretrained_spec import auto_dtype
+from weighin.models.description import auto_dtype
 from weighin.models.pretrained import pretrained_class
 from weighin.suite import registry
 
@@ -49,7 +49,7 @@ def change(folder: Path, act: Callable[[dict[str, Any]], object]) -> None:
 
 def assert_equal(folder: Path) -> None:
     """Compare names, dtypes, values and ties with the model that ``from_pretrained`` leaves."""
-    kind = pretrained_class(read_folder(folder).architecture)
+    kind = pretrained_class(read_folder(folder).wanted)
     wanted, model = kind.from_pretrained(folder), load_pretrained(folder)
     theirs, ours = (one.state_dict(keep_vars=True) for one in (wanted, model))
     assert ours.keys() == theirs.keys()

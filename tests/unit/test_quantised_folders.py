@@ -299,7 +299,7 @@ def test_the_load_is_measured_and_verified(
     tensors = verify.named_tensors(import_strategy(registry.strategy(strategy).path)(load))
     verify.check_structure(tensors, manifest, cpu, dtype)
     verify.check_values(verify.touch(tensors), manifest, dtype)
-    wanted = pretrained_class(read_folder(folder).architecture).from_pretrained(folder, dtype=dtype)
+    wanted = pretrained_class(read_folder(folder).wanted).from_pretrained(folder, dtype=dtype)
     sizes = {id(one): one.nbytes for one in verify.named_tensors(wanted).values()}
     model_bytes = manifest.model_bytes(str(dtype).removeprefix("torch."))
     assert model_bytes == pytest.approx(
@@ -425,7 +425,7 @@ def beside(tmp_path: Path) -> Path:
 def test_an_adapter_that_from_pretrained_adds_is_refused(
     beside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weighin.formats.adapters.find_spec", lambda _: ModuleType("peft"))
+    monkeypatch.setattr("weighin.formats.pretrained_folder.find_spec", lambda _: ModuleType("peft"))
     with pytest.raises(CheckpointError, match="peft is installed here") as caught:
         load_pretrained(beside)
     file = beside / "adapter_config.json"
@@ -441,7 +441,7 @@ def test_an_adapter_that_from_pretrained_adds_is_refused(
 def test_an_adapter_that_nobody_adds_is_named(
     beside: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("weighin.formats.adapters.find_spec", lambda _: None)
+    monkeypatch.setattr("weighin.formats.pretrained_folder.find_spec", lambda _: None)
     note = f"{beside / 'adapter_config.json'} lies beside the model: from_pretrained adds this adapter if"
     with caplog.at_level(logging.WARNING, logger="weighin"):
         assert torch.equal(

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from weighin import load_pretrained
 from weighin.cli.app import main
 from weighin.errors import ConfigError
-from weighin.formats.pretrained_choice import FolderChoice
-from weighin.formats.pretrained_code import auto_class, digest
-from weighin.formats.pretrained_folder import read_folder
+from weighin.formats.pretrained_folder import auto_class, digest, read_folder
+from weighin.formats.pretrained_library import FolderChoice
 from weighin.models.pretrained import from_config
 from weighin.plan.start import resume, start
 from weighin.recommend.snippet import pretrained_snippet
@@ -151,7 +150,7 @@ def test_code_that_needs_a_missing_package_says_so(folder: Path) -> None:
 
 def test_the_code_to_paste_trusts_the_folder_too(folder: Path) -> None:
     found = read_folder(folder, TRUSTED)
-    auto = auto_class(found.config, found.architecture)
+    auto = auto_class(found.config, found.wanted)
     where: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
@@ -159,7 +158,7 @@ def test_the_code_to_paste_trusts_the_folder_too(folder: Path) -> None:
         "auto": auto,
     }
     for strategy in ("transformers", "streaming"):
-        code = pretrained_snippet(registry.strategy(strategy), found.architecture, **where)
+        code = pretrained_snippet(registry.strategy(strategy), found.wanted, **where)
         scope: dict[str, Any] = {}
         exec(code, scope)
         assert type(scope["model"]).__name__ == "TinyForCausalLM", strategy

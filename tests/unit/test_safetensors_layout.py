@@ -63,6 +63,14 @@ def test_the_reference_library_reads_what_we_write(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
+def test_metadata_may_be_null_as_for_the_reference_library(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, path := tmp_path / "model.safetensors", {"x": "y"})
+    path.write_bytes(path.read_bytes().replace(b'{"x":"y"}', b"null     "))
+    with safe_open(path, "pt") as file:
+        assert file.metadata() is None
+    assert [one.name for one in safetensors.read(path)] == ["a"]
+
+
 def test_we_read_what_the_reference_library_writes(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(STATE, path)
@@ -185,6 +193,7 @@ LONG = "x" * 10_000
         ({"a": entry(0, 8, dtype="F32X")}, "tensor 'a' has the dtype 'F32X'; weighin does not know this dtype"),
         ({"a": entry(0, 8, dtype=[])}, "tensor 'a' has the dtype []; weighin does not know this dtype"),
         ({"a": {}}, "tensor 'a' has the dtype None; weighin does not know this dtype"),
+        ({"a": None}, "tensor 'a' has the dtype None; weighin does not know this dtype"),
         (
             {LONG: entry(0, 8, [3])},
             f"tensor '{LONG[:100]}'... (10,000 characters): F32 of shape [3] takes 12 bytes, but its "

@@ -7,7 +7,7 @@ import pytest
 
 from weighin import formats
 from weighin.errors import CheckpointError
-from weighin.formats.pretrained_choice import FolderChoice
+from weighin.formats.pretrained_library import FolderChoice
 from weighin.suite import registry
 
 AGAIN = "copy or download the file again"

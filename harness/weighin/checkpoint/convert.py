@@ -34,7 +34,7 @@ from weighin.formats import quantised
 from weighin.formats.base import Plans, Progress, TensorSlice
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import check_converts
-from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
+from weighin.formats.pretrained_library import AS_SAVED, FolderChoice
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.sharded import Sharded
 from weighin.formats.zip_writer import run_parallel

@@ -20,7 +20,7 @@ from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import ConfigError, UnknownName
 from weighin.formats.base import Slices
 from weighin.formats.misfit import first_names, plain
-from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
+from weighin.formats.pretrained_library import AS_SAVED, FolderChoice
 from weighin.formats.quantised import Quantised, in_checkpoint
 from weighin.formats.selection import WHOLE, Selection
 from weighin.settings.definition import DTYPES

@@ -17,10 +17,10 @@ from weighin.checkpoint.manifest import Manifest, TensorEntry
 from weighin.checkpoint.piecewise import CELL_DTYPES
 from weighin.construction.skeleton import build_skeleton, construct
 from weighin.errors import CheckpointError
-from weighin.formats.adapters import ARGUMENT
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import BUILDER, folder_of
+from weighin.formats.pretrained_library import ARGUMENT
 from weighin.formats.quantised import Quantised
 from weighin.loader.converting import convert_whole
 from weighin.loader.load import load_streaming

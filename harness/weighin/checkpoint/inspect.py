@@ -1,10 +1,13 @@
-"""List a checkpoint's tensors for ``weighin inspect``; read no tensor data, and import no torch."""
+"""List a checkpoint's tensors, or the parts of a pipeline, for ``weighin inspect``; read no tensor
+data, and import no torch.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final, TypeVar
 
 from rich.box import SIMPLE_HEAD
@@ -13,12 +16,13 @@ from rich.table import Table
 
 from weighin import formats
 from weighin.checkpoint.expected_memory import Expected, expected
-from weighin.errors import UnknownName
+from weighin.errors import HarnessError, UnknownName
 from weighin.files import object_in
-from weighin.formats import adapters, gguf, quantised
+from weighin.formats import gguf, pipeline, quantised
 from weighin.formats.base import TensorSlice
+from weighin.formats.first_bytes import remembering
 from weighin.formats.misfit import first_names, plain
-from weighin.formats.pretrained_folder import CONFIG, is_pretrained
+from weighin.formats.pretrained_folder import CONFIG, adapter_note, is_pretrained
 from weighin.formats.pretrained_library import library_in
 from weighin.formats.quantised import Quantised
 from weighin.formats.selection import WHOLE, Selection
@@ -33,6 +37,7 @@ Item = TypeVar("Item")
 
 _SHOWN_ROWS: Final = 20  # rows of a long table: half from its start, half from its end
 _SHOWN_FILES: Final = 5
+_SUMMED: Final = ("tensors", "shared", "numbers", "bytes", "file_bytes")  # over a pipeline's parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ class Inspected:
     """A checkpoint's ``tensors`` in the state dict's order, and the (name, bytes) of its ``files``.
 
     Attributes:
+        totals: the numbers of tensors and elements, and sizes in bytes; tied tensors count once.
         values: maps the names of the state dict's values that are no tensors to their types' names.
         quantised: how the tensors are quantised, if they are codes with scales; else None.
         adapter: a sentence about the adapter that lies beside the model; empty if there is none.
@@ -77,6 +83,7 @@ class Inspected:
     layout: str
     files: tuple[tuple[str, int], ...]
     tensors: tuple[Tensor, ...]
+    totals: Mapping[str, Any]
     expected: tuple[Expected, ...]
     footprint: Footprint
     values: Mapping[str, str]
@@ -84,53 +91,13 @@ class Inspected:
     adapter: str = ""
     architecture: str = ""
 
-    @property
-    def once(self) -> list[Tensor]:
-        """The tensors, except those that are tied to an earlier tensor."""
-        return [tensor for tensor in self.tensors if tensor.tied_to is None]
-
-    @property
-    def shared(self) -> int:
-        """The number of tensors that share a storage with an earlier tensor."""
-        return sum(tensor.shared_with is not None for tensor in self.tensors)
-
-    @property
-    def numbers(self) -> int:
-        """The number of elements of all tensors, with tied tensors counted once."""
-        return sum(prod(tensor.shape) for tensor in self.once)
-
-    @property
-    def bytes(self) -> int:
-        """The size of all tensors in bytes, with tied tensors counted once."""
-        return sum(tensor.bytes for tensor in self.once)
-
-    @property
-    def stored_bytes(self) -> int:
-        """The size of all tensors in the files, in bytes, with tied tensors counted once."""
-        return sum(tensor.stored_bytes for tensor in self.once)
-
-    @property
-    def largest(self) -> Tensor:
-        return max(self.tensors, key=lambda tensor: tensor.bytes)
-
     def as_json(self) -> dict[str, Any]:
-        totals = {
-            "tensors": len(self.tensors),
-            "shared": self.shared,
-            "numbers": self.numbers,
-            "bytes": self.bytes,
-            "storage_bytes": self.footprint.storage_bytes,
-            "unused_bytes": self.footprint.unused_bytes,
-            "stored_bytes": self.stored_bytes,
-            "file_bytes": sum(size for _, size in self.files),
-            "largest": self.largest.name,
-        }
         return {
             "path": str(self.path),
             "layout": self.layout,
             "architecture": self.architecture or None,
             "files": [{"name": name, "bytes": size} for name, size in self.files],
-            "totals": totals,
+            "totals": dict(self.totals),
             "tensors": [asdict(tensor) for tensor in self.tensors],
             "values": [{"name": name, "type": kind} for name, kind in self.values.items()],
             "expected": [asdict(need) for need in self.expected],
@@ -139,6 +106,7 @@ class Inspected:
         }
 
 
+@remembering()
 def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     """Describe a checkpoint of any format, without reading tensor data.
 
@@ -151,44 +119,40 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     root = path if path.is_dir() else path.parent
     tensors = tuple(_tensors(root, slices))
     files = tuple((_relative(file, root), file.stat().st_size) for file in formats.files(path))
-    sizes = {tensor.name: tensor.bytes for tensor in tensors if tensor.tied_to is None}
-    sized, values = footprint(slices), slices.values
-    in_place = not selection and slices.only_tensors
-    is_folder = is_pretrained(root)
-    library = library_in(object_in(root / CONFIG)).name if is_folder else ""
+    once = [tensor for tensor in tensors if tensor.tied_to is None]
+    sized = footprint(slices)
+    totals = {
+        "tensors": len(tensors),
+        "shared": sum(tensor.shared_with is not None for tensor in tensors),
+        "numbers": sum(prod(tensor.shape) for tensor in once),
+        "bytes": sum(tensor.bytes for tensor in once),
+        "storage_bytes": sized.storage_bytes,
+        "unused_bytes": sized.unused_bytes,
+        "stored_bytes": sum(tensor.stored_bytes for tensor in once),
+        "file_bytes": sum(size for _, size in files),
+        "largest": max(tensors, key=lambda tensor: tensor.bytes).name,
+    }
+    library = library_in(object_in(root / CONFIG)).name if is_pretrained(root) else ""
     usable = [
         info
         for info in registry.strategies().values()
         if not info.needs_adapter and info.pretrained in ("", library)
     ]
-    needs = expected(usable, layout, sizes, sized if in_place else None)
-    kinds = {name: type_name(value) for name, value in values.items()}
+    in_place = not selection and slices.only_tensors
+    sizes = {tensor.name: tensor.bytes for tensor in once}
     return Inspected(
-        path, layout, files, tensors, tuple(needs), sized, kinds,
-        quantised.in_checkpoint(path, slices), adapters.note(root),
+        path,
+        layout,
+        files,
+        tensors,
+        totals,
+        tuple(expected(usable, layout, sizes, sized if in_place else None)),
+        sized,
+        {name: type_name(value) for name, value in slices.values.items()},
+        quantised.in_checkpoint(path, slices),
+        adapter_note(root),
         gguf.architecture(path) if layout == gguf.NAME else "",
-    )  # fmt: skip
-
-
-def tables(
-    inspected: Inspected, *, sort: str = "file", show_all: bool = False
-) -> list[Table | str]:
-    """Return the tables and lines that ``weighin inspect`` prints.
-
-    Raises:
-        UnknownName: ``sort`` is not one of SORTS.
-    """
-    tensors = in_order(
-        inspected.tensors, sort, lambda tensor: tensor.name, lambda tensor: tensor.bytes
     )
-    return [
-        _tensor_table(tensors, show_all),
-        *_lines(inspected),
-        *_notes(inspected),
-        _expected_table(inspected),
-        "The expected peaks are computed from sizes, not measured, and leave out the memory of"
-        " `import torch`. weighin bench measures them.",
-    ]
 
 
 def _tensors(root: Path, slices: Sequence[TensorSlice]) -> Iterable[Tensor]:
@@ -217,14 +181,45 @@ def _relative(file: Path, root: Path) -> str:
     return str(file.relative_to(root)) if file.is_relative_to(root) else str(file)
 
 
-def in_order(
-    items: Sequence[Item], sort: str, name: Callable[[Item], str], size: Callable[[Item], int]
-) -> list[Item]:
-    """Return the items sorted by name or by size (the largest first); "file" keeps their order.
+def tables(
+    inspected: Inspected, *, sort: str = "file", show_all: bool = False
+) -> list[Table | str]:
+    """Return the tables and lines that ``weighin inspect`` prints for a checkpoint.
 
     Raises:
         UnknownName: ``sort`` is not one of SORTS.
     """
+    tensors = _in_order(
+        inspected.tensors, sort, lambda tensor: tensor.name, lambda tensor: tensor.bytes
+    )
+    needs = Table("strategy", "reads this format", box=SIMPLE_HEAD, pad_edge=False)
+    needs.title = "expected peak of a load on the CPU"
+    needs.add_column("anonymous", justify="right")
+    needs.add_column("file-backed", justify="right")
+    for need in sorted(inspected.expected, key=lambda need: inspected.layout not in need.layouts):
+        reads = inspected.layout in need.layouts
+        needs.add_row(
+            escape(need.strategy),
+            "yes" if reads else f"no: use --format {need.layouts[0]}",
+            *(
+                "-" if size is None else format_bytes(size)
+                for size in (need.anonymous_bytes, need.mapped_bytes)
+            ),
+        )
+    return [
+        _tensor_table(tensors, show_all),
+        *_summary(inspected),
+        *_notes(inspected),
+        needs,
+        "The expected peaks are computed from sizes, not measured, and leave out the memory of"
+        " `import torch`. weighin bench measures them.",
+    ]
+
+
+def _in_order(
+    items: Sequence[Item], sort: str, name: Callable[[Item], str], size: Callable[[Item], int]
+) -> list[Item]:
+    """Return the items sorted by name or by size (the largest first); "file" keeps their order."""
     if sort not in SORTS:
         raise UnknownName("order of tensors", sort, SORTS)
     if sort == "size":
@@ -234,12 +229,12 @@ def in_order(
 
 def _tensor_table(tensors: list[Tensor], show_all: bool) -> Table:
     sharing = any(tensor.shared_with for tensor in tensors)
+    encoded = any(tensor.encoding for tensor in tensors)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("tensor", overflow="fold")
     table.add_column("shape")
     table.add_column("dtype")
     table.add_column("size", justify="right")
-    encoded = any(tensor.encoding for tensor in tensors)
     if encoded:
         table.add_column("dequantised", justify="right")
     table.add_column("offset", justify="right")
@@ -263,82 +258,144 @@ def _tensor_table(tensors: list[Tensor], show_all: bool) -> Table:
     return table
 
 
-def _lines(inspected: Inspected) -> list[str]:
+def _summary(inspected: Inspected) -> Iterator[str]:
+    totals = inspected.totals
+    strided = sum(not tensor.contiguous for tensor in inspected.tensors)
+    counts = (
+        [f"{totals['shared']} sharing a storage with an earlier one"] if totals["shared"] else []
+    )
+    counts += [f"{strided} not contiguous"] if strided else []
+    yield (
+        f"{one_line(str(inspected.path))}: format {inspected.layout}, {totals['tensors']} tensors"
+        + (f" ({', '.join(counts)})" if counts else "")
+        + f", {totals['numbers']:,} elements (parameters and buffers), {format_bytes(totals['bytes'])}"
+    )
+    if inspected.architecture:
+        yield f"architecture: {one_line(inspected.architecture)}"
+    if any(tensor.encoding for tensor in inspected.tensors):
+        types = Counter(tensor.encoding or tensor.dtype for tensor in inspected.tensors)
+        listed = ", ".join(f"{name} ({count})" for name, count in types.most_common())
+        yield (
+            f"quantised: {listed}; {format_bytes(totals['stored_bytes'])} as stored,"
+            f" {format_bytes(totals['bytes'])} dequantised"
+        )
+    largest = next(one for one in inspected.tensors if one.name == totals["largest"])
+    yield f"largest: {one_line(largest.name, 100)}, {format_bytes(largest.bytes)}"
     files = [f"{name} ({format_bytes(size)})" for name, size in inspected.files[:_SHOWN_FILES]]
     more = len(inspected.files) - len(files)
-    shared = inspected.shared
-    strided = sum(not tensor.contiguous for tensor in inspected.tensors)
-    notes = [f"{shared} sharing a storage with an earlier one"] if shared else []
-    notes += [f"{strided} not contiguous"] if strided else []
-    count = f"{len(inspected.tensors)} tensors" + (f" ({', '.join(notes)})" if notes else "")
-    return [
-        f"{one_line(str(inspected.path))}: format {inspected.layout}, {count}, {inspected.numbers:,} elements"
-        f" (parameters and buffers), {format_bytes(inspected.bytes)}",
-        *_lines_of_encoding(inspected),
-        f"largest: {one_line(inspected.largest.name, 100)}, {format_bytes(inspected.largest.bytes)}",
-        f"files: {one_line(', '.join(files))}" + (f" and {more} more" if more > 0 else ""),
-    ]
+    yield f"files: {one_line(', '.join(files))}" + (f" and {more} more" if more > 0 else "")
 
 
-def _notes(inspected: Inspected) -> list[str]:
-    """Return notes on everything that distinguishes the checkpoint from a plain dict of tensors."""
-    sized, notes = inspected.footprint, []
+def _notes(inspected: Inspected) -> Iterator[str]:
+    """Yield notes on everything that distinguishes the checkpoint from a plain dict of tensors."""
+    sized = inspected.footprint
     if sized.unused_bytes:
-        notes.append(
+        yield (
             f"{format_bytes(sized.unused_bytes)} of the files belong to no tensor, and torch.load reads them"
             " too: torch.save writes the whole storage of a slice. Write the tensors alone: weighin convert"
             f" {one_line(str(inspected.path))} NEW.safetensors; or save slice.clone()"
         )
     if sized.repeated:
-        notes.append(
+        yield (
             f"repeated (expanded) elements: {first_names(map(plain, sized.repeated))}; the storages have"
             f" {format_bytes(sized.storage_bytes)}, a model has {format_bytes(sized.tensor_bytes)}"
         )
     if inspected.values:
         kinds = (f"{plain(name)} ({kind})" for name, kind in inspected.values.items())
-        notes.append(f"left out, because they are no tensors: {one_line(first_names(kinds))}")
+        yield f"left out, because they are no tensors: {one_line(first_names(kinds))}"
     if inspected.adapter:
-        notes.append(inspected.adapter)
+        yield inspected.adapter
     if found := inspected.quantised:
-        notes.append(found.summary)
-        notes.append(
+        yield found.summary
+        yield (
             f"{found.obstacle}; {found.repair}"
             if found.obstacle
             else f"{found.loaders} (needs {found.needed}); the peaks below are of a model that takes"
             " the codes and the scales as they are"
         )
-    return notes
-
-
-def _lines_of_encoding(inspected: Inspected) -> list[str]:
-    lines = [f"architecture: {one_line(inspected.architecture)}"] if inspected.architecture else []
-    if any(tensor.encoding for tensor in inspected.tensors):
-        types = Counter(tensor.encoding or tensor.dtype for tensor in inspected.tensors)
-        counts = ", ".join(f"{name} ({count})" for name, count in types.most_common())
-        lines.append(
-            f"quantised: {counts}; {format_bytes(inspected.stored_bytes)} as stored,"
-            f" {format_bytes(inspected.bytes)} dequantised"
-        )
-    return lines
-
-
-def _expected_table(inspected: Inspected) -> Table:
-    table = Table("strategy", "reads this format", box=SIMPLE_HEAD, pad_edge=False)
-    table.title = "expected peak of a load on the CPU"
-    table.add_column("anonymous", justify="right")
-    table.add_column("file-backed", justify="right")
-    order = sorted(inspected.expected, key=lambda need: inspected.layout not in need.layouts)
-    for need in order:
-        reads = inspected.layout in need.layouts
-        other = f"no: use --format {need.layouts[0]}"
-        sizes = (need.anonymous_bytes, need.mapped_bytes)
-        table.add_row(
-            escape(need.strategy),
-            "yes" if reads else other,
-            *("-" if size is None else format_bytes(size) for size in sizes),
-        )
-    return table
 
 
 def _shown(name: str) -> str:
     return escape(one_line(name, 100))
+
+
+def inspect_pipeline(path: Path) -> dict[str, Any]:
+    """Describe the pipeline of diffusers in a folder as data for ``--json``; read no tensor data.
+
+    A part that cannot be read has an ``error``. ``totals`` are sums over the other parts.
+    """
+    found = pipeline.read(path)
+    parts: list[dict[str, Any]] = []
+    for part in found.models:
+        about: dict[str, Any] = {
+            "name": part.name,
+            "library": part.library,
+            "class": part.class_name,
+            "path": str(part.path),
+            **dict.fromkeys(("layout", "dtypes", "files", "totals", "error")),
+        }
+        try:
+            inspected = inspect(part.path)
+        except HarnessError as error:
+            about["error"] = one_line(f"{error.message}. {error.repair}")
+        else:
+            dtypes = Counter(tensor.dtype for tensor in inspected.tensors).most_common()
+            about["dtypes"] = [dtype for dtype, _ in dtypes]
+            about |= {key: inspected.as_json()[key] for key in ("layout", "files", "totals")}
+        parts.append(about)
+    read = [each["totals"] for each in parts if each["totals"]]
+    folders = [part for part in found.parts if part.path.is_dir()]
+    return {
+        "path": str(path),
+        "pipeline": found.class_name,
+        "parts": parts,
+        "without_weights": [part.name for part in folders if part.file_bytes is None],
+        "missing": [part.name for part in found.parts if part not in folders],
+        "totals": {key: sum(each[key] for each in read) for key in _SUMMED},
+    }
+
+
+def pipeline_tables(found: Mapping[str, Any], *, sort: str = "file") -> list[Table | str]:
+    """Return the table and the lines that ``weighin inspect`` prints for a pipeline.
+
+    Raises:
+        UnknownName: ``sort`` is not one of SORTS.
+    """
+
+    def size(part: Mapping[str, Any]) -> int:
+        return int(part["totals"]["bytes"]) if part["totals"] else 0
+
+    parts = found["parts"]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("part", "class", "format", "dtype"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("tensors", justify="right")
+    table.add_column("size", justify="right")
+    for part in _in_order(parts, sort, lambda part: str(part["name"]), size):
+        totals = part["totals"]
+        table.add_row(
+            escape(one_line(part["name"])),
+            escape(one_line(part["class"])),
+            part["layout"] or "not read",
+            ", ".join(part["dtypes"] or ()),
+            f"{totals['tensors']}" if totals else "-",
+            format_bytes(totals["bytes"]) if totals else "-",
+        )
+    lines = [
+        f"{one_line(found['path'])}: a pipeline of diffusers"
+        + (f", {one_line(found['pipeline'])}" if found["pipeline"] else "")
+        + f", {len(parts)} models, {format_bytes(found['totals']['bytes'])}",
+        *(f"{part['name']} is not read: {part['error']}" for part in parts if part["error"]),
+    ]
+    for what, names in (
+        ("without weights", found["without_weights"]),
+        ("named in model_index.json, but not in the folder", found["missing"]),
+    ):
+        if names:
+            lines.append(f"{what}: {one_line(', '.join(names))}")
+    largest = max(parts, key=size)
+    lines.append(
+        f"Each part is a model of its own: weighin inspect {quote(largest['path'])}. weighin predict"
+        " and recommend take the whole pipeline."
+    )
+    return [table, *lines]

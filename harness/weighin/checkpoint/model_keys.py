@@ -17,12 +17,12 @@ from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import first_names
 from weighin.formats.pipeline import is_pipeline
-from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, read_folder, variant_of
-from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
+from weighin.formats.pretrained_library import AS_SAVED, FolderChoice
 from weighin.formats.quantised import of_model
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.unknown_folder import no_model
+from weighin.models.description import auto_dtype, described_gguf, plain_spec_of
 
 if TYPE_CHECKING:
     from weighin.formats.lora import Addition
@@ -73,10 +73,9 @@ def read_with_model_keys(
 
 def _of_gguf(file: Path, adapter: str, dtype: torch.dtype | None) -> Slices:
     from weighin.models.gguf_keys import map_gguf_keys
-    from weighin.models.gguf_spec import spec_of
     from weighin.models.pretrained import from_config
 
-    model = build_skeleton(from_config, spec_of(file).kwargs)
+    model = build_skeleton(from_config, described_gguf(file))
     slices = formats.read(file)[1]
     return _in_order(file, model, slices, map_gguf_keys(model, slices), adapter, dtype)
 

@@ -11,7 +11,7 @@ from weighin.errors import ConfigError
 from weighin.files import parse_json
 
 if TYPE_CHECKING:
-    from weighin.formats.pretrained_choice import FolderChoice
+    from weighin.formats.pretrained_library import FolderChoice
     from weighin.formats.selection import Selection
     from weighin.settings.definition import Settings
 
@@ -155,7 +155,7 @@ def selection(typed: dict[str, Any]) -> "Selection":
 
 def choice(typed: dict[str, Any]) -> "FolderChoice":
     """Return the options that choose the weights and the class in a Hugging Face folder."""
-    from weighin.formats.pretrained_choice import FolderChoice
+    from weighin.formats.pretrained_library import FolderChoice
 
     names = ("variant", "model_class", "revision", "trust_remote_code", "adapter")
     return FolderChoice(**{name: typed[name] for name in names if name in typed})

@@ -11,7 +11,6 @@ from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
     from weighin.checkpoint.inspect import Inspected
-    from weighin.checkpoint.inspect_pipeline import InspectedPipeline
 
 EXAMPLES = {
     "Show the tensors of a checkpoint and their sizes": "weighin inspect model.pt",
@@ -52,25 +51,24 @@ def inspect(context: click.Context, /, **_: Any) -> None:
     from rich.markup import escape
 
     from weighin.checkpoint import inspect as inspecting
-    from weighin.checkpoint import inspect_pipeline
+    from weighin.formats.first_bytes import remembering
 
     typed = _arguments.read(context)
-    found: InspectedPipeline | Inspected
     if path := _arguments.pipeline(typed):
         ignored = ("show_all", "key", "strip_prefix")
         reason = "for a pipeline, weighin inspect lists parts, not tensors"
         _arguments.refuse(
             context, ignored, reason, "leave these options out, or give the folder of one part"
         )
-        found = inspect_pipeline.inspect_pipeline(path)
-        parts = inspect_pipeline.tables(found, sort=typed["sort"])
+        document = inspecting.inspect_pipeline(path)
+        parts = inspecting.pipeline_tables(document, sort=typed["sort"])
     else:
-        found = _inspected(typed)
+        with remembering():  # the notes are of the headers that inspect reads
+            found = _inspected(typed)
+        document = found.as_json()
         parts = inspecting.tables(found, sort=typed["sort"], show_all=typed["show_all"])
     shown = [escape(part) if isinstance(part, str) else part for part in parts]
-    _console.deliver(
-        typed["json_file"], found.as_json(), lambda: _console.show(*shown, folds=False)
-    )
+    _console.deliver(typed["json_file"], document, lambda: _console.show(*shown, folds=False))
 
 
 def _inspected(typed: dict[str, Any]) -> "Inspected":

@@ -49,7 +49,7 @@ from weighin.formats import (
     tensorizer,
 )
 from weighin.formats.base import Layout, ReadLayout, Slices, TensorSlice
-from weighin.formats.first_bytes import remembering
+from weighin.formats.first_bytes import once, remembering
 from weighin.formats.misfit import first_names, plain
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selection import WHOLE, Selection
@@ -170,6 +170,10 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, Slices]:
     Raises:
         CheckpointError: as for ``detect``, or the checkpoint is damaged or lacks selected names.
     """
+    return once((path, selection), lambda: _read(path, selection))
+
+
+def _read(path: Path, selection: Selection) -> tuple[str, Slices]:
     layout, path = _located(path)
     key = selection.key
     if key and layout is dcp:  # dcp.read(path, key) also ignores values outside of the key
@@ -195,7 +199,7 @@ def _below(path: Path, slices: Slices, key: str) -> Slices:
     if not inside:
         raise no_key(path, key, [one.name.partition(".")[0] for one in slices])
     inside.values = {name: one for name, one in slices.values.items() if name.startswith(start)}
-    inside.refused = slices.refused
+    inside.refused, inside.notes = slices.refused, slices.notes
     return _without(start, inside)
 
 
@@ -231,7 +235,7 @@ def _stripped(path: Path, slices: Slices, prefix: str) -> Slices:
 def _without(prefix: str, slices: Slices) -> Slices:
     renamed = Slices(replace(one, name=one.name.removeprefix(prefix)) for one in slices)
     renamed.values = {name.removeprefix(prefix): one for name, one in slices.values.items()}
-    renamed.refused = slices.refused
+    renamed.refused, renamed.notes = slices.refused, slices.notes
     return renamed
 
 

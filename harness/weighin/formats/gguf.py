@@ -28,6 +28,7 @@ from typing import IO, Final
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices, TensorSlice, row_major
 from weighin.formats.dtypes import MOST_DIMENSIONS, is_sizes
+from weighin.formats.first_bytes import once
 from weighin.formats.unknown_file import AGAIN, check_present, first_bytes, shown, unreadable
 from weighin.text import few
 
@@ -98,14 +99,18 @@ def is_file(path: Path) -> bool:
 def file_of(path: Path) -> Path:
     """Return ``path`` if it is no folder; else the only model's file, or the first of its parts.
 
+    A projector of images or sound, which llama.cpp calls mmproj, belongs to the model beside it.
+
     Raises:
         CheckpointError: the folder has several models.
     """
     if not path.is_dir():
         return path
+    found = files_in(path)
+    own = [file for file in found if "mmproj" not in file.name.lower()]
     models = {
         (match[1], match[3]) if (match := _PART.fullmatch(file.name)) else file.name: file
-        for file in reversed(files_in(path))
+        for file in reversed(own or found)
     }
     if len(models) > 1:
         names = sorted(file.name for file in models.values())
@@ -155,6 +160,10 @@ def read_header(file: Path) -> Header:
         CheckpointError: the file is no GGUF file or is damaged, or weighin does not know the file's
             version or the type of a tensor.
     """
+    return once(("gguf", file), lambda: _header(file))
+
+
+def _header(file: Path) -> Header:
     head = check_present(file)
     if not head.startswith(_MAGIC):
         raise CheckpointError(

@@ -4,6 +4,8 @@
 
     ~/.cache/huggingface/hub/models--owner--name/refs/main              the commit of a branch or tag
                                                 /snapshots/COMMIT/...   links to ../../blobs
+
+A few old models have an id without an owner, such as "gpt2".
 """
 
 import os
@@ -14,16 +16,16 @@ from typing import Final
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import unknown_file
 from weighin.formats.unknown_file import HUB_ENTRY
-from weighin.text import one_line
+from weighin.text import few, one_line
 
-MAIN: Final = "main"
-
-_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SHOWN: Final = 5
 
 
 def cached_snapshot(name: str, revision: str = "") -> Path | None:
     """Return the folder of a Hub model in the local cache; None if ``name`` is no Hub id.
+
+    A name without an owner is a Hub id only if the cache has this model.
 
     Raises:
         CheckpointError: the cache does not have the model ``name`` or this revision, or ``name`` is the
@@ -31,55 +33,19 @@ def cached_snapshot(name: str, revision: str = "") -> Path | None:
     """
     if unknown_file.looks_like_path(name) and not Path(name).expanduser().exists():
         raise unknown_file.missing(name)
-    if not _HUB_ID.fullmatch(name):
+    if not (match := _HUB_ID.fullmatch(name)):
         return None
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     entry = hub / f"{HUB_ENTRY}{name.replace('/', '--')}"
-    if not (entry / "snapshots").is_dir():
-        raise CheckpointError(
-            f"{name} is not in the Hub's cache {hub}, and weighin downloads no model",
-            f"hf download {name}",
-        )
-    return snapshot_of(entry, revision)
-
-
-def snapshot_of(entry: Path, revision: str = "") -> Path:
-    """Return the snapshot of a revision; ``entry`` is the model's folder "models--owner--name".
-
-    Raises:
-        CheckpointError: the cache does not have this revision.
-    """
-    name, wanted = unknown_file.hub_id(entry / "snapshots" / MAIN), revision or MAIN
-    references = {
-        path.relative_to(entry / "refs").as_posix(): path
-        for path in sorted((entry / "refs").rglob("*"))
-        if path.is_file()
-    }
-    try:
-        commit = references[wanted].read_text().strip() if wanted in references else wanted
-    except (OSError, ValueError):
-        commit = wanted
-    commits = sorted(path.name for path in (entry / "snapshots").iterdir() if path.is_dir())
-    if commit in commits:
-        return entry / "snapshots" / commit
-    known = [*references, *(each for each in commits if each != MAIN)]
-    there = one_line(", ".join(known[:_SHOWN])) or "none"
-    repair = f"hf download {name}" + (f" --revision {revision}" if revision else "")
-    if usable := [each for each in known if each not in (wanted, MAIN)]:
-        repair = (
-            f"--revision {one_line(usable[0])} (in Python: revision={usable[0]!r}), or {repair}"
-        )
+    if (entry / "snapshots").is_dir():
+        return _snapshot_of(entry, revision)
+    if match[1] is None:
+        return None
     raise CheckpointError(
-        f"{name}: the Hub's cache lacks the revision {one_line(wanted)} of this model; it has:"
-        f" {there}",
-        repair,
+        f"{name} is not in the Hub's cache {hub}, and weighin downloads no model",
+        f"hf download {name}",
     )
-
-
-def name_of(folder: Path) -> str:
-    """Return the name of a folder; for a snapshot in the Hub's cache, return the model's id."""
-    return unknown_file.hub_id(folder) or folder.name
 
 
 def path_of(path: Path, revision: str = "") -> Path:
@@ -92,7 +58,7 @@ def path_of(path: Path, revision: str = "") -> Path:
     """
     path = path.expanduser()
     if path.name.startswith(HUB_ENTRY) and (path / "snapshots").is_dir():
-        return snapshot_of(path, revision)
+        return _snapshot_of(path, revision)
     if path.exists():
         if revision:
             raise ConfigError(
@@ -105,3 +71,41 @@ def path_of(path: Path, revision: str = "") -> Path:
         return cached_snapshot(str(path), revision) or path
     except CheckpointError:
         return path
+
+
+def _snapshot_of(entry: Path, revision: str) -> Path:
+    """Return the snapshot of a revision; ``entry`` is the model's folder "models--owner--name".
+
+    Raises:
+        CheckpointError: the cache does not have this revision.
+    """
+    snapshots, wanted = entry / "snapshots", revision or "main"
+    references = {
+        path.relative_to(entry / "refs").as_posix(): path
+        for path in sorted((entry / "refs").rglob("*"))
+        if path.is_file()
+    }
+    try:
+        commit = references[wanted].read_text().strip() if wanted in references else wanted
+    except (OSError, ValueError):
+        commit = wanted
+    commits = sorted(path.name for path in snapshots.iterdir() if path.is_dir())
+    if commit in commits:
+        return snapshots / commit
+    known = [*references, *(each for each in commits if each != "main")]
+    name = unknown_file.hub_id(snapshots / "main")
+    repair = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    if usable := [each for each in known if each not in (wanted, "main")]:
+        repair = (
+            f"--revision {one_line(usable[0])} (in Python: revision={usable[0]!r}), or {repair}"
+        )
+    raise CheckpointError(
+        f"{name}: the Hub's cache lacks the revision {one_line(wanted)} of this model; it has:"
+        f" {one_line(few(known, _SHOWN)) or 'none'}",
+        repair,
+    )
+
+
+def name_of(folder: Path) -> str:
+    """Return the name of a folder; for a snapshot in the Hub's cache, return the model's id."""
+    return unknown_file.hub_id(folder) or folder.name

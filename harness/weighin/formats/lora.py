@@ -17,11 +17,11 @@ from typing import Any, Final
 from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.adapters import ADAPTER, ARGUMENT, adapter_of
 from weighin.formats.base import TensorSlice
 from weighin.formats.bounded_json import read_object
 from weighin.formats.misfit import first_names
-from weighin.formats.pretrained_library import TRANSFORMERS
+from weighin.formats.pretrained_folder import adapter_of
+from weighin.formats.pretrained_library import ADAPTER, ARGUMENT, TRANSFORMERS
 from weighin.formats.unknown_file import short
 from weighin.text import one_line
 

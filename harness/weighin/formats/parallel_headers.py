@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -43,7 +44,9 @@ def map_files(function: Callable[[Item], Value], items: Sequence[Item]) -> Itera
         yield from map(function, items[1:])
         return
     with ThreadPoolExecutor(_THREADS) as pool:
-        yield from pool.map(function, items[1:])
+        # Each thread gets a context, so that ``first_bytes.remembering`` holds in it, too.
+        contexts = [copy_context() for _ in items[1:]]
+        yield from pool.map(lambda context, item: context.run(function, item), contexts, items[1:])
 
 
 def read_headers(path: Path, places: Iterable[int], size: int) -> dict[int, bytes]:

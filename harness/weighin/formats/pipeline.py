@@ -19,7 +19,6 @@ from weighin.formats.pretrained_library import WEIGHTS
 from weighin.text import one_line
 
 INDEX: Final = "model_index.json"
-_PAIR: Final = 2  # [library, class]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +56,16 @@ class Pipeline:
     def largest(self) -> Part:
         return max(self.models, key=lambda part: part.file_bytes or 0)
 
-    @property
-    def missing(self) -> tuple[Part, ...]:
-        """The parts that ``model_index.json`` names and whose folder is missing."""
-        return tuple(part for part in self.parts if not part.path.is_dir())
-
-    @property
-    def without_weights(self) -> tuple[Part, ...]:
-        """The parts whose folder has no weights, such as a tokenizer."""
-        return tuple(part for part in self.parts if part.path.is_dir() and part.file_bytes is None)
-
     def refused(self) -> WholePipeline:
         from weighin.units import format_bytes  # imports decimal, which few loads need
 
         parts = [f"{part.name} ({format_bytes(part.file_bytes or 0)})" for part in self.models]
-        largest = self.largest
+        largest = self.largest.path
         return WholePipeline(
             f"{self.path}: a diffusers pipeline of {len(parts)} models: {one_line(', '.join(parts))}",
-            f"give one of them; the largest: {largest.path}",
+            f"give one of them; the largest: {largest}",
             folder=self.path,
-            largest=largest.path,
+            largest=largest,
         )
 
 
@@ -90,27 +79,20 @@ def read(path: Path) -> Pipeline:
     A subfolder with weights is a part even if ``model_index.json`` is damaged or does not name it.
     """
     index = object_in(path / INDEX, MIB)
-    named = {name: value for name, value in index.items() if _is_part(name, value)}
-    folders = sorted(
-        inner.name
-        for inner in path.iterdir()
-        if inner.name not in named and _weights_bytes(inner) is not None
-    )
+    named: dict[str, Any] = {
+        name: value
+        for name, value in index.items()
+        if isinstance(value, list)
+        and [isinstance(each, str) for each in value] == [True, True]  # [library, class]
+        and Path(name).name == name
+    }
+    folders = sorted(inner.name for inner in path.iterdir() if _weights_bytes(inner) is not None)
+    names = dict.fromkeys([*named, *folders])
     parts = []
-    for name in [*named, *folders]:
+    for name in names:
         library, class_name = named.get(name, ("", ""))
         parts.append(Part(name, library, class_name, path / name, _weights_bytes(path / name)))
     return Pipeline(path, str(index.get("_class_name", "")), tuple(parts))
-
-
-def _is_part(name: str, value: Any) -> bool:
-    """Tell whether an entry of ``model_index.json`` names a part, as [library, class]."""
-    return (
-        isinstance(value, list)
-        and len(value) == _PAIR
-        and all(isinstance(each, str) for each in value)
-        and Path(name).name == name
-    )
 
 
 def _weights_bytes(folder: Path) -> int | None:

@@ -1,20 +1,28 @@
-"""Read a Hugging Face folder: ``config.json``, and the checkpoint beside it. No function uses the network."""
+"""Read a Hugging Face folder: ``config.json``, the checkpoint beside it, and the names of Python code.
+
+No function uses the network, runs code of the folder, or imports the folder's library. Where
+transformers has to choose the model's class, ``weighin.models.description`` asks it.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Any, Final
 
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import object_in, parse_json, read_bytes
-from weighin.formats import auto_classes, gguf, hub_cache, unknown_file
-from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
-from weighin.formats.pretrained_code import AUTO_MAP, CODE_KEYS, auto_class, describe_code
+from weighin.formats import gguf, hub_cache, unknown_file
 from weighin.formats.pretrained_library import (
+    ADAPTER,
+    ARGUMENT,
+    AS_SAVED,
     LIBRARIES,
     TRANSFORMERS,
+    FolderChoice,
     Library,
     library_in,
     library_of,
@@ -25,15 +33,23 @@ from weighin.text import one_line
 
 BUILDER: Final = TRANSFORMERS.builder
 CONFIG: Final = "config.json"
-
-_BUILT_IN: Final = "weighin.models."
-_INDEX: Final = "index.json"
+AUTO_MAP: Final = "auto_map"
+"""The key that names the folder's own code: {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}."""
+CODE_IS_REFUSED: Final = (
+    "read the code; if you trust it, add --trust-remote-code to run it (bench, floor, predict, recommend,"
+    " convert; in Python: trust_remote_code=True)"
+)
+"""The repair for a model that needs the folder's code, if --trust-remote-code is not given."""
 MODEL_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 """The dtypes in which a model can be built: those that ``torch.set_default_dtype`` accepts."""
+
+_BASE: Final = "AutoModel"
+_INDEX: Final = "index.json"
 _DEEPEST: Final = 4  # folders between a file of weights and the config.json that names the file
 _EXPLICIT: Final = "transformers_weights"
-_MOST_LAYERS: Final = 100_000
 _EXPLICIT_ENDS: Final = (".safetensors", ".safetensors.index.json")
+_MOST_LAYERS: Final = 100_000
+_RESAVE: Final = "save the folder again with model.save_pretrained(FOLDER)"
 _VARIANT: Final = re.compile(
     r"(?:model|pytorch_model|diffusion_pytorch_model)\."
     r"(?:([\w-]+)\.(?:safetensors|bin)|(?:safetensors|bin)\.index\.([\w-]+)\.json)"
@@ -56,55 +72,77 @@ class PretrainedFolder:
     choice: FolderChoice = AS_SAVED
 
     @property
-    def architecture(self) -> str:
-        """The name of the model's class, such as "LlamaForCausalLM".
-
-        Raises:
-            ConfigError: ``auto_classes.choose`` finds no class, or one in code that may not run.
-        """
-        return self._class[0]
-
-    @property
-    def _class(self) -> tuple[str, bool]:
-        """The name of the model's class, and whether the folder's code defines the class."""
-        if self.library is not TRANSFORMERS:
-            return str(self.library.class_in(self.config)), False
-        return auto_classes.choose(self.path, self.config, self.choice)
-
-    @property
-    def names_model(self) -> bool:
-        """Whether ``config.json`` names a class or a model type, or the user names a class."""
-        if self.library is not TRANSFORMERS:
-            return True
-        named = any(self.config.get(key) for key in ("architectures", "model_type", AUTO_MAP))
-        return named or bool(self.choice.model_class)
-
-    @property
     def library(self) -> Library:
         return library_in(self.config)
 
     @property
-    def code(self) -> dict[str, str] | None:
-        """The path and digest of the folder's Python code, for the argument ``code`` of the model's
-        builder; None if that code does not define the model's class.
+    def names_model(self) -> bool:
+        """Whether ``config.json`` names a class or a model type, or the user names a class."""
+        named = any(self.config.get(key) for key in ("architectures", "model_type", AUTO_MAP))
+        return self.library is not TRANSFORMERS or named or bool(self.choice.model_class)
 
-        Raises:
-            ConfigError: as for ``architecture``, or ``auto_map`` names no code for the class.
+    @property
+    def architectures(self) -> list[str]:
+        """The classes that ``config.json`` names; a folder mostly names one, or none."""
+        named = self.config.get("architectures")
+        return [one for one in named if isinstance(one, str)] if isinstance(named, list) else []
+
+    @property
+    def wanted(self) -> str:
+        """The class that the user or ``config.json`` names, or an auto class such as "AutoModel"."""
+        asked = self.choice.model_class.removeprefix("transformers.")
+        return asked or next(iter(self.architectures), _BASE)
+
+    @property
+    def named_class(self) -> tuple[str, bool] | None:
+        """The model's class as ``config.json`` and the user name it, and whether the folder's code
+        defines the class. None: transformers has to choose, see ``weighin.models.description``.
         """
-        name, in_code = self._class
-        if not in_code:
-            return None
-        auto_class(self.config, name)
-        return describe_code(self.path)
+        if self.library is not TRANSFORMERS:
+            return str(self.library.class_in(self.config)), False
+        if self.choice.trust_remote_code:
+            for auto, reference in _models_in_code(self.config).items():
+                name = reference.rpartition(".")[2]
+                if self.wanted in (auto, name):
+                    return name, True
+        is_auto = self.wanted.startswith("Auto")
+        is_sure = bool(self.choice.model_class) or AUTO_MAP not in self.config
+        return None if is_auto or not is_sure else (self.wanted, False)
+
+
+def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder:
+    """Return the content of a Hugging Face folder, with the weights that ``choice`` selects.
+
+    Raises:
+        CheckpointError: the folder has no weights of the chosen variant, or ``config.json`` is
+            damaged or unreadable.
+    """
+    try:
+        text = read_bytes(path / CONFIG)
+        config = parse_json(text, finite=False)
+    except OSError as error:
+        raise unknown_file.unreadable(path / CONFIG, error) from error
+    except ValueError as error:
+        raise unknown_file.not_json(path / CONFIG, text, f"not JSON: {error}", _RESAVE) from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path / CONFIG}: not a JSON object", _RESAVE)
+    parts = [config]
+    for part in parts:  # the configurations of the model's parts are inside
+        parts += [value for value in part.values() if isinstance(value, dict)]
+        for key, value in part.items():
+            if "layers" in f"{key}s" and isinstance(value, int) and value > _MOST_LAYERS:
+                raise CheckpointError(
+                    f"{path / CONFIG}: {one_line(key)} is {value:,}, more layers than any model has",
+                    "correct the number: the model's library would build layers until no memory is left",
+                )
+    return PretrainedFolder(path, config, weights_in(path, choice.variant), choice)
 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:
-    """Return the dtype that the content of a ``config.json`` names; None if ``config.json`` names
-    no dtype.
+    """Return the dtype that the content of a ``config.json`` names; None if it names none.
 
-    The dtype in ``config.json`` may be a dict that maps parts of the model to dtypes. transformers
-    then takes the dtype under the key "", or float32 if the dict lacks this key. Dtypes in nested
-    configurations, such as ``text_config``, have no effect.
+    A dict maps parts of the model to dtypes; transformers takes the dtype under the key "", or
+    float32 without this key. Dtypes in the configurations of parts have no effect.
 
     Raises:
         ConfigError: the named dtype is not in ``MODEL_DTYPES``.
@@ -126,9 +164,15 @@ def checked_dtype(name: object, file: Path) -> str:
     )
 
 
-def is_folder(model: ModelSpec) -> bool:
-    """Tell whether the model was read from a folder of transformers, diffusers or timm."""
-    return bool(folder_library(model))
+def own_dtype(model: ModelSpec) -> str:
+    """Return the dtype in which a model was published; float32 if the ``ModelSpec`` names no dtype.
+
+    A transformers model names it in its configuration, any other model of weighin in its arguments.
+    For diffusers and timm, it is float32, the dtype in which these libraries build a model.
+    """
+    if library := library_of(model.builder):
+        return library.fixed_dtype or dtype_of(model.kwargs["config"]) or "float32"
+    return (model.builder.startswith("weighin.models.") and dtype_of(model.kwargs)) or "float32"
 
 
 def folder_library(model: ModelSpec) -> str:
@@ -141,18 +185,9 @@ def folder_library(model: ModelSpec) -> str:
     return library.name if library and library.class_key in model.kwargs["config"] else ""
 
 
-def own_dtype(model: ModelSpec) -> str:
-    """Return the dtype in which a model was published; float32 if the ``ModelSpec`` names no dtype.
-
-    A transformers model names this dtype in its configuration. Any other model that is built into
-    weighin names it in its arguments. For diffusers and timm, the result is always float32, the
-    dtype in which these libraries build a model.
-    """
-    if library := library_of(model.builder):
-        if library.fixed_dtype:
-            return library.fixed_dtype
-        return dtype_of(model.kwargs["config"]) or "float32"
-    return (model.builder.startswith(_BUILT_IN) and dtype_of(model.kwargs)) or "float32"
+def is_folder(model: ModelSpec) -> bool:
+    """Tell whether the model was read from a folder of transformers, diffusers or timm."""
+    return bool(folder_library(model))
 
 
 def is_pretrained(path: Path) -> bool:
@@ -178,6 +213,21 @@ def refuse_part(checkpoint: Path, selection: Selection) -> None:
         )
 
 
+def path_of(path: Path, revision: str = "") -> Path:
+    """Return the path of the checkpoint that a user's path, or a model's id on the Hub, refers to.
+
+    An id gives the snapshot that ``hub_cache.path_of`` finds. The usual index of shards gives its
+    folder, unless a load of that folder reads other weights. Any other path stays as it is. The
+    errors are those of ``hub_cache.path_of`` and ``find_weights``.
+    """
+    path = hub_cache.path_of(path, revision)
+    usual = path.name.endswith(_INDEX) and any(path.name in each.weights for each in LIBRARIES)
+    if not (usual and path.is_file()):
+        return path
+    folder = path.parent
+    return folder if not is_pretrained(folder) or find_weights(folder) == folder else path
+
+
 def folder_of(checkpoint: Path) -> Path:
     """Return the Hugging Face folder of a checkpoint: a folder itself, or else the file's folder.
 
@@ -191,58 +241,20 @@ def folder_of(checkpoint: Path) -> Path:
     return next(named, checkpoint.parent)
 
 
-def code_of(model: ModelSpec) -> dict[str, str] | None:
-    """Return the folder and the digest of the model's own Python code; None if the code of the
-    model is in an installed package.
+def find_weights(path: Path, variant: str = "") -> Path | None:
+    """Return the path of a Hugging Face folder's weights; None without weights of this variant.
+
+    The result is the file of weights. For shards, the result is the folder itself, or the index if
+    the index has an unusual name. If ``config.json`` has the key ``transformers_weights``, the
+    weights are those that this key names, whatever the variant.
 
     Raises:
-        ConfigError: the model's argument ``code`` is damaged, as after an edit of the run's plan.
+        CheckpointError: ``transformers_weights`` names a missing file or an impossible one.
     """
-    code = model.kwargs.get("code") if model.builder == BUILDER else None
-    if code is None:
-        return None
-    if not isinstance(code, dict) or not all(isinstance(code.get(key), str) for key in CODE_KEYS):
-        raise ConfigError(
-            f"the plan is damaged: the argument `code` of the model {model.name} is not a folder"
-            " and a digest",
-            "start a new run",
-        )
-    return code
-
-
-def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder:
-    """Return the content of a Hugging Face folder, with the weights that ``choice`` selects.
-
-    Raises:
-        CheckpointError: the folder has no weights of the chosen variant, or ``config.json`` is
-            damaged or unreadable.
-    """
-    repair = "save the folder again with model.save_pretrained(FOLDER)"
-    try:
-        text = read_bytes(path / CONFIG)
-        config = parse_json(text, finite=False)
-    except OSError as error:
-        raise unknown_file.unreadable(path / CONFIG, error) from error
-    except ValueError as error:
-        raise unknown_file.not_json(path / CONFIG, text, f"not JSON: {error}", repair) from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path / CONFIG}: not a JSON object", repair)
-    for key, value in _settings_in(config):
-        if "layers" in f"{key}s" and isinstance(value, int) and value > _MOST_LAYERS:
-            raise CheckpointError(
-                f"{path / CONFIG}: {one_line(key)} is {value:,}, more layers than any model has",
-                "correct the number: the model's library would build layers until no memory is left",
-            )
-    return PretrainedFolder(path, config, weights_in(path, choice.variant), choice)
-
-
-def _settings_in(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a model and of each model in it, as of its text and of its vision model."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _settings_in(value)
-        else:
-            yield key, value
+    if (explicit := _explicit(path)) is not None:
+        return path if explicit == path / f"model.safetensors.{_INDEX}" else explicit
+    file = next(_candidates(path, variant), None)
+    return path if file and file.name.endswith(_INDEX) else file
 
 
 def weights_in(path: Path, variant: str = "") -> Path:
@@ -264,22 +276,6 @@ def weights_in(path: Path, variant: str = "") -> Path:
 def index_in(path: Path) -> Path:
     """Return the index of a folder whose weights are in shards."""
     return next(file for file in _candidates(path) if file.name.endswith(_INDEX))
-
-
-def find_weights(path: Path, variant: str = "") -> Path | None:
-    """Return the path of a Hugging Face folder's weights; None without weights of this variant.
-
-    The result is the file of weights. For shards, the result is the folder itself, or the index if
-    the index has an unusual name. If ``config.json`` has the key ``transformers_weights``, the
-    weights are those that this key names, whatever the variant.
-
-    Raises:
-        CheckpointError: ``transformers_weights`` names a missing file or an impossible one.
-    """
-    if (explicit := _explicit(path)) is not None:
-        return path if explicit == path / f"model.safetensors.{_INDEX}" else explicit
-    file = next(_candidates(path, variant), None)
-    return path if file and file.name.endswith(_INDEX) else file
 
 
 def _candidates(path: Path, variant: str = "") -> Iterator[Path]:
@@ -341,16 +337,126 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
     return arguments | ({"variant": variant} if variant else {})
 
 
-def path_of(path: Path, revision: str = "") -> Path:
-    """Return the path of the checkpoint that a user's path, or a model's id on the Hub, refers to.
+def code_of(model: ModelSpec) -> dict[str, str] | None:
+    """Return the folder and the digest of the model's own Python code; None if the code of the
+    model is in an installed package.
 
-    An id gives the snapshot that ``hub_cache.path_of`` finds. The usual index of shards gives its
-    folder, unless a load of that folder reads other weights. Any other path stays as it is. The
-    errors are those of ``hub_cache.path_of`` and ``find_weights``.
+    Raises:
+        ConfigError: the model's argument ``code`` is damaged, as after an edit of the run's plan.
     """
-    path = hub_cache.path_of(path, revision)
-    usual = path.name.endswith(_INDEX) and any(path.name in each.weights for each in LIBRARIES)
-    if not (usual and path.is_file()):
-        return path
-    folder = path.parent
-    return folder if not is_pretrained(folder) or find_weights(folder) == folder else path
+    code = model.kwargs.get("code") if model.builder == BUILDER else None
+    if code is None:
+        return None
+    if not isinstance(code, dict) or not all(
+        isinstance(code.get(key), str) for key in ("folder", "sha256")
+    ):
+        raise ConfigError(
+            f"the plan is damaged: the argument `code` of the model {model.name} is not a folder"
+            " and a digest",
+            "start a new run",
+        )
+    return code
+
+
+def digest(folder: Path) -> str:
+    """Return a digest of the names and contents of the folder's Python files."""
+    import hashlib  # hashlib loads OpenSSL, 4 MiB, which few workers need
+
+    whole = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*.py") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        whole.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def check_unchanged(code: Mapping[str, str]) -> Path:
+    """Return the code's folder; raise ConfigError if the code changed after the run was planned."""
+    folder = Path(code["folder"])
+    if digest(folder) != code["sha256"]:
+        raise ConfigError(
+            f"{folder}: the model's code was changed after this run was planned",
+            "start a new run: this run can be resumed only with the code of its plan",
+        )
+    return folder
+
+
+def auto_class(config: Mapping[str, Any], architecture: str) -> str:
+    """Return the auto class of transformers that loads the model, such as "AutoModelForCausalLM".
+
+    Raises:
+        ConfigError: ``auto_map`` names no code for the class ``architecture``.
+    """
+    for auto, reference in _models_in_code(config).items():
+        if reference.rpartition(".")[2] == architecture:
+            return auto
+    raise ConfigError(
+        f"config.json names no code of the class {architecture!r} in '{AUTO_MAP}'",
+        f"correct '{AUTO_MAP}' or 'architectures' in config.json",
+    )
+
+
+def reference_in(folder: Path, config: Mapping[str, Any], auto: str) -> str:
+    """Return the entry of ``auto_map`` ("modeling_x.XForCausalLM") for the auto class ``auto``.
+
+    Raises:
+        ConfigError: the entry is malformed, or the folder lacks the class's file, which may be in
+            another repository ("owner/name--modeling_x.XForCausalLM").
+    """
+    repository, divided, inside = str(config[AUTO_MAP][auto]).rpartition("--")
+    named = re.fullmatch(r"(\w+)\.\w+", inside)
+    if named is None:
+        raise ConfigError(
+            f"{folder}: {one_line(inside, 80)!r} in '{AUTO_MAP}' is not module.class",
+            f"correct '{AUTO_MAP}' in config.json",
+        )
+    if not (folder / f"{named[1]}.py").is_file():
+        where = f", but in the repository {repository}" if divided else ""
+        raise ConfigError(
+            f"{folder}: the code {inside} of the model is not in this folder{where}",
+            f"add {named[1]}.py and the modules that it imports to the folder: weighin uses no"
+            " network",
+        )
+    return inside
+
+
+def _models_in_code(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the entries of ``auto_map`` for models, by their auto classes."""
+    named = config.get(AUTO_MAP)
+    return {
+        auto: reference
+        for auto, reference in (named.items() if isinstance(named, dict) else ())
+        if auto.startswith(_BASE) and isinstance(reference, str)
+    }
+
+
+def adapter_of(spec: ModelSpec) -> Path | None:
+    """Return the folder of the adapter to merge into a model; None for a model without an adapter."""
+    named = spec.kwargs.get(ARGUMENT) if spec.builder == BUILDER else None
+    return Path(named) if named else None
+
+
+def adapter_note(folder: Path) -> str:
+    """Return a sentence on the adapter beside the model in a folder; empty without an adapter.
+
+    If peft is installed, ``from_pretrained`` adds such an adapter to the model; without peft, it
+    ignores the adapter silently. weighin never adds it.
+    """
+    if not (folder / ADAPTER).is_file():
+        return ""
+    return (
+        f"{folder / ADAPTER} lies beside the model: from_pretrained adds this adapter if peft is installed,"
+        " and weighin reads the model alone"
+    )
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise CheckpointError if ``from_pretrained`` adds an adapter to the model in this folder."""
+    file = folder / ADAPTER
+    if file.is_file() and find_spec("peft"):
+        raise CheckpointError(
+            f"{file} lies beside the model: peft is installed here, so that from_pretrained would"
+            " add this adapter to the model. weighin does not add it, so the loaded weights would"
+            " differ from those of from_pretrained",
+            "merge the adapter, and save the result: merge_and_unload() of peft, then"
+            f" save_pretrained(FOLDER); for the model alone: mv {quote(str(file))} {quote(f'{file}.off')}",
+        )

@@ -66,9 +66,9 @@ _SHORTEST: Final = 10  # bytes: the header's length, and {}
 # Possessive (*+), so that a crafted header cannot make the expression store backtracking states.
 _STRING: Final = rb'"(?:[^"\\]|\\.)*+"'
 _ITEM: Final = re.compile(
-    rb"\s*+(" + _STRING + rb")\s*+:\s*+(\{(?:[^{}\"]|" + _STRING + rb")*+\})\s*+([,}])", re.DOTALL
+    rb"\s*+(" + _STRING + rb")\s*+:\s*+(null|\{(?:[^{}\"]|" + _STRING + rb")*+\})\s*+([,}])",
+    re.DOTALL,
 )
-
 
 _SIZE: Final = rb"(?:0|[1-9]\d{0,17}+)"
 _USUAL: Final = re.compile(
@@ -204,7 +204,7 @@ def _metadata(path: Path, text: bytes) -> dict[str, str]:
         raise _damaged(
             path, f"{METADATA} has {len(text):,} bytes, more than {MOST_METADATA_BYTES:,}"
         )
-    metadata: dict[str, str] = _loads(path, text, METADATA)
+    metadata: dict[str, str] = _loads(path, text, METADATA) or {}  # safetensors allows null, too
     for key, value in metadata.items():
         if not isinstance(value, str):
             raise _damaged(path, f"{METADATA}: {shown(key)} is not a string")
@@ -214,7 +214,7 @@ def _metadata(path: Path, text: bytes) -> dict[str, str]:
 def _entry(path: Path, name: str, text: bytes, data_start: int) -> TensorSlice:
     if len(text) > _MOST_ENTRY_BYTES:
         raise _damaged(path, f"tensor {shown(name)}: its entry is too long: {len(text):,} bytes")
-    fields = _loads(path, text, f"tensor {shown(name)}")
+    fields: Any = _loads(path, text, f"tensor {shown(name)}") or {}
     dtype = fields.get("dtype")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(

@@ -9,8 +9,7 @@ from typing import Final
 from weighin.errors import CheckpointError
 from weighin.files import MIB, object_in
 from weighin.formats import pipeline
-from weighin.formats.adapters import ADAPTER
-from weighin.formats.pretrained_library import WEIGHTS
+from weighin.formats.pretrained_library import ADAPTER, WEIGHTS
 from weighin.formats.training_step import named_step
 from weighin.formats.unknown_file import broken_link
 from weighin.text import few, one_line

@@ -10,16 +10,21 @@ import torch
 from weighin import formats
 from weighin.construction.skeleton import construct
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import adapters, gguf, sentence_parts, unknown_file
+from weighin.formats import gguf, sentence_parts, unknown_file
 from weighin.formats.hub_cache import cached_snapshot, path_of
 from weighin.formats.pipeline import is_pipeline
-from weighin.formats.pretrained_choice import FolderChoice
-from weighin.formats.pretrained_folder import CONFIG, find_weights, is_pretrained, read_folder
-from weighin.formats.pretrained_library import TRANSFORMERS
-from weighin.formats.pretrained_spec import auto_dtype, plain_spec_of
+from weighin.formats.pretrained_folder import (
+    CONFIG,
+    adapter_note,
+    find_weights,
+    is_pretrained,
+    read_folder,
+)
+from weighin.formats.pretrained_library import TRANSFORMERS, FolderChoice
 from weighin.formats.selection import Selection
 from weighin.formats.unknown_folder import no_model
 from weighin.loader.load import load_streaming
+from weighin.models.description import auto_dtype, described_gguf, plain_spec_of
 from weighin.models.pretrained_modules import module_of
 
 _log = logging.getLogger("weighin")
@@ -90,10 +95,10 @@ def load_pretrained(
                 " strip_prefix have nothing to select",
                 "leave key and strip_prefix out: they choose the model in a training checkpoint",
             )
-        from weighin.models import gguf_spec, pretrained  # imports transformers
+        from weighin.models import pretrained  # imports transformers
 
         library, home, checkpoint = pretrained, None, gguf.file_of(path)
-        kwargs = gguf_spec.described(checkpoint)
+        kwargs = described_gguf(checkpoint)
         settings = {**kwargs["config"], "_name_or_path": str(checkpoint.parent)}
         kwargs["architecture"] = model_class or kwargs["architecture"]
         wanted: Any = settings["dtype"] if is_auto else dtype
@@ -121,7 +126,7 @@ def load_pretrained(
         found = read_folder(path, FolderChoice(variant, model_class, revision, trust_remote_code))
         selection = Selection(key, strip_prefix)
         kwargs = plain_spec_of(found, selection, merges=bool(adapter)).kwargs
-        if not adapter and (note := adapters.note(path)):
+        if not adapter and (note := adapter_note(path)):
             _log.warning(note)
         wanted = auto_dtype(found, selection) if is_auto else dtype
         library, home = module_of(found.library.builder), type(folder)(path)

@@ -7,12 +7,11 @@ row numbers. If the code only moves rows, the loader dequantises a few rows at a
 them directly to the model's tensor; if not, it computes the whole tensor first.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from math import prod
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -26,6 +25,10 @@ from weighin.models.pretrained_keys import MappedKeys
 # The width of the matrix of row numbers is 3, because few numbers of heads are multiples of 3.
 _COLUMNS: Final = 3
 
+Undo = Callable[[Sequence[TensorSlice], Sequence[Any]], dict[str, torch.Tensor]]
+"""transformers' code that undoes llama.cpp's changes: for tensors of the file and their values (arrays
+of NumPy), it returns the values of the model's tensors, by their names in the model."""
+
 
 def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
     """Return the tensors of a GGUF file under the names of ``model``, a model of transformers.
@@ -34,193 +37,159 @@ def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
         CheckpointError: transformers converts this architecture only inside ``from_pretrained``.
     """
     file = slices[0].file
-    reading = _Reading.of(model, file, gguf.architecture(file))
+    architecture = gguf.architecture(file)
+    if converts_in_own_code(architecture):
+        raise CheckpointError(
+            f"{file}: transformers can convert the architecture {architecture!r} only in"
+            " from_pretrained",
+            f"load the file with transformers: from_pretrained(FOLDER, gguf_file={file.name!r})",
+        )
+    module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    kind = module.TENSOR_PROCESSORS.get(architecture, module.TensorProcessor)
+    processor = kind(config=module.load_gguf_checkpoint(file)["config"])
+    names = module.get_gguf_hf_weights_map(model, processor)
+
+    def undo(sources: Sequence[TensorSlice], arrays: Sequence[Any]) -> dict[str, torch.Tensor]:
+        made: dict[str, torch.Tensor] = {}
+        for where, array in zip(sources, arrays, strict=True):
+            result = processor.process(
+                weights=array,
+                name=where.name,
+                tensor_key_mapping=names,
+                parsed_parameters={"tensors": made},
+            )
+            if (name := names.get(result.name)) is not None:
+                made[name] = torch.from_numpy(result.weights)
+        return made
+
     wanted = model.state_dict(keep_vars=True)
-    sources: dict[str, list[TensorSlice]] = {}
+    groups: dict[str, list[TensorSlice]] = {}
     unexpected = []
     for where in slices:
-        if (target := reading.target(where.name)) in wanted:
-            sources.setdefault(target, []).append(where)
+        target = names.get(where.name) or names.get(where.name.removesuffix(".weight"))
+        if target in wanted:
+            groups.setdefault(target, []).append(where)
         else:
             unexpected.append(where.name)
-    mapped = Slices(
-        reading.converted(name, tuple(wanted[name].shape), group) for name, group in sources.items()
-    )
     return MappedKeys(
-        mapped,
+        Slices(
+            _converted(undo, name, tuple(wanted[name].shape), group)
+            for name, group in groups.items()
+        ),
         (),
         tuple(unexpected),
-        renamed=sum(len(group) == 1 for group in sources.values()),
-        joined=sum(len(group) for group in sources.values() if len(group) > 1),
-        computed=tuple(sorted(computed_keys(model) - sources.keys())),
+        renamed=sum(len(group) == 1 for group in groups.values()),
+        joined=sum(len(group) for group in groups.values() if len(group) > 1),
+        computed=tuple(sorted(computed_keys(model) - groups.keys())),
         used=None,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """transformers' names for a file's tensors, and its code that undoes llama.cpp's changes."""
-
-    names: Mapping[str, str]
-    processor: Any
-
-    @classmethod
-    def of(cls, model: Any, file: Path, architecture: str) -> "_Reading":
-        module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
-
-        if _has_code_of_its_own(architecture):
-            raise CheckpointError(
-                f"{file}: transformers can convert the architecture {architecture!r} only in"
-                " from_pretrained",
-                "load the file with transformers: from_pretrained(FOLDER,"
-                f" gguf_file={file.name!r})",
-            )
-        kind = module.TENSOR_PROCESSORS.get(architecture, module.TensorProcessor)
-        processor = kind(config=module.load_gguf_checkpoint(file)["config"])
-        return cls(module.get_gguf_hf_weights_map(model, processor), processor)
-
-    def target(self, name: str) -> str:
-        return self.names.get(name) or self.names.get(name.removesuffix(".weight")) or ""
-
-    def converted(
-        self, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
-    ) -> TensorSlice:
-        """Return a tensor of the model, as a range of the file or a function to compute it."""
-        first = sources[0]
-        moves = self._moves(target, shape, sources)
-        if moves is None:  # values change, as those of norms do; transformers computes in float32
-            fill = partial(self._whole, target, shape, sources)
-            dtype_name = "float32"
-        elif moves.same and len(sources) == 1 and not first.encoding:
-            return replace(first, name=target, shape=shape, stride=row_major(shape))
-        else:
-            fill, dtype_name = partial(_by_rows, sources, moves), first.dtype_name
-        return replace(
-            first,
-            name=target,
-            shape=shape,
-            stride=row_major(shape),
-            dtype_name=dtype_name,
-            encoding=first.encoding or first.dtype_name,
-            fill=fill,
-        )
-
-    def _moves(
-        self, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
-    ) -> "_Moves | None":
-        """Return to which rows transformers moves the rows of the file; None if transformers does
-        more than move whole rows.
-
-        To find the rows, ``_moves`` passes row numbers to the code of transformers in place of the
-        values.
-        """
-        import numpy as np
-
-        columns = sources[0].shape[-1] if sources[0].shape else 0
-        if not columns or any(where.shape[-1:] != (columns,) for where in sources):
-            return None
-        width = columns if len(shape) == 1 else _COLUMNS
-        counts = [prod(where.shape[:-1]) for where in sources]
-        probes, start = [], 1  # from 1, because 0 marks a row to which nothing was moved
-        for where, count in zip(sources, counts, strict=True):
-            numbers = np.arange(start * width, (start + count) * width, dtype=np.int64)
-            probes.append(numbers.reshape(*where.shape[:-1], width))
-            start += count
-        try:
-            made = self._process(sources, probes).get(target)
-        except (ArithmeticError, LookupError, TypeError, ValueError):
-            return None
-        if made is None or made.dtype != torch.int64:
-            return None
-        numbers = made.numpy()
-        turned = numbers.shape == (width, sum(counts)) and shape == (columns, sum(counts))
-        if not turned and (numbers.shape != (*shape[:-1], width) or columns != shape[-1]):
-            return None
-        rows = (numbers.T if turned else numbers).reshape(-1, width)
-        origin = rows[:, 0] // width - 1
-        every = np.arange(sum(counts))
-        whole = np.array_equal(rows, rows[:, :1] + np.arange(width))
-        if not (whole and np.array_equal(np.sort(origin), every)):
-            return None
-        same = not turned and np.array_equal(origin, every)
-        return _Moves(np.argsort(origin), turned, same)
-
-    def _whole(
-        self,
-        target: str,
-        shape: tuple[int, ...],
-        sources: Sequence[TensorSlice],
-        memory: torch.Tensor,
-    ) -> None:
-        """Compute one tensor of the model as a whole, and write it into ``memory``."""
-        made = self._process(sources, [_values(where).numpy() for where in sources]).get(target)
-        if made is None or tuple(made.shape) != shape:
-            found = "nothing" if made is None else tuple(made.shape)
-            raise CheckpointError(
-                f"{sources[0].file}: transformers converts {sources[0].name!r} to the shape"
-                f" {found}, but {target!r} of the model has the shape {shape}",
-                "install another version of transformers. The names and shapes in the file:"
-                " weighin inspect FILE",
-            )
-        memory.copy_(made)
-
-    def _process(self, sources: Sequence[TensorSlice], arrays: Sequence[Any]) -> dict[str, Any]:
-        """Return the results of transformers' code for ``arrays``, by their names in the model."""
-        made: dict[str, torch.Tensor] = {}
-        for where, array in zip(sources, arrays, strict=True):
-            result = self.processor.process(
-                weights=array,
-                name=where.name,
-                tensor_key_mapping=self.names,
-                parsed_parameters={"tensors": made},
-            )
-            if (name := self.names.get(result.name)) is not None:
-                made[name] = torch.from_numpy(result.weights)
-        return made
-
-
-def _has_code_of_its_own(architecture: str) -> bool:
+def converts_in_own_code(architecture: str) -> bool:
+    """Tell whether transformers, since 5.20, reads this architecture of llama.cpp in code of its own."""
     try:
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
-    except ImportError:  # before transformers 5.20
+    except ImportError:
         return False
     return bool(is_gguf_arch_supported(architecture))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Moves:
-    """How the rows of the file's tensors become the rows of the model's tensor.
+def _converted(
+    undo: Undo, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
+) -> TensorSlice:
+    """Return a tensor of the model, as a range of the file or a function to compute it."""
+    first = sources[0]
+    own = replace(first, name=target, shape=shape, stride=row_major(shape))
+    encoding = first.encoding or first.dtype_name
+    moves = _moves(undo, target, shape, sources)
+    if moves is None:  # values change, as those of norms do; transformers computes in float32
+        fill = partial(_fill_whole, undo, target, shape, sources)
+        return replace(own, dtype_name="float32", encoding=encoding, fill=fill)
+    targets, is_turned = moves
+    if targets is None and not is_turned and len(sources) == 1 and not first.encoding:
+        return own
+    fill = partial(_fill_by_rows, sources, targets, is_turned)
+    return replace(own, encoding=encoding, fill=fill)
 
-    Attributes:
-        targets: for each row of the file, the row's number in the model's tensor (a NumPy array).
-        turned: whether the model's tensor is the transpose of the file's.
-        same: whether every row keeps its number.
+
+def _moves(
+    undo: Undo, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
+) -> tuple[Any, bool] | None:
+    """Return to which rows transformers moves the rows of the file; None if it does more than move
+    whole rows.
+
+    The result is the number in the model's tensor of each row of the file (an array of NumPy, or None
+    if every row keeps its number), and whether the model's tensor is the transpose of the file's.
     """
+    import numpy as np
 
-    targets: Any
-    turned: bool
-    same: bool
+    columns = sources[0].shape[-1] if sources[0].shape else 0
+    if not columns or any(where.shape[-1:] != (columns,) for where in sources):
+        return None
+    width = columns if len(shape) == 1 else _COLUMNS
+    counts = [prod(where.shape[:-1]) for where in sources]
+    probes, start = [], 1  # from 1, because 0 marks a row to which nothing was moved
+    for where, count in zip(sources, counts, strict=True):
+        numbers = np.arange(start * width, (start + count) * width, dtype=np.int64)
+        probes.append(numbers.reshape(*where.shape[:-1], width))
+        start += count
+    try:
+        made = undo(sources, probes).get(target)
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return None
+    if made is None or made.dtype != torch.int64:
+        return None
+    moved: Any = made.numpy()
+    is_turned = moved.shape == (width, sum(counts)) and shape == (columns, sum(counts))
+    if not is_turned and (moved.shape != (*shape[:-1], width) or columns != shape[-1]):
+        return None
+    rows = (moved.T if is_turned else moved).reshape(-1, width)
+    origin = rows[:, 0] // width - 1
+    every = np.arange(sum(counts))
+    whole = np.array_equal(rows, rows[:, :1] + np.arange(width))
+    if not (whole and np.array_equal(np.sort(origin), every)):
+        return None
+    return (None if np.array_equal(origin, every) else np.argsort(origin)), is_turned
 
 
-def _by_rows(sources: Sequence[TensorSlice], moves: _Moves, memory: torch.Tensor) -> None:
+def _fill_whole(
+    undo: Undo,
+    target: str,
+    shape: tuple[int, ...],
+    sources: Sequence[TensorSlice],
+    memory: torch.Tensor,
+) -> None:
+    """Compute one tensor of the model as a whole, and write it into ``memory``."""
+    from weighin.formats.gguf_values import rows  # imports numpy
+
+    values = [torch.cat(list(rows(where))).reshape(where.shape).numpy() for where in sources]
+    made = undo(sources, values).get(target)
+    if made is None or tuple(made.shape) != shape:
+        found = "nothing" if made is None else tuple(made.shape)
+        raise CheckpointError(
+            f"{sources[0].file}: transformers converts {sources[0].name!r} to the shape"
+            f" {found}, but {target!r} of the model has the shape {shape}",
+            "install another version of transformers. The names and shapes in the file:"
+            " weighin inspect FILE",
+        )
+    memory.copy_(made)
+
+
+def _fill_by_rows(
+    sources: Sequence[TensorSlice], targets: Any, is_turned: bool, memory: torch.Tensor
+) -> None:
     """Compute a few rows at a time, and write the computed rows to their places in ``memory``."""
     from weighin.formats.gguf_values import rows  # imports numpy
 
-    table = memory.T if moves.turned else memory
+    table = memory.T if is_turned else memory
     flat = table if table.dim() == 2 else table.view(-1, table.shape[-1])
     start = 0
     for where in sources:
         for values in rows(where):
             stop = start + len(values)
-            if moves.same:
+            if targets is None:
                 flat[start:stop] = values.to(flat.device)
             else:
-                places = torch.from_numpy(moves.targets[start:stop]).to(flat.device)
+                places = torch.from_numpy(targets[start:stop]).to(flat.device)
                 flat[places] = values.to(flat.device, flat.dtype)
             start = stop
-
-
-def _values(where: TensorSlice) -> torch.Tensor:
-    from weighin.formats.gguf_values import rows  # imports numpy
-
-    return torch.cat(list(rows(where))).reshape(where.shape)

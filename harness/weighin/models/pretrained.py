@@ -14,11 +14,16 @@ import torch
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import lora
-from weighin.formats.adapters import ARGUMENT
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.misfit import misfit
-from weighin.formats.pretrained_code import auto_class, check_unchanged, reference_in
-from weighin.formats.pretrained_folder import dtype_of, from_pretrained_arguments
+from weighin.formats.pretrained_folder import (
+    auto_class,
+    check_unchanged,
+    dtype_of,
+    from_pretrained_arguments,
+    reference_in,
+)
+from weighin.formats.pretrained_library import ARGUMENT
 from weighin.models.after_load import as_loaded, finish_load
 from weighin.models.dequantising import arguments_to_dequantise, attach_quantiser
 from weighin.models.pretrained_names import ModelNames
@@ -46,9 +51,9 @@ def from_config(
         architecture: the name of the class in transformers, such as "LlamaForCausalLM".
         config: the content of ``config.json``.
         code: the folder with the class's code and a digest of the code, if the class is not in
-            transformers; see ``weighin.formats.pretrained_code``.
+            transformers; see ``weighin.formats.pretrained_folder``.
         apart: the pairs of tensors that differ in the file, for each dtype of a model; see
-            ``weighin.formats.pretrained_spec.kept_apart``.
+            ``weighin.models.description``.
         quantised: how the file's weights are quantised, see ``weighin.formats.quantised``. The weights
             of the model have torch's default dtype; ``load_streaming`` dequantises the codes.
         adapter: the folder of an adapter of LoRA, which ``load_streaming`` merges into the weights.

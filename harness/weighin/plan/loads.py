@@ -11,8 +11,7 @@ from weighin import formats
 from weighin.cell import Cell, ModelSpec, Operation
 from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.formats import gguf, quantised
-from weighin.formats.adapters import adapter_of
-from weighin.formats.pretrained_folder import code_of, folder_library
+from weighin.formats.pretrained_folder import adapter_of, code_of, folder_library
 from weighin.formats.selection import Selection
 from weighin.isolation.base import Isolation
 from weighin.isolation.visible import preloaded

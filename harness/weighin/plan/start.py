@@ -135,8 +135,7 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
     and the address of a Ray cluster; a command is always foreign.
     """
     # These import formats and strategies, which takes 0.2 s.
-    from weighin.formats.adapters import adapter_of
-    from weighin.formats.pretrained_folder import code_of
+    from weighin.formats.pretrained_folder import adapter_of, code_of
     from weighin.suite import registry, user_code
 
     # Ray unpickles what a cluster sends, and so runs its code.

@@ -17,10 +17,10 @@ from weighin.cell import SYNTHESISED, Cell, ModelSpec
 from weighin.errors import CheckpointError, UnknownName
 from weighin.files import object_in
 from weighin.formats import gguf, quantised
-from weighin.formats.adapters import adapter_of
-from weighin.formats.pretrained_code import auto_class
 from weighin.formats.pretrained_folder import (
     CONFIG,
+    adapter_of,
+    auto_class,
     find_weights,
     folder_of,
     is_folder,

@@ -10,8 +10,8 @@ from pathlib import Path
 from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
-from weighin.formats import adapters
-from weighin.formats.pretrained_folder import folder_of, is_folder, own_dtype
+from weighin.formats.first_bytes import remembering
+from weighin.formats.pretrained_folder import adapter_note, folder_of, is_folder, own_dtype
 from weighin.formats.selection import Selection
 from weighin.settings.definition import DTYPES, Settings, SuiteModel
 from weighin.suite import registry, user_code
@@ -71,6 +71,7 @@ class ChosenModels:
         return dtypes.pop()
 
 
+@remembering()
 def choose(settings: Settings) -> ChosenModels:
     """Return the models of a run, with the checkpoint that a model's path or --checkpoint names.
 
@@ -126,11 +127,13 @@ def choose(settings: Settings) -> ChosenModels:
     for spec in specs:
         user_code.check_builder(spec.builder, spec.kwargs, python_path)
     notes: list[str] = []
+    named = {spec.kwargs["architecture"] for spec in specs if is_folder(spec)}
+    taken = named.pop() if len(named) == 1 else ""
     for weights in [own] if own else several.values():
         formats.detect(weights)  # raises an error for a file that is no checkpoint
         if any(map(is_folder, specs)):
-            notes += filter(None, [adapters.note(folder_of(weights))])
-            notes += registry.notes_on(weights, choice, selection)
+            notes += filter(None, [adapter_note(folder_of(weights))])
+            notes += registry.notes_on(weights, choice, selection, taken)
     return ChosenModels(
         tuple(specs), own, selection, dtypes, python_path, tuple(dict.fromkeys(notes)), several
     )

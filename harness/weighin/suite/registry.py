@@ -21,12 +21,10 @@ from weighin.errors import ConfigError, UnknownName
 from weighin.formats import gguf, lora, pretrained_folder, quantised, sentence_parts, structure
 from weighin.formats.hub_cache import cached_snapshot
 from weighin.formats.misfit import NOT_MEASURED, check_converts
-from weighin.formats.pretrained_choice import AS_SAVED, FolderChoice
 from weighin.formats.pretrained_folder import is_pretrained, read_folder, weights_in
-from weighin.formats.pretrained_library import LIBRARIES, TRANSFORMERS
-from weighin.formats.pretrained_spec import spec_of
+from weighin.formats.pretrained_library import AS_SAVED, LIBRARIES, TRANSFORMERS, FolderChoice
 from weighin.formats.selection import WHOLE, Selection
-from weighin.models import gguf_spec
+from weighin.models.description import spec_of, spec_of_gguf
 from weighin.suite import user_code
 
 if TYPE_CHECKING:
@@ -235,7 +233,7 @@ def model_and_checkpoint(
             raise _no_folder(name, choice.options)
         return _built(name, kwargs), None
     if not name.startswith(_FROM) and (file := gguf_in(path)):
-        return _merged(gguf_spec.spec_of(file), choice), file
+        return _merged(spec_of_gguf(file), choice), file
     if is_pretrained(path) and not name.startswith(_FROM):
         folder = read_folder(path, choice)
         if folder.names_model:
@@ -334,9 +332,14 @@ def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
 
 
 def notes_on(
-    checkpoint: Path, choice: FolderChoice = AS_SAVED, selection: Selection = WHOLE
+    checkpoint: Path,
+    choice: FolderChoice = AS_SAVED,
+    selection: Selection = WHOLE,
+    architecture: str = "",
 ) -> tuple[str, ...]:
     """Return notes on a checkpoint: its shards, its folder's class, and parts that are not loaded.
+
+    ``architecture`` is the class that transformers has chosen; empty if nobody has asked it.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -346,17 +349,13 @@ def notes_on(
     if not is_pretrained(path := pretrained_folder.folder_of(checkpoint)) or gguf_in(checkpoint):
         return tuple(notes)
     folder = read_folder(path, replace(choice, variant=pretrained_folder.variant_of(checkpoint)))
-    if (
-        folder.library is TRANSFORMERS
-        and folder.names_model
-        and not (choice.model_class or folder.config.get("architectures"))
-    ):
-        with suppress(ConfigError):  # AutoModel chooses no class
-            notes.append(
-                "config.json names no class in 'architectures', so weighin takes"
-                f" {folder.architecture}, which AutoModel chooses; to take another class: --class"
-                " CLASS"
-            )
+    is_of_transformers = folder.library is TRANSFORMERS and folder.names_model
+    if is_of_transformers and not (choice.model_class or folder.architectures):
+        taken = f"{architecture}, which AutoModel chooses" if architecture else "that of AutoModel"
+        notes.append(
+            f"config.json names no class in 'architectures', so weighin takes {taken}; to take another"
+            " class: --class CLASS"
+        )
     if parts := sentence_parts.own_folders(path):
         notes.append(
             f"{path} is the transformer of a sentence-transformers folder; other parts that have"

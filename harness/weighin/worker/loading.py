@@ -44,7 +44,7 @@ class WorkerLoad:
 
     @property
     def adapter(self) -> Path | None:
-        from weighin.formats.adapters import adapter_of
+        from weighin.formats.pretrained_folder import adapter_of
 
         return adapter_of(self.model)
 
