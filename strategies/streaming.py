@@ -16,7 +16,7 @@ from weighin.strategy import Load, load_streaming
 
 FORMATS = (
     "pt", "safetensors", "sharded", "sharded_pt", "per_param", "per_module", "dcp", "pt_legacy",
-    "deepspeed", "deepspeed_universal", "megatron", "gguf", "sentence_transformers",
+    "deepspeed", "deepspeed_universal", "gguf", "sentence_transformers",
 )  # fmt: skip
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("threads", "granularity", "key", "strip_prefix")

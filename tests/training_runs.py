@@ -116,7 +116,7 @@ def write_universal(run: Path, model: Model, stage: int, ranks: int) -> Path:
     return step
 
 
-def write_megatron(run: Path, states: Sequence[Mapping[str, Any]], **arguments: Any) -> Path:
+def write_megatron(run: Path, states: Sequence[Mapping[str, Any]]) -> Path:
     """Write the newest step of a run, of one rank for each of ``states``; return the step's folder."""
     step = run / "iter_0000010"
     (run / "latest_checkpointed_iteration.txt").parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def write_megatron(run: Path, states: Sequence[Mapping[str, Any]], **arguments: 
     for rank, state in enumerate(states):
         (step / f"mp_rank_{rank:02d}").mkdir(parents=True)
         content = {
-            "args": argparse.Namespace(num_layers=2, params_dtype=torch.bfloat16, **arguments),
+            "args": argparse.Namespace(num_layers=2, params_dtype=torch.bfloat16),
             "checkpoint_version": 3.0,
             "iteration": 10,
             "model": state,

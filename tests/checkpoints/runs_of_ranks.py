@@ -106,17 +106,10 @@ def _no_step(folder: Path) -> Made:
     return Made(folder / "run", state())
 
 
-def _megatron(folder: Path) -> Made:
-    weights = state(torch.bfloat16)
-    with_state = weights | {"block._extra_state": None}
-    write_megatron(folder / "run", [with_state], tensor_model_parallel_size=1)
-    return Made(folder / "run", weights)
-
-
-def _megatron_ranks(count: int, **sizes: int) -> Callable[[Path], Made]:
+def _megatron(ranks: int) -> Callable[[Path], Made]:
     def make(folder: Path) -> Made:
         weights = state(torch.bfloat16)
-        write_megatron(folder / "run", [weights] * count, **sizes)
+        write_megatron(folder / "run", [weights] * ranks)
         return Made(folder / "run", weights)
 
     return make
@@ -132,7 +125,6 @@ _READ: Final[dict[str, Callable[[Path], Made]]] = {
     "DeepSpeed without ZeRO": _without_zero,
     "a universal checkpoint of ZeRO 1": _universal(1),
     "a universal checkpoint of ZeRO 3": _universal(3),
-    "Megatron-LM, one rank": _megatron,
 }
 _REFUSED: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
     "DeepSpeed ZeRO 3, a rank's weights are missing": (
@@ -163,13 +155,13 @@ _REFUSED: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
         _no_step,
         r"latest names the step global_step20, which is not here\s*copy that folder",
     ),
-    "Megatron-LM, two tensor-parallel ranks": (
-        _megatron_ranks(2, tensor_model_parallel_size=2),
-        r"divided among 2 ranks[\s\S]*tools/checkpoint/convert\.py",
+    "Megatron-LM, one rank": (
+        _megatron(1),
+        r"the file of one rank[\s\S]*mp_rank_00/model_optim_rng\.pt --key model; if not, merge",
     ),
-    "Megatron-LM, one of two pipeline stages": (
-        _megatron_ranks(1, pipeline_model_parallel_size=2),
-        r"2 pipeline-parallel ranks, but only mp_rank_00 is here\s*copy the folders of all ranks",
+    "Megatron-LM, two tensor-parallel ranks": (
+        _megatron(2),
+        r"divided among 2 ranks[\s\S]*tools/checkpoint/convert\.py",
     ),
 }
 

@@ -317,36 +317,13 @@ MEGATRON = OrderedDict(
 )
 
 
-def test_megatron_of_one_rank_is_read(tmp_path: Path) -> None:
-    state = OrderedDict(MEGATRON) | {"decoder.layers.0._extra_state": None}
-    step = write_megatron(tmp_path, [state], tensor_model_parallel_size=1)
-    check(tensors(tmp_path), MEGATRON)
-    check(tensors(step), MEGATRON)
-    assert formats.detect(tmp_path).NAME == "megatron"
-
-
-def test_nested_dicts_of_older_megatron_get_dotted_names(tmp_path: Path) -> None:
-    nested = {
-        "embedding": {"word_embeddings": {"weight": MEGATRON["embedding.word_embeddings.weight"]}},
-        "decoder": {"layers.0.mlp.weight": MEGATRON["decoder.layers.0.mlp.weight"]},
-    }
-    write_megatron(tmp_path, [nested])
-    check(tensors(tmp_path), MEGATRON)
-
-
-def test_megatron_of_several_ranks_is_refused(tmp_path: Path) -> None:
-    write_megatron(tmp_path, [MEGATRON, MEGATRON], tensor_model_parallel_size=2)
-    text = refusal(tmp_path)
+def test_megatron_is_refused_with_its_own_converter(tmp_path: Path) -> None:
+    write_megatron(tmp_path, [MEGATRON])
+    assert "model_optim_rng.pt --key model; if not, merge the ranks" in refusal(tmp_path)
+    write_megatron(tmp_path / "two", [MEGATRON, MEGATRON])
+    text = refusal(tmp_path / "two")
     assert "divided among 2 ranks (mp_rank_00 to mp_rank_01)" in text
     assert "tools/checkpoint/convert.py" in text
-
-
-@pytest.mark.parametrize("kind", ["tensor", "pipeline", "expert"])
-def test_one_of_several_megatron_ranks_is_refused(tmp_path: Path, kind: str) -> None:
-    write_megatron(tmp_path, [MEGATRON], **{f"{kind}_model_parallel_size": 4})
-    assert f"among 4 {kind}-parallel ranks, but only mp_rank_00 is in this folder" in refusal(
-        tmp_path
-    )
 
 
 def test_the_folder_of_a_trainer_beside_config_json_says_where_its_weights_are(
@@ -368,10 +345,6 @@ def test_a_selected_part_is_loaded_in_a_format_that_weighin_writes(
     assert formats.loaded_as(step) == "deepspeed"
     assert formats.loaded_as(step, Selection("layers")) is None
     assert formats.loaded_as(tmp_path / "none") is None
-    megatron = write_megatron(tmp_path / "other", [dict(MEGATRON)])
-    assert formats.loaded_as(megatron) == "megatron"
-    write_megatron(tmp_path / "third", [dict(MEGATRON) | {"layer._extra_state": None}])
-    assert formats.loaded_as(tmp_path / "third") is None
     assert formats.known("deepspeed") == "deepspeed"
     with pytest.raises(HarnessError, match="no checkpoint format is called 'deepsped'"):
         formats.known("deepsped")
@@ -381,7 +354,6 @@ WRITERS: dict[str, Callable[[Path, Model], Path]] = {
     "zero 2": lambda run, model: write_zero(run, model, 2, 2, 4),
     "zero 3": lambda run, model: write_zero(run, model, 3, 2),
     "universal": lambda run, model: write_universal(run, model, 3, 2),
-    "megatron": lambda run, _: write_megatron(run, [MEGATRON]),
 }
 
 

@@ -16,7 +16,6 @@ weighin reads these formats, but does not write them:
 =======================  ==========================================================
 ``deepspeed``            DeepSpeed's folder of a step: ZeRO 1, 2, 3 or none
 ``deepspeed_universal``  DeepSpeed's universal checkpoint: a folder for each weight
-``megatron``             the folder of a step of Megatron-LM, of one rank
 ``gguf``                 llama.cpp: a file, a part of a model, or a model's folder
 ``sentence_transformers`` the folder of a model whose parts lie in folders of their own
 =======================  ==========================================================
@@ -39,7 +38,6 @@ from weighin.formats import (
     deepspeed,
     deepspeed_universal,
     gguf,
-    megatron,
     per_module,
     per_param,
     pt,
@@ -75,7 +73,6 @@ _LAYOUTS: Final[tuple[Layout, ...]] = (
 _READ_ONLY: Final[tuple[ReadLayout, ...]] = (
     deepspeed_universal,
     deepspeed,
-    megatron,
     gguf,
     sentence_parts,
 )

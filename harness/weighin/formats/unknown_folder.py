@@ -18,6 +18,7 @@ _MOST_SHOWN: Final = 100
 _CONFIG: Final = "config.json"
 _VARIANT: Final = re.compile(r"\w*model\.(\w+)(-\d+-of-\d+)?(\.safetensors|\.bin)")
 _SHARD: Final = re.compile(r"(\w*model)-\d+-of-\d+(\.safetensors|\.bin)")
+_MEGATRON: Final = re.compile(r"mp_rank_\d+(_\d+){,2}")
 _OTHER_FRAMEWORKS: Final = (
     ".onnx", ".h5", ".keras", ".msgpack", ".ocdbt", ".tflite", ".ot", ".index", ".pb",
 )  # fmt: skip
@@ -53,6 +54,8 @@ def _recognised(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, str]]
         yield _adapter(folder, names)
     if step := named_step(folder):
         yield _training_run(folder, *step)
+    if ranks := [name for name in names if _MEGATRON.fullmatch(name)]:
+        yield _megatron(folder, ranks)
     if pipeline.INDEX in names:
         yield "a diffusers pipeline without weights", "give the folder that has the weights, too"
     if "modules.json" in names and _CONFIG not in names:
@@ -123,6 +126,21 @@ def _training_run(folder: Path, tag: Path, inner: Path) -> tuple[str, str]:
         f"its weights are in a step of a training run: {inner.name}",
         f"write them beside config.json: weighin convert {inner} {folder / 'model.safetensors'}",
     )
+
+
+def _megatron(folder: Path, ranks: Sequence[str]) -> tuple[str, str]:
+    """Describe a step of Megatron-LM, whose files do not say along which dimension tensors are divided."""
+    file = folder / ranks[0] / "model_optim_rng.pt"
+    merged = (
+        "merge the ranks with Megatron-LM: python tools/checkpoint/convert.py --model-type GPT"
+        " --loader core --saver core --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1"
+        " --load-dir RUN --save-dir MERGED"
+    )
+    if len(ranks) == 1:
+        what = "a step of Megatron-LM with the file of one rank, which may have a part of the model"
+        return what, f"if the run had one rank, give its file: {file} --key model; if not, {merged}"
+    what = f"a step of Megatron-LM, divided among {len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
+    return what, merged
 
 
 def _weights(names: Sequence[str]) -> list[str]:
