@@ -48,7 +48,9 @@ def start(isolation: DockerIsolation) -> Iterator[Start]:
     ) -> DockerStarted:
         command = (sys.executable, "-c", textwrap.dedent(code))
         paths = map(str, seen)
-        started.append(isolation.start(cell(limit_bytes), command, mounts=paths))
+        running = isolation.start(cell(limit_bytes), command, mounts=paths)
+        assert isinstance(running, DockerStarted)
+        started.append(running)
         return started[-1]
 
     yield start

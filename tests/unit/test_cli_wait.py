@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from weighin.cli import app
 from weighin.errors import HarnessError
+from weighin.files import try_lock
 from weighin.isolation.process import CgroupIsolation
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.run import loads, runner
@@ -53,14 +54,13 @@ def test_with_wait_it_starts_when_the_first_has_ended(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_held, may_end = threading.Event(), threading.Event()
-    try_lock = runner.try_lock
 
     def end_first_if_held(file: int) -> bool:
         if not (is_free := try_lock(file)):
             may_end.set()  # not after a time, which a busy machine may need to come here
         return is_free
 
-    monkeypatch.setattr(runner, "try_lock", end_first_if_held)
+    monkeypatch.setattr("weighin.run.runner.try_lock", end_first_if_held)
 
     def first() -> None:
         with runner.only_run():
