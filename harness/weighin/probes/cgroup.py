@@ -239,9 +239,12 @@ class MemoryCgroup:
         self.path, self.pressure_path = path, pressure_path
         self.version = 1 if (path / _V1["usage"]).exists() else 2
         self.words = _V1 if self.version == 1 else _V2
+        self._files: dict[str, Path] = {}  # because a sampler asks for them often
 
     def file(self, name: str) -> Path:
-        return self.path / self.words.get(name, f"no file of v{self.version}")
+        if name not in self._files:
+            self._files[name] = self.path / self.words.get(name, f"no file of v{self.version}")
+        return self._files[name]
 
     def read(self, name: str) -> int | None:
         """Return the number in a file; v1's limit is a huge number if there is none."""

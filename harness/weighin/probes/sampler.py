@@ -128,6 +128,7 @@ class Sampler:
         self._inside: set[int] = set()
         self._files = self._open(cgroup.file("usage"), cgroup.file("stat")) if cgroup else []
         self._kills: dict[str, int] = {}
+        self._look_around_ns = 0  # when the members and kills of a load's cgroup are read again
         # Of a tree of processes:
         self._sum, self._is_fresh = Pause(), True  # False if the last sample repeats an earlier sum
         self._shares: dict[int, Shares] = {}
@@ -208,12 +209,16 @@ class Sampler:
 
     def _look(self) -> Sample | None:
         t_ns = time.monotonic_ns()
-        pids = self.pids()
+        pids = self._members
+        if self.table or t_ns >= self._look_around_ns or self._stop.is_set():
+            # This takes three times as long as a load's own sample.
+            self._look_around_ns = t_ns + int(_INTERVAL_S * 1e9)
+            pids = self.pids()
+            if self._cgroup:
+                self._count_kills(self._cgroup)
         if self.table:
             self.table.look(pids, t_ns)
         sample = self.read(t_ns, pids)
-        if self._cgroup:
-            self._count_kills(self._cgroup)
         if sample is None:
             return None
         self.samples.append(sample)
@@ -285,7 +290,8 @@ class Sampler:
 
     def _count_kills(self, cgroup: MemoryCgroup) -> None:
         for folder in folders_of(cgroup.path):
-            if (kills := MemoryCgroup(Path(folder)).read_oom_kills()) is not None:
+            group = cgroup if folder == str(cgroup.path) else MemoryCgroup(Path(folder))
+            if (kills := group.read_oom_kills()) is not None:
                 self._kills[folder] = kills
         ever = cgroup.numbers("oom_below").get("oom_kill")
         if self._kills or ever is not None:
@@ -293,23 +299,34 @@ class Sampler:
 
     def read(self, t_ns: int, pids: list[int]) -> Sample | None:
         """Return the memory now; None if the cgroup was removed, or nothing runs any more."""
-        group = self._of_group(self._cgroup, t_ns) if self._cgroup else None
+        charge = self._charge(self._cgroup) if self._cgroup else None
         if not self._loading:
-            return group if self._cgroup else self._of_tree(t_ns, pids)
+            if self._cgroup:
+                return self._of_group(self._cgroup, t_ns, *charge) if charge else None
+            return self._of_tree(t_ns, pids)
         if len(self._loading) == 1:
             self._add_up_others(pids)
         found = [self._of_process(number, t_ns) for number in range(len(self._loading))]
         if not any(found):
             return None
-        sample = found[0] if len(found) == 1 else self._of_ranks(found, group)
-        if not sample or not group:
+        stat = charge[1] if charge else None
+        sample = found[0] if len(found) == 1 else self._of_ranks(found, stat)
+        if not sample or not charge or not stat:
             return sample
         return replace(
             sample,
-            cgroup_bytes=group.cgroup_bytes,
-            cgroup_file_bytes=group.cgroup_file_bytes,
-            cgroup_shmem_bytes=group.cgroup_shmem_bytes,
+            cgroup_bytes=charge[0],
+            cgroup_file_bytes=stat.get("file", 0),
+            cgroup_shmem_bytes=stat.get("shmem", 0),
         )
+
+    def _charge(self, cgroup: MemoryCgroup) -> tuple[int, dict[str, int]] | None:
+        """Return what the kernel charges the cgroup with, in bytes, and its parts by v2's names."""
+        try:
+            usage, text = map(_pread, self._files)
+            return int(usage), cgroup.parse_stat(text)
+        except (OSError, ValueError):  # the group was removed
+            return None
 
     def _of_process(self, number: int, t_ns: int) -> Sample | None:
         try:
@@ -321,12 +338,9 @@ class Sampler:
             return None
         return Sample(t_ns=t_ns, minor_faults=minor, major_faults=major, **memory)
 
-    def _of_group(self, cgroup: MemoryCgroup, t_ns: int) -> Sample | None:
-        try:
-            usage, text = map(_pread, self._files)
-            stat, usage_bytes = cgroup.parse_stat(text), int(usage)
-        except (OSError, ValueError):  # the group was removed
-            return None
+    def _of_group(
+        self, cgroup: MemoryCgroup, t_ns: int, usage_bytes: int, stat: dict[str, int]
+    ) -> Sample:
         anon, file, shmem = (stat.get(name, 0) for name in ("anon", "file", "shmem"))
         listed = stat.get("active_file", 0) + stat.get("inactive_file", 0)
         freed = min(max(listed - (file - shmem), 0), anon)
@@ -379,15 +393,16 @@ class Sampler:
         rss = anon + file + shmem
         return Sample(t_ns, rss, anon, file, shmem, swap, 0, 0, locked_bytes=locked)
 
-    def _of_ranks(self, found: list[Sample | None], group: Sample | None) -> Sample:
+    def _of_ranks(self, found: list[Sample | None], stat: dict[str, int] | None) -> Sample:
         for number, sample in enumerate(found):
             if sample:
                 self.rank_samples.setdefault(number, []).append(sample)
         now = [samples[-1] for samples in self.rank_samples.values()]
-        shmem = group.shmem_bytes if group else max(each.shmem_bytes for each in now)
+        shmem = max(each.shmem_bytes for each in now)
         file = max(each.file_bytes for each in now)
-        if group:
-            file = max((group.cgroup_file_bytes or 0) - shmem, 0)
+        if stat:
+            shmem = stat.get("shmem", 0)
+            file = max(stat.get("file", 0) - shmem, 0)
         anon = sum(each.anon_bytes for each in now)
         swap = sum(each.swap_bytes for each in now)
         minor = sum(each.minor_faults for each in now)
