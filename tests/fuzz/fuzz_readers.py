@@ -14,7 +14,7 @@ from pathlib import Path
 import atheris
 
 # Only what reads foreign bytes is worth guiding by: torch and the writers would drown it.
-with atheris.instrument_imports(include=["weighin.formats"]):
+with atheris.instrument_imports(include=["weighin.formats", "weighin.stream"]):
     from weighin.formats import (
         bounded_json,
         dcp,
@@ -22,39 +22,31 @@ with atheris.instrument_imports(include=["weighin.formats"]):
         folder_index,
         per_module,
         per_param,
-        pickle_machine,
-        pickled_calls,
-        pt,
-        pt_legacy,
         safetensors,
         safetensors_header,
         sharded,
-        state_pickle,
-        tensor_refs,
-        zip_directory,
     )
     from weighin.formats.base import Layout, TensorSlice
+    from weighin.stream import pickles, torch_files
+    from weighin.stream.torch_files import PT, PT_LEGACY
 
 from weighin.errors import CheckpointError
 
 MODULES = (
-    zip_directory,
+    torch_files,
     dcp_metadata,
     folder_index,
     bounded_json,
     safetensors_header,
-    pickle_machine,
-    pickled_calls,
-    state_pickle,
-    tensor_refs,
+    pickles,
 )
 LONGEST = 16 * 1024
 MEMORY_BYTES = 200 * 1024**2
 
 # The first byte of an input says which file it is, of a folder whose other files are sound.
 TARGETS: tuple[tuple[Layout, str], ...] = (
-    (pt, ""),
-    (pt_legacy, ""),
+    (PT, ""),
+    (PT_LEGACY, ""),
     (safetensors, ""),
     (sharded.SHARDED, "model.safetensors.index.json"),
     (sharded.SHARDED_PT, "pytorch_model.bin.index.json"),

@@ -13,8 +13,9 @@ import torch
 from weighin import formats
 from weighin.checkpoint.manifest import Manifest, TensorEntry, read_manifest
 from weighin.errors import CheckpointError, UnknownName
-from weighin.formats import per_param, pt
+from weighin.formats import per_param
 from weighin.formats.base import TensorPlan
+from weighin.stream.torch_files import PT, read_one
 
 AGAIN = "copy or download the file again"
 
@@ -104,7 +105,7 @@ def test_offsets_lead_to_the_values(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save(state, path)
     data = path.read_bytes()
-    places = {place.name: place for place in pt.read(path)}
+    places = {place.name: place for place in PT.read(path)}
     assert list(places) == list(state)
     assert places["tied"].offset == places["weight"].offset
     assert (
@@ -130,7 +131,7 @@ def test_a_record_that_a_zip_program_compressed_is_refused(tmp_path: Path) -> No
         for record in source.infolist():
             to.writestr(record.filename, source.read(record))
     with pytest.raises(CheckpointError, match=r"record 'model/.*' is compressed"):
-        pt.read(packed)
+        PT.read(packed)
 
 
 def saved(path: Path, value: object) -> None:
@@ -199,7 +200,7 @@ def test_what_is_no_checkpoint_is_called_by_its_name(
     path = tmp_path / "model.pt"
     write(path)
     with pytest.raises(CheckpointError) as caught:
-        pt.read(path)
+        PT.read(path)
     assert caught.value.message.startswith(f"{path}: {message}")
     assert caught.value.repair == repair
 
@@ -211,10 +212,10 @@ def test_the_old_format_comes_with_the_line_that_converts_it(tmp_path: Path) -> 
     path = tmp_path / "it's old.pt"
     legacy(path)
     with pytest.raises(CheckpointError, match=r"in the format of torch before 1\.6") as caught:
-        pt.read(path)
+        PT.read(path)
     line = caught.value.repair.removeprefix("save it again: ")
     subprocess.run(line.replace("python", sys.executable, 1), shell=True, check=True)
-    assert [place.name for place in pt.read(Path(f"{path}.new"))] == ["w"]
+    assert [place.name for place in PT.read(Path(f"{path}.new"))] == ["w"]
 
 
 def test_a_plain_pickle_is_not_executed(tmp_path: Path) -> None:
@@ -223,15 +224,15 @@ def test_a_plain_pickle_is_not_executed(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"a pickle that torch\.save did not write, and was NOT executed"
     ):
-        pt.read(path)
+        PT.read(path)
 
 
 def test_a_file_of_one_tensor(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "w.pt")
-    assert pt.read_one(tmp_path / "w.pt", "w").shape == (3,)
+    assert read_one(tmp_path / "w.pt", "w").shape == (3,)
     torch.save([1], tmp_path / "l.pt")
     with pytest.raises(CheckpointError, match="holds a list, not a tensor"):
-        pt.read_one(tmp_path / "l.pt", "l")
+        read_one(tmp_path / "l.pt", "l")
 
 
 def test_the_manifest_is_plain_json(tmp_path: Path) -> None:

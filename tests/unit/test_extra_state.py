@@ -110,13 +110,13 @@ def test_another_value_in_the_selection_is_unexpected_as_in_torch(tmp_path: Path
 
 def test_one_text_that_is_copied_without_end_is_refused(tmp_path: Path) -> None:
     """A pickle may ask for one long text as bytes a hundred thousand times."""
-    from weighin.formats import state_pickle
     from weighin.loader.extra_state import _Rebuilder
+    from weighin.stream import pickles
 
     long = b"X" + (10**6).to_bytes(4, "little") + b"a" * 10**6 + b"q\0X\6\0\0\0latin1q\1"
     head, more = b"\x80\x02" + long + b"00]c_codecs\nencode\nq\2", b"h\2h\0h\1\x86R"
     data = head + b"0(" + more * 100_000 + b"e."
-    records = state_pickle.load(tmp_path / "x", io.BytesIO(data)).value
+    records = pickles.load(tmp_path / "x", io.BytesIO(data)).value
     with pytest.raises(CheckpointError, match="holds values of more than 33,554,432 bytes"):
         _Rebuilder(tmp_path / "x", "_extra_state").rebuild(records)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
-from weighin.formats.flat_pieces import Flat, boxes, joined
+from weighin.stream.zero import boxes, elements, joined
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -44,9 +44,8 @@ def test_elements_are_joined_from_several_files(tmp_path: Path) -> None:
         flat_file(tmp_path / str(number), part)
         for number, part in enumerate(values.split([7, 0, 31, 22]))
     ]
-    flat = Flat(tmp_path, files)
-    where = joined("one", (4, 3, 4), flat.ranges(5, 48))
+    where = joined("one", (4, 3, 4), elements(tmp_path, files, 5, 48))
     assert torch.equal(torch.cat([piece.clone() for piece in read_pieces(where)]), values[5:53])
-    assert joined("none", (0, 3), flat.ranges(9, 0)).nbytes == 0
+    assert joined("none", (0, 3), elements(tmp_path, files, 9, 0)).nbytes == 0
     with pytest.raises(CheckpointError, match="elements 50 to 61 of a partition are needed"):
-        flat.ranges(50, 11)
+        elements(tmp_path, files, 50, 11)

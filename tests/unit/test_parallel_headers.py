@@ -18,13 +18,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weighin import formats
-from weighin.formats import parallel_headers, zip_directory
+from weighin.formats import parallel_headers
 from weighin.formats.parallel_headers import read_headers
 from weighin.loader import disk_readers, fill
 from weighin.loader.direct_io import DISK_THREADS, PIECE_BYTES, PieceReader
 from weighin.loader.disk_readers import DiskReaders, Readers, TimedRead, choose
 from weighin.loader.load import Granularity, load_streaming
 from weighin.probes import page_cache
+from weighin.stream import torch_files
 
 KIB, MIB = 1024, 1024**2
 MS = 1_000_000
@@ -225,8 +226,8 @@ def test_the_headers_of_a_zip_file_are_read_at_once_from_a_late_disk(
         return headers
 
     times = itertools.count(0.0, late)
-    monkeypatch.setattr("weighin.formats.zip_directory.time.monotonic", lambda: next(times))
-    monkeypatch.setattr(zip_directory, "read_headers", read)
+    monkeypatch.setattr("weighin.stream.torch_files.time.monotonic", lambda: next(times))
+    monkeypatch.setattr(torch_files, "read_headers", read)
     assert len(formats.read(path)[1]) == 96
     assert sum(found) >= heads and len(found) == bool(heads)
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from weighin import formats
 from weighin.errors import CheckpointError
-from weighin.formats import state_pickle
 from weighin.formats.selection import Selection
+from weighin.stream import pickles
 
 
 class Kind(enum.Enum):
@@ -231,8 +231,8 @@ def test_deep_and_shared_objects_take_little_time(tmp_path: Path, depth: int) ->
     data = b"\x80\x02}(X\1\0\0\0aq\1" + nested + b"q\2"
     data += b"".join(b"X\6\0\0\0%06dh\2" % number for number in range(depth)) + b"u."
     path = tmp_path / "x"
-    value = state_pickle.load(path, io.BytesIO(data)).value
-    from weighin.formats.state_dicts import state_dict
+    value = pickles.load(path, io.BytesIO(data)).value
+    from weighin.stream.state_dicts import state_dict
 
     with pytest.raises(CheckpointError, match="not a flat state dict: 'a' holds a list"):
         state_dict(path, {"model": value}, "model")

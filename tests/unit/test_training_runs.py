@@ -235,10 +235,8 @@ def test_partitions_of_another_model_are_refused(tmp_path: Path, model: Model, s
     )
     for file in other.glob("*_optim_states.pt"):
         shutil.copy(file, step)
-    needed = "127 for each of 2 ranks" if stage == 3 else "243"
-    assert re.search(
-        rf"elements( of weights)?, but the( tensor)? shapes in .* need {needed}", refusal(step)
-    )
+    needed = 127 if stage == 3 else 243
+    assert re.search(rf"elements, but the shapes in .* need {needed}\n", refusal(step))
 
 
 def test_a_weight_without_values_is_refused(tmp_path: Path, model: Model) -> None:
@@ -381,7 +379,7 @@ ODD: dict[str, tuple[str, object]] = {
     "shape": ("param_shapes", [{"embed.weight": "wide"}]),
     "groups": ("param_shapes", "none"),
     "group": ("param_shapes", [7]),
-    "buffers": ("buffer_names", {"a": 1}),
+    "buffers": ("buffer_names", 1),
     "shared": ("shared_params", ["a"]),
     "fragments": ("frozen_param_fragments", [1]),
     "frozen": ("frozen_param_shapes", [1]),

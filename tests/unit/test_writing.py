@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from weighin.checkpoint.piecewise import pieces_of
-from weighin.formats import pt, zip_writer
+from weighin.formats import zip_writer
 from weighin.formats.zip_writer import placeholder, run_parallel, write_pt, write_tensor
+from weighin.stream.torch_files import PT
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_every_storage_is_aligned_to_64_bytes(
     tmp_path: Path, state: dict[str, torch.Tensor]
 ) -> None:
     write(tmp_path / "model.pt", state)
-    assert all(place.storage_offset % 64 == 0 for place in pt.read(tmp_path / "model.pt"))
+    assert all(place.storage_offset % 64 == 0 for place in PT.read(tmp_path / "model.pt"))
 
 
 def test_one_tensors_file(tmp_path: Path, state: dict[str, torch.Tensor]) -> None:

@@ -27,7 +27,7 @@ from weighin.formats.pretrained_library import library_in
 from weighin.formats.quantised import Quantised
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.storages import Footprint, footprint, ties
-from weighin.formats.tensor_refs import type_name
+from weighin.stream.pickles import type_name
 from weighin.suite import registry
 from weighin.text import one_line
 from weighin.units import format_bytes

@@ -167,7 +167,7 @@ class Slices(list[TensorSlice]):
         metadata: maps each module's name to its version metadata, by which ``load_state_dict`` detects
             older checkpoints; None if the format does not store such metadata.
         values: maps the names of the state dict's values other than tensors, such as an extra
-            state, to records of ``tensor_refs``.
+            state, to records of ``stream.pickles``.
         refused: the name of the first class or function in the file that
             torch.load(weights_only=True) refuses; empty if torch.load refuses none.
         notes: sentences on contradictions between the checkpoint's files, such as an index that

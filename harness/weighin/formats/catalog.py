@@ -35,13 +35,9 @@ from typing import Final
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.formats import (
     dcp,
-    deepspeed,
-    deepspeed_universal,
     gguf,
     per_module,
     per_param,
-    pt,
-    pt_legacy,
     safetensors,
     sentence_parts,
     tensorizer,
@@ -52,16 +48,16 @@ from weighin.formats.misfit import first_names, plain
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.sharded import OF_DIFFUSERS, SHARDED, SHARDED_PT
-from weighin.formats.state_dicts import all_empty, is_beside_weights, no_key
-from weighin.formats.training_step import newest
 from weighin.formats.unknown_file import shown
 from weighin.formats.unknown_folder import no_model
-from weighin.formats.zip_directory import check_file
+from weighin.stream.state_dicts import all_empty, is_beside_weights, no_key
+from weighin.stream.torch_files import PT, PT_LEGACY, check_file
+from weighin.stream.zero import UNIVERSAL, ZERO, newest
 
 # ``detect`` tries the formats in this order. per_param is last, because it matches any index.json.
 _LAYOUTS: Final[tuple[Layout, ...]] = (
-    pt,
-    pt_legacy,
+    PT,
+    PT_LEGACY,
     safetensors,
     SHARDED,
     SHARDED_PT,
@@ -71,8 +67,8 @@ _LAYOUTS: Final[tuple[Layout, ...]] = (
 )
 
 _READ_ONLY: Final[tuple[ReadLayout, ...]] = (
-    deepspeed_universal,
-    deepspeed,
+    UNIVERSAL,
+    ZERO,
     gguf,
     sentence_parts,
 )
@@ -175,10 +171,10 @@ def _read(path: Path, selection: Selection) -> tuple[str, Slices]:
     key = selection.key
     if key and layout is dcp:  # dcp.read(path, key) also ignores values outside of the key
         slices = _below(path, dcp.read(path, key), key)
-    elif key and layout is pt:
-        slices = pt.read(path, key)
-    elif key and layout is pt_legacy:
-        slices = pt_legacy.read(path, key)
+    elif key and layout is PT:
+        slices = PT.read(path, key)
+    elif key and layout is PT_LEGACY:
+        slices = PT_LEGACY.read(path, key)
     else:
         slices = layout.read(path)
         slices = _below(path, slices, key) if key else slices

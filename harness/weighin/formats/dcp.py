@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Final
 
 from weighin.errors import CheckpointError
 from weighin.files import write_bytes
-from weighin.formats import dcp_metadata, pt, unknown_file
+from weighin.formats import dcp_metadata, unknown_file
 from weighin.formats.base import Part, Pieces, Plans, Progress, Slices, TensorSlice, row_major
 from weighin.formats.dcp_metadata import AGAIN, FILE_NAME, DcpBlock, DcpTensor
 from weighin.formats.misfit import plain
-from weighin.formats.tensor_refs import Opaque
 from weighin.formats.unknown_file import shown, unreadable
+from weighin.stream.pickles import Opaque
+from weighin.stream.torch_files import read_one
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -104,7 +105,7 @@ def _read_archive(folder: Path, key: str, stored: DcpBlock) -> TensorSlice:
                     unknown_file.AGAIN,
                 )
             view = _FileView(file.fileno(), stored.offset, stored.length)
-            where = pt.read_one(path, key, view)
+            where = read_one(path, key, view)
     except OSError as error:
         raise unreadable(folder / plain(stored.file), error) from error
     return replace(

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats import folder_index, pt
+from weighin.formats import folder_index
 from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.folder_index import INDEX_NAME, file_name
 from weighin.formats.parallel_headers import map_files
 from weighin.formats.unknown_file import shown
+from weighin.stream.torch_files import PT
 
 NAME = "per_module"
 SUFFIX = ""
@@ -49,7 +50,7 @@ def read(path: Path) -> Slices:
     slices: dict[str, TensorSlice] = {}
     index = read_index(path)
     files = {path / name: keys for name, keys in index["files"].items()}
-    for (file, keys), places in zip(files.items(), map_files(pt.read, [*files]), strict=True):
+    for (file, keys), places in zip(files.items(), map_files(PT.read, [*files]), strict=True):
         state = {where.name: where for where in places}
         if list(state) != keys:
             odd = next(iter(set(state) ^ set(keys)), keys[0])

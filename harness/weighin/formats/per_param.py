@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from weighin.errors import CheckpointError
-from weighin.formats import folder_index, pt
+from weighin.formats import folder_index
 from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan
 from weighin.formats.folder_index import INDEX_NAME, file_name
 from weighin.formats.parallel_headers import map_files
 from weighin.formats.unknown_file import shown
+from weighin.stream.torch_files import read_one
 
 NAME = "per_param"
 SUFFIX = ""
@@ -44,7 +45,7 @@ def read(path: Path) -> Slices:
     keys: dict[Path, str] = {}  # the first key of each file
     for key, file in index.items():
         keys.setdefault(file, key)
-    places = map_files(lambda file: pt.read_one(file, keys[file]), [*keys])
+    places = map_files(lambda file: read_one(file, keys[file]), [*keys])
     by_file = dict(zip(keys, places, strict=True))
     return Slices(replace(by_file[file], name=key) for key, file in index.items())
 

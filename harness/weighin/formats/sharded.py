@@ -29,13 +29,14 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.files import sync_folder, write_text
-from weighin.formats import pt, safetensors
+from weighin.formats import safetensors
 from weighin.formats.base import Layout, Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.bounded_json import read_object
 from weighin.formats.misfit import first_names, plain
 from weighin.formats.parallel_headers import map_files
 from weighin.formats.storages import are_equal
 from weighin.formats.unknown_file import broken_link, is_file, shown
+from weighin.stream.torch_files import PT
 
 MAX_SHARD_BYTES: Final = 5 * 1024**3
 """The largest size of a shard, unless a single tensor is larger; Hugging Face's default is 5 GB."""
@@ -197,9 +198,9 @@ def split(tensors: Plans, max_bytes: int) -> list[list[TensorPlan]]:
 
 
 SHARDED: Final = Sharded("sharded", "model", safetensors.SUFFIX, safetensors)
-SHARDED_PT: Final = Sharded("sharded_pt", "pytorch_model", ".bin", pt)
+SHARDED_PT: Final = Sharded("sharded_pt", "pytorch_model", ".bin", PT)
 OF_DIFFUSERS: Final = (
     Sharded("sharded", "diffusion_pytorch_model", safetensors.SUFFIX, safetensors),
-    Sharded("sharded_pt", "diffusion_pytorch_model", ".bin", pt),
+    Sharded("sharded_pt", "diffusion_pytorch_model", ".bin", PT),
 )
 """The same formats under the file names of diffusers. weighin reads these names and never writes them."""

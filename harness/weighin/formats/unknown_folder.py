@@ -10,8 +10,8 @@ from weighin.errors import CheckpointError
 from weighin.files import MIB, object_in
 from weighin.formats import pipeline
 from weighin.formats.pretrained_library import ADAPTER, WEIGHTS
-from weighin.formats.training_step import named_step
 from weighin.formats.unknown_file import broken_link
+from weighin.stream.zero import named_step
 from weighin.text import few, one_line
 
 _MOST_SHOWN: Final = 100

@@ -1,17 +1,15 @@
 """Rebuild the values of a state dict that are no tensors, for ``Module.set_extra_state``.
 
-This module rebuilds only plain values and a few kinds of objects, with its own code. The module
-imports no class that a checkpoint names, so that a malicious file cannot execute code.
+Only plain values and a few kinds of objects are rebuilt, from the records of ``stream.pickles``. No
+class that a checkpoint names is imported, so that a malicious file cannot execute code.
 """
 
 import logging
 import re
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -20,11 +18,11 @@ from weighin.errors import CheckpointError
 from weighin.formats.base import Slices
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.misfit import first_names, plain
-from weighin.formats.pickle_machine import MOST_BYTES
-from weighin.formats.state_dicts import is_extra_state
-from weighin.formats.tensor_refs import Named, Opaque, Size, StateDict, type_name
 from weighin.formats.unknown_file import shown
+from weighin.stream.pickles import MOST_BYTES, Dict, Named, Opaque, Size, StateDict, type_name
+from weighin.stream.state_dicts import is_extra_state
 
+_NUMPY: Final = re.compile(r"numpy\._?core\.multiarray\.(scalar|_reconstruct)")
 _NUMPY_DTYPE: Final = re.compile(r"[biufc]\d+")
 _log = logging.getLogger("weighin")
 
@@ -61,14 +59,14 @@ def extra_values(model: torch.nn.Module, slices: Slices, checkpoint: Path) -> di
 
 
 class _Rebuilder:
-    """Turns the records of one pickled value (from weighin's reader of pickles) into objects."""
+    """Turns the records of one pickled value into objects."""
 
     def __init__(self, checkpoint: Path, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
         self._made: dict[int, Any] = {}
         self._left = MOST_BYTES
 
-    def rebuild(self, record: object) -> Any:
+    def rebuild(self, record: Any) -> Any:
         """Return the value that ``record`` describes.
 
         Raises:
@@ -83,52 +81,42 @@ class _Rebuilder:
         if record is None or isinstance(record, bool | int | float | str | bytes):
             return record
         if id(record) not in self._made:
-            if type(record) in (dict, StateDict):
-                made: Any = OrderedDict() if type(record) is StateDict else {}
-                self._made[id(record)] = made
-                made.update({self._key(key): self._object(item) for key, item in record.items()})
-            elif isinstance(record, list):
-                made = self._made[id(record)] = []
-                made.extend(map(self._object, record))
-            else:
-                self._made[id(record)] = self._other(record)
+            self._made[id(record)] = self._new(record)
         return self._made[id(record)]
+
+    def _new(self, record: Any) -> Any:  # noqa: PLR0911 (one for each kind)
+        match record:
+            case Dict():
+                items = {self._key(key): self._object(value) for key, value in record.items()}
+                return OrderedDict(items) if isinstance(record, StateDict) else items
+            case list():
+                return [self._object(one) for one in record]
+            case Size():
+                return torch.Size(record)
+            case tuple():
+                return tuple(self._object(one) for one in record)
+            case Named(name) if (dtype := name.removeprefix("torch.")) in ITEM_BYTES:
+                return getattr(torch, dtype)
+            case Opaque("_codecs.encode", [(str() as text, *_)]):
+                return self._counted(text.encode("latin-1"))
+            case Opaque("__builtin__.bytes", [()]):
+                return b""
+            case Opaque("torch.device", [arguments]):
+                return torch.device(*arguments)
+            case Opaque("argparse.Namespace", [_, *states]):
+                return Namespace(**self._counted(self._object(states[0]) if states else {}))
+            case Opaque("_io.BytesIO", [_, state]):
+                return BytesIO(self._counted(self._object(state[0])))
+            case Opaque(kind, [(dtype, data)]) if _NUMPY.fullmatch(kind):
+                return self._numbers(dtype, data)[0]
+            case Opaque(kind, [_, (_, shape, dtype, is_fortran, data)]) if _NUMPY.fullmatch(kind):
+                return self._numbers(dtype, data).reshape(shape, order="F" if is_fortran else "C")
+        raise self._refusal(type_name(record))
 
     def _key(self, key: Any) -> Any:
         if isinstance(key, Opaque):
             raise self._refusal(f"a dict with a key of type {key.kind}")
         return key
-
-    def _other(self, record: Any) -> Any:
-        if isinstance(record, Size):
-            return torch.Size(record)
-        if isinstance(record, tuple):
-            return tuple(map(self._object, record))
-        if isinstance(record, Named) and record.name.removeprefix("torch.") in ITEM_BYTES:
-            return getattr(torch, record.name.removeprefix("torch."))
-        make = _KINDS.get(record.kind) if isinstance(record, Opaque) else None
-        if make is None:
-            raise self._refusal(type_name(record))
-        return make(self, *record.contents)
-
-    def _bytes(self, arguments: Any) -> Any:
-        return self._counted(arguments[0].encode("latin-1")) if arguments else b""
-
-    def _device(self, arguments: Any) -> torch.device:
-        return torch.device(*arguments)
-
-    def _namespace(self, _arguments: Any, state: Any = MappingProxyType({})) -> Namespace:
-        return Namespace(**self._counted(self._object(dict(state))))
-
-    def _stream(self, _arguments: Any, state: Any) -> BytesIO:
-        return BytesIO(self._counted(self._object(state[0])))
-
-    def _scalar(self, arguments: Any) -> Any:
-        return self._numbers(*arguments)[0]
-
-    def _array(self, _arguments: Any, state: Any) -> Any:
-        _version, shape, dtype, is_fortran, data = state
-        return self._numbers(dtype, data).reshape(shape, order="F" if is_fortran else "C")
 
     def _numbers(self, dtype: Opaque, data: Any) -> Any:
         import numpy  # not at the top: torch works without NumPy, and few checkpoints need it
@@ -154,22 +142,3 @@ class _Rebuilder:
             f"{self._checkpoint}: {shown(self._name)} holds {what}, which was NOT executed",
             "load the checkpoint with torch.load and the code that defines the object",
         )
-
-
-_OF_NUMPY: Final[dict[str, Callable[..., Any]]] = {
-    "scalar": _Rebuilder._scalar,
-    "_reconstruct": _Rebuilder._array,
-}
-_KINDS: Final[dict[str, Callable[..., Any]]] = {
-    "_codecs.encode": _Rebuilder._bytes,
-    "__builtin__.bytes": _Rebuilder._bytes,  # without arguments
-    "torch.device": _Rebuilder._device,
-    "argparse.Namespace": _Rebuilder._namespace,
-    "_io.BytesIO": _Rebuilder._stream,
-    **{
-        f"numpy.{core}.multiarray.{name}": make
-        for core in ("core", "_core")
-        for name, make in _OF_NUMPY.items()
-    },
-}
-"""The functions that rebuild an object from its arguments, state and items, by the name in the pickle."""

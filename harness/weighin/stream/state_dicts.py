@@ -4,114 +4,82 @@ A training checkpoint also has settings, schedulers and random states, as object
 the selected state dict, an object other than a tensor is allowed only if it holds no tensors.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.misfit import first_names, plain, select_key
-from weighin.formats.tensor_refs import Opaque, OtherTensor, TensorRef, type_name
 from weighin.formats.unknown_file import shown
+from weighin.stream.pickles import Opaque, OtherTensor, Tensor, type_name
 
 _DEEPEST: Final = 4
 _MOST_PLACES: Final = 3
 _LONGEST_PLACE: Final = 100
 _MOST_NAMED: Final = 1000  # items of a dict or list whose keys an error names
-_NOT_PLAIN: Final = (dict, list, tuple, Opaque, TensorRef)
-_ARRAY: Final = "NumPy array"
-_EXTRA_STATE: Final = "_extra_state"
-"""A name in a state dict has this part if ``Module.get_extra_state`` returned the value."""
-
+_HOLDING: Final = (dict, list, tuple, Opaque, Tensor)
 _OPTIM_STATES: Final = "_optim_states.pt"
 _WEIGHTS_ALONE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
-_SAVE_AGAIN: Final = (
-    "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
-)
-_ARRAYS: Final = (
-    "save tensors instead: torch.save({name: torch.from_numpy(array) for name, array in ...}, ...)"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class StateDictParts:
-    """A state dict: its tensors, its other values, and the modules' version metadata."""
-
-    tensors: dict[str, TensorRef]
-    values: dict[str, Any]
-    metadata: Mapping[str, Mapping[str, object]] | None
-
-    def located(self, place: Callable[[str, TensorRef], TensorSlice], refused: str) -> Slices:
-        """Return the tensors' files and offsets, with ``refused`` as the attribute ``refused``."""
-        slices = Slices(place(name, tensor) for name, tensor in self.tensors.items())
-        slices.metadata, slices.values, slices.refused = self.metadata, self.values, refused
-        return slices
 
 
 def is_extra_state(name: object) -> bool:
     """Tell whether a name in a state dict is the name of a module's extra state."""
-    return isinstance(name, str) and _EXTRA_STATE in name.split(".")
+    return isinstance(name, str) and "_extra_state" in name.split(".")
 
 
-def state_dict(path: Path, value: Any, key: str) -> StateDictParts:
-    """Return the state dict at a dotted key in a pickled value; the key "" means the value itself.
+def state_dict(path: Path, value: Any, key: str) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
+    """Return the tensors, the other values and the modules' version metadata of a state dict.
 
-    With a key, the state dict may also have other values that hold no tensors. Without a key, the
-    only other values that it may have are the extra states of modules, because a file of tensors
-    and settings is more likely a training checkpoint.
+    ``key`` is the dotted key of the state dict in nested dicts; "" means the value itself. With a
+    key, the state dict may also have other values that hold no tensors. Without a key, the only
+    other values that it may have are the extra states of modules, because a file of tensors and
+    settings is more likely a training checkpoint.
 
     Raises:
         CheckpointError: there is no state dict. The message names an object that a state dict
             cannot have. The repair (advice) lists the keys and sizes of the largest state dicts.
     """
-    inside = inner(path, value, key)
+    inside = _inner(path, value, key)
     if not isinstance(inside, dict):
         raise _no_dict(path, inside, value)
-    tensors, values = {}, {}
+    tensors: dict[str, Tensor] = {}
+    values: dict[Any, Any] = {}
     for name, item in inside.items():
-        if isinstance(name, str) and isinstance(item, TensorRef):
+        if isinstance(name, str) and isinstance(item, Tensor):
             tensors[name] = item
         else:
             values[name] = item
     seen: set[int] = set()
     for name, item in values.items():
         fits = isinstance(name, str) and (bool(key) or is_extra_state(name))
-        if not fits or any(
-            isinstance(one, TensorRef | OtherTensor) for _, one in _walk(item, "", seen)
-        ):
+        objects = (one for _, one in _walk(item, "", seen)) if fits else ()
+        if not fits or any(isinstance(one, Tensor | OtherTensor) for one in objects):
             raise _no_state_dict(path, value, key, values, name)
     if values and not tensors:
         raise _no_state_dict(path, value, key, values, next(iter(values)))
-    return StateDictParts(tensors, values, getattr(inside, "metadata", None))
+    return tensors, values, getattr(inside, "metadata", None)
 
 
-def inner(path: Path, value: Any, key: str) -> Any:
+def _inner(path: Path, value: Any, key: str) -> Any:
     """Return the value at a dotted key of nested dicts.
 
     If the dicts lack this key, return the values whose names begin with the key and a dot, as a
     dict of their remaining names.
-
-    Raises:
-        CheckpointError: no name is the key, or begins with the key and a dot.
     """
     if not key:
         return value
-    found = next(_found(value, key), None)
-    if found is not None:
+    for found in _found(value, key):
         return found
-    start = f"{key}."
-    if isinstance(value, dict):
-        named = {
-            name.removeprefix(start): item
-            for name, item in value.items()
-            if isinstance(name, str) and name.startswith(start)
-        }
-        if named:
-            return named
-    raise no_key(path, key, value if isinstance(value, dict) else ())
+    named = {
+        name.removeprefix(f"{key}."): item
+        for name, item in (value.items() if isinstance(value, dict) else ())
+        if isinstance(name, str) and name.startswith(f"{key}.")
+    }
+    if not named:
+        raise no_key(path, key, value if isinstance(value, dict) else ())
+    return named
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:
@@ -147,9 +115,9 @@ def _sizes(value: Any) -> dict[str, int]:
                 continue
             seen.add(id(item))
             place = f"{key}.{name}" if key else name
-            tensors = [one for one in item.values() if isinstance(one, TensorRef)]
+            tensors = [one for one in item.values() if isinstance(one, Tensor)]
             if tensors and all(
-                isinstance(one, str) and (isinstance(item[one], TensorRef) or is_extra_state(one))
+                isinstance(one, str) and (isinstance(item[one], Tensor) or is_extra_state(one))
                 for one in item
             ):
                 places[place] = sum(prod(one.shape) * ITEM_BYTES[one.dtype] for one in tensors)
@@ -187,7 +155,6 @@ def all_empty(path: Path) -> CheckpointError:
     DeepSpeed's ZeRO-3 writes a checkpoint of empty tensors, and the weights into
     ``*_optim_states.pt`` beside it.
     """
-    folder = path if path.is_dir() else path.parent
     if not is_beside_weights(path):
         return CheckpointError(
             f"{path}: all tensors have 0 elements, so the checkpoint holds no weights",
@@ -196,7 +163,7 @@ def all_empty(path: Path) -> CheckpointError:
         )
     return CheckpointError(
         f"{path}: all tensors are empty: ZeRO-3 keeps the weights in *{_OPTIM_STATES}",
-        f"give the folder of all its files: {folder}",
+        f"give the folder of all its files: {path if path.is_dir() else path.parent}",
     )
 
 
@@ -204,7 +171,8 @@ def holds_more(path: Path, place: str, item: Opaque) -> CheckpointError:
     """Return the exception for a file that has an object in the place of a tensor."""
     what = f"is a {title}" if (title := type_name(item)) != item.kind else f"refers to {title}"
     return CheckpointError(
-        f"{path}: holds more than tensors, and was NOT executed: {place} {what}", _SAVE_AGAIN
+        f"{path}: holds more than tensors, and was NOT executed: {place} {what}",
+        "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)",
     )
 
 
@@ -215,14 +183,13 @@ def unread(path: Path, place: str, tensor: OtherTensor) -> CheckpointError:
 
 
 def _no_dict(path: Path, inside: Any, value: Any) -> CheckpointError:
-    places = largest(_sizes(value))
     if isinstance(inside, Opaque) and inside.is_foreign:
-        error = (
-            _whole_module(path, "", inside) if inside.is_module else holds_more(path, "it", inside)
-        )
+        is_module = inside.is_module
+        error = _whole_module(path, "", inside) if is_module else holds_more(path, "it", inside)
     else:
         what = f"holds a {type_name(inside)}, not a state dict"
         error = CheckpointError(f"{path}: {what}", _WEIGHTS_ALONE)
+    places = largest(_sizes(value))
     return CheckpointError(error.message, with_key(places)) if places else error
 
 
@@ -238,35 +205,33 @@ def _no_state_dict(
     places = largest(sizes)
     if sizes and not places:
         return all_empty(path)
-    objects = list(_objects(key, {name: item} if key else values))
+    seen: set[int] = set()
+    objects = [
+        (place, one)
+        for each in ([name] if key else values)
+        for place, one in _walk(values[each], _join(key, each), seen)
+        if isinstance(one, Opaque)
+    ]
     foreign = next((one for one in objects if one[1].is_foreign), None)
     for place, one in objects:
         if isinstance(one, OtherTensor) and not places:
             return unread(path, shown(place), one)
     if isinstance(name, Opaque):
-        error = CheckpointError(
-            f"{path}: not a state dict: a dict has a key of type {name.kind}", _WEIGHTS_ALONE
-        )
+        what = f"not a state dict: a dict has a key of type {name.kind}"
+        error = CheckpointError(f"{path}: {what}", _WEIGHTS_ALONE)
     elif foreign is None:
-        what = f"{shown(name)} holds a {type_name(item)}"
-        error = CheckpointError(f"{path}: not a flat state dict: {what}", _WEIGHTS_ALONE)
+        what = f"not a flat state dict: {shown(name)} holds a {type_name(item)}"
+        error = CheckpointError(f"{path}: {what}", _WEIGHTS_ALONE)
     elif foreign[1].is_module and not places:
         error = _whole_module(path, *foreign)
-    elif foreign[1] is item and type_name(item) == _ARRAY:
-        what = f"{shown(foreign[0])} is a {_ARRAY}, not a tensor"
-        error = CheckpointError(f"{path}: {what}", _ARRAYS)
+    elif foreign[1] is item and type_name(item) == "NumPy array":
+        error = CheckpointError(
+            f"{path}: {shown(foreign[0])} is a NumPy array, not a tensor",
+            "save tensors instead: torch.save({name: torch.from_numpy(array) for name, array in ...}, ...)",
+        )
     else:
         error = holds_more(path, shown(foreign[0]), foreign[1])
     return CheckpointError(error.message, with_key(places)) if places else error
-
-
-def _objects(key: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Opaque]]:
-    """Yield the dotted key, beginning with ``key``, and the record of each object in ``values``."""
-    seen: set[int] = set()
-    for name, item in values.items():
-        for place, one in _walk(item, _join(key, name), seen):
-            if isinstance(one, Opaque):
-                yield place, one
 
 
 def _whole_module(path: Path, place: str, module: Opaque) -> CheckpointError:
@@ -287,23 +252,23 @@ def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     todo = [(place, value)]
     while todo:
         at, one = todo.pop()
-        if not isinstance(one, TensorRef):
-            if not isinstance(one, dict | list | tuple | Opaque) or id(one) in seen:
-                continue
+        if isinstance(one, Tensor):
+            yield at, one
+        elif isinstance(one, _HOLDING) and id(one) not in seen:
             seen.add(id(one))
-        yield at, one
-        pairs: Iterable[tuple[object, Any]] = ()
-        if isinstance(one, dict):
-            pairs = one.items()
-            todo += [(at, key) for key in one if isinstance(key, Opaque)]
-        elif not isinstance(one, TensorRef):
-            pairs = enumerate(one.contents if isinstance(one, Opaque) else one)
-        inside = [
-            (at if isinstance(one, Opaque) or len(one) > _MOST_NAMED else _join(at, name), item)
-            for name, item in pairs
-            if isinstance(item, _NOT_PLAIN)
-        ]
-        todo += reversed(inside)
+            yield at, one
+            contents: Any = one.contents if isinstance(one, Opaque) else one
+            pairs = contents.items() if isinstance(contents, dict) else enumerate(contents)
+            if isinstance(one, dict):
+                todo += [(at, key) for key in one if isinstance(key, Opaque)]
+            is_named = not isinstance(one, Opaque) and len(contents) <= _MOST_NAMED
+            todo += reversed(
+                [
+                    (_join(at, name) if is_named else at, item)
+                    for name, item in pairs
+                    if isinstance(item, _HOLDING)
+                ]
+            )
 
 
 def _join(place: str, name: object) -> str:

@@ -1,0 +1,378 @@
+"""Files of torch.save: both ways with torch itself; a crafted one is named, and nothing in it is executed."""
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.base import TensorPlan
+from weighin.stream import pickles, torch_files
+from weighin.stream.torch_files import PT, PT_LEGACY
+
+torch.manual_seed(0)
+EMBEDDING = torch.randn(100, 7)
+STATE = {
+    "embedding": EMBEDDING,
+    "mask": torch.tensor([True, False, True]),
+    "half": torch.randn(33).to(torch.bfloat16),
+    "empty": torch.empty(0, 4),
+    "steps": torch.tensor(3),
+    "head": EMBEDDING,
+}
+
+
+def save(value: object, path: Path) -> None:
+    torch.save(value, path, _use_new_zipfile_serialization=False)
+
+
+def write(path: Path) -> None:
+    plans = [
+        TensorPlan(name, tuple(t.shape), t.dtype, "embedding" if name == "head" else None)
+        for name, t in STATE.items()
+    ]
+    PT_LEGACY.write(path, plans, lambda name: [STATE[name]])
+
+
+def test_torch_reads_what_we_write_and_tied_weights_share(tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    write(path)
+    found = torch.load(path, weights_only=True)
+    assert list(found) == list(STATE)
+    for name, tensor in STATE.items():
+        assert found[name].dtype is tensor.dtype
+        assert torch.equal(found[name], tensor)
+    assert found["head"].data_ptr() == found["embedding"].data_ptr()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_slices_lead_to_the_values(tmp_path: Path, ours: bool) -> None:
+    path = tmp_path / "model.pth"
+    state = STATE if ours else STATE | {"view": EMBEDDING.t()[2:5]}
+    write(path) if ours else save(state, path)
+    data = path.read_bytes()
+    places = {place.name: place for place in PT_LEGACY.read(path)}
+    assert list(places) == list(state)
+    assert places["head"].storage_offset == places["embedding"].storage_offset
+    for name, tensor in state.items():
+        place = places[name]
+        assert (place.shape, place.stride) == (tuple(tensor.shape), tensor.stride())
+        if place.contiguous:
+            raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            assert data[place.offset : place.offset + place.nbytes] == raw
+    if not ours:
+        assert places["view"].offset == places["embedding"].offset + 2 * 4
+
+
+def test_state_dicts_with_metadata_and_parameters_are_read(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 4)
+    for state in (model.state_dict(), dict(model.named_parameters())):
+        save(state, tmp_path / "model.pth")
+        assert [place.name for place in PT_LEGACY.read(tmp_path / "model.pth")] == [
+            "weight",
+            "bias",
+        ]
+
+
+def test_it_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    torch.save(STATE, tmp_path / "b.pth")
+    assert PT_LEGACY.matches(tmp_path / "a")
+    assert PT_LEGACY.files(tmp_path / "a") == [tmp_path / "a"]
+    assert not PT_LEGACY.matches(tmp_path / "b.pth")
+    assert not PT_LEGACY.matches(tmp_path)
+
+
+def test_a_dtype_of_later_times_is_refused_before_a_byte(tmp_path: Path) -> None:
+    plan = TensorPlan("w", (1,), torch.float8_e5m2)
+    with pytest.raises(
+        ConfigError, match=r"'w': torch before 1\.6 had no dtype torch\.float8_e5m2"
+    ):
+        PT_LEGACY.write(tmp_path / "m.pth", [plan], lambda _: [])
+    assert list(tmp_path.iterdir()) == []
+
+
+class Command:
+    """Would end the tests if anything called what it asks for."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.system, (f"kill {os.getpid()}",))
+
+
+class Allocation:
+    """torch's own unpickler would allocate this."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (bytearray, (10**12,))
+
+
+@pytest.mark.parametrize(
+    ("value", "message", "repair"),
+    [
+        (
+            {"w": Command()},
+            "holds more than tensors, and was NOT executed: 'w' refers to posix.system",
+            "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)",
+        ),
+        (
+            {"w": Allocation()},
+            "not a flat state dict: 'w' holds a bytearray",
+            "save the weights alone: torch.save(model.state_dict(), ...)",
+        ),
+        (
+            {"w": torch.zeros(2).to_sparse()},
+            "'w' is a sparse tensor; weighin reads plain tensors",
+            "load it with torch, make it dense (tensor.to_dense()), and save it: torch.save({NAME: TENSOR, ...}, ...)",
+        ),
+        (
+            {"model": {"w": torch.zeros(2)}},
+            "not a flat state dict: 'model' holds a dict",
+            "select the weights: --key model (8 B); in load_streaming: key='model'; in a suite: key: model",
+        ),
+        (
+            [torch.zeros(2)],
+            "holds a list, not a state dict",
+            "save the weights alone: torch.save(model.state_dict(), ...)",
+        ),
+    ],
+)
+def test_what_is_no_state_dict_is_called_by_its_name(
+    tmp_path: Path, value: object, message: str, repair: str
+) -> None:
+    path = tmp_path / "model.pth"
+    save(value, path)
+    with pytest.raises(CheckpointError) as caught:
+        PT_LEGACY.read(path)
+    assert caught.value.message == f"{path}: {message}"
+    assert caught.value.repair == repair
+
+
+def test_a_truncated_file_is_named_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    save({"w": torch.zeros(100)}, path)
+    data = path.read_bytes()
+    end = len(data)
+    path.write_bytes(data[:-4])
+    with pytest.raises(CheckpointError) as caught:
+        PT_LEGACY.read(path)
+    assert caught.value.message.startswith(f"{path}: truncated: storage '")
+    assert caught.value.message.endswith(
+        f"' ends at byte {end:,}, but the file ends at byte {end - 4:,}"
+    )
+    path.write_bytes(data[:60])
+    with pytest.raises(CheckpointError) as caught:
+        PT_LEGACY.read(path)
+    assert caught.value.message.startswith(f"{path}: damaged: the pickle from byte ")
+    assert caught.value.message.endswith(
+        "cannot be read at byte 60: truncated: the file ends inside the pickle"
+    )
+
+
+def test_a_storage_of_another_length_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    save({"w": torch.zeros(100)}, path)
+    data = path.read_bytes()
+    path.write_bytes(data[:-408] + struct.pack("<q", -1) + data[-400:])
+    with pytest.raises(CheckpointError) as caught:
+        PT_LEGACY.read(path)
+    assert caught.value.message.endswith(
+        "has 18,446,744,073,709,551,615 elements, but its tensors need 100"
+    )
+
+
+def pickled(*instructions: bytes) -> bytes:
+    return b"\x80\x02" + b"".join(instructions) + b"."
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (pickled(b"\x8e" + struct.pack("<Q", 2**62)), "longer than 33,554,432 bytes"),
+        (pickled(b"o"), "weighin does not know the instruction OBJ"),
+        (pickled(b"\xff"), "0xff is no instruction of a pickle"),
+        (pickled(b"X" + struct.pack("<I", 2**31)), "longer than 33,554,432 bytes"),
+        (pickled(b"h\x05"), "Memo value not found at index 5"),
+        (pickled(b"t"), "could not find MARK"),
+        (pickled(b"("), "unexpected MARK found"),
+        (pickled(b"}(K\x01K\x02K\x01K\x03u"), "key 1 occurs twice"),
+        (pickled(b"]K\x01K\x02s"), "list assignment index out of range"),
+        (pickled(b"K\x01K\x02a"), "'int' object has no attribute 'append'"),
+        (pickled(b"K\x01Q"), "a persistent id does not describe a storage"),
+        (pickled(b"K\x01)R"), "the pickle calls an object that is not a function"),
+        (pickled(b"]Nb"), "a state is set on a list"),
+        (pickled(b"ctorch\n" + b"x" * 2000 + b"\n"), "the name of a function or class is too long"),
+        (pickled(b"ctorch._utils\n_rebuild_tensor_v2\n)R"), "torch._utils._rebuild_tensor_v2 has other arguments than torch.save writes"),
+    ],
+)  # fmt: skip
+def test_a_crafted_pickle_is_named(tmp_path: Path, data: bytes, message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        pickles.load(tmp_path / "x", io.BytesIO(data))
+    assert caught.value.message.endswith(f": {message}")
+
+
+def test_a_pickle_that_grows_without_end_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickles, "_MOST_OBJECTS", 1000)
+    with pytest.raises(CheckpointError, match="more than 1,000 objects"):
+        pickles.load(tmp_path / "x", io.BytesIO(pickled(b"]" * 2000)))
+    with pytest.raises(CheckpointError, match="an object is stored at an impossible index"):
+        pickles.load(tmp_path / "x", io.BytesIO(pickled(b"]r" + struct.pack("<I", 2**31))))
+
+
+def test_one_list_is_not_copied_by_every_call_that_names_it(tmp_path: Path) -> None:
+    pairs = b"".join(b"M" + struct.pack("<H", number) + b"N\x86" for number in range(300))
+    ordered = b"ccollections\nOrderedDict\nq\1"
+    data = pickled(b"](" + pairs + b"eq\0", ordered, b"h\1h\0\x85R" * 3, b"\x87")
+    first, *others = pickles.load(tmp_path / "x", io.BytesIO(data)).value
+    assert (len(first), others) == (300, [{}, {}])
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_deep_and_wide_values_do_not_matter(tmp_path: Path, kind: type[dict[str, object]]) -> None:
+    value = kind(a=[1, 2.5, None, True, ("x", b"y")], b={1: {2: {3: []}}})
+    data = pickle.dumps(value, protocol=2)
+    found = pickles.load(tmp_path / "x", io.BytesIO(data)).value
+    assert list(found) == ["a", "b"]
+    assert found["b"] == {1: {2: {3: []}}}
+
+
+# Zip archives
+
+Change = Callable[[bytearray, int, dict[str, int]], None]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    torch.save({"w": torch.ones(1000)}, tmp_path / "model.pt")
+    return tmp_path / "model.pt"
+
+
+def entries(data: bytes | bytearray) -> tuple[int, list[int]]:
+    """Return where the end of the directory lies, and where its entries do."""
+    end = data.rfind(b"PK\5\6")
+    at, places = data.find(b"PK\1\2"), []
+    while data[at : at + 4] == b"PK\1\2":
+        places.append(at)
+        at += 46 + sum(struct.unpack_from("<3H", data, at + 28))
+    return end, places
+
+
+def message_of(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        PT.read(path)
+    return caught.value.message.removeprefix(f"{path}: ")
+
+
+def put(form: str, at: int, *values: object) -> Change:
+    """Return a change near the end of the directory: the one of 64 bits lies 76 bytes before."""
+    return lambda data, end, _: struct.pack_into(form, data, end + at, *values)
+
+
+def put_entry(name: str, form: str, at: int, *values: object) -> Change:
+    return lambda data, _, places: struct.pack_into(form, data, places[name] + at, *values)
+
+
+def names(data: bytes | bytearray) -> list[str]:
+    _, places = entries(data)
+    lengths = [struct.unpack_from("<H", data, at + 28)[0] for at in places]
+    return [
+        bytes(data[at + 46 : at + 46 + n]).decode() for at, n in zip(places, lengths, strict=True)
+    ]
+
+
+# Which others there are, and in which order, differs among versions of torch.
+PICKLE, DATA, VERSION = "model/data.pkl", "model/data/0", "model/version"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("<Q", -36, 2**31), "damaged: Bad offset for central directory"),
+        (put("<Q", -28, 2**31), "damaged: record '{first}' at byte -2,147,"),
+        (put("<Q", -28, 0), "damaged: record '{first}' at byte "),
+        (put_entry(DATA, "<H", 10, 8), "record 'model/data/0' is compressed"),
+        (put_entry(DATA, "<H", 8, 1), "record 'model/data/0' is encrypted"),
+        (put_entry(DATA, "<L", 20, 5), "record 'model/data/0' is compressed"),
+        (put_entry(DATA, "<2L", 20, 2**31, 2**31), "damaged: record 'model/data/0' at byte {at:,} lies outside the archive"),
+        (put_entry(DATA, "<2L", 20, 2**32 - 1, 2**32 - 1), "damaged: record 'model/data/0' at byte {at:,} lies outside the archive"),
+        (put_entry(DATA, "<L", 42, 2**31), "damaged: record 'model/data/0' at byte 2,147,483,648 lies outside the archive"),
+        (put_entry(DATA, "<L", 42, 1), "damaged: record 'model/data/0' at byte 1 lies outside the archive"),
+        (put_entry(DATA, "<L", 42, 0), "damaged: record 'model/data/0' overlaps record 'model/data.pkl'"),
+        (put_entry(DATA, "<2L", 20, 3996, 3996), "damaged: the storage of 'w' has 4,000 bytes, but its record in the file has 3,996"),
+        (put_entry(DATA, "12s", 46, b"model/data/1"), "damaged: the storage of 'w' has 4,000 bytes, but its record in the file has 0"),
+        (put_entry(VERSION, "13s", 46, b"model/data/9x"), ""),
+        (put_entry(PICKLE, "14s", 46, b"model/data.pk_"), "a file of torch.save without data.pkl, "),
+        (put_entry(PICKLE, "<2L", 20, 0, 0), "damaged: the pickle from byte {pickle:,} cannot be read at byte {pickle:,}: truncated: the file ends inside the pickle"),
+    ],
+)  # fmt: skip
+def test_a_directory_that_lies_is_named(path: Path, change: Change, message: str) -> None:
+    data = bytearray(path.read_bytes())
+    end, places = entries(data)
+    by_name = dict(zip(names(data), places, strict=True))
+    change(data, end, by_name)
+    path.write_bytes(data)
+    if not message:
+        assert PT.read(path)[0].name == "w"
+        return
+    first, at = names(data)[0], struct.unpack_from("<L", data, by_name[DATA] + 42)[0]
+    local = struct.unpack_from("<L", data, by_name[PICKLE] + 42)[0]
+    start = local + 30 + sum(struct.unpack_from("<2H", data, local + 26))
+    assert message_of(path).startswith(message.format(at=at, pickle=start, first=first))
+
+
+def test_a_zip_bomb_is_not_inflated(path: Path, tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb.pt"
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("model/data.pkl", bytes(50_000_000))
+    assert bomb.stat().st_size < 100_000
+    assert message_of(bomb) == "record 'model/data.pkl' is compressed"
+
+
+def test_a_pickle_of_endless_length_is_not_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickles, "MOST_BYTES", 10)
+    assert message_of(path).startswith("record 'model/data.pkl' has ")
+    assert message_of(path).endswith(" bytes, more than the 10 that weighin reads")
+
+
+def test_a_record_that_occurs_twice_is_refused(path: Path) -> None:
+    with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(path, "a") as file:
+        file.writestr("model/data/0", b"other")
+    assert message_of(path) == "damaged: record 'model/data/0' occurs twice"
+
+
+def test_an_endless_directory_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_files, "MOST_DIRECTORY_BYTES", 99)
+    assert message_of(path).endswith(" bytes, more than the 99 that weighin reads")
+
+
+def test_an_archive_of_a_big_endian_machine_is_refused(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.pt"
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as file:
+        for record in source.infolist():
+            big = record.filename.endswith("byteorder")
+            file.writestr(record.filename, b"big" if big else source.read(record))
+    assert message_of(other).startswith("the file was written on a big-endian machine")
+
+
+def test_one_of_more_than_4_gib_is_read_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    blanks = {name: torch.empty(2**30 + 1, dtype=torch.float32) for name in "abc"}
+    with torch.serialization.skip_data():
+        torch.save(blanks, path)
+    theirs: Any = torch._C.PyTorchFileReader(str(path))
+    places = PT.read(path)
+    assert [place.name for place in places] == list("abc")
+    for key, place in enumerate(places):
+        assert place.offset == theirs.get_record_offset(f"data/{key}")
+        assert place.storage_bytes == 4 * (2**30 + 1)
