@@ -7,7 +7,7 @@ import re
 import stat
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -55,7 +55,7 @@ class Pause:
 
 @dataclass(slots=True)
 class _Seen:
-    """What is recorded of one process."""
+    """What is recorded of one process: the fields of a ``Process``, and what they are computed from."""
 
     pid: int
     start_ns: int
@@ -63,13 +63,15 @@ class _Seen:
     parent_pid: int = 0  # its first parent's
     command: str = ""
     highest_rss_bytes: int | None = None
-    shares: Shares | None = None
+    anon_bytes: int | None = None
+    file_bytes: int | None = None
+    shmem_bytes: int | None = None
     files: tuple[OpenFile, ...] = ()
-    anon_bytes: tuple[int, ...] = ()  # the last two readings, the newest first
-    least_anon_bytes: int = 0  # since the fork, when the memory was its parent's
-    parent_anon_bytes: int = 0
     copied_bytes: int | None = None
     grown_bytes: int | None = None
+    readings: tuple[int, ...] = ()  # the last two of its anonymous memory, the newest first
+    least_anon_bytes: int = 0  # since the fork, when the memory was its parent's
+    parent_anon_bytes: int = 0
 
     def note_name(self) -> None:
         with contextlib.suppress(OSError):  # the process has ended
@@ -82,11 +84,11 @@ class _Seen:
         with contextlib.suppress(OSError, KeyError):  # the process has ended
             status = read_status(self.pid)
             now, self.highest_rss_bytes = status["RssAnon"], status["VmHWM"]
-            since = (parent.anon_bytes if parent else ())[: 1 if self.anon_bytes else 2]
-            known = (self.least_anon_bytes,) if self.anon_bytes else since
+            since = (parent.readings if parent else ())[: 1 if self.readings else 2]
+            known = (self.least_anon_bytes,) if self.readings else since
             self.least_anon_bytes = min((now, *known))
             self.parent_anon_bytes = max((self.parent_anon_bytes, *since))
-            self.anon_bytes = (now, *self.anon_bytes[:1])
+            self.readings = (now, *self.readings[:1])
 
     def note_files(self, *, with_mapped: bool) -> None:
         """Record the files that are open, and files of earlier calls as closed: their content may still
@@ -112,7 +114,8 @@ class _Seen:
 
 
 def _weight(seen: _Seen) -> tuple[int, int]:
-    return sum(seen.shares[:3]) if seen.shares else 0, seen.highest_rss_bytes or 0
+    sizes = (seen.anon_bytes, seen.file_bytes, seen.shmem_bytes)
+    return sum(size or 0 for size in sizes), seen.highest_rss_bytes or 0
 
 
 class ProcessTable:
@@ -146,7 +149,7 @@ class ProcessTable:
         memory_is_due = self._memory.begin()
         for seen in running if memory_is_due else new:
             seen.note_memory(self._running.get(seen.parent_pid))
-            self.most_anon_bytes = max((self.most_anon_bytes, *seen.anon_bytes))
+            self.most_anon_bytes = max((self.most_anon_bytes, *seen.readings))
         if memory_is_due:
             now = self._anon_now()
             if sum(now.values()) >= _MORE * sum(self._past[-1].values()) + MIB:
@@ -165,12 +168,12 @@ class ProcessTable:
         What became private since a fork was copied, but for what is new, or what the parent gave back.
         """
         for seen in (*self._ended, *self._running.values()):
-            seen.shares = seen.grown_bytes = None
+            seen.anon_bytes = seen.file_bytes = seen.shmem_bytes = seen.grown_bytes = None
         found = [self._running[pid] for pid in shares if pid in self._running]
         for seen in found:
             seen.note_name()
             seen.note_memory(self._running.get(seen.parent_pid))
-            seen.shares = shares[seen.pid]
+            seen.anon_bytes, seen.file_bytes, seen.shmem_bytes, *_ = shares[seen.pid]
         for seen in heapq.nlargest(_WITH_FILES, found, key=_weight):
             seen.note_files(with_mapped=True)
         now = self._anon_now()
@@ -179,9 +182,9 @@ class ProcessTable:
         for seen in found:
             seen.grown_bytes = max(now.get(seen.pid, 0) - before.get(seen.pid, 0), 0)
             parent, private = self._running.get(seen.parent_pid), shares[seen.pid].private
-            if parent and parent.anon_bytes and seen.anon_bytes:
-                grown = seen.anon_bytes[0] - seen.least_anon_bytes
-                given_back = max(seen.parent_anon_bytes - parent.anon_bytes[0], 0)
+            if parent and parent.readings and seen.readings:
+                grown = seen.readings[0] - seen.least_anon_bytes
+                given_back = max(seen.parent_anon_bytes - parent.readings[0], 0)
                 seen.copied_bytes = max(private - grown - given_back, 0)
             elif not parent and seen.copied_bytes:  # the copies that were seen before remain
                 seen.copied_bytes = min(seen.copied_bytes, private)
@@ -189,29 +192,15 @@ class ProcessTable:
                 seen.copied_bytes = None
 
     def _anon_now(self) -> dict[int, int]:
-        return {pid: seen.anon_bytes[0] for pid, seen in self._running.items() if seen.anon_bytes}
+        return {pid: seen.readings[0] for pid, seen in self._running.items() if seen.readings}
 
     def processes(self) -> tuple[Process, ...]:
         """Return the 200 processes with the most memory, sorted by their start."""
         known = (*self._ended, *self._running.values())
         largest = heapq.nlargest(_MOST_PROCESSES, known, key=_weight)
-        return tuple(
-            Process(
-                pid=seen.pid,
-                parent_pid=seen.parent_pid,
-                command=seen.command,
-                start_ns=seen.start_ns,
-                end_ns=seen.end_ns,
-                highest_rss_bytes=seen.highest_rss_bytes,
-                anon_bytes=seen.shares.anon if seen.shares else None,
-                file_bytes=seen.shares.file if seen.shares else None,
-                shmem_bytes=seen.shares.shmem if seen.shares else None,
-                files=seen.files,
-                copied_bytes=seen.copied_bytes,
-                grown_bytes=seen.grown_bytes,
-            )
-            for seen in sorted(largest, key=lambda seen: seen.start_ns)
-        )
+        largest.sort(key=lambda seen: seen.start_ns)
+        names = [field.name for field in fields(Process)]
+        return tuple(Process(**{name: getattr(seen, name) for name in names}) for seen in largest)
 
 
 def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
@@ -231,12 +220,12 @@ def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
                 continue
             path = str(link.readlink()).removesuffix(" (deleted)")
             lines = read_kernel(Path(f"/proc/{pid}/fdinfo/{link.name}")).splitlines()[:2]
-            fields = dict(line.split(":", 1) for line in lines)
-            only_writes = int(fields["flags"], 8) & _ACCESS_MODE == os.O_WRONLY
+            about = dict(line.split(":", 1) for line in lines)
+            only_writes = int(about["flags"], 8) & _ACCESS_MODE == os.O_WRONLY
             if only_writes or _LIBRARY.fullmatch(path):  # the linker has it open to read its header
                 continue
             was = files.get(path, OpenFile(one_line(path), size))
-            position = max(int(fields["pos"]), was.position_bytes or 0)  # it may be open twice
+            position = max(int(about["pos"]), was.position_bytes or 0)  # it may be open twice
             files[path] = replace(was, size_bytes=size, position_bytes=position)
     return tuple(sorted(files.values(), key=lambda file: -file.size_bytes)[:_MOST_OPEN_FILES])
 
@@ -253,12 +242,12 @@ def _mapped(pid: int) -> dict[str, int]:
     mapped: dict[str, int] = {}
     programs: set[str] = set()
     for line in read_kernel(Path(f"/proc/{pid}/maps")).split("\n"):
-        fields = line.split(maxsplit=_MAPS_FIELDS - 1)
-        if len(fields) < _MAPS_FIELDS or not (path := fields[-1]).startswith("/"):
+        parts = line.split(maxsplit=_MAPS_FIELDS - 1)
+        if len(parts) < _MAPS_FIELDS or not (path := parts[-1]).startswith("/"):
             continue
-        if "x" in fields[1] or path.endswith(("/locale-archive", " (deleted)")):
+        if "x" in parts[1] or path.endswith(("/locale-archive", " (deleted)")):
             programs.add(path)
-        start, _, end = fields[0].partition("-")
+        start, _, end = parts[0].partition("-")
         mapped[path] = mapped.get(path, 0) + int(end, 16) - int(start, 16)
     return {path: size for path, size in mapped.items() if path not in programs}
 
