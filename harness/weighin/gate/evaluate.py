@@ -133,7 +133,7 @@ def _by_phase(metric: Metric, series: Series) -> dict[str, int]:
     of_load = [value for name, value in found.items() if not is_of_use(name)]
     if metric.name == "above_import" and of_load:
         imports_bytes = max(of_load) - series.figures[metric.name].median
-        return {name: value - imports_bytes for name, value in found.items()}
+        return {name: max(value - imports_bytes, 0) for name, value in found.items()}
     return found
 
 

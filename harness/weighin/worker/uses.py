@@ -83,10 +83,7 @@ def write(model: torch.nn.Module) -> Done:
 
 
 def train(use: str, model: torch.nn.Module, inputs: Inputs | None) -> Done:
-    """Take one step of the optimizer ``use``, with a gradient for every floating-point parameter.
-
-    The gradients are those of a backward pass, if inputs are given, and an output depends on a parameter.
-    """
+    """Take one step of the optimizer ``use``, with a gradient for every floating-point parameter."""
     weights = [weight for weight in model.parameters() if weight.is_floating_point()]
     if not weights:
         raise ValueError(
@@ -95,19 +92,24 @@ def train(use: str, model: torch.nn.Module, inputs: Inputs | None) -> Done:
         )
     for weight in weights:
         weight.requires_grad_()
-    gradients = "synthetic"
-    if inputs:
-        model.eval()  # dropout would allocate masks, and batch norm fails for a batch of one
-        outputs = list(tensors_in(model(*inputs.positional, **inputs.keywords)))
-        if sums := [tensor.sum() for tensor in outputs if tensor.requires_grad]:
-            torch.autograd.backward(sums)
-            gradients = "backward"
+    gradients = "backward" if inputs and _backward(model, inputs) else "synthetic"
     for weight in weights:
         if weight.grad is None:
             weight.grad = torch.full_like(weight, _GRADIENT)
     optimizer = _optimizer(use, weights)
     optimizer.step()
     return Done(optimizer, gradients)
+
+
+def _backward(model: torch.nn.Module, inputs: Inputs) -> bool:
+    """Run a forward and a backward pass, and free the outputs; return False if no output depends on
+    a parameter.
+    """
+    model.eval()  # dropout would allocate masks, and batch norm fails for a batch of one
+    outputs = list(tensors_in(model(*inputs.positional, **inputs.keywords)))
+    sums = [tensor.sum() for tensor in outputs if tensor.requires_grad]
+    torch.autograd.backward(sums)
+    return bool(sums)
 
 
 def _optimizer(use: str, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
