@@ -37,7 +37,7 @@ class CudaMemory:
         self.device = torch.device("cuda", device.index or 0)
         self._timeline: list[tuple[int, int, int]] = []
         self._clock_offset_ns: int | None = None
-        self._traced_from: dict[str, int] = {}
+        self._traced_from = (0, 0)
         torch.zeros(1, device=self.device)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
@@ -59,28 +59,32 @@ class CudaMemory:
 
     def peaks(self) -> dict[str, int | None]:
         """Return the allocator's peaks since the last reset, as fields of ``Phase``."""
-        stats, pinned = torch.cuda.memory_stats(self.device), None
+        stats = torch.cuda.memory_stats(self.device)
         found = {f"peak_cuda_{kind}_bytes": stats.get(f"{kind}_bytes.all.peak") for kind in _KINDS}
-        if hasattr(torch.cuda, "host_memory_stats"):  # torch 2.8
-            pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
-        return found | {"peak_pinned_bytes": pinned}
+        return found | {"peak_pinned_bytes": _pinned_peak()}
 
     def take_timeline(self) -> list[tuple[int, int, int]]:
-        """Return the samples since the last call: (t_ns, allocated bytes, the driver's used bytes)."""
+        """Return the samples since the last call: (t_ns, allocated bytes, bytes that are in use by
+        the driver's count).
+        """
         samples, self._timeline = self._timeline, []
         return samples
 
     def start_trace(self) -> None:
         """Make the allocator record every later event, without tracebacks."""
         stats = torch.cuda.memory_stats(self.device)
-        kinds = ("requested_bytes", "reserved_bytes")
-        self._traced_from = {kind: stats[f"{kind}.all.current"] for kind in kinds}
+        self._traced_from = (
+            stats["requested_bytes.all.current"],
+            stats["reserved_bytes.all.current"],
+        )
         self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
         torch.cuda.memory._record_memory_history("all", context=None, max_entries=TRACE_EVENTS)
 
     def take_trace(self) -> dict[str, Any] | None:
-        """End the trace, and return its events (t_ns, action, bytes), and what was ``requested_bytes``
-        and ``reserved_bytes`` before the first; None if no trace was started.
+        """End the trace of the allocator, and return the trace; None if no trace was started.
+
+        The item ``events`` has tuples (t_ns, action, bytes); ``requested_bytes`` and
+        ``reserved_bytes`` are the amounts before the first event.
         """
         if self._clock_offset_ns is None:
             return None
@@ -91,7 +95,8 @@ class CudaMemory:
             (event["time_us"] * 1000 - offset_ns, event["action"], event["size"])
             for event in traces[self.device.index]
         ]
-        return {**self._traced_from, "events": events}
+        requested, reserved = self._traced_from
+        return {"requested_bytes": requested, "reserved_bytes": reserved, "events": events}
 
     def summary(self) -> str:
         return torch.cuda.memory_summary(self.device, abbreviated=True)
@@ -170,3 +175,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     # The driver allocates page-locked memory and contexts, and its errors have another class.
     is_drivers = isinstance(error, getattr(torch, "AcceleratorError", RuntimeError))
     return is_drivers and str(error).startswith("CUDA error: out of memory")
+
+
+def _pinned_peak() -> int | None:
+    if not hasattr(torch.cuda, "host_memory_stats"):  # torch 2.8
+        return None
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
