@@ -356,6 +356,24 @@ def test_an_endless_directory_is_not_read(path: Path, monkeypatch: pytest.Monkey
     assert message_of(path).endswith(" bytes, more than the 99 that weighin reads")
 
 
+@pytest.mark.parametrize("more", [-40, 40])
+def test_a_storage_of_another_length_than_its_record_is_refused_as_by_torch(
+    path: Path, tmp_path: Path, more: int
+) -> None:
+    other = tmp_path / "other.pt"
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as file:
+        for record in source.infolist():
+            data = source.read(record)
+            is_storage = record.filename == DATA
+            file.writestr(
+                record.filename, (data + bytes(40))[: 4000 + more] if is_storage else data
+            )
+    size = f"{4000 + more:,}"
+    assert message_of(other) == f"damaged: the storage of 'w' has 4,000 bytes, but its record in the file has {size}"  # fmt: skip
+    with pytest.raises(RuntimeError, match="record size"):
+        torch.load(other, weights_only=True)
+
+
 def test_an_archive_of_a_big_endian_machine_is_refused(path: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.pt"
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(other, "w") as file:

@@ -24,7 +24,7 @@ MOST_BYTES: Final = 32 * 1024**2
 """The largest pickle that is read, in bytes: 200 times the size of GPT-2 XL's pickle."""
 
 _MOST_INSTRUCTIONS: Final = 3_000_000  # each may push a number of some 40 bytes
-_MOST_OBJECTS: Final = 1_000_000  # lists, dicts, tuples and strings, of some 100 bytes each
+_MOST_OBJECTS: Final = 700_000  # of some 100 to 200 bytes each; a tensor takes ten
 _LONGEST_NAME: Final = 1000
 _CHUNK_BYTES: Final = 64 * 1024
 
@@ -246,13 +246,13 @@ _REPLACED: Final = {
 _PUT, _GLOBAL, _FRAME, _STOP = b"rc\x95."
 
 
-def _rewritten(data: bytes) -> tuple[bytes, int]:  # noqa: PLR0912
+def _rewritten(data: bytes) -> tuple[bytearray, int]:  # noqa: PLR0912
     """Return the harmless form of the pickle that begins ``data``, and the pickle's length in bytes.
 
     Raises:
         Malformed: with the place, in bytes, as its second argument.
     """
-    pieces: list[bytes] = []
+    harmless = bytearray()
     at = copied = objects = 0
     try:
         for count in range(_MOST_INSTRUCTIONS):
@@ -278,15 +278,16 @@ def _rewritten(data: bytes) -> tuple[bytes, int]:  # noqa: PLR0912
                 objects -= 1
                 at += 5
             elif instruction in _REPLACED:
-                pieces += data[copied:at], _REPLACED[instruction]
+                harmless += data[copied:at]
+                harmless += _REPLACED[instruction]
                 at = copied = at + 1
             elif instruction == _GLOBAL:
                 at = _end_of_name(data, at + 1)
             elif instruction == _FRAME:  # its length, which no longer fits
-                pieces.append(data[copied:at])
+                harmless += data[copied:at]
                 at = copied = at + 9
             elif instruction == _STOP:
-                return b"".join([*pieces, data[copied : at + 1]]), at + 1
+                return harmless + data[copied : at + 1], at + 1
             else:
                 raise _unknown(instruction, at)
     except IndexError:
@@ -316,7 +317,7 @@ def _unknown(instruction: int, at: int) -> Malformed:
 class _Reader(pickle.Unpickler):
     """Makes records from the operands that the rewritten instructions hand over."""
 
-    def __init__(self, path: Path, data: bytes) -> None:
+    def __init__(self, path: Path, data: bytearray) -> None:
         super().__init__(io.BytesIO(data), encoding="latin-1")
         self._path = path
         self.storages: dict[str, Storage] = {}

@@ -16,6 +16,7 @@ from weighin.formats.unknown_file import shown
 from weighin.stream.pickles import Opaque, OtherTensor, Tensor, type_name
 
 _DEEPEST: Final = 4
+_DEEPEST_WALK: Final = 1000
 _MOST_PLACES: Final = 3
 _LONGEST_PLACE: Final = 100
 _MOST_NAMED: Final = 1000  # items of a dict or list whose keys an error names
@@ -248,27 +249,30 @@ def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield the tensors, dicts, lists and objects in a value, in order, each with its dotted key.
 
     A value whose id is in ``seen`` is left out: a crafted pickle may refer to one value many times.
+    Values deeper than 1,000 levels are left out, too.
     """
-    todo = [(place, value)]
+    todo = [iter([(place, value)] if isinstance(value, _HOLDING) else [])]
     while todo:
-        at, one = todo.pop()
-        if isinstance(one, Tensor):
+        at, one = next(todo[-1], ("", None))
+        if one is None:
+            todo.pop()
+        elif isinstance(one, Tensor):
             yield at, one
-        elif isinstance(one, _HOLDING) and id(one) not in seen:
+        elif id(one) not in seen:
             seen.add(id(one))
             yield at, one
-            contents: Any = one.contents if isinstance(one, Opaque) else one
-            pairs = contents.items() if isinstance(contents, dict) else enumerate(contents)
-            if isinstance(one, dict):
-                todo += [(at, key) for key in one if isinstance(key, Opaque)]
-            is_named = not isinstance(one, Opaque) and len(contents) <= _MOST_NAMED
-            todo += reversed(
-                [
-                    (_join(at, name) if is_named else at, item)
-                    for name, item in pairs
-                    if isinstance(item, _HOLDING)
-                ]
-            )
+            if len(todo) < _DEEPEST_WALK:
+                todo.append(_inside(one, at))
+
+
+def _inside(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    contents: Any = value.contents if isinstance(value, Opaque) else value
+    is_named = contents is value and len(contents) <= _MOST_NAMED
+    for name, item in contents.items() if isinstance(contents, dict) else enumerate(contents):
+        if isinstance(item, _HOLDING):
+            yield (_join(place, name) if is_named else place), item
+        if isinstance(name, Opaque):
+            yield place, name
 
 
 def _join(place: str, name: object) -> str:
