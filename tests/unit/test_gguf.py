@@ -158,6 +158,26 @@ def test_the_parts_of_a_model_are_one_checkpoint(tmp_path: Path) -> None:
         formats.read(alone)
 
 
+@pytest.mark.parametrize("shape", [[8, 4, 2, 2], [8, 4, 2, 3], [-8, 4, -2, 2]])
+def test_a_tensor_has_the_shape_that_comfyui_had_flattened(
+    tmp_path: Path, shape: list[int]
+) -> None:
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer = gguf.GGUFWriter(path := tmp_path / "m.gguf", "flux")
+    writer.add_array("comfy.gguf.orig_shape.w", shape)
+    writer.add_tensor("w", codes(kind, 1, 4), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if shape != [8, 4, 2, 2]:
+        with pytest.raises(CheckpointError, match="'w' has the shape"):
+            formats.read(path)
+        return
+    right = torch.from_numpy(gguf.quants.dequantize(codes(kind, 1, 4), kind))
+    assert torch.equal(read(path, "w"), right.reshape(shape))
+
+
 def test_a_projector_beside_a_model_is_no_second_model(tmp_path: Path) -> None:
     own = small(tmp_path / "m-Q8_0.gguf")
     other = small(tmp_path / "mmproj-m-f16.gguf")

@@ -68,6 +68,7 @@ _LEAST_METADATUM, _LEAST_TENSOR = 13, 24  # bytes of an entry with an empty name
 _LONGEST: Final = 64 * 1024  # bytes of a name, or of a text in the metadata
 _DEEPEST: Final = 4
 _ALIGNMENT: Final = 32
+_COMFY: Final = "comfy.gguf.orig_shape."  # before a tensor's name: the shape in the model
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _CONVERT: Final = "convert the model to GGUF again with a current llama.cpp"
 
@@ -184,6 +185,7 @@ class _Tables:
     def __init__(self, file: Path, stream: IO[bytes]) -> None:
         self._file, self._stream = file, stream
         self._size = os.fstat(stream.fileno()).st_size
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def read(self) -> Header:
         self._take(len(_MAGIC))
@@ -206,8 +208,15 @@ class _Tables:
         return Header(known, tuple(self._place(start, *entry) for entry in entries))
 
     def _metadatum(self) -> tuple[str, int | float | str | None]:
-        key = self._text("a key")
-        return key, self._value(self._number("<I"), key, 1)
+        key, kind = self._text("a key"), self._number("<I")
+        if not (key.startswith(_COMFY) and kind == _ARRAY):
+            return key, self._value(kind, key, 1)
+        kind, count = self._number("<I"), self._number("<Q")
+        if kind not in _SCALARS or count > MOST_DIMENSIONS:
+            raise self._damaged(f"{shown(key)} is no shape")
+        shape = tuple(self._number(_SCALARS[kind]) for _ in range(count))
+        self._shapes[key.removeprefix(_COMFY)] = shape
+        return key, None
 
     def _value(self, kind: int, key: str, depth: int) -> int | float | str | None:
         """Return a number or text of the metadata; skip an array or a long text and return None."""
@@ -256,7 +265,10 @@ class _Tables:
                 f"{shown(name)} has the shape {shape}, but a row of {encoding} must have a multiple"
                 f" of {block} elements"
             )
-        length, offset = prod(shape) // block * block_bytes, start + at
+        own = self._shapes.get(name, shape)
+        if not is_sizes(own) or prod(own) != prod(shape):
+            raise self._damaged(f"{shown(name)} has the shape {shape}, and {_COMFY} says {own}")
+        shape, length, offset = own, prod(shape) // block * block_bytes, start + at
         if offset + length > self._size:
             raise CheckpointError(
                 f"{self._file}: truncated: {shown(name)} ends at byte {offset + length:,}, and the file"
