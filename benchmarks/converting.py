@@ -25,7 +25,7 @@ CHILD = """
 import json, sys, threading, time
 from pathlib import Path
 import torch
-from weighin.checkpoint import convert
+from weighin.checkpoint.convert import Conversion
 from weighin.probes.process import memory_of, read_status
 
 def anonymous():
@@ -42,8 +42,7 @@ def watch():
 watcher = threading.Thread(target=watch)
 watcher.start()
 source, target, fmt, dtype = sys.argv[1:]
-order = convert.Conversion(fmt, getattr(torch, dtype), 2**60, 2**30, verify=True)
-seconds = convert.convert(Path(source), Path(target), order)
+seconds = Conversion(Path(source), Path(target), fmt, dtype, verify=True).write()
 ended.set()
 watcher.join()
 print(json.dumps({"peak_bytes": peak - before, "write_s": seconds["write"]}))

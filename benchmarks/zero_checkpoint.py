@@ -63,9 +63,8 @@ before, started = peak(), time.monotonic()
 print(json.dumps([before, peak(), time.monotonic() - started]))
 """
 WEIGHIN = PEAK.format(
-    imports="from pathlib import Path\nfrom weighin.checkpoint import convert",
-    convert="convert.convert(Path(sys.argv[1]), Path(sys.argv[2]),"
-    " convert.Conversion('safetensors', None, 2**60, 2**60))",
+    imports="from pathlib import Path\nfrom weighin.checkpoint.convert import Conversion",
+    convert="Conversion(Path(sys.argv[1]), Path(sys.argv[2]), 'safetensors').write()",
 )
 DEEPSPEED = PEAK.format(
     imports="from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict",

@@ -19,6 +19,7 @@ from weighin.strategy import Load
 FORMATS = ("safetensors", "sharded", "pt", "sharded_pt")
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("device_map", "offload_state_dict")
+PEAK = ("mapped", "mapped", "storages", "storages")
 PACKAGES = ("accelerate",)
 
 

@@ -13,6 +13,7 @@ from weighin.strategy import Load
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("map_location", "key")
+PEAK = ("model + storages",)
 WEIGHTS_ONLY = True
 
 

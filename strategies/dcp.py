@@ -14,6 +14,7 @@ from weighin.strategy import Load, retie, tied_names
 FORMATS = ("dcp",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ()
+PEAK = ("model + tensor",)
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -16,6 +16,7 @@ from weighin.strategy import Load, diffusers_class
 FORMATS = ("safetensors", "sharded", "pt", "sharded_pt")
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("disable_mmap", "device_map")
+PEAK = ("mapped",)
 PACKAGES = ("diffusers", "accelerate")
 PRETRAINED = "diffusers"
 MAPS_KEYS = True

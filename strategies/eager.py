@@ -13,6 +13,7 @@ from weighin.strategy import Load, assign
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ()
+PEAK = ("model + model",)
 PACKAGES = ("safetensors",)
 
 

@@ -14,6 +14,7 @@ from weighin.strategy import Load, assign
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("gds",)
+PEAK = ("model",)
 PACKAGES = ("fastsafetensors",)
 
 

@@ -14,6 +14,7 @@ from weighin.strategy import Load, assign
 FORMATS = ("pt", "pt_legacy")
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("map_location",)
+PEAK = ("storages",)
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -13,6 +13,7 @@ from weighin.strategy import Load, retie, tied_names
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("map_location",)
+PEAK = ("model + storages",)
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -16,6 +16,7 @@ from weighin.strategy import Load, assign
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("map_location", "key")
+PEAK = ("mapped",)
 WEIGHTS_ONLY = True
 
 

@@ -14,6 +14,7 @@ from weighin.strategy import Load, retie, tied_names
 FORMATS = ("per_module",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ()
+PEAK = ("model + layer",)
 
 
 def load(job: Load) -> torch.nn.Module:

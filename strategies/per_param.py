@@ -14,6 +14,7 @@ from weighin.strategy import Load, retie, tied_names
 FORMATS = ("per_param",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ()
+PEAK = ("model + tensor",)
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -14,6 +14,7 @@ from weighin.strategy import Load, assign
 FORMATS = ("per_param",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ()
+PEAK = ("mapped",)
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -18,6 +18,7 @@ from weighin.strategy import Load, assign
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ()
+PEAK = ("mapped",)
 PACKAGES = ("safetensors",)
 
 

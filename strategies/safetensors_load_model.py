@@ -11,6 +11,7 @@ from weighin.strategy import Load
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ()
+PEAK = ("model + mapped",)
 PACKAGES = ("safetensors",)
 
 

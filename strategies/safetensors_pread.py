@@ -11,6 +11,7 @@ from weighin.strategy import Load, assign
 FORMATS = ("safetensors",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ()
+PEAK = ("model",)
 PACKAGES = ("safetensors>=0.8",)
 
 

@@ -14,6 +14,7 @@ from weighin.strategy import Load
 FORMATS = ("pt",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("map_location", "pinned")
+PEAK = ("model + storages",)
 
 
 def load(job: Load) -> torch.nn.Module:

@@ -15,6 +15,7 @@ from weighin.strategy import Load, retie, tied_names
 FORMATS = ("sharded", "sharded_pt")
 DEVICES = ("cpu", "cuda")
 OPTIONS = ()
+PEAK = ("model + mapped", "model + shard")
 PACKAGES = ("safetensors",)
 
 

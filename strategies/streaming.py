@@ -20,6 +20,7 @@ FORMATS = (
 )  # fmt: skip
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("threads", "granularity", "key", "strip_prefix")
+PEAK = ("model",)
 MAPS_KEYS = True
 DEQUANTISES = True
 MERGES = True

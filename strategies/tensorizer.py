@@ -17,6 +17,7 @@ from weighin.strategy import Load, assign
 FORMATS = ("tensorizer",)
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("num_readers", "verify_hash")
+PEAK = ("model",)
 PACKAGES = ("tensorizer>=2.12",)
 
 

@@ -22,6 +22,7 @@ from weighin.strategy import (
 FORMATS = ("safetensors", "sharded", "pt", "sharded_pt", "gguf")
 DEVICES = ("cpu", "cuda")
 OPTIONS = ("disable_mmap", "device_map")
+PEAK = ("mapped", "mapped", "mapped", "mapped", "model + tensor")
 PACKAGES = ("transformers",)
 PRETRAINED = True
 DEQUANTISES = True

@@ -238,11 +238,12 @@ def arguments_to_dequantise(path: Path) -> dict[str, Any]:
 
 def write_merged(base: Path, adapter: Path, target: Path, dtype: torch.dtype) -> None:
     """Write a folder's model with an adapter in it, by the names of the model's state dict."""
-    from weighin.checkpoint.convert import Conversion, convert
+    from weighin.checkpoint.convert import Conversion
     from weighin.formats.pretrained_library import FolderChoice
 
     choice = FolderChoice(adapter=str(adapter))
-    convert(base, target, Conversion("pt", dtype, 2**30, model_keys=True, choice=choice))
+    name = str(dtype).removeprefix("torch.")
+    Conversion(base, target, "pt", name, model_keys=True, choice=choice).write()
 
 
 def read_adapter(adapter: Path) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # for types only, because this module must not import torch a
     from weighin.construction.skeleton import without_weights
     from weighin.construction.tied_weights import assign, retie, share_missing, tied_names
     from weighin.formats import files
-    from weighin.formats.folder_index import file_name
+    from weighin.formats.per_key import file_name
     from weighin.formats.pretrained_folder import from_pretrained_arguments
     from weighin.formats.sharded import MAX_SHARD_BYTES
     from weighin.loader.load import load_streaming
@@ -40,7 +40,7 @@ HELPERS = {
     "arguments_to_dequantise": "weighin.models.dequantising",
     "assign": "weighin.construction.tied_weights",
     "diffusers_class": "weighin.models.pretrained_diffusers",
-    "file_name": "weighin.formats.folder_index",
+    "file_name": "weighin.formats.per_key",
     "files": "weighin.formats",
     "from_pretrained_arguments": "weighin.formats.pretrained_folder",
     "load_streaming": "weighin.loader.load",

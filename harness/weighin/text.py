@@ -1,7 +1,8 @@
 """Make text from other programs safe to print: one line, no control characters, Markdown escaped."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Final
 
 LINE_LENGTH: Final = 300
@@ -41,6 +42,32 @@ def few(names: Sequence[str], most: int = 3) -> str:
     """Return the first ``most`` names, and how many names follow: "a, b, c and 5 more"."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def first_names(names: Iterable[str]) -> str:
+    """Return the first three names, followed by "..." if there are more."""
+    first = [*islice(names, 4)]
+    return ", ".join([*first[:3], *["..."] * (len(first) > 3)])
+
+
+def plain(name: str) -> str:
+    """Return a tensor's name for a list in a message: without quotes, and cut if it is very long."""
+    return name if len(name) <= 100 else f"{name[:100]}... ({len(name):,} characters)"
+
+
+def shown(name: object) -> str:
+    """Return a tensor's name for a message: in quotes, and cut if it is very long."""
+    if isinstance(name, str | bytes) and len(name) > 100:
+        return f"{name[:100]!r}... ({len(name):,} characters)"
+    if isinstance(name, int) and name.bit_length() > 256:  # Python may refuse to print it
+        return f"an integer of {name.bit_length():,} bits"
+    return repr(name)
+
+
+def short(value: object) -> str:
+    """Return a value for a message, cut if its text is long."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def markdown(text: str) -> str:

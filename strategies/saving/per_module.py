@@ -5,7 +5,7 @@ Expected peak: no copy of the weights.
 
 import torch
 
-from weighin.formats.per_module import module_of, write_index
+from weighin.formats.per_key import PER_MODULE, module_of
 from weighin.strategy import Save, file_name, tied_names
 
 FORMATS = ("per_module",)
@@ -22,5 +22,4 @@ def save(job: Save) -> None:
     with job.phase("write"):
         for module, tensors in modules.items():
             torch.save(tensors, job.target / file_name(module))
-        keys = {module: list(tensors) for module, tensors in modules.items()}
-        write_index(job.target, keys, shared, list(state))
+        PER_MODULE.write_index(job.target, state, shared)

@@ -5,7 +5,7 @@ Expected peak: no copy of the weights.
 
 import torch
 
-from weighin.formats.per_param import write_index
+from weighin.formats.per_key import PER_PARAM
 from weighin.strategy import Save, file_name, tied_names
 
 FORMATS = ("per_param",)
@@ -20,4 +20,4 @@ def save(job: Save) -> None:
         for name, tensor in state.items():
             if name not in shared:
                 torch.save(tensor, job.target / file_name(name))
-        write_index(job.target, state, shared)
+        PER_PARAM.write_index(job.target, state, shared)

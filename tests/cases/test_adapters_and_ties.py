@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from weighin import load_pretrained
-from weighin.checkpoint.convert import Conversion, convert
+from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.inspect import inspect
 from weighin.construction.tied_weights import tied_names
 from weighin.errors import CheckpointError
@@ -125,7 +125,8 @@ def test_an_adapter_is_merged_or_refused_as_by_peft(tmp_path: Path, case: str) -
     ADAPTERS[case](config)
     file.write_text(json.dumps(config))
     choice = FolderChoice(adapter=str(adapter))
-    order = Conversion("safetensors", None, 2**30, model_keys=True, choice=choice)
+    merged = tmp_path / "merged.safetensors"
+    conversion = Conversion(base, merged, model_keys=True, choice=choice)
     plain = type(model).from_pretrained(base, dtype="auto")
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -136,13 +137,13 @@ def test_an_adapter_is_merged_or_refused_as_by_peft(tmp_path: Path, case: str) -
         ):
             load_pretrained(base, adapter=adapter)
         with pytest.raises(CheckpointError, match="--adapter "):
-            convert(base, tmp_path / "merged.safetensors", order)
+            conversion.write()
         print(f"{case}: refused, because peft fails: {type(error).__name__}")
         return
     ours = load_pretrained(base, adapter=adapter).state_dict()
     assert not [name for name, one in wanted.items() if not torch.equal(one, ours[name])]
-    convert(base, tmp_path / "merged.safetensors", order)
-    written = load_pretrained_of(tmp_path / "merged.safetensors")
+    conversion.write()
+    written = load_pretrained_of(merged)
     assert not [name for name, one in wanted.items() if not torch.equal(one, written[name])]
     print(f"{case}: equal")
 
@@ -162,7 +163,7 @@ def test_the_shards_of_two_ranks_are_refused(tmp_path: Path) -> None:
     assert len(files) == 2
     for file in files:
         for act in (
-            lambda file=file: convert(file, tmp_path / "made.pt", Conversion("pt", None, 2**30)),
+            lambda file=file: Conversion(file, tmp_path / "made.pt").write(),
             lambda file=file: inspect(file),
         ):
             with pytest.raises(CheckpointError, match="a shard of torch's distributed checkpoint"):

@@ -15,17 +15,7 @@ import atheris
 
 # Only what reads foreign bytes is worth guiding by: torch and the writers would drown it.
 with atheris.instrument_imports(include=["weighin.formats", "weighin.stream"]):
-    from weighin.formats import (
-        bounded_json,
-        dcp,
-        dcp_metadata,
-        folder_index,
-        per_module,
-        per_param,
-        safetensors,
-        safetensors_header,
-        sharded,
-    )
+    from weighin.formats import dcp, dcp_metadata, foreign, per_key, safetensors, sharded
     from weighin.formats.base import Layout, TensorSlice
     from weighin.stream import pickles, torch_files
     from weighin.stream.torch_files import PT, PT_LEGACY
@@ -35,9 +25,9 @@ from weighin.errors import CheckpointError
 MODULES = (
     torch_files,
     dcp_metadata,
-    folder_index,
-    bounded_json,
-    safetensors_header,
+    per_key,
+    foreign,
+    safetensors,
     pickles,
 )
 LONGEST = 16 * 1024
@@ -52,12 +42,12 @@ TARGETS: tuple[tuple[Layout, str], ...] = (
     (sharded.SHARDED_PT, "pytorch_model.bin.index.json"),
     (dcp, ".metadata"),
     (dcp, "__0_0.distcp"),
-    (per_module, "index.json"),
-    (per_param, "index.json"),
+    (per_key.PER_MODULE, "index.json"),
+    (per_key.PER_PARAM, "index.json"),
     (sharded.SHARDED, "model-00001-of-00001.safetensors"),
     (sharded.SHARDED_PT, "pytorch_model-00001-of-00001.bin"),
-    (per_module, "a.pt"),
-    (per_param, "a.weight.pt"),
+    (per_key.PER_MODULE, "a.pt"),
+    (per_key.PER_PARAM, "a.weight.pt"),
     (dcp, ".metadata"),
 )
 IN_BLOCKS = len(TARGETS) - 1  # its a.weight lies in two

@@ -301,3 +301,15 @@ def test_a_cache_that_cannot_be_written_says_what_to_do(
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"cannot write to the cache .*file: "):
         cache.ensure(TIED, "pt")
+
+
+def test_another_code_of_a_users_model_is_another_checkpoint(tmp_path: Path, root: Path) -> None:
+    code = "import torch\n\n\ndef build():\n    return torch.nn.Linear(3, {})\n"
+    made = []
+    for width in (2, 2, 40):
+        (tmp_path / "edited_nets.py").write_text(code.format(width))
+        spec = ModelSpec("edited", "edited_nets:build")
+        made.append(cache.ensure(spec, "pt", python_path=[str(tmp_path)]))
+    assert [one.made for one in made] == [True, False, True]
+    assert [one.manifest().entry("weight").shape for one in made] == [(2, 3), (2, 3), (40, 3)]
+    assert len(names(root / "models")) == 2

@@ -13,8 +13,8 @@ import torch
 from weighin import formats
 from weighin.checkpoint.manifest import Manifest, TensorEntry, read_manifest
 from weighin.errors import CheckpointError, UnknownName
-from weighin.formats import per_param
 from weighin.formats.base import TensorPlan
+from weighin.formats.per_key import PER_PARAM
 from weighin.stream.torch_files import PT, read_one
 
 AGAIN = "copy or download the file again"
@@ -81,7 +81,7 @@ def test_layouts_by_what_is_there(tmp_path: Path) -> None:
     folder.mkdir()
     with pytest.raises(CheckpointError, match="split: an empty folder"):
         formats.detect(folder)
-    per_param.write(folder / "a", [TensorPlan("w", (2,), torch.float32)], lambda _: [torch.ones(2)])
+    PER_PARAM.write(folder / "a", [TensorPlan("w", (2,), torch.float32)], lambda _: [torch.ones(2)])
     assert formats.detect(file).NAME == "pt"
     assert formats.detect(folder / "a").NAME == "per_param"
     assert formats.files(file) == [file]

@@ -19,11 +19,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from weighin import child_process, formats
-from weighin.checkpoint import convert, convert_request
+from weighin.checkpoint import convert as converting
+from weighin.checkpoint import reader
+from weighin.checkpoint.convert import Conversion, sentence
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.cli.app import app
-from weighin.errors import CheckpointError, ConfigError, HarnessError, UnknownName
-from weighin.formats import per_param
+from weighin.errors import CheckpointError, ConfigError
+from weighin.formats.per_key import PER_PARAM
 from weighin.units import MIB
 
 pytestmark = pytest.mark.usefixtures("torch_threads_restored")
@@ -32,30 +34,30 @@ AGAIN = "copy or download the file again"
 SLOW_SOURCE = """
 import os, sys, time
 from pathlib import Path
-from weighin.checkpoint import convert
+from weighin.checkpoint import reader
+from weighin.checkpoint.convert import Conversion
 
-real = convert.read_pieces
+real = reader.read_pieces
 def slow(where):
     for piece in real(where):
         yield piece
         os.write(1, b"piece\\n")  # at once: two threads say it
         time.sleep(60)
 
-convert.read_pieces = slow
-order = convert.Conversion("per_param", None, 2**40)
-convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), order)
+reader.read_pieces = slow
+Conversion(Path(sys.argv[1]), Path(sys.argv[2]), "per_param").write()
 """
 PEAK_SOURCE = """
 import sys, threading, time, torch
 from pathlib import Path
-from weighin.checkpoint import convert
+from weighin.checkpoint import checksum, generate, reader
+from weighin.checkpoint.convert import Conversion
 
 def anonymous():
     for line in open("/proc/self/status"):
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
 
-convert.plans  # everything is imported
 start, peak, ended = anonymous(), 0, False
 def watch():
     global peak
@@ -64,8 +66,7 @@ def watch():
         time.sleep(0.001)
 
 thread = threading.Thread(target=watch, daemon=True); thread.start()
-order = convert.Conversion(sys.argv[3], getattr(torch, sys.argv[4]), 2**30, True)
-convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), order)
+Conversion(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4], verify=True).write()
 ended = True
 thread.join()
 print(peak - start)
@@ -80,19 +81,12 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def order(fmt: str = "per_param", **changes: Any) -> convert.Conversion:
-    fields: dict[str, Any] = {"dtype": None, "max_shard_bytes": 2**40}
-    return convert.Conversion(fmt=fmt, **fields | changes)
+def convert(source: Path, target: Path, fmt: str = "per_param", **options: Any) -> None:
+    Conversion(source, target, fmt, **options).write()
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def wish(source: Path, target: Path, **changes: Any) -> convert_request.Wish:
-    fields: dict[str, Any] = {"fmt": "pt", "dtype": None, "verify": False}
-    fields |= {"max_shard_size": "5GiB"} | changes
-    return convert_request.Wish(source, target, **fields)
 
 
 def weighin(*arguments: object) -> None:
@@ -102,7 +96,7 @@ def weighin(*arguments: object) -> None:
 
 def test_the_source_is_not_touched(source: Path) -> None:
     before = source.read_bytes(), source.stat().st_mtime_ns
-    convert.convert(source, source.with_name("new"), order())
+    convert(source, source.with_name("new"))
     assert (source.read_bytes(), source.stat().st_mtime_ns) == before
 
 
@@ -114,12 +108,12 @@ def test_a_kill_leaves_no_target_and_the_next_conversion_removes_what_it_left(so
         assert process.stdout.readline() == "piece\n"
         (left,) = source.parent.glob(".new.weighin-*")
         with pytest.raises(ConfigError) as caught:
-            convert.convert(source, target, order())
+            convert(source, target)
         assert caught.value.message == f"another weighin process is writing {target}"
         os.kill(process.pid, signal.SIGKILL)
     assert not target.exists()
     assert left.is_dir()
-    convert.convert(source, target, order())
+    convert(source, target)
     assert names(source.parent) == ["model.pt", "new"]
 
 
@@ -127,20 +121,20 @@ def test_an_error_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) 
     def fail(where: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert, "read_pieces", fail)
+    monkeypatch.setattr(reader, "read_pieces", fail)
     with pytest.raises(OSError, match="No space left"):
-        convert.convert(source, source.with_name("new"), order())
+        convert(source, source.with_name("new"))
     assert names(source.parent) == ["model.pt"]
 
 
 def test_what_must_not_be_written_over_is_refused(source: Path, tmp_path: Path) -> None:
     def complaint(source: Path, target: Path) -> str:
         with pytest.raises(ConfigError) as caught:
-            convert.convert(source, target, order())
+            convert(source, target)
         return str(caught.value)
 
     folder, link = tmp_path / "folder", tmp_path / "link"
-    convert.convert(source, folder, order())
+    convert(source, folder)
     link.symlink_to(tmp_path / "nowhere")
     for target in (source, folder, link):
         assert complaint(source, target) == (
@@ -157,9 +151,7 @@ def test_what_must_not_be_written_over_is_refused(source: Path, tmp_path: Path) 
 def test_a_checkpoint_without_tensors_is_not_converted(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "empty.pt")
     with pytest.raises(CheckpointError) as caught:
-        convert.convert(
-            tmp_path / "empty.pt", tmp_path / "new", convert.Conversion("dcp", None, 2**40)
-        )
+        convert(tmp_path / "empty.pt", tmp_path / "new", "dcp")
     assert caught.value.message == f"{tmp_path}/empty.pt: holds no tensors"
     assert not (tmp_path / "new").exists()
 
@@ -208,7 +200,7 @@ def test_a_suffix_of_another_format_is_refused_with_the_two_ways_on(
 ) -> None:
     target, suffix = source.with_name(name), name.removeprefix("new")
     with pytest.raises(ConfigError) as caught:
-        convert_request.convert(wish(source, target, fmt=fmt), Console())
+        Conversion(source, target, fmt).run(Console())
     assert str(caught.value) == (
         f"{target}: {suffix} is the suffix of format {format_of_suffix}, but --format says"
         f" {fmt}\nto write {format_of_suffix}, leave --format out; for the format of --format, name"
@@ -221,26 +213,26 @@ def test_a_suffix_of_another_format_is_refused_with_the_two_ways_on(
 def test_verify_finds_a_single_wrong_byte_and_a_missing_key(
     source: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
-    real = per_param.write
+    real = PER_PARAM.write
 
     def harmful(target: Path, *arguments: Any) -> None:
         real(target, *arguments)
         path = target / "head.pt"
         if harm == "value":
-            (place,) = [one for one in per_param.read(target) if one.name == "head"]
+            (place,) = [one for one in PER_PARAM.read(target) if one.name == "head"]
             text = bytearray(path.read_bytes())
             text[place.offset] ^= 1
             path.write_bytes(text)
         elif harm == "key":
-            per_param.write_index(target, ["layers.0.weight"], {})
+            PER_PARAM.write_index(target, ["layers.0.weight"], {})
 
-    monkeypatch.setattr(per_param, "write", harmful)
+    monkeypatch.setattr(PER_PARAM, "write", harmful)
     target = source.with_name("new")
     if harm == "nothing":
-        convert.convert(source, target, order(verify=True))
+        convert(source, target, verify=True)
         return
     with pytest.raises(CheckpointError) as caught:
-        convert.convert(source, target, order(verify=True))
+        convert(source, target, verify=True)
     what = {
         "value": "other values than the source in head",
         "key": "other names, shapes, dtypes or ties than the source",
@@ -251,10 +243,10 @@ def test_verify_finds_a_single_wrong_byte_and_a_missing_key(
 
 def test_a_source_that_ends_too_early_is_named(source: Path) -> None:
     target = source.with_name("split")
-    convert.convert(source, target, order("safetensors"))
+    convert(source, target, "safetensors")
     os.truncate(target, target.stat().st_size - 1)
     with pytest.raises(CheckpointError):
-        convert.convert(target, source.with_name("new"), order())
+        convert(target, source.with_name("new"))
     assert names(source.parent) == ["model.pt", "split"]
 
 
@@ -279,20 +271,18 @@ def test_memory_stays_far_below_the_largest_tensor_and_300_mib(
 def test_the_command_says_what_it_made(source: Path) -> None:
     target = source.with_name("half.pt")
     console = Console(stderr=True)
-    done = convert_request.convert(wish(source, target, dtype="bf16", verify=True), console)
-    said = str(done)
+    done = Conversion(source, target, dtype="bfloat16", verify=True).run(console)
+    said = sentence(done)
     assert said.startswith(f"{target}: pt from pt, {target.stat().st_size / 1024:.3f} KiB in ")
-    assert "source matches" not in said
     assert said.endswith("every tensor's checksum verified")
     assert torch.load(target)["head"].dtype is torch.bfloat16
-    assert done.as_json() == {
+    assert done == {
         "source": str(source),
         "source_format": "pt",
         "target": str(target),
         "format": "pt",
         "bytes": target.stat().st_size,
-        "seconds": done.seconds,
-        "checksums": None,
+        "seconds": done["seconds"],
         "verified": True,
         "quantised": None,
         "left_out": (),
@@ -303,27 +293,24 @@ def test_the_command_says_what_it_made(source: Path) -> None:
 def test_shards_are_sized_as_hugging_face_writes_it(source: Path, size: str, shards: int) -> None:
     """The tensors have 4800 and 28 bytes: together more than 4.8 KB, and less than 4.8 KiB."""
     target = source.with_name("shards")
-    asked = wish(source, target, fmt="sharded", max_shard_size=size)
-    convert_request.convert(asked, Console(stderr=True))
+    weighin("convert", source, target, "--max-shard-size", size)
     assert len(list(target.glob("*.safetensors"))) == shards
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--format", "per-param", "no checkpoint format is called 'per-param'"),
+        ("--dtype", "bfloat", "no dtype is called 'bfloat'"),
+        ("--max-shard-size", "5XB", "cannot read '5XB' as a size"),
+    ],
+)
 def test_the_command_refuses_before_it_starts_anything(
-    source: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: str, said: str
 ) -> None:
-    monkeypatch.setattr(convert_request, "run_maker", None)
-    with pytest.raises(UnknownName) as caught:
-        convert_request.convert(wish(source, source.with_name("new"), fmt="per-param"), Console())
-    assert caught.value.message == "no checkpoint format is called 'per-param'"
-    with pytest.raises(UnknownName) as caught:
-        convert_request.convert(wish(source, source.with_name("new"), dtype="bfloat"), Console())
-    assert caught.value.message == "no dtype is called 'bfloat'"
-    with pytest.raises(
-        HarnessError, match=r"^cannot read '5XB' as a size\nwrite a size such as 20MB"
-    ):
-        convert_request.convert(
-            wish(source, source.with_name("new"), max_shard_size="5XB"), Console()
-        )
+    monkeypatch.setattr(converting, "run_maker", None)
+    result = CliRunner().invoke(app, ["convert", str(source), f"{source}.new", option, value])
+    assert said in str(result.exception)
 
 
 def test_an_interrupted_command_leaves_nothing(
@@ -336,9 +323,9 @@ def test_an_interrupted_command_leaves_nothing(
         (left / "half").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert_request, "run_maker", run)
+    monkeypatch.setattr(converting, "run_maker", run)
     with pytest.raises(KeyboardInterrupt):
-        convert_request.convert(wish(source, source.with_name("new")), Console())
+        Conversion(source, source.with_name("new")).run(Console())
     assert names(source.parent) == ["model.pt"]
 
 
@@ -349,10 +336,10 @@ def test_a_stop_that_comes_when_the_target_is_complete_ends_well(
         run_maker(*arguments, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert_request, "run_maker", run)
+    monkeypatch.setattr(converting, "run_maker", run)
     target = source.with_name("new.pt")
-    done = convert_request.convert(wish(source, target), Console())
-    assert done.bytes == target.stat().st_size
+    done = Conversion(source, target).run(Console())
+    assert done["bytes"] == target.stat().st_size
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
@@ -361,7 +348,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("", (), {"free": 1000}))
     target = source.with_name("new")
     with pytest.raises(ConfigError) as caught:
-        convert_request.convert(wish(source, target), Console())
+        Conversion(source, target, "pt").run(Console())
     assert caught.value.message == (
         f"{target} needs 12.715 KiB, but only 1000 B are free in {source.parent}"
     )
@@ -376,7 +363,7 @@ def test_help_says_which_names_mean_which_format() -> None:
 
 def test_two_conversions_to_one_folder_do_not_disturb_each_other(source: Path) -> None:
     threads = [
-        threading.Thread(target=convert.convert, args=(source, source.with_name(name), order()))
+        threading.Thread(target=convert, args=(source, source.with_name(name)))
         for name in ("a", "b")
     ]
     started = time.monotonic()

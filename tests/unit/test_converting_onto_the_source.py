@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin.checkpoint import convert
+from weighin.checkpoint.convert import Conversion
 from weighin.errors import ConfigError
 
 
@@ -46,7 +46,7 @@ def test_a_file_is_not_converted_onto_itself(
     target = name_again(source)
     before = source.read_bytes(), source.stat().st_mtime_ns, sorted(tmp_path.iterdir())
     with pytest.raises(ConfigError) as caught:
-        convert.convert(source, target, convert.Conversion("pt", torch.bfloat16, 2**40))
+        Conversion(source, target, dtype="bfloat16").write()
     assert caught.value.message == f"{target} exists already"
     assert (source.read_bytes(), source.stat().st_mtime_ns, sorted(tmp_path.iterdir())) == before
 
@@ -56,17 +56,16 @@ def test_a_folder_is_not_converted_onto_itself_or_into_itself(tmp_path: Path, li
     source = tmp_path / "source.pt"
     torch.save({"weight": torch.randn(40, 30)}, source)
     folder = tmp_path / "folder"
-    order = convert.Conversion("per_param", None, 2**40)
-    convert.convert(source, folder, order)
+    Conversion(source, folder, "per_param").write()
     target = folder
     if linked:
         target = tmp_path / "link"
         target.symlink_to(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(ConfigError) as caught:
-        convert.convert(folder, target, order)
+        Conversion(folder, target, "per_param").write()
     assert caught.value.message == f"{target} exists already"
     with pytest.raises(ConfigError) as caught:
-        convert.convert(folder, target / "new", order)
+        Conversion(folder, target / "new", "per_param").write()
     assert caught.value.message == f"{target / 'new'} is inside {folder}"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weighin import formats
-from weighin.checkpoint import convert
+from weighin.checkpoint.convert import Conversion
 from weighin.loader.load import load_streaming
 
 BASE = torch.arange(1000.0)
@@ -39,8 +39,9 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "views.pt"
 
 
-def order(fmt: str, dtype: torch.dtype | None = None) -> convert.Conversion:
-    return convert.Conversion(fmt, dtype, 2**12, verify=True)
+def convert(source: Path, target: Path, fmt: str, dtype: torch.dtype | None = None) -> None:
+    name = str(dtype).removeprefix("torch.") if dtype else ""
+    Conversion(source, target, fmt, name, max_shard_bytes=2**12, verify=True).write()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -49,8 +50,8 @@ def test_views_are_converted_to_their_values(
     source: Path, fmt: str, dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
     there = tmp_path / f"there{formats.named(fmt).SUFFIX}"
-    convert.convert(source, there, order(fmt, dtype))
-    convert.convert(there, tmp_path / "back.pt", order("pt"))
+    convert(source, there, fmt, dtype)
+    convert(there, tmp_path / "back.pt", "pt")
     back, right = torch.load(tmp_path / "back.pt"), torch.load(source)
     assert list(back) == list(right)
     for name, tensor in right.items():
@@ -62,8 +63,8 @@ def test_views_are_converted_to_their_values(
 def test_an_expanded_tensor_may_be_longer_than_a_piece(tmp_path: Path) -> None:
     state = {"w": torch.tensor([3], dtype=torch.uint8).expand(17 * 1024**2)}
     torch.save(state, tmp_path / "long.pt")
-    convert.convert(tmp_path / "long.pt", tmp_path / "there.safetensors", order("safetensors"))
-    convert.convert(tmp_path / "there.safetensors", tmp_path / "back.pt", order("pt"))
+    convert(tmp_path / "long.pt", tmp_path / "there.safetensors", "safetensors")
+    convert(tmp_path / "there.safetensors", tmp_path / "back.pt", "pt")
     assert torch.equal(torch.load(tmp_path / "back.pt")["w"], state["w"])
 
 

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from weighin import formats
-from weighin.checkpoint import convert, reader
+from weighin.checkpoint import reader
+from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.piecewise import pieces_of
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
@@ -266,8 +267,7 @@ def test_blocks_larger_than_a_piece_are_cut_as_any_tensor_is(
 
 @pytest.mark.usefixtures("torch_threads_restored")
 def test_a_checkpoint_in_blocks_is_converted(split_in_three: Path, tmp_path: Path) -> None:
-    order = convert.Conversion("safetensors", None, 2**40, verify=True)
-    convert.convert(split_in_three, tmp_path / "whole.safetensors", order)
+    Conversion(split_in_three, tmp_path / "whole.safetensors", verify=True).write()
     assert torch.equal(load_file(tmp_path / "whole.safetensors")["b"], GRID)
 
 

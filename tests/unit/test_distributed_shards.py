@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from weighin import formats, load_streaming
-from weighin.checkpoint.convert import Conversion, convert
+from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
 
 WHOLE = "model-00001-of-00001.safetensors"
@@ -30,11 +30,10 @@ def written(file: Path, begin: int) -> Path:
 def test_a_shard_is_refused_by_every_verb(tmp_path: Path, name: str, begin: int) -> None:
     file = written(tmp_path / name, begin)
     model = torch.nn.Linear(10, 4, bias=False)
-    order = Conversion("pt", None, 2**20)
     for act in (
         lambda: formats.read(file),
         lambda: load_streaming(model, file),
-        lambda: convert(file, tmp_path / "made.pt", order),
+        lambda: Conversion(file, tmp_path / "made.pt").write(),
     ):
         with pytest.raises(CheckpointError) as caught:
             act()

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from weighin import formats
-from weighin.checkpoint import convert
 from weighin.checkpoint.checksum import checksum
+from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.manifest import TensorEntry
 from weighin.checkpoint.piecewise import CELL_DTYPES, tensor_checksums
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES, NOT_CONVERTED
-from weighin.formats.safetensors_header import DTYPES
+from weighin.formats.safetensors import DTYPES
 from weighin.formats.selection import Selection
 from weighin.loader.load import load_streaming
 
@@ -84,14 +84,14 @@ def test_every_dtype_is_converted_as_it_is_or_refused_by_its_name(
 ) -> None:
     torch.save({"w": values(name)}, tmp_path / "w.pt")
     there = tmp_path / f"there{formats.named(fmt).SUFFIX}"
-    order = convert.Conversion(fmt, None, 2**40, verify=True)
+    conversion = Conversion(tmp_path / "w.pt", there, fmt, verify=True)
     missing = {"safetensors": set(ITEM_BYTES) - set(DTYPES.values()), "pt_legacy": NEW}
     if name in missing.get(fmt.replace("sharded", "safetensors"), ()):
         with pytest.raises(ConfigError, match=rf"no dtype torch\.{name}"):
-            convert.convert(tmp_path / "w.pt", there, order)
+            conversion.write()
         assert not there.exists()
         return
-    convert.convert(tmp_path / "w.pt", there, order)
+    conversion.write()
     (one,) = formats.read(there)[1]
     assert one.dtype_name == name
     assert torch.equal(torch.cat([raw(p) for p in read_pieces(one)]), raw(values(name)))
@@ -144,8 +144,7 @@ def test_pairs_of_4_bits_are_converted_as_safetensors_own_library_does(tmp_path:
     library = pytest.importorskip("safetensors.torch")
     tensor = values("float4_e2m1fn_x2", 24).reshape(2, 3, 4)
     torch.save({"w": tensor}, tmp_path / "w.pt")
-    order = convert.Conversion("safetensors", None, 2**40, verify=True)
-    convert.convert(tmp_path / "w.pt", tmp_path / "w.safetensors", order)
+    Conversion(tmp_path / "w.pt", tmp_path / "w.safetensors", verify=True).write()
     found = library.load_file(tmp_path / "w.safetensors")["w"]
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(raw(found), raw(tensor))
@@ -154,10 +153,10 @@ def test_pairs_of_4_bits_are_converted_as_safetensors_own_library_does(tmp_path:
 @pytest.mark.skipif("float4_e2m1fn_x2" not in KNOWN, reason="this torch has no dtype of 4 bits")
 def test_a_conversion_that_torch_lacks_is_refused_with_the_tensors_name(tmp_path: Path) -> None:
     torch.save({"w": values("float4_e2m1fn_x2")}, tmp_path / "w.pt")
-    order = convert.Conversion("safetensors", torch.bfloat16, 2**40)
+    conversion = Conversion(tmp_path / "w.pt", tmp_path / "w.safetensors", dtype="bfloat16")
     said = "'w' has the dtype torch.float4_e2m1fn_x2; torch can neither copy nor convert"
     with pytest.raises(CheckpointError, match=said):
-        convert.convert(tmp_path / "w.pt", tmp_path / "w.safetensors", order)
+        conversion.write()
     model = torch.nn.Module()
     model.register_buffer("w", values("float4_e2m1fn_x2"))
     with pytest.raises(CheckpointError, match=said):

@@ -12,8 +12,8 @@ from scripts import DONE, watched
 from weighin.child_process import decode_event
 from weighin.errors import CheckpointError, ConfigError, RecordError
 from weighin.files import parse_json, read_bytes
-from weighin.formats import pipeline, unknown_folder
-from weighin.formats.bounded_json import read_object
+from weighin.formats import pipeline
+from weighin.formats.foreign import no_model, read_object
 from weighin.formats.pretrained_folder import read_folder
 from weighin.records import run_folder
 from weighin.result import OURS, Outcome
@@ -134,7 +134,7 @@ def test_a_fifo_among_the_files_of_a_model_does_not_hang(tmp_path: Path) -> None
         read_object(tmp_path / "model.safetensors.index.json", "")
     (tmp_path / "pipeline").mkdir()
     os.mkfifo(tmp_path / "pipeline" / pipeline.INDEX)
-    assert unknown_folder.no_model(tmp_path / "pipeline").message.startswith(f"{tmp_path}/pipeline")
+    assert no_model(tmp_path / "pipeline").message.startswith(f"{tmp_path}/pipeline")
 
 
 def test_a_models_configuration_may_hold_infinities_but_no_depth(tmp_path: Path) -> None:

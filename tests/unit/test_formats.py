@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from weighin import formats
-from weighin.checkpoint import convert, sidecar
 from weighin.checkpoint.checksum import checksum
+from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.piecewise import pieces_of
 from weighin.checkpoint.reader import plans, read_pieces
 from weighin.formats.base import TensorPlan
@@ -78,9 +77,8 @@ def expected(state: dict[str, torch.Tensor]) -> list[tuple[object, ...]]:
     return found
 
 
-def order(fmt: str, **changes: Any) -> convert.Conversion:
-    fields: dict[str, Any] = {"dtype": None, "max_shard_bytes": 4096}
-    return convert.Conversion(fmt=fmt, **fields | {"verify": True} | changes)
+def convert(source: Path, target: Path, fmt: str, dtype: str = "") -> None:
+    Conversion(source, target, fmt, dtype, max_shard_bytes=4096, verify=True).write()
 
 
 @pytest.mark.parametrize("state", [tied_state, gpt2_state, odd_state])
@@ -109,15 +107,10 @@ def test_every_layout_becomes_every_other_with_equal_checksums(
     torch.manual_seed(0)
     values = tied_state()
     source = write(one, tmp_path / "made", values)
-    convert.convert(source, tmp_path / "converted", order(other))
+    convert(source, tmp_path / "converted", other)
     assert other == formats.detect(tmp_path / "converted").NAME
     assert content(tmp_path / "converted") == expected(values)
-    made = {"converted", "made"}
-    sums = sidecar.find(tmp_path / "converted")
-    assert sums is not None
-    assert {path.name for path in tmp_path.iterdir()} == made | {
-        sums.relative_to(tmp_path).parts[0]
-    }
+    assert {path.name for path in tmp_path.iterdir()} == {"converted", "made"}
 
 
 @pytest.mark.parametrize("fmt", formats.NAMES)
@@ -135,7 +128,7 @@ def test_dtypes_are_converted_on_the_way_and_only_of_floating_point(tmp_path: Pa
     torch.manual_seed(0)
     values = tied_state() | {"steps": torch.tensor(7)}
     source = write("pt", tmp_path / "made", values)
-    convert.convert(source, tmp_path / "half", order("per_param", dtype=torch.bfloat16))
+    convert(source, tmp_path / "half", "per_param", "bfloat16")
     found = {
         name: (dtype, tied, total) for name, _, dtype, tied, total in content(tmp_path / "half")
     }
@@ -151,7 +144,7 @@ def test_views_and_transposed_tensors_become_contiguous(tmp_path: Path) -> None:
     base = torch.arange(600.0).reshape(20, 30)
     state = {"t": base.t(), "part": base[3:7, 2:9], "last": base[:, ::7], "row": base[5]}
     torch.save(state, tmp_path / "views.pt")
-    convert.convert(tmp_path / "views.pt", tmp_path / "new.pt", order("pt"))
+    convert(tmp_path / "views.pt", tmp_path / "new.pt", "pt")
     found = torch.load(tmp_path / "new.pt", weights_only=True)
     for name, value in state.items():
         assert torch.equal(found[name], value)

@@ -16,7 +16,7 @@ from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.construction.skeleton import construct
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.per_param import read_index
+from weighin.formats.per_key import PER_PARAM
 from weighin.models.gpt2 import gpt2
 from weighin.models.tied import tied
 
@@ -111,11 +111,12 @@ def test_a_seed_gives_the_same_values_in_every_format_and_another_seed_others(
     other = make_tied(tmp_path / "c", seed=1)
     assert split == one
     assert other.entry("norm.weight").checksums != one.entry("norm.weight").checksums
-    files = read_index(tmp_path / "b" / "per_param")
+    files, _, order = PER_PARAM.read_index(tmp_path / "b" / "per_param")
     state = load(tmp_path / "a")
-    assert list(files) == list(state)
-    for name, file in files.items():
-        assert torch.equal(torch.load(file, weights_only=True), state[name])
+    assert order == list(state)
+    for file, names in files.items():
+        value = torch.load(tmp_path / "b" / "per_param" / file, weights_only=True)
+        assert all(torch.equal(value, state[name]) for name in names)
     written = json.loads((tmp_path / "b" / "per_param" / "index.json").read_text())
     assert written["shared"] == {"head.weight": "embedding.weight"}
 
@@ -168,8 +169,10 @@ def test_a_users_checkpoint_has_the_manifest_of_what_made_it(tmp_path: Path) -> 
     indexed = index(path, tmp_path / "b", fmt="per_param")
     assert indexed.tensors == made.tensors
     assert indexed.source == str(path)
-    state, files = load(tmp_path / "a"), read_index(tmp_path / "b" / "per_param")
-    assert all(torch.equal(torch.load(files[name]), state[name]) for name in state)
+    state, files = load(tmp_path / "a"), PER_PARAM.read_index(tmp_path / "b" / "per_param")[0]
+    for file, (name, *_) in files.items():
+        value = torch.load(tmp_path / "b" / "per_param" / file)
+        assert torch.equal(value, state[name])
     again = index(tmp_path / "b" / "per_param", tmp_path / "c", fmt="per_param")
     assert again.tensors == made.tensors
     assert not (tmp_path / "c" / "per_param").exists(), "it has the format already"

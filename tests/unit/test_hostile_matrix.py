@@ -16,7 +16,7 @@ import torch
 from harms import CASES, DATA, PLANS, Given, Harm
 
 from weighin import formats
-from weighin.checkpoint import convert
+from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan
 from weighin.loader.load import load_streaming
@@ -91,11 +91,11 @@ def test_harm_is_named_and_does_none(
     before = sorted(tmp_path.rglob("*"))
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3)})
     weight = model.get_parameter("a.weight").detach().clone()
-    order = convert.Conversion("per_param", None, 2**40, verify=True)
+    conversion = Conversion(given.path, tmp_path / "new", "per_param", verify=True)
     doors: list[Callable[[], object]] = [
         lambda: formats.read(given.path),
         lambda: load_streaming(model, given.path),
-        lambda: convert.convert(given.path, tmp_path / "new", order),
+        conversion.write,
     ]
     del opened[:]
     for door in doors:
@@ -132,8 +132,7 @@ def test_a_key_is_a_name_and_never_a_path(tmp_path: Path, layout: str, kind: str
     assert key[:100] in caught.value.message
     assert len(caught.value.message) < 1000
     for fmt in ("per_param", "per_module", "sharded"):
-        order = convert.Conversion(fmt, None, 2**40, verify=True)
-        convert.convert(path, tmp_path / fmt, order)
+        Conversion(path, tmp_path / fmt, fmt, verify=True).write()
         assert [one.name for one in formats.read(tmp_path / fmt)[1]] == [key, "b"]
         assert all(one.parent == tmp_path / fmt for one in (tmp_path / fmt).rglob("*"))
     assert {one.name for one in tmp_path.iterdir()} == {"in", "per_param", "per_module", "sharded"}

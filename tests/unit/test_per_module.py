@@ -8,9 +8,8 @@ import torch
 
 from weighin.checkpoint.piecewise import pieces_of
 from weighin.errors import CheckpointError
-from weighin.formats import per_module
 from weighin.formats.base import TensorPlan
-from weighin.formats.per_module import module_of
+from weighin.formats.per_key import PER_MODULE, module_of
 
 STATE = {
     "emb.weight": torch.arange(6.0).reshape(2, 3),
@@ -47,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
         TensorPlan(name, tuple(one.shape), one.dtype, "emb.weight" if "head" in name else None)
         for name, one in STATE.items()
     ]
-    per_module.write(tmp_path / "split", tensors, lambda name: pieces_of(STATE[name]))
+    PER_MODULE.write(tmp_path / "split", tensors, lambda name: pieces_of(STATE[name]))
     return tmp_path / "split"
 
 
@@ -58,12 +57,12 @@ def test_the_index_of_a_model_of_many_modules_is_read(folder: Path) -> None:
     (folder / "index.json").write_text(json.dumps(index))
     for name in names:
         (folder / name).touch()
-    assert list(per_module.read_index(folder)["files"]) == list(names)
+    assert list(PER_MODULE.read_index(folder)[0]) == list(names)
 
 
 def test_each_file_is_a_state_dict_and_the_order_is_kept(folder: Path) -> None:
-    assert [one.name for one in per_module.read(folder)] == list(STATE)
-    files = per_module.read_index(folder)["files"]
+    assert [one.name for one in PER_MODULE.read(folder)] == list(STATE)
+    files = PER_MODULE.read_index(folder)[0]
     assert files == {
         "emb.pt": ["emb.weight", "head.weight"],
         "layers.0.pt": ["layers.0.a", "layers.0.b"],
@@ -92,10 +91,10 @@ def broken(**changes: object) -> dict[str, object]:
     [
         (broken(version=2), "index of version 2, but this weighin reads 1"),
         (broken(order=3), "damaged: no 'files' or no 'shared' or no 'order'"),
-        (broken(files={"no.pt": ["a"]}), "the file 'no.pt', which holds a module, is missing"),
+        (broken(files={"no.pt": ["a"]}), "the file 'no.pt', which holds 'a', is missing"),
         (
             broken(files={"../x": ["a"]}),
-            "the file that holds a module lies outside the folder: '../x'",
+            "the file that holds 'a' lies outside the folder: '../x'",
         ),
         (broken(files={"emb.pt": []}), "the keys of file 'emb.pt' are not a list of strings"),
         (broken(files={"emb.pt": ["a", "a"]}), "'a' occurs twice"),
@@ -118,7 +117,7 @@ def broken(**changes: object) -> dict[str, object]:
 def test_a_damaged_index_is_named(folder: Path, index: object, message: str) -> None:
     (folder / "index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError) as caught:
-        per_module.read(folder)
+        PER_MODULE.read(folder)
     assert caught.value.message == f"{folder / 'index.json'}: {message}"
 
 
@@ -127,7 +126,7 @@ def test_a_tie_that_the_file_does_not_have_is_named(folder: Path) -> None:
         {key: STATE[key].clone() for key in ("emb.weight", "head.weight")}, folder / "emb.pt"
     )
     with pytest.raises(CheckpointError) as caught:
-        per_module.read(folder)
+        PER_MODULE.read(folder)
     assert caught.value.message.endswith(
         "'head.weight' is tied to 'emb.weight' but stored elsewhere"
     )
@@ -138,4 +137,4 @@ def test_a_file_with_other_keys_is_named(folder: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"layers\.1\.pt: its keys differ from those that index\.json lists"
     ):
-        per_module.read(folder)
+        PER_MODULE.read(folder)

@@ -12,7 +12,7 @@ from factories import planned
 
 from weighin import formats, load_pretrained, load_streaming
 from weighin.checkpoint import cache
-from weighin.checkpoint.convert import Conversion, convert
+from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.index import index
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.hub_cache import cached_snapshot
@@ -26,7 +26,6 @@ from weighin.models.pretrained import example_inputs, from_config, pretrained_cl
 from weighin.predict import client
 from weighin.recommend.snippet import pretrained_snippet
 from weighin.suite import registry
-from weighin.units import GIB
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
 DECODER = SMALL | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
@@ -236,13 +235,14 @@ def test_formats_that_weighin_writes_from_converted_keys_are_predicted(make: Mak
         assert one.host_anon_peak_bytes
 
 
-@pytest.mark.parametrize("name", ["experts", "tied", "encoder-decoder", "shards"])
+@pytest.mark.parametrize(
+    "name", ["experts", "tied", "encoder-decoder", "shards", "computed weights"]
+)
 def test_a_conversion_writes_the_keys_of_the_model(make: Make, tmp_path: Path, name: str) -> None:
     folder = make(name)
     kind = pretrained_class(read_folder(folder).wanted)
     wanted = kind.from_pretrained(folder, dtype="auto").state_dict()
-    order = Conversion("pt", None, max_shard_bytes=GIB, model_keys=True)
-    convert(folder, tmp_path / "model.pt", order)
+    Conversion(folder, tmp_path / "model.pt", model_keys=True).write()
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     assert list(found) == list(wanted)
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
@@ -250,12 +250,6 @@ def test_a_conversion_writes_the_keys_of_the_model(make: Make, tmp_path: Path, n
 
 def test_keys_of_a_model_need_its_class(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "w.pt")
-    order = Conversion("pt", None, max_shard_bytes=GIB, model_keys=True)
+    conversion = Conversion(tmp_path / "w.pt", tmp_path / "model.pt", model_keys=True)
     with pytest.raises(ConfigError, match=r"--keys model needs the model's class"):
-        convert(tmp_path / "w.pt", tmp_path / "model.pt", order)
-
-
-def test_a_conversion_says_which_values_transformers_computes(make: Make, tmp_path: Path) -> None:
-    order = Conversion("pt", None, max_shard_bytes=GIB, model_keys=True)
-    with pytest.raises(CheckpointError, match=r"no values to copy for model\.decoder\.embed_pos"):
-        convert(make("computed weights"), tmp_path / "model.pt", order)
+        conversion.write()

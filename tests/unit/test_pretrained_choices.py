@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from weighin import formats, load_pretrained
-from weighin.checkpoint.convert import Conversion, convert
+from weighin.checkpoint.convert import Conversion
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_folder import own_dtype, read_folder
 from weighin.models.description import auto_dtype
@@ -161,7 +161,7 @@ def test_the_whole_file_counts_beside_an_index_of_shards(save: Save, tmp_path: P
     shutil.copy(other, folder / "model.safetensors")
     assert_equal(folder)
     assert formats.detect(folder).NAME == "safetensors"
-    convert(folder, tmp_path / "made.safetensors", Conversion("safetensors", None, 2**40))
+    Conversion(folder, tmp_path / "made.safetensors").write()
     wanted, made = load_file(other), load_file(tmp_path / "made.safetensors")
     assert all(torch.equal(made[name], wanted[name]) for name in wanted)
 

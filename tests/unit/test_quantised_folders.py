@@ -292,7 +292,9 @@ def test_the_load_is_measured_and_verified(
     entry.mkdir()
     spec, checkpoint = registry.model_and_checkpoint(str(folder))
     assert checkpoint
-    manifest = index(spec, checkpoint=checkpoint, fmt="safetensors", folder=entry).manifest
+    manifest = index(
+        spec, checkpoint=checkpoint, fmt="safetensors", folder=entry, dtype=str(dtype)[6:]
+    ).manifest
     assert manifest.keys == f"quantised with {LAYOUTS[name].method}"
     cpu, builder = torch.device("cpu"), resolve_builder(spec.builder)
     load = WorkerLoad(checkpoint, cpu, dtype, MappingProxyType({}), spec, builder, NoPhases())
@@ -378,7 +380,7 @@ def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
 
 @pytest.mark.usefixtures("torch_threads_restored")
 @pytest.mark.parametrize("name", ["gptq", *nightly("bitsandbytes nf4")])
-def test_a_load_is_verified_where_only_weighin_makes_weights(
+def test_a_load_is_not_measured_where_from_pretrained_lacks_a_package(
     make: Make, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
@@ -386,9 +388,9 @@ def test_a_load_is_verified_where_only_weighin_makes_weights(
         "bench", make(name), "--strategies", "streaming", "--isolation", "process",
         "--out", tmp_path / "run",
     )  # fmt: skip
-    assert code == 0, text
-    (record,) = map(json.loads, (tmp_path / "run" / "records.jsonl").read_text().splitlines())
-    assert record["outcome"] == "ok"
+    assert code == 2
+    assert "from_pretrained fails: " in text
+    assert "the packages that from_pretrained names" in text
 
 
 @pytest.mark.usefixtures("torch_threads_restored")

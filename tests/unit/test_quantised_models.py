@@ -21,25 +21,38 @@ from weighin.suite import registry
 from weighin.worker import verify
 from weighin.worker.loading import WorkerLoad, import_strategy
 
+TABLE = "weighin.models.synthesised:from_table"
 GPT_OSS = ModelSpec(
     "small-gpt-oss",
-    "weighin.models.gpt_oss:gpt_oss",
+    TABLE,
     {
-        "dtype": "bfloat16", "dim": 64, "hidden_dim": 96, "head_dim": 8, "n_heads": 4,
-        "n_kv_heads": 2, "n_layers": 2, "n_experts": 3, "vocab_size": 50,
+        "dtype": "bfloat16",
+        "tensors": {
+            "model.embed_tokens.weight": [50, 64],
+            "model.layers.{0..1}.self_attn.{q,k,v}_proj.weight": [32, 64],
+            "model.layers.{0..1}.self_attn.sinks": [4],
+            "model.layers.{0..1}.mlp.experts.{gate_up,down}_proj_blocks": ["uint8", 3, 64, 3, 16],
+            "model.layers.{0..1}.mlp.experts.{gate_up,down}_proj_scales": ["uint8", 3, 64, 3],
+            "model.layers.{0..1}.mlp.experts.{gate_up,down}_proj_bias": [3, 64],
+            "{model.norm,lm_head}.weight": [50, 64],
+        },
     },
-)  # fmt: skip
+)
 DEEPSEEK = ModelSpec(
     "small-deepseek",
-    "weighin.models.deepseek_v3:deepseek_v3",
+    TABLE,
     {
-        "dtype": "bfloat16", "hidden_size": 160, "intermediate_size": 256,
-        "moe_intermediate_size": 96, "num_attention_heads": 2, "q_lora_rank": 48,
-        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-        "n_routed_experts": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
-        "num_hidden_layers": 2, "num_nextn_predict_layers": 1, "vocab_size": 50,
+        "dtype": "bfloat16",
+        "tensors": {
+            "model.embed_tokens.weight": [50, 160],
+            "model.layers.{0..1}.mlp.experts.{0..1}.down_proj.weight": ["float8_e4m3fn", 160, 96],
+            "model.layers.{0..1}.mlp.experts.{0..1}.down_proj.weight_scale_inv": ["float32", 2, 1],
+            "model.layers.{0..1}.mlp.gate.weight": [2, 160],
+            "model.layers.{0..1}.mlp.gate.e_score_correction_bias": ["float32", 2],
+            "{model.norm,lm_head}.weight": [50, 160],
+        },
     },
-)  # fmt: skip
+)
 KEPT = {
     GPT_OSS.name: {
         "model.layers.1.mlp.experts.down_proj_blocks": torch.uint8,

@@ -9,7 +9,7 @@ import torch
 
 from weighin import formats
 from weighin.errors import CheckpointError
-from weighin.formats.unknown_file import RESAVE
+from weighin.formats.foreign import RESAVE
 
 
 def in_other_case(folder: Path) -> Path:

@@ -307,6 +307,13 @@ def test_options_must_be_written_out(text: str, tmp_path: Path) -> None:
         registry.read_strategy(path)
 
 
+@pytest.mark.parametrize("text", ['PEAK = ("models",)', 'PEAK = ("model", "mapped")', "PEAK = 3"])
+def test_an_expected_peak_is_a_sum_of_known_words(text: str, tmp_path: Path) -> None:
+    (path := tmp_path / "mine.py").write_text(f"{text}\ndef load(job): ...\n")
+    with pytest.raises(ConfigError, match=r"line 1: PEAK is not a (sum of model|tuple of strings)"):
+        registry.read_strategy(path)
+
+
 PASSED_ON = {
     "streaming": {"threads", "granularity", "key", "strip_prefix"},
     "peft_merge": {"disable_mmap", "device_map"},

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import safetensors, safetensors_header
+from weighin.formats import safetensors
 from weighin.formats.base import TensorPlan
 
 torch.manual_seed(0)
@@ -257,7 +257,7 @@ def test_a_damaged_length_is_named(tmp_path: Path, content: bytes, message: str)
 def test_a_header_of_endless_entries_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors_header, "MOST_TENSORS", 3)
+    monkeypatch.setattr(safetensors, "MOST_TENSORS", 3)
     path = tmp_path / "model.safetensors"
     damaged(path, {str(n): entry(0, 0) for n in range(4)}, 0)
     with pytest.raises(

@@ -10,8 +10,10 @@ from torch import nn
 
 from weighin import formats, load_streaming
 from weighin.cell import ModelSpec
-from weighin.checkpoint import convert, index, inspect
+from weighin.checkpoint import index, inspect
+from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
+from weighin.formats.base import Slices
 from weighin.formats.selection import Selection
 
 SPEC = ModelSpec("m", "torch.nn:Linear", {"in_features": 3, "out_features": 2})
@@ -81,7 +83,7 @@ def test_a_dotted_key_finds_nested_dicts_and_keys_with_dots(tmp_path: Path, key:
 def test_the_beginning_of_flat_names_is_a_key_too(tmp_path: Path) -> None:
     state = {"model.w": torch.ones(2), "ema.w": torch.zeros(2), "models.w": torch.zeros(3)}
     path = saved(tmp_path / "c.pt", state)
-    convert.convert(path, tmp_path / "c.safetensors", convert.Conversion("safetensors", None, 1))
+    Conversion(path, tmp_path / "c.safetensors").write()
     for file in (path, tmp_path / "c.safetensors"):
         (one,) = formats.read(file, Selection("model"))[1]
         assert (one.name, one.shape) == ("w", (2,))
@@ -173,8 +175,7 @@ def test_a_converted_selection_holds_the_plain_state_dict(tmp_path: Path) -> Non
     (tmp_path / "out").mkdir()
     index.index(SPEC, checkpoint=path, fmt="pt", folder=tmp_path / "out", selection=selection)
     model.load_state_dict(torch.load(tmp_path / "out/pt/model.pt", weights_only=True))
-    order = convert.Conversion("pt", None, 1, verify=True, selection=selection)
-    convert.convert(path, tmp_path / "plain.pt", order)
+    Conversion(path, tmp_path / "plain.pt", verify=True, selection=selection).write()
     expected = {name.removeprefix("module."): one for name, one in checkpoint["model"].items()}
     plain = torch.load(tmp_path / "plain.pt", weights_only=True)
     assert [*plain] == [*expected]
@@ -188,3 +189,13 @@ def test_a_key_never_selects_a_module(tmp_path: Path) -> None:
     error = complaint(lambda: formats.read(path, Selection("model")))
     assert "holds a whole pickled module (torch.nn.modules.linear.Linear)" in error.message
     assert "torch.save(model.state_dict(), ...)" in error.repair
+
+
+def test_a_selection_keeps_the_versions_of_modules_and_the_notes() -> None:
+    slices = Slices()
+    slices.metadata = {"": {"version": 1}, "module": {"version": 2}, "module.norm": {"version": 3}}
+    slices.notes, slices.refused = ("contradicts its shards",), "numpy.ndarray"
+    for only in (True, False):
+        found = slices.without("module.", only=only)
+        assert found.metadata == {"": {"version": 2}, "norm": {"version": 3}}
+        assert (found.notes, found.refused) == (slices.notes, slices.refused)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from weighin import formats
 from weighin.errors import CheckpointError
-from weighin.formats import bounded_json
+from weighin.formats import foreign
 from weighin.formats.base import TensorPlan
 from weighin.formats.sharded import SHARDED, SHARDED_PT, Sharded, split
 
@@ -218,7 +218,7 @@ def test_a_damaged_index_is_named(tmp_path: Path, text: str, message: str) -> No
 def test_an_index_of_endless_length_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_json, "MOST_BYTES", 10)
+    monkeypatch.setattr(foreign, "MOST_JSON_BYTES", 10)
     (tmp_path / SHARDED.index_name).write_text('{"weight_map": {}}')
     with pytest.raises(CheckpointError, match="the file's 18 bytes are more than weighin reads"):
         SHARDED.read(tmp_path)

@@ -3,6 +3,7 @@
 import base64
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import structure
 from weighin.formats.selection import Selection
-from weighin.models.synthesised import from_tensors
+from weighin.models.synthesised import from_table, from_tensors
 from weighin.suite import registry
 
 
@@ -108,3 +109,17 @@ def test_a_file_that_is_no_checkpoint_or_has_no_tensor_is_an_error(tmp_path: Pat
 def test_a_model_from_a_checkpoint_takes_no_arguments() -> None:
     with pytest.raises(ConfigError, match="takes no arguments"):
         registry.model("from:a.pt", {"width": 2})
+
+
+def test_a_table_names_tensors_as_a_shell_does() -> None:
+    table: dict[str, list[Any]] = {
+        "layers.{0..1}.{k,v}.weight": [3, 2],
+        "layers.1.codes": ["uint8", 4],
+    }
+    model = from_table(dtype="bfloat16", tensors=table)
+    found = {name: (tuple(one.shape), one.dtype) for name, one in model.named_parameters()}
+    weights = {f"layers.{number}.{name}.weight" for number in (0, 1) for name in ("k", "v")}
+    assert found == dict.fromkeys(weights, ((3, 2), torch.float32)) | {
+        "layers.1.codes": ((4,), torch.uint8)
+    }
+    assert not model.training

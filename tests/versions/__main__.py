@@ -32,7 +32,7 @@ TESTED: Final = (
     "hostile_matrix", "inspect", "formats", "scratch", "generate", "measure", "huge_pages", "models",
     "arena", "per_module", "per_param", "reads", "predict", "predict_allocator", "predict_heap",
     "predict_tables", "registry",
-    "safetensors_layout", "saving", "sharded", "sidecar", "snippet", "strategy_options", "load_streaming",
+    "safetensors_layout", "saving", "sharded", "snippet", "strategy_options", "load_streaming",
     "streaming_reads", "selection", "synthesised", "loaders", "tied_weights", "verify", "writing",
 )  # fmt: skip
 """Unit tests of what runs torch: the loader, the formats, the strategies and the prediction. The loader's

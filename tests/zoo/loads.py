@@ -13,7 +13,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from weighin import formats
-from weighin.checkpoint import convert as converting
+from weighin.checkpoint.convert import Conversion
 from weighin.errors import HarnessError
 from weighin.loader.load import load_streaming
 
@@ -43,7 +43,7 @@ def convert(files: dict[str, Path], folder: Path) -> tuple[dict[str, Path], list
             continue
         target = folder / f"converted-{fmt}{formats.named(fmt).SUFFIX}"
         try:
-            converting.convert(files["pt"], target, converting.Conversion(fmt, None, 1 << 20))
+            Conversion(files["pt"], target, fmt, max_shard_bytes=1 << 20).write()
             made[fmt] = target
         except Exception as error:
             outcomes.append(failed(f"convert to {fmt}", error))

@@ -19,7 +19,6 @@ from typing import Any, Final
 from weighin.cell import ModelSpec
 from weighin.child_process import Parent, end_with_parent
 from weighin.errors import CheckpointError, HarnessError
-from weighin.formats.pretrained_library import FolderChoice
 from weighin.formats.selection import Selection
 
 _PROGRESS_EVERY_S: Final = 0.1
@@ -49,33 +48,25 @@ def _fail(parent: Parent, error: HarnessError) -> int:
 def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, float]:
     """Make, index or convert a checkpoint; return the seconds of each stage."""
     import_start = time.monotonic()
-    import torch
+    import torch  # noqa: F401 (its import is a stage of its own)
 
-    from weighin.checkpoint import convert, generate, index
+    if request["verb"] == "convert":
+        from weighin.checkpoint.convert import Conversion
+    else:
+        from weighin.checkpoint import generate, index
 
     import_s = time.monotonic() - import_start
-    selection = Selection(**request["selection"])
     meter = _Meter(parent, rounds=2 if request.get("verify") else 1)
     hooks: dict[str, Any] = {"permit": meter.permit, "progress": meter.wrote}
     if request["verb"] == "convert":
-        order = convert.Conversion(
-            fmt=request["format"],
-            dtype=getattr(torch, request["dtype"]) if request["dtype"] else None,
-            max_shard_bytes=request["max_shard_bytes"],
-            verify=request["verify"],
-            checksums=Path(request["checksums"]) if request["checksums"] else None,
-            selection=selection,
-            model_keys=request["model_keys"],
-            choice=FolderChoice(**request["choice"]),
-        )
-        source, target = Path(request["source"]), Path(request["target"])
-        return {"import": import_s} | convert.convert(source, target, order, **hooks)
+        return {"import": import_s} | Conversion.of_request(request).write(**hooks)
     spec = ModelSpec(**request["model"])
     hooks |= {"fmt": request["format"], "folder": Path(request["out"])}
     if request["verb"] == "make":
         return {"import": import_s, **generate.make(spec, seed=request["seed"], **hooks).seconds}
     checkpoint = Path(request["checkpoint"])
-    indexed = index.index(spec, checkpoint=checkpoint, selection=selection, **hooks)
+    hooks |= {"dtype": request["dtype"], "selection": Selection(**request["selection"])}
+    indexed = index.index(spec, checkpoint=checkpoint, **hooks)
     return {"import": import_s, **indexed.seconds}
 
 

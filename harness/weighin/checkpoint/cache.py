@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from weighin.files import rename
 from weighin.formats.lora import files_of
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
-from weighin.suite import user_code
+from weighin.suite import packages, user_code
 from weighin.units import format_bytes
 
 __all__ = ["CachedCheckpoint", "Prepared", "Report", "clear", "ensure", "folder", "list_entries"]
@@ -67,6 +68,7 @@ class _Task:
     fmt: str
     entry: Path
     checkpoint: Path | None
+    dtype: str
     seed: int
     python_path: tuple[str, ...]
     report: Report
@@ -78,6 +80,7 @@ def ensure(
     model: ModelSpec,
     fmt: str,
     *,
+    dtype: str = "float32",
     seed: int = 0,
     checkpoint: Path | None = None,
     selection: Selection = WHOLE,
@@ -90,7 +93,8 @@ def ensure(
     first use, and again after a change of the file (size or modification time), the model or
     ``selection``. weighin converts the model's state dict into the cache if the file has another
     format than ``fmt``, if ``selection`` is not ``WHOLE``, or if the file holds more than tensors
-    (except for models of transformers, diffusers and timm). ``python_path`` lists the folders from
+    (except for models of transformers, diffusers and timm). ``dtype`` is that of the loads: the library
+    of a Hugging Face folder says how its model is in this dtype. ``python_path`` lists the folders from
     which a user's builder is imported.
 
     Raises:
@@ -101,16 +105,19 @@ def ensure(
     """
     formats.known(fmt)
     origin: list[object] = [model.builder, model.kwargs]
-    if not user_code.is_ours(model.builder) and (
-        code := user_code.file_of(model.builder, python_path)
-    ):
-        origin.append(str(code))  # two files of the same name may build different models
+    library = library_of(model.builder)
+    if not user_code.is_ours(model.builder):
+        if code := user_code.file_of(model.builder, python_path):
+            origin += [str(code), _digest(code)]
+        origin += packages.versions(["torch", "transformers"]).items()
+    elif library:
+        origin += [dtype, *packages.versions(["torch", library.name]).items()]
     in_place = False
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
         in_place = fmt == formats.detect(checkpoint).NAME and not selection
         checkpoint = checkpoint.absolute()  # links stay: config.json is beside the link
-        if in_place and library_of(model.builder) is None:
+        if in_place and library is None:
             in_place = formats.has_only_tensors(checkpoint)
         origin += [str(checkpoint), *selection.options]
         for file in [*formats.files(checkpoint), *files_of(model)]:
@@ -121,12 +128,20 @@ def ensure(
     entry = folder() / "models" / entries.entry_name(model.name, *origin)
     report = progress or (lambda _text, _share: None)
     task = _Task(
-        model, fmt, entry, checkpoint, seed, tuple(python_path), report, selection, in_place
+        model, fmt, entry, checkpoint, dtype, seed, tuple(python_path), report, selection, in_place
     )
     with entries.locked(
         entry, lambda: report(f"waiting for another weighin process that uses {entry.name}", None)
     ):
         return _ensure_locked(task)
+
+
+def _digest(code: Path) -> str:
+    """Return a digest of a module's file, or of all Python files of a package."""
+    package = code.parent if code.name == "__init__.py" else code
+    files = sorted(package.rglob("*.py")) if package.is_dir() else [code]
+    contents = (str(file.relative_to(package)).encode() + file.read_bytes() for file in files)
+    return sha256(b"".join(contents)).hexdigest()
 
 
 def _ensure_locked(task: _Task) -> Prepared:
@@ -179,6 +194,7 @@ def _request(task: _Task, out: Path) -> dict[str, Any]:
     return {
         "verb": "index" if task.checkpoint else "make",
         "model": asdict(task.model),
+        "dtype": task.dtype,
         "seed": task.seed,
         "checkpoint": str(task.checkpoint),
         "selection": asdict(task.selection),

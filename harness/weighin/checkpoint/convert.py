@@ -1,219 +1,310 @@
-"""Write a checkpoint in another format or dtype, in bounded memory.
+"""Write a checkpoint in another format or dtype: ``weighin convert``.
 
-A conversion reads and writes tensors in pieces of 16 MiB (of float32). It writes the new files to a
-hidden folder next to the target, and gives the complete files the target's name. If the process is
-killed before that, the source is unchanged and no target exists; the next conversion to the same
-target removes the hidden folder.
-
-If checksums of the source are known, the conversion compares the values that it reads with these
-checksums, and writes checksums of the target. A later conversion of the target therefore detects
-bytes that changed in the meantime.
+``Conversion.run`` starts a subprocess, which calls ``Conversion.write``, and shows its progress. The
+subprocess reads and writes tensors in pieces of 16 MiB (of float32); with ``model_keys`` it first loads
+the whole model. It writes the new files to a hidden folder next to the target, and gives the complete
+files the target's name. If it is killed before that, the source is unchanged and no target exists; the
+next conversion to the same target removes the hidden folder.
 """
 
 import os
+import re
+import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from weighin import formats
-from weighin.checkpoint import sidecar
-from weighin.checkpoint.checksum import RunningChecksum
-from weighin.checkpoint.generate import RECORD_BYTES
-from weighin.checkpoint.model_keys import read_with_model_keys
-from weighin.checkpoint.reader import checksum_of, plans, read_pieces
-from weighin.checkpoint.staging import growing_beside
-from weighin.construction.skeleton import map_large_tensors
+from weighin.checkpoint import staging
+from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import rename
-from weighin.formats import quantised
-from weighin.formats.base import Plans, Progress, TensorSlice
-from weighin.formats.dtypes import dtype_name
-from weighin.formats.misfit import check_converts
+from weighin.formats import gguf
+from weighin.formats.base import Plans, Progress, Slices, TensorPlan, TensorSlice
+from weighin.formats.foreign import check_converts
+from weighin.formats.pretrained_folder import folder_of, is_pretrained, variant_of
 from weighin.formats.pretrained_library import AS_SAVED, FolderChoice
+from weighin.formats.quantised import Quantised, in_checkpoint
 from weighin.formats.selection import WHOLE, Selection
-from weighin.formats.sharded import Sharded
-from weighin.formats.zip_writer import run_parallel
+from weighin.formats.sharded import MAX_SHARD_BYTES, Sharded
+from weighin.text import first_names, one_line, plain
+from weighin.units import GIB, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+AUTO: Final = "auto"
+_FOLDER: Final = "sharded"  # the format for a target without a file's suffix
+_SUFFIXES: Final = {
+    ".safetensors": ("safetensors",),
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pth.tar"), ("pt", "pt_legacy")),
+}
+"""For each suffix, the formats that programs expect in such a file; ``auto`` writes the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The options of a conversion.
+    """A checkpoint to write, from another checkpoint.
 
     Attributes:
-        fmt: the name of the format to write.
-        dtype: the new dtype of floating-point tensors; None keeps each tensor's own dtype.
+        target: the file or folder to write, which must not exist.
+        fmt: the name of the format to write; ``AUTO`` for the format of the target's suffix.
+        dtype: torch's name of the new dtype of floating-point tensors; empty keeps their own dtypes.
         max_shard_bytes: the largest size of one file of a sharded format.
         verify: whether to read the target back from the disk and compare it with the source.
-        checksums: the file with the source's checksums, as returned by ``sidecar.find``.
         selection: the tensors to write, and their new names.
-        model_keys: whether to write the tensors under the model's keys (module ``model_keys``).
+        model_keys: whether to write the state dict of the model that ``load_pretrained`` loads.
         choice: the class of the folder's model, the adapter to merge, and whether the folder's code
             may run.
     """
 
-    fmt: str
-    dtype: torch.dtype | None
-    max_shard_bytes: int
+    source: Path
+    target: Path
+    fmt: str = AUTO
+    dtype: str = ""
+    max_shard_bytes: int = MAX_SHARD_BYTES
     verify: bool = False
-    checksums: Path | None = None
     selection: Selection = WHOLE
     model_keys: bool = False
     choice: FolderChoice = AS_SAVED
 
+    def run(self, console: Console, complete: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Convert in a subprocess, show the progress, and return the fields of ``--json``.
 
-def convert(
-    source: Path,
-    target: Path,
-    order: Conversion,
-    *,
-    permit: Callable[[int], None] = lambda _: None,
-    progress: Progress | None = None,
-) -> dict[str, float]:
-    """Write the checkpoint ``source`` to ``target``, which must not exist.
+        ``run`` calls ``complete`` when the target is complete, and ignores a Ctrl-C that comes when the
+        target already has its name.
 
-    ``convert`` returns the seconds that each stage took, by the stage's name. The target gets
-    a checksum file if ``order`` names the source's checksums or demands a verification. ``convert``
-    calls ``permit`` with an upper bound of the bytes to write, before it writes the first byte.
-
-    Raises:
-        ConfigError: for the reasons of ``check_target``, or another process is writing the target.
-        CheckpointError: the source cannot be read, has no tensors or does not match its checksums,
-            ``order`` names a new dtype for quantised codes, or ``verify`` finds a difference.
-    """
-    map_large_tensors()
-    torch.set_num_threads(1)  # the format's writers run in several threads of their own
-    started = time.monotonic()
-    check_target(source, target)
-    slices: Sequence[TensorSlice] = (
-        read_with_model_keys(source, order.selection, order.choice, order.dtype)
-        if order.model_keys
-        else formats.read(source, order.selection)[1]
-    )
-    if not slices:
-        raise CheckpointError(
-            f"{source}: holds no tensors", "convert the checkpoint of a model with weights"
-        )
-    formats.refuse_empty(source, slices)
-    if order.dtype is not None:
-        check_converts(source, slices, "leave --dtype out")
-    if order.dtype and (found := quantised.in_checkpoint(source, slices)):
-        raise CheckpointError(
-            f"{source}: {found.summary}; the tensors are codes and scales, which a conversion to"
-            " another dtype would make useless",
-            "leave --dtype out, to copy the codes and scales as they are"
-            + (", or add --keys model, to dequantise them" if found.dequantises else ""),
-        )
-    tensors = plans(slices, order.dtype)
-    layout = formats.named(order.fmt)
-    stored_bytes = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
-    permit(stored_bytes + RECORD_BYTES * len(tensors))
-    stored = sidecar.KnownChecksums(source, order.checksums, slices) if order.checksums else None
-    copier = _Copier(slices, tensors, stored, summing=order.verify or stored is not None)
-    read = time.monotonic()
-    with growing_beside(target) as temporary:
-        new = temporary / target.name
-        if isinstance(layout, Sharded):
-            most = order.max_shard_bytes
-            layout.write(new, tensors, copier.pieces, progress, max_shard_bytes=most)
-        else:
-            layout.write(new, tensors, copier.pieces, progress)
-        written = time.monotonic()
-        if order.verify:
-            copier.verify(new, progress)
-        sums = new / sidecar.NAME if new.is_dir() else sidecar.beside(new)
-        if copier.summing:
-            sidecar.write(sums, copier.sums())
-        check_target(source, target)
-        rename(new, target)
-        if sums.exists():  # the checksums of a folder are inside, and moved with the folder
-            rename(sums, sidecar.beside(target))
-    return {
-        "read": read - started,
-        "write": written - read,
-        "verify": time.monotonic() - written,
-    }
-
-
-def check_target(source: Path, target: Path) -> None:
-    """Raise ConfigError if the target or its checksum file exists, if the target is inside the
-    source, or if the target's parent folder is missing.
-    """
-    for path in (target, sidecar.beside(target)):  # old checksums do not fit the new target
-        if os.path.lexists(path):
-            raise ConfigError(
-                f"{path} exists already", "name another target, or first remove the existing one"
-            )
-    if not target.parent.is_dir():
-        raise ConfigError(
-            f"{target.parent}: no such folder", f"create the folder: mkdir -p {target.parent}"
-        )
-    if source.resolve() in target.resolve().parents:
-        raise ConfigError(f"{target} is inside {source}", "name a target outside of the source")
-
-
-class _Copier:
-    """Reads the tensors of the source checkpoint for a writer, and computes the tensors' checksums."""
-
-    def __init__(
-        self,
-        slices: Sequence[TensorSlice],
-        tensors: Plans,
-        stored: sidecar.KnownChecksums | None,
-        *,
-        summing: bool,
-    ) -> None:
-        self.summing = summing
-        self._slices = {where.name: where for where in slices}
-        self._plans = {plan.name: plan for plan in tensors}
-        self._stored = stored
-        self._sums: dict[str, str] = {}  # several threads set one item each
-        self._tied: dict[str, list[str]] = {}
-        for plan in tensors:
-            self._tied.setdefault(plan.shared_with or plan.name, []).append(plan.name)
-
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
-        plan, where = self._plans[name], self._slices[name]
-        written = RunningChecksum(plan.nbytes)
-        read = written if plan.dtype == where.dtype else RunningChecksum(where.nbytes)
-        for piece in read_pieces(where):
-            converted = piece.to(plan.dtype)
-            if self.summing:
-                written.update(converted)
-                if read is not written:
-                    read.update(piece)
-            yield converted
-        if self._stored is not None:
-            self._stored.check(self._tied[name], read.hexdigest())
-        self._sums[name] = written.hexdigest()
-
-    def sums(self) -> dict[str, tuple[str, str]]:
+        Raises:
+            HarnessError: the conversion failed; ``run`` has removed its unfinished files.
+        """
+        source_format = formats.detect(self.source).NAME
+        request = asdict(self) | {
+            "verb": "convert",
+            "source": str(self.source),
+            "target": str(self.target),
+            "fmt": format_for(self.target, self.fmt),
+        }
+        slices = Slices() if self.model_keys else formats.read(self.source, self.selection)[1]
+        started = monotonic()
+        with _shown(console, f"{self.source.name} to {self.target.name}") as report:
+            try:
+                seconds = run_maker(request, permit=self._check_space, report=report)["write"]
+                complete()
+            except BaseException as error:
+                try:  # the files of a subprocess that was killed
+                    staging.remove_dead(self.target)
+                except (ConfigError, OSError) as left:
+                    error.add_note(str(left))
+                if not isinstance(error, KeyboardInterrupt) or not self.target.exists():
+                    raise
+                seconds = monotonic() - started
+        quantised = in_checkpoint(self.source, slices)
         return {
-            name: (dtype_name(plan.dtype), self._sums[plan.shared_with or name])
-            for name, plan in self._plans.items()
+            "source": str(self.source),
+            "source_format": source_format,
+            "target": str(self.target),
+            "format": formats.detect(self.target).NAME,
+            "bytes": sum(file.stat().st_size for file in formats.files(self.target)),
+            "seconds": seconds,
+            "verified": self.verify,
+            "quantised": asdict(quantised) if quantised else None,
+            "left_out": tuple(slices.values),
         }
 
-    def verify(self, new: Path, progress: Progress | None) -> None:
-        """Read the new checkpoint from the disk and compare every tensor with the source."""
-        _, slices = formats.read(new)
-        if plans(slices) != list(self._plans.values()):
-            raise _wrong(new, "other names, shapes, dtypes or ties than the source")
-        lock = threading.Lock()
-        wrong: list[str] = []
+    @classmethod
+    def of_request(cls, request: Mapping[str, Any]) -> "Conversion":
+        """Return the conversion that ``run`` sent to the subprocess."""
+        fields = {name: value for name, value in request.items() if name != "verb"}
+        return cls(
+            **fields
+            | {"source": Path(fields["source"]), "target": Path(fields["target"])}
+            | {"selection": Selection(**fields["selection"])}
+            | {"choice": FolderChoice(**fields["choice"])}
+        )
 
-        def check(where: TensorSlice) -> None:
-            if checksum_of(where, progress) != self._sums[where.name]:
-                with lock:
-                    wrong.append(where.name)
+    def _check_space(self, needed_bytes: int) -> None:
+        free = shutil.disk_usage(self.target.parent).free
+        if free < needed_bytes:
+            raise ConfigError(
+                f"{self.target} needs {format_bytes(needed_bytes)}, "
+                f"but only {format_bytes(free)} are free in {self.target.parent}",
+                "name a target on another disk, or free some space",
+            )
 
-        untied = [where for where in slices if self._plans[where.name].shared_with is None]
-        run_parallel(partial(check, where) for where in untied)
-        if wrong:
-            raise _wrong(new, f"other values than the source in {', '.join(sorted(wrong)[:3])}")
+    def check_target(self) -> None:
+        """Raise ConfigError if the target exists or cannot be made, or is inside the source."""
+        if os.path.lexists(self.target):
+            raise ConfigError(
+                f"{self.target} exists already",
+                "name another target, or first remove the existing one",
+            )
+        folder = self.target.parent
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder", f"create the folder: mkdir -p {folder}")
+        if self.source.resolve() in self.target.resolve().parents:
+            raise ConfigError(
+                f"{self.target} is inside {self.source}", "name a target outside of the source"
+            )
+        if len(os.fsencode(self.target.name)) > (most := os.pathconf(folder, "PC_NAME_MAX")):
+            raise ConfigError(
+                "the target's name is too long", f"give it a name of at most {most} bytes"
+            )
+
+    def write(
+        self, permit: Callable[[int], None] = lambda _: None, progress: Progress | None = None
+    ) -> dict[str, float]:
+        """Convert in this process, and return the seconds of each stage.
+
+        ``write`` calls ``permit`` with an upper bound of the bytes to write, before the first byte.
+
+        Raises:
+            ConfigError: for the reasons of ``check_target``, or another process is writing the target.
+            CheckpointError: the source cannot be read, has no tensors, has quantised codes that
+                ``dtype`` would make useless, or ``verify`` finds a difference.
+        """
+        import torch
+
+        from weighin.checkpoint.checksum import RunningChecksum
+        from weighin.checkpoint.generate import RECORD_BYTES
+        from weighin.construction.skeleton import map_large_tensors
+
+        started = monotonic()
+        self.check_target()
+        map_large_tensors()
+        tensors, source_pieces = self._loaded() if self.model_keys else self._read()
+        torch.set_num_threads(1)  # the format's writers run in several threads of their own
+        plans = {plan.name: plan for plan in tensors}
+        sums: dict[str, str] = {}  # several threads set one item each
+
+        def pieces(name: str) -> "Iterator[torch.Tensor]":
+            running = RunningChecksum(plans[name].nbytes)
+            for piece in source_pieces(name):
+                converted = piece.to(plans[name].dtype)
+                if self.verify:
+                    running.update(converted)
+                yield converted
+            sums[name] = running.hexdigest()
+
+        layout = formats.named(format_for(self.target, self.fmt))
+        permit(
+            RECORD_BYTES * len(tensors)
+            + sum(plan.nbytes for plan in tensors if plan.shared_with is None)
+        )
+        read = monotonic()
+        with staging.growing_beside(self.target) as temporary:
+            new = temporary / self.target.name
+            if isinstance(layout, Sharded):
+                most = self.max_shard_bytes
+                layout.write(new, tensors, pieces, progress, max_shard_bytes=most)
+            else:
+                layout.write(new, tensors, pieces, progress)
+            written = monotonic()
+            if self.verify:
+                _verify(new, tensors, sums, progress)
+            self.check_target()
+            rename(new, self.target)
+        return {
+            "read": read - started,
+            "write": written - read,
+            "verify": monotonic() - written,
+        }
+
+    def _read(self) -> "tuple[Plans, Callable[[str], Iterator[torch.Tensor]]]":
+        """Return the tensors to write, by their names in the file, and the reader of their values."""
+        import torch
+
+        from weighin.checkpoint import reader
+
+        slices = formats.read(self.source, self.selection)[1]
+        if not slices:
+            raise CheckpointError(
+                f"{self.source}: holds no tensors", "convert the checkpoint of a model with weights"
+            )
+        formats.refuse_empty(self.source, slices)
+        if self.dtype:
+            check_converts(self.source, slices, "leave --dtype out")
+        if self.dtype and (found := in_checkpoint(self.source, slices)):
+            raise CheckpointError(
+                f"{self.source}: {found.summary}; the tensors are codes and scales, which a"
+                " conversion to another dtype would make useless",
+                "leave --dtype out, to copy the codes and scales as they are"
+                + (", or add --keys model, to dequantise them" if found.dequantises else ""),
+            )
+        places = {where.name: where for where in slices}
+        dtype = getattr(torch, self.dtype) if self.dtype else None
+        return reader.plans(slices, dtype), lambda name: reader.read_pieces(places[name])
+
+    def _loaded(self) -> "tuple[Plans, Callable[[str], Iterator[torch.Tensor]]]":
+        """Return the tensors to write, by their names in the loaded model, and the reader of values.
+
+        Raises:
+            ConfigError: the source is neither a GGUF file nor in a Hugging Face folder, or as
+                ``load_pretrained`` raises.
+        """
+        import torch
+
+        from weighin.checkpoint.piecewise import pieces_of
+        from weighin.loader.pretrained import load_pretrained
+
+        folder, choice = folder_of(self.source), self.choice
+        is_gguf = formats.detect(self.source) is gguf
+        if not is_gguf and not is_pretrained(folder):
+            raise ConfigError(
+                f"--keys model needs the model's class, and {folder} has no config.json",
+                "name a folder that save_pretrained wrote, or leave --keys out",
+            )
+        state = load_pretrained(
+            gguf.file_of(self.source) if is_gguf else folder,
+            dtype=self.dtype or "auto",
+            trust_remote_code=choice.trust_remote_code,
+            variant=variant_of(self.source),
+            model_class=choice.model_class,
+            key=self.selection.key,
+            strip_prefix=self.selection.strip_prefix,
+            adapter=choice.adapter,
+        ).state_dict()
+        tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+        firsts: dict[object, str] = {}
+        plans = []
+        for name, one in tensors.items():
+            place = one.data_ptr(), one.shape, one.stride(), one.dtype
+            first = firsts.setdefault(place, name) if one.numel() else name
+            plans.append(
+                TensorPlan(name, tuple(one.shape), one.dtype, first if first != name else None)
+            )
+        return plans, lambda name: pieces_of(tensors[name].contiguous())
+
+
+def _verify(new: Path, tensors: Plans, sums: Mapping[str, str], progress: Progress | None) -> None:
+    """Read the new checkpoint from the disk, and compare every tensor with the values written."""
+    from weighin.checkpoint.reader import checksum_of, plans
+    from weighin.formats.zip_writer import run_parallel
+
+    slices = formats.read(new)[1]
+    if plans(slices) != list(tensors):
+        raise _wrong(new, "other names, shapes, dtypes or ties than the source")
+    wrong: list[str] = []
+    lock = threading.Lock()
+
+    def check(where: TensorSlice) -> None:
+        if checksum_of(where, progress) != sums[where.name]:
+            with lock:
+                wrong.append(where.name)
+
+    tied = {plan.name for plan in tensors if plan.shared_with is not None}
+    run_parallel(partial(check, where) for where in slices if where.name not in tied)
+    if wrong:
+        raise _wrong(new, f"other values than the source in {', '.join(sorted(wrong)[:3])}")
 
 
 def _wrong(new: Path, what: str) -> CheckpointError:
@@ -221,3 +312,76 @@ def _wrong(new: Path, what: str) -> CheckpointError:
         f"{new.name}: the written checkpoint has {what}; it was removed",
         "test this machine's disk and memory for faults, then run weighin convert again",
     )
+
+
+def format_for(target: Path, fmt: str) -> str:
+    """Return the format to write into ``target``; for ``AUTO``, the format for the target's suffix.
+
+    With ``AUTO``, a target without the suffix of a checkpoint file becomes a folder of shards.
+
+    Raises:
+        UnknownName: no format has the name ``fmt``.
+        ConfigError: programs expect another format than ``fmt`` in a file with the target's suffix,
+            or, with ``AUTO``, the suffix is that of no format.
+    """
+    suffix = next((one for one in _SUFFIXES if target.name.lower().endswith(one)), "")
+    expected = _SUFFIXES.get(suffix, ())
+    if fmt == AUTO and not suffix and re.fullmatch(r"\.[A-Za-z]{1,12}", target.suffix):
+        raise ConfigError(
+            f"{target}: no format of checkpoints has the suffix {target.suffix}",
+            f"name the target model.safetensors or model.pt; to write a folder of shards of this name,"
+            f" add --format {_FOLDER}",
+        )
+    if fmt == AUTO:
+        return expected[0] if expected else _FOLDER
+    layout = formats.named(fmt)
+    if suffix and fmt not in expected:
+        other = f"{target.name[: -len(suffix)]}{layout.SUFFIX}"
+        raise ConfigError(
+            f"{target}: {suffix} is the suffix of format {expected[0]}, but --format says {fmt}",
+            f"to write {expected[0]}, leave --format out; for the format of --format, name the"
+            f" target {other}",
+        )
+    return fmt
+
+
+def sentence(done: Mapping[str, Any]) -> str:
+    """Return the line that ``weighin convert`` prints, from the fields that ``run`` returned."""
+    text = (
+        f"{done['target']}: {done['format']} from {done['source_format']},"
+        f" {format_bytes(done['bytes'])} in {format_seconds(round(done['seconds'] * 1e9))}"
+        f" ({done['bytes'] / GIB / done['seconds']:.2f} GiB/s)"
+    )
+    if done["verified"]:
+        text += ", every tensor's checksum verified"
+    if done["quantised"]:
+        text += f"; {Quantised.of_argument(done['quantised']).summary}"
+    if done["left_out"]:
+        names = one_line(first_names(map(plain, done["left_out"])))
+        text += f"; left out, because they are no tensors: {names}"
+    return text
+
+
+@contextmanager
+def _shown(console: Console, text: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a line with the share done, the speed and the remaining time; yield its update function.
+
+    The yielded function takes the number of bytes done and the total.
+    """
+    started = monotonic()
+    with Bar(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.percentage:>3.0f} %  {task.fields[speed]}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(escape(text), total=None, speed="")
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            speed = f"{done_bytes / GIB / max(monotonic() - started, 1e-9):.2f} GiB/s"
+            bar.update(task, completed=done_bytes, total=total_bytes, speed=speed)
+
+        yield report

@@ -10,20 +10,32 @@ import torch
 
 from weighin import formats
 from weighin.cell import ModelSpec
-from weighin.checkpoint.describe import Described, buffer_checksums, describe, in_checkpoint
+from weighin.checkpoint.checksum import checksum
+from weighin.checkpoint.describe import (
+    Described,
+    buffer_checksums,
+    describe,
+    described_in,
+    in_checkpoint,
+)
 from weighin.checkpoint.generate import RECORD_BYTES, Made, plans, write
 from weighin.checkpoint.manifest import Manifest
-from weighin.checkpoint.piecewise import Checksums, checksummed
-from weighin.checkpoint.reader import read_pieces
+from weighin.checkpoint.piecewise import Checksums, checksummed, pieces_of
+from weighin.checkpoint.reader import read_into, read_pieces, widest_dtype
 from weighin.construction.skeleton import map_large_tensors
 from weighin.errors import CheckpointError
-from weighin.formats.base import Progress, TensorSlice
-from weighin.formats.misfit import NOT_MEASURED, check_converts, misfit, plain, selecting
-from weighin.formats.pretrained_folder import is_pretrained_checkpoint, refuse_part
+from weighin.formats import gguf
+from weighin.formats.base import Progress, Slices, TensorSlice
+from weighin.formats.dtypes import dtype_name
+from weighin.formats.foreign import NOT_MEASURED, check_converts, misfit, selecting
+from weighin.formats.pretrained_folder import BUILDER, is_pretrained_checkpoint, refuse_part
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.quantised import of_model, refuse_codes
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
+from weighin.models.after_load import written_after_load
+from weighin.models.pretrained_modules import module_of
+from weighin.text import first_names, one_line, plain
 
 
 def index(
@@ -32,17 +44,17 @@ def index(
     checkpoint: Path,
     fmt: str,
     folder: Path,
+    dtype: str = "float32",
     selection: Selection = WHOLE,
     permit: Callable[[int], None] = lambda _: None,
     progress: Progress | None = None,
 ) -> Made:
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
 
-    ``index`` reads tensors piece by piece, but leaves Hugging Face folders to ``index_pretrained``
-    or ``index_quantised``, which load the whole model. ``index`` converts the checkpoint if its
-    format is not ``fmt``, if it holds objects other than tensors, or if ``selection`` is not
-    ``WHOLE``.
-    ``index`` calls ``permit`` with an upper bound of the bytes to write.
+    ``index`` reads tensors piece by piece, but loads a Hugging Face folder in ``dtype`` by the folder's
+    own library. ``index`` converts the checkpoint if its format is not ``fmt``, if it holds objects
+    other than tensors, or if ``selection`` is not ``WHOLE``. ``index`` calls ``permit`` with an upper
+    bound of the bytes to write.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or does not fit the model.
@@ -51,12 +63,7 @@ def index(
     map_large_tensors()
     if library_of(spec.builder) and is_pretrained_checkpoint(checkpoint):
         refuse_part(checkpoint, selection)
-        from weighin.checkpoint.index_pretrained import index_pretrained
-        from weighin.checkpoint.index_quantised import index_quantised
-
-        if found := of_model(spec):
-            return index_quantised(spec, found, checkpoint, fmt, folder)
-        return index_pretrained(spec, checkpoint, fmt, folder, permit, progress)
+        return _index_folder(spec, checkpoint, fmt, folder, dtype, permit, progress)
     torch.set_num_threads(1)  # the readers run in several threads of their own
     started = time.monotonic()
     own, slices = formats.read(checkpoint, selection)
@@ -93,6 +100,120 @@ def index(
     manifest = Manifest(spec.name, spec.builder, str(checkpoint), entries)
     manifest.write(folder / "manifest.json")
     return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
+
+
+def _index_folder(
+    spec: ModelSpec,
+    checkpoint: Path,
+    fmt: str,
+    folder: Path,
+    dtype: str,
+    permit: Callable[[int], None],
+    progress: Progress | None,
+) -> Made:
+    """Write the manifest of a Hugging Face folder: the tensors that its library loads in ``dtype``.
+
+    If the format of the folder's weights is not ``fmt``, write the state dict, too: in the widest
+    dtype of the files, or in float32 for a GGUF file. This needs memory for the loaded model.
+
+    Raises:
+        CheckpointError: the library cannot load the folder or would initialise missing weights at
+            random, or ``fmt`` is not the format of quantised weights.
+    """
+    started = time.monotonic()
+    own, slices = formats.read(checkpoint)
+    if (quantised := of_model(spec)) and own != fmt:
+        raise CheckpointError(
+            f"{checkpoint}: {quantised.summary}; from_pretrained reads these weights from the format"
+            f" {own}, not from {fmt}",
+            "leave --format out",
+        )
+    permit(sum(RECORD_BYTES + where.nbytes for where in slices) if own != fmt else 0)
+    sums: dict[str, dict[str, str]] = {}
+    if own != fmt:
+        wide = torch.float32 if own == gguf.NAME else widest_dtype(slices)
+        written = {one.name: one for one in described_in(_loaded(spec, checkpoint, wide))}
+
+        def pieces(name: str) -> Iterator[torch.Tensor]:
+            tensor = written[name].tensor
+            running = Checksums(tensor.numel(), tensor.dtype)
+            return checksummed(pieces_of(tensor), running, sums, name)
+
+        write(fmt, folder, plans(in_checkpoint([*written.values()])), pieces, progress)
+        written.clear()
+    reference = _loaded(spec, checkpoint, getattr(torch, dtype))
+    read = time.monotonic()
+    described = [*described_in(reference)]
+    for one in described:
+        kind = dtype_name(one.tensor.dtype)
+        if one.shared_with is None:
+            known = sums.get(one.name, {}).get(kind)
+            sums[one.name] = {kind: known or checksum(one.tensor)}
+            if progress is not None and own == fmt:
+                progress(one.tensor.nbytes)
+    of_file = {}
+    if own == fmt and spec.builder == BUILDER and not quantised:
+        of_file = _values_of_file(reference, slices, sums)
+    entries = tuple(
+        replace(one.entry(sums[first]), file_checksums=of_file.get(first))
+        for one in described
+        if (first := one.shared_with or one.name)
+    )
+    note = f"quantised with {quantised.method}" if quantised else _other_keys(slices, described)
+    manifest = Manifest(
+        spec.name, spec.builder, str(checkpoint), entries, "" if own == gguf.NAME else note
+    )
+    manifest.write(folder / "manifest.json")
+    return Made(manifest, {"read": read - started, "convert": time.monotonic() - read})
+
+
+def _loaded(spec: ModelSpec, checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
+    try:
+        model, missing = module_of(spec.builder).reference(spec.kwargs, checkpoint, dtype)
+    except ImportError as error:
+        raise CheckpointError(
+            f"{checkpoint}: from_pretrained fails: {one_line(str(error))}",
+            "install the packages that from_pretrained names",
+        ) from error
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint}: has no values for {first_names(missing)} of this {type(model).__name__}",
+            "choose the class that the checkpoint was saved from; from_pretrained would initialise"
+            " these weights with random numbers",
+        )
+    loaded: torch.nn.Module = model
+    return loaded
+
+
+def _values_of_file(
+    reference: torch.nn.Module, slices: Slices, sums: Mapping[str, dict[str, str]]
+) -> dict[str, dict[str, str]]:
+    """Return checksums of the values in the file, for tensors that ``from_pretrained`` changes."""
+    places = {where.name: where for where in slices}
+    found = {}
+    for name in written_after_load(reference) & places.keys() & sums.keys():
+        place, (kind,) = places[name], sums[name]
+        values = torch.empty(place.shape, dtype=getattr(torch, kind))
+        read_into(place, values)
+        if (of_file := {kind: checksum(values)}) != sums[name]:
+            found[name] = of_file
+    return found
+
+
+def _other_keys(slices: Slices, described: list[Described]) -> str:
+    """Return a text that counts the keys in which the file and the model differ; empty for none."""
+    stored = {where.name for where in slices}
+    groups: dict[str, set[str]] = {}
+    for one in in_checkpoint(described):
+        groups.setdefault(one.shared_with or one.name, set()).add(one.name)
+    left = len(stored.difference(*groups.values()))
+    computed = 0 if left else sum(not names & stored for names in groups.values())
+    counts = {"converted, renamed or left out": left, "computed": computed}
+    return " and ".join(
+        f"{count} {'key' if count == 1 else 'keys'} {what}"
+        for what, count in counts.items()
+        if count
+    )
 
 
 class _IndexedChecksums:

@@ -20,8 +20,7 @@ from weighin.errors import HarnessError, UnknownName
 from weighin.files import object_in
 from weighin.formats import gguf, pipeline, quantised
 from weighin.formats.base import TensorSlice
-from weighin.formats.first_bytes import remembering
-from weighin.formats.misfit import first_names, plain
+from weighin.formats.foreign import remembering
 from weighin.formats.pretrained_folder import CONFIG, adapter_note, is_pretrained
 from weighin.formats.pretrained_library import library_in
 from weighin.formats.quantised import Quantised
@@ -29,7 +28,7 @@ from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.storages import Footprint, footprint, ties
 from weighin.stream.pickles import type_name
 from weighin.suite import registry
-from weighin.text import one_line
+from weighin.text import first_names, one_line, plain
 from weighin.units import format_bytes
 
 SORTS: Final = ("file", "name", "size")

@@ -13,8 +13,8 @@ from weighin.checkpoint.checksum import RunningChecksum
 from weighin.checkpoint.piecewise import PIECE_ELEMENTS, pieces_of
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorPlan, TensorSlice
+from weighin.formats.foreign import AGAIN
 from weighin.formats.storages import ties
-from weighin.formats.unknown_file import AGAIN
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 
 _ROWS_ELEMENTS: Final = PIECE_ELEMENTS  # of a strided tensor or a tensor in parts, copied at a time

@@ -6,7 +6,7 @@ import click
 
 from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
-from weighin.errors import ConfigError
+from weighin.errors import ConfigError, UnknownName
 from weighin.run import interrupts
 
 EXAMPLES = {
@@ -57,9 +57,7 @@ EXAMPLES = {
     "--verify",
     is_flag=True,
     help="Read the written checkpoint back, and compare the checksum of every tensor with the"
-    " checksum of the values that were written. weighin writes the checksums into a file beside"
-    " the checkpoint. A later `weighin convert` of that checkpoint compares the values that it"
-    " reads with these checksums.",
+    " checksum of the values that were written.",
 )
 @click.option(
     "--keys",
@@ -67,7 +65,7 @@ EXAMPLES = {
     default="file",
     help="The names of the written tensors. file: the names in SOURCE. model: the names in the"
     " model's state dict; weighin stacks, joins and renames the tensors of a Hugging Face folder as"
-    " from_pretrained does.",
+    " from_pretrained does, which takes memory for the whole model.",
 )
 @_options.folder_choice
 @_options.adapter
@@ -75,9 +73,11 @@ EXAMPLES = {
 @_options.json
 def convert(**typed: Any) -> None:
     """Write a checkpoint in another format or dtype, in pieces of 16 MiB to save memory."""
-    from weighin.checkpoint import convert_request
+    from weighin.checkpoint.convert import Conversion, sentence
     from weighin.formats.pretrained_folder import path_of
+    from weighin.settings.definition import DTYPES
     from weighin.suite.registry import notes_on, weights_of
+    from weighin.units import parse_bytes
 
     source, selection = typed["source"], _arguments.selection(typed)
     choice = _arguments.choice(typed)
@@ -88,18 +88,20 @@ def convert(**typed: Any) -> None:
             "--class applies only to --keys model; --keys file keeps the source's tensor names",
             "add --keys model, or leave --class out",
         )
-    wish = convert_request.Wish(
+    if (dtype := typed["dtype"]) and dtype not in DTYPES:
+        raise UnknownName("dtype", dtype, DTYPES)
+    conversion = Conversion(
         source=weights_of(source, choice) if choice.variant else path_of(source, choice.revision),
         target=typed["target"],
         fmt=typed["fmt"],
-        dtype=typed["dtype"],
-        max_shard_size=typed["max_shard_size"],
+        dtype=DTYPES[dtype] if dtype else "",
+        max_shard_bytes=parse_bytes(typed["max_shard_size"], decimal=True),
         verify=typed["verify"],
         selection=selection,
-        keys=keys,
+        model_keys=keys == "model",
         choice=choice,
     )
     if not selection:
-        _console.note(*notes_on(wish.source, choice))
-    finished = convert_request.convert(wish, _console.err(), interrupts.ignore)
-    _console.deliver(typed["json_file"], finished.as_json(), lambda: _console.line(str(finished)))
+        _console.note(*notes_on(conversion.source, choice))
+    done = conversion.run(_console.err(), interrupts.ignore)
+    _console.deliver(typed["json_file"], done, lambda: _console.line(sentence(done)))

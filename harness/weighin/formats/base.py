@@ -7,7 +7,7 @@ process, which must not import torch, calls only the other functions.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, dataclass_transform
 
 from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.unknown_file import shown
+from weighin.text import shown
 
 if TYPE_CHECKING:
     import torch
@@ -183,6 +183,31 @@ class Slices(list[TensorSlice]):
     def only_tensors(self) -> bool:
         """Whether torch.load(weights_only=True) reads the file as a state dict of tensors alone."""
         return not (self.values or self.refused)
+
+    def without(self, prefix: str, *, only: bool = False) -> "Slices":
+        """Return the tensors and values with ``prefix``, "module.", removed from their names.
+
+        With ``only``, names without the prefix are left out. Modules' names in ``metadata`` lose the
+        prefix as in ``torch.nn.modules.utils.consume_prefix_in_state_dict_if_present``.
+        """
+        renamed = Slices(
+            replace(one, name=one.name.removeprefix(prefix))
+            for one in self
+            if not only or one.name.startswith(prefix)
+        )
+        renamed.values = {
+            name.removeprefix(prefix): one
+            for name, one in self.values.items()
+            if not only or name.startswith(prefix)
+        }
+        if self.metadata is not None:
+            renamed.metadata = {
+                f"{name}.".removeprefix(prefix).removesuffix("."): local
+                for name, local in self.metadata.items()
+                if name and (not only or f"{name}.".startswith(prefix))
+            }
+        renamed.refused, renamed.notes = self.refused, self.notes
+        return renamed
 
 
 @dataclass(frozen=True, slots=True)

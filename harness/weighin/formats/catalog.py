@@ -28,31 +28,21 @@ files.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError, ConfigError, UnknownName
-from weighin.formats import (
-    dcp,
-    gguf,
-    per_module,
-    per_param,
-    safetensors,
-    sentence_parts,
-    tensorizer,
-)
+from weighin.formats import dcp, gguf, safetensors, sentence_parts, tensorizer
 from weighin.formats.base import Layout, ReadLayout, Slices, TensorSlice
-from weighin.formats.first_bytes import once, remembering
-from weighin.formats.misfit import first_names, plain
+from weighin.formats.foreign import newest, no_model, once, remembering
+from weighin.formats.per_key import PER_MODULE, PER_PARAM
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.sharded import OF_DIFFUSERS, SHARDED, SHARDED_PT
-from weighin.formats.unknown_file import shown
-from weighin.formats.unknown_folder import no_model
 from weighin.stream.state_dicts import all_empty, is_beside_weights, no_key
 from weighin.stream.torch_files import PT, PT_LEGACY, check_file
-from weighin.stream.zero import UNIVERSAL, ZERO, newest
+from weighin.stream.zero import UNIVERSAL, ZERO
+from weighin.text import first_names, plain, shown
 
 # ``detect`` tries the formats in this order. per_param is last, because it matches any index.json.
 _LAYOUTS: Final[tuple[Layout, ...]] = (
@@ -62,8 +52,8 @@ _LAYOUTS: Final[tuple[Layout, ...]] = (
     SHARDED,
     SHARDED_PT,
     dcp,
-    per_module,
-    per_param,
+    PER_MODULE,
+    PER_PARAM,
 )
 
 _READ_ONLY: Final[tuple[ReadLayout, ...]] = (
@@ -168,67 +158,40 @@ def read(path: Path, selection: Selection = WHOLE) -> tuple[str, Slices]:
 
 def _read(path: Path, selection: Selection) -> tuple[str, Slices]:
     layout, path = _located(path)
-    key = selection.key
-    if key and layout is dcp:  # dcp.read(path, key) also ignores values outside of the key
-        slices = _below(path, dcp.read(path, key), key)
+    key, prefix = selection.key, selection.strip_prefix
+    # These read a key of nested dicts, and ignore values elsewhere.
+    if key and layout is dcp:
+        slices = dcp.read(path, key)
     elif key and layout is PT:
         slices = PT.read(path, key)
     elif key and layout is PT_LEGACY:
         slices = PT_LEGACY.read(path, key)
     else:
         slices = layout.read(path)
-        slices = _below(path, slices, key) if key else slices
-    if selection.strip_prefix:
-        slices = _stripped(path, slices, selection.strip_prefix)
+    if key and layout not in (PT, PT_LEGACY):
+        inside = slices.without(f"{key}.", only=True)
+        if not inside:
+            raise no_key(path, key, [one.name.partition(".")[0] for one in slices])
+        slices = inside
+    if prefix:
+        slices = _stripped(path, slices, prefix if prefix.endswith(".") else f"{prefix}.")
     if _is_empty(slices) and is_beside_weights(path):
         raise all_empty(path)
     return layout.NAME, slices
 
 
-def _below(path: Path, slices: Slices, key: str) -> Slices:
-    """Return the tensors whose names begin with ``key`` and a dot; drop this from the names."""
-    start = f"{key}."
-    inside = Slices(one for one in slices if one.name.startswith(start))
-    if not inside:
-        raise no_key(path, key, [one.name.partition(".")[0] for one in slices])
-    inside.values = {name: one for name, one in slices.values.items() if name.startswith(start)}
-    inside.refused, inside.notes = slices.refused, slices.notes
-    return _without(start, inside)
-
-
 def _stripped(path: Path, slices: Slices, prefix: str) -> Slices:
-    """Return the tensors; remove ``prefix`` from each name that begins with ``prefix``.
-
-    Raises:
-        CheckpointError: no name begins with the prefix, or two names become equal when the prefix
-            is removed.
-    """
-    prefix = prefix if prefix.endswith(".") else f"{prefix}."
     if not any(one.name.startswith(prefix) for one in slices):
         raise CheckpointError(
             f"{path}: no tensor's name begins with {shown(prefix)}",
             f"the tensors in the file are called: {first_names(plain(one.name) for one in slices)}",
         )
-    renamed = _without(prefix, slices)
+    renamed = slices.without(prefix)
     if len({one.name for one in renamed}) != len(renamed):
         raise CheckpointError(
             f"{path}: two tensors would have the same name without the prefix {shown(prefix)}",
             "leave --strip-prefix out, or convert the checkpoint with your own code",
         )
-    # As in torch.nn.modules.utils.consume_prefix_in_state_dict_if_present.
-    if slices.metadata is not None:
-        renamed.metadata = {
-            f"{name}.".removeprefix(prefix).removesuffix("."): local
-            for name, local in slices.metadata.items()
-            if name
-        }
-    return renamed
-
-
-def _without(prefix: str, slices: Slices) -> Slices:
-    renamed = Slices(replace(one, name=one.name.removeprefix(prefix)) for one in slices)
-    renamed.values = {name.removeprefix(prefix): one for name, one in slices.values.items()}
-    renamed.refused, renamed.notes = slices.refused, slices.notes
     return renamed
 
 

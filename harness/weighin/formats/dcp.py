@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Final
 
 from weighin.errors import CheckpointError
 from weighin.files import write_bytes
-from weighin.formats import dcp_metadata, unknown_file
+from weighin.formats import dcp_metadata, foreign
 from weighin.formats.base import Part, Pieces, Plans, Progress, Slices, TensorSlice, row_major
 from weighin.formats.dcp_metadata import AGAIN, FILE_NAME, DcpBlock, DcpTensor
-from weighin.formats.misfit import plain
-from weighin.formats.unknown_file import shown, unreadable
+from weighin.formats.foreign import unreadable
 from weighin.stream.pickles import Opaque
 from weighin.stream.torch_files import read_one
+from weighin.text import plain, shown
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -102,7 +102,7 @@ def _read_archive(folder: Path, key: str, stored: DcpBlock) -> TensorSlice:
                 raise CheckpointError(
                     f"{path}: truncated: {shown(key)} ends at byte "
                     f"{stored.offset + stored.length:,}, but the file ends at byte {size:,}",
-                    unknown_file.AGAIN,
+                    foreign.AGAIN,
                 )
             view = _FileView(file.fileno(), stored.offset, stored.length)
             where = read_one(path, key, view)

@@ -12,10 +12,11 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES, is_dtype, is_sizes
-from weighin.formats.unknown_file import shown, unreadable
+from weighin.formats.foreign import unreadable
 from weighin.stream import pickles
 from weighin.stream.pickles import Named, Opaque
 from weighin.stream.state_dicts import largest, with_key
+from weighin.text import shown
 
 FILE_NAME: Final = ".metadata"
 AGAIN: Final = (

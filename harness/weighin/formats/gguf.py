@@ -28,9 +28,8 @@ from typing import IO, Final
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices, TensorSlice, row_major
 from weighin.formats.dtypes import MOST_DIMENSIONS, is_sizes
-from weighin.formats.first_bytes import once
-from weighin.formats.unknown_file import AGAIN, check_present, first_bytes, shown, unreadable
-from weighin.text import few
+from weighin.formats.foreign import AGAIN, check_present, first_bytes, once, unreadable
+from weighin.text import few, shown
 
 NAME: Final = "gguf"
 SUFFIX: Final = ".gguf"

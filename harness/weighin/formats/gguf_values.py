@@ -8,8 +8,9 @@ import torch
 
 from weighin.errors import CheckpointError, extra
 from weighin.formats.base import TensorSlice
+from weighin.formats.foreign import AGAIN
 from weighin.formats.gguf import TYPES, check_decoded
-from weighin.formats.unknown_file import AGAIN, shown
+from weighin.text import shown
 
 _BLOCKS: Final = {name: (kind, block, size) for kind, (name, block, size) in TYPES.items()}
 _ROW_ELEMENTS: Final = 64 * 1024  # the package gguf computes 16 rows at once, in some 20 MiB

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import unknown_file
-from weighin.formats.unknown_file import HUB_ENTRY
+from weighin.formats import foreign
+from weighin.formats.foreign import HUB_ENTRY
 from weighin.text import few, one_line
 
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -31,8 +31,8 @@ def cached_snapshot(name: str, revision: str = "") -> Path | None:
         CheckpointError: the cache does not have the model ``name`` or this revision, or ``name`` is the
             path of a missing file.
     """
-    if unknown_file.looks_like_path(name) and not Path(name).expanduser().exists():
-        raise unknown_file.missing(name)
+    if foreign.looks_like_path(name) and not Path(name).expanduser().exists():
+        raise foreign.missing(name)
     if not (match := _HUB_ID.fullmatch(name)):
         return None
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
@@ -93,7 +93,7 @@ def _snapshot_of(entry: Path, revision: str) -> Path:
     if commit in commits:
         return snapshots / commit
     known = [*references, *(each for each in commits if each != "main")]
-    name = unknown_file.hub_id(snapshots / "main")
+    name = foreign.hub_id(snapshots / "main")
     repair = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     if usable := [each for each in known if each not in (wanted, "main")]:
         repair = (
@@ -108,4 +108,4 @@ def _snapshot_of(entry: Path, revision: str) -> Path:
 
 def name_of(folder: Path) -> str:
     """Return the name of a folder; for a snapshot in the Hub's cache, return the model's id."""
-    return unknown_file.hub_id(folder) or folder.name
+    return foreign.hub_id(folder) or folder.name

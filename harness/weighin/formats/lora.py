@@ -18,12 +18,10 @@ from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import TensorSlice
-from weighin.formats.bounded_json import read_object
-from weighin.formats.misfit import first_names
+from weighin.formats.foreign import read_object
 from weighin.formats.pretrained_folder import adapter_of
 from weighin.formats.pretrained_library import ADAPTER, ARGUMENT, TRANSFORMERS
-from weighin.formats.unknown_file import short
-from weighin.text import one_line
+from weighin.text import first_names, one_line, short
 
 WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX: Final = "base_model.model."

@@ -15,7 +15,8 @@ from typing import Any, Final
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import object_in, parse_json, read_bytes
-from weighin.formats import gguf, hub_cache, unknown_file
+from weighin.formats import foreign, gguf, hub_cache
+from weighin.formats.foreign import no_model
 from weighin.formats.pretrained_library import (
     ADAPTER,
     ARGUMENT,
@@ -28,8 +29,7 @@ from weighin.formats.pretrained_library import (
     library_of,
 )
 from weighin.formats.selection import Selection
-from weighin.formats.unknown_folder import no_model
-from weighin.text import one_line
+from weighin.text import one_line, short
 
 BUILDER: Final = TRANSFORMERS.builder
 CONFIG: Final = "config.json"
@@ -121,9 +121,9 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
         text = read_bytes(path / CONFIG)
         config = parse_json(text, finite=False)
     except OSError as error:
-        raise unknown_file.unreadable(path / CONFIG, error) from error
+        raise foreign.unreadable(path / CONFIG, error) from error
     except ValueError as error:
-        raise unknown_file.not_json(path / CONFIG, text, f"not JSON: {error}", _RESAVE) from None
+        raise foreign.not_json(path / CONFIG, text, f"not JSON: {error}", _RESAVE) from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / CONFIG}: not a JSON object", _RESAVE)
     parts = [config]
@@ -159,7 +159,7 @@ def checked_dtype(name: object, file: Path) -> str:
     if isinstance(name, str) and name in MODEL_DTYPES:
         return name
     raise ConfigError(
-        f"{file} names the dtype {unknown_file.short(name)}: no model can have this dtype, and from_pretrained fails, too",
+        f"{file} names the dtype {short(name)}: no model can have this dtype, and from_pretrained fails, too",
         f"write one of {', '.join(MODEL_DTYPES)} into {CONFIG}",
     )
 
@@ -296,14 +296,14 @@ def _explicit(path: Path) -> Path | None:
     inside = isinstance(name, str) and "\0" not in name and ".." not in Path(name).parts
     if not inside or Path(name).is_absolute() or not name.endswith(_EXPLICIT_ENDS):
         raise CheckpointError(
-            f"{path / CONFIG}: '{_EXPLICIT}' is {unknown_file.short(name)}, which is neither a safetensors file nor"
+            f"{path / CONFIG}: '{_EXPLICIT}' is {short(name)}, which is neither a safetensors file nor"
             " an index in this folder; from_pretrained fails for the same reason",
             f"correct '{_EXPLICIT}' in config.json, or remove the key, so that weighin reads"
             " model.safetensors",
         )
     file: Path = path / name
     if not file.is_file():
-        raise unknown_file.broken_link(file) or CheckpointError(
+        raise foreign.broken_link(file) or CheckpointError(
             f"{path}: the weights that '{_EXPLICIT}' in {CONFIG} names are missing: {name}",
             f"put the file into the folder, or correct '{_EXPLICIT}'",
         )

@@ -167,7 +167,7 @@ def refuse_codes(path: Path, slices: Sequence[TensorSlice], names: Iterable[str]
     """Raise CheckpointError if a model would take quantised codes for weights.
 
     ``names`` are the names of the model's tensors. A model with tensors for the scales, such as
-    ``weighin.models.gpt_oss``, takes the codes and the scales as they are.
+    the built-in gpt-oss-20b, takes the codes and the scales as they are.
     """
     codes = find_codes(slices)
     if not codes:

@@ -20,11 +20,10 @@ from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.files import MIB, json_in
 from weighin.formats.base import Slices
+from weighin.formats.foreign import models_below
 from weighin.formats.pretrained_folder import CONFIG, find_weights
 from weighin.formats.pretrained_library import WEIGHTS
-from weighin.formats.unknown_file import shown
-from weighin.formats.unknown_folder import models_below
-from weighin.text import one_line
+from weighin.text import one_line, shown
 
 NAME = "sentence_transformers"
 SUFFIX = ""

@@ -31,12 +31,11 @@ from weighin.errors import CheckpointError
 from weighin.files import sync_folder, write_text
 from weighin.formats import safetensors
 from weighin.formats.base import Layout, Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
-from weighin.formats.bounded_json import read_object
-from weighin.formats.misfit import first_names, plain
+from weighin.formats.foreign import broken_link, is_file, read_object
 from weighin.formats.parallel_headers import map_files
 from weighin.formats.storages import are_equal
-from weighin.formats.unknown_file import broken_link, is_file, shown
 from weighin.stream.torch_files import PT
+from weighin.text import first_names, plain, shown
 
 MAX_SHARD_BYTES: Final = 5 * 1024**3
 """The largest size of a shard, unless a single tensor is larger; Hugging Face's default is 5 GB."""

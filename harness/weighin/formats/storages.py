@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weighin.formats.base import TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.unknown_file import unreadable
+from weighin.formats.foreign import unreadable
 
 if TYPE_CHECKING:
     import numpy as np

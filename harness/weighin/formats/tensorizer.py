@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError, FormatLimit
 from weighin.formats.base import Pieces, Plans, Progress, Slices
-from weighin.formats.unknown_file import check_present, first_bytes
+from weighin.formats.foreign import check_present, first_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import struct
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Final
 import torch
 
 from weighin.files import drop_written
-from weighin.formats.base import Pieces, Plans, Progress
+from weighin.formats.base import Pieces, Plans, Progress, TensorPlan
 
 WRITERS: Final = 2  # threads: one computes while the other waits for the disk
 
@@ -222,6 +222,39 @@ def written(
         yield data
     if at != size:
         raise ValueError(f"{at} bytes were given for a tensor whose size in bytes is {size}")
+
+
+def write_raw(
+    path: Path,
+    fixed: Mapping[int, bytes],
+    places: Sequence[tuple[TensorPlan, int]],
+    pieces: Pieces,
+    progress: Progress | None,
+) -> None:
+    """Write a new file that is no zip: the bytes in ``fixed`` at their offsets, and each tensor at its
+    offset in ``places``.
+
+    The written file is synced and dropped from the page cache.
+
+    Raises:
+        ValueError: the pieces of a tensor together have another size than the tensor.
+    """
+
+    def write_one(plan: TensorPlan, start: int) -> None:
+        for _ in written(descriptor, start, plan.nbytes, pieces(plan.name), flusher):
+            pass
+
+    with path.open("xb") as file:
+        descriptor = file.fileno()
+        ends = [at + plan.nbytes for plan, at in places]
+        os.ftruncate(descriptor, max([*ends, *(at + len(text) for at, text in fixed.items())]))
+        for at, text in fixed.items():
+            write_all(descriptor, memoryview(text), at)
+        flusher = Flusher(descriptor, progress)
+        if not leaves_holes():
+            run_parallel(partial(write_one, plan, at) for plan, at in places)
+        finish(descriptor)
+        os.fsync(descriptor)
 
 
 def write_all(descriptor: int, data: memoryview, at: int) -> None:

@@ -9,9 +9,9 @@ import torch
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
 from weighin.formats.companions import find_codes
-from weighin.formats.misfit import first_names, plain
 from weighin.formats.quantised import in_checkpoint
 from weighin.models.dequantising import quantiser_of
+from weighin.text import first_names, plain
 
 if TYPE_CHECKING:
     from weighin.models.pretrained_keys import MappedKeys

@@ -16,7 +16,6 @@ import torch
 
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice
-from weighin.formats.misfit import plain
 from weighin.loader import smaller_blocks
 from weighin.loader.conversion_steps import OF_ROWS, Step, of_fp8
 from weighin.loader.direct_io import PieceReader
@@ -25,6 +24,7 @@ from weighin.loader.huge_pages import memory_of
 from weighin.loader.lazy_state import read_whole
 from weighin.models.own_dequantiser import Operation
 from weighin.models.pretrained_keys import Conversion
+from weighin.text import plain
 
 
 def convert(

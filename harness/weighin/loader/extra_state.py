@@ -17,10 +17,9 @@ import torch
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.misfit import first_names, plain
-from weighin.formats.unknown_file import shown
 from weighin.stream.pickles import MOST_BYTES, Dict, Named, Opaque, Size, StateDict, type_name
 from weighin.stream.state_dicts import is_extra_state
+from weighin.text import first_names, plain, shown
 
 _NUMPY: Final = re.compile(r"numpy\._?core\.multiarray\.(scalar|_reconstruct)")
 _NUMPY_DTYPE: Final = re.compile(r"[biufc]\d+")

@@ -14,11 +14,11 @@ from weighin.construction.deferred import WriteLog
 from weighin.construction.deferred_loads import DeferredLoad
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices, TensorSlice
-from weighin.formats.misfit import plain
 from weighin.loader import fill
 from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.huge_pages import MAP_NORESERVE, TENSOR_ALIGNMENT
 from weighin.loader.pieces import Fill, file_order, is_readable
+from weighin.text import plain
 
 FILLED_DEVICES: Final = frozenset({"cpu", "cuda"})
 """The devices whose memory the loader fills piece by piece. torch fills others from a CPU copy."""

@@ -33,7 +33,7 @@ from weighin.construction.tensor_memory import is_dense, storage_key, use_count
 from weighin.errors import CheckpointError
 from weighin.formats import gguf
 from weighin.formats.base import TensorSlice
-from weighin.formats.misfit import check_converts, first_names
+from weighin.formats.foreign import check_converts
 from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
 from weighin.loader import fill, small
@@ -45,6 +45,7 @@ from weighin.loader.lazy_state import FILLED_DEVICES, LazyState, read_at_once, s
 from weighin.loader.pieces import Fill, is_readable
 from weighin.loader.state_walk import load_state
 from weighin.models.dequantising import detach_quantiser, quantiser_of
+from weighin.text import first_names
 
 if TYPE_CHECKING:
     from weighin.models.pretrained_keys import MappedKeys

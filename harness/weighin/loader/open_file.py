@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.unknown_file import AGAIN, unreadable
+from weighin.formats.foreign import AGAIN, unreadable
 from weighin.loader.mapped_copy import Window
 from weighin.loader.vectored import ALIGNMENT, down
 from weighin.probes import page_cache

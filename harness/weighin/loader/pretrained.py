@@ -10,7 +10,8 @@ import torch
 from weighin import formats
 from weighin.construction.skeleton import construct
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import gguf, sentence_parts, unknown_file
+from weighin.formats import foreign, gguf, sentence_parts
+from weighin.formats.foreign import no_model
 from weighin.formats.hub_cache import cached_snapshot, path_of
 from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_folder import (
@@ -22,7 +23,6 @@ from weighin.formats.pretrained_folder import (
 )
 from weighin.formats.pretrained_library import TRANSFORMERS, FolderChoice
 from weighin.formats.selection import Selection
-from weighin.formats.unknown_folder import no_model
 from weighin.loader.load import load_streaming
 from weighin.models.description import auto_dtype, described_gguf, plain_spec_of
 from weighin.models.pretrained_modules import module_of
@@ -116,7 +116,7 @@ def load_pretrained(
         return load_whole(path, load_pretrained, dtype=dtype, device=device, threads=threads)
     else:
         if not is_pretrained(path):
-            if broken := unknown_file.broken_link(path / CONFIG):
+            if broken := foreign.broken_link(path / CONFIG):
                 raise broken
             formats.detect(path)  # raises a more exact error for a path that is no checkpoint
             raise CheckpointError(

@@ -23,8 +23,9 @@ from weighin.construction.deferred import WriteLog
 from weighin.construction.tensor_memory import is_dense
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.base import TensorSlice
-from weighin.formats.misfit import misfit, plain, selecting
+from weighin.formats.foreign import misfit, selecting
 from weighin.loader.lazy_state import LazyState
+from weighin.text import plain
 
 _LOAD_MODEL: Final = nn.Module.load_state_dict
 _METHODS: Final = {

@@ -22,7 +22,7 @@ from weighin.child_process import Parent, end_with_parent
 from weighin.errors import CheckpointError, ConfigError, HarnessError
 from weighin.formats import gguf, quantised
 from weighin.formats.base import TensorSlice
-from weighin.formats.bounded_json import read_object
+from weighin.formats.foreign import RESAVE, read_object
 from weighin.formats.hub_cache import name_of
 from weighin.formats.pretrained_folder import (
     AUTO_MAP,
@@ -42,7 +42,6 @@ from weighin.formats.pretrained_folder import (
 from weighin.formats.pretrained_library import FolderChoice
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.storages import are_equal, are_equal_in
-from weighin.formats.unknown_file import RESAVE
 from weighin.models.without_torchvision import imported_again
 from weighin.text import few, one_line
 

@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Final
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats.misfit import plain
 from weighin.formats.quantisation_config import AWQ, BITSANDBYTES, GPTQ, layout_of
 from weighin.models import code_values
-from weighin.text import one_line
+from weighin.text import one_line, plain
 
 Parts = Mapping[str, torch.Tensor]
 """The tensors of one module in the file, by the last part of their names, such as "qweight"."""

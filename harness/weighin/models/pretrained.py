@@ -15,7 +15,7 @@ from weighin import install
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import lora
 from weighin.formats.dtypes import dtype_name
-from weighin.formats.misfit import misfit
+from weighin.formats.foreign import misfit
 from weighin.formats.pretrained_folder import (
     auto_class,
     check_unchanged,

@@ -17,12 +17,13 @@ import torch
 
 from weighin.errors import CheckpointError
 from weighin.formats.base import Part, Slices, TensorSlice, row_major
-from weighin.formats.misfit import first_names, misfit
+from weighin.formats.foreign import misfit
 from weighin.models import pretrained
 from weighin.models.dequantising import set_dtypes
 from weighin.models.pretrained import computed_keys
 from weighin.models.pretrained_modules import module_for
 from weighin.models.pretrained_names import ModelNames
+from weighin.text import first_names
 
 
 @dataclass(frozen=True, slots=True)

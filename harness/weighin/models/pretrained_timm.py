@@ -14,10 +14,10 @@ import torch
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import TensorSlice
-from weighin.formats.misfit import first_names
 from weighin.formats.pretrained_folder import folder_of
 from weighin.formats.pretrained_library import TIMM
 from weighin.models.without_torchvision import misfit
+from weighin.text import first_names
 
 
 class _Load(NamedTuple):

@@ -1,4 +1,11 @@
-"""Build a model without model code, from the names, shapes and dtypes of a checkpoint's tensors."""
+"""Build a model without model code: from a checkpoint's tensors, or from a table of shapes.
+
+Such a model only holds tensors, and has no forward pass.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,8 +17,7 @@ def from_tensors(*, tensors: str) -> nn.Module:
     """Return a module tree with an uninitialised parameter or buffer for each tensor.
 
     ``tensors`` is a string from ``weighin.formats.structure.pack``. Floating-point tensors become
-    parameters. Names that ``tensors`` records as tied become one tensor. The model only holds
-    tensors, and has no forward pass.
+    parameters. Names that ``tensors`` records as tied become one tensor.
 
     Raises:
         ConfigError: ``tensors`` is not a string that ``pack`` wrote.
@@ -19,20 +25,54 @@ def from_tensors(*, tensors: str) -> nn.Module:
     root = nn.Module()
     made: dict[str, torch.Tensor] = {}
     for one in unpack(tensors):
-        *path, leaf = one.name.split(".")
-        owner = root
-        for part in path:  # not add_module(), which refuses names such as "type"
-            child = owner._modules.setdefault(part, nn.Module())
-            assert child is not None
-            owner = child
         tensor = made.get(one.tied_to or "")
         if tensor is None:
             tensor = torch.empty(one.shape, dtype=getattr(torch, one.dtype_name))
             if tensor.is_floating_point():
                 tensor = nn.Parameter(tensor)
         made[one.name] = tensor
-        if isinstance(tensor, nn.Parameter):
-            owner._parameters[leaf] = tensor
-        else:
-            owner._buffers[leaf] = tensor
+        _put(root, one.name, tensor)
     return root
+
+
+def from_table(*, dtype: str, tensors: Mapping[str, Sequence[Any]]) -> nn.Module:
+    """Return a module tree with an uninitialised parameter for each tensor of a table.
+
+    ``tensors`` maps names to shapes. Names are expanded as by a shell: ``layers.{0..2}.{k,v}.weight``
+    stands for six tensors. A shape such as ``[uint8, 64, 32]`` begins with the tensor's own dtype, which
+    no load converts; other tensors have torch's default dtype. The function ignores ``dtype``, the
+    dtype of the published files, which weighin itself reads for ``--dtype auto``.
+    """
+    del dtype
+    root = nn.Module().eval()
+    for names, (*own, size) in tensors.items():
+        kind = getattr(torch, own.pop(0)) if own and isinstance(own[0], str) else None
+        for name in _expanded(names):
+            values = torch.empty(*own, size, dtype=kind)
+            _put(root, name, nn.Parameter(values, requires_grad=kind is None))
+    root.keeps_dtypes = True  # type: ignore[assignment]  # a flag for construct(), not a module
+    return root
+
+
+def _expanded(name: str) -> Iterator[str]:
+    found = re.search(r"\{(?:(\d+)\.\.(\d+)|([\w.,]+))\}", name)
+    if found is None:
+        yield name
+        return
+    first, last, listed = found.groups()
+    parts = listed.split(",") if listed else map(str, range(int(first), int(last) + 1))
+    for part in parts:
+        yield from _expanded(name[: found.start()] + part + name[found.end() :])
+
+
+def _put(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    *path, leaf = name.split(".")
+    owner = root
+    for part in path:  # not add_module(), which refuses names such as "type"
+        child = owner._modules.setdefault(part, nn.Module())
+        assert child is not None
+        owner = child
+    if isinstance(tensor, nn.Parameter):
+        owner._parameters[leaf] = tensor
+    else:
+        owner._buffers[leaf] = tensor

@@ -47,7 +47,7 @@ _LARGEST_SHARE: Final = 0.8  # of the free memory, because more could evict page
 _SPARE_BYTES: Final = 64 * MIB  # of a save: headers, indexes, the rounding to file system blocks
 _PROBE_TIMEOUT_S = 120.0
 
-_Key = tuple[str, str]
+_Key = tuple[str, str, str]
 
 
 class LoadSpec(Spec):
@@ -356,7 +356,7 @@ class Loads:
         return measured
 
     def _key(self, planned: Planned) -> _Key:
-        """Return the title and the format of the checkpoint that a cell reads.
+        """Return the title and the format of the checkpoint that a cell reads, and the load's dtype.
 
         If the load keeps the weights quantised, "with its codes" follows the title. A save reads the
         user's checkpoint in the format that it has, or else a generated checkpoint in the format pt.
@@ -364,15 +364,16 @@ class Loads:
         cell = planned.cell
         if cell.operation == "load":
             kept = "" if _loaded_model(planned) is cell.model else " with its codes"
-            return f"{cell.model.title}{kept}", cell.format
+            return f"{cell.model.title}{kept}", cell.format, cell.dtype
         own = self._task.settings.checkpoint_of(cell.model)
-        return cell.model.title, formats.detect(own).NAME if own else "pt"
+        return cell.model.title, formats.detect(own).NAME if own else "pt", cell.dtype
 
     def _ensure(self, planned: Planned, progress: cache.Report | None = None) -> cache.Prepared:
         settings = self._task.settings
         return cache.ensure(
             _loaded_model(planned),
             self._key(planned)[1],
+            dtype=planned.cell.dtype,
             seed=settings.seed,
             checkpoint=settings.checkpoint_of(planned.cell.model),
             selection=settings.selection,

@@ -18,7 +18,8 @@ from typing import Any, BinaryIO, Final
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorSlice, frozen_in_types
 from weighin.formats.dtypes import ITEM_BYTES, LARGEST, QUANTISED_BYTES, is_sizes
-from weighin.formats.unknown_file import AGAIN, RESAVE, shown
+from weighin.formats.foreign import AGAIN, RESAVE
+from weighin.text import shown
 
 MOST_BYTES: Final = 32 * 1024**2
 """The largest pickle that is read, in bytes: 200 times the size of GPT-2 XL's pickle."""

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.misfit import first_names, plain, select_key
-from weighin.formats.unknown_file import shown
+from weighin.formats.foreign import select_key
 from weighin.stream.pickles import Opaque, OtherTensor, Tensor, type_name
+from weighin.text import first_names, plain, shown
 
 _DEEPEST: Final = 4
 _DEEPEST_WALK: Final = 1000

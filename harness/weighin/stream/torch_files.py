@@ -25,21 +25,24 @@ from typing import IO, Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
-from weighin.formats.parallel_headers import is_late, read_headers
-from weighin.formats.recognise import by_records, is_legacy, is_zip, resaving
-from weighin.formats.unknown_file import (
+from weighin.formats.foreign import (
     AGAIN,
     RESAVE,
     SHARDS,
+    by_records,
     check_present,
     first_bytes,
-    shown,
+    is_legacy,
+    is_zip,
+    resaving,
     unknown,
     unreadable,
 )
+from weighin.formats.parallel_headers import is_late, read_headers
 from weighin.stream import pickles
 from weighin.stream.pickles import Opaque, OtherTensor, Tensor, type_name
 from weighin.stream.state_dicts import holds_more, state_dict, unread
+from weighin.text import shown
 
 MOST_DIRECTORY_BYTES: Final = 8 * 1024**2
 """The longest directory of a zip file that is read: that of 100,000 tensors."""
@@ -150,7 +153,7 @@ class _Legacy:
         """
         from torch.storage import _dtype_to_storage_type_map
 
-        from weighin.formats.parallel_write import write_raw
+        from weighin.formats.zip_writer import write_raw
 
         for plan in tensors:
             if plan.dtype not in _dtype_to_storage_type_map():

@@ -31,11 +31,10 @@ from typing import Any, Final
 from weighin.errors import CheckpointError
 from weighin.formats.base import Part, Slices, TensorSlice, row_major
 from weighin.formats.dtypes import ITEM_BYTES, is_sizes
-from weighin.formats.unknown_file import shown
 from weighin.stream.pickles import Tensor
 from weighin.stream.state_dicts import state_dict
 from weighin.stream.torch_files import TorchFile, open_zip
-from weighin.text import few
+from weighin.text import few, shown
 
 Shape = tuple[int, ...]
 
@@ -487,32 +486,3 @@ def _block(where: TensorSlice, name: str, shape: Shape, offset: int) -> TensorSl
     return TensorSlice(
         name, shape, row_major(shape), where.dtype_name, where.file, offset, offset, size
     )
-
-
-# The newest step of a training run
-
-_TAGS: Final = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
-"""Files in a run's folder that name its newest step: two of DeepSpeed, and Megatron-LM's number."""
-
-
-def named_step(path: Path) -> tuple[Path, Path] | None:
-    """Return the file that names the newest step of a run, and the step's folder; None for no such file.
-
-    The step's folder is in ``path``, and may be missing.
-    """
-    for tag in (path / name for name in _TAGS):
-        try:
-            is_short = tag.is_file() and tag.stat().st_size < 1000
-            text = tag.read_text().strip() if is_short else ""
-        except (OSError, ValueError):
-            continue
-        if text and Path(text).name == text and "\0" not in text:
-            is_number = tag.name == _TAGS[2] and text.isascii() and text.isdigit()
-            return tag, path / (f"iter_{int(text):07d}" if is_number else text)
-    return None
-
-
-def newest(path: Path) -> Path:
-    """Return the folder of a training run's newest step; ``path`` itself if there is none."""
-    step = named_step(path)
-    return step[1] if step and step[1].is_dir() else path

@@ -10,7 +10,7 @@ from pathlib import Path
 from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
-from weighin.formats.first_bytes import remembering
+from weighin.formats.foreign import remembering
 from weighin.formats.pretrained_folder import adapter_note, folder_of, is_folder, own_dtype
 from weighin.formats.selection import Selection
 from weighin.settings.definition import DTYPES, Settings, SuiteModel

@@ -19,8 +19,8 @@ from weighin.cell import SYNTHESISED, ModelSpec, Operation, with_arguments
 from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
 from weighin.formats import gguf, lora, pretrained_folder, quantised, sentence_parts, structure
+from weighin.formats.foreign import NOT_MEASURED, check_converts
 from weighin.formats.hub_cache import cached_snapshot
-from weighin.formats.misfit import NOT_MEASURED, check_converts
 from weighin.formats.pretrained_folder import is_pretrained, read_folder, weights_in
 from weighin.formats.pretrained_library import AS_SAVED, LIBRARIES, TRANSFORMERS, FolderChoice
 from weighin.formats.selection import WHOLE, Selection
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from weighin.settings.definition import Settings
 
 _ENTRY_POINTS: dict[Operation, str] = {"load": "weighin.strategies", "save": "weighin.saving"}
+PEAK_WORDS = ("model", "storages", "tensor", "layer", "shard", "mapped")
+"""What a load can have in memory: the model's tensors, all storages of the files (the state dict that
+``torch.load`` returns), the largest tensor, layer or shard, and the mapped file."""
+
 _FROM = "from:"
 _FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
 
@@ -65,6 +69,8 @@ class StrategyInfo:
             does.
         merges: whether the strategy merges an adapter into the model.
         needs_adapter: whether the strategy works only with an adapter.
+        peak: the memory of a load on the CPU, for all formats, or one text for each of ``formats``:
+            words of ``PEAK_WORDS``, as in "model + tensor". Empty if it is not known.
     """
 
     name: str
@@ -81,6 +87,7 @@ class StrategyInfo:
     weights_only: bool = False
     merges: bool = False
     needs_adapter: bool = False
+    peak: tuple[str, ...] = ()
 
     def loads(self, found: quantised.Quantised) -> bool:
         """Tell whether the strategy can load the quantised weights, by its library's code or by
@@ -169,11 +176,12 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
     tree = user_code.parse(path, "strategy", f"{operation}(job)", example)
     docstring, constants = ast.get_docstring(tree), _constants(tree)
     flags = {name for name, (value, _) in constants.items() if value is True}
+    formats_read = _texts(path, constants, "FORMATS", ("pt",))
     return StrategyInfo(
         name=path.stem,
         path=path.resolve(),
         summary=docstring.splitlines()[0] if docstring else "",
-        formats=_texts(path, constants, "FORMATS", ("pt",)),
+        formats=formats_read,
         devices=_texts(path, constants, "DEVICES", ("cpu",)),
         options=_texts(path, constants, "OPTIONS"),
         maps_keys="MAPS_KEYS" in flags,
@@ -184,6 +192,7 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         dequantises="DEQUANTISES" in flags,
         merges=bool(flags & {"MERGES", "NEEDS_ADAPTER"}),
         needs_adapter="NEEDS_ADAPTER" in flags,
+        peak=_peak(path, constants, formats_read),
     )
 
 
@@ -447,6 +456,18 @@ def _texts(
             f'write a literal tuple, as in {name} = ("{[*default, "name"][0]}",)',
         )
     return tuple(value)
+
+
+def _peak(path: Path, constants: _Constants, formats: tuple[str, ...]) -> tuple[str, ...]:
+    peak = _texts(path, constants, "PEAK")
+    words = {word for text in peak for word in text.split(" + ")}
+    if words - set(PEAK_WORDS) or len(peak) not in (0, 1, len(formats)):
+        raise ConfigError(
+            f"{path}, line {constants['PEAK'][1]}: PEAK is not a sum of {', '.join(PEAK_WORDS)}, or one"
+            " for each of FORMATS",
+            'write it as in PEAK = ("model + tensor",)',
+        )
+    return peak
 
 
 def _library(path: Path, constants: _Constants) -> str:

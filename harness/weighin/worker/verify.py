@@ -10,7 +10,7 @@ from weighin.checkpoint.manifest import Manifest, TensorEntry
 from weighin.construction import module_tree
 from weighin.construction.operations import tensors_in
 from weighin.formats.dtypes import dtype_name
-from weighin.formats.misfit import first_names
+from weighin.text import first_names
 from weighin.worker.loading import Inputs
 
 

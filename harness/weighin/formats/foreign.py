@@ -1,0 +1,624 @@
+"""Say what a path is if it is no checkpoint that weighin reads, and what to do: errors with a repair.
+
+A row of the tables has a pattern, what a file or folder with this pattern is, and the repair: the step
+from there to a checkpoint. Patterns are of a file's first bytes, or of a list of names, one a line. The
+module also reads a file's first bytes, by which each format recognises its files, and the JSON of others.
+"""
+
+import errno
+import json
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from weighin.errors import CheckpointError
+from weighin.files import MIB, object_in, read_bytes
+from weighin.formats import pipeline
+from weighin.formats.dtypes import NOT_CONVERTED
+from weighin.formats.pretrained_library import ADAPTER, WEIGHTS
+from weighin.text import few, first_names, one_line, shown
+
+if TYPE_CHECKING:
+    from weighin.formats.base import TensorSlice
+
+AGAIN: Final = "copy or download the file again"
+"""The advice for a file that ends too early. Other faults do not prove that a copy is cut off."""
+RESAVE: Final = (
+    "save it again with the program that wrote it; if that program cannot read it either, the file is"
+    " damaged"
+)
+"""The advice for a file that breaks a rule of its format."""
+SHARDS: Final = "save the checkpoint in several files, as model.save_pretrained(FOLDER) does"
+"""The repair for a file with more tensors, or a longer zip directory, than weighin reads."""
+NOT_MEASURED: Final = (
+    "its loads cannot be measured; weighin inspect, convert and load_streaming read it as it is"
+)
+HUB_ENTRY: Final = "models--"
+"""The beginning of the name of a model's folder in the Hub's cache: "models--owner--name"."""
+MOST_HEADER_BYTES: Final = 100_000_000
+"""The limit of the safetensors format for its header."""
+MOST_JSON_BYTES: Final = 16 * MIB
+"""The size of the largest JSON file that is read: an index of some 170,000 keys. One byte of JSON text
+takes up to 12 bytes of memory as Python objects."""
+
+_MOST_BRACKETS: Final = 200_000  # in one JSON file: an empty list takes 80 bytes of memory
+_HEAD_BYTES: Final = 512
+_HEADER_BYTES: Final = 128 * 1024  # as long as most headers of safetensors files
+_LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
+_PATHS_END: Final = (
+    "/", ".gguf", ".gz", ".h5", ".json", ".msgpack", ".npz", ".onnx", ".pkl", ".pt2", ".py", ".tar", ".zip",
+    *WEIGHTS,
+)  # fmt: skip
+
+
+def _saving(value: str, modules: str = "") -> str:
+    """Return a repair's command that saves the value of a Python expression; ``p`` is the path."""
+    code = f"import sys, {modules}torch; p = sys.argv[1]; torch.save({value}, p + '.new')"
+    return f'python -c "{code}" '.replace("{", "{{").replace("}", "}}") + "{file}"
+
+
+_INTO_TORCH: Final = (
+    "load it into a PyTorch model with the library that it comes from, and save that model:"
+    " torch.save(model.state_dict(), ...)"
+)
+_COMPILED: Final = "give the weights that it was made from"
+_NAMED: Final = "name it: torch.save({{NAME: torch.from_numpy(numpy.load(FILE))}}, ...)"
+_UNPACK: Final = "unpack it, and give the checkpoint in it: "
+_WAIT: Final = "wait until the program that writes it has ended; if none does, a copy was not finished: make it again"
+_PACKED: Final = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".lz4": "lz4"}
+_TRUSTED: Final = "if you trust it, write its weights: "
+_PICKLE: Final = (
+    "a pickle that torch.save did not write, and was NOT executed",
+    "if you trust the file, load it with the program that wrote it, and save its tensors:"
+    " torch.save({{NAME: TENSOR, ...}}, ...)",
+)
+_TENSORFLOW: Final = ("a part of a TensorFlow checkpoint or SavedModel", _INTO_TORCH)
+
+_HEADS: Final = (
+    (rb"\Aversion https://git-lfs\.github\.com/spec/",
+     "a git-lfs pointer (a small text file that stands for the real file), not the checkpoint",
+     "fetch the checkpoint: git lfs pull --include {name}"),
+    (rb"\A\s*<(?i:!doctype html|html)", "an HTML page, not a checkpoint",
+     "download the checkpoint again with the file's own link: the used link leads to a web page"),
+    (rb"\A\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras and TensorFlow write them", _INTO_TORCH),
+    (rb"\A\x93NUMPY", "one NumPy array (.npy), without a tensor's name", _NAMED),
+    (rb"\A(?:lmgg|fmgg|tjgg|algg)", "a file of llama.cpp from before GGUF", _COMPILED),
+    (rb"\A.{4}TFL3", "a TensorFlow Lite model", _COMPILED),
+    (rb"\A.{4}ET12", "an ExecuTorch program", _COMPILED),
+    (rb"\Aftrt", "a TensorRT engine", _COMPILED),
+    (rb"\A\x7fELF", "a compiled program or library", _COMPILED),
+    (rb"\A\x12\x01\0{6}", "parameters of MXNet", _INTO_TORCH),
+    (rb"\A\0+\Z", "begins with zeros, as a file whose bytes are not written yet", _WAIT),
+    *((magic, f"compressed with {name}", f"unpack it: {name} -dc {{file}} > {{unpacked}}")
+      for name, magic in zip(_PACKED.values(), (rb"\A\x1f\x8b", rb"\ABZh", rb"\A\xfd7zXZ\0",
+                             rb"\A\x28\xb5\x2f\xfd", rb"\A\x04\x22\x4d\x18"), strict=True)),
+    (rb"\Aage-encryption\.org/", "encrypted with age", "decrypt it: age -d -o {decrypted} {file}"),
+    (rb"\ASalted__", "encrypted with openssl",
+     "decrypt it: openssl enc -d -CIPHER -in {file} -out {decrypted}"),
+    (rb"\A-----BEGIN PGP MESSAGE-----", "encrypted with GnuPG",
+     "decrypt it: gpg -o {decrypted} -d {file}"),
+    (rb"\A7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK + "7z x {file}"),
+    (rb"\ARar!\x1a\x07", "a rar archive", _UNPACK + "unrar x {file}"),
+    (rb"\A(?=.{257}ustar)(?:\./)?(?:sys_info|pickle|tensors|storages)\0",
+     "in the tar format of torch 0.1",
+     "if you trust the file, save it again: " + _saving("torch.load(p, weights_only=False)")),
+    (rb"\A.{257}ustar", "a tar archive", _UNPACK + "tar xf {file}"),
+    (rb"\A\x08\x01\x12", *_TENSORFLOW),
+    (rb"\A\x80[\2-\5]", *_PICKLE),
+    (rb"\A(?:\([dl]p\d+\n|c[\w.]+\n\w+\n(?:p\d+\n|q)|[}\]]q\0)", *_PICKLE),  # protocols 0 and 1
+    (rb"\A\x08[\x03-\x1f][\x12\x1a\x22\x2a\x32\x3a\x42]", "an ONNX model", _COMPILED),
+    (rb"\A(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[\w./]",
+     "a msgpack file, as flax writes them", _INTO_TORCH),
+)  # fmt: skip
+"""Files by their first bytes."""
+
+_NAMES: Final = (
+    (r"\.py$", "a Python file, not a checkpoint",
+     "name the function in this file that builds the model: --model {path}:FUNCTION"),
+    (r"\.distcp$", "a data file of torch.distributed.checkpoint", "give its folder: {folder}"),
+    (r"\.(index|meta|data-\d{5}-of-\d{5})$", *_TENSORFLOW),
+)  # fmt: skip
+"""Files by their names."""
+
+_RECORDS: Final = (
+    (r"^(?:[^/\n]*/)?(?:models/model\.json|serialized_exported_program\.json)$",
+     "an exported program (torch.export), not only weights",
+     _TRUSTED + _saving("dict(torch.export.load(p).state_dict)")),
+    (r"^[^/\n]*/archive_format$", "a compiled model (AOTInductor)", _COMPILED),
+    (r"^[^/\n]*/\.data/extern_modules$", "a package of code and weights (torch.package)",
+     "if you trust its code, load the model with torch.package.PackageImporter, and save its"
+     " weights: torch.save(model.state_dict(), ...)"),
+    (r"\A(?:[^\n]*\.npy(?:\n|\Z))+\Z", "arrays of NumPy (.npz)", "write them as tensors: "
+     + _saving("{k: torch.from_numpy(v) for k, v in numpy.load(p).items()}", "numpy, ")),
+    (r"^[^/\n]*/\.data/serialization_id$",
+     "a file of torch.save without data.pkl, as when torch.save is interrupted", "save it again"),
+    (r"^model\.weights\.h5$", "a Keras model", _INTO_TORCH),
+)  # fmt: skip
+"""Zip archives by the names of their records."""
+
+_FOLDERS: Final = (
+    (re.escape(pipeline.INDEX), "a diffusers pipeline without weights",
+     "give the folder that has the weights, too"),
+    (r"plan\.json", "the folder of a run of weighin, not a model",
+     "show its results: weighin report {path}"),
+    (r"\w*model\.(\w+)(?:-\d+-of-\d+)?\.(?:safetensors|bin)",
+     "only {0} variants of the weights: {found}",
+     "name the variant: --variant {0} (in Python: variant={0!r})"),
+    (r"(\w*model)-\d+-of-\d+(\.safetensors|\.bin)", "shards without their index {0}{1}.index.json",
+     "add the index: {path}/{0}{1}.index.json"),
+    (r".*\.distcp", "shards without their index .metadata", "add the index: {path}/.metadata"),
+    (r".*\.(?:safetensors|bin|pt|pth|ckpt)", "{lacks} beside {found}",
+     "give the file itself: {path}/{first}"),
+    (r".*\.(?:onnx|h5|keras|msgpack|ocdbt|tflite|ot|index|pb)",
+     "weights of another framework than PyTorch: {found}",
+     "load the model into PyTorch, and save it: model.save_pretrained(FOLDER)"),
+    (r"config\.json", "has config.json but no weights: neither model.safetensors, nor"
+     " pytorch_model.bin, nor an index of one of them",
+     "add the weights, or save the model there: model.save_pretrained(FOLDER)"),
+)  # fmt: skip
+"""Folders by the names of their files."""
+
+_MEGATRON: Final = re.compile(r"mp_rank_\d+(_\d+){,2}")
+
+_TAGS: Final = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
+"""Files in a run's folder that name its newest step: two of DeepSpeed, and Megatron-LM's number."""
+
+_known: Final[ContextVar[dict[Hashable, Any] | None]] = ContextVar("known", default=None)
+
+Kept = TypeVar("Kept")
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """Keep what ``once`` returns until the context ends; the files must not change until then.
+
+    Several parts of a command read the same checkpoint, and each format looks at its first bytes:
+    storage behind a network answers each open and each read only after some milliseconds.
+    """
+    token = _known.set({} if _known.get() is None else _known.get())
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def once(key: Hashable, read: Callable[[], Kept]) -> Kept:
+    """Return the result of ``read``, or within ``remembering`` an earlier result for this key."""
+    known = _known.get()
+    if known is None:
+        return read()
+    if key not in known:
+        known[key] = read()
+    kept: Kept = known[key]
+    return kept
+
+
+def read_start(path: Path) -> bytes:
+    """Return the first 512 bytes of a file; of a file NAME.safetensors, the first 128 KiB."""
+
+    def read() -> bytes:
+        with path.open("rb", buffering=0) as file:
+            size = _HEADER_BYTES if path.suffix == ".safetensors" else _HEAD_BYTES
+            return file.read(size) or b""
+
+    return once(path, read)
+
+
+def first_bytes(path: Path) -> bytes:
+    """Return the first 512 bytes of a file; b"" if the file cannot be read."""
+    try:  # opening a pipe would block
+        return read_start(path)[:_HEAD_BYTES] if path.is_file() else b""
+    except OSError:
+        return b""
+
+
+def is_safetensors(head: bytes) -> bool:
+    """Tell whether a file begins like a safetensors file: 8 bytes with a length, then "{"."""
+    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MOST_HEADER_BYTES
+
+
+def is_zip(head: bytes) -> bool:
+    return head.startswith(b"PK") and not is_safetensors(head)
+
+
+def is_legacy(head: bytes) -> bool:
+    """Tell whether a file begins like a file of torch before 1.6: with a pickled magic number."""
+    return _LEGACY_MAGIC in head[:32]
+
+
+def check_present(path: Path) -> bytes:
+    """Return the first bytes of a file, if it may be a checkpoint.
+
+    Raises:
+        CheckpointError: the path does not exist, is not a regular file or cannot be read, or the file
+            is empty or of another known kind.
+    """
+    if not path.exists():
+        raise missing(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: not a file", "give the path of the checkpoint's file")
+    try:
+        head = read_start(path)[:_HEAD_BYTES]
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not head:
+        raise CheckpointError(f"{path}: empty file", AGAIN)
+    found = _by_content(path, head)
+    if found is None and not _is_torch(head):
+        found = _text(head)
+    if found:
+        raise CheckpointError(f"{path}: {found[0]}", found[1])
+    return head
+
+
+def _is_torch(head: bytes) -> bool:
+    return is_safetensors(head) or is_legacy(head)
+
+
+def _by_content(path: Path, head: bytes) -> tuple[str, str] | None:
+    """Return what a file is, and the repair; None for a checkpoint, or if unknown."""
+    if _is_torch(head):  # the length in front of a safetensors header can equal any magic number
+        return None
+    return _recognised(_NAMES, path.name, path) or _recognised(_HEADS, head, path)
+
+
+def _recognised(
+    rows: Sequence[tuple[str | bytes, str, str]], text: str | bytes, path: Path
+) -> tuple[str, str] | None:
+    """Return what ``path`` is by the first row whose pattern occurs in ``text``, and the repair."""
+    for pattern, what, repair in rows:
+        flags = re.DOTALL if isinstance(text, bytes) else re.MULTILINE
+        if found := re.search(pattern, text, flags):  # type: ignore[arg-type]
+            words = {
+                "path": str(path),
+                "file": quote(str(path)),
+                "name": path.name,
+                "folder": str(path.parent),
+                "unpacked": quote(
+                    str(path.with_suffix("") if path.suffix in _PACKED else f"{path}.unpacked")
+                ),
+                "decrypted": quote(f"{path}.decrypted"),
+            }
+            return what.format(*found.groups(), **words), repair.format(*found.groups(), **words)
+    return None
+
+
+def _text(head: bytes) -> tuple[str, str] | None:
+    try:
+        text = getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
+    except UnicodeDecodeError:
+        return None
+    if any(letter < " " and letter not in "\t\n\r\f" for letter in text):
+        return None
+    return (
+        f"a text file, not a checkpoint; it begins with {one_line(text, 60)!r}",
+        "give the checkpoint itself; if the text is an answer of a web server, ask it for the file again",
+    )
+
+
+def by_records(path: Path, names: Sequence[str]) -> tuple[str, str] | None:
+    """Return what a zip archive with records of these names is, and the repair; None if
+    ``torch.save`` may have written it.
+    """
+    inner = {name.partition("/")[2] for name in names}
+    if inner & {"constants.pkl", "bytecode.pkl"}:
+        way = _TRUSTED + _saving("torch.jit.load(p, 'cpu').state_dict()")
+        return "a TorchScript program, not only weights", way.format(file=quote(str(path)))
+    if "data.pkl" in inner:
+        return None
+    if found := _recognised(_RECORDS, "\n".join(names), path):
+        return found
+    files = [name for name in names if not name.endswith("/")]
+    content = f" of other files: {one_line(few(files))}" if files else ""
+    return f"a zip archive{content}", f"{_UNPACK}unzip {quote(str(path))}"
+
+
+def resaving(path: Path, *, weights_only: bool = True) -> str:
+    """Return the repair to load a file with torch.load, and to save the weights again."""
+    way = _saving(f"torch.load(p, weights_only={weights_only})")
+    return f"save it again: {way.format(file=quote(str(path)))}"
+
+
+def unknown(path: Path, head: bytes) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: of a kind that weighin does not know; its first bytes are {head[:8].hex(' ')}",
+        "save the weights with torch.save or safetensors, with the program that wrote the file",
+    )
+
+
+def unreadable(path: Path | str, error: OSError) -> CheckpointError:
+    """Return the error for a file that the operating system cannot read."""
+    return CheckpointError(
+        f"{path}: cannot be read: {error.strerror}",
+        "check that the file exists, that you may read it, and that its disk works",
+    )
+
+
+def missing(path: Path | str) -> CheckpointError:
+    return broken_link(Path(path)) or CheckpointError(
+        f"{path}: no such file or folder", "check the path"
+    )
+
+
+def broken_link(path: Path) -> CheckpointError | None:
+    """Return the error for a symbolic link to a file that does not exist; None for another path."""
+    try:
+        if path.exists():
+            return None
+        target = path.readlink()
+    except (OSError, ValueError):  # the path is no link, or no valid file name
+        return None
+    what = f"{path}: a broken symbolic link to {one_line(str(target))}, which does not exist"
+    if target.parent.name == "blobs" and (name := hub_id(path.parent)):
+        return CheckpointError(
+            f"{what}: a file of {name} was removed from the cache of the Hub", f"hf download {name}"
+        )
+    return CheckpointError(what, "restore the file to which the link leads, or correct the link")
+
+
+def hub_id(snapshot: Path) -> str:
+    """Return the model's id, "owner/name", for a snapshot folder in the Hub's cache; else ""."""
+    snapshots, entry = snapshot.parent, snapshot.parent.parent.name
+    if snapshots.name == "snapshots" and entry.startswith(HUB_ENTRY):
+        return entry.removeprefix(HUB_ENTRY).replace("--", "/")
+    return ""
+
+
+def is_file(path: Path) -> bool:
+    """Tell whether a path is a file; False for a name that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def looks_like_path(text: str) -> bool:
+    """Tell whether a text can only be a path, and not the id of a model on the Hugging Face Hub.
+
+    "checkpoints/mine" is a path if there is a folder "checkpoints"; otherwise it may be an id.
+    """
+    if text.startswith(("./", "../", "/", "~")) or text.endswith(_PATHS_END):
+        return True
+    return (
+        text in (".", "..") or text.count("/") > 1 or ("/" in text and Path(text).parent.is_dir())
+    )
+
+
+def read_object(path: Path, repair: str) -> dict[str, Any]:
+    """Return the JSON object in a file of somebody else's, in bounded memory.
+
+    Raises:
+        CheckpointError: the file is unreadable, too long, nested too deeply, or no JSON object, or
+            a key occurs twice.
+    """
+    try:
+        text = read_bytes(path, MOST_JSON_BYTES)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise unreadable(path, error) from error
+        fault = f"the file's {path.stat().st_size:,} bytes are more than weighin reads"
+        raise CheckpointError(f"{path}: {fault}", repair) from None
+    if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
+        raise CheckpointError(f"{path}: damaged: too many values are nested in one another", repair)
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=no_duplicates)
+    except (RecursionError, ValueError) as error:
+        is_deep = isinstance(error, RecursionError)
+        fault = "its values are nested too deeply in one another" if is_deep else str(error)
+        raise not_json(path, text, f"damaged: {fault}", repair) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: damaged: not a JSON object", repair)
+    return value
+
+
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict; raise ValueError if a key occurs twice."""
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"{shown(key)} occurs twice")
+        content[key] = value
+    return content
+
+
+def not_json(path: Path, text: bytes, fault: str, repair: str) -> CheckpointError:
+    """Return the error for a file whose text is not JSON; ``fault`` is the JSON parser's message."""
+    if not text:
+        return CheckpointError(f"{path}: empty file", AGAIN)
+    if recognised := _by_content(path, text[:_HEAD_BYTES]):
+        return CheckpointError(f"{path}: {recognised[0]}", recognised[1])
+    if text.lstrip().startswith(b"{") and not text.rstrip().endswith(b"}"):
+        return CheckpointError(f"{path}: truncated: the JSON object has no end", AGAIN)
+    return CheckpointError(f"{path}: {fault}", repair)
+
+
+def no_model(folder: Path) -> CheckpointError:
+    """Return the error for a folder that is neither a model nor a checkpoint.
+
+    The message says what the folder is, and the repair names the path to give instead.
+    """
+    names = sorted(entry.name for entry in folder.iterdir())
+    for name in names:
+        if (name == "config.json" or name.endswith((*WEIGHTS, ".index.json"))) and (
+            broken := broken_link(folder / name)
+        ):
+            return broken
+    if pipeline.is_pipeline(folder) and (found := pipeline.read(folder)).models:
+        return found.refused()
+    what, repair = _folder_kind(folder, names)
+    return CheckpointError(f"{folder}: {what}", repair)
+
+
+def _folder_kind(  # noqa: PLR0911 (one for each kind)
+    folder: Path, names: Sequence[str]
+) -> tuple[str, str]:
+    weights = [name for name in names if name.endswith(WEIGHTS)]
+    has_config = "config.json" in names
+    if not names:
+        return "an empty folder", "give a checkpoint file, or the folder of a model"
+    if ADAPTER in names:
+        base = object_in(folder / ADAPTER, MIB).get("base_model_name_or_path")
+        named = one_line(str(base), 100) if base else "a model that it does not name"
+        alone = f"; for the adapter alone: {folder / weights[0]}" if weights else ""
+        return f"an adapter of {named}, not a whole model", (
+            "merge it into its base, and give the merged model's folder: merge_and_unload() of peft,"
+            f" then save_pretrained(FOLDER){alone}"
+        )
+    if step := named_step(folder):
+        tag, inner = step
+        if inner.is_dir():
+            new = folder / "model.safetensors"
+            return (
+                f"its weights are in a step of a training run: {inner.name}",
+                f"write them beside config.json: weighin convert {inner} {new}",
+            )
+        return (
+            f"{tag.name} names the step {inner.name}, which is not here",
+            "copy that folder too, or give the folder of another step",
+        )
+    if ranks := [name for name in names if _MEGATRON.fullmatch(name)]:
+        return _megatron(folder, ranks)
+    if "modules.json" in names and not has_config and pipeline.INDEX not in names:
+        if weights:
+            what = "a sentence-transformers folder without a transformer"
+            return what, f"give the file: {folder / weights[0]}"
+        return "a sentence-transformers folder without weights", "copy the whole folder"
+    for pattern, *texts in _FOLDERS:
+        if matches := [found for name in names if (found := re.fullmatch(pattern, name))]:
+            what, repair = (
+                text.format(
+                    *matches[0].groups(),
+                    path=folder,
+                    first=matches[0][0],
+                    found=one_line(few([found[0] for found in matches])),
+                    lacks="no index" if has_config else "no config.json and no index",
+                )
+                for text in texts
+            )
+            return what, repair
+    if models := models_below(folder):
+        return (
+            f"no config.json, but folders with models: {one_line(few(models))}",
+            f"give one of them: {folder / models[0]}",
+        )
+    return (
+        "not a checkpoint: no config.json, no index and no weights in it",
+        "give the checkpoint file itself, or a folder that save_pretrained or `weighin convert` made",
+    )
+
+
+def _megatron(folder: Path, ranks: Sequence[str]) -> tuple[str, str]:
+    """Describe a step of Megatron-LM, whose files do not say along which dimension tensors are divided."""
+    file = folder / ranks[0] / "model_optim_rng.pt"
+    merged = (
+        "merge the ranks with Megatron-LM: python tools/checkpoint/convert.py --model-type GPT"
+        " --loader core --saver core --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1"
+        " --load-dir RUN --save-dir MERGED"
+    )
+    if len(ranks) == 1:
+        what = "a step of Megatron-LM with the file of one rank, which may have a part of the model"
+        return what, f"if the run had one rank, give its file: {file} --key model; if not, {merged}"
+    what = f"a step of Megatron-LM, divided among {len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
+    return what, merged
+
+
+def models_below(folder: Path) -> list[str]:
+    """Return the names of a folder's direct subfolders that contain files of weights."""
+    found = []
+    for inner in sorted(folder.iterdir()):
+        with suppress(OSError):  # a file, or a folder that this user cannot read
+            if any(entry.name.endswith(WEIGHTS) for entry in inner.iterdir()):
+                found.append(inner.name)
+    return found
+
+
+def misfit(
+    checkpoint: Path,
+    model: str,
+    problems: Mapping[str, Collection[str]],
+    reason: str = "",
+    *,
+    repair: str = "",
+) -> CheckpointError:
+    """Return the error for a checkpoint that does not fit a model.
+
+    ``problems`` maps each fault, such as "missing", to the keys with this fault, which the caller
+    shortens with ``plain``. ``reason`` replaces the list of keys if no key has a fault. If
+    ``repair`` is empty, the error advises to choose another model.
+    """
+    faults = [
+        f"{len(names)} {what} ({first_names(names)})" for what, names in problems.items() if names
+    ]
+    return CheckpointError(
+        f"{checkpoint}: does not fit {model}, keys: {'; '.join(faults) or reason}",
+        repair or "choose the model that this checkpoint was saved from, or correct its arguments",
+    )
+
+
+def selecting(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the advice to select the model's tensors by --key or --strip-prefix; else empty.
+
+    ``stored`` maps the checkpoint's names to shapes; ``wanted`` maps the model's names to shapes.
+    """
+    first = next(iter(wanted), "")
+    for name in stored:
+        prefix = name.removesuffix(first)
+        if not first or not prefix.endswith(".") or prefix + first != name:
+            continue
+        inside = {one: stored[one] for one in stored if one.startswith(prefix)}
+        if {one.removeprefix(prefix): shape for one, shape in inside.items()} != wanted:
+            continue
+        if len(inside) == len(stored):
+            return (
+                f"all names begin with {shown(prefix)}: --strip-prefix {prefix}; in load_streaming:"
+                f" strip_prefix={shown(prefix)}; in a suite: strip_prefix: {prefix}"
+            )
+        key = prefix.removesuffix(".")
+        return select_key(f"--key {key}", key)
+    return ""
+
+
+def select_key(ways: str, key: str) -> str:
+    """Return the advice to select the weights at ``key``; ``ways`` lists the options for it."""
+    return (
+        f"select the weights: {ways}; in load_streaming: key={shown(key)}; in a suite: key: {key}"
+    )
+
+
+def check_converts(checkpoint: Path, slices: "Iterable[TensorSlice]", repair: str) -> None:
+    """Raise CheckpointError with ``repair`` if torch cannot convert a tensor to another dtype."""
+    for one in slices:
+        if one.dtype_name in NOT_CONVERTED:
+            raise CheckpointError(
+                f"{checkpoint}: {shown(one.name)} has the dtype torch.{one.dtype_name}; torch can"
+                " neither copy nor convert a tensor of this dtype",
+                repair,
+            )
+
+
+def named_step(path: Path) -> tuple[Path, Path] | None:
+    """Return the file that names the newest step of a run, and the step's folder; None for no such file.
+
+    The step's folder is in ``path``, and may be missing.
+    """
+    for tag in (path / name for name in _TAGS):
+        try:
+            is_short = tag.is_file() and tag.stat().st_size < 1000
+            text = tag.read_text().strip() if is_short else ""
+        except (OSError, ValueError):
+            continue
+        if text and Path(text).name == text and "\0" not in text:
+            is_number = tag.name == _TAGS[2] and text.isascii() and text.isdigit()
+            return tag, path / (f"iter_{int(text):07d}" if is_number else text)
+    return None
+
+
+def newest(path: Path) -> Path:
+    """Return the folder of a training run's newest step; ``path`` itself if there is none."""
+    step = named_step(path)
+    return step[1] if step and step[1].is_dir() else path
