@@ -2,12 +2,15 @@
 
 Expected peak: one copy of the weights, and a few MiB for each thread. The strategy allocates no
 state dict with values, and its direct reads add no pages to the page cache. Values are converted to
-the wanted dtype while they are read. Weights in fp8, mxfp4, compressed-tensors, bitsandbytes, gptq and
-awq are dequantised a few rows at a time.
+the wanted dtype while they are read. The model of a Hugging Face folder is that of its library's own
+``from_pretrained``, to which weighin hands the tensors; weights in fp8 and mxfp4 are dequantised a few
+rows at a time, and those in compressed-tensors by transformers, one after the other. An adapter is
+merged by peft.
 
 Options: threads (default: up to 4 if the checkpoint is in the page cache, else 16, or up to 64 if
 its disk answers late), granularity (which tensors are read together: "all", those of one "module",
-or a single "tensor"), key and strip_prefix (read only the selected weights of a training checkpoint).
+or a single "tensor"; those of a folder always are), key and strip_prefix (read only the selected weights
+of a training checkpoint).
 """
 
 import torch
@@ -28,4 +31,12 @@ MERGES = True
 
 def load(job: Load) -> torch.nn.Module:
     with job.phase("read"):  # also builds the model, which job.build_model gives the cell's dtype
+        if job.folder:
+            from weighin.strategy import load_pretrained  # no other load needs it
+
+            options = {key: one for key, one in job.options.items() if key != "granularity"}
+            model: torch.nn.Module = load_pretrained(
+                **job.folder, dtype=job.dtype, device=job.device, **options
+            )
+            return model
         return load_streaming(job.build_model, job.checkpoint, device=job.device, **job.options)

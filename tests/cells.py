@@ -228,7 +228,7 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
 
 def arguments_to_dequantise(path: Path) -> dict[str, Any]:
     """Return the arguments with which ``from_pretrained`` dequantises a checkpoint as weighin does."""
-    from weighin.models.dequantising import arguments_to_dequantise as arguments
+    from weighin.models.pretrained import arguments_to_dequantise as arguments
 
     return dict(arguments(path))
 
@@ -244,18 +244,6 @@ def write_merged(base: Path, adapter: Path, target: Path, dtype: torch.dtype) ->
     choice = FolderChoice(adapter=str(adapter))
     name = str(dtype).removeprefix("torch.")
     Conversion(base, target, "pt", name, model_keys=True, choice=choice).write()
-
-
-def read_adapter(adapter: Path) -> None:
-    from weighin.formats import lora
-
-    lora.read(adapter)
-
-
-def hide_peft(patch: pytest.MonkeyPatch) -> None:
-    """Let weighin find no peft."""
-    for module in ("weighin.formats.lora", "weighin.loader.merge"):
-        patch.setattr(f"{module}.find_spec", lambda _: None)
 
 
 def names_of(result: Result) -> list[str]:

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weighin.loader.load import load_streaming
-    from weighin.loader.pretrained import load_pretrained
     from weighin.program_phases import phase
     from weighin.strategy import Load, Save
+    from weighin.stream.hugging_face import load_pretrained
 
 __version__ = "1.0.0"
 
 _PUBLIC = {
     "Load": "weighin.strategy",
     "Save": "weighin.strategy",
-    "load_pretrained": "weighin.loader.pretrained",
+    "load_pretrained": "weighin.stream.hugging_face",
     "load_streaming": "weighin.loader.load",
     "phase": "weighin.program_phases",
 }

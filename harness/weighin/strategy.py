@@ -25,24 +25,25 @@ if TYPE_CHECKING:  # for types only, because this module must not import torch a
     from weighin.formats.pretrained_folder import from_pretrained_arguments
     from weighin.formats.sharded import MAX_SHARD_BYTES
     from weighin.loader.load import load_streaming
-    from weighin.models.dequantising import arguments_to_dequantise
-    from weighin.models.pretrained import pretrained_class
+    from weighin.models.pretrained import arguments_to_dequantise, pretrained_class
     from weighin.models.pretrained_diffusers import diffusers_class
+    from weighin.stream.hugging_face import load_pretrained
 
 __all__ = [
     "MAX_SHARD_BYTES", "Load", "Save", "arguments_to_dequantise", "assign", "diffusers_class",
-    "file_name", "files", "from_pretrained_arguments", "load_streaming", "pretrained_class", "retie",
-    "share_missing", "tied_names", "without_weights",
+    "file_name", "files", "from_pretrained_arguments", "load_pretrained", "load_streaming",
+    "pretrained_class", "retie", "share_missing", "tied_names", "without_weights",
 ]  # fmt: skip
 
 HELPERS = {
     "MAX_SHARD_BYTES": "weighin.formats.sharded",
-    "arguments_to_dequantise": "weighin.models.dequantising",
+    "arguments_to_dequantise": "weighin.models.pretrained",
     "assign": "weighin.construction.tied_weights",
     "diffusers_class": "weighin.models.pretrained_diffusers",
     "file_name": "weighin.formats.per_key",
     "files": "weighin.formats",
     "from_pretrained_arguments": "weighin.formats.pretrained_folder",
+    "load_pretrained": "weighin.stream.hugging_face",
     "load_streaming": "weighin.loader.load",
     "pretrained_class": "weighin.models.pretrained",
     "retie": "weighin.construction.tied_weights",
@@ -85,6 +86,12 @@ class Load(_Measured, Protocol):
     @property
     def pretrained(self) -> Mapping[str, Any]:
         """Keyword arguments for a call of ``pretrained_class``; only for a Hugging Face folder."""
+
+    @property
+    def folder(self) -> Mapping[str, Any] | None:
+        """Keyword arguments for a call of ``load_pretrained``; None for any other checkpoint than the
+        files of a Hugging Face folder.
+        """
 
     @property
     def adapter(self) -> Path | None:

@@ -335,6 +335,7 @@ LAYOUTS: Final = [
         "sentence-transformers",
         GROUP,
         _sentence_transformers(""),
+        options={"class": "BertModel"},
         notes=_noted("the transformer of a sentence-transformers folder"),
     ),
     Layout(

@@ -11,7 +11,6 @@ from typing import Final
 
 import torch
 from layouts import Layout, Made, all_but, refused
-from plain_dequantisation import PLAIN, plain_state
 from quantised_folders import LAYOUTS as FOLDERS
 from quantised_folders import quantised_state, write_folder
 from small import edit, llama
@@ -19,7 +18,7 @@ from small import edit, llama
 GROUP: Final = "Quantised models"
 _ADAPTERS: Final = "Adapters"
 _WEIGHTS: Final = all_but("inspect", "transformers")
-_OURS: Final = ("fp8", "mxfp4", "compressed fp8", "compressed int8", "compressed int4", *PLAIN)
+_OURS: Final = ("fp8", "mxfp4", "compressed fp8", "compressed int8", "compressed int4")
 """What load_pretrained, strategy streaming and convert --keys model dequantise."""
 
 _METHOD: Final = "quantised with {}: .* codes that mean something only with their scales"
@@ -52,9 +51,7 @@ def _folder(name: str) -> Callable[[Path], Made]:
         for package in _PACKAGES.get(name, ()):
             importlib.import_module(package)
         folder.rmdir()
-        made = write_folder(folder, name)
-        truth = plain_state(made, name, torch.bfloat16) if name in PLAIN else None
-        return Made(made, truth, is_folder=True)
+        return Made(write_folder(folder, name), None, is_folder=True)
 
     return make
 

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from weighin import load_pretrained
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError
-from weighin.models.dequantising import arguments_to_dequantise
-from weighin.models.pretrained import pretrained_class
+from weighin.models.pretrained import arguments_to_dequantise, pretrained_class
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of from_pretrained, about the configuration
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from factories import planned
 
-from weighin import formats, load_pretrained, load_streaming
+from weighin import formats, load_pretrained
 from weighin.checkpoint import cache
 from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.index import index
@@ -116,18 +116,6 @@ def test_a_folder_loads_as_from_pretrained_loads_it(
         return  # its own forward pass mixes dtypes
     with torch.inference_mode():
         assert torch.equal(model(**inputs)[0], wanted(**inputs)[0])
-
-
-def test_a_base_model_loads_from_the_file_of_a_model_with_a_head(make: Make) -> None:
-    folder = make("encoder")
-    kind = pretrained_class("BertModel")
-    config = read_folder(folder).config
-    wanted = kind.from_pretrained(folder, add_pooling_layer=False)
-    model = load_streaming(
-        lambda: kind(kind.config_class.from_dict(config), add_pooling_layer=False), folder
-    )
-    for key, tensor in tensors(wanted).items():
-        assert torch.equal(tensors(model)[key], tensor), key
 
 
 def test_weights_that_would_be_random_are_refused(make: Make, tmp_path: Path) -> None:

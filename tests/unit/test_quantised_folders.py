@@ -54,10 +54,7 @@ UNREAD = {
 """Why from_pretrained does not give the weights, either."""
 
 DEQUANTISED = ("fp8", "mxfp4")
-ALONE = ("bitsandbytes int8", "bitsandbytes nf4", "gptq", "awq")
-"""The folders that weighin dequantises without the packages of their methods."""
-
-OURS = (*DEQUANTISED, *ALONE, "compressed fp8", "compressed int8", "compressed int4")
+OURS = (*DEQUANTISED, "compressed fp8", "compressed int8", "compressed int4")
 """The folders that weighin dequantises; the package compressed-tensors is in the extra dev alone."""
 
 
@@ -136,11 +133,10 @@ def test_neither_a_builder_of_transformers_nor_a_plain_module_takes_codes(
 ) -> None:
     folder = make(name)
     spec = registry.model(str(folder))
-    if name not in OURS:
-        with pytest.raises(CheckpointError, match="mean something only with their scales"):
-            load_streaming(
-                lambda: construct(lambda: from_config(**spec.kwargs), torch.bfloat16), folder
-            )
+    with pytest.raises(CheckpointError, match="mean something only with their scales"):
+        load_streaming(
+            lambda: construct(lambda: from_config(**spec.kwargs), torch.bfloat16), folder
+        )
     with pytest.raises(CheckpointError, match="mean something only with their scales"):
         load_streaming(torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)}), folder)
 
@@ -259,9 +255,7 @@ def test_who_cannot_load_is_not_planned_and_a_missing_package_is_named(
 ) -> None:
     ours, theirs, another = cells_of(make(name), "streaming", "transformers", "baseline")
     assert f"quantised with {LAYOUTS[name].method}" in another.skip
-    if name in ALONE:
-        assert not ours.skip
-    elif name not in DEQUANTISED and (name not in OURS or not find_spec("compressed_tensors")):
+    if name not in DEQUANTISED and (name not in OURS or not find_spec("compressed_tensors")):
         assert f"quantised with {LAYOUTS[name].method}" in ours.skip
     for missing in MISSING.get(name, ()):
         assert missing in theirs.skip
@@ -376,21 +370,6 @@ def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
     wanted = sum(one.nbytes for one in loaded.values())
     assert streaming.model_bytes == pytest.approx(wanted, abs=4096)  # and its rotary frequencies
     assert "weighin cannot predict how transformers loads weights" in other.cannot
-
-
-@pytest.mark.usefixtures("torch_threads_restored")
-@pytest.mark.parametrize("name", ["gptq", *nightly("bitsandbytes nf4")])
-def test_a_load_is_not_measured_where_from_pretrained_lacks_a_package(
-    make: Make, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
-    code, text = run(
-        "bench", make(name), "--strategies", "streaming", "--isolation", "process",
-        "--out", tmp_path / "run",
-    )  # fmt: skip
-    assert code == 2
-    assert "from_pretrained fails: " in text
-    assert "the packages that from_pretrained names" in text
 
 
 @pytest.mark.usefixtures("torch_threads_restored")

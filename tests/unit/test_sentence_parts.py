@@ -128,6 +128,23 @@ def test_the_model_is_what_the_package_loads(whole: Path, dtype: torch.dtype | N
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_transformer_in_the_folder_itself_is_loaded_with_its_other_parts(
+    whole: Path, tmp_path: Path
+) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    SentenceTransformer(str(whole), device="cpu").save(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+    found, wanted = (
+        tensors_of(load_pretrained(tmp_path / "saved")),
+        tensors_of(load_pretrained(whole)),
+    )
+    assert "2.linear.weight" in found
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(one, found[name]) for name, one in wanted.items())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_part_whose_weights_do_not_fit_is_refused(whole: Path) -> None:
     save_file({"linear.weight": torch.ones(8, 32)}, whole / "2_Dense" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"linear\.bias"):

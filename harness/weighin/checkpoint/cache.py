@@ -21,7 +21,7 @@ from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import rename
-from weighin.formats.lora import files_of
+from weighin.formats.pretrained_folder import files_of_adapter
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.suite import packages, user_code
@@ -120,7 +120,7 @@ def ensure(
         if in_place and library is None:
             in_place = formats.has_only_tensors(checkpoint)
         origin += [str(checkpoint), *selection.options]
-        for file in [*formats.files(checkpoint), *files_of(model)]:
+        for file in [*formats.files(checkpoint), *files_of_adapter(model)]:
             state = file.stat()
             origin += [file.name, state.st_size, state.st_mtime_ns]
     else:

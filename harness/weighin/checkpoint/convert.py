@@ -254,9 +254,10 @@ class Conversion:
         import torch
 
         from weighin.checkpoint.piecewise import pieces_of
-        from weighin.loader.pretrained import load_pretrained
+        from weighin.stream.hugging_face import load_pretrained
 
         folder, choice = folder_of(self.source), self.choice
+        dtype = getattr(torch, self.dtype) if self.dtype else None
         is_gguf = formats.detect(self.source) is gguf
         if not is_gguf and not is_pretrained(folder):
             raise ConfigError(
@@ -265,7 +266,7 @@ class Conversion:
             )
         state = load_pretrained(
             gguf.file_of(self.source) if is_gguf else folder,
-            dtype=self.dtype or "auto",
+            dtype=dtype or "auto",
             trust_remote_code=choice.trust_remote_code,
             variant=variant_of(self.source),
             model_class=choice.model_class,
@@ -279,10 +280,13 @@ class Conversion:
         for name, one in tensors.items():
             place = one.data_ptr(), one.shape, one.stride(), one.dtype
             first = firsts.setdefault(place, name) if one.numel() else name
-            plans.append(
-                TensorPlan(name, tuple(one.shape), one.dtype, first if first != name else None)
-            )
-        return plans, lambda name: pieces_of(tensors[name].contiguous())
+            # transformers dequantises fp8 into bfloat16, whatever the dtype of the model
+            kind = dtype if dtype and one.is_floating_point() else one.dtype
+            plans.append(TensorPlan(name, tuple(one.shape), kind, first if first != name else None))
+        kinds = {plan.name: plan.dtype for plan in plans}
+        return plans, lambda name: (
+            piece.to(kinds[name]) for piece in pieces_of(tensors[name].contiguous())
+        )
 
 
 def _verify(new: Path, tensors: Plans, sums: Mapping[str, str], progress: Progress | None) -> None:

@@ -27,7 +27,7 @@ from weighin.errors import CheckpointError
 from weighin.formats import gguf
 from weighin.formats.base import Progress, Slices, TensorSlice
 from weighin.formats.dtypes import dtype_name
-from weighin.formats.foreign import NOT_MEASURED, check_converts, misfit, selecting
+from weighin.formats.foreign import NOT_MEASURED, check_converts, lacks, misfit, selecting
 from weighin.formats.pretrained_folder import BUILDER, is_pretrained_checkpoint, refuse_part
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.quantised import of_model, refuse_codes
@@ -35,7 +35,7 @@ from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.after_load import written_after_load
 from weighin.models.pretrained_modules import module_of
-from weighin.text import first_names, one_line, plain
+from weighin.text import one_line, plain
 
 
 def index(
@@ -176,11 +176,7 @@ def _loaded(spec: ModelSpec, checkpoint: Path, dtype: torch.dtype) -> torch.nn.M
             "install the packages that from_pretrained names",
         ) from error
     if missing:
-        raise CheckpointError(
-            f"{checkpoint}: has no values for {first_names(missing)} of this {type(model).__name__}",
-            "choose the class that the checkpoint was saved from; from_pretrained would initialise"
-            " these weights with random numbers",
-        )
+        raise lacks(checkpoint, missing, type(model).__name__)
     loaded: torch.nn.Module = model
     return loaded
 

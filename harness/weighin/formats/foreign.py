@@ -622,3 +622,12 @@ def newest(path: Path) -> Path:
     """Return the folder of a training run's newest step; ``path`` itself if there is none."""
     step = named_step(path)
     return step[1] if step and step[1].is_dir() else path
+
+
+def lacks(checkpoint: Path, missing: Iterable[str], model: str) -> CheckpointError:
+    """Return the error for a checkpoint without values for some weights of a library's model."""
+    return CheckpointError(
+        f"{checkpoint}: has no values for {first_names(missing)} of this {model}",
+        "choose the class that the checkpoint was saved from; from_pretrained would initialise these"
+        " weights with random numbers",
+    )

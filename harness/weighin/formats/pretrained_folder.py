@@ -6,7 +6,7 @@ transformers has to choose the model's class, ``weighin.models.description`` ask
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
@@ -44,6 +44,7 @@ MODEL_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 """The dtypes in which a model can be built: those that ``torch.set_default_dtype`` accepts."""
 
 _BASE: Final = "AutoModel"
+_OF_ADAPTER: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _INDEX: Final = "index.json"
 _DEEPEST: Final = 4  # folders between a file of weights and the config.json that names the file
 _EXPLICIT: Final = "transformers_weights"
@@ -337,6 +338,26 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
     return arguments | ({"variant": variant} if variant else {})
 
 
+def arguments_of(model: ModelSpec, checkpoint: Path) -> dict[str, Any] | None:
+    """Return the arguments with which ``load_pretrained`` loads a model's own checkpoint.
+
+    The result is None if the checkpoint does not consist of the files of a Hugging Face folder.
+    """
+    library = folder_library(model)
+    if not library or not is_pretrained_checkpoint(checkpoint):
+        return None
+    if gguf.is_file(checkpoint):
+        return {"folder": checkpoint, "model_class": model.kwargs["architecture"]}
+    arguments = {"folder": folder_of(checkpoint), "variant": variant_of(checkpoint)}
+    if library != TRANSFORMERS.name:
+        return arguments
+    return arguments | {
+        "model_class": model.kwargs["architecture"],
+        "trust_remote_code": code_of(model) is not None,
+        "adapter": model.kwargs.get(ARGUMENT, ""),
+    }
+
+
 def code_of(model: ModelSpec) -> dict[str, str] | None:
     """Return the folder and the digest of the model's own Python code; None if the code of the
     model is in an installed package.
@@ -433,6 +454,51 @@ def adapter_of(spec: ModelSpec) -> Path | None:
     """Return the folder of the adapter to merge into a model; None for a model without an adapter."""
     named = spec.kwargs.get(ARGUMENT) if spec.builder == BUILDER else None
     return Path(named) if named else None
+
+
+def with_adapter(spec: ModelSpec, adapter: Path) -> ModelSpec:
+    """Return a copy of ``spec`` whose model has the adapter in a folder merged into its weights.
+
+    Raises:
+        CheckpointError: as for ``check_adapter``.
+        ConfigError: ``spec`` is no model of transformers; weighin merges into no other model.
+    """
+    if spec.builder != BUILDER:
+        raise ConfigError(
+            f"{spec.title} is no model of transformers, so --adapter={adapter} would be ignored",
+            "leave --adapter out",
+        )
+    check_adapter(adapter)  # before anything is measured
+    kwargs = {**spec.kwargs, ARGUMENT: str(adapter.absolute())}
+    return replace(spec, name=f"{spec.name}+{adapter.absolute().name}", kwargs=kwargs)
+
+
+def check_adapter(adapter: Path) -> None:
+    """Raise CheckpointError if a folder holds no adapter of peft, which would ask the Hub for it."""
+    try:
+        read_bytes(adapter / ADAPTER)
+    except OSError as error:
+        raise foreign.unreadable(adapter / ADAPTER, error) from error
+    if not any((adapter / name).is_file() for name in _OF_ADAPTER):
+        raise CheckpointError(
+            f"--adapter {adapter}: holds {ADAPTER}, but no weights: neither {' nor '.join(_OF_ADAPTER)}",
+            "give the folder that peft's save_pretrained wrote",
+        )
+
+
+def files_of_adapter(spec: ModelSpec) -> list[Path]:
+    """Return the files of the adapter to merge into a model; none for a model without an adapter."""
+    if (adapter := adapter_of(spec)) is None:
+        return []
+    return [file for name in (ADAPTER, *_OF_ADAPTER) if (file := adapter / name).is_file()]
+
+
+def adapter_failed(adapter: Path | str, reason: str) -> CheckpointError:
+    """Return the error for an adapter that peft cannot load into a model."""
+    return CheckpointError(
+        f"--adapter {adapter}: peft fails: {one_line(reason)}",
+        f"correct {ADAPTER}, or give the model that the adapter was trained for",
+    )
 
 
 def adapter_note(folder: Path) -> str:

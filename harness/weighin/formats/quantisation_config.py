@@ -56,30 +56,19 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
 ``validate_environment`` requires on a CPU. Some methods need a GPU, too; the error of
 from_pretrained then says so."""
 
-BITSANDBYTES: Final = "bitsandbytes"
-GPTQ: Final = "gptq"
-AWQ: Final = "awq"
-_OWN: Final = frozenset({f"{BITSANDBYTES}_4bit", f"{BITSANDBYTES}_8bit", GPTQ, AWQ})
-"""The methods that ``load_streaming`` dequantises by its own code, as transformers does not."""
-
 _DEQUANTISED: Final[Mapping[str, tuple[str | None, ...]]] = {
     "fp8": (None,),
     "mxfp4": (None,),
+    "mxfp8": (None,),
     "compressed-tensors": (
         "float-quantized",
         "int-quantized",
         "naive-quantized",
         "pack-quantized",
     ),
-    f"{BITSANDBYTES}_4bit": (None,),
-    f"{BITSANDBYTES}_8bit": (None,),
-    GPTQ: ("gptq", "gptq_v2"),
-    AWQ: ("gemm",),
 }
-"""Maps each method that ``load_streaming`` dequantises to the formats of codes that it dequantises.
+"""Maps each method that transformers dequantises to the formats of codes that it dequantises.
 The format None stands for a configuration that names no format."""
-
-_DEQUANTISED_BITS: Final[Mapping[str, tuple[int, ...]]] = {GPTQ: (2, 3, 4, 8), AWQ: (4,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +82,7 @@ class NamedMethod:
         packages: the packages that from_pretrained needs in addition to transformers.
         obstacle: the reason why from_pretrained does not dequantise the codes; empty if it does.
         repair: what the user can do about the obstacle.
-        dequantised: whether ``load_streaming`` dequantises the codes.
-        own: the name of the method, if ``load_streaming`` dequantises the codes with weighin's own
-            code, which needs neither ``packages`` nor transformers' quantiser; else empty.
+        dequantised: whether transformers dequantises the codes.
     """
 
     name: str
@@ -105,7 +92,6 @@ class NamedMethod:
     obstacle: str
     repair: str
     dequantised: bool
-    own: str
 
 
 def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
@@ -113,7 +99,6 @@ def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
     described, place = _described(folder, config)
     method = _method(described)
     obstacle, repair = _obstacle(method, place)
-    dequantised = _is_dequantised(method or "", described)
     return NamedMethod(
         _shown(method, described),
         place == _QUANTISATION and method in _NEEDED,
@@ -121,8 +106,7 @@ def named_in(folder: Path, config: Mapping[str, Any]) -> NamedMethod:
         _NEEDED.get(method or "", ()),
         obstacle,
         repair,
-        dequantised,
-        method if method in _OWN and dequantised else "",
+        described.get("format") in _DEQUANTISED.get(method or "", ()),
     )
 
 
@@ -147,26 +131,7 @@ def dequantising(folder: Path) -> dict[str, Any]:
     """
     config = object_in(folder / CONFIG)
     named = named_in(folder, config)
-    return to_dequantise(config) if named.dequantised and not named.own else {}
-
-
-def layout_of(method: str, described: Mapping[str, Any]) -> str | None:
-    """Return the codes' layout, such as "gemm", by the method and its ``quantization_config``."""
-    if method not in (GPTQ, AWQ):
-        return described.get("format")
-    if described.get("backend") == "llm-awq":
-        return "llm-awq"
-    for key in ("checkpoint_format", *(("version",) if method == AWQ else ()), "format"):
-        if named := described.get(key):
-            return str(named).lower()
-    return "gptq" if method == GPTQ else "gemm"
-
-
-def _is_dequantised(method: str, described: Mapping[str, Any]) -> bool:
-    if layout_of(method, described) not in _DEQUANTISED.get(method, ()):
-        return False
-    bits = _DEQUANTISED_BITS.get(method)
-    return not bits or described.get("bits", 4) in bits
+    return to_dequantise(config) if named.dequantised else {}
 
 
 def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:

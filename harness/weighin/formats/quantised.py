@@ -34,8 +34,8 @@ class Quantised:
         stored_bytes: the size of all tensors in the files.
         dequantised_bytes: the size of all weights in ``dtype``; None if the shapes do not determine it.
         dtype: the dtype of the dequantised model.
-        packages, obstacle, repair, own: as in ``quantisation_config.NamedMethod``.
-        dequantises: whether ``load_streaming`` dequantises the codes.
+        packages, obstacle, repair: as in ``quantisation_config.NamedMethod``.
+        dequantises: whether transformers dequantises the codes.
     """
 
     method: str
@@ -47,7 +47,6 @@ class Quantised:
     obstacle: str = ""
     repair: str = ""
     dequantises: bool = False
-    own: str = ""
 
     @property
     def summary(self) -> str:
@@ -81,7 +80,7 @@ class Quantised:
             bench = f"weighin bench {quote(str(folder_of(path)))}"
             return CheckpointError(
                 f"{path}: {self.summary}; only the model of this folder takes them, dequantised",
-                f"load it with load_pretrained (needs {'transformers' if self.own else self.needed}), or write the weights:"
+                f"load it with load_pretrained (needs {self.needed}), or write the weights:"
                 f" weighin convert {quote(str(folder_of(path)))} NEW.safetensors --keys model; to measure"
                 f" this load: {bench} --strategies streaming,transformers",
             )
@@ -98,7 +97,8 @@ class Quantised:
         Raises:
             TypeError, KeyError: the description is damaged.
         """
-        return cls(**{**fields, "packages": tuple(fields["packages"])})
+        known = {name: value for name, value in fields.items() if name != "own"}  # until 1.0
+        return cls(**{**known, "packages": tuple(fields["packages"])})
 
     def as_argument(self) -> dict[str, Any]:
         """Return the attributes as a dict for a ``ModelSpec``; ``of_model`` reads this dict."""
@@ -138,7 +138,6 @@ def of_folder(
         return None
     beside = companions(slices, codes)
     dtype = _dtype(config, slices, {one.where.name for one in codes} | beside)
-    dequantises = named.dequantised and not named.obstacle and bool(codes or not named.own)
     return Quantised(
         method=named.name or codes[0].method,
         weights=len(codes),
@@ -148,8 +147,7 @@ def of_folder(
         packages=named.packages,
         obstacle=named.obstacle,
         repair=named.repair,
-        dequantises=dequantises,
-        own=named.own if dequantises else "",
+        dequantises=named.dequantised and not named.obstacle,
     )
 
 

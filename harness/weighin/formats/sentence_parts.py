@@ -21,7 +21,7 @@ from weighin.errors import CheckpointError
 from weighin.files import MIB, json_in
 from weighin.formats.base import Slices
 from weighin.formats.foreign import models_below
-from weighin.formats.pretrained_folder import CONFIG, find_weights
+from weighin.formats.pretrained_folder import CONFIG, find_weights, is_pretrained
 from weighin.formats.pretrained_library import WEIGHTS
 from weighin.text import one_line, shown
 
@@ -47,6 +47,11 @@ class Part:
 
 def matches(path: Path) -> bool:
     return path.is_dir() and not (path / CONFIG).exists() and bool(own_folders(path))
+
+
+def has_more_parts(path: Path) -> bool:
+    """Tell whether parts with weights lie beside a transformer in the folder itself, as a dense layer."""
+    return is_pretrained(path) and bool(own_folders(path))
 
 
 def own_folders(folder: Path) -> list[str]:

@@ -114,12 +114,6 @@ def read_at_once(load: DeferredLoad) -> None:
         _fill(source, target)
         return
     promised, view = load.promise, load.source
-    if promised.fill:
-        whole = torch.empty(promised.shape, dtype=promised.dtype)
-        promised.fill(whole)
-        part = (view.shape, view.stride(), view.storage_offset()) if view is not None else None
-        target.copy_(whole.as_strided(*part) if part else whole)
-        return
     count = prod(promised.shape) if promised.parts else promised.span
     flat = torch.empty(count, dtype=promised.dtype)
     if promised.parts:
@@ -162,20 +156,13 @@ def source_of(load: DeferredLoad) -> TensorSlice | None:
 
 def read_whole(source: TensorSlice) -> torch.Tensor:
     """Read one tensor into fresh memory."""
-    return read_into(source, torch.empty(source.shape, dtype=source.dtype))
-
-
-def read_into(source: TensorSlice, target: torch.Tensor) -> torch.Tensor:
-    """Read one tensor into ``target``, which has the same shape, and return ``target``."""
-    if source.fill:
-        source.fill(target)
-    else:
-        _fill(source, target)
+    target = torch.empty(source.shape, dtype=source.dtype)
+    _fill(source, target)
     return target
 
 
 def _check_blocks(source: TensorSlice) -> None:
-    if source.encoding and not source.fill:
+    if source.encoding:
         raise CheckpointError(
             f"{source.file}: {plain(source.name)} is quantised to {source.encoding}, which load_streaming"
             " does not dequantise",

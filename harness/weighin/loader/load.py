@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import torch
 
@@ -31,26 +31,23 @@ from weighin.construction.meta import real_memory
 from weighin.construction.module_tree import modules_of, named_tensors, tensors_of
 from weighin.construction.tensor_memory import is_dense, storage_key, use_count
 from weighin.errors import CheckpointError
-from weighin.formats import gguf
-from weighin.formats.base import TensorSlice
+from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.foreign import check_converts
 from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
 from weighin.loader import fill, small
 from weighin.loader.arena import MemoryNeed, provide
-from weighin.loader.codes import refuse_codes_left, refuse_left_out_scales
 from weighin.loader.disk_readers import DiskReaders
 from weighin.loader.extra_state import extra_values
 from weighin.loader.lazy_state import FILLED_DEVICES, LazyState, read_at_once, source_of
 from weighin.loader.pieces import Fill, is_readable
 from weighin.loader.state_walk import load_state
-from weighin.models.dequantising import detach_quantiser, quantiser_of
 from weighin.text import first_names
 
-if TYPE_CHECKING:
-    from weighin.models.pretrained_keys import MappedKeys
-
 Granularity = Literal["all", "module", "tensor"]
+
+Rename = Callable[[torch.nn.Module, Slices], Slices]
+"""A function that gives the file's tensors their names in a model, and leaves out those of no use."""
 
 _EXACT: Final = frozenset({
     (torch.float16, torch.float32), (torch.float16, torch.float64),
@@ -96,9 +93,8 @@ def load_streaming(
     weights. If ``model`` is a module, the load fills each tensor in place that already has the
     wanted device and dtype. Without ``dtype``, tensors on the meta device get the checkpoint's dtype.
 
-    A model of transformers, diffusers or timm is loaded as its library loads it, with the library's
-    rules for renamed keys. For transformers, the library's tables also convert tensors, unexpected
-    keys are ignored, and tied weights may be missing.
+    The checkpoint has the model's own names. A Hugging Face folder, whose library renames and converts
+    tensors, is loaded by ``load_pretrained``.
 
     Args:
         dtype: the dtype of all floating-point tensors after the load; None keeps the model's own.
@@ -118,10 +114,8 @@ def load_streaming(
             device, and the checkpoint has no values for this tensor.
     """
     device = _with_index(torch.device(device))
-    selection = Selection(key, strip_prefix)
-    loaded, was_meta = _load(
-        model, Path(checkpoint), selection, device, dtype, DiskReaders(threads), granularity
-    )
+    disk, selection = DiskReaders(threads), Selection(key, strip_prefix)
+    loaded, was_meta = _load(model, Path(checkpoint), selection, device, dtype, disk, granularity)
     skeleton.give_back_heap()  # frees objects that only the load needed
     tensors = tensors_of(modules_of(loaded))
     if dtype is not None or was_meta or any(tensor.device != device for tensor in tensors):
@@ -137,9 +131,10 @@ def _load(
     dtype: torch.dtype | None,
     disk: DiskReaders,
     granularity: Granularity,
+    rename: Rename | None = None,
 ) -> tuple[torch.nn.Module, bool]:
     """Return the filled model, and whether one of its tensors was on the meta device before the load."""
-    fmt, slices = formats.read(path, selection)
+    slices = formats.read(path, selection)[1]
     if dtype is not None:
         check_converts(path, slices, "leave dtype out")
     log = WriteLog(read_at_once)
@@ -148,20 +143,13 @@ def _load(
             if not isinstance(model, torch.nn.Module):
                 model = _built(model, log)
             was_meta = any(tensor.is_meta for tensor in tensors_of(modules_of(model)))
-            if not quantiser_of(model):
-                refuse_codes(path, slices, _names(model))
-            mapped = _mapped(model, slices, fmt)
-            if mapped:
-                refuse_codes_left(model, path, slices, mapped)
-                refuse_left_out_scales(model, slices, mapped, path)
-                slices = mapped.slices
-                if mapped.used is not None:  # save_pretrained reverses these conversions
-                    model._weight_conversions = list(mapped.used)  # type: ignore[assignment]
+            refuse_codes(path, slices, _names(model))
+            slices = rename(model, slices) if rename else slices
             if was_meta:
                 dtypes = {source.name: source.dtype for source in slices}
                 undone.enter_context(real_memory(model, dtypes))
-            optional = _optional(model, mapped, path) if mapped else None
-            values = {} if mapped else extra_values(model, slices, path)
+            values = {} if rename else extra_values(model, slices, path)
+            optional = {*_names(model)} if rename else None  # rename refuses what is missing
         # A variable for the LazyState would keep it in memory until the end of the load.
         load_state(model, LazyState(log, slices, values), log, path, optional)
         loads = log.finish()
@@ -179,65 +167,34 @@ def _load(
             continue
         fills = list(place.all(others))
         skeleton.give_back_heap()
-        computed = {one for one in fills if one.source.fill}
-        with fill.being_filled([one for one in fills if one not in computed], disk):
+        with fill.being_filled(fills, disk):
             pass
-        fill.compute(computed, disk.threads)
-    if mapped and mapped.conversions:
-        from weighin.loader import (
-            converting,  # imports transformers' functions, which few loads need
-        )
-
-        converting.convert(model, mapped.conversions, model.state_dict(keep_vars=True))
-    if mapped:
-        detach_quantiser(model)
-        _merge(model)
     return model, was_meta
 
 
-def _merge(model: torch.nn.Module) -> None:
-    """Merge a LoRA adapter into the model if ``from_config`` stored the adapter's folder in the model."""
-    if adapter := getattr(model, "adapter_to_merge", ""):
-        from weighin.loader.merge import merge_adapter  # few loads need this import
+def load_renamed(
+    build: Callable[[], torch.nn.Module],
+    checkpoint: Path,
+    rename: Rename,
+    *,
+    device: torch.device,
+    threads: int | None,
+    selection: Selection,
+) -> torch.nn.Module:
+    """Load a checkpoint into a new model as ``load_streaming`` does, with the names of ``rename``.
 
-        del model.adapter_to_merge
-        merge_adapter(model, Path(str(adapter)))
+    ``rename`` raises CheckpointError if the checkpoint lacks a tensor of the model.
+    """
+    place, disk = _with_index(device), DiskReaders(threads)
+    with _collecting_later():
+        loaded, _ = _load(build, checkpoint, selection, place, None, disk, "all", rename)
+        skeleton.give_back_heap()
+        return loaded.to(device=place)
 
 
 def _names(model: torch.nn.Module) -> Iterator[str]:
     """Yield the names in the model's state dict; call ``state_dict`` only when a name is requested."""
     yield from model.state_dict(keep_vars=True)
-
-
-def _mapped(model: torch.nn.Module, slices: Sequence[TensorSlice], fmt: str) -> "MappedKeys | None":
-    """Return the file's tensors under the model's names; None if no library defines the model.
-
-    The libraries are transformers, diffusers and timm.
-    """
-    from weighin.models.pretrained_modules import module_for  # few loads need this import
-
-    if module_for(model) is None:
-        return None
-    if fmt == gguf.NAME:
-        from weighin.models.gguf_keys import map_gguf_keys
-
-        return map_gguf_keys(model, slices)
-    from weighin.models.pretrained_keys import map_keys
-
-    return map_keys(model, slices)
-
-
-def _optional(model: torch.nn.Module, mapped: "MappedKeys", checkpoint: Path) -> set[str]:
-    """Return the names of the model's tensors that the load of the state dict may leave unfilled.
-
-    These are tied weights, buffers, and tensors that are computed or converted.
-
-    Raises:
-        CheckpointError: the checkpoint lacks a weight that ``from_pretrained`` would initialise randomly.
-    """
-    mapped.refuse_missing(model, checkpoint)
-    wanted = model.state_dict(keep_vars=True)
-    return set(wanted) - {source.name for source in mapped.slices}
 
 
 def _with_index(device: torch.device) -> torch.device:

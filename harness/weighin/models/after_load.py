@@ -17,14 +17,8 @@ from weighin.construction.tensor_memory import storage_key
 _FLAG = "_is_hf_initialized"  # transformers sets this attribute
 
 
-def finish_load(model: Any) -> None:
-    """Initialise a loaded model as ``from_pretrained`` does; torch's random state does not change."""
-    with torch.random.fork_rng(devices=[]), as_loaded(model, _tensors(model)):
-        model.initialize_weights()
-
-
 def written_after_load(model: Any) -> set[str]:
-    """Return the names (in the state dict) of the tensors to which ``finish_load`` would write."""
+    """Return the names (in the state dict) of the tensors to which ``from_pretrained`` writes after the load."""
     tensors = model.state_dict(keep_vars=True)
     writes = _Writes({storage_key(tensor) for tensor in tensors.values()})
     with torch.random.fork_rng(devices=[]), as_loaded(model, _tensors(model)), writes:

@@ -19,8 +19,6 @@ import torch
 from weighin.errors import CheckpointError
 from weighin.formats import gguf
 from weighin.formats.base import Slices, TensorSlice, row_major
-from weighin.models.pretrained import computed_keys
-from weighin.models.pretrained_keys import MappedKeys
 
 # The width of the matrix of row numbers is 3, because few numbers of heads are multiples of 3.
 _COLUMNS: Final = 3
@@ -30,20 +28,10 @@ Undo = Callable[[Sequence[TensorSlice], Sequence[Any]], dict[str, torch.Tensor]]
 of NumPy), it returns the values of the model's tensors, by their names in the model."""
 
 
-def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
-    """Return the tensors of a GGUF file under the names of ``model``, a model of transformers.
-
-    Raises:
-        CheckpointError: transformers converts this architecture only inside ``from_pretrained``.
-    """
+def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> Slices:
+    """Return the tensors of a GGUF file under the names of ``model``, a model of transformers."""
     file = slices[0].file
     architecture = gguf.architecture(file)
-    if converts_in_own_code(architecture):
-        raise CheckpointError(
-            f"{file}: transformers can convert the architecture {architecture!r} only in"
-            " from_pretrained",
-            f"load the file with transformers: from_pretrained(FOLDER, gguf_file={file.name!r})",
-        )
     module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     kind = module.TENSOR_PROCESSORS.get(architecture, module.TensorProcessor)
     processor = kind(config=module.load_gguf_checkpoint(file)["config"])
@@ -64,24 +52,12 @@ def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
 
     wanted = model.state_dict(keep_vars=True)
     groups: dict[str, list[TensorSlice]] = {}
-    unexpected = []
     for where in slices:
         target = names.get(where.name) or names.get(where.name.removesuffix(".weight"))
         if target in wanted:
             groups.setdefault(target, []).append(where)
-        else:
-            unexpected.append(where.name)
-    return MappedKeys(
-        Slices(
-            _converted(undo, name, tuple(wanted[name].shape), group)
-            for name, group in groups.items()
-        ),
-        (),
-        tuple(unexpected),
-        renamed=sum(len(group) == 1 for group in groups.values()),
-        joined=sum(len(group) for group in groups.values() if len(group) > 1),
-        computed=tuple(sorted(computed_keys(model) - groups.keys())),
-        used=None,
+    return Slices(
+        _converted(undo, name, tuple(wanted[name].shape), group) for name, group in groups.items()
     )
 
 

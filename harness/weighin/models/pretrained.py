@@ -3,6 +3,8 @@
 import contextlib
 import os
 import re
+import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,19 +15,21 @@ import torch
 
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import lora
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.foreign import misfit
 from weighin.formats.pretrained_folder import (
+    adapter_failed,
     auto_class,
+    check_adapter,
     check_unchanged,
     dtype_of,
+    folder_of,
     from_pretrained_arguments,
     reference_in,
 )
 from weighin.formats.pretrained_library import ARGUMENT
-from weighin.models.after_load import as_loaded, finish_load
-from weighin.models.dequantising import arguments_to_dequantise, attach_quantiser
+from weighin.formats.quantisation_config import dequantising
+from weighin.models.after_load import as_loaded
 from weighin.models.pretrained_names import ModelNames
 from weighin.models.without_torchvision import imported_again
 from weighin.text import one_line
@@ -40,8 +44,8 @@ def from_config(
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
     apart: Mapping[str, Sequence[Sequence[str]]] | None = None,
-    quantised: Mapping[str, Any] | None = None,
-    adapter: str = "",
+    quantised: object = None,  # noqa: ARG001 (load_pretrained dequantises and merges)
+    adapter: str = "",  # noqa: ARG001
 ) -> torch.nn.Module:
     """Return the model in evaluation mode, in torch's default dtype.
 
@@ -54,9 +58,6 @@ def from_config(
             transformers; see ``weighin.formats.pretrained_folder``.
         apart: the pairs of tensors that differ in the file, for each dtype of a model; see
             ``weighin.models.description``.
-        quantised: how the file's weights are quantised, see ``weighin.formats.quantised``. The weights
-            of the model have torch's default dtype; ``load_streaming`` dequantises the codes.
-        adapter: the folder of an adapter of LoRA, which ``load_streaming`` merges into the weights.
 
     Raises:
         ConfigError: for the reasons of ``pretrained_class``, or transformers refuses ``config``.
@@ -70,14 +71,11 @@ def from_config(
         if (part := getattr(settings, name, None)) is not None:
             part.dtype = dtype
     model = kind(settings)
-    attach_quantiser(model, config, quantised)
     if apart:
         _untie(model, apart.get(dtype_name(dtype), apart["float32"]))
     _keep_in_float32(model, dtype)
     _compute_in_float32(model, dtype)
     model.keeps_dtypes = True
-    if adapter:
-        model.adapter_to_merge = adapter
     model.eval()
     return cast(torch.nn.Module, model)
 
@@ -205,24 +203,46 @@ def reference(
     return model, sorted(info["missing_keys"])
 
 
+def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
+    """Return the arguments with which ``from_pretrained`` dequantises on every device.
+
+    The result is empty if the folder is not quantised, or ``from_pretrained`` cannot dequantise it.
+    """
+    named = dequantising(folder_of(checkpoint))
+    if not named:
+        return {}
+    auto: Any = import_module("transformers.quantizers.auto")
+    return {"quantization_config": auto.AutoQuantizationConfig.from_dict(named)}
+
+
 def merged(model: Any, adapter: Path | str) -> Any:
     """Let peft merge the adapter in the folder ``adapter`` into ``model``, and return the result.
 
     Raises:
         ConfigError: peft is not installed.
-        CheckpointError: peft cannot load the adapter into this model.
+        CheckpointError: the folder has no adapter, or peft cannot load it into this model.
     """
+    check_adapter(Path(adapter))
     try:
         from peft import PeftModel
     except ImportError as error:
         raise ConfigError(
-            f"weighin compares a merged model with that of peft, which cannot be imported: {error}",
-            "pip install peft",
+            f"an adapter needs the package peft, which cannot be imported: {error}",
+            install.command("hf"),
         ) from None
     try:
-        return PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            loaded = PeftModel.from_pretrained(model, str(adapter))
+            made = loaded.merge_and_unload()
     except Exception as error:
-        raise lora.failed(adapter, repr(error)) from error
+        raise adapter_failed(adapter, repr(error)) from error
+    is_random = getattr(loaded.active_peft_config, "init_lora_weights", True) is False
+    for text in (str(one.message) for one in said):
+        pairs = Counter(name.split(".lora_")[0] for name in re.findall(r"'([^']+)'", text))
+        if "missing adapter keys" in text and (is_random or 1 in pairs.values()):
+            raise adapter_failed(adapter, f"the file lacks matrices: {text}")
+    return made
 
 
 def _of_another_shape(kind: Any, arguments: Mapping[str, Any], checkpoint: Path) -> CheckpointError:
@@ -278,23 +298,6 @@ def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
     """Tell whether the class keeps the weight ``name`` in float32 if the model has ``dtype``."""
     plan = model._get_dtype_plan(dtype)
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in plan)
-
-
-def finish(model: Any, folder: Path | str | None) -> None:
-    """Give a loaded model the attributes that ``from_pretrained`` sets after the load.
-
-    ``folder`` may have a ``generation_config.json``. For a GGUF file ``folder`` is None, because
-    ``from_pretrained`` then reads no ``generation_config.json``.
-    """
-    for parameter in model.parameters():  # from_pretrained's parameters require gradients
-        parameter.requires_grad_(parameter.is_floating_point())
-    finish_load(model)
-    del model.keeps_dtypes  # only construct() reads this attribute
-    if folder is not None and model.can_generate():
-        from transformers import GenerationConfig
-
-        with contextlib.suppress(OSError):  # not every folder has a generation_config.json
-            model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def _decoded(value: Any) -> Any:

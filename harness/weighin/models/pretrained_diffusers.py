@@ -176,11 +176,5 @@ def options(folder: Path) -> dict[str, Any]:
     return {"local_files_only": True} | ({"use_safetensors": False} if names == {bin_index} else {})
 
 
-def finish(model: Any, folder: Path | str) -> None:
-    """Give a loaded model the attributes that ``from_pretrained`` sets after the load."""
-    model.register_to_config(_name_or_path=folder)
-    del model.keeps_dtypes
-
-
 def example_inputs(architecture: str, config: Mapping[str, Any]) -> None:
     """Return None, because the inputs differ between the classes of diffusers."""

@@ -15,15 +15,12 @@ from typing import Any
 
 import torch
 
-from weighin.errors import CheckpointError
 from weighin.formats.base import Part, Slices, TensorSlice, row_major
-from weighin.formats.foreign import misfit
+from weighin.formats.foreign import lacks, misfit
 from weighin.models import pretrained
-from weighin.models.dequantising import set_dtypes
 from weighin.models.pretrained import computed_keys
 from weighin.models.pretrained_modules import module_for
 from weighin.models.pretrained_names import ModelNames
-from weighin.text import first_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +45,6 @@ class Conversion:
         made = converter.convert(self.name, model=model, config=model.config)
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
-    @property
-    def reads_codes(self) -> bool:
-        """Whether a quantiser takes part; sources may then be codes, which must not be cast."""
-        return any(getattr(one, "hf_quantizer", None) for one in self.converter.operations)
-
-    @property
-    def left_alone(self) -> TensorSlice | None:
-        """The one source of a dequantisation without scales, which changes nothing; else None."""
-        only_dequantises = len(self.converter.operations) == 1 and self.reads_codes
-        return self.sources[0][1] if only_dequantises and len(self.sources) == 1 else None
-
     def targets(self, model: Any) -> list[str]:
         """Return the results' names; to find several names, convert tensors without values."""
         if len(self.converter.target_patterns) == 1:
@@ -68,15 +54,6 @@ class Conversion:
             for _, source in self.sources
         ]
         return list(self.apply(model, empty))
-
-
-def lacks(checkpoint: Path, missing: Sequence[str], model: torch.nn.Module) -> CheckpointError:
-    """Return the error for a checkpoint that lacks weights of the model."""
-    return CheckpointError(
-        f"{checkpoint}: has no values for {first_names(missing)} of this {type(model).__name__}",
-        "choose the class that the checkpoint was saved from; from_pretrained would initialise these"
-        " weights with random numbers",
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +92,7 @@ class MappedKeys:
         values |= {id(wanted[name]) for name in self.computed}
         missing = sorted(name for name, tensor in wanted.items() if id(tensor) not in values)
         if missing:
-            raise lacks(checkpoint, missing, model)
+            raise lacks(checkpoint, missing, type(model).__name__)
 
     def refuse_other_shapes(self, model: torch.nn.Module, checkpoint: Path) -> None:
         """Raise CheckpointError if a tensor of the file has another shape than in ``model``."""
@@ -164,23 +141,18 @@ def map_keys(model: Any, slices: Sequence[TensorSlice]) -> MappedKeys:
     own = {source.name for source in slices}
     renamed = sum(source.name not in own for source in mapped)
     conversions = []
-    kept = {}
     for group in groups.values():
-        if (alone := group.left_alone) is not None:
-            mapped.append(replace(alone, name=group.name))
-            kept[group.name] = _dtype_of(group, model)
-        elif (joined := _joined(group)) is None:
+        if (joined := _joined(group)) is None:
             conversions.append(group)
         else:
             mapped.append(joined)
-    set_dtypes(wanted, kept)
     present = {source.name for source in mapped} | groups.keys()
     return MappedKeys(
         mapped,
         tuple(conversions),
         tuple(unexpected),
         renamed,
-        joined=sum(len(group.sources) for group in groups.values()) - len(kept),
+        joined=sum(len(group.sources) for group in groups.values()),
         computed=tuple(sorted(computed_keys(model) - present)),
         used=known.used(),
     )
@@ -227,13 +199,6 @@ def _joined(conversion: Conversion) -> TensorSlice | None:
             return None
     results = [one for group in blocks.values() for one in group]
     return results[0].as_slice(conversion.name) if len(results) == 1 else None
-
-
-def _dtype_of(conversion: Conversion, model: Any) -> torch.dtype:
-    """Return the dtype that a quantiser gives a tensor that is not quantised."""
-    empty = torch.empty(0, dtype=conversion.sources[0][1].dtype)
-    (made,) = conversion.apply(model, [empty]).values()
-    return made.dtype
 
 
 @dataclass(frozen=True, slots=True)

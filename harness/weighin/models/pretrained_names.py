@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from weighin.models.dequantising import quantiser_of
-
 
 class ModelNames:
     """transformers' tables for one model; they give a file's tensor its name and conversion."""
@@ -12,7 +10,7 @@ class ModelNames:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-        self._mapping = mapping = get_model_conversion_mapping(model, None, quantiser_of(model))
+        self._mapping = mapping = get_model_conversion_mapping(model)
         self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
         self.by_pattern = {

@@ -5,8 +5,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock, get_ident
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,6 +29,7 @@ class _Load(NamedTuple):
 
 
 _LOADS: WeakKeyDictionary[torch.nn.Module, _Load] = WeakKeyDictionary()
+_replacing: Final = Lock()
 
 
 def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module:
@@ -92,19 +94,22 @@ def _replaced_load(
 ) -> Iterator[None]:
     from timm.models import _builder
 
-    own = _builder.load_pretrained
+    with _replacing:
+        own, thread = _builder.load_pretrained, get_ident()
 
-    def load_pretrained(
-        model: torch.nn.Module, pretrained_cfg: Mapping[str, Any], **arguments: Any
-    ) -> None:
-        seen.append((model, _Load(pretrained_cfg, arguments)))
-        (load or own)(model, pretrained_cfg=pretrained_cfg, **arguments)
+        def load_pretrained(
+            model: torch.nn.Module, pretrained_cfg: Mapping[str, Any], **arguments: Any
+        ) -> None:
+            is_here = get_ident() == thread  # another thread's load gets its weights
+            if is_here:
+                seen.append((model, _Load(pretrained_cfg, arguments)))
+            (load if load and is_here else own)(model, pretrained_cfg=pretrained_cfg, **arguments)
 
-    _builder.load_pretrained = load_pretrained
-    try:
-        yield
-    finally:
-        _builder.load_pretrained = own
+        _builder.load_pretrained = load_pretrained
+        try:
+            yield
+        finally:
+            _builder.load_pretrained = own
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001 (an interface)

@@ -172,18 +172,6 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     from weighin.loader.disk_readers import DiskReaders
     from weighin.loader.pieces import Fill
 
-    before = ledger.own_anon_bytes
-    from weighin.loader import converting  # not the load's memory, because few loads import it
-
-    ledger.other_anon_bytes += ledger.own_anon_bytes - before
-
-    def fill_in_steps(_model: Any, sliced: Any, targets: dict[str, torch.Tensor]) -> None:
-        with ledger.holding(fill.cache_threads() * _OF_A_STEP_BYTES):
-            for one, _steps in sliced:
-                ledger.write(targets[one.name])
-                sources = sum(source.nbytes for _, source in one.sources)
-                ledger.work["read_direct_bytes"] += sources
-
     @contextmanager
     def being_filled(stretches: Sequence[Fill], disk: DiskReaders) -> Iterator[None]:
         yield
@@ -201,9 +189,10 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
                 ledger.work["read_direct_bytes"] += stretch.source_bytes
 
     def compute(fills: Sequence[Fill], _threads: int | None) -> None:
-        for one in fills:
-            ledger.write(one.memory)
-            ledger.work["read_direct_bytes"] += one.source.storage_bytes
+        with ledger.holding(fill.cache_threads() * _OF_A_STEP_BYTES if fills else 0):
+            for one in fills:
+                ledger.write(one.memory)
+                ledger.work["read_direct_bytes"] += one.source.storage_bytes
 
     def fill_groups(groups: Sequence[small.Group], disk: DiskReaders) -> None:
         with ledger.holding(small.buffer_bytes(groups, disk.threads)):
@@ -216,7 +205,6 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
         patch.object(fill, "being_filled", being_filled),
         patch.object(small, "fill_all", fill_groups),
         patch.object(fill, "compute", compute),
-        patch.object(converting, "fill_in_steps", fill_in_steps),
     ):
         yield
 

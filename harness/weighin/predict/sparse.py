@@ -13,7 +13,7 @@ from weighin.checkpoint.describe import describe, in_checkpoint
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import tensor_checksums
 from weighin.construction.skeleton import build_skeleton, resolve_builder
-from weighin.formats import gguf
+from weighin.formats import gguf, quantised
 from weighin.formats.pretrained_folder import own_dtype, refuse_part
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
@@ -84,7 +84,7 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
     """
     refuse_part(source, selection)
     own, slices = formats.read(source, selection)
-    if own == gguf.NAME:
+    if own == gguf.NAME or quantised.of_model(model):
         return
     builder = resolve_builder(model.builder)
     built = build_skeleton(builder, model.kwargs, real_buffers="non_persistent")

@@ -252,14 +252,19 @@ class _Plain(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_If(self, node: ast.If | ast.IfExp) -> Any:
-        self.generic_visit(node)
-        if isinstance(node.test, ast.Constant):
-            return node.body if node.test.value else node.orelse
-        return node
+        node.test = self.visit(node.test)
+        if not isinstance(node.test, ast.Constant):
+            return self.generic_visit(node)
+        chosen = node.body if node.test.value else node.orelse
+        if isinstance(chosen, ast.expr):
+            return self.visit(chosen)
+        return self.generic_visit(ast.Module(chosen, [])).body  # type: ignore[attr-defined]
 
     visit_IfExp = visit_If  # noqa: N815 (ast's name)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if self._is_attribute(node, "folder"):  # a folder has code of its own
+            return ast.Constant(None)
         for name in ("checkpoint", "device", "dtype", "build_model"):
             if self._is_attribute(node, name):
                 return ast.Name(name, node.ctx)

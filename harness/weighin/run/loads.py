@@ -15,12 +15,10 @@ from typing import Any, Final
 
 import weighin
 from weighin import child_process, formats, slow_disk
-from weighin.cell import Cell, Job, ModelSpec, encode_job
+from weighin.cell import Cell, Job, encode_job
 from weighin.checkpoint import cache, entries, staging
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
-from weighin.formats import quantised
-from weighin.formats.lora import files_of
-from weighin.formats.pretrained_folder import folder_of
+from weighin.formats.pretrained_folder import files_of_adapter, folder_of
 from weighin.isolation import select, visible
 from weighin.isolation.base import Isolation, Running
 from weighin.loader.mapped_copy import ask_for_huge_pages
@@ -341,7 +339,7 @@ class Loads:
         with ExitStack() as opened:
             if cell.operation == "save" or cell.use == SAVE:
                 job = replace(job, target=str(opened.enter_context(save_folder(model_bytes))))
-            files = [*formats.files(Path(job.checkpoint)), *files_of(cell.model)]
+            files = [*formats.files(Path(job.checkpoint)), *files_of_adapter(cell.model)]
             spec = LoadSpec(job, files, model_bytes, task.settings, on_phase=self._progress.phase)
             measured = measure(task.isolation, spec, known, task.reference_for(cell))
         if spec.changed and checkpoint.in_place:
@@ -363,15 +361,14 @@ class Loads:
         """
         cell = planned.cell
         if cell.operation == "load":
-            kept = "" if _loaded_model(planned) is cell.model else " with its codes"
-            return f"{cell.model.title}{kept}", cell.format, cell.dtype
+            return cell.model.title, cell.format, cell.dtype
         own = self._task.settings.checkpoint_of(cell.model)
         return cell.model.title, formats.detect(own).NAME if own else "pt", cell.dtype
 
     def _ensure(self, planned: Planned, progress: cache.Report | None = None) -> cache.Prepared:
         settings = self._task.settings
         return cache.ensure(
-            _loaded_model(planned),
+            planned.cell.model,
             self._key(planned)[1],
             dtype=planned.cell.dtype,
             seed=settings.seed,
@@ -444,15 +441,6 @@ class Loads:
                     f" here{of_ranks} ({format_bytes(need)})",
                     f"give at least {format_bytes(2 * need)} plus the size of the weights",
                 )
-
-
-def _loaded_model(planned: Planned) -> ModelSpec:
-    """Return the cell's model; if the load keeps the weights quantised, the quantised one."""
-    model = planned.cell.model
-    if not planned.strategy.pretrained or not (found := quantised.of_model(model)) or not found.own:
-        return model
-    kept = replace(found, dequantises=False, own="")
-    return replace(model, kwargs={**model.kwargs, "quantised": kept.as_argument()})
 
 
 def compile_code() -> None:

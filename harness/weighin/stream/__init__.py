@@ -1,1 +1,1 @@
-"""Find the tensors of a checkpoint in its files, without running the files' code or reading values."""
+"""Find the tensors of a checkpoint in its files, and load the models of libraries from them."""

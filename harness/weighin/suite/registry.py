@@ -18,10 +18,15 @@ from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation, with_arguments
 from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
-from weighin.formats import gguf, lora, pretrained_folder, quantised, sentence_parts, structure
+from weighin.formats import gguf, pretrained_folder, quantised, sentence_parts, structure
 from weighin.formats.foreign import NOT_MEASURED, check_converts
 from weighin.formats.hub_cache import cached_snapshot
-from weighin.formats.pretrained_folder import is_pretrained, read_folder, weights_in
+from weighin.formats.pretrained_folder import (
+    is_pretrained,
+    read_folder,
+    weights_in,
+    with_adapter,
+)
 from weighin.formats.pretrained_library import AS_SAVED, LIBRARIES, TRANSFORMERS, FolderChoice
 from weighin.formats.selection import WHOLE, Selection
 from weighin.models.description import spec_of, spec_of_gguf
@@ -258,7 +263,7 @@ def model_and_checkpoint(
 
 
 def _merged(spec: ModelSpec, choice: FolderChoice) -> ModelSpec:
-    return lora.merged_into(spec, Path(choice.adapter)) if choice.adapter else spec
+    return with_adapter(spec, Path(choice.adapter)) if choice.adapter else spec
 
 
 def _no_folder(name: str, options: Iterable[str]) -> ConfigError:

@@ -43,6 +43,12 @@ class WorkerLoad:
         return {name: self.model.kwargs[name] for name in names} | {"code": code_of(self.model)}
 
     @property
+    def folder(self) -> Mapping[str, Any] | None:
+        from weighin.formats.pretrained_folder import arguments_of  # few loads need it
+
+        return arguments_of(self.model, self.checkpoint)
+
+    @property
     def adapter(self) -> Path | None:
         from weighin.formats.pretrained_folder import adapter_of
 

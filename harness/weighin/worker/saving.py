@@ -44,7 +44,12 @@ class WorkerSave:
 
 def load_model(job: Load) -> torch.nn.Module:
     """Load the model that is to be saved, then drop the checkpoint's files from the page cache."""
-    model = load_streaming(job.build_model, job.checkpoint, device=job.device)
+    if job.folder:
+        from weighin.stream.hugging_face import load_pretrained  # few saves need it
+
+        model: torch.nn.Module = load_pretrained(**job.folder, dtype=job.dtype, device=job.device)
+    else:
+        model = load_streaming(job.build_model, job.checkpoint, device=job.device)
     page_cache.drop(formats.files(job.checkpoint))
     return model
 

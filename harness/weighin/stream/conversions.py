@@ -1,0 +1,272 @@
+"""Fill the results of conversions of transformers piece by piece, with transformers' own arithmetic.
+
+``WeightConverter.convert`` takes whole tensors, so that the experts and their stack, or codes, float32
+values and weights, are in memory at the same time. Here, each expert is read into its part of the
+stack, and fp8 and MXFP4 are dequantised some rows at a time, by the operation's own function. Any
+other operation is left to transformers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.nn.functional import pad
+
+from weighin.formats.base import TensorSlice
+from weighin.formats.dtypes import dtype_name
+from weighin.loader.direct_io import PieceReader
+from weighin.loader.huge_pages import memory_of
+
+if TYPE_CHECKING:
+    from weighin.stream.reading import Job
+
+    Jobs = Mapping[str, Sequence[Job]]
+
+PIECE_ELEMENTS: Final = 64 * 1024
+"""The intended number of elements that are computed at once, small so that the C library keeps little
+freed memory."""
+
+Part = Callable[[torch.Tensor], torch.Tensor]
+"""Takes a tensor of the model and returns the view that one source fills."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor of the file or a computed one, and its dtype in the model."""
+
+    where: TensorSlice
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A tensor of the model, and what fills each of its parts."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: list[tuple[TensorSlice, Part]]
+
+
+class _LibraryAloneError(Exception):
+    """Only transformers knows how to convert these tensors."""
+
+
+def in_place(converter: Any, layer_name: str, model: Any, jobs: "Jobs") -> Planned | None:
+    """Return how to fill the result of a ``WeightConverter``; None if transformers has to compute it.
+
+    ``jobs`` are the converter's tensors, by its source patterns.
+    """
+    if len(converter.target_patterns) != 1:
+        return None
+    operations = list(converter.operations)
+    kinds = [type(operation).__name__ for operation in operations]
+    try:
+        if kinds[0] == "Fp8Dequantize":
+            sources = _of_fp8(operations.pop(0), layer_name, model, jobs)
+        elif kinds == ["Mxfp4Dequantize"]:
+            operations.clear()
+            sources = _of_mxfp4(layer_name, model, jobs)
+        else:
+            sources = {
+                name: [Source(job.where, job.dtype) for job in group]
+                for name, group in jobs.items()
+            }
+        groups = [sources[name] for name in converter.source_patterns if sources.get(name)]
+        return _placed(operations, groups)
+    except _LibraryAloneError:
+        return None
+
+
+def _placed(operations: Sequence[Any], groups: Sequence[Sequence[Source]]) -> Planned:
+    """Return the places of the sources in the result of stacking, or of stacking and joining."""
+    sources = [source for group in groups for source in group]
+    kinds = [type(operation).__name__ for operation in operations]
+    dtype = sources[0].dtype
+    if not kinds and len(sources) == 1:
+        return Planned(sources[0].where.shape, dtype, [(sources[0].where, lambda out: out)])
+    joins = kinds == ["MergeModulelist", "Concatenate"]
+    stacks = kinds == ["MergeModulelist"] and len(groups) == 1
+    if not (joins or stacks) or any(source.dtype != dtype for source in sources):
+        raise _LibraryAloneError
+    stack, join = operations[0].dim, operations[-1].dim
+    parts: list[tuple[TensorSlice, Part]] = []
+    shape: list[int] = []
+    at = 0
+    for group in groups:  # such as gate and up
+        one = [*group[0].where.shape]
+        if any(each.where.shape != group[0].where.shape for each in group):
+            raise _LibraryAloneError
+        one.insert(stack, len(group))
+        others = [*one[:join], *one[join + 1 :]]
+        if not 0 <= stack <= len(one) or not 0 <= join < len(one):
+            raise _LibraryAloneError
+        if shape and others != [*shape[:join], *shape[join + 1 :]]:
+            raise _LibraryAloneError
+        for number, each in enumerate(group):
+            parts.append((each.where, partial(_part, join, at, one[join], stack, number, joins)))
+        shape, at = one, at + one[join]
+    if joins:
+        shape[join] = at
+    return Planned(tuple(shape), dtype, parts)
+
+
+def _part(
+    join: int, at: int, width: int, stack: int, number: int, joins: bool, out: torch.Tensor
+) -> torch.Tensor:
+    return (out.narrow(join, at, width) if joins else out).select(stack, number)
+
+
+def _computed(
+    codes: TensorSlice,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    fill: Callable[[torch.Tensor], None],
+) -> Source:
+    """Return a tensor whose values a function computes, as a source that fills a part of the model."""
+    steps = torch.empty(shape, device="meta").stride()
+    name = dtype_name(dtype)
+    return Source(replace(codes, shape=shape, stride=steps, dtype_name=name, fill=fill), dtype)
+
+
+def rows_of(where: TensorSlice, first: int, last: int) -> TensorSlice:
+    """Return the rows from ``first`` to before ``last`` of a contiguous tensor."""
+    row_bytes = where.nbytes // max(1, where.shape[0])
+    return replace(
+        where, shape=(last - first, *where.shape[1:]), offset=where.offset + first * row_bytes
+    )
+
+
+def _read(reader: PieceReader, where: TensorSlice) -> torch.Tensor:
+    """Read a contiguous tensor of the file."""
+    out = torch.empty(where.shape, dtype=where.dtype)
+    if out.nbytes:
+        reader.read(where.file, memory_of(out), where.offset)
+    return out
+
+
+# -- fp8, and other codes with a scale for each block
+
+
+def _of_fp8(operation: Any, layer_name: str, model: Any, jobs: "Jobs") -> dict[str, list[Source]]:
+    if not (hasattr(operation, "_get_target_dtype") and hasattr(operation, "_dequantize_one")):
+        raise _LibraryAloneError
+    dtype = operation._get_target_dtype(model, layer_name)
+    made = {}
+    for name, group in jobs.items():
+        if "activation_scale" in name or "weight_scale_inv" in name:
+            continue
+        scales = jobs.get(f"{name}_scale_inv")
+        if scales is None:  # not quantised
+            made[name] = [Source(job.where, job.dtype) for job in group]
+        elif len(scales) != len(group) or dtype is None:
+            raise _LibraryAloneError
+        else:
+            pairs = zip(group, scales, strict=True)
+            made[name] = [_fp8(operation, dtype, *pair) for pair in pairs]
+    return made
+
+
+def _fp8(operation: Any, dtype: torch.dtype, codes: "Job", scale: "Job") -> Source:
+    """Return the weights of one matrix of codes, to be computed some rows at a time.
+
+    transformers divides a matrix equally among its scales. If the last block of rows or columns is
+    smaller than the others, each code would get a wrong scale, or transformers fails. Here such rows
+    are computed alone, and such columns are padded with zeros, which are cut off again.
+    """
+    where, grid = codes.where, scale.where.shape
+    is_cast = codes.dtype != where.dtype or scale.dtype != scale.where.dtype
+    if is_cast or len(where.shape) != 2 or not (where.contiguous and scale.where.contiguous):
+        raise _LibraryAloneError
+    in_byte = 2 if where.dtype_name in ("int8", "float4_e2m1fn_x2") else 1
+    rows, columns = where.shape[0], where.shape[1] * in_byte
+    unit, width = rows, columns  # of a block, and of all blocks
+    if len(grid) == 2 and 0 not in grid:
+        quantiser = getattr(operation, "hf_quantizer", None)
+        sizes = getattr(getattr(quantiser, "quantization_config", None), "weight_block_size", None)
+        unit = _block(rows, grid[0], sizes and sizes[0])
+        width = _block(columns, grid[1], sizes and sizes[1]) * grid[1]
+    elif prod(grid) != 1:
+        raise _LibraryAloneError
+    missing = (width - columns) // in_byte
+
+    def fill(out: torch.Tensor) -> None:
+        with closing(PieceReader()) as reader, torch.no_grad():
+            scales = _read(reader, scale.where)
+            for first, last in _whole_blocks(rows, unit, PIECE_ELEMENTS // max(1, width)):
+                part = _read(reader, rows_of(where, first, last))
+                if missing:
+                    part = pad(part.view(torch.uint8), (0, missing)).view(part.dtype)
+                has_rows = len(grid) == 2 and grid[0] > 1
+                some = scales[first // unit : -(-last // unit)] if has_rows else scales
+                values = operation._dequantize_one(part, some, output_dtype=dtype)
+                out[first:last] = values[:, :columns]
+
+    return _computed(where, (rows, columns), dtype, fill)
+
+
+def _block(size: int, count: int, named: int | None) -> int:
+    """Return the size of each of ``count`` blocks of a dimension; the last one may be smaller.
+
+    ``named`` is the size that the configuration names, if it names one.
+    """
+    if named and 1 < count == -(-size // named):
+        return named
+    if not size or size % count:
+        raise _LibraryAloneError  # transformers raises the error
+    return size // count
+
+
+def _whole_blocks(rows: int, unit: int, step: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of about ``step`` rows: whole blocks of ``unit`` rows, or a part of one block."""
+    first, step = 0, max(1, step)
+    while first < rows:
+        left = unit - first % unit
+        last = first + (min(step, left) if step <= unit else step // unit * unit)
+        if last > rows:  # the last block may be smaller than the others
+            last = rows - rows % unit if rows - rows % unit > first else rows
+        yield first, last
+        first = last
+
+
+# -- MXFP4, whose experts become columns
+
+
+def _of_mxfp4(layer_name: str, model: Any, jobs: "Jobs") -> dict[str, list[Source]]:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    found = {name.rpartition("_")[2].rstrip("$"): group for name, group in jobs.items()}
+    if set(found) != {"blocks", "scales"} or any(len(group) != 1 for group in found.values()):
+        raise _LibraryAloneError
+    (blocks,), (scales,) = ([job.where for job in found[name]] for name in ("blocks", "scales"))
+    if len(blocks.shape) != 4 or blocks.shape[:3] != scales.shape:
+        raise _LibraryAloneError
+    if not (blocks.contiguous and scales.contiguous):
+        raise _LibraryAloneError
+    module, _, leaf = layer_name.rpartition(".")
+    dtype = getattr(model.get_submodule(module), leaf).dtype
+    experts, rows, groups, size = blocks.shape
+    step = max(1, PIECE_ELEMENTS // max(1, 2 * groups * size))
+
+    def fill(out: torch.Tensor) -> None:
+        with closing(PieceReader()) as reader, torch.no_grad():
+            for expert, first in product(range(experts), range(0, rows, step)):
+                last = min(first + step, rows)
+                some = [
+                    _read(reader, rows_of(_matrix(one, expert), first, last))[None]
+                    for one in (blocks, scales)
+                ]
+                out[expert, :, first:last] = convert_moe_packed_tensors(*some, dtype=dtype)[0]
+
+    source = _computed(blocks, (experts, 2 * groups * size, rows), dtype, fill)
+    return {next(iter(jobs)): [source]}
+
+
+def _matrix(where: TensorSlice, number: int) -> TensorSlice:
+    """Return one tensor of a stack."""
+    one = rows_of(where, number, number + 1)
+    return replace(one, shape=one.shape[1:], stride=one.stride[1:])

@@ -1,0 +1,415 @@
+"""Let transformers read a folder's tensors straight into the memory that becomes the model.
+
+``from_pretrained`` decides everything: class, names, conversions, ties, initialisation and dtypes.
+Only the bytes come from here: while a load of this thread runs, transformers' functions that read
+files are replaced by functions of this module, which hand out ``Lazy`` tensors. A tensor that is only
+renamed gets its memory at once, and its values, together with all others, when transformers has
+placed the last one. A tensor that transformers' operations convert is read when they ask for it;
+``conversions`` fills the results of some operations piece by piece.
+
+The replaced names, all private to transformers except ``torch.load``, are those in ``_install``. Other
+threads, and this thread after the load, call the original functions. A file that weighin cannot read
+is left to the original function, too.
+"""
+
+import ctypes
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from math import prod
+from pathlib import Path
+from threading import Lock, local
+from typing import Any, Final
+
+import torch
+
+from weighin import formats
+from weighin.errors import CheckpointError
+from weighin.formats.base import TensorSlice, row_major
+from weighin.formats.safetensors import DTYPES
+from weighin.formats.storages import are_equal
+from weighin.loader import fill as filling
+from weighin.loader.disk_readers import DiskReaders
+from weighin.loader.huge_pages import HUGE_PAGE_BYTES, allocate
+from weighin.loader.pieces import Fill, file_order, is_readable
+from weighin.stream import conversions
+
+_CPU: Final = torch.device("cpu")
+_NAMES: Final = {torch_name: name for name, torch_name in DTYPES.items()}
+_EXTRA_STATE: Final = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # malloc.h
+_FREED_BYTES: Final = 1024**2
+_USUAL_BYTES: Final = 32 * 1024**2
+
+_here = local()  # .load: the Load that runs in this thread
+_active: set["Load"] = set()
+_undo: list[Callable[[], object]] = []
+_lock: Final = Lock()
+
+
+class Lazy:
+    """A tensor in a file, with the interface of a slice of safetensors."""
+
+    def __init__(self, where: TensorSlice) -> None:
+        self.where = where
+        self.shape, self.dtype = torch.Size(where.shape), where.dtype
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        name: str = _NAMES.get(self.where.dtype_name, self.where.dtype_name)
+        return name
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        load: Load = _here.load
+        return load.read(self.where, self.dtype, _CPU)[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What ``spawn_materialize`` returns: a call of it returns the tensor, in the model's dtype."""
+
+    where: TensorSlice
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self) -> torch.Tensor:
+        load: Load = _here.load
+        return load.tensor(self)
+
+
+class Load:
+    """One load: what is still to be read, and the tensors that several names of the file share.
+
+    Args:
+        slices: the tensors of the files whose names and places are known.
+        threads: the number of reading threads, as for ``load_streaming``.
+        ignores_adapter: whether ``from_pretrained`` ignores an adapter beside the model.
+
+    Attributes:
+        infos: transformers' reports on missing and unexpected keys, one for each of its models.
+    """
+
+    def __init__(
+        self, slices: Sequence[TensorSlice], threads: int | None, *, ignores_adapter: bool = False
+    ) -> None:
+        self.ignores_adapter = ignores_adapter
+        self.infos: list[Any] = []
+        self.defers = False
+        self._disk = DiskReaders(threads)
+        self._files: dict[Path, list[TensorSlice]] = {}
+        for one in slices:
+            self._files.setdefault(one.file, []).append(one)
+        self._uses: Counter[object] = Counter()
+        self._shared: dict[tuple[object, torch.dtype, torch.device], torch.Tensor] = {}
+        self._fills: list[Fill] = []
+
+    def in_file(self, path: Path) -> Sequence[TensorSlice] | None:
+        """Return a file's tensors; None for a file that only the library can read."""
+        if path in self._files:
+            return self._files[path]
+        try:
+            slices = formats.read(path)[1]
+        except CheckpointError:
+            return None
+        return slices if slices.only_tensors else None
+
+    def tensor(self, job: Job) -> torch.Tensor:
+        """Return a tensor: its memory, to be filled by ``finish``, if its conversion only renames."""
+        where, key = job.where, (job.where.place, job.dtype, job.device)
+        if not self.defers:
+            return self.read(*_of(job))
+        if (out := self._shared.get(key)) is None:
+            out = _empty(*_of(job))
+            self.fill(where, out)
+            if self._uses[where.place] > 1:
+                self._shared[key] = out
+        return out
+
+    def read(self, where: TensorSlice, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        out = _empty(where, dtype, device)
+        if is_readable(where) or where.fill:
+            self._run([Fill(where, out)])
+        else:
+            self._read_span(where, out)
+        return out
+
+    def fill(self, where: TensorSlice, out: torch.Tensor) -> None:
+        """Remember to fill ``out``, unless the tensor has gaps in the file: such a tensor is read now."""
+        if is_readable(where) or where.fill:
+            self._fills.append(Fill(where, out))
+        else:
+            self._read_span(where, out)
+
+    def finish(self) -> None:
+        fills, self._fills = self._fills, []
+        self._run(fills)
+
+    def count(self, tensors: Sequence[Any]) -> None:
+        """Count the names of each place in the files: names of one place share one tensor."""
+        self._uses = Counter(one.where.place for one in tensors if isinstance(one, Lazy))
+
+    def separate(self, model: Any) -> None:
+        """Copy shared tensors that transformers would have converted separately, unless it ties them."""
+        made = {
+            tensor.data_ptr()
+            for (place, dtype, _), tensor in self._shared.items()
+            if dtype is not _dtype_of(place)
+        }
+        ties, seen = _ties(model), set[int]()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()] if made else ():
+            if tensor.data_ptr() in made and name not in ties and name not in ties.values():
+                if tensor.data_ptr() in seen:
+                    tensor.data = tensor.data.clone()
+                seen.add(tensor.data_ptr())
+        self._shared.clear()
+
+    def _read_span(self, where: TensorSlice, out: torch.Tensor) -> None:
+        flat = torch.empty(where.span, dtype=where.dtype)
+        self._run([Fill(replace(where, shape=(where.span,), stride=(1,)), flat)])
+        out.copy_(flat.as_strided(where.shape, where.stride))
+
+    def _run(self, fills: Sequence[Fill]) -> None:
+        plain = [one for one in fills if one.source.fill is None]
+        plain.sort(key=lambda one: one.source.read_order)
+        with torch.no_grad(), filling.being_filled(plain, self._disk):
+            pass
+        filling.compute([one for one in fills if one.source.fill], self._disk.threads)
+
+
+def _of(job: Job) -> tuple[TensorSlice, torch.dtype, torch.device]:
+    return job.where, job.dtype, job.device
+
+
+def _dtype_of(place: Any) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, place[2])
+    return dtype
+
+
+def _ties(model: Any) -> dict[str, str]:
+    return getattr(model, "all_tied_weights_keys", None) or {}
+
+
+def _empty(where: TensorSlice, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory for a tensor, in the file's order of dimensions if the tensor has no gaps."""
+    shape = where.shape
+    stride = where.stride if file_order(where) is not None else row_major(shape)
+    if prod(shape) * dtype.itemsize < HUGE_PAGE_BYTES or device.type != "cpu":
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    offset = where.offset if dtype == where.dtype else 0
+    return allocate(prod(shape), dtype, device, offset).as_strided(shape, stride)
+
+
+class SafeFile:
+    """Stands in for the file that ``safetensors.safe_open`` opens."""
+
+    def __init__(self, slices: Sequence[TensorSlice]) -> None:
+        self._slices = {one.name: Lazy(one) for one in slices}
+
+    def __enter__(self) -> "SafeFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        return sorted(self._slices)  # as safetensors does
+
+    def metadata(self) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def get_slice(self, name: str) -> Lazy:
+        return self._slices[name]
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._slices[name][...]
+
+
+# The functions below replace functions of transformers. Their first argument is the original.
+
+
+def _safe_open(real: Any, path: Any, *args: Any, device: Any = "cpu", **more: Any) -> Any:
+    slices = _here.load.in_file(Path(path)) if str(device) == "cpu" else None
+    return real(path, *args, device=device, **more) if slices is None else SafeFile(slices)
+
+
+def _load_state_dict(
+    real: Any, path: Any, map_location: Any = "cpu", *args: Any, **more: Any
+) -> Any:
+    where, is_safetensors = str(map_location), str(path).endswith(".safetensors")
+    slices = None if is_safetensors else _here.load.in_file(Path(path))
+    if slices is None or where not in {"cpu", "meta"}:
+        return real(path, map_location, *args, **more)
+    if where == "meta":
+        return {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in slices}
+    return {one.name: Lazy(one) for one in slices}
+
+
+def _torch_load(real: Any, file: Any, map_location: Any = None, *args: Any, **more: Any) -> Any:
+    """Map a .bin file that another library reads, where torch can."""
+    maps = isinstance(file, str | Path) and str(map_location) == "cpu" and not args
+    return real(
+        file,
+        map_location,
+        *args,
+        **({"mmap": True} | more if maps and zipfile.is_zipfile(file) else more),
+    )
+
+
+def _load_gguf_checkpoint(real: Any, path: Any, *args: Any, **more: Any) -> Any:
+    model = more.get("model_to_load")
+    if not more.get("return_tensors") or model is None:
+        return real(path, *args, **more)
+    from weighin.models.gguf_keys import map_gguf_keys  # few loads need this import
+
+    slices = _here.load.in_file(Path(path)) or formats.read(Path(path))[1]
+    return {"tensors": {one.name: Lazy(one) for one in map_gguf_keys(model, slices)}}
+
+
+def _maybe_load_adapters(real: Any, path: Any, *args: Any, **more: Any) -> Any:
+    return (None, path, {}) if _here.load.ignores_adapter else real(path, *args, **more)
+
+
+def _spawn_materialize(
+    real: Any, _pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **more: Any
+) -> Any:
+    """Read when the model asks, because transformers' pool of threads reads ahead without a bound."""
+    if isinstance(tensor, Lazy) and more.get("sharding_op") is None:
+        place = torch.device("cpu" if device is None else device)
+        return Job(tensor.where, dtype or tensor.dtype, place)
+    return real(None, tensor, device, dtype, **more)
+
+
+def _rename(real: Any, self: Any, layer_name: str, *args: Any, **more: Any) -> Any:
+    """Convert by ``WeightRenaming``: nothing reads the values before the end, so they may come later."""
+    is_state = layer_name.endswith(_EXTRA_STATE)
+    _here.load.defers = self.quantization_operation is None and not is_state
+    try:
+        return real(self, layer_name, *args, **more)
+    finally:
+        _here.load.defers = False
+
+
+def _convert(
+    real: Any, self: Any, layer_name: str, model: Any = None, *args: Any, **more: Any
+) -> Any:
+    """Convert by ``WeightConverter``: fill the parts of the result, if ``conversions`` knows them."""
+    groups = dict(self.collected_tensors)
+    jobs = [job for group in groups.values() for job in group]
+    devices = {job.device if isinstance(job, Job) else None for job in jobs}
+    planned = None
+    if self.quantization_operation is None and len(devices) == 1 and None not in devices:
+        planned = conversions.in_place(self, layer_name, model, groups)
+    if planned is None:
+        return real(self, layer_name, model, *args, **more)
+    self.collected_tensors.clear()
+    size = prod(planned.shape)
+    flat = allocate(size, planned.dtype, jobs[0].device)
+    out = flat.view(planned.shape)
+    for where, part in planned.parts:
+        _here.load.fill(where, part(out))
+    return {layer_name.replace("*.", "0."): out}
+
+
+def _convert_and_load(
+    real: Any, model: Any, state_dict: dict[str, Any], *args: Any, **more: Any
+) -> Any:
+    """Let tied names of equal bytes share one tensor, and read all values when each has its place."""
+    load: Load = _here.load
+    for target, source in _ties(model).items():
+        one, other = state_dict.get(target), state_dict.get(source)
+        if isinstance(one, Lazy) and isinstance(other, Lazy) and _are_same(one.where, other.where):
+            state_dict[target] = other
+    load.count([*state_dict.values()])
+    result = real(model, state_dict, *args, **more)
+    load.infos.append(result[0])
+    load.finish()
+    load.separate(model)
+    return result
+
+
+def _are_same(one: TensorSlice, other: TensorSlice) -> bool:
+    alike = one.shape == other.shape and one.fill is other.fill is None
+    return alike and one.contiguous and other.contiguous and are_equal(one, other)
+
+
+def _put(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Replace a function for the threads that load; a version that lacks the function stays as it is."""
+    real = vars(owner).get(name)
+    if real is None:
+        return
+
+    @wraps(real, updated=())
+    def either(*args: Any, **more: Any) -> Any:
+        return ours(real, *args, **more) if getattr(_here, "load", None) else real(*args, **more)
+
+    _undo.append(lambda: setattr(owner, name, real))
+    setattr(owner, name, either)
+
+
+def _install() -> None:
+    _put(torch, "load", _torch_load)
+    try:
+        from transformers import core_model_loading as core
+        from transformers import modeling_gguf_pytorch_utils as of_gguf
+        from transformers import modeling_utils as utils
+        from transformers.utils import logging as its_logging
+    except ImportError:  # diffusers works without transformers
+        return
+    logging: Any = its_logging
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    _undo.append(lambda: logging.set_verbosity(verbosity))
+    if shows_bars:
+        _undo.append(logging.enable_progress_bar)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    _put(utils, "safe_open", _safe_open)
+    _put(utils, "load_state_dict", _load_state_dict)
+    _put(utils, "maybe_load_adapters", _maybe_load_adapters)
+    _put(utils, "convert_and_load_state_dict_in_model", _convert_and_load)
+    _put(core, "spawn_materialize", _spawn_materialize)
+    _put(core.WeightRenaming, "convert", _rename)
+    _put(core.WeightConverter, "convert", _convert)
+    _put(of_gguf, "load_gguf_checkpoint", _load_gguf_checkpoint)
+
+
+@contextmanager
+def reading(load: Load) -> Iterator[None]:
+    """Let transformers read by this module, in this thread, until the context ends.
+
+    glibc returns freed memory of 1 MiB or more to the kernel meanwhile, as the conversions of
+    transformers free much. At the end its threshold is 32 MiB, where glibc's own adjustment ends,
+    because glibc has no function to restore it.
+    """
+    before = getattr(_here, "load", None)
+    try:
+        with _lock:
+            _active.add(load)
+            if not _undo:
+                _set_threshold(_FREED_BYTES)
+                _install()
+        _here.load = load
+        yield
+    finally:
+        _here.load = before
+        with _lock:
+            _active.discard(load)
+            while _undo and not _active:
+                _undo.pop()()
+            if not _active:
+                _set_threshold(_USUAL_BYTES)
+
+
+def _set_threshold(size: int) -> None:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, size)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * size)
+        libc.malloc_trim(0)
