@@ -8,7 +8,6 @@ more than the pickle holds is refused before the unpickler sees it.
 
 import io
 import pickle
-import pickletools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -309,6 +308,8 @@ def _end_of_name(data: bytes, at: int) -> int:
 
 
 def _unknown(instruction: int, at: int) -> Malformed:
+    import pickletools  # not at the top: only a refusal needs it
+
     for known in pickletools.opcodes:
         if known.code == chr(instruction):
             return _Beyond(f"weighin does not know the instruction {known.name}", at)
