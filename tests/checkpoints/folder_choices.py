@@ -260,7 +260,8 @@ LAYOUTS: Final = [
         "no architectures",
         GROUP,
         _without_class(),
-        notes=_noted("BertModel, which AutoModel chooses"),
+        notes=_noted("BertModel, which AutoModel chooses")
+        | dict.fromkeys(("inspect", "convert"), "so weighin takes that of AutoModel"),
     ),
     Layout(
         "no architectures, and a model type that is not known",

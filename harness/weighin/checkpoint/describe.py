@@ -67,8 +67,12 @@ def describe(
     builder, dtype = spec.builder, dtype or getattr(torch, own_dtype(spec))
     build = resolve_builder(builder)
     model = build_skeleton(build, spec.kwargs, real_buffers=real_buffers, dtype=dtype)
-    _refuse_lazy(builder, model)
     own = named_tensors(model)
+    if lazy := [name for name, each in own.items() if torch.nn.parameter.is_lazy(each)]:
+        raise ConfigError(
+            f"builder {builder}: the shape of {lazy[0]!r} is not known yet, because its module is lazy",
+            "run the model once in the builder, or give the lazy layers their sizes",
+        )
     for name, value in model.state_dict(keep_vars=True).items():
         if name not in own or value is not own[name]:
             raise ConfigError(
@@ -104,18 +108,6 @@ def described_in(model: torch.nn.Module) -> Iterator[Described]:
             kind = "parameter"
         first = firsts.setdefault(id(tensor), name)
         yield Described(name, tensor.detach(), kind, None if first == name else first)
-
-
-def _refuse_lazy(builder: str, model: torch.nn.Module) -> None:
-    names = [
-        name for name, tensor in named_tensors(model).items() if torch.nn.parameter.is_lazy(tensor)
-    ]
-    if names:
-        raise ConfigError(
-            f"builder {builder}: the shape of {names[0]!r} is not known yet, because its module is"
-            " lazy",
-            "run the model once in the builder, or give the lazy layers their sizes",
-        )
 
 
 def in_checkpoint(described: list[Described]) -> list[Described]:

@@ -12,7 +12,7 @@ the transformer's files, and "2.KEY" for a key in the files of another part. If 
 files lie in the folder itself, weighin reads the folder as a model of transformers instead.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -29,20 +29,6 @@ NAME = "sentence_transformers"
 SUFFIX = ""
 
 MODULES: Final = "modules.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One module of a sentence-transformers model, in a folder with weights of its own.
-
-    Attributes:
-        prefix: the prefix that the part's tensors get in the whole model, such as "2.".
-        weights: the part's file of weights, or its folder if the weights are in shards.
-    """
-
-    prefix: str
-    path: Path
-    weights: Path
 
 
 def matches(path: Path) -> bool:
@@ -67,7 +53,7 @@ def own_folders(folder: Path) -> list[str]:
 
 
 def files(path: Path) -> list[Path]:
-    return [file for part in parts(path) for file in formats.files(part.weights)]
+    return [file for _, weights in _parts(path) for file in formats.files(weights)]
 
 
 def read(path: Path) -> Slices:
@@ -78,18 +64,20 @@ def read(path: Path) -> Slices:
     """
     whole = Slices()
     values: dict[str, object] = {}
-    for part in parts(path):
-        slices = formats.read(part.weights)[1]
-        whole += [replace(one, name=f"{part.prefix}{one.name}") for one in slices]
-        values |= {f"{part.prefix}{name}": value for name, value in slices.values.items()}
+    for prefix, weights in _parts(path):
+        slices = formats.read(weights)[1]
+        whole += [replace(one, name=f"{prefix}{one.name}") for one in slices]
+        values |= {f"{prefix}{name}": value for name, value in slices.values.items()}
         whole.refused = whole.refused or slices.refused
         whole.notes += slices.notes
     whole.values = values
     return whole
 
 
-def parts(path: Path) -> list[Part]:
-    """Return the parts with weights, in the order of ``modules.json``.
+def _parts(path: Path) -> list[tuple[str, Path]]:
+    """Return each part's prefix of the tensors in the whole model, such as "2.", and its weights.
+
+    The order is that of ``modules.json``. Weights in shards are the part's folder.
 
     Raises:
         CheckpointError: a part's weights have unusual names or lie deeper, or its path is invalid.
@@ -106,17 +94,14 @@ def parts(path: Path) -> list[Part]:
         if weights := find_weights(part):
             name, kind = str(module.get("name", index)), str(module.get("type", ""))
             inner = "model." if kind.rpartition(".")[2] == "Transformer" else ""
-            found.append(Part(f"{name}.{inner}", part, weights))
-        elif place and (below := _weights_below(part)):
+            found.append((f"{name}.{inner}", weights))
+        elif place and (
+            inside := [file for file in sorted(part.rglob("*")) if file.suffix in WEIGHTS]
+        ):
             raise CheckpointError(
                 f"{path}: a sentence-transformers folder whose weights lie in several parts:"
                 f" {one_line(', '.join(own_folders(path)))}. weighin cannot join the weights of the"
-                f" part {shown(place)}: {shown(str(below.relative_to(path)))}",
-                f"give the folder of one part: {below.parent}",
+                f" part {shown(place)}: {shown(str(inside[0].relative_to(path)))}",
+                f"give the folder of one part: {inside[0].parent}",
             )
     return found
-
-
-def _weights_below(part: Path) -> Path | None:
-    files = (file for file in sorted(part.rglob("*")) if file.suffix in WEIGHTS)
-    return next(files, None)

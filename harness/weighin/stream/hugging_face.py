@@ -373,8 +373,8 @@ def _of_sentences(
 
     ``dtype`` goes to the package's ``model_kwargs``; "auto" and None choose the package's own default.
     """
-    parts = sentence_parts.parts(folder)
-    names = ", ".join(part.path.name for part in parts)
+    files, parts = sentence_parts.files(folder), sentence_parts.own_folders(folder)
+    names = ", ".join(parts)
     what = f"{folder}: a sentence-transformers folder of several parts, with weights in {names},"
     try:
         import sentence_transformers as package
@@ -394,10 +394,10 @@ def _of_sentences(
         raise CheckpointError(
             f"{what} is a model that sentence-transformers {package.__version__} cannot load:"
             f" {type(error).__name__}: {one_line(str(error))}",
-            f"give the folder of one part: {parts[0].path}",
+            f"give the folder of one part: {folder / parts[0]}",
         ) from error
     _check_complete(model, folder, load)
-    return own(model, [file for part in parts for file in formats.files(part.weights)])
+    return own(model, files)
 
 
 def own(model: Any, files: Sequence[Path]) -> Any:
