@@ -145,6 +145,7 @@ def test_a_drawn_adapter_is_merged_or_refused_as_by_peft(tmp_path: Path, number:
     assert not [name for name, one in expected.items() if not torch.equal(one, converted[name])]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_without_peft_an_adapter_is_refused_with_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

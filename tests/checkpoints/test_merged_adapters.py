@@ -95,7 +95,7 @@ def test_an_adapter_is_plain_however_its_training_began(tmp_path: Path, way: str
         f"{PREFIX}.lora_A.weight": torch.randn(4, 96),
         f"{PREFIX}.lora_B.weight": torch.randn(96, 4),
     }
-    base, plain = base_in(tmp_path), adapter_in(tmp_path, matrices, r=4)
+    base, plain = base_in(tmp_path), adapter_in(tmp_path, matrices, r=4, layers_to_transform=[0])
     expected = load_pretrained(base, adapter=plain).state_dict()
     config = json.loads((plain / "adapter_config.json").read_text())
     (plain / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": way}))

@@ -237,7 +237,10 @@ def merged(model: Any, adapter: Path | str) -> Any:
             made = loaded.merge_and_unload()
     except Exception as error:
         raise adapter_failed(adapter, repr(error)) from error
-    is_random = getattr(loaded.active_peft_config, "init_lora_weights", True) is False
+    is_random = getattr(loaded.active_peft_config, "init_lora_weights", True) in (
+        False,
+        "orthogonal",
+    )
     for text in (str(one.message) for one in said):
         pairs = Counter(name.split(".lora_")[0] for name in re.findall(r"'([^']+)'", text))
         if "missing adapter keys" in text and (is_random or 1 in pairs.values()):
