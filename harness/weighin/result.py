@@ -367,6 +367,7 @@ class Result:
     environment: dict[str, Any] = field(default_factory=dict)
     sources_hash: str | None = None
     warnings: tuple[str, ...] = ()
+    processes: tuple[Process, ...] = ()
     ranks: tuple[Rank, ...] = ()
     ran: Ran | None = None
     stopped: Stopped | None = None

@@ -6,6 +6,7 @@
 import mmap
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -50,6 +51,7 @@ def test_children_are_charged_to_the_cell(bench: Bench, limiting: Watched) -> No
     (warning,) = result.warnings
     alone = r"peak RSS and anonymous memory are those of the measured process alone; it started \d process"
     assert re.match(alone, warning)
+    assert max(Counter(each.parent_pid for each in result.processes).values()) >= 3
     phase = phases_of(result)["children"]
     assert result.baseline and result.baseline.cgroup_bytes
     highest = phase.peak_cgroup_bytes

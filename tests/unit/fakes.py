@@ -15,6 +15,7 @@ from weighin.cell import Job, decode_job
 from weighin.child_process import encode_event
 from weighin.isolation.base import Exit
 from weighin.probes.cgroup import Counters
+from weighin.probes.process_table import ProcessTable
 from weighin.probes.sampler import Sampler
 from weighin.result import Memory, Sample
 from weighin.run import measure as measuring
@@ -65,7 +66,7 @@ class KnownListener(Listener):
 class Silent:
     """A cell's mark and sampler that see nothing and do nothing."""
 
-    escape, cgroup, table = "", None, None
+    escape, cgroup, table = "", None, ProcessTable()
     oom_kills: int | None = None
     last_peaks_rss_bytes: Sequence[int | None] = ()
     others = (0, 0)

@@ -80,7 +80,7 @@ class Sampler:
             sum of their private memory (pages that no other process maps), in bytes; (0, 0) with ranks.
         peak: the sample at the peak; None without samples.
         rank_samples: the samples of each of several ranks, by the rank's number.
-        table: the processes of a command; None for a load.
+        table: the processes of a command, or of a load that starts others.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Sampler:
         """
         self.samples: list[Sample] = []
         self.peak: Sample | None = None
-        self.table = None if loading else ProcessTable()
+        self.table = ProcessTable()
         self.oom_kills: int | None = None
         self.caches_bytes, self.escape, self.others = 0, "", (0, 0)
         self.last_peaks_rss_bytes: list[int | None] = [None for _ in loading]
@@ -115,6 +115,7 @@ class Sampler:
         self._interval_s = interval_s or len(loading) * _LOAD_INTERVAL_S or _INTERVAL_S
         self._opened: list[int] = []
         self._loading = [self._open(f"/proc/{n}/status", f"/proc/{n}/stat") for n in loading]
+        self._measured = {pid, os.getpid(), *loading}
         self._members = [pid]
         self._search = Pause(_SEARCH_S if cgroup or loading else 0.0)
         self._others_pause = Pause(_SEARCH_S)  # the kernel walks the address space of each process
@@ -189,7 +190,7 @@ class Sampler:
         """Take samples: a command that, growing as now, would exceed its limit within 4 intervals is
         sampled every millisecond.
         """
-        if self.table:
+        if not self._loading:
             # A real-time priority lets the thread run although the command uses all processors; the
             # processes that it starts, such as py-spy, keep the normal one. Only root may raise it.
             with contextlib.suppress(OSError):
@@ -210,20 +211,20 @@ class Sampler:
     def _look(self) -> Sample | None:
         t_ns = time.monotonic_ns()
         pids = self._members
-        if self.table or t_ns >= self._look_around_ns or self._stop.is_set():
+        if not self._loading or t_ns >= self._look_around_ns or self._stop.is_set():
             # This takes three times as long as a load's own sample.
             self._look_around_ns = t_ns + int(_INTERVAL_S * 1e9)
             pids = self.pids()
             if self._cgroup:
                 self._count_kills(self._cgroup)
-        if self.table:
-            self.table.look(pids, t_ns)
+            if not self._loading or not self._measured.issuperset(pids):
+                self.table.look(pids, t_ns)
         sample = self.read(t_ns, pids)
         if sample is None:
             return None
         self.samples.append(sample)
         self._note_peak(sample)
-        if self.table:
+        if not self._loading:
             step_bytes = max(MIB, _usage(sample) // 100)
             is_new = self._is_fresh and self._is_more(sample, self._kept, step_bytes)
             is_due = self._keeping.begin()

@@ -174,6 +174,7 @@ class LoadSpec(Spec):
             "allocator_summary": first.allocator_summary,
             "sources_hash": self._sources_hash,
             "warnings": self._warnings(watch, evidence, outcome),
+            "processes": watch.processes,
             "ranks": () if len(ranks) == 1 else tuple(self._ranks(watch)),
             "use": _use(watch),
         }
@@ -201,7 +202,12 @@ class LoadSpec(Spec):
             )
         number, private_bytes = watch.sampler.others if watch.sampler else (0, 0)
         if private_bytes >= _NOTABLE_BYTES and self.cell.use != FORK:
-            started = f"{number} process{'es' * (number > 1)}"
+            measured = [watch.running.pid, *(each.pid for each in watch.ranks)]
+            others = [each for each in watch.processes if each.pid not in measured]
+            names = few(
+                sorted({Path(each.command.split()[0]).name for each in others if each.command})
+            )
+            started = f"{number} process{'es' * (number > 1)}" + (f" ({names})" if names else "")
             warnings.append(
                 "peak RSS and anonymous memory are those of the measured process alone; it started"
                 f" {started}, with {format_bytes(private_bytes)} of private memory in all (sampled)"

@@ -263,7 +263,7 @@ class Watch:
         at_ready: the cgroup's figures when all ranks had read every byte; None before.
         at_end: those when a server was ready, or when the cell ended.
         stopped: why weighin killed the cell; None if it did not.
-        processes: those of a command, after ``evidence``.
+        processes: those of a command, or of a load that started others, after ``evidence``.
     """
 
     def __init__(
@@ -533,13 +533,13 @@ class Watch:
         oom_kills, escape = self.at_end.oom_kills, ""
         if self.sampler:
             oom_kills, escape = largest((oom_kills, self.sampler.oom_kills)), self.sampler.escape
-        if self.sampler and self.sampler.table:
             table = self.sampler.table
             self.processes = table.processes()
             if not escape and self.peak_mark and is_beyond(table.most_anon_bytes, self.peak_bytes):
+                whose = "its" if self._spec.is_load else "the command's"
                 escape = (
                     f"a process had {format_bytes(table.most_anon_bytes)} of anonymous memory, and"
-                    f" the command's cgroup never more than {format_bytes(self.peak_bytes or 0)}"
+                    f" {whose} cgroup never more than {format_bytes(self.peak_bytes or 0)}"
                 )
 
         def limit_of(kill: Kill) -> int | None:
