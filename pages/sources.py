@@ -26,6 +26,7 @@ _DECIDING: Final = (
     "loader",
     "checkpoint",
     "formats",
+    "stream",
     "models",
     "construction",
 )  # folders here

@@ -43,7 +43,7 @@ def test_a_strategy_is_decided_by_itself_the_model_and_the_worker() -> None:
 def test_a_strategy_is_decided_by_the_loader_and_the_layouts_that_it_imports() -> None:
     found = deciding("streaming")
     assert {"harness/weighin/loader/load.py", "harness/weighin/loader/reads.py"} <= found
-    assert "harness/weighin/formats/pt.py" in found
+    assert "harness/weighin/stream/torch_files.py" in found
     assert "harness/weighin/models/llama.py" not in found
 
 

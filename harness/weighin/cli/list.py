@@ -106,7 +106,10 @@ def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
             kwargs = entry["kwargs"]
             yield f"{kwargs['architecture']} of transformers, {dtype_of(kwargs['config']) or 'float32'}"
         else:
-            arguments = ", ".join(f"{key}={value}" for key, value in entry["kwargs"].items())
+            arguments = ", ".join(
+                f"{key} of its configuration" if isinstance(value, dict) else f"{key}={value}"
+                for key, value in entry["kwargs"].items()
+            )
             yield f"{entry['builder']} {arguments}"
     elif kind == "isolations" and entry["works"] is not None:
         yield "works here" if entry["works"] else f"does not work here: {entry['why']}"

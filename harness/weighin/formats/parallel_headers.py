@@ -44,7 +44,7 @@ def map_files(function: Callable[[Item], Value], items: Sequence[Item]) -> Itera
         yield from map(function, items[1:])
         return
     with ThreadPoolExecutor(_THREADS) as pool:
-        # Each thread gets a context, so that ``first_bytes.remembering`` holds in it, too.
+        # Each thread gets a context, so that ``foreign.remembering`` holds in it, too.
         contexts = [copy_context() for _ in items[1:]]
         yield from pool.map(lambda context, item: context.run(function, item), contexts, items[1:])
 
