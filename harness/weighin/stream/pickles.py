@@ -38,7 +38,10 @@ _STORAGES: Final = {
     "QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32",
     "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
 }  # fmt: skip
-_OF_STORAGES: Final = frozenset({"torch", "torch.cuda", "torch.storage"})
+_OF_STORAGES: Final = ("torch", "torch.cuda", "torch.storage")
+_STORED: Final = {f"{of}.{name}": dtype for of in _OF_STORAGES for name, dtype in _STORAGES.items()}
+"""Maps the name of a class of storages to its dtype."""
+
 _REBUILD: Final = "torch._utils._rebuild_"
 _OF_MODULES: Final = {"_parameters", "_buffers"}  # keys in the state of every pickled nn.Module
 _TITLES: Final = {
@@ -350,15 +353,13 @@ class _Reader(pickle.Unpickler):
             raise Malformed("a storage is a view of another, as torch wrote before 0.4")
         if not isinstance(kind, Named) or not isinstance(key, str):
             raise Malformed("a storage has no type or no key")
-        module, _, name = kind.name.rpartition(".")
-        if module not in _OF_STORAGES or name not in _STORAGES:
+        if not (dtype := _STORED.get(kind.name, "")):
             raise CheckpointError(
                 f"{self._path}: the pickle holds more than tensors, and weighin did NOT execute it: it"
                 f" refers to {kind.name}",
                 "if you trust the file, load the file with torch and save plain weights:"
                 " torch.save(model.state_dict(), ...)",
             )
-        dtype = _STORAGES[name]
         if not is_sizes((numel,)) or numel * _STORED_BYTES[dtype] > LARGEST:
             raise Malformed(f"storage {shown(key)} has an impossible size")
         storage = Storage(key, dtype, numel)

@@ -198,11 +198,10 @@ class _ModelStates:
         slices.metadata, slices.values = self._metadata, self._values
         aliases = (name for name, source in self._shared.items() if source in stored)
         for name in dict.fromkeys([*self.module, *stored, *aliases]):
-            source = self._shared.get(name, name)
-            source = name if source not in stored else source
+            where = stored.get(self._shared.get(name, name)) or stored.get(name)
             is_buffer = name in self._buffers and name in self.module
-            if source in stored and not is_buffer:
-                slices.append(replace(stored[source], name=name))
+            if where and not is_buffer:
+                slices.append(replace(where, name=name))
             elif is_buffer or (fallback and self.module[name].nbytes):
                 slices.append(self.module[name])
             else:
