@@ -154,13 +154,6 @@ def source_of(load: DeferredLoad) -> TensorSlice | None:
     return replace(promised, shape=tuple(view.shape), stride=tuple(view.stride()), offset=offset)
 
 
-def read_whole(source: TensorSlice) -> torch.Tensor:
-    """Read one tensor into fresh memory."""
-    target = torch.empty(source.shape, dtype=source.dtype)
-    _fill(source, target)
-    return target
-
-
 def _check_blocks(source: TensorSlice) -> None:
     if source.encoding:
         raise CheckpointError(

@@ -297,12 +297,6 @@ def import_class(kwargs: Mapping[str, Any]) -> None:
             import_module("peft")
 
 
-def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
-    """Tell whether the class keeps the weight ``name`` in float32 if the model has ``dtype``."""
-    plan = model._get_dtype_plan(dtype)
-    return any(re.search(pattern.replace("*", ".*"), name) for pattern in plan)
-
-
 def _decoded(value: Any) -> Any:
     """Return a copy of a part of ``config.json``; {"__float__": "Infinity"} becomes a float."""
     if isinstance(value, Mapping):

@@ -39,9 +39,9 @@ def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module
     _refuse_quantised(architecture, config)
     kind = diffusers_class(architecture)
     model: torch.nn.Module = kind.from_config(dict(config))
-    dtype = torch.get_default_dtype()
+    dtype, kept = torch.get_default_dtype(), kind._keep_in_fp32_modules or ()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        wanted = torch.float32 if keeps_in_float32(model, name, dtype) else dtype
+        wanted = torch.float32 if any(part in kept for part in name.split(".")) else dtype
         if tensor.is_floating_point() and tensor.dtype != wanted:
             tensor.data = tensor.data.to(wanted)
     model.keeps_dtypes = True  # type: ignore[assignment]
@@ -127,12 +127,6 @@ def is_own(model: torch.nn.Module) -> bool:
         kind.__name__ == "ModelMixin" and kind.__module__.startswith("diffusers.")
         for kind in type(model).__mro__
     )
-
-
-def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:  # noqa: ARG001 (an interface)
-    """Tell whether the class keeps the weight ``name`` in float32, whatever the model's dtype."""
-    kept = model._keep_in_fp32_modules or ()
-    return any(part in kept for part in name.split("."))
 
 
 def named_as_in(model: Any, slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:

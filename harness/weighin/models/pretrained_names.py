@@ -10,7 +10,7 @@ class ModelNames:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-        self._mapping = mapping = get_model_conversion_mapping(model)
+        mapping = get_model_conversion_mapping(model)
         self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
         self.by_pattern = {
@@ -27,7 +27,3 @@ class ModelNames:
         if new[0] not in self.wanted and name in self.wanted:
             new = rename_source_key(name, [], [], self._prefix, self.wanted)
         return new
-
-    def used(self) -> tuple[Any, ...]:
-        """Return the entries of the tables that have renamed or converted a tensor."""
-        return tuple(one for one in self._mapping if one.was_used())

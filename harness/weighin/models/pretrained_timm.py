@@ -135,11 +135,6 @@ def is_own(model: torch.nn.Module) -> bool:
     return model in _LOADS
 
 
-def keeps_in_float32(model: Any, name: str, dtype: torch.dtype) -> bool:  # noqa: ARG001 (an interface)
-    """Return False: no class of timm keeps a weight in float32 in a model of another dtype."""
-    return False
-
-
 def named_as_in(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:
     """Return a checkpoint's tensors, with timm's names as keys.
 

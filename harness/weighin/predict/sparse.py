@@ -1,5 +1,6 @@
 """Write checkpoints without values: sparse files, which use almost no disk space."""
 
+import fnmatch
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,14 @@ from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.piecewise import tensor_checksums
 from weighin.construction.skeleton import build_skeleton, resolve_builder
 from weighin.formats import gguf, quantised
+from weighin.formats.foreign import lacks, misfit
 from weighin.formats.pretrained_folder import own_dtype, refuse_part
 from weighin.formats.pretrained_library import library_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import leaving_holes
-from weighin.models.pretrained_keys import map_keys
+from weighin.models import pretrained
+from weighin.models.pretrained_modules import module_for
+from weighin.models.pretrained_names import ModelNames
 
 
 def make_sparse(
@@ -88,9 +92,38 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
         return
     builder = resolve_builder(model.builder)
     built = build_skeleton(builder, model.kwargs, real_buffers="non_persistent")
-    mapped = map_keys(built, slices)
-    mapped.refuse_other_shapes(built, source)
-    mapped.refuse_missing(built, source)
+    wanted = built.state_dict(keep_vars=True)
+    shapes: dict[
+        str, tuple[int, ...] | None
+    ] = {}  # None: a conversion of the library gives the shape
+    library = module_for(built)
+    if library in (None, pretrained):
+        names = ModelNames(built)
+        for one in slices:
+            name, pattern = names.of(one.name)
+            if pattern is None:
+                shapes[name] = one.shape
+                continue
+            first, *more = names.by_pattern[pattern].target_patterns
+            for target in (first, *more):
+                found = fnmatch.filter(wanted, name.replace(first, target))
+                shapes |= dict.fromkeys([name, *found])
+    else:
+        shapes |= {name: one.shape for name, one in library.named_as_in(built, slices).items()}
+    kind = type(built).__name__
+    others = [
+        name
+        for name, shape in shapes.items()
+        if shape and name in wanted and wanted[name].shape != shape
+    ]
+    if others:
+        raise misfit(source, kind, {"of another shape": others})
+    values = {id(wanted[name]) for name in shapes if name in wanted}  # also under its tied names
+    values |= {id(buffer) for buffer in built.buffers()}
+    if library in (None, pretrained):
+        values |= {id(wanted[name]) for name in pretrained.computed_keys(built)}
+    if missing := sorted(name for name, tensor in wanted.items() if id(tensor) not in values):
+        raise lacks(source, missing, kind)
 
 
 def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:
