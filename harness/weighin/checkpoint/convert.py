@@ -283,10 +283,7 @@ class Conversion:
             # transformers dequantises fp8 into bfloat16, whatever the dtype of the model
             kind = dtype if dtype and one.is_floating_point() else one.dtype
             plans.append(TensorPlan(name, tuple(one.shape), kind, first if first != name else None))
-        kinds = {plan.name: plan.dtype for plan in plans}
-        return plans, lambda name: (
-            piece.to(kinds[name]) for piece in pieces_of(tensors[name].contiguous())
-        )
+        return plans, lambda name: pieces_of(tensors[name].contiguous())
 
 
 def _verify(new: Path, tensors: Plans, sums: Mapping[str, str], progress: Progress | None) -> None:
