@@ -1,5 +1,6 @@
 """A run of commands: their folder, their records, the time-outs of a search, and a stop."""
 
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,15 @@ def test_a_run_of_commands_may_run_inside_another() -> None:
     with runner.only_run():
         (result,) = runner.run(asked("exit 0"), Progress())
     assert result.outcome is Outcome.OK
+
+
+def test_a_stop_before_the_first_cell_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = asked("exit 0")
+    (run.folder / run_folder.PLAN).touch()
+    monkeypatch.setattr(ProcessIsolation, "check", lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(Interrupted):
+        runner.run(run, Progress())
+    assert not run.folder.exists()
 
 
 def test_a_run_that_is_resumed_has_the_earlier_results_too() -> None:

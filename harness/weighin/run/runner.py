@@ -55,7 +55,7 @@ def run(task: Run, progress: Progress, following: Following | None = None) -> li
     If ``following`` is given, this function chooses each cell, and the plan only determines which
     checkpoints are prepared. An error inside a cell becomes its outcome, and the run continues.
     """
-    with only_writer(task.folder), discarding(task):
+    with only_writer(task.folder), discarding(task), interrupts.stoppable():
         return _run(task, progress, following)
 
 
@@ -76,7 +76,6 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
         if task.settings.storage:
             until_end.enter_context(entries.used(task.settings.storage))
         task.isolation.check()
-        until_end.enter_context(interrupts.stoppable())  # also a run that waits for the lock
         if task.settings.commands:  # without the lock, because a command may itself run weighin
             lines = task.isolation.remove_stale()
         else:
