@@ -237,8 +237,8 @@ adapter = click.option(
     "--adapter",
     default="",
     metavar="FOLDER",
-    help="A folder with a LoRA adapter that peft saved. Before the load, weighin merges this"
-    " adapter into the weights of the Hugging Face folder or GGUF file.",
+    help="A folder with an adapter that peft saved, such as LoRA. peft merges it into the loaded"
+    " model of the Hugging Face folder or GGUF file.",
 )
 mounts = click.option(
     "--mount",

@@ -72,7 +72,10 @@ EXAMPLES = {
 @_options.selection
 @_options.json
 def convert(**typed: Any) -> None:
-    """Write a checkpoint in another format or dtype, in pieces of 16 MiB to save memory."""
+    """Write a checkpoint in another format or dtype, in pieces of 16 MiB to save memory.
+
+    With --keys model or --adapter, the whole model is loaded first.
+    """
     from weighin.checkpoint.convert import Conversion, sentence
     from weighin.formats.pretrained_folder import path_of
     from weighin.settings.definition import DTYPES

@@ -612,7 +612,7 @@ def named_step(path: Path) -> tuple[Path, Path] | None:
             text = tag.read_text().strip() if is_short else ""
         except (OSError, ValueError):
             continue
-        if text and Path(text).name == text and "\0" not in text:
+        if text != ".." and text and Path(text).name == text and "\0" not in text:
             is_number = tag.name == _TAGS[2] and text.isascii() and text.isdigit()
             return tag, path / (f"iter_{int(text):07d}" if is_number else text)
     return None

@@ -157,8 +157,9 @@ class PerKey:
                 raise self._damaged(folder, what)
             self._check_file(folder, name, keys[0])
             for key in keys:
-                if homes.setdefault(key, name) != name or keys.count(key) > 1:
+                if key in homes:
                     raise self._damaged(folder, f"{shown(key)} occurs twice")
+                homes[key] = name
         if not _are_keys(order) or len(order) != len(homes) or set(order) != set(homes):
             raise self._damaged(
                 folder, "'order' must name each tensor of 'files' exactly once, and no other"

@@ -447,6 +447,8 @@ class Watch:
 
     def _take_baseline(self, reported: Reported, message: listener.Baseline) -> None:
         """Store one rank's memory before the load; the ranks load only after all have reported it."""
+        if reported.baseline or not any(reported is each for each in self.ranks):
+            return  # a strategy's own process may send anything, and this resets the peak
         is_last = all(each.baseline for each in self.ranks if each is not reported)
         if is_last:
             self._spec.before_load()

@@ -7,7 +7,6 @@ without values.
 """
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,6 +53,8 @@ _REPAIR: Final = (
     " config.json), or correct config.json"
 )
 _SENTENCES: Final = "sentence-transformers"
+_NOT_OURS: Final = (HarnessError, MemoryError, torch.OutOfMemoryError)
+"""Errors of a library's load that say enough as they are."""
 
 
 def load_pretrained(
@@ -224,10 +225,9 @@ def _called(
     """Call ``from_pretrained``, and turn any of its errors into ours, with transformers' own words."""
     places = {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
-        with reading(load), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with reading(load):
             return kind.from_pretrained(**arguments, dtype=dtype or "auto", **places)
-    except HarnessError:
+    except _NOT_OURS:
         raise
     except ImportError as error:
         raise ConfigError(
@@ -326,11 +326,20 @@ def _of_diffusers(
             "leave them out",
         )
     kind = torch.float32 if dtype in (None, "auto") else dtype
-    kwargs = {"architecture": str(found.library.class_in(found.config)), "config": found.config}
-    with reading(Load((), threads)), torch.random.fork_rng(devices=[]):
-        model, missing = pretrained_diffusers.reference(
-            kwargs, found.checkpoint, getattr(torch, kind) if isinstance(kind, str) else kind
-        )
+    name = str(found.library.class_in(found.config))
+    kwargs = {"architecture": name, "config": found.config}
+    wanted = getattr(torch, kind) if isinstance(kind, str) else kind
+    try:
+        with reading(Load((), threads)):
+            model, missing = pretrained_diffusers.reference(kwargs, found.checkpoint, wanted)
+    except _NOT_OURS:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{found.checkpoint}: {name}.from_pretrained fails: {type(error).__name__}:"
+            f" {one_line(str(error))}",
+            _REPAIR,
+        ) from error
     if missing:
         raise lacks(found.checkpoint, missing, type(model).__name__)
     return own(model, formats.files(found.checkpoint)).to(device).eval()
@@ -386,10 +395,12 @@ def _of_sentences(
     options: dict[str, Any] = {} if dtype in (None, "auto") else {"model_kwargs": {"dtype": dtype}}
     load = Load((), threads)
     try:
-        with reading(load), torch.random.fork_rng(devices=[]):
+        with reading(load):
             model = package.SentenceTransformer(
                 str(folder), device=str(device), local_files_only=True, **options
             )
+    except _NOT_OURS:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{what} is a model that sentence-transformers {package.__version__} cannot load:"
@@ -402,11 +413,11 @@ def _of_sentences(
 
 def own(model: Any, files: Sequence[Path]) -> Any:
     """Copy the weights of ``model`` that lie in mappings of ``files`` to memory, one after the other."""
-    names = {str(file.resolve()) for file in files}
+    numbers = {str(file.stat().st_ino) for file in files}
     ranges = []
     for line in Path("/proc/self/maps").read_text().splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) > 5 and fields[5] in names:
+        fields = line.split(maxsplit=5)  # range, permissions, offset, device, inode, path
+        if fields[4] in numbers:
             ranges.append(tuple(int(end, 16) for end in fields[0].split("-")))
     copies: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
     for tensor in [*model.parameters(), *model.buffers()]:

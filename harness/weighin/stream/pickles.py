@@ -10,6 +10,7 @@ import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -26,6 +27,8 @@ MOST_BYTES: Final = 32 * 1024**2
 _MOST_INSTRUCTIONS: Final = 3_000_000  # each may push a number of some 40 bytes
 _MOST_OBJECTS: Final = 700_000  # of some 100 to 200 bytes each; a tensor takes ten
 _LONGEST_NAME: Final = 1000
+_MOST_NAMES: Final = 10_000  # of classes and functions, which may share the text of their parts
+_LARGEST_KEY_BITS: Final = 62  # of a number: larger ones can be crafted to have equal hashes
 _CHUNK_BYTES: Final = 64 * 1024
 
 _STORED_BYTES: Final = {**ITEM_BYTES, **QUANTISED_BYTES}
@@ -134,13 +137,17 @@ class OtherTensor(Opaque):
 
 
 class Dict(dict[Any, Any]):
-    """A dict in a pickle. A key that is no string, number or bytes becomes an ``Opaque``."""
+    """A dict in a pickle. A key whose hash may be crafted becomes an ``Opaque``.
+
+    These are all but strings, bytes and usual numbers: the hash of a nested tuple may never end.
+    """
 
     title = "dict"
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if not isinstance(key, str | int | bytes | float | Opaque):
-            key = Opaque(type_name(key), [key])  # hashing a crafted nested tuple may never end
+        is_large = isinstance(key, int) and key.bit_length() > _LARGEST_KEY_BITS
+        if is_large or not isinstance(key, str | int | bytes | float | Opaque):
+            key = Opaque(shown(key) if is_large else type_name(key), [key])
         if key in self:
             raise Malformed(f"key {shown(key)} occurs twice")
         super().__setitem__(key, value)
@@ -223,7 +230,7 @@ def type_name(value: Any) -> str:
 # Instructions
 
 _PLAIN_SIZES: Final = {  # instructions that only move values, and the bytes of their operands
-    **dict.fromkeys(b"(012N\x88\x89)aesu\x94\x93", 0),
+    **dict.fromkeys(b"(012N\x88\x89)aesu\x94", 0),
     **dict.fromkeys(b"Khq\x80", 1), **dict.fromkeys(b"M", 2), **dict.fromkeys(b"Jj", 4),
     **dict.fromkeys(b"G", 8),
 }  # fmt: skip
@@ -232,7 +239,7 @@ _COUNTED: Final = {  # instructions with a string or number, and the bytes of it
     **dict.fromkeys(b"\x8cUC\x8a", 1), **dict.fromkeys(b"XTB\x8b", 4),
     **dict.fromkeys(b"\x8d\x8e\x96", 8),
 }  # fmt: skip
-_MAKING: Final = frozenset(b"]t\x85\x86\x87")
+_MAKING: Final = frozenset(b"]t\x85\x86\x87\x93")
 _REPLACED: Final = {
     ord("}"): b")Q",  # ()                        a dict
     ord("Q"): b"\x85Q",  # (identity,)            a storage
@@ -249,7 +256,7 @@ _REPLACED: Final = {
 _PUT, _GLOBAL, _FRAME, _STOP = b"rc\x95."
 
 
-def _rewritten(data: bytes) -> tuple[bytearray, int]:  # noqa: PLR0912
+def _rewritten(data: bytes) -> tuple[bytes, int]:  # noqa: PLR0912
     """Return the harmless form of the pickle that begins ``data``, and the pickle's length in bytes.
 
     Raises:
@@ -290,7 +297,8 @@ def _rewritten(data: bytes) -> tuple[bytearray, int]:  # noqa: PLR0912
                 harmless += data[copied:at]
                 at = copied = at + 9
             elif instruction == _STOP:
-                return harmless + data[copied : at + 1], at + 1
+                harmless += memoryview(data)[copied : at + 1]
+                return bytes(harmless), at + 1
             else:
                 raise _unknown(instruction, at)
     except IndexError:
@@ -322,16 +330,17 @@ def _unknown(instruction: int, at: int) -> Malformed:
 class _Reader(pickle.Unpickler):
     """Makes records from the operands that the rewritten instructions hand over."""
 
-    def __init__(self, path: Path, data: bytearray) -> None:
+    def __init__(self, path: Path, data: bytes) -> None:
         super().__init__(io.BytesIO(data), encoding="latin-1")
         self._path = path
         self.storages: dict[str, Storage] = {}
-        self.names: dict[str, None] = {}  # a set that keeps the order
+        self.names: dict[str, Named] = {}
 
     def find_class(self, module: str, name: str, /) -> Named:
-        named = Named(f"{module}.{name}"[:_LONGEST_NAME])
-        self.names[named.name] = None
-        return named
+        full = f"{module}.{name}"[:_LONGEST_NAME]
+        if full not in self.names and len(self.names) == _MOST_NAMES:
+            raise Malformed(f"the pickle names more than {_MOST_NAMES:,} classes and functions")
+        return self.names.setdefault(full, Named(full))
 
     def persistent_load(self, operands: tuple[Any, ...], /) -> Any:
         if len(operands) == 2:
@@ -420,6 +429,7 @@ def load(
                     raise _Beyond(f"longer than {MOST_BYTES:,} bytes", MOST_BYTES) from None
                 if not more:
                     raise
+        data = more = b""  # which may be as large as the value
         reader = _Reader(path, harmless)
         value = reader.load()
     except _Beyond as error:
@@ -602,6 +612,16 @@ def _tensor_v3(
     return _strided(storage, offset, shape, stride, name, metadata)
 
 
+def _plain(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a tuple as it is, and equal ones of another class as one."""
+    return sizes if type(sizes) is tuple else _copy(sizes)
+
+
+@lru_cache
+def _copy(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sizes)
+
+
 def _strided(
     source: Any, offset: Any, shape: Any, stride: Any, dtype: str, metadata: Any = None
 ) -> Any:
@@ -618,7 +638,9 @@ def _strided(
             f" {_SAVE}"
         )
         return OtherTensor("tensor that is conjugated or negated lazily", [source], way)
-    if not is_sizes(shape) or not is_sizes(stride) or not is_sizes((offset,)):
+    # A list would be copied for each tensor that a crafted pickle makes of it.
+    are_tuples = isinstance(shape, tuple) and isinstance(stride, tuple)
+    if not (are_tuples and is_sizes(shape) and is_sizes(stride) and is_sizes((offset,))):
         raise Malformed(
             f"a tensor in storage {shown(source.key)} has an impossible shape, stride or offset"
         )
@@ -642,7 +664,7 @@ def _strided(
             f"a tensor ends at byte {ends * ITEM_BYTES[kind]:,} of storage {shown(source.key)}, "
             f"which has {source.nbytes:,}"
         )
-    return Tensor(source, kind, offset, tuple(shape), tuple(stride))
+    return Tensor(source, kind, offset, _plain(shape), _plain(stride))
 
 
 _MAKES: Final[dict[str, Any]] = {

@@ -13,6 +13,7 @@ is left to the original function, too.
 """
 
 import ctypes
+import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -235,32 +236,29 @@ class SafeFile:
 # The functions below replace functions of transformers. Their first argument is the original.
 
 
-def _safe_open(real: Any, path: Any, *args: Any, device: Any = "cpu", **more: Any) -> Any:
-    slices = _here.load.in_file(Path(path)) if str(device) == "cpu" else None
-    return real(path, *args, device=device, **more) if slices is None else SafeFile(slices)
+def _safe_open(real: Any, filename: Any, *args: Any, device: Any = "cpu", **more: Any) -> Any:
+    slices = _here.load.in_file(Path(filename)) if str(device) == "cpu" else None
+    return real(filename, *args, device=device, **more) if slices is None else SafeFile(slices)
 
 
 def _load_state_dict(
-    real: Any, path: Any, map_location: Any = "cpu", *args: Any, **more: Any
+    real: Any, checkpoint_file: Any, map_location: Any = "cpu", *args: Any, **more: Any
 ) -> Any:
-    where, is_safetensors = str(map_location), str(path).endswith(".safetensors")
-    slices = None if is_safetensors else _here.load.in_file(Path(path))
+    where, is_safetensors = str(map_location), str(checkpoint_file).endswith(".safetensors")
+    slices = None if is_safetensors else _here.load.in_file(Path(checkpoint_file))
     if slices is None or where not in {"cpu", "meta"}:
-        return real(path, map_location, *args, **more)
+        return real(checkpoint_file, map_location, *args, **more)
     if where == "meta":
         return {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in slices}
     return {one.name: Lazy(one) for one in slices}
 
 
-def _torch_load(real: Any, file: Any, map_location: Any = None, *args: Any, **more: Any) -> Any:
+def _torch_load(real: Any, f: Any, map_location: Any = None, *args: Any, **more: Any) -> Any:
     """Map a .bin file that another library reads, where torch can."""
-    maps = isinstance(file, str | Path) and str(map_location) == "cpu" and not args
-    return real(
-        file,
-        map_location,
-        *args,
-        **({"mmap": True} | more if maps and zipfile.is_zipfile(file) else more),
-    )
+    maps = isinstance(f, str | Path) and str(map_location) == "cpu" and not args
+    if maps and zipfile.is_zipfile(f):
+        more = {"mmap": True} | more
+    return real(f, map_location, *args, **more)
 
 
 def _load_gguf_checkpoint(real: Any, path: Any, *args: Any, **more: Any) -> Any:
@@ -355,6 +353,12 @@ def _put(owner: Any, name: str, ours: Callable[..., Any]) -> None:
 
 
 def _install() -> None:
+    # These are the whole process's, so that the first load sets them, and the last one puts them back.
+    silent, random = warnings.catch_warnings(), torch.get_rng_state()
+    silent.__enter__()
+    warnings.simplefilter("ignore")
+    _undo.append(lambda: silent.__exit__(None, None, None))
+    _undo.append(lambda: torch.set_rng_state(random))
     _put(torch, "load", _torch_load)
     try:
         from transformers import core_model_loading as core
@@ -383,6 +387,9 @@ def _install() -> None:
 @contextmanager
 def reading(load: Load) -> Iterator[None]:
     """Let transformers read by this module, in this thread, until the context ends.
+
+    Until then, warnings and transformers' log are silent in the whole process, and at the end torch's
+    random numbers go on as if there had been no load.
 
     glibc returns freed memory of 1 MiB or more to the kernel meanwhile, as the conversions of
     transformers free much. At the end its threshold is 32 MiB, where glibc's own adjustment ends,

@@ -23,7 +23,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
 
-from weighin.errors import CheckpointError, ConfigError
+from weighin.errors import CheckpointError, ConfigError, FormatLimit
 from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.foreign import (
     AGAIN,
@@ -46,6 +46,8 @@ from weighin.text import shown
 
 MOST_DIRECTORY_BYTES: Final = 8 * 1024**2
 """The longest directory of a zip file that is read: that of 100,000 tensors."""
+
+_MOST_TENSORS: Final = 60_000  # to write: ``pickles`` reads some 70,000
 
 _LOCAL_BYTES: Final = 30  # of a record's own header, before its name
 _MOST_AHEAD_BYTES: Final = 1024**2  # of the pickle's record, which the kernel reads ahead
@@ -113,9 +115,19 @@ class _Zip:
     def write(
         self, target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None
     ) -> None:
-        """Write the file that ``torch.save`` would write; tied tensors share a storage in the file."""
+        """Write the file that ``torch.save`` would write; tied tensors share a storage in the file.
+
+        Raises:
+            FormatLimit: there are more tensors than weighin reads in such a file.
+        """
         from weighin.formats.zip_writer import placeholders, write_pt
 
+        if len(tensors) > _MOST_TENSORS:
+            raise FormatLimit(
+                f"{len(tensors):,} tensors are more than the {_MOST_TENSORS:,} that weighin reads in"
+                " one file of torch.save",
+                "write them in safetensors: --format safetensors",
+            )
         write_pt(target, placeholders(tensors), pieces, progress)
 
 
@@ -251,13 +263,7 @@ def _zip_file(path: Path, file: IO[bytes] | io.RawIOBase) -> TorchFile:
     )
 
 
-def _records(path: Path, file: IO[bytes] | io.RawIOBase) -> dict[str, Record]:
-    """Return the records of a zip archive, which lie apart in the file and have different names.
-
-    Raises:
-        CheckpointError: the archive is damaged, too large, encrypted, compressed or not torch's.
-    """
-    start = time.monotonic()
+def _opened(path: Path, file: IO[bytes] | io.RawIOBase) -> zipfile.ZipFile:
     try:
         archive = zipfile.ZipFile(_Directory(path, file))
     except (
@@ -270,14 +276,24 @@ def _records(path: Path, file: IO[bytes] | io.RawIOBase) -> dict[str, Record]:
         if "not a zip file" in str(error):
             raise CheckpointError(f"{path}: truncated: the zip archive has no end record", AGAIN) from None  # fmt: skip
         raise _damaged(path, f"{error}") from None
-    late = is_late(start)
-    infos: list[zipfile.ZipInfo] = archive.infolist()
-    if recognised := by_records(path, [info.filename for info in infos]):
+    if recognised := by_records(path, [info.filename for info in archive.infolist()]):
         what, repair = recognised
         raise CheckpointError(f"{path}: {what}", repair)
+    return archive
+
+
+def _records(path: Path, file: IO[bytes] | io.RawIOBase) -> dict[str, Record]:
+    """Return the records of a zip archive, which lie apart in the file and have different names.
+
+    Raises:
+        CheckpointError: the archive is damaged, too large, encrypted, compressed or not torch's.
+    """
+    start = time.monotonic()
+    archive = _opened(path, file)
+    late, infos = is_late(start), archive.infolist()
     headers = _headers_ahead(path, file, infos, late)
     records: dict[str, Record] = {}
-    folded: dict[str, str] = {}
+    folded: dict[bytes, str] = {}
     for info in infos:
         name = info.filename
         if info.flag_bits & 1:
@@ -290,7 +306,9 @@ def _records(path: Path, file: IO[bytes] | io.RawIOBase) -> dict[str, Record]:
             raise CheckpointError(f"{path}: record {shown(name)} is compressed", resaving(path))
         if name in records:
             raise _damaged(path, f"record {shown(name)} occurs twice")
-        if (other := folded.setdefault(name.lower(), name)) != name:
+        # Only ASCII's case, as torch.load ignores it.
+        lower = name.encode("utf-8", "surrogatepass").lower()
+        if (other := folded.setdefault(lower, name)) != name:
             raise _damaged(
                 path,
                 f"the names of the records {shown(other)} and {shown(name)} differ only in case,"
@@ -308,6 +326,8 @@ def _records(path: Path, file: IO[bytes] | io.RawIOBase) -> dict[str, Record]:
         if at < end:
             raise _damaged(path, f"record {shown(name)} overlaps record {shown(before)}")
         end, before = at + size, name
+    if min((info.header_offset for info in infos), default=0):
+        raise _damaged(path, "something lies before the archive, where torch.load would read it")
     return records
 
 

@@ -173,7 +173,12 @@ class _ModelStates:
         """
         if not self._frozen or not _OF_RANK.match(self.file.name):
             return {n: self._fragments[n] for n in self._frozen if n in self._fragments}
-        others = [self.file.with_name(_of_rank(self.file.name, rank)) for rank in range(1, ranks)]
+        # The number of ranks is the file's word: no more are named than may be there.
+        most = 1000 + sum(1 for _ in self.file.parent.iterdir())
+        others = [
+            self.file.with_name(_of_rank(self.file.name, rank))
+            for rank in range(1, min(ranks, most))
+        ]
         if absent := [file.name for file in others if not file.is_file()]:
             raise _missing(self.file.parent, absent)
         every = [self, *map(_ModelStates, others)]

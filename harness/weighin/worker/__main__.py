@@ -255,8 +255,11 @@ def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
     assert cause is not None
     from weighin.worker.cuda import is_out_of_memory
 
-    if is_out_of_memory(cause):
-        return Outcome.CUDA_OOM, one_line(str(cause))
+    of_gpu: BaseException | None = cause
+    while of_gpu and not is_out_of_memory(of_gpu):
+        of_gpu = of_gpu.__cause__  # a library's error may have been put into words
+    if of_gpu:
+        return Outcome.CUDA_OOM, one_line(str(of_gpu))
     if isinstance(error, UseFailed):
         return Outcome.USE_FAILED, f"{error}: {describe(cause)}"
     return Outcome.STRATEGY_FAILED, describe(cause, strategy)
