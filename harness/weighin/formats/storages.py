@@ -8,18 +8,14 @@ into memory; a model has memory only for the elements.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from weighin.formats.base import TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.foreign import unreadable
 
-if TYPE_CHECKING:
-    import numpy as np
-
 _FIRST_BYTES: Final = 4096  # different tensors nearly always differ here
 _PIECE_BYTES: Final = 4 * 1024**2
-_FLOATS: Final = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,31 +76,6 @@ def _pieces(where: TensorSlice) -> Iterator[bytes]:
                 yield file.read(min(_PIECE_BYTES, where.nbytes - start))
     except OSError as error:
         raise unreadable(where.file, error) from error
-
-
-def are_equal_in(dtype: str, one: TensorSlice, other: TensorSlice) -> bool:
-    """Tell whether two tensors of the same shape have the same values in a model of ``dtype``."""
-    if not {one.dtype_name, other.dtype_name} <= _FLOATS.keys():
-        return False
-    return all(
-        (a == b).all() for a, b in zip(*(_values(x, dtype) for x in (one, other)), strict=True)
-    )
-
-
-def _values(where: TensorSlice, dtype: str) -> "Iterator[np.ndarray[Any, Any]]":
-    """Yield the tensor's elements in order, converted to ``dtype`` as torch converts them."""
-    import numpy as np  # not at the top: few folders need it
-
-    flat = np.memmap(where.file, _FLOATS[where.dtype_name], "r", where.offset, (where.span,))
-    steps = [step * flat.itemsize for step in where.stride]
-    for row in np.lib.stride_tricks.as_strided(flat, where.shape, steps):
-        values = (row.astype("<u4") << 16).view("<f4") if where.dtype_name == "bfloat16" else row
-        with np.errstate(over="ignore", invalid="ignore"):
-            if dtype == "bfloat16":  # torch rounds to the nearest, and halves to even
-                bits = values.astype("<f4").view("<u4")
-                yield (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).view("<f4")
-            else:
-                yield values.astype(dtype)
 
 
 def footprint(slices: Sequence[TensorSlice]) -> Footprint:

@@ -41,7 +41,7 @@ from weighin.formats.pretrained_folder import (
 )
 from weighin.formats.pretrained_library import FolderChoice
 from weighin.formats.selection import WHOLE, Selection
-from weighin.formats.storages import are_equal, are_equal_in
+from weighin.formats.storages import are_equal
 from weighin.models.without_torchvision import imported_again
 from weighin.text import few, one_line
 
@@ -64,46 +64,7 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
     if (kind := folder.named_class) is None:
         answer = _ask({"path": str(folder.path), "choice": asdict(folder.choice)})
         kind = answer["architecture"], answer["in_code"]
-    return _spec(folder, selection, *kind)
-
-
-def plain_spec_of(
-    folder: PretrainedFolder, selection: Selection = WHOLE, *, merges: bool = False
-) -> ModelSpec:
-    """Return the result of ``spec_of``, for a process that imports transformers anyway, and copies the
-    file's tensors into the model.
-
-    With ``merges``, the caller merges an adapter, so that a folder with an adapter is allowed.
-
-    Raises:
-        CheckpointError: as for ``spec_of``, or the tensors are quantised codes that ``load_streaming``
-            does not dequantise.
-        ConfigError: as for ``spec_of``.
-    """
-    if not merges:
-        refuse_adapter(folder.path)
-    spec = _spec(folder, selection, *(folder.named_class or chosen_class(folder)))
-    if (found := quantised.of_model(spec)) and not found.dequantises:
-        raise found.error(folder.path)
-    return spec
-
-
-def spec_of_gguf(file: Path) -> ModelSpec:
-    """Return the ``ModelSpec`` of a GGUF file, like that of a Hugging Face folder.
-
-    Raises:
-        CheckpointError: the file is damaged or one of several parts, or transformers does not know the
-            model's architecture.
-        ConfigError: a package is missing, or transformers cannot be imported.
-    """
-    _check_gguf(file)
-    answer = _ask({"path": str(file), "choice": None})
-    return ModelSpec(file.stem, BUILDER, answer)
-
-
-def _spec(
-    folder: PretrainedFolder, selection: Selection, architecture: str, in_code: bool
-) -> ModelSpec:
+    architecture, in_code = kind
     kwargs: dict[str, Any] = {"architecture": architecture, "config": folder.config}
     if not folder.library.fixed_dtype:
         config = kwargs["config"] = {"architectures": None} | folder.config
@@ -121,23 +82,33 @@ def _spec(
     return ModelSpec(name_of(folder.path.resolve()), folder.library.builder, kwargs)
 
 
-def _kept_apart(
-    config: Mapping[str, Any], slices: Sequence[TensorSlice]
-) -> dict[str, list[tuple[str, str]]]:
-    """Return the pairs of tensors that the model's class may tie, but that differ in a model's dtype.
+def spec_of_gguf(file: Path) -> ModelSpec:
+    """Return the ``ModelSpec`` of a GGUF file, like that of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: the file is damaged or one of several parts, or transformers does not know the
+            model's architecture.
+        ConfigError: a package is missing, or transformers cannot be imported.
+    """
+    _check_gguf(file)
+    answer = _ask({"path": str(file), "choice": None})
+    return ModelSpec(file.stem, BUILDER, answer)
+
+
+def _kept_apart(config: Mapping[str, Any], slices: Sequence[TensorSlice]) -> list[tuple[str, str]]:
+    """Return the pairs of tensors that the model's class may tie, but that differ in the files.
 
     ``from_pretrained`` does not tie an output head to the embedding if the file has different
     values for the two. ``_kept_apart`` compares the matrices of equal shape that have a row for each
     token of the vocabulary, but no two matrices of numbered layers; only where the class ties two of
-    them, the model's builder unties them. The pairs for float32 are also those for dtypes that the
-    result lacks. The result is empty if ``config.json`` ties no tensors.
+    them, the model's builder unties them. The result is empty if ``config.json`` ties no tensors.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
     parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
     if not any(part.get("tie_word_embeddings", True) for part in parts):
-        return {}
+        return []
     sizes = {
         value
         for part in parts
@@ -147,21 +118,13 @@ def _kept_apart(
     if not sizes:  # config.json may leave a usual size out
         sizes = {max((one.shape[0] for one in slices if len(one.shape) > 1), default=0)}
     rows = [one for one in slices if one.nbytes and one.shape and one.shape[0] in sizes]
-    different = [
-        (one, other)
+    return [
+        (one.name, other.name)
         for one, other in combinations(rows, 2)
         if one.shape == other.shape
         and not (_NUMBERED.search(one.name) and _NUMBERED.search(other.name))
         and not are_equal(one, other)
     ]
-    if not different:
-        return {}
-    apart = {
-        dtype: [(a.name, b.name) for a, b in different if not are_equal_in(dtype, a, b)]
-        for dtype in MODEL_DTYPES
-    }
-    usual = apart["float32"]
-    return {name: pairs for name, pairs in apart.items() if name == "float32" or pairs != usual}
 
 
 def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:

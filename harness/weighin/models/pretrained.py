@@ -15,7 +15,6 @@ import torch
 
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.dtypes import dtype_name
 from weighin.formats.foreign import misfit
 from weighin.formats.pretrained_folder import (
     adapter_failed,
@@ -43,7 +42,7 @@ def from_config(
     architecture: str,
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
-    apart: Mapping[str, Sequence[Sequence[str]]] | None = None,
+    apart: Sequence[Sequence[str]] | Mapping[str, Sequence[Sequence[str]]] = (),
     quantised: object = None,  # noqa: ARG001 (load_pretrained dequantises and merges)
     adapter: str = "",  # noqa: ARG001
 ) -> torch.nn.Module:
@@ -56,8 +55,7 @@ def from_config(
         config: the content of ``config.json``.
         code: the folder with the class's code and a digest of the code, if the class is not in
             transformers; see ``weighin.formats.pretrained_folder``.
-        apart: the pairs of tensors that differ in the file, for each dtype of a model; see
-            ``weighin.models.description``.
+        apart: the pairs of tensors that differ in the files; see ``weighin.models.description``.
 
     Raises:
         ConfigError: for the reasons of ``pretrained_class``, or transformers refuses ``config``.
@@ -72,7 +70,7 @@ def from_config(
             part.dtype = dtype
     model = kind(settings)
     if apart:
-        _untie(model, apart.get(dtype_name(dtype), apart["float32"]))
+        _untie(model, apart["float32"] if isinstance(apart, Mapping) else apart)  # in old plans
     _keep_in_float32(model, dtype)
     _compute_in_float32(model, dtype)
     model.keeps_dtypes = True
@@ -349,8 +347,8 @@ def example_inputs(
     architecture: str,
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
-    apart: Mapping[str, Any] | None = None,  # noqa: ARG001 (the builder's arguments)
-    quantised: Mapping[str, Any] | None = None,  # noqa: ARG001
+    apart: object = None,  # noqa: ARG001 (the builder's arguments)
+    quantised: object = None,  # noqa: ARG001
     adapter: str = "",  # noqa: ARG001
 ) -> dict[str, torch.Tensor] | None:
     """Return small inputs for one forward pass; None unless these are text, sound or images."""
