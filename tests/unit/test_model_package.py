@@ -7,7 +7,7 @@ from factories import make_result
 
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_folder import BUILDER
-from weighin.models.pretrained_modules import module_of
+from weighin.formats.pretrained_library import module_of
 from weighin.records.metrics import phases_of_load
 from weighin.result import IMPORT_TRANSFORMERS
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from weighin import load_pretrained
-from weighin.models.pretrained import is_own, pretrained_class
+from weighin.models.pretrained import pretrained_class
 
 EXPERTS = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128, "head_dim": 8,
@@ -52,7 +53,9 @@ def test_a_loaded_model_is_saved_with_the_keys_that_its_file_has(
 def test_a_loaded_model_and_its_modules_name_their_folder(experts: Path) -> None:
     def names(model: Any) -> dict[str, str]:
         found = {
-            path: module.name_or_path for path, module in model.named_modules() if is_own(module)
+            path: module.name_or_path
+            for path, module in model.named_modules()
+            if isinstance(module, PreTrainedModel)
         }
         return found | {"config": model.config.name_or_path}
 

@@ -6,6 +6,7 @@ differ. Code that differs is in the modules ``weighin.models.pretrained*``, one 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Final
 
 WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
@@ -97,6 +98,11 @@ def library_in(config: Mapping[str, Any]) -> Library:
 def library_of(builder: str) -> Library | None:
     """Return the library whose models a builder builds; None for any other builder."""
     return next((each for each in LIBRARIES if each.builder == builder), None)
+
+
+def module_of(builder: str) -> Any:
+    """Return the module of a builder such as "weighin.models.pretrained:from_config"."""
+    return import_module(builder.partition(":")[0])
 
 
 @dataclass(frozen=True, slots=True)

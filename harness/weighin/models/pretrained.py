@@ -5,15 +5,17 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weighin import install
+from weighin.construction.tensor_memory import storage_key
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.foreign import misfit
 from weighin.formats.pretrained_folder import (
@@ -28,11 +30,10 @@ from weighin.formats.pretrained_folder import (
 )
 from weighin.formats.pretrained_library import ARGUMENT
 from weighin.formats.quantisation_config import dequantising
-from weighin.models.after_load import as_loaded
-from weighin.models.pretrained_names import ModelNames
 from weighin.models.without_torchvision import imported_again
 from weighin.text import one_line
 
+_FLAG: Final = "_is_hf_initialized"  # transformers sets this attribute
 _TOKENS: Final = 8
 _MISMATCHED: Final = "ignore_mismatched_sizes"  # an option that the error of from_pretrained names
 _SAMPLES: Final = 16_000  # one second of sound
@@ -76,6 +77,32 @@ def from_config(
     model.keeps_dtypes = True
     model.eval()
     return cast(torch.nn.Module, model)
+
+
+class ModelNames:
+    """transformers' tables for one model; they give a file's tensor its name and conversion."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        self.by_pattern = {
+            pattern: one for one in self._converters for pattern in one.source_patterns
+        }
+        self.wanted, self._prefix = model.state_dict(keep_vars=True), model.base_model_prefix
+
+    def of(self, name: str) -> tuple[str, str | None]:
+        """Return the model's name for a file's tensor, and its conversion's pattern or None."""
+        from transformers.core_model_loading import rename_source_key
+
+        new: tuple[str, str | None]
+        new = rename_source_key(name, self._renamings, self._converters, self._prefix, self.wanted)
+        if new[0] not in self.wanted and name in self.wanted:
+            new = rename_source_key(name, [], [], self._prefix, self.wanted)
+        return new
 
 
 def _untie(model: Any, apart: Sequence[Sequence[str]]) -> None:
@@ -279,14 +306,6 @@ def _class_in(folder: Path, architecture: str, config: Mapping[str, Any]) -> Any
     return kind
 
 
-def is_own(model: torch.nn.Module) -> bool:
-    """Tell whether a model's class is from transformers, without importing transformers."""
-    return any(
-        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
-        for kind in type(model).__mro__
-    )
-
-
 def import_class(kwargs: Mapping[str, Any]) -> None:
     """Import the class that ``from_config`` builds, so that no later phase of a load imports it."""
     pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
@@ -322,10 +341,61 @@ def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
     stored = [tensors[name] for name in tensors.keys() - computed]
     torch.set_default_dtype(torch.float32)
     try:
-        with as_loaded(model, stored):
+        with _as_loaded(model, stored):
             model.initialize_weights()
     finally:
         torch.set_default_dtype(dtype)
+
+
+def written_after_load(model: Any) -> set[str]:
+    """Return the names (in the state dict) of the tensors to which ``from_pretrained`` writes after the load.
+
+    It then calls the model's ``_init_weights``, which does not overwrite a whole loaded tensor, but may
+    write to a part of it. For example, some classes set the padding token's row of the embedding to
+    zero, whatever values the file has.
+    """
+    tensors = model.state_dict(keep_vars=True)
+    writes = _Writes({storage_key(tensor) for tensor in tensors.values()})
+    with (
+        torch.random.fork_rng(devices=[]),
+        _as_loaded(model, [*model.parameters(), *model.buffers()]),
+        writes,
+    ):
+        model.initialize_weights()
+    return {name for name, tensor in tensors.items() if storage_key(tensor) in writes.written}
+
+
+class _Writes(TorchDispatchMode):
+    """Skips each operation that would write to one of ``storages``, and records that storage."""
+
+    def __init__(self, storages: set[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.written: set[Any] = set()
+        self._storages = storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+            key = storage_key(args[0])
+            if key in self._storages:
+                self.written.add(key)
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _as_loaded(model: Any, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Mark ``tensors`` as loaded until the context ends, with the flag that transformers uses. Also
+    remove the flag from all modules; the end of the context does not set it again.
+    """
+    for tensor in tensors:
+        setattr(tensor, _FLAG, True)
+    for module in model.modules():
+        module.__dict__.pop(_FLAG, None)
+    try:
+        yield
+    finally:
+        for tensor in tensors:
+            tensor.__dict__.pop(_FLAG, None)
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:

@@ -121,14 +121,6 @@ def _quiet(diffusers: Any) -> None:
     diffusers.utils.logging.disable_progress_bar()
 
 
-def is_own(model: torch.nn.Module) -> bool:
-    """Tell whether a model's class is from diffusers, without importing diffusers."""
-    return any(
-        kind.__name__ == "ModelMixin" and kind.__module__.startswith("diffusers.")
-        for kind in type(model).__mro__
-    )
-
-
 def named_as_in(model: Any, slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:
     """Return a checkpoint's tensors by the names that ``from_pretrained`` gives them."""
     named = {each.name: each for each in slices}

@@ -130,11 +130,6 @@ def _timm() -> Any:
     return timm
 
 
-def is_own(model: torch.nn.Module) -> bool:
-    """Tell whether ``from_config`` or ``reference`` made a model."""
-    return model in _LOADS
-
-
 def named_as_in(model: torch.nn.Module, slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:
     """Return a checkpoint's tensors, with timm's names as keys.
 

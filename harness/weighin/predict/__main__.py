@@ -26,7 +26,7 @@ from weighin.cell import Cell, Job, ModelSpec
 from weighin.checkpoint.manifest import read_manifest
 from weighin.construction.skeleton import Builder, resolve_builder
 from weighin.errors import HarnessError
-from weighin.formats.pretrained_library import library_of
+from weighin.formats.pretrained_library import library_of, module_of
 from weighin.predict import no_processes
 from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory
@@ -58,8 +58,6 @@ def main() -> None:
         with suppress(Exception):  # the fork imports the class again, and answers with the error
             model = ModelSpec(**request["cell"]["model"])
             if library := library_of(model.builder):
-                from weighin.models.pretrained_modules import module_of  # no other model needs it
-
                 module_of(library.builder).import_class(model.kwargs)
         with suppress(Exception):  # the fork answers with this error, too
             hide_once()

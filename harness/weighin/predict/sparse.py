@@ -17,12 +17,10 @@ from weighin.construction.skeleton import build_skeleton, resolve_builder
 from weighin.formats import gguf, quantised
 from weighin.formats.foreign import lacks, misfit
 from weighin.formats.pretrained_folder import own_dtype, refuse_part
-from weighin.formats.pretrained_library import library_of
+from weighin.formats.pretrained_library import library_of, module_of
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import leaving_holes
 from weighin.models import pretrained
-from weighin.models.pretrained_modules import module_for
-from weighin.models.pretrained_names import ModelNames
 
 
 def make_sparse(
@@ -96,9 +94,9 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
     shapes: dict[
         str, tuple[int, ...] | None
     ] = {}  # None: a conversion of the library gives the shape
-    library = module_for(built)
-    if library in (None, pretrained):
-        names = ModelNames(built)
+    library = module_of(model.builder)
+    if library is pretrained:
+        names = pretrained.ModelNames(built)
         for one in slices:
             name, pattern = names.of(one.name)
             if pattern is None:
@@ -120,7 +118,7 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
         raise misfit(source, kind, {"of another shape": others})
     values = {id(wanted[name]) for name in shapes if name in wanted}  # also under its tied names
     values |= {id(buffer) for buffer in built.buffers()}
-    if library in (None, pretrained):
+    if library is pretrained:
         values |= {id(wanted[name]) for name in pretrained.computed_keys(built)}
     if missing := sorted(name for name, tensor in wanted.items() if id(tensor) not in values):
         raise lacks(source, missing, kind)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from weighin.cell import Job, encode_job
 from weighin.child_process import Child, module
-from weighin.formats.pretrained_library import library_of
+from weighin.formats.pretrained_library import library_of, module_of
 from weighin.probes.process import read_rollup
 from weighin.result import Outcome
 from weighin.text import one_line
@@ -80,8 +80,6 @@ class Worker:
         # Packages such as transformers import a module only when a class in it is first used.
         if library := library_of(job.cell.model.builder):
             with marks.phase(f"import {library.name}"):
-                from weighin.models.pretrained_modules import module_of
-
                 module_of(library.builder).import_class(job.cell.model.kwargs)
         with marks.phase("prepare"):
             from pathlib import Path
