@@ -29,7 +29,7 @@ from weighin.formats.pretrained_folder import (
     reference_in,
 )
 from weighin.formats.pretrained_library import ARGUMENT
-from weighin.formats.quantisation_config import dequantising
+from weighin.formats.quantised import dequantising
 from weighin.models.without_torchvision import imported_again
 from weighin.text import one_line
 

@@ -27,7 +27,7 @@ from weighin.formats.pretrained_folder import (
     variant_of,
 )
 from weighin.formats.pretrained_library import TRANSFORMERS, library_in
-from weighin.formats.quantisation_config import dequantising
+from weighin.formats.quantised import dequantising
 from weighin.formats.selection import WHOLE, Selection
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned

@@ -20,7 +20,6 @@ from weighin.construction.skeleton import construct
 from weighin.errors import CheckpointError, ConfigError, HarnessError
 from weighin.formats import foreign, gguf, quantised, sentence_parts
 from weighin.formats.base import Slices, TensorSlice
-from weighin.formats.companions import find_codes
 from weighin.formats.foreign import lacks, misfit, no_model
 from weighin.formats.hub_cache import cached_snapshot, path_of
 from weighin.formats.pipeline import is_pipeline
@@ -38,7 +37,6 @@ from weighin.formats.pretrained_folder import (
     refuse_adapter,
 )
 from weighin.formats.pretrained_library import DIFFUSERS, TIMM, FolderChoice
-from weighin.formats.quantisation_config import named_in
 from weighin.formats.selection import Selection
 from weighin.loader.load import load_renamed
 from weighin.models.description import chosen_class, described_gguf
@@ -203,7 +201,7 @@ def _of_transformers(
         ) from error
     unexpected = {name for info in load.infos for name in info.unexpected_keys}
     _check_codes(model, checkpoint, slices, unexpected, codes)
-    method = named_in(path, found.config).name
+    method = quantised.method_of(path, found.config)
     if method and codes is None and any(info.missing_keys for info in load.infos):
         raise CheckpointError(
             f"{checkpoint}: quantised with {method}, as config.json says, which transformers does not"
@@ -272,7 +270,7 @@ def _check_codes(
     if not unexpected:
         return
     if found and (
-        left := [one.where.name for one in find_codes(slices) if one.scales in unexpected]
+        left := [one.where.name for one in quantised.find_codes(slices) if one.scales in unexpected]
     ):
         raise CheckpointError(
             f"{checkpoint}: {found.summary}; quantization_config in config.json does not describe"
