@@ -12,7 +12,7 @@ from fork_server import ForkServer
 from safetensors.torch import load_file, save_file
 
 from weighin.errors import ConfigError
-from weighin.models.without_torchvision import imported_again
+from weighin.models.pretrained import imported_again
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8,

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
@@ -42,7 +43,6 @@ from weighin.formats.pretrained_folder import (
 from weighin.formats.pretrained_library import FolderChoice
 from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.storages import are_equal
-from weighin.models.without_torchvision import imported_again
 from weighin.text import few, one_line
 
 _NUMBERED: Final = re.compile(r"\.\d+\.")
@@ -278,6 +278,8 @@ def described_gguf(file: Path) -> dict[str, Any]:
         try:
             config = configuration(transformers)
         except ImportError as error:
+            from weighin.models.pretrained import imported_again  # imports torch
+
             config = configuration(imported_again("transformers", error))
         known = _classes_of(config.model_type)
         autos = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
@@ -289,14 +291,14 @@ def described_gguf(file: Path) -> dict[str, Any]:
             f" {one_line(f'{type(error).__name__}: {error}')}",
             f"list its tensors: weighin inspect {file}; write their values: weighin convert {file} FOLDER",
         ) from error
-    from weighin.models.gguf_keys import converts_in_own_code  # imports torch
-
     dtype = "float32"  # torch's default dtype
-    if converts_in_own_code(name):
+    with suppress(ImportError):  # since 5.20, transformers reads some architectures in other code
         from transformers.integrations.gguf.reader import GgufHeader
+        from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
-        own = GgufHeader.from_file(str(file)).dtype
-        dtype = str(own or "torch.float32").removeprefix("torch.")
+        if is_gguf_arch_supported(name):
+            own = GgufHeader.from_file(str(file)).dtype
+            dtype = str(own or "torch.float32").removeprefix("torch.")
     content = json.loads(config.to_json_string(use_diff=False))
     content |= {"architectures": [architecture], "dtype": dtype}
     return {"architecture": architecture, "config": content}

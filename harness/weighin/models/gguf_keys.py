@@ -61,15 +61,6 @@ def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> Slices:
     )
 
 
-def converts_in_own_code(architecture: str) -> bool:
-    """Tell whether transformers, since 5.20, reads this architecture of llama.cpp in code of its own."""
-    try:
-        from transformers.integrations.gguf.utils import is_gguf_arch_supported
-    except ImportError:
-        return False
-    return bool(is_gguf_arch_supported(architecture))
-
-
 def _converted(
     undo: Undo, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
 ) -> TensorSlice:

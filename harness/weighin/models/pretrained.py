@@ -3,10 +3,11 @@
 import contextlib
 import os
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, cast
@@ -28,14 +29,15 @@ from weighin.formats.pretrained_folder import (
     from_pretrained_arguments,
     reference_in,
 )
-from weighin.formats.pretrained_library import ARGUMENT
+from weighin.formats.pretrained_library import ARGUMENT, DIFFUSERS
 from weighin.formats.quantised import dequantising
-from weighin.models.without_torchvision import imported_again
 from weighin.text import one_line
 
 _FLAG: Final = "_is_hf_initialized"  # transformers sets this attribute
 _TOKENS: Final = 8
+_IMPORTERS: Final = ("transformers", "diffusers", "peft")  # of torchvision
 _MISMATCHED: Final = "ignore_mismatched_sizes"  # an option that the error of from_pretrained names
+_PIPELINES: Final = "diffusers.pipelines"
 _SAMPLES: Final = 16_000  # one second of sound
 
 
@@ -175,13 +177,10 @@ def pretrained_class(
     except ImportError as error:
         package = imported_again("transformers", error)
         kind = getattr(package, name, None)
-    package.logging.set_verbosity_error()
-    package.logging.disable_progress_bar()
+    quiet(package)
     if code:
         return _class_in(check_unchanged(code), architecture, config or {})
     if kind is None and find_spec("diffusers"):
-        from weighin.models.pretrained_diffusers import class_of_pipelines
-
         kind = class_of_pipelines(architecture)  # for example StableDiffusionSafetyChecker
     if not isinstance(kind, type) or not issubclass(kind, package.PreTrainedModel):
         raise ConfigError(
@@ -189,6 +188,92 @@ def pretrained_class(
             "install the version in config.json's transformers_version, or a newer one",
         )
     return kind
+
+
+def class_of_pipelines(name: str) -> Any:
+    """Return a class that diffusers defines in a pipeline's module; None if there is no such class.
+
+    An example is ``StableDiffusionSafetyChecker``.
+
+    Raises:
+        ConfigError: diffusers is not installed.
+    """
+    diffusers_package()
+    root = Path(import_module(_PIPELINES).__path__[0])
+    definition = re.compile(rf"^class {re.escape(name)}\(", re.MULTILINE)
+    for file in sorted(root.rglob("*.py")):
+        if definition.search(file.read_text(encoding="utf-8")):
+            inside = ".".join(file.relative_to(root).with_suffix("").parts)
+            return getattr(import_module(f"{_PIPELINES}.{inside}"), name)
+    return None
+
+
+def diffusers_package() -> Any:
+    """Import diffusers without its messages."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads this when it is imported
+    try:
+        import diffusers
+    except ImportError as error:
+        raise ConfigError(
+            f"the package diffusers, which this model needs, cannot be imported: {error}",
+            install.command(DIFFUSERS.extra),
+        ) from None
+    quiet(diffusers)
+    return diffusers
+
+
+def quiet(package: Any) -> None:
+    package.utils.logging.set_verbosity_error()
+    package.utils.logging.disable_progress_bar()
+
+
+def imported_again(package: str, error: Exception) -> Any:
+    """After the import of a package failed with ``error``, import the package again as if
+    torchvision were not installed.
+
+    transformers and diffusers need torchvision only for image processors, which no load needs; one
+    that was built for another torch fails. Because this function changes ``sys.modules``, it works only
+    in a process that weighin started, such as ``python -m weighin.worker``.
+
+    Raises:
+        ConfigError: torchvision is not the cause, or weighin did not start this process.
+    """
+    failed, spec = import_failed(package, error), getattr(sys.modules["__main__"], "__spec__", None)
+    is_own_process = spec is not None and spec.name.partition(".")[0] == "weighin"
+    if not (_is_of_torchvision(error) and is_own_process):
+        raise failed from error
+    for name in [name for name in sys.modules if name.partition(".")[0] in _IMPORTERS]:
+        del sys.modules[name]
+    modules: dict[str, Any] = sys.modules
+    modules["torchvision"] = None  # makes "import torchvision" fail
+    return import_module(package)
+
+
+def import_failed(package: str, error: Exception) -> ConfigError:
+    """Return the error for a package that cannot be imported, with the cause and advice."""
+    cause = _cause(error)
+    reason = one_line(f"{type(cause).__name__}: {cause}")
+    if not _is_of_torchvision(error):
+        return ConfigError(
+            f"{package} cannot be imported: {reason}",
+            f"install it again: pip install --force-reinstall {package}",
+        )
+    own, other = (metadata.version(name) for name in ("torch", "torchvision"))
+    return ConfigError(
+        f"{package} imports torchvision {other}, whose build does not fit torch {own}: {reason}",
+        "install the build for this torch, from the index that torch came from; transformers and"
+        " diffusers work without torchvision, too: pip uninstall torchvision",
+    )
+
+
+def _is_of_torchvision(error: Exception) -> bool:
+    return "torchvision::" in str(_cause(error))  # an operator that torchvision did not define
+
+
+def _cause(error: BaseException) -> BaseException:
+    while (earlier := error.__cause__ or error.__context__) is not None:
+        error = earlier
+    return error
 
 
 def reference(

@@ -3,23 +3,18 @@
 The model is a part of a pipeline, such as its ``unet``, ``transformer`` or ``vae``.
 """
 
-import os
-import re
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from weighin import install
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import TensorSlice
 from weighin.formats.pretrained_folder import folder_of
 from weighin.formats.pretrained_library import DIFFUSERS
-from weighin.models.without_torchvision import imported_again
+from weighin.models.pretrained import class_of_pipelines, diffusers_package, imported_again, quiet
 
-_PIPELINES: Final = "diffusers.pipelines"
 _QUANTISED: Final = "quantization_config"
 
 
@@ -64,13 +59,13 @@ def diffusers_class(architecture: str) -> Any:
     Raises:
         ConfigError: diffusers is not installed, cannot be imported, or has no such class.
     """
-    diffusers = _diffusers()
+    diffusers = diffusers_package()
     try:
         kind = getattr(diffusers, architecture, None)
     except (ImportError, RuntimeError) as error:
         diffusers = imported_again("diffusers", error)
         kind = getattr(diffusers, architecture, None)
-    _quiet(diffusers)
+    quiet(diffusers)
     kind = kind or class_of_pipelines(architecture)
     if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
         raise ConfigError(
@@ -83,42 +78,6 @@ def diffusers_class(architecture: str) -> Any:
 def import_class(kwargs: Mapping[str, Any]) -> None:
     """Import the class that ``from_config`` builds, so that no later phase of a load imports it."""
     diffusers_class(kwargs["architecture"])
-
-
-def class_of_pipelines(name: str) -> Any:
-    """Return a class that diffusers defines in a pipeline's module; None if there is no such class.
-
-    An example is ``StableDiffusionSafetyChecker``.
-
-    Raises:
-        ConfigError: diffusers is not installed.
-    """
-    _diffusers()
-    root = Path(import_module(_PIPELINES).__path__[0])
-    definition = re.compile(rf"^class {re.escape(name)}\(", re.MULTILINE)
-    for file in sorted(root.rglob("*.py")):
-        if definition.search(file.read_text(encoding="utf-8")):
-            inside = ".".join(file.relative_to(root).with_suffix("").parts)
-            return getattr(import_module(f"{_PIPELINES}.{inside}"), name)
-    return None
-
-
-def _diffusers() -> Any:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads this when it is imported
-    try:
-        import diffusers
-    except ImportError as error:
-        raise ConfigError(
-            f"the package diffusers, which this model needs, cannot be imported: {error}",
-            install.command(DIFFUSERS.extra),
-        ) from None
-    _quiet(diffusers)
-    return diffusers
-
-
-def _quiet(diffusers: Any) -> None:
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
 
 
 def named_as_in(model: Any, slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:

@@ -17,7 +17,7 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import TensorSlice
 from weighin.formats.pretrained_folder import folder_of
 from weighin.formats.pretrained_library import TIMM
-from weighin.models.without_torchvision import misfit
+from weighin.models.pretrained import import_failed
 from weighin.text import first_names
 
 
@@ -126,7 +126,7 @@ def _timm() -> Any:
             install.command(TIMM.extra),
         ) from None
     except RuntimeError as error:  # torchvision of another build, without which timm does not work
-        raise misfit("timm", error) from None
+        raise import_failed("timm", error) from None
     return timm
 
 
