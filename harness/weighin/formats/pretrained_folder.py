@@ -390,17 +390,6 @@ def digest(folder: Path) -> str:
     return whole.hexdigest()
 
 
-def check_unchanged(code: Mapping[str, str]) -> Path:
-    """Return the code's folder; raise ConfigError if the code changed after the run was planned."""
-    folder = Path(code["folder"])
-    if digest(folder) != code["sha256"]:
-        raise ConfigError(
-            f"{folder}: the model's code was changed after this run was planned",
-            "start a new run: this run can be resumed only with the code of its plan",
-        )
-    return folder
-
-
 def auto_class(config: Mapping[str, Any], architecture: str) -> str:
     """Return the auto class of transformers that loads the model, such as "AutoModelForCausalLM".
 
@@ -414,30 +403,6 @@ def auto_class(config: Mapping[str, Any], architecture: str) -> str:
         f"config.json names no code of the class {architecture!r} in '{AUTO_MAP}'",
         f"correct '{AUTO_MAP}' or 'architectures' in config.json",
     )
-
-
-def reference_in(folder: Path, config: Mapping[str, Any], auto: str) -> str:
-    """Return the entry of ``auto_map`` ("modeling_x.XForCausalLM") for the auto class ``auto``.
-
-    Raises:
-        ConfigError: the entry is malformed, or the folder lacks the class's file, which may be in
-            another repository ("owner/name--modeling_x.XForCausalLM").
-    """
-    repository, divided, inside = str(config[AUTO_MAP][auto]).rpartition("--")
-    named = re.fullmatch(r"(\w+)\.\w+", inside)
-    if named is None:
-        raise ConfigError(
-            f"{folder}: {one_line(inside, 80)!r} in '{AUTO_MAP}' is not module.class",
-            f"correct '{AUTO_MAP}' in config.json",
-        )
-    if not (folder / f"{named[1]}.py").is_file():
-        where = f", but in the repository {repository}" if divided else ""
-        raise ConfigError(
-            f"{folder}: the code {inside} of the model is not in this folder{where}",
-            f"add {named[1]}.py and the modules that it imports to the folder: weighin uses no"
-            " network",
-        )
-    return inside
 
 
 def _models_in_code(config: Mapping[str, Any]) -> dict[str, str]:

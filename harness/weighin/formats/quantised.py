@@ -116,30 +116,27 @@ def _elements(
     pair: _Pair, codes: TensorSlice, by_name: Mapping[str, TensorSlice], bits: int | None
 ) -> int | None:
     """Return the number of weights in a tensor of codes; None if the shapes do not determine it."""
-    beginning, count = codes.name.removesuffix(pair.codes), None
-    if pair.counts == "each, or packed in uint8" and codes.dtype_name == "uint8":
-        count = codes.nbytes * 8 // (bits if bits and bits < 8 else 4)
+    beginning = codes.name.removesuffix(pair.codes)
+    scales = by_name[beginning + pair.scales]
+    if pair.counts == "two in a byte":
+        bits = 4
+    elif pair.counts == "each, or packed in uint8" and codes.dtype_name == "uint8":
+        bits = bits if bits and bits < 8 else 4
     elif pair.counts.startswith("each"):
-        count = prod(codes.shape)
-    elif pair.counts == "two in a byte":
-        count = 2 * codes.nbytes
-    elif pair.counts == "bits":
-        count = codes.nbytes * 8 // bits if bits else None
+        return prod(codes.shape)
     elif pair.counts == "codebooks":
-        books = by_name[beginning + pair.scales]
-        if len(books.shape) == 4 and len(codes.shape) >= 2:
-            count = prod(codes.shape[:2]) * prod(books.shape[2:])
+        is_known = len(scales.shape) == 4 and len(codes.shape) >= 2
+        return prod(codes.shape[:2]) * prod(scales.shape[2:]) if is_known else None
     elif pair.counts == "rows":  # GPTQ packs along the first dimension, AWQ along the last
-        scales, places = by_name[beginning + pair.scales], by_name.get(beginning + ".g_idx")
         if not scales.shape or len(codes.shape) != 2:
-            count = None
-        elif scales.shape[-1] != codes.shape[-1]:
-            count = codes.shape[0] * scales.shape[-1]
-        elif places is not None:
-            count = prod(places.shape) * codes.shape[-1]
-        elif bits:
-            count = codes.nbytes * 8 // bits
-    return count
+            return None
+        if scales.shape[-1] != codes.shape[-1]:
+            return codes.shape[0] * scales.shape[-1]
+        if (places := by_name.get(beginning + ".g_idx")) is not None:
+            return prod(places.shape) * codes.shape[-1]
+    elif pair.counts == "unknown":
+        bits = None
+    return codes.nbytes * 8 // bits if bits else None
 
 
 def _companions(slices: Sequence[TensorSlice], codes: Sequence[Codes]) -> set[str]:

@@ -90,7 +90,6 @@ def spec_of_gguf(file: Path) -> ModelSpec:
             model's architecture.
         ConfigError: a package is missing, or transformers cannot be imported.
     """
-    _check_gguf(file)
     answer = _ask({"path": str(file), "choice": None})
     return ModelSpec(file.stem, BUILDER, answer)
 
@@ -257,7 +256,13 @@ def described_gguf(file: Path) -> dict[str, Any]:
     Raises:
         CheckpointError, ConfigError: for the same reasons as ``spec_of_gguf``.
     """
-    _check_gguf(file)
+    gguf.check_decoded(gguf.read(file))
+    if len(parts := gguf.files(file)) > 1:
+        raise CheckpointError(
+            f"{file}: one of {len(parts)} parts of a model; transformers reads only whole GGUF"
+            " files",
+            f"join the parts with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf",
+        )
     try:
         import accelerate  # noqa: F401 (from_pretrained needs it)
         import gguf as package  # noqa: F401
@@ -302,16 +307,6 @@ def described_gguf(file: Path) -> dict[str, Any]:
     content = json.loads(config.to_json_string(use_diff=False))
     content |= {"architectures": [architecture], "dtype": dtype}
     return {"architecture": architecture, "config": content}
-
-
-def _check_gguf(file: Path) -> None:
-    gguf.check_decoded(gguf.read(file))
-    if len(parts := gguf.files(file)) > 1:
-        raise CheckpointError(
-            f"{file}: one of {len(parts)} parts of a model; transformers reads only whole GGUF"
-            " files",
-            f"join the parts with llama.cpp: llama-gguf-split --merge {parts[0]} JOINED.gguf",
-        )
 
 
 if __name__ == "__main__":

@@ -20,14 +20,14 @@ from weighin.construction.tensor_memory import storage_key
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.foreign import misfit
 from weighin.formats.pretrained_folder import (
+    AUTO_MAP,
     adapter_failed,
     auto_class,
     check_adapter,
-    check_unchanged,
+    digest,
     dtype_of,
     folder_of,
     from_pretrained_arguments,
-    reference_in,
 )
 from weighin.formats.pretrained_library import ARGUMENT, DIFFUSERS
 from weighin.formats.quantised import dequantising
@@ -179,7 +179,7 @@ def pretrained_class(
         kind = getattr(package, name, None)
     quiet(package)
     if code:
-        return _class_in(check_unchanged(code), architecture, config or {})
+        return _class_in(code, architecture, config or {})
     if kind is None and find_spec("diffusers"):
         kind = class_of_pipelines(architecture)  # for example StableDiffusionSafetyChecker
     if not isinstance(kind, type) or not issubclass(kind, package.PreTrainedModel):
@@ -238,7 +238,8 @@ def imported_again(package: str, error: Exception) -> Any:
     Raises:
         ConfigError: torchvision is not the cause, or weighin did not start this process.
     """
-    failed, spec = import_failed(package, error), getattr(sys.modules["__main__"], "__spec__", None)
+    failed = import_failed(package, error)
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
     is_own_process = spec is not None and spec.name.partition(".")[0] == "weighin"
     if not (_is_of_torchvision(error) and is_own_process):
         raise failed from error
@@ -365,15 +366,34 @@ def _of_another_shape(kind: Any, arguments: Mapping[str, Any], checkpoint: Path)
     return misfit(checkpoint, kind.__name__, {"of another shape": names})
 
 
-def _class_in(folder: Path, architecture: str, config: Mapping[str, Any]) -> Any:
+def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, Any]) -> Any:
     """Import a folder's code with transformers, and return the class.
 
-    transformers copies the code to its own cache before the import.
+    ``auto_map`` in ``config.json`` may name a class's file in another repository:
+    "owner/name--modeling_x.XForCausalLM". transformers copies the code to its own cache before the import.
     """
     from transformers import PreTrainedModel
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    reference = reference_in(folder, config, auto_class(config, architecture))
+    folder = Path(code["folder"])
+    if digest(folder) != code["sha256"]:
+        raise ConfigError(
+            f"{folder}: the model's code was changed after this run was planned",
+            "start a new run: this run can be resumed only with the code of its plan",
+        )
+    named = str(config[AUTO_MAP][auto_class(config, architecture)])
+    repository, divided, reference = named.rpartition("--")
+    if not (match := re.fullmatch(r"(\w+)\.\w+", reference)):
+        raise ConfigError(
+            f"{folder}: {one_line(reference, 80)!r} in '{AUTO_MAP}' is not module.class",
+            f"correct '{AUTO_MAP}' in config.json",
+        )
+    if not (folder / f"{match[1]}.py").is_file():
+        where = f", but in the repository {repository}" if divided else ""
+        raise ConfigError(
+            f"{folder}: the code {reference} of the model is not in this folder{where}",
+            f"add {match[1]}.py and the modules that it imports to the folder: weighin uses no network",
+        )
     try:
         kind = get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
     except (ImportError, AttributeError, SyntaxError) as error:
