@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # for types only, because this module must not import torch a
     import torch
 
     from weighin.construction.skeleton import without_weights
-    from weighin.construction.tied_weights import assign, retie, share_missing, tied_names
+    from weighin.construction.tensors import assign, retie, share_missing, tied_names
     from weighin.formats import files
     from weighin.formats.per_key import file_name
     from weighin.formats.pretrained_folder import from_pretrained_arguments
@@ -38,7 +38,7 @@ __all__ = [
 HELPERS = {
     "MAX_SHARD_BYTES": "weighin.formats.sharded",
     "arguments_to_dequantise": "weighin.models.pretrained",
-    "assign": "weighin.construction.tied_weights",
+    "assign": "weighin.construction.tensors",
     "diffusers_class": "weighin.models.pretrained_diffusers",
     "file_name": "weighin.formats.per_key",
     "files": "weighin.formats",
@@ -46,9 +46,9 @@ HELPERS = {
     "load_pretrained": "weighin.stream.hugging_face",
     "load_streaming": "weighin.loader.load",
     "pretrained_class": "weighin.models.pretrained",
-    "retie": "weighin.construction.tied_weights",
-    "share_missing": "weighin.construction.tied_weights",
-    "tied_names": "weighin.construction.tied_weights",
+    "retie": "weighin.construction.tensors",
+    "share_missing": "weighin.construction.tensors",
+    "tied_names": "weighin.construction.tensors",
     "without_weights": "weighin.construction.skeleton",
 }
 """Maps each name to the module that has it. That module is imported at the name's first use."""

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from weighin import load_pretrained
-from weighin.construction.tied_weights import tied_names
+from weighin.construction.tensors import tied_names
 from weighin.errors import CheckpointError
 from weighin.models.pretrained import pretrained_class
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from weighin.construction.tied_weights import retie, tied_names
+from weighin.construction.tensors import retie, tied_names
 
 
 class Tied(nn.Module):

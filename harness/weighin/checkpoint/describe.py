@@ -9,7 +9,6 @@ from weighin.cell import ModelSpec
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Kind, TensorEntry
 from weighin.checkpoint.piecewise import CELL_DTYPES
-from weighin.construction.module_tree import named_tensors
 from weighin.construction.skeleton import (
     RealBuffers,
     build_skeleton,
@@ -17,6 +16,7 @@ from weighin.construction.skeleton import (
     non_persistent_buffers,
     resolve_builder,
 )
+from weighin.construction.tensors import named_tensors
 from weighin.errors import ConfigError
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.pretrained_folder import own_dtype

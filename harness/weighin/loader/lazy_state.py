@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from weighin.construction.deferred import WriteLog
-from weighin.construction.deferred_loads import DeferredLoad
+from weighin.construction.deferred import DeferredLoad, WriteLog
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices, TensorSlice
 from weighin.loader import fill

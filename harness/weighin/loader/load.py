@@ -25,11 +25,16 @@ import torch
 
 from weighin import formats
 from weighin.construction import skeleton
-from weighin.construction.deferred import WriteLog
-from weighin.construction.deferred_loads import DeferredLoad
-from weighin.construction.meta import real_memory
-from weighin.construction.module_tree import modules_of, named_tensors, tensors_of
-from weighin.construction.tensor_memory import is_dense, storage_key, use_count
+from weighin.construction.deferred import DeferredLoad, WriteLog
+from weighin.construction.tensors import (
+    is_dense,
+    modules_of,
+    named_tensors,
+    real_memory,
+    storage_key,
+    tensors_of,
+    use_count,
+)
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.foreign import check_converts

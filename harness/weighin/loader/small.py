@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from weighin.construction.deferred_loads import DeferredLoad
+from weighin.construction.deferred import DeferredLoad
 from weighin.formats.base import TensorSlice
 from weighin.loader.direct_io import DISK_THREADS, MOST_UNUSED_BYTES, PIECE_BYTES, PieceReader
 from weighin.loader.disk_readers import DiskReaders, Readers

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from weighin.construction.deferred import WriteLog
-from weighin.construction.tensor_memory import is_dense
+from weighin.construction.tensors import is_dense
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.base import TensorSlice
 from weighin.formats.foreign import misfit, selecting

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weighin import install
-from weighin.construction.tensor_memory import storage_key
+from weighin.construction.tensors import storage_key
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.foreign import misfit
 from weighin.formats.pretrained_folder import (

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import torch
 
-from weighin.construction import tensor_memory
+from weighin.construction.tensors import extent as extent_in_storage
 from weighin.predict.allocator import CudaBlock
 from weighin.predict.extents import Extents
 from weighin.predict.heap import Chunk
@@ -64,5 +64,5 @@ class MappedFile:
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of a tensor's first byte, and the number of bytes up to its last byte."""
-    start, end = tensor_memory.extent(tensor)
+    start, end = extent_in_storage(tensor)
     return tensor.data_ptr(), end - start

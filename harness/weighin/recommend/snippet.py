@@ -168,7 +168,7 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
         source = HELPERS.get(alias.name, module) if module == "weighin.strategy" else module
         if source in _KEPT:
             kept.append(f"from {module} import {alias.name}")
-        elif source == "weighin.construction.tied_weights":
+        elif source == "weighin.construction.tensors":
             written += _sources(source, alias.name)
         elif source != "weighin.strategy":  # weighin.strategy has only types, no code to paste
             raise CannotWriteOut(

@@ -7,8 +7,8 @@ import torch
 
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Manifest, TensorEntry
-from weighin.construction import module_tree
 from weighin.construction.operations import tensors_in
+from weighin.construction.tensors import named_tensors as tensors_by_name
 from weighin.formats.dtypes import dtype_name
 from weighin.text import first_names
 from weighin.worker.loading import Inputs
@@ -24,7 +24,7 @@ def named_tensors(model: torch.nn.Module, wanted: Iterable[str] = ()) -> dict[st
     A name in ``wanted`` that is no parameter or buffer is looked up in the state dict, because the
     modules of bitsandbytes add their scales only to the state dict.
     """
-    tensors = module_tree.named_tensors(model)
+    tensors = tensors_by_name(model)
     if others := set(wanted) - tensors.keys():
         state = model.state_dict()
         tensors |= {name: state[name] for name in others if torch.is_tensor(state.get(name))}
