@@ -21,9 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weighin.loader import direct_io
-from weighin.loader.direct_io import PieceReader
-from weighin.loader.mapped_copy import ask_for_huge_pages, make_present
-from weighin.loader.vectored import address_of
+from weighin.loader.direct_io import PieceReader, address_of
+from weighin.loader.open_file import ask_for_huge_pages, make_present
 from weighin.units import MIB
 
 _HUGE_BYTES = 2 * MIB

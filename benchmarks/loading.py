@@ -34,7 +34,7 @@ from typing import Any, cast
 
 from weighin.cell import ModelSpec
 from weighin.checkpoint import cache
-from weighin.loader.mapped_copy import ask_for_huge_pages
+from weighin.loader.open_file import ask_for_huge_pages
 from weighin.probes import page_cache
 from weighin.run import loads
 from weighin.suite import registry

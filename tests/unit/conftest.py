@@ -13,8 +13,8 @@ from warm_children import Forks
 
 from weighin import child_process
 from weighin.formats import parallel_headers
-from weighin.loader import disk_readers
-from weighin.loader.disk_readers import TimedRead
+from weighin.loader import direct_io
+from weighin.loader.direct_io import TimedRead
 from weighin.probes import page_cache, sampler
 
 
@@ -83,5 +83,5 @@ def all_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 def disk_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the disk answer at once, however busy this machine is."""
     quick = [TimedRead(4096, 60_000)]
-    monkeypatch.setattr(disk_readers, "first_reads", lambda *_: iter(quick))
+    monkeypatch.setattr(direct_io, "first_reads", lambda *_: iter(quick))
     monkeypatch.setattr(parallel_headers, "LATE_S", inf)

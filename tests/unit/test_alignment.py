@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from weighin.loader import open_file
-from weighin.loader.direct_io import PIECE_BYTES, PieceReader
-from weighin.loader.open_file import LARGEST_ALIGNMENT, alignment_of
-from weighin.loader.vectored import ALIGNMENT, address_of
+from weighin.loader.direct_io import PIECE_BYTES, PieceReader, address_of
+from weighin.loader.open_file import ALIGNMENT, LARGEST_ALIGNMENT, alignment_of
 from weighin.probes import page_cache
 
 SIZE = 3 * PIECE_BYTES + 12_345

@@ -9,12 +9,18 @@ import torch
 from weighin import formats
 from weighin.formats.base import TensorSlice
 from weighin.loader import direct_io, fill
-from weighin.loader.arena import MemoryNeed, provide
-from weighin.loader.disk_readers import DiskReaders
+from weighin.loader.direct_io import DiskReaders
 from weighin.loader.fill import READ_BYTES, being_filled
-from weighin.loader.huge_pages import HUGE_PAGE_BYTES, TENSOR_ALIGNMENT, Area
-from weighin.loader.pieces import Fill, Piece
-from weighin.loader.reads import MOST_BETWEEN_BYTES
+from weighin.loader.memory import (
+    HUGE_PAGE_BYTES,
+    MOST_BETWEEN_BYTES,
+    TENSOR_ALIGNMENT,
+    Area,
+    Fill,
+    MemoryNeed,
+    Piece,
+    provide,
+)
 from weighin.probes import page_cache
 from weighin.probes.process import memory_of, read_status
 from weighin.units import MIB

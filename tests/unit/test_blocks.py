@@ -23,11 +23,10 @@ from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats import dcp
 from weighin.formats.base import Part, Slices, TensorSlice
-from weighin.loader import fill, pieces
+from weighin.loader import fill, memory
 from weighin.loader.direct_io import PIECE_BYTES
-from weighin.loader.huge_pages import allocate
 from weighin.loader.load import Granularity, load_streaming
-from weighin.loader.pieces import Fill
+from weighin.loader.memory import Fill, allocate
 from weighin.units import MIB
 
 Cut = Callable[[torch.Tensor], list[tuple[tuple[int, ...], torch.Tensor]]]
@@ -134,7 +133,7 @@ def test_blocks_become_the_tensor_that_they_tile(
     right = Model().state_dict()
     path = write(tmp_path / "split", right, CUTS[name])
     assert all(len(one.parts) > 1 for one in dcp.read(path) if len(one.shape) > 1)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", most)
+    monkeypatch.setattr(memory, "PIECE_BYTES", most)
     monkeypatch.setattr(fill, "READ_BYTES", most)
     found = load_streaming(Model, path).state_dict()
     for key, tensor in right.items():

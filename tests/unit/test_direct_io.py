@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 from weighin.errors import CheckpointError
-from weighin.loader import direct_io, mapped_copy, open_file
-from weighin.loader.direct_io import PIECE_BYTES, PieceReader
-from weighin.loader.open_file import OpenedFile
-from weighin.loader.vectored import ALIGNMENT, address_of
+from weighin.loader import direct_io, open_file
+from weighin.loader.direct_io import PIECE_BYTES, PieceReader, address_of
+from weighin.loader.open_file import ALIGNMENT, OpenedFile
 from weighin.probes import page_cache
 
 SIZE = 3 * PIECE_BYTES + 12_345
@@ -77,7 +76,7 @@ def test_what_is_large_and_cached_is_copied_from_where_it_lies(
     monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("it was read"))
     if linux != "of now":
         for advice in ("_MADV_POPULATE_READ", "_MADV_POPULATE_WRITE"):
-            monkeypatch.setattr(mapped_copy, advice, 9999)
+            monkeypatch.setattr(open_file, advice, 9999)
     target = memoryview(mmap.mmap(-1, SIZE + 99))[99:][:size]
     reader.read(file, target, offset)
     assert target == CONTENT[offset : offset + size]

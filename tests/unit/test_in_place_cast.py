@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 
 from weighin.formats.base import TensorSlice
-from weighin.loader import in_place_cast
+from weighin.loader import reads as reading
 from weighin.loader.direct_io import PieceReader
-from weighin.loader.huge_pages import allocate
-from weighin.loader.in_place_cast import read_shrinking, shrinks
-from weighin.loader.vectored import ALIGNMENT
+from weighin.loader.memory import allocate
+from weighin.loader.open_file import ALIGNMENT
+from weighin.loader.reads import read_shrinking, shrinks
 from weighin.probes import page_cache
 
 PAIRS = [
@@ -33,9 +33,9 @@ def where(file: Path, values: torch.Tensor, offset: int) -> TensorSlice:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a few pages have what a few MiB have otherwise: every kind of step."""
-    monkeypatch.setattr(in_place_cast, "_LEAST_BYTES", 2 * ALIGNMENT)
-    monkeypatch.setattr(in_place_cast, "_FIRST_ELEMENTS", 8)
-    monkeypatch.setattr(in_place_cast, "_MOST_ELEMENTS", 256)
+    monkeypatch.setattr(reading, "_LEAST_BYTES", 2 * ALIGNMENT)
+    monkeypatch.setattr(reading, "_FIRST_ELEMENTS", 8)
+    monkeypatch.setattr(reading, "_MOST_ELEMENTS", 256)
 
 
 @pytest.mark.usefixtures("small_steps")

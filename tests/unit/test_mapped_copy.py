@@ -8,7 +8,7 @@ import pytest
 
 from weighin.errors import CheckpointError
 from weighin.loader.direct_io import PieceReader
-from weighin.loader.mapped_copy import WINDOW_BYTES, Window
+from weighin.loader.open_file import WINDOW_BYTES, Window
 from weighin.probes.process import memory_of, read_status
 from weighin.units import MIB
 

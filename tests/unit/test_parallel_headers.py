@@ -20,9 +20,16 @@ from torch import nn
 from weighin import formats
 from weighin.formats import parallel_headers
 from weighin.formats.parallel_headers import read_headers
-from weighin.loader import disk_readers, fill
-from weighin.loader.direct_io import DISK_THREADS, PIECE_BYTES, PieceReader
-from weighin.loader.disk_readers import DiskReaders, Readers, TimedRead, choose
+from weighin.loader import direct_io, fill
+from weighin.loader.direct_io import (
+    DISK_THREADS,
+    PIECE_BYTES,
+    DiskReaders,
+    PieceReader,
+    Readers,
+    TimedRead,
+    choose,
+)
 from weighin.loader.load import Granularity, load_streaming
 from weighin.probes import page_cache
 from weighin.stream import torch_files
@@ -57,7 +64,7 @@ def test_the_buffers_of_all_threads_are_largest_for_a_disk_in_time(reads: list[T
     chosen = choose(reads)
     assert chosen.threads * chosen.piece_bytes <= DISK_THREADS * PIECE_BYTES
     assert chosen.piece_bytes % 4096 == 0 < chosen.piece_bytes
-    assert DISK_THREADS <= chosen.threads <= disk_readers.MOST_THREADS
+    assert DISK_THREADS <= chosen.threads <= direct_io.MOST_THREADS
 
 
 def test_one_load_looks_at_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,11 +83,11 @@ def test_a_local_file_is_looked_at_by_one_small_read_and_a_late_one_by_two(
 ) -> None:
     assert page_cache.drop([saved]) == 0
     clock = iter([0, 100_000])
-    monkeypatch.setattr("weighin.loader.disk_readers.time.monotonic_ns", lambda: next(clock))
+    monkeypatch.setattr("weighin.loader.direct_io.time.monotonic_ns", lambda: next(clock))
     with closing(PieceReader()) as reader:
-        assert list(disk_readers.first_reads(reader, saved, MIB)) == [(4096, 100_000)]
+        assert list(direct_io.first_reads(reader, saved, MIB)) == [(4096, 100_000)]
         clock = iter([0, 5 * MS, 5 * MS, 11 * MS])
-        late = list(disk_readers.first_reads(reader, saved, MIB))
+        late = list(direct_io.first_reads(reader, saved, MIB))
     assert late == [(4096, 5 * MS), (128 * KIB, 6 * MS)]
 
 
@@ -119,7 +126,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, reads: Sequence[TimedRead]) -> li
         looks.append(offset)
         yield from reads
 
-    monkeypatch.setattr(disk_readers, "first_reads", first_reads)
+    monkeypatch.setattr(direct_io, "first_reads", first_reads)
     return looks
 
 

@@ -91,10 +91,10 @@ def test_a_record_is_stale_by_git_for_its_files_alone(copy: Path) -> None:
         "OLDER than the current code: baseline, sequential (verify.py changed);"
         " streaming (load.py, reads.py, verify.py changed)"
     )
-    for name in ("loader/arena.py", "loader/fill.py"):
+    for name in ("loader/fill.py", "loader/memory.py"):
         change(copy, f"harness/weighin/{name}")
     assert str(standing(results[2:], copy)) == (
-        "OLDER than the current code: streaming (arena.py, fill.py, load.py and 2 more changed)"
+        "OLDER than the current code: streaming (fill.py, load.py, memory.py and 2 more changed)"
     )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from weighin.formats.base import TensorSlice
 from weighin.loader.direct_io import PieceReader
-from weighin.loader.pieces import Piece
+from weighin.loader.memory import Piece
 from weighin.loader.reads import PieceFiller, Runs
 from weighin.probes import page_cache
 

@@ -9,12 +9,10 @@ import torch
 from weighin import formats
 from weighin.formats.base import Part, TensorSlice
 from weighin.loader import fill
-from weighin.loader.fill import READ_BYTES
-from weighin.loader.huge_pages import allocate, memory_of
+from weighin.loader.fill import LENT_BYTES, READ_BYTES, Lent, buffer_in, lend
 from weighin.loader.load import load_streaming
-from weighin.loader.pieces import Fill, Piece
-from weighin.loader.scratch import LENT_BYTES, Lent, buffer_in, lend
-from weighin.loader.vectored import ALIGNMENT
+from weighin.loader.memory import Fill, Piece, allocate, memory_of
+from weighin.loader.open_file import ALIGNMENT
 from weighin.probes import page_cache
 
 MIB = 1024**2

@@ -145,9 +145,9 @@ def test_a_load_of_many_layers_calls_no_function_of_torch_for_each_pair_of_layer
             compared += 1
             return super().startswith(*arguments)
 
-    from weighin.loader import lazy_state
+    from weighin.loader import state_dict
 
-    keys = lazy_state.LazyState.__iter__
-    monkeypatch.setattr(lazy_state.LazyState, "__iter__", lambda self: map(Key, keys(self)))
+    keys = state_dict.LazyState.__iter__
+    monkeypatch.setattr(state_dict.LazyState, "__iter__", lambda self: map(Key, keys(self)))
     load_streaming(target, path)
     assert 0 < compared < 10 * layers

@@ -16,9 +16,9 @@ from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices
 from weighin.loader import fill
-from weighin.loader.disk_readers import DiskReaders
+from weighin.loader.direct_io import DiskReaders
 from weighin.loader.load import Granularity, load_streaming
-from weighin.loader.pieces import Fill
+from weighin.loader.memory import Fill
 from weighin.probes import page_cache
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 from weighin.errors import CheckpointError
-from weighin.loader.direct_io import PieceReader
-from weighin.loader.vectored import ALIGNMENT, gather
+from weighin.loader.direct_io import ALIGNMENT, PieceReader, gather
 from weighin.probes import page_cache
 
 SIZE = 2 * 1024**2 + 777

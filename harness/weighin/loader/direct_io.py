@@ -9,16 +9,23 @@ dropped from the page cache after its read.
 
 import ctypes
 import mmap
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from weighin.loader.mapped_copy import make_present
-from weighin.loader.open_file import LARGEST_ALIGNMENT, OpenedFile
-from weighin.loader.vectored import ALIGNMENT, address_of, gather, up
+from weighin.loader.open_file import (
+    ALIGNMENT,
+    LARGEST_ALIGNMENT,
+    OpenedFile,
+    down,
+    make_present,
+    up,
+)
 
 PIECE_BYTES: Final = 1024**2
 """The size in bytes of a read through a buffer. With reads of 1 MiB, a disk nearly reaches its full
@@ -48,6 +55,20 @@ LARGEST_ELEMENT_BYTES: Final = 8
 """The size in bytes of the largest element that can be converted to another dtype."""
 
 _unused: Final = memoryview(bytearray(MOST_UNUSED_BYTES))  # receives gaps from all threads
+
+_LEAST_STRAIGHT_BYTES: Final = 16 * ALIGNMENT  # smaller targets are as fast through the buffer
+MOST_THREADS: Final = 64
+"""The largest number of threads that read from a disk."""
+
+LATE_NS: Final = 500_000
+"""The time in nanoseconds from which a small read, and its disk, count as late. A local disk takes
+50,000 to 200,000 ns for a small read."""
+
+_WANTED_BYTES_PER_S: Final = 10**9  # the wanted rate of all threads together
+# The buffers of all threads: half as large as for a local disk, because each thread takes memory too.
+_LATE_BUFFERS_BYTES: Final = 8 * 1024**2
+_SMALL_BYTES: Final = 4096
+_SAMPLE_BYTES: Final = 128 * 1024  # one request of FUSE
 
 
 class PieceReader:
@@ -226,3 +247,158 @@ def _copy_cached(opened: OpenedFile, target: memoryview, offset: int) -> None:
     make_present(target)
     with opened.looking(offset, len(target)) as mapped:
         copy(target, mapped)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A read of ``wanted_bytes`` at ``offset`` of a file, which fills ``buffers`` one after the other.
+
+    After the read, the ``copies`` must be made in their order. Each copy is (destination, source).
+    The destination is a part of a target. The source is in the buffer for small targets, or in the
+    same target less than a page away.
+    """
+
+    offset: int
+    wanted_bytes: int
+    buffers: list[memoryview]
+    copies: list[tuple[memoryview, memoryview]]
+
+
+def gather(
+    places: Sequence[tuple[memoryview, int]], bounce: memoryview, alignment: int = ALIGNMENT
+) -> Gathered | None:
+    """Return one read that fills all targets; None if the buffer is too small for this read.
+
+    A direct read transfers whole pages of a file to whole pages of memory. The kernel writes directly
+    to the pages that lie wholly in a large target. If a target's offset within a page differs in memory
+    and in the file, its bytes are afterwards moved by less than a page. The first and last bytes of a
+    target, and small targets, pass through a buffer. One system call reads both direct and buffered
+    parts, because a separate small read would have to wait for the large reads before it.
+
+    Args:
+        places: the targets with their offsets in the file, in the file's order, without overlaps.
+        bounce: the buffer for small targets; it begins at a page boundary.
+        alignment: the alignment that direct reads of the file need, in bytes.
+    """
+    start, stop = down(places[0][1], alignment), up(places[-1][1] + len(places[-1][0]), alignment)
+    found = ((place, _straight(place, alignment)) for place in places)
+    pages = [(place, straight) for place, straight in found if straight]
+    nothing = bounce[:0]
+    straights = [(start, start, nothing), *(one for _, one in pages), (stop, stop, nothing)]
+    buffers: list[memoryview] = []
+    copies = [
+        (target[first - offset : last - offset], view)
+        for (target, offset), (first, last, view) in pages
+        if address_of(view) - address_of(target) != first - offset
+    ]
+    used = 0
+    for (_, first, _), (last, _, view) in pairwise(straights):
+        if used + last - first > len(bounce):
+            return None
+        passing = bounce[used : used + last - first]
+        used += last - first
+        buffers += [buffer for buffer in (passing, view) if len(buffer)]
+        for target, offset in places:
+            low, high = max(first, offset), min(last, offset + len(target))
+            if low < high:
+                copies.append(
+                    (target[low - offset : high - offset], passing[low - first : high - first])
+                )
+    return Gathered(start, places[-1][1] + len(places[-1][0]) - start, buffers, copies)
+
+
+def address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def _straight(place: tuple[memoryview, int], alignment: int) -> tuple[int, int, memoryview] | None:
+    """Return (start, end, memory): a range of the file, and the part of a target to read it into.
+
+    The memory consists of whole pages of the target, and lies less than one page from where the bytes
+    belong. ``_straight`` returns None if the range has less than 64 KiB.
+    """
+    target, offset = place
+    first, page = up(offset, alignment), -address_of(target) % alignment
+    last = min(down(offset + len(target), alignment), first + down(len(target) - page, alignment))
+    if last - first < _LEAST_STRAIGHT_BYTES:
+        return None
+    return first, last, target[page : page + last - first]
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """The number of threads that read from a disk, and the size of their reads.
+
+    Attributes:
+        piece_bytes: the size of each thread's buffer.
+        late: whether a small read takes 0.5 ms or more. If so, no read is larger than ``piece_bytes``.
+    """
+
+    threads: int
+    piece_bytes: int = PIECE_BYTES
+    late: bool = False
+
+
+class TimedRead(NamedTuple):
+    """The size and the duration of a read that ran alone."""
+
+    nbytes: int
+    ns: int
+
+
+def choose(reads: Sequence[TimedRead]) -> Readers:
+    """Return the number of threads and the size of reads for a disk, from the times of the first reads.
+
+    A local disk answers a small read within 0.2 ms, and is fastest with few, large reads. Storage behind
+    a network answers after some milliseconds. A FUSE mount divides a large read into requests of 128
+    KiB, and makes these one after the other, so that up to 64 threads must read at the same time. The
+    reads from a disk with a high latency are small, because the load ends only when the last read ends.
+
+    The disk's latency is the time of the quickest read, because any one read may be late by chance.
+    The rate of the largest read is the rate that one thread can reach.
+    """
+    if min(read.ns for read in reads) < LATE_NS:
+        return Readers(DISK_THREADS)
+    nbytes, ns = max(reads)
+    threads = DISK_THREADS
+    while threads < MOST_THREADS and threads * nbytes * 1e9 < _WANTED_BYTES_PER_S * ns:
+        threads *= 2
+    return Readers(threads, _LATE_BUFFERS_BYTES // threads - 2 * ALIGNMENT, late=True)
+
+
+class DiskReaders:
+    """The number of threads and the size of reads of one load, from its first reads of a disk.
+
+    Args:
+        threads: the number of threads; None chooses it from the disk's latency. With one thread, the
+            latency is not measured, and the reads are those for a local disk.
+    """
+
+    def __init__(self, threads: int | None) -> None:
+        self.threads = threads
+        self._readers: Readers | None = None
+
+    def of(self, reader: PieceReader, file: Path, offset: int, size: int) -> Readers:
+        """Return the number of threads and the size of their reads.
+
+        The first call with at least 128 KiB measures the disk's latency, unless ``threads`` is 1.
+        """
+        if self._readers is None:
+            if self.threads == 1 or size < _SAMPLE_BYTES:
+                return Readers(self.threads or DISK_THREADS)
+            middle = down(offset + (size - _SAMPLE_BYTES) // 2, ALIGNMENT)
+            chosen = choose(list(first_reads(reader, file, middle)))
+            self._readers = replace(chosen, threads=self.threads or chosen.threads)
+        return self._readers
+
+
+def first_reads(reader: PieceReader, file: Path, offset: int) -> Iterator[TimedRead]:
+    """Time a read of 4 KiB and, if this read takes 0.5 ms or more, a read of 128 KiB."""
+    reader.opened(file)  # before the clock starts
+    for size in (_SMALL_BYTES, _SAMPLE_BYTES):
+        start = time.monotonic_ns()
+        reader.piece(file, offset, size)
+        elapsed_ns = time.monotonic_ns() - start
+        yield TimedRead(size, elapsed_ns)
+        if elapsed_ns < LATE_NS:
+            return

@@ -41,12 +41,10 @@ from weighin.formats.foreign import check_converts
 from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
 from weighin.loader import fill, small
-from weighin.loader.arena import MemoryNeed, provide
-from weighin.loader.disk_readers import DiskReaders
+from weighin.loader.direct_io import DiskReaders
 from weighin.loader.extra_state import extra_values
-from weighin.loader.lazy_state import FILLED_DEVICES, LazyState, read_at_once, source_of
-from weighin.loader.pieces import Fill, is_readable
-from weighin.loader.state_walk import load_state
+from weighin.loader.memory import Fill, MemoryNeed, is_readable, provide
+from weighin.loader.state_dict import FILLED_DEVICES, LazyState, load_state, read_at_once, source_of
 from weighin.text import first_names
 
 Granularity = Literal["all", "module", "tensor"]

@@ -17,8 +17,14 @@ import torch
 
 from weighin.construction.deferred import DeferredLoad
 from weighin.formats.base import TensorSlice
-from weighin.loader.direct_io import DISK_THREADS, MOST_UNUSED_BYTES, PIECE_BYTES, PieceReader
-from weighin.loader.disk_readers import DiskReaders, Readers
+from weighin.loader.direct_io import (
+    DISK_THREADS,
+    MOST_UNUSED_BYTES,
+    PIECE_BYTES,
+    DiskReaders,
+    PieceReader,
+    Readers,
+)
 from weighin.loader.fill import cache_threads, one_thread_each
 
 SMALL_BYTES: Final = 64 * 1024

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from weighin.loader.huge_pages import MAP_NORESERVE
+from weighin.loader.memory import MAP_NORESERVE
 from weighin.predict.allocator import CachingAllocator
 from weighin.predict.heap import Heap
 from weighin.predict.prediction import PredictedPhase

@@ -168,9 +168,8 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     already, so that only their buffers need further memory.
     """
     from weighin.loader import fill, small
-    from weighin.loader.direct_io import PIECE_BYTES
-    from weighin.loader.disk_readers import DiskReaders
-    from weighin.loader.pieces import Fill
+    from weighin.loader.direct_io import PIECE_BYTES, DiskReaders
+    from weighin.loader.memory import Fill
 
     @contextmanager
     def being_filled(stretches: Sequence[Fill], disk: DiskReaders) -> Iterator[None]:

@@ -10,7 +10,7 @@ import os
 from dataclasses import replace
 from typing import Final
 
-from weighin.loader.disk_readers import TimedRead, choose
+from weighin.loader.direct_io import TimedRead, choose
 from weighin.recommend.speeds import Speeds
 from weighin.slow_disk import LARGEST_READ_BYTES, Pace
 

@@ -21,7 +21,7 @@ from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessErr
 from weighin.formats.pretrained_folder import files_of_adapter, folder_of
 from weighin.isolation import select, visible
 from weighin.isolation.base import Isolation, Running
-from weighin.loader.mapped_copy import ask_for_huge_pages
+from weighin.loader.open_file import ask_for_huge_pages
 from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.probes import environment, mounts, page_cache
 from weighin.probes.cgroup import grown

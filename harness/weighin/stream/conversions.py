@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from weighin.formats.base import TensorSlice
 from weighin.formats.dtypes import dtype_name
 from weighin.loader.direct_io import PieceReader
-from weighin.loader.huge_pages import memory_of
+from weighin.loader.memory import memory_of
 
 if TYPE_CHECKING:
     from weighin.stream.reading import Job

@@ -33,9 +33,8 @@ from weighin.formats.base import TensorSlice, row_major
 from weighin.formats.safetensors import DTYPES
 from weighin.formats.storages import are_equal
 from weighin.loader import fill as filling
-from weighin.loader.disk_readers import DiskReaders
-from weighin.loader.huge_pages import HUGE_PAGE_BYTES, allocate
-from weighin.loader.pieces import Fill, file_order, is_readable
+from weighin.loader.direct_io import DiskReaders
+from weighin.loader.memory import HUGE_PAGE_BYTES, Fill, allocate, file_order, is_readable
 from weighin.stream import conversions
 
 _CPU: Final = torch.device("cpu")
