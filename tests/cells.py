@@ -198,7 +198,7 @@ def write_state(path: Path, fmt: str, state: Mapping[str, torch.Tensor]) -> None
     """Write tensors with weighin's own writer of a format; equal views of one memory are shared."""
     import torch
 
-    from weighin.checkpoint.piecewise import pieces_of
+    from weighin.checkpoint.checksum import pieces_of
 
     firsts: dict[tuple[Any, ...], str] = {}
     plans = []

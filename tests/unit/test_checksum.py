@@ -5,8 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weighin.checkpoint.checksum import RunningChecksum, checksum
-from weighin.checkpoint.piecewise import PIECE_ELEMENTS, Checksums, pieces_of, tensor_checksums
+from weighin.checkpoint.checksum import (
+    PIECE_ELEMENTS,
+    Checksums,
+    RunningChecksum,
+    checksum,
+    pieces_of,
+    tensor_checksums,
+)
 
 LANES = 65_521
 

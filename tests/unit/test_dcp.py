@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from weighin import formats
 from weighin.checkpoint import reader
+from weighin.checkpoint.checksum import pieces_of
 from weighin.checkpoint.convert import Conversion
-from weighin.checkpoint.piecewise import pieces_of
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.formats import dcp

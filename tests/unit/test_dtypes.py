@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from weighin import formats
-from weighin.checkpoint.checksum import checksum
+from weighin.checkpoint.checksum import CELL_DTYPES, checksum, tensor_checksums
 from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.manifest import TensorEntry
-from weighin.checkpoint.piecewise import CELL_DTYPES, tensor_checksums
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import TensorSlice

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from weighin import formats
-from weighin.checkpoint.checksum import checksum
+from weighin.checkpoint.checksum import checksum, pieces_of
 from weighin.checkpoint.convert import Conversion
-from weighin.checkpoint.piecewise import pieces_of
 from weighin.checkpoint.reader import plans, read_pieces
 from weighin.formats.base import TensorPlan
 from weighin.models.gpt2 import gpt2

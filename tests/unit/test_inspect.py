@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from weighin import formats
 from weighin.checkpoint import inspect
-from weighin.checkpoint.expected_memory import SHARD_BYTES, expected
+from weighin.checkpoint.inspect import SHARD_BYTES, expected
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.formats.base import TensorPlan

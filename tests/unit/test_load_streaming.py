@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from weighin import formats
-from weighin.checkpoint.piecewise import pieces_of
+from weighin.checkpoint.checksum import pieces_of
 from weighin.construction.skeleton import without_weights
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin.checkpoint.piecewise import pieces_of
+from weighin.checkpoint.checksum import pieces_of
 from weighin.errors import CheckpointError
 from weighin.formats.base import TensorPlan
 from weighin.formats.per_key import PER_MODULE, module_of

@@ -12,7 +12,7 @@ import torch
 from fork_server import ForkServer
 
 from weighin import formats
-from weighin.checkpoint.piecewise import pieces_of
+from weighin.checkpoint.checksum import pieces_of
 from weighin.formats.base import TensorPlan
 from weighin.recommend.snippet import CannotWriteOut, snippet
 from weighin.suite import registry

@@ -12,7 +12,7 @@ import torch
 from weighin import formats, install
 from weighin.cell import ModelSpec
 from weighin.checkpoint import cache, generate
-from weighin.checkpoint.piecewise import pieces_of
+from weighin.checkpoint.checksum import pieces_of
 from weighin.construction.skeleton import resolve_builder
 from weighin.errors import CheckpointError, ConfigError, FormatLimit
 from weighin.formats import tensorizer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin.checkpoint.piecewise import pieces_of
+from weighin.checkpoint.checksum import pieces_of
 from weighin.formats import zip_writer
 from weighin.formats.zip_writer import placeholder, run_parallel, write_pt, write_tensor
 from weighin.stream.torch_files import PT

@@ -253,7 +253,7 @@ class Conversion:
         """
         import torch
 
-        from weighin.checkpoint.piecewise import pieces_of
+        from weighin.checkpoint.checksum import pieces_of
         from weighin.stream.hugging_face import load_pretrained
 
         folder, choice = folder_of(self.source), self.choice

@@ -10,17 +10,19 @@ import torch
 
 from weighin import formats
 from weighin.cell import ModelSpec
-from weighin.checkpoint.checksum import checksum
-from weighin.checkpoint.describe import (
+from weighin.checkpoint.checksum import Checksums, checksum, checksummed, pieces_of
+from weighin.checkpoint.generate import (
+    RECORD_BYTES,
     Described,
+    Made,
     buffer_checksums,
     describe,
     described_in,
     in_checkpoint,
+    plans,
+    write,
 )
-from weighin.checkpoint.generate import RECORD_BYTES, Made, plans, write
 from weighin.checkpoint.manifest import Manifest
-from weighin.checkpoint.piecewise import Checksums, checksummed, pieces_of
 from weighin.checkpoint.reader import read_into, read_pieces, widest_dtype
 from weighin.construction.skeleton import map_large_tensors
 from weighin.errors import CheckpointError

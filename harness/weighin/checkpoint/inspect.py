@@ -1,5 +1,5 @@
 """List a checkpoint's tensors, or the parts of a pipeline, for ``weighin inspect``; read no tensor
-data, and import no torch.
+data, and import no torch. Compute from the sizes how much memory each strategy should need.
 """
 
 from collections import Counter
@@ -15,12 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from weighin import formats
-from weighin.checkpoint.expected_memory import Expected, expected
 from weighin.errors import HarnessError, UnknownName
 from weighin.files import object_in
 from weighin.formats import gguf, pipeline, quantised
 from weighin.formats.base import TensorSlice
 from weighin.formats.foreign import remembering
+from weighin.formats.per_key import module_of
 from weighin.formats.pretrained_folder import CONFIG, adapter_note, is_pretrained
 from weighin.formats.pretrained_library import library_in
 from weighin.formats.quantised import Quantised
@@ -28,6 +28,7 @@ from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.storages import Footprint, footprint, ties
 from weighin.stream.pickles import type_name
 from weighin.suite import registry
+from weighin.suite.registry import StrategyInfo
 from weighin.text import first_names, one_line, plain
 from weighin.units import format_bytes
 
@@ -37,6 +38,23 @@ Item = TypeVar("Item")
 _SHOWN_ROWS: Final = 20  # rows of a long table: half from its start, half from its end
 _SHOWN_FILES: Final = 5
 _SUMMED: Final = ("tensors", "shared", "numbers", "bytes", "file_bytes")  # over a pipeline's parts
+SHARD_BYTES: Final = 5 * 1024**3  # the default size of a shard of weighin convert
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The expected memory of one strategy for one checkpoint.
+
+    Attributes:
+        layouts: the formats that the strategy reads.
+        anonymous_bytes: the expected peak without ``import torch``; None for a strategy without PEAK.
+        mapped_bytes: the size of the mapped file pages, which the kernel can reclaim; None likewise.
+    """
+
+    strategy: str
+    layouts: tuple[str, ...]
+    anonymous_bytes: int | None
+    mapped_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +170,49 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
         adapter_note(root),
         gguf.architecture(path) if layout == gguf.NAME else "",
     )
+
+
+def expected(
+    strategies: Iterable[StrategyInfo],
+    layout: str,
+    sizes: dict[str, int],
+    storages: Footprint | None = None,
+) -> list[Expected]:
+    """Return the expected memory, by its constant PEAK, of each strategy that loads in one process.
+
+    ``layout`` is the checkpoint's format. ``sizes`` maps the names of tensors to their sizes in
+    bytes, with one name for tied tensors. ``storages`` has the sizes of the storages in the
+    checkpoint's files; None if the strategies load converted files, in which the storages and the
+    tensors have equal sizes.
+    """
+    total = sum(sizes.values())
+    layers: dict[str, int] = {}
+    for name, size in sizes.items():
+        layers[module_of(name)] = layers.get(module_of(name), 0) + size
+    largest = max(sizes.values(), default=0)
+    needs = []
+    for info in strategies:
+        if info.shares_load:
+            continue
+        is_read = layout in info.formats
+        in_file = storages if storages and is_read else None
+        memory = {
+            "model": total,
+            "storages": in_file.storage_bytes if in_file else total,
+            "tensor": largest,
+            "layer": max(layers.values(), default=0),
+            "shard": min(total, max(SHARD_BYTES, largest)),
+        }
+        mapped = in_file.used_bytes if in_file else total
+        if not info.peak:
+            needs.append(Expected(info.name, info.formats, None, None))
+            continue
+        of_format = info.formats.index(layout) if is_read and len(info.peak) > 1 else 0
+        words = info.peak[of_format].split(" + ")
+        anonymous_bytes = sum(memory[word] for word in words if word != "mapped")
+        mapped_bytes = mapped if "mapped" in words else 0
+        needs.append(Expected(info.name, info.formats, anonymous_bytes, mapped_bytes))
+    return needs
 
 
 def _tensors(root: Path, slices: Sequence[TensorSlice]) -> Iterable[Tensor]:

@@ -9,8 +9,7 @@ from typing import Final
 
 import torch
 
-from weighin.checkpoint.checksum import RunningChecksum
-from weighin.checkpoint.piecewise import PIECE_ELEMENTS, pieces_of
+from weighin.checkpoint.checksum import PIECE_ELEMENTS, RunningChecksum, pieces_of
 from weighin.errors import CheckpointError
 from weighin.formats.base import Progress, TensorPlan, TensorSlice
 from weighin.formats.foreign import AGAIN

@@ -40,7 +40,7 @@ from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.foreign import check_converts
 from weighin.formats.quantised import refuse_codes
 from weighin.formats.selection import Selection
-from weighin.loader import fill, small
+from weighin.loader import fill
 from weighin.loader.direct_io import DiskReaders
 from weighin.loader.extra_state import extra_values
 from weighin.loader.memory import Fill, MemoryNeed, is_readable, provide
@@ -159,13 +159,13 @@ def _load(
         if was_meta and any(tensor.is_meta for tensor in tensors_of(modules_of(model))):
             raise _on_meta(model, path)
     loads.sort(key=lambda load: load.promise.read_order)
-    batches = [small.divide(batch, device, dtype) for batch in _batches(loads, granularity)]
+    batches = [fill.groups_of_small(batch, device, dtype) for batch in _batches(loads, granularity)]
     del loads
     if any(others for _, others in batches):
         place = _Placer(modules_of(model), log, device, dtype)
     while batches:
         groups, others = batches.pop(0)
-        small.fill_all(groups, disk)
+        fill.fill_groups(groups, disk)
         if not others:
             continue
         fills = list(place.all(others))

@@ -167,7 +167,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     """In a prediction, replace the reads of ``load_streaming``. They fill tensors that exist
     already, so that only their buffers need further memory.
     """
-    from weighin.loader import fill, small
+    from weighin.loader import fill
     from weighin.loader.direct_io import PIECE_BYTES, DiskReaders
     from weighin.loader.memory import Fill
 
@@ -193,8 +193,8 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
                 ledger.write(one.memory)
                 ledger.work["read_direct_bytes"] += one.source.storage_bytes
 
-    def fill_groups(groups: Sequence[small.Group], disk: DiskReaders) -> None:
-        with ledger.holding(small.buffer_bytes(groups, disk.threads)):
+    def fill_groups(groups: Sequence[fill.Group], disk: DiskReaders) -> None:
+        with ledger.holding(fill.group_buffer_bytes(groups, disk.threads)):
             for group in groups:
                 for tensor in group.tensors:
                     ledger.write(tensor)
@@ -202,7 +202,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
 
     with (
         patch.object(fill, "being_filled", being_filled),
-        patch.object(small, "fill_all", fill_groups),
+        patch.object(fill, "fill_groups", fill_groups),
         patch.object(fill, "compute", compute),
     ):
         yield

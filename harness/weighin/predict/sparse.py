@@ -10,9 +10,9 @@ import torch
 from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.checkpoint import generate, reader
-from weighin.checkpoint.describe import describe, in_checkpoint
+from weighin.checkpoint.checksum import tensor_checksums
+from weighin.checkpoint.generate import describe, in_checkpoint
 from weighin.checkpoint.manifest import Manifest
-from weighin.checkpoint.piecewise import tensor_checksums
 from weighin.construction.skeleton import build_skeleton, resolve_builder
 from weighin.formats import gguf, quantised
 from weighin.formats.foreign import lacks, misfit
