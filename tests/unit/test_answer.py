@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, UnknownName
 from weighin.formats.pretrained_folder import read_folder
-from weighin.formats.selection import Selection
+from weighin.formats.pretrained_library import Selection
 from weighin.models.description import spec_of
 from weighin.plan.task import Planned
 from weighin.predict.prediction import PredictedUse, Prediction, Work

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from weighin import load_pretrained
 from weighin.cell import SYNTHESISED
 from weighin.errors import CheckpointError, ConfigError, UnknownName
-from weighin.formats.pretrained_library import DIFFUSERS
-from weighin.formats.selection import Selection
+from weighin.formats.pretrained_library import DIFFUSERS, Selection
 from weighin.settings.definition import check_suite
 from weighin.suite import registry
 from weighin.suite.chosen_models import ChosenModels, choose

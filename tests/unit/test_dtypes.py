@@ -14,8 +14,8 @@ from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import TensorSlice
 from weighin.formats.dtypes import ITEM_BYTES, NOT_CONVERTED
+from weighin.formats.pretrained_library import Selection
 from weighin.formats.safetensors import DTYPES
-from weighin.formats.selection import Selection
 from weighin.loader.load import load_streaming
 
 ALL = sorted({str(one)[6:] for one in vars(torch).values() if isinstance(one, torch.dtype)})

@@ -14,7 +14,7 @@ from weighin.checkpoint import index, inspect
 from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices
-from weighin.formats.selection import Selection
+from weighin.formats.pretrained_library import Selection
 
 SPEC = ModelSpec("m", "torch.nn:Linear", {"in_features": 3, "out_features": 2})
 

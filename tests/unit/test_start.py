@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from weighin.checkpoint import entries
 from weighin.errors import ConfigError, HarnessError, RecordError, UnknownName
-from weighin.formats.selection import Selection
+from weighin.formats.pretrained_library import Selection
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run

@@ -10,7 +10,7 @@ import yaml
 
 from pages import suite_keys as page
 from weighin.errors import ConfigError
-from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.pretrained_library import WHOLE, Selection
 from weighin.settings.definition import (
     COMMANDS,
     MODELS,

@@ -10,7 +10,7 @@ import torch
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats import structure
-from weighin.formats.selection import Selection
+from weighin.formats.pretrained_library import Selection
 from weighin.models.synthesised import from_table, from_tensors
 from weighin.suite import registry
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from weighin import formats
 from weighin.errors import CheckpointError
-from weighin.formats.selection import Selection
+from weighin.formats.pretrained_library import Selection
 from weighin.stream import pickles
 
 

@@ -22,7 +22,7 @@ from weighin.checkpoint.reader import read_pieces
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.pretrained_folder import weights_in
-from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.pretrained_library import WHOLE, Selection
 
 FIRST = "mp_rank_00_model_states.pt"
 

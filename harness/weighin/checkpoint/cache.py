@@ -22,8 +22,7 @@ from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import rename
 from weighin.formats.pretrained_folder import files_of_adapter
-from weighin.formats.pretrained_library import library_of
-from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.pretrained_library import WHOLE, Selection, library_of
 from weighin.suite import packages, user_code
 from weighin.units import format_bytes
 

@@ -33,9 +33,8 @@ from weighin.formats import gguf
 from weighin.formats.base import Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.foreign import check_converts
 from weighin.formats.pretrained_folder import folder_of, is_pretrained, variant_of
-from weighin.formats.pretrained_library import AS_SAVED, FolderChoice
+from weighin.formats.pretrained_library import AS_SAVED, WHOLE, FolderChoice, Selection
 from weighin.formats.quantised import Quantised, in_checkpoint
-from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.sharded import MAX_SHARD_BYTES, Sharded
 from weighin.text import first_names, one_line, plain
 from weighin.units import GIB, format_bytes, format_seconds

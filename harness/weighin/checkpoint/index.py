@@ -31,9 +31,8 @@ from weighin.formats.base import Progress, Slices, TensorSlice
 from weighin.formats.dtypes import dtype_name
 from weighin.formats.foreign import NOT_MEASURED, check_converts, lacks, misfit, selecting
 from weighin.formats.pretrained_folder import BUILDER, is_pretrained_checkpoint, refuse_part
-from weighin.formats.pretrained_library import library_of, module_of
+from weighin.formats.pretrained_library import WHOLE, Selection, library_of, module_of
 from weighin.formats.quantised import of_model, refuse_codes
-from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.zip_writer import run_parallel
 from weighin.models.pretrained import written_after_load
 from weighin.text import one_line, plain

@@ -22,9 +22,8 @@ from weighin.formats.base import TensorSlice
 from weighin.formats.foreign import remembering
 from weighin.formats.per_key import module_of
 from weighin.formats.pretrained_folder import CONFIG, adapter_note, is_pretrained
-from weighin.formats.pretrained_library import library_in
+from weighin.formats.pretrained_library import WHOLE, Selection, library_in
 from weighin.formats.quantised import Quantised
-from weighin.formats.selection import WHOLE, Selection
 from weighin.formats.storages import Footprint, footprint, ties
 from weighin.stream.pickles import type_name
 from weighin.suite import registry

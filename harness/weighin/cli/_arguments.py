@@ -11,8 +11,7 @@ from weighin.errors import ConfigError
 from weighin.files import parse_json
 
 if TYPE_CHECKING:
-    from weighin.formats.pretrained_library import FolderChoice
-    from weighin.formats.selection import Selection
+    from weighin.formats.pretrained_library import FolderChoice, Selection
     from weighin.settings.definition import Settings
 
 DEFAULT_MODEL = "gpt2-small"
@@ -148,7 +147,7 @@ def names(texts: Iterable[str]) -> list[str]:
 
 
 def selection(typed: dict[str, Any]) -> "Selection":
-    from weighin.formats.selection import Selection
+    from weighin.formats.pretrained_library import Selection
 
     return Selection(typed["key"], typed["strip_prefix"])
 

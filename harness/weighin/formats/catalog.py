@@ -37,7 +37,7 @@ from weighin.formats.base import Layout, ReadLayout, Slices, TensorSlice
 from weighin.formats.foreign import newest, no_model, once, remembering
 from weighin.formats.per_key import PER_MODULE, PER_PARAM
 from weighin.formats.pretrained_folder import find_weights, is_pretrained
-from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.pretrained_library import WHOLE, Selection
 from weighin.formats.sharded import OF_DIFFUSERS, SHARDED, SHARDED_PT
 from weighin.stream.state_dicts import all_empty, is_beside_weights, no_key
 from weighin.stream.torch_files import PT, PT_LEGACY, check_file

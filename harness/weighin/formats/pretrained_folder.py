@@ -25,10 +25,10 @@ from weighin.formats.pretrained_library import (
     TRANSFORMERS,
     FolderChoice,
     Library,
+    Selection,
     library_in,
     library_of,
 )
-from weighin.formats.selection import Selection
 from weighin.text import one_line, short
 
 BUILDER: Final = TRANSFORMERS.builder

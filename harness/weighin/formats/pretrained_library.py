@@ -1,4 +1,4 @@
-"""List the libraries whose folders weighin reads, and what a user can choose in such a folder.
+"""List the libraries whose folders weighin reads, and what a user can choose in a folder or checkpoint.
 
 ``LIBRARIES`` has one row for each library, with everything in which the libraries' folders
 differ. Code that differs is in the modules ``weighin.models.pretrained*``, one for each library.
@@ -137,6 +137,33 @@ class FolderChoice:
 
 
 AS_SAVED: Final = FolderChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The part of a checkpoint that is the model's state dict.
+
+    Attributes:
+        key: the key of the state dict in nested dicts, such as "model" or "state.model"; empty if
+            the checkpoint itself is the state dict. In a format without nested dicts, the key "model"
+            selects the names that begin with "model.".
+        strip_prefix: the prefix to remove from each name, such as "module."; empty for none.
+    """
+
+    key: str = ""
+    strip_prefix: str = ""
+
+    def __bool__(self) -> bool:
+        """Tell whether the selection leaves out a part of the checkpoint, or renames its tensors."""
+        return bool(self.key or self.strip_prefix)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        key = (f"--key={self.key}",) if self.key else ()
+        return (*key, f"--strip-prefix={self.strip_prefix}") if self.strip_prefix else key
+
+
+WHOLE: Final = Selection()
 
 ADAPTER: Final = "adapter_config.json"
 ARGUMENT: Final = "adapter"

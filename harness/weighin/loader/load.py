@@ -38,8 +38,8 @@ from weighin.construction.tensors import (
 from weighin.errors import CheckpointError
 from weighin.formats.base import Slices, TensorSlice
 from weighin.formats.foreign import check_converts
+from weighin.formats.pretrained_library import Selection
 from weighin.formats.quantised import refuse_codes
-from weighin.formats.selection import Selection
 from weighin.loader import fill
 from weighin.loader.direct_io import DiskReaders
 from weighin.loader.extra_state import extra_values

@@ -40,8 +40,7 @@ from weighin.formats.pretrained_folder import (
     read_folder,
     refuse_adapter,
 )
-from weighin.formats.pretrained_library import FolderChoice
-from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.pretrained_library import WHOLE, FolderChoice, Selection
 from weighin.formats.storages import are_equal
 from weighin.text import few, one_line
 

@@ -12,7 +12,7 @@ from weighin.cell import Cell, ModelSpec, Operation
 from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.formats import gguf, quantised
 from weighin.formats.pretrained_folder import adapter_of, code_of, folder_library
-from weighin.formats.selection import Selection
+from weighin.formats.pretrained_library import Selection
 from weighin.isolation.base import Isolation
 from weighin.isolation.visible import preloaded
 from weighin.plan.task import Node, Planned, check_gpu, choose

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, IsolationUnavailable
-from weighin.formats.selection import Selection
+from weighin.formats.pretrained_library import Selection
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.probes import environment, gpu_memory

@@ -129,7 +129,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(cell: Cell, checked: dict[str, Any]) -> dict[str, Any]:
-    from weighin.formats.selection import Selection
+    from weighin.formats.pretrained_library import Selection
     from weighin.predict.sparse import refuse_misfit
 
     refuse_misfit(cell.model, Path(checked["source"]), Selection(**checked["selection"]))
@@ -137,7 +137,7 @@ def _check(cell: Cell, checked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
-    from weighin.formats.selection import Selection
+    from weighin.formats.pretrained_library import Selection
     from weighin.predict.sparse import main_dtype, make_sparse, write_manifest
 
     source = Path(make["source"]) if make["source"] else None

@@ -15,8 +15,7 @@ from weighin.checkpoint import entries, staging
 from weighin.child_process import decode_event
 from weighin.errors import ConfigError, HarnessError, UnknownName
 from weighin.formats import gguf, quantised
-from weighin.formats.pretrained_library import LIBRARIES, library_of
-from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.pretrained_library import LIBRARIES, WHOLE, Selection, library_of
 from weighin.plan.task import Planned
 from weighin.predict.prediction import Prediction, from_json
 from weighin.predict.ranks import of_ranks

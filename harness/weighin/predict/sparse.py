@@ -17,8 +17,7 @@ from weighin.construction.skeleton import build_skeleton, resolve_builder
 from weighin.formats import gguf, quantised
 from weighin.formats.foreign import lacks, misfit
 from weighin.formats.pretrained_folder import own_dtype, refuse_part
-from weighin.formats.pretrained_library import library_of, module_of
-from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.pretrained_library import WHOLE, Selection, library_of, module_of
 from weighin.formats.zip_writer import leaving_holes
 from weighin.models import pretrained
 

@@ -26,9 +26,8 @@ from weighin.formats.pretrained_folder import (
     is_folder,
     variant_of,
 )
-from weighin.formats.pretrained_library import TRANSFORMERS, library_in
+from weighin.formats.pretrained_library import TRANSFORMERS, WHOLE, Selection, library_in
 from weighin.formats.quantised import dequantising
-from weighin.formats.selection import WHOLE, Selection
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
 from weighin.predict.client import predict

@@ -28,8 +28,7 @@ from pydantic_core import PydanticCustomError
 
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import ConfigError
-from weighin.formats.pretrained_library import FolderChoice
-from weighin.formats.selection import Selection
+from weighin.formats.pretrained_library import FolderChoice, Selection
 from weighin.records.floor import COARSEST, Aim
 from weighin.records.run_folder import Shard, parse_shard
 from weighin.text import printable

@@ -36,8 +36,7 @@ from weighin.formats.pretrained_folder import (
     read_folder,
     refuse_adapter,
 )
-from weighin.formats.pretrained_library import DIFFUSERS, TIMM, FolderChoice
-from weighin.formats.selection import Selection
+from weighin.formats.pretrained_library import DIFFUSERS, TIMM, FolderChoice, Selection
 from weighin.loader.load import load_renamed
 from weighin.models.description import chosen_class, described_gguf
 from weighin.models.pretrained import arguments_to_dequantise, merged, pretrained_class

@@ -12,7 +12,7 @@ from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.formats.foreign import remembering
 from weighin.formats.pretrained_folder import adapter_note, folder_of, is_folder, own_dtype
-from weighin.formats.selection import Selection
+from weighin.formats.pretrained_library import Selection
 from weighin.settings.definition import DTYPES, Settings, SuiteModel
 from weighin.suite import registry, user_code
 

@@ -27,8 +27,14 @@ from weighin.formats.pretrained_folder import (
     weights_in,
     with_adapter,
 )
-from weighin.formats.pretrained_library import AS_SAVED, LIBRARIES, TRANSFORMERS, FolderChoice
-from weighin.formats.selection import WHOLE, Selection
+from weighin.formats.pretrained_library import (
+    AS_SAVED,
+    LIBRARIES,
+    TRANSFORMERS,
+    WHOLE,
+    FolderChoice,
+    Selection,
+)
 from weighin.models.description import spec_of, spec_of_gguf
 from weighin.suite import user_code
 
