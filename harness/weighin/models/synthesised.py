@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from weighin.formats.structure import unpack
+from weighin.formats.storages import unpack
 
 
 def from_tensors(*, tensors: str) -> nn.Module:
     """Return a module tree with an uninitialised parameter or buffer for each tensor.
 
-    ``tensors`` is a string from ``weighin.formats.structure.pack``. Floating-point tensors become
+    ``tensors`` is a string from ``weighin.formats.storages.pack``. Floating-point tensors become
     parameters. Names that ``tensors`` records as tied become one tensor.
 
     Raises:
@@ -24,14 +24,14 @@ def from_tensors(*, tensors: str) -> nn.Module:
     """
     root = nn.Module()
     made: dict[str, torch.Tensor] = {}
-    for one in unpack(tensors):
-        tensor = made.get(one.tied_to or "")
+    for name, shape, dtype_name, tied_to in unpack(tensors):
+        tensor = made.get(tied_to or "")
         if tensor is None:
-            tensor = torch.empty(one.shape, dtype=getattr(torch, one.dtype_name))
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
             if tensor.is_floating_point():
                 tensor = nn.Parameter(tensor)
-        made[one.name] = tensor
-        _put(root, one.name, tensor)
+        made[name] = tensor
+        _put(root, name, tensor)
     return root
 
 

@@ -18,7 +18,7 @@ from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation, with_arguments
 from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
-from weighin.formats import gguf, pretrained_folder, quantised, sentence_parts, structure
+from weighin.formats import gguf, pretrained_folder, quantised, sentence_parts, storages
 from weighin.formats.foreign import NOT_MEASURED, check_converts
 from weighin.formats.hub_cache import cached_snapshot
 from weighin.formats.pretrained_folder import (
@@ -265,7 +265,7 @@ def model_and_checkpoint(
     formats.refuse_empty(weights, slices)
     check_converts(path, slices, NOT_MEASURED)
     quantised.refuse_codes(path, slices, ())
-    return ModelSpec(path.name, SYNTHESISED, {"tensors": structure.pack(slices)}), weights
+    return ModelSpec(path.name, SYNTHESISED, {"tensors": storages.pack(slices)}), weights
 
 
 def _merged(spec: ModelSpec, choice: FolderChoice) -> ModelSpec:
