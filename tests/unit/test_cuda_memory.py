@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from weighin.errors import CheckpointError
+from weighin.result import Outcome
 from weighin.units import GIB
+from weighin.worker.__main__ import classify
 from weighin.worker.cuda import CudaMemory, is_out_of_memory
 
 DEVICE = torch.device("cuda", 1)
@@ -254,3 +257,9 @@ def test_a_gpu_without_memory_is_told_from_other_errors(
     error: BaseException, expected: bool
 ) -> None:
     assert is_out_of_memory(error) == expected
+
+
+def test_a_gpu_without_memory_is_told_through_the_words_of_a_library() -> None:
+    put_into_words = CheckpointError("from_pretrained fails", "")
+    put_into_words.__cause__ = torch.AcceleratorError("CUDA error: out of memory")
+    assert classify(put_into_words, "streaming") == (Outcome.CUDA_OOM, "CUDA error: out of memory")

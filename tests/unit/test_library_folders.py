@@ -86,6 +86,19 @@ def test_a_part_of_a_pipeline_is_what_diffusers_loads(
 @pytest.mark.skipif(
     find_spec("diffusers") is None, reason="needs diffusers, from weighin[diffusers]"
 )
+def test_a_variant_of_a_part_is_loaded_beside_the_usual_file(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    folder = saved("pipelines", "the unet of a pipeline", tmp_path)
+    state = {name: tensor + 1 for name, tensor in load_file(folder / ONE_FILE).items()}
+    save_file(state, folder / ONE_FILE.replace(".safetensors", ".fp16.safetensors"))
+    own = load_pretrained(folder, variant="fp16").state_dict()
+    assert all(torch.equal(own[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.skipif(
+    find_spec("diffusers") is None, reason="needs diffusers, from weighin[diffusers]"
+)
 def test_the_manifest_of_a_part_has_the_values_that_diffusers_loads(tmp_path: Path) -> None:
     name = "weights that stay in float32, and computed buffers"
     folder = saved("pipelines", name, tmp_path / "wan")

@@ -236,6 +236,19 @@ def test_a_conversion_writes_the_keys_of_the_model(make: Make, tmp_path: Path, n
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 
+def test_keys_of_a_model_are_not_those_of_another_file(tmp_path: Path) -> None:
+    kind = pretrained_class("LlamaForCausalLM")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    model = kind(kind.config_class(**sizes, intermediate_size=64))
+    model.save_pretrained(tmp_path / "model")
+    torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    conversion = Conversion(
+        tmp_path / "model" / "pytorch_model.bin", tmp_path / "out.pt", model_keys=True
+    )
+    with pytest.raises(CheckpointError, match="from_pretrained"):
+        conversion.write()
+
+
 def test_keys_of_a_model_need_its_class(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "w.pt")
     conversion = Conversion(tmp_path / "w.pt", tmp_path / "model.pt", model_keys=True)

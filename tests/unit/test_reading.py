@@ -62,6 +62,10 @@ def test_each_name_exists_and_is_replaced(name: str) -> None:
 
 
 def test_everything_is_put_back_after_a_load_and_after_an_error(folder: Path) -> None:
+    verbosity = logging.get_verbosity()
+    shown: Any = logging
+    shown.set_verbosity_info()
+    shown.enable_progress_bar()
     before = now()
     load_pretrained(folder)
     assert now() == before
@@ -71,6 +75,7 @@ def test_everything_is_put_back_after_a_load_and_after_an_error(folder: Path) ->
     with pytest.raises(CheckpointError, match=r"of another shape \(model\.norm\.weight\)"):
         load_pretrained(folder)
     assert now() == before
+    logging.set_verbosity(verbosity)
 
 
 def test_everything_is_put_back_after_ctrl_c(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

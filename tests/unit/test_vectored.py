@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 from weighin.errors import CheckpointError
-from weighin.loader.direct_io import ALIGNMENT, PieceReader, gather
+from weighin.loader.direct_io import PieceReader, gather
+from weighin.loader.open_file import ALIGNMENT
 from weighin.probes import page_cache
 
 SIZE = 2 * 1024**2 + 777

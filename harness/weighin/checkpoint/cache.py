@@ -31,6 +31,9 @@ __all__ = ["CachedCheckpoint", "Prepared", "Report", "clear", "ensure", "folder"
 Report = Callable[[str, float | None], None]
 """A function that shows the current step's text, and its share done: 0 to 1, None if unknown."""
 
+_DECIDING: Final = ("peft", "compressed-tensors", "bitsandbytes", "gptqmodel")
+"""Packages that compute weights of a folder with an adapter or with quantised weights."""
+
 _VALUES: Final = 1  # increase this version when the same seed gives other values
 
 
@@ -110,7 +113,8 @@ def ensure(
             origin += [str(code), _digest(code)]
         origin += packages.versions(["torch", "transformers"]).items()
     elif library:
-        origin += [dtype, *packages.versions(["torch", library.name]).items()]
+        names = ["torch", library.name, *_DECIDING]
+        origin += [dtype, *packages.versions(names).items()]
     in_place = False
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()

@@ -29,10 +29,16 @@ from weighin.checkpoint import staging
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import rename
-from weighin.formats import gguf
+from weighin.formats import gguf, sentence_parts
 from weighin.formats.base import Plans, Progress, Slices, TensorPlan, TensorSlice
 from weighin.formats.foreign import check_converts
-from weighin.formats.pretrained_folder import folder_of, is_pretrained, variant_of
+from weighin.formats.pretrained_folder import (
+    folder_of,
+    from_pretrained_arguments,
+    is_pretrained,
+    read_folder,
+    variant_of,
+)
 from weighin.formats.pretrained_library import AS_SAVED, WHOLE, FolderChoice, Selection
 from weighin.formats.quantised import Quantised, in_checkpoint
 from weighin.formats.sharded import MAX_SHARD_BYTES, Sharded
@@ -263,12 +269,21 @@ class Conversion:
                 f"--keys model needs the model's class, and {folder} has no config.json",
                 "name a folder that save_pretrained wrote, or leave --keys out",
             )
+        model_class = choice.model_class
+        if not is_gguf:
+            if folder != self.source:
+                from_pretrained_arguments(self.source)  # raises if another file would be read
+            if not model_class and sentence_parts.has_more_parts(folder):
+                from weighin.models.description import chosen_class
+
+                found = read_folder(folder, choice)  # the transformer alone
+                model_class, _ = found.named_class or chosen_class(found)
         state = load_pretrained(
             gguf.file_of(self.source) if is_gguf else folder,
             dtype=dtype or "auto",
             trust_remote_code=choice.trust_remote_code,
             variant=variant_of(self.source),
-            model_class=choice.model_class,
+            model_class=model_class,
             key=self.selection.key,
             strip_prefix=self.selection.strip_prefix,
             adapter=choice.adapter,

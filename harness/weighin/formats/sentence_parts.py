@@ -48,7 +48,7 @@ def own_folders(folder: Path) -> list[str]:
     content = json_in(folder / MODULES, MIB)
     parts = content if isinstance(content, list) else []
     listed = [part.get("path") for part in parts if isinstance(part, dict)]
-    inner = models_below(folder)
+    inner = models_below(folder) if listed else []
     return [name for name in listed if isinstance(name, str) and name in inner]
 
 

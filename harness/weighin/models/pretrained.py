@@ -162,7 +162,7 @@ def pretrained_class(
             code in the folder has changed, or cannot be imported.
     """
     if code:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads this when it is imported
+        stay_offline()
     try:
         import transformers
     except ImportError as error:
@@ -210,7 +210,7 @@ def class_of_pipelines(name: str) -> Any:
 
 def diffusers_package() -> Any:
     """Import diffusers without its messages."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads this when it is imported
+    stay_offline()
     try:
         import diffusers
     except ImportError as error:
@@ -223,8 +223,25 @@ def diffusers_package() -> Any:
 
 
 def quiet(package: Any) -> None:
-    package.utils.logging.set_verbosity_error()
-    package.utils.logging.disable_progress_bar()
+    """Silence a library for good, unless this is a user's own process: there, only each load does."""
+    if _is_own_process():
+        package.utils.logging.set_verbosity_error()
+        package.utils.logging.disable_progress_bar()
+
+
+def stay_offline() -> None:
+    """Keep huggingface_hub, which reads this at its import, from the network in a process of weighin.
+
+    In a user's own process, each load asks for local files alone.
+    """
+    if _is_own_process():
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _is_own_process() -> bool:
+    """Tell whether weighin has started this process, as ``python -m weighin.worker``."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.name.partition(".")[0] == "weighin"
 
 
 def imported_again(package: str, error: Exception) -> Any:
@@ -239,9 +256,7 @@ def imported_again(package: str, error: Exception) -> Any:
         ConfigError: torchvision is not the cause, or weighin did not start this process.
     """
     failed = import_failed(package, error)
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    is_own_process = spec is not None and spec.name.partition(".")[0] == "weighin"
-    if not (_is_of_torchvision(error) and is_own_process):
+    if not (_is_of_torchvision(error) and _is_own_process()):
         raise failed from error
     for name in [name for name in sys.modules if name.partition(".")[0] in _IMPORTERS]:
         del sys.modules[name]

@@ -11,7 +11,7 @@ import torch
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.base import TensorSlice
-from weighin.formats.pretrained_folder import folder_of
+from weighin.formats.pretrained_folder import folder_of, variant_of
 from weighin.formats.pretrained_library import DIFFUSERS
 from weighin.models.pretrained import class_of_pipelines, diffusers_package, imported_again, quiet
 
@@ -100,7 +100,10 @@ def reference(
     kind, folder = diffusers_class(kwargs["architecture"]), folder_of(checkpoint)
     try:
         model, info = kind.from_pretrained(
-            folder, torch_dtype=dtype, output_loading_info=True, **options(folder)
+            folder,
+            torch_dtype=dtype,
+            output_loading_info=True,
+            **options(folder, variant_of(checkpoint)),
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(
@@ -111,11 +114,13 @@ def reference(
     return model, [name for name in info["missing_keys"] if name not in buffers]
 
 
-def options(folder: Path) -> dict[str, Any]:
+def options(folder: Path, variant: str = "") -> dict[str, Any]:
     """Return the arguments with which ``from_pretrained`` finds the weights of a folder.
 
     ``from_pretrained`` reads .bin shards only with ``use_safetensors=False``.
     """
+    if variant:
+        return {"local_files_only": True, "variant": variant}
     bin_index = "diffusion_pytorch_model.bin.index.json"
     names = {name for name in DIFFUSERS.weights if (folder / name).is_file()}
     return {"local_files_only": True} | ({"use_safetensors": False} if names == {bin_index} else {})
