@@ -11,6 +11,7 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,7 +90,8 @@ def footprint(slices: Sequence[TensorSlice]) -> Footprint:
     tied = ties(slices)
     sizes: dict[tuple[Path, int], int] = {}
     spans: dict[tuple[Path, int], list[tuple[int, int]]] = {}
-    for one in (part for whole in slices for part in _blocks(whole) if part.storage_bytes):
+    blocks = chain.from_iterable([part.where for part in one.parts] or [one] for one in slices)
+    for one in (block for block in blocks if block.storage_bytes):
         storage = one.file, one.storage_offset
         sizes[storage] = max(sizes.get(storage, 0), one.storage_bytes)
         spans.setdefault(storage, []).append((one.offset, one.offset + _reach(one)))
@@ -99,10 +101,6 @@ def footprint(slices: Sequence[TensorSlice]) -> Footprint:
         used_bytes=sum(map(_covered, spans.values())),
         repeated=tuple(one.name for one in slices if not one.parts and one.nbytes > _reach(one)),
     )
-
-
-def _blocks(whole: TensorSlice) -> Sequence[TensorSlice]:
-    return [part.where for part in whole.parts] or [whole]
 
 
 def _reach(one: TensorSlice) -> int:

@@ -315,7 +315,11 @@ def reference(
         ValueError,
     ) as error:
         if _MISMATCHED in str(error):
-            raise _of_another_shape(kind, arguments, checkpoint) from error
+            _, info = kind.from_pretrained(
+                **arguments, **{_MISMATCHED: True}, output_loading_info=True
+            )
+            names = sorted(str(name) for name, *_ in info["mismatched_keys"])
+            raise misfit(checkpoint, kind.__name__, {"of another shape": names}) from error
         called = f"{kind.__name__}.from_pretrained"
         if "gguf_file" in arguments:
             called += f"(FOLDER, gguf_file={checkpoint.name!r})"
@@ -372,13 +376,6 @@ def merged(model: Any, adapter: Path | str) -> Any:
         if "missing adapter keys" in text and (is_random or 1 in pairs.values()):
             raise adapter_failed(adapter, f"the file lacks matrices: {text}")
     return made
-
-
-def _of_another_shape(kind: Any, arguments: Mapping[str, Any], checkpoint: Path) -> CheckpointError:
-    """Return the error that names the weights whose shapes differ between checkpoint and model."""
-    _, info = kind.from_pretrained(**arguments, **{_MISMATCHED: True}, output_loading_info=True)
-    names = sorted(str(name) for name, *_ in info["mismatched_keys"])
-    return misfit(checkpoint, kind.__name__, {"of another shape": names})
 
 
 def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, Any]) -> Any:

@@ -5,8 +5,6 @@ and one of few large tensors. If the load time depends only on the bytes, both l
 same time.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -17,19 +15,15 @@ def stack(*, layers: int, width: int, inner: int | None = None) -> nn.Module:
     Each layer is ``width`` x ``width``. With ``inner``, the layers alternate between ``width`` x ``inner``
     and ``inner`` x ``width``, and their number must be even.
     """
-    return nn.Sequential(*_linear_layers(layers, width, inner)).eval()
+    sizes = (width, inner or width)
+    made = (nn.Linear(sizes[at % 2], sizes[(at + 1) % 2], bias=False) for at in range(layers))
+    return nn.Sequential(*made).eval()
 
 
 def nested(*, blocks: int, layers: int, width: int, inner: int | None = None) -> nn.Module:
     """Return ``blocks`` modules in sequence, each a ``stack`` of ``layers`` linear layers."""
     made = (stack(layers=layers, width=width, inner=inner) for _ in range(blocks))
     return nn.Sequential(*made).eval()
-
-
-def _linear_layers(layers: int, width: int, inner: int | None) -> Iterator[nn.Linear]:
-    sizes = (width, inner or width)
-    for number in range(layers):
-        yield nn.Linear(sizes[number % 2], sizes[(number + 1) % 2], bias=False)
 
 
 def example_inputs(*, width: int, **_: object) -> torch.Tensor:
