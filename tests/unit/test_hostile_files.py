@@ -189,7 +189,7 @@ def pickled(instructions: bytes) -> bytes:
     [
         pytest.param(
             b"}(" + b"".join(b"\x8a\x0b" + (n * (2**61 - 1)).to_bytes(11, "little", signed=True) + b"N"
-                             for n in range(1, 20_000)) + b"u",
+                             for n in range(1, 30_000)) + b"u",
             id="numbers of one hash",
         ),
         pytest.param(
@@ -198,8 +198,15 @@ def pickled(instructions: bytes) -> bytes:
             id="one long name many times",
         ),
         pytest.param(
-            b"".join(b"X\xe8\3\0\0" + f"{n:04}".encode() * 250 + b"0" for n in range(12_000))
-            + b"".join(b"c" + f"{n:05}".encode() * 100 + b"\na\n0" for n in range(12_000)) + b"N",
+            b"".join(
+                b"X\xf4\1\0\0" + f"{n:04}".encode() * 125 + b"r" + struct.pack("<I", n) + b"0"
+                for n in range(400)
+            )
+            + b"".join(
+                b"j" + struct.pack("<I", m) + b"j" + struct.pack("<I", n) + b"\x93" + b"0"
+                for m in range(400) for n in range(400)
+            )
+            + b"N",
             id="many long names",
         ),
     ],

@@ -365,6 +365,8 @@ def merged(model: Any, adapter: Path | str) -> Any:
             warnings.simplefilter("always")
             loaded = PeftModel.from_pretrained(model, str(adapter))
             made = loaded.merge_and_unload()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         raise adapter_failed(adapter, repr(error)) from error
     is_random = getattr(loaded.active_peft_config, "init_lora_weights", True) in (
