@@ -4,11 +4,13 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import leftovers
 import pytest
-from commands import CommandLine, Started
+from commands import CommandLine, Ended, Started
 
 PAUSING = '''"""Wait for longer than the test does."""
 
@@ -24,21 +26,29 @@ pytestmark = pytest.mark.fuse
 
 @pytest.fixture
 def paused(command: CommandLine) -> Iterator[Started]:
-    """A run whose cell has a slow disk and waits."""
+    with pause(command, "killed") as started:
+        yield started
+
+
+@contextmanager
+def pause(command: CommandLine, out: str) -> Iterator[Started]:
+    """Start a run whose cell has a slow disk and waits."""
     (command.folder / "pausing.py").write_text(PAUSING)
     started = command.start(
         *("bench", "gpt2-tiny", "--disk-latency", "20ms", "--isolation", "process"),
-        *("--strategies", "./pausing.py", "--out", "killed"),
+        *("--strategies", "./pausing.py", "--out", out),
     )
-    leftovers.wait_until(
-        lambda: started.process.poll() is not None or (started.at_work() and mounts(started)),
-        "the cell did not begin",
-        patience_s=120,
-    )
-    assert started.process.poll() is None, started.process.communicate()
-    yield started
-    started.process.kill()
-    started.process.communicate()
+    try:
+        leftovers.wait_until(
+            lambda: started.process.poll() is not None or (started.at_work() and mounts(started)),
+            "the cell did not begin",
+            patience_s=120,
+        )
+        assert started.process.poll() is None, started.process.communicate()
+        yield started
+    finally:
+        started.process.kill()
+        started.process.communicate()
 
 
 def mounts(started: Started) -> list[str]:
@@ -62,6 +72,21 @@ def test_a_killed_run_takes_its_slow_disk_with_it(paused: Started) -> None:
     leftovers.wait_until(lambda: not leftovers.processes(paused.mark), "a process stayed")
 
 
+def next_to_a_killed_run(command: CommandLine, *arguments: str, **environment: Any) -> Ended:
+    """Run weighin beside the slow disk of a killed run, and return what it says about this disk.
+
+    Any other run on this machine may be the next one and remove the disk first; then try again.
+    """
+    for attempt in range(5):
+        with pause(command, f"killed-{attempt}") as paused:
+            kill_all(paused)
+            ended = command.run(*arguments, **environment)
+            assert mounts(paused) == []
+        if "slow disk at" in ended.out + ended.err:
+            break
+    return ended
+
+
 def kill_all(paused: Started) -> None:
     """Kill the run and the process behind its disk, so that nobody is left to unmount it."""
     server = server_of(paused)
@@ -70,29 +95,26 @@ def kill_all(paused: Started) -> None:
     paused.process.wait()
     os.kill(server, signal.SIGKILL)
     leftovers.wait_until(lambda: not leftovers.processes(paused.mark), "a process stayed")
-    assert len(mounts(paused)) == 1
 
 
 @pytest.mark.slow
-def test_the_next_run_unmounts_what_a_killed_one_left(
-    command: CommandLine, paused: Started
-) -> None:
-    kill_all(paused)
-    ended = command.run("bench", "gpt2-tiny", "-s", "baseline", "--isolation", "process")
+def test_the_next_run_unmounts_what_a_killed_one_left(command: CommandLine) -> None:
+    ended = next_to_a_killed_run(
+        command, "bench", "gpt2-tiny", "-s", "baseline", "--isolation", "process"
+    )
     assert (ended.code, ended.left) == (0, [])
     assert "removed a leftover of a killed run: slow disk at " in ended.err
-    assert mounts(paused) == []
     assert list((command.cache / "disks").iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_doctor_unmounts_what_a_killed_run_left(command: CommandLine, paused: Started) -> None:
-    kill_all(paused)
-    ended = command.run("doctor", "--json", "-", DOCKER_HOST="unix:///nonexistent")
+def test_doctor_unmounts_what_a_killed_run_left(command: CommandLine) -> None:
+    ended = next_to_a_killed_run(
+        command, "doctor", "--json", "-", DOCKER_HOST="unix:///nonexistent"
+    )
     details = [one["detail"] for one in json.loads(ended.out)["capabilities"]]
     assert [text for text in details if text.startswith("removed: slow disk at ")], details
-    assert mounts(paused) == []
 
 
 @pytest.mark.slow
