@@ -1,0 +1,307 @@
+"""A table, and lines of text: what every verb prints, in a terminal, in Markdown or in HTML.
+
+A document is a list of ``Table`` and ``Lines``. A console prints each of them as it is:
+``console.print(*document)``. ``markdown`` and ``html`` return the same in the other forms.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Final, Literal, TypeVar
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from weighin.records.metrics import grouped
+from weighin.text import markdown as escaped
+from weighin.text import printable
+
+_Item = TypeVar("_Item")
+
+KINDS: Final = {
+    "survives": ("green", "🟢", "✓"),
+    "thrashes": ("yellow", "🟡", "≈"),
+    "killed": ("red", "🔴", "✗"),
+    "ok": ("green", "", "✓"),
+    "failed": ("red", "", "✗"),
+    "skipped": ("dim", "", "-"),
+    "dim": ("dim", "", ""),
+    "same": ("dim", "✅", ""),
+    "better": ("green", "✅", ""),
+    "new": ("cyan", "🆕", ""),
+    "changed": ("yellow", "⚠️", ""),
+    "worse": ("bold red", "❌", ""),
+}
+"""By the kind of an entry: its style in a terminal, and its sign in Markdown and in HTML."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a row has in one column.
+
+    Attributes:
+        spread: the range of a figure, or another text that stands below the figure.
+        kind: a key of ``KINDS``, which gives the entry a colour and a sign.
+        tip: an explanation, which only HTML shows: while the mouse is over the entry.
+        key: the number by which HTML sorts the rows; without one, the text.
+    """
+
+    text: str = "-"
+    spread: str = ""
+    kind: str = ""
+    tip: str = ""
+    key: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of numbers, or of names, which are aligned left and may be wrapped.
+
+    A terminal that is too narrow leaves out the columns of the highest ``rank``; with rank 0, it
+    keeps the column.
+    """
+
+    title: str
+    unit: str = ""
+    is_name: bool = False
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """``notes`` explain the figures; ``reasons`` explain single entries, such as a verdict."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Entry | str]]
+    notes: Sequence[str] = ()
+    reasons: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Print the table without breaking a word or a number, with as few columns left out as needed."""
+        if self.title:
+            yield _text(self.title, "bold")
+        ranked = sorted((c for c in self.columns if c.rank), key=lambda c: -c.rank)
+        for count in range(len(ranked) + 1):
+            table = self.without(ranked[:count])
+            least = table._widths(is_narrow=True)
+            padding = 1 if sum(least) + 2 * len(least) <= options.max_width else 0
+            around = (1 + padding) * len(least) + 1 - padding
+            if sum(least) + around <= options.max_width:
+                break
+        else:
+            table, count, least = self, 0, self._widths(is_narrow=True)
+        yield table._drawn(_widened(least, table._widths(), options.max_width - around), padding)
+        for reason in self.reasons:
+            yield _text(reason)
+        if count:
+            names = ", ".join(column.title for column in ranked[:count])
+            yield _text(
+                f"Left out at {options.max_width} columns: {names}. A wider terminal shows them.",
+                "dim",
+            )
+        for note in self.notes:
+            yield _text(note, "dim")
+
+    def without(self, columns: Sequence[Column]) -> "Table":
+        places = [at for at, column in enumerate(self.columns) if column not in columns]
+        return replace(
+            self,
+            columns=[self.columns[at] for at in places],
+            rows=[[row[at] for at in places] for row in self.rows],
+        )
+
+    def _drawn(self, widths: Sequence[int], padding: int) -> RichTable:
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding), collapse_padding=True)  # fmt: skip
+        for column, width in zip(self.columns, widths, strict=True):
+            side: Literal["left", "right"] = "left" if column.is_name else "right"
+            table.add_column(_text(_head(column)), justify=side, overflow="fold", width=width)
+        for row in self.rows:
+            texts: list[RenderableType] = []
+            for entry in map(_entry, row):
+                text = _text(entry.text, KINDS[entry.kind][0] if entry.kind else "")
+                texts.append(text.append(f"\n{entry.spread}", "dim") if entry.spread else text)
+            table.add_row(*texts)
+        return table
+
+    def _widths(self, *, is_narrow: bool = False) -> list[int]:
+        """Return the width of each column; with ``is_narrow``, of a name only that of its longest word."""
+        widths = []
+        for at, column in enumerate(self.columns):
+            entries = [_entry(row[at]) for row in self.rows]
+            texts = [_head(column), *(f"{one.text}\n{one.spread}" for one in entries)]
+            parts = (
+                text.split() if is_narrow and column.is_name else text.split("\n") for text in texts
+            )
+            widths.append(
+                max(cell_len(printable(part)) for found in parts for part in [*found, ""])
+            )
+        return widths
+
+    def markdown(self) -> str:
+        """Return the table in Markdown without its title; each line break becomes a space."""
+        lines = [
+            _line(_joined(column.title, column.unit) for column in self.columns),
+            _line(("---" if column.is_name else "---:" for column in self.columns), is_plain=True),
+        ]
+        for row in self.rows:
+            cells = []
+            for entry in map(_entry, row):
+                mark = KINDS[entry.kind][1] if entry.kind else ""
+                cells.append(_joined(mark, entry.text, entry.spread and f"({entry.spread})"))
+            lines.append(_line(cells))
+        if self.notes:
+            lines += ["", escaped(" ".join(self.notes))]
+        if self.reasons:
+            lines += ["", *(f"- {escaped(reason)}" for reason in self.reasons)]
+        return "\n".join(lines)
+
+    def html(self) -> str:
+        """Return the table as HTML without its title; a script of the page sorts its rows."""
+        head = "".join(
+            f'<th scope="col"{_number(column)}>{escape(column.title)}'
+            + (f" <small>{escape(column.unit)}</small>" if column.unit else "")
+            + "</th>"
+            for column in self.columns
+        )
+        body = "".join(
+            "<tr>"
+            + "".join(
+                _field(_entry(entry), column, "td" if at else "th")
+                for at, (entry, column) in enumerate(zip(row, self.columns, strict=True))
+            )
+            + "</tr>\n"
+            for row in self.rows
+        )
+        notes = "".join(
+            f'<p class="hint">{escape(one)}</p>\n' for one in (*self.reasons, *self.notes)
+        )
+        label = escape(self.title or "table")
+        return (
+            f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">\n'
+            f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n</div>\n{notes}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Sentences, or with the kind "verbatim" a text whose line breaks and spaces are kept."""
+
+    title: str
+    lines: Sequence[str]
+    kind: Literal["", "dim", "warning", "verbatim", "answer"] = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.title:
+            yield _text(self.title, "bold")
+        for line in self.lines:
+            yield _text(line, {"dim": "dim", "warning": "yellow"}.get(self.kind, ""))
+
+    def markdown(self) -> str:
+        if self.kind == "verbatim":
+            text = "\n".join(self.lines).replace("`", "'")
+            return f"```\n{text}\n```"
+        if self.kind == "answer":
+            return "\n\n".join(map(escaped, self.lines))
+        return "\n".join(f"- {escaped(line)}" for line in self.lines)
+
+    def html(self) -> str:
+        if self.kind == "verbatim":
+            return f'<pre class="scroll" tabindex="0">{escape(chr(10).join(self.lines))}</pre>\n'
+        if self.kind == "answer":
+            return "".join(f"<p>{escape(line)}</p>\n" for line in self.lines)
+        items = "".join(f"<li>{escape(line)}</li>\n" for line in self.lines)
+        return f"<ul>\n{items}</ul>\n"
+
+
+Document = Sequence[Table | Lines]
+
+
+def markdown(document: Document, level: int = 2) -> str:
+    """Return a document in Markdown; a part that has the title of the part before has no heading."""
+    return "\n\n".join(
+        (f"{'#' * level} {escaped(part.title)}\n\n" if part.title else "") + part.markdown()
+        for part in document
+    )
+
+
+def pivot(
+    title: str,
+    items: Iterable[_Item],
+    row: Callable[[_Item], str],
+    column: Callable[[_Item], Hashable],
+    entry: Callable[[Sequence[_Item]], Entry | str],
+    *,
+    titles: Callable[[Hashable], str] = str,
+    name: str = "strategy",
+    notes: Sequence[str] = (),
+) -> Table:
+    """Return a table with a row for each value of ``row``, and a column for each of ``column``.
+
+    Each field has the ``entry`` of the items there; without items, "-".
+    """
+    items = list(items)
+    columns = list(dict.fromkeys(map(column, items)))
+    rows: list[list[Entry | str]] = []
+    for label, ours in grouped(items, row).items():
+        there = grouped(ours, column)
+        rows.append([label, *(entry(there[one]) if one in there else "-" for one in columns)])
+    heads = [Column(name, is_name=True), *(Column(titles(one)) for one in columns)]
+    return Table(title, heads, rows, notes)
+
+
+def _entry(given: Entry | str) -> Entry:
+    return Entry(given) if isinstance(given, str) else given
+
+
+def _head(column: Column) -> str:
+    """Return a heading for a terminal, with one word in each line, so that many columns fit."""
+    title = column.title if column.is_name else "\n".join(column.title.split())
+    return f"{title}\n{column.unit}" if column.unit else title
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(printable(text, "\n"), style)
+
+
+def _widened(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
+    """Return the widths after the room has been given, space by space, to the narrowest column."""
+    widths = list(least)
+    for _ in range(max(0, min(room, sum(most)) - sum(least))):
+        able = [at for at, width in enumerate(widths) if width < most[at]]
+        widths[min(able, key=lambda at: widths[at])] += 1
+    return widths
+
+
+def _joined(*texts: str) -> str:
+    return " ".join(" ".join(texts).split())
+
+
+def _line(cells: Iterable[str], *, is_plain: bool = False) -> str:
+    return f"| {' | '.join(cells if is_plain else map(escaped, cells))} |"
+
+
+def _number(column: Column) -> str:
+    return "" if column.is_name else ' class="number"'
+
+
+def _field(entry: Entry, column: Column, tag: str) -> str:
+    """Return one field of a table as HTML; the first of a row is its heading."""
+    classes = " ".join(filter(None, [entry.kind, "" if column.is_name else "number"]))
+    about = f' class="{classes}"' if classes else ""
+    about += f' data-tip="{escape(entry.tip)}"' if entry.tip else ""
+    about += f' data-key="{entry.key!r}"' if entry.key is not None else ""
+    sign = KINDS[entry.kind][2] if entry.kind else ""
+    sign = f'<span aria-hidden="true">{sign}</span> ' if sign else ""
+    spread = f"<small>{escape(entry.spread)}</small>" if entry.spread else ""
+    scope = ' scope="row"' if tag == "th" else ""
+    return f"<{tag}{scope}{about}>{sign}{escape(entry.text)}{spread}</{tag}>"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as a part of a sentence: "a, b and c"."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
