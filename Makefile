@@ -15,7 +15,7 @@ SEED ?= 0
 TESTS ?= tests/unit
 RUN ?= $(shell ls -td results/*/records.jsonl 2>/dev/null | head -1 | xargs -r dirname)
 PEERS := results/loaders-$(shell date +%Y%m%dT%H%M%S)
-BASELINE ?= baseline.yaml
+BASELINE ?= baseline.json
 WHAT = $(if $(SUITE),--suite $(SUITE),$(if $(RESUME),--resume $(RESUME),$(MODEL) --ram $(RAM)))
 OPTIONS = $(if $(OUT),--out $(OUT)) $(if $(STRATEGIES),--strategies $(STRATEGIES)) \
           $(if $(ISOLATION),--isolation $(ISOLATION)) $(ARGS)
@@ -50,7 +50,7 @@ peers: .venv/ready  ## Measure all installed loaders, cold and warm, and write d
 report: .venv/ready  ## Write the report of RUN again (default: the newest run)
 	$(BIN)/weighin report $(RUN)
 
-check: .venv/ready  ## Compare RUN with a committed BASELINE, and fail if memory grew: make check BASELINE=baseline.yaml
+check: .venv/ready  ## Compare RUN with a committed BASELINE, and fail if memory grew: make check BASELINE=baseline.json
 	$(BIN)/weighin check $(RUN) --baseline $(BASELINE) $(ARGS)
 
 man: .venv/ready-dev  ## Write the manual page, docs/weighin.1, from the command line's definitions

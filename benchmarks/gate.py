@@ -20,7 +20,7 @@ from typing import Final
 
 from weighin.checkpoint import cache
 from weighin.gate import check
-from weighin.gate.lines import GateResult
+from weighin.gate.check import GateResult
 from weighin.records.metrics import METRICS
 from weighin.records.series import STRATEGY
 from weighin.settings.definition import DEFAULT_STRATEGIES
@@ -91,7 +91,7 @@ def _plant(out: Path, model: str, strategies: Iterable[str], place: str) -> list
 
 
 def _judge(out: Path, rounds: int, baselines: int, strategies: Sequence[str]) -> None:
-    path = out / "baseline.yaml"
+    path = out / "baseline.json"
     path.unlink(missing_ok=True)
     measured = check.read_runs([out / f"baseline-{n}" for n in range(baselines)])
     wanted = {
@@ -99,7 +99,7 @@ def _judge(out: Path, rounds: int, baselines: int, strategies: Sequence[str]) ->
         for name, series in measured.series.items()
         if name.split()[STRATEGY] in strategies
     }
-    check.update(replace(measured, series=wanted), path, accept=lambda _: False)
+    check.update(replace(measured, series=wanted), path)
     alarms, caught, runs_caught, cells = Counter[str](), Counter[str](), 0, 0
     for number in range(rounds):
         judgement = check.check(check.read_runs([out / f"unchanged-{number}"]), path)

@@ -103,7 +103,7 @@ def _sections() -> Iterator[str]:
         " and recommend; [tool.weighin.VERB] applies to one verb and overrides [tool.weighin]."
         " The command line overrides both tables. A relative path in pyproject.toml starts at the"
         " folder of that file. Options that allow or confirm something (--trust, --update,"
-        " --expect-failures, --yes) are accepted only on the command line."
+        " --yes) are accepted only on the command line."
     )
     yield from _literal("", _SETTINGS.splitlines())
     yield '.SH "EXIT STATUS"'

@@ -23,7 +23,7 @@ PAGE = (ROOT / "docs" / "ci.md").read_text()
 HIDDEN = 'mount --bind "$0" "$1" && mount -t tmpfs none "$2" && shift 2 && exec "$@"'
 LOADER = ".github/my_loader.py"
 WORKFLOW = ".github/workflows/memory.yaml"
-BASELINE = ".github/weighin-baseline.yaml"
+BASELINE = ".github/weighin-baseline.json"
 
 
 def files() -> dict[str, str]:
@@ -128,10 +128,10 @@ def test_a_wasteful_loader_is_over_the_budget(runner: Runner, wasteful: None) ->
 def test_the_action_gives_the_first_baseline_then_passes(runner: Runner) -> None:
     assert checked(runner) == "false"
     assert (
-        "::error title=baseline::take weighin-baseline.yaml from the artifact of this run, and commit it"
+        "::error title=baseline::take weighin-baseline.json from the artifact of this run, and commit it"
         f" as {BASELINE}"
     ) in runner.log
-    made = Path(runner.outputs["run"]) / "weighin-baseline.yaml"
+    made = Path(runner.outputs["run"]) / "weighin-baseline.json"
     (runner.folder / BASELINE).write_text(made.read_text())
     assert checked(runner) == "true"
     assert "::error" not in runner.log
@@ -142,7 +142,7 @@ def test_the_action_fails_for_a_wasteful_loader_until_it_is_accepted(
 ) -> None:
     assert checked(runner) == "false"
     assert (
-        "::error file=.github/weighin-baseline.yaml,title=regressed%3A mine my_loader" in runner.log
+        "::error file=.github/weighin-baseline.json,title=regressed%3A mine my_loader" in runner.log
     )
     assert re.search(r"above_import: .*; grew in phase read by 1[23]\d\.\d MiB", runner.log), (
         runner.log
@@ -150,8 +150,8 @@ def test_the_action_fails_for_a_wasteful_loader_until_it_is_accepted(
     assert "title=over budget%3A mine my_loader" in runner.log
     assert runner.step("Fail where the gate did") == 1
     assert checked(runner, update="true", budgets="") == "true"
-    assert "::notice title=baseline::take weighin-baseline.yaml from the artifact" in runner.log
-    made = Path(runner.outputs["run"]) / "weighin-baseline.yaml"
+    assert "::notice title=baseline::take weighin-baseline.json from the artifact" in runner.log
+    made = Path(runner.outputs["run"]) / "weighin-baseline.json"
     assert made.read_text() != (runner.folder / BASELINE).read_text()
 
 

@@ -1,18 +1,24 @@
-"""``weighin check`` as it is typed: exit codes, what is written, and errors in two lines."""
+"""``weighin check`` as it is typed: exit codes, what passes, what is written, and errors in two lines."""
 
 import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from factories import make_cell, make_result
+from factories import SCRIPTS, make_cell, make_result
 from test_evaluate import STREAMING, grown
 
 from weighin.cli import app
 from weighin.errors import HarnessError
-from weighin.gate import check
+from weighin.gate import baseline, check
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
+from weighin.units import GIB
+
+PUBLISHED = Path(__file__).parents[2] / "results" / "published"
+BUDGET = ("--budget", "peak_rss <= 1.1 x model")
+WRONG = make_result(make_cell("lossy"), outcome=Outcome.WRONG_WEIGHTS, message="1 tensor differs")
+FAILED = make_result(make_cell("broken"), outcome=Outcome.STRATEGY_FAILED, message="KeyError: 1")
 
 
 def run_of(folder: Path, *results: Result) -> Path:
@@ -21,9 +27,17 @@ def run_of(folder: Path, *results: Result) -> Path:
     return folder
 
 
+def killed(strategy: str = "baseline", **changes: object) -> Result:
+    return make_result(make_cell(strategy, **changes))
+
+
+def ok(strategy: str = "streaming", **changes: object) -> Result:
+    return make_result(make_cell(strategy, **changes), SCRIPTS["streaming"])
+
+
 def typed(*arguments: object, **variables: str) -> tuple[int, str]:
     """The exit code and what is shown; of an error that is ours, its exit code and its text."""
-    environment = {"COLUMNS": "80", "NO_COLOR": "1"} | variables
+    environment = {"COLUMNS": "200", "NO_COLOR": "1"} | variables
     result = CliRunner().invoke(app.app, [str(one) for one in arguments], env=environment)
     if isinstance(result.exception, HarnessError):
         return result.exception.exit_code, str(result.exception)
@@ -40,9 +54,9 @@ def _bad(tmp_path: Path) -> Path:
     return run_of(tmp_path / "bad", grown())
 
 
-@pytest.fixture(name="baseline")
-def _baseline(tmp_path: Path, good: Path) -> Path:
-    path = tmp_path / "baseline.yaml"
+@pytest.fixture(name="file")
+def _file(tmp_path: Path, good: Path) -> Path:
+    path = tmp_path / "baseline.json"
     code, text = typed("check", good, "--baseline", path, "--update")
     assert code == 0
     assert f"+++ {path}" in text.splitlines()[1]
@@ -50,64 +64,65 @@ def _baseline(tmp_path: Path, good: Path) -> Path:
     return path
 
 
-def test_a_run_as_it_was_exits_with_0(good: Path, baseline: Path) -> None:
-    code, text = typed("check", good, "--baseline", baseline)
+def test_a_run_as_it_was_exits_with_0(good: Path, file: Path) -> None:
+    code, text = typed("check", good, "--baseline", file)
     assert code == 0
     assert text.splitlines()[-1] == "gate passed: 8 same"
 
 
-def test_a_regression_exits_with_1_and_says_how_to_accept_it(bad: Path, baseline: Path) -> None:
-    code, text = typed("check", bad, "--baseline", baseline)
+def test_a_regression_exits_with_1_and_says_how_to_accept_it(bad: Path, file: Path) -> None:
+    code, text = typed("check", bad, "--baseline", file)
     assert code == 1
     assert text.splitlines()[-2:] == [
         "gate failed: 5 regressed, 3 same",
         "note: if the change is intended, accept it with --update, and commit the baseline file",
     ]
+    code, text = typed("check", bad, "--baseline", file, "--update")
+    assert code == 0
+    assert re.search(r'^- +"peak_rss": 7248\d+,$', text, re.MULTILINE)
+    assert re.search(r'^\+ +"peak_rss": 7591\d+,$', text, re.MULTILINE)
+    assert typed("check", bad, "--baseline", file)[0] == 0
+    assert f"{file} is up to date" in typed("check", bad, "--baseline", file, "--update")[1]
 
 
-def test_an_update_shows_the_difference_and_the_next_check_passes(
-    bad: Path, baseline: Path
+def test_tolerances_and_settings_are_options_and_keys_of_pyproject(
+    bad: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, text = typed("check", bad, "--baseline", baseline, "--update")
-    assert code == 0
-    assert re.search(r"^-        peak_rss: 7248\d+  # 6.750 GiB$", text, re.MULTILINE)
-    assert re.search(r"^\+        peak_rss: 7591\d+  # 7.070 GiB$", text, re.MULTILINE)
-    assert typed("check", bad, "--baseline", baseline)[0] == 0
-    assert f"{baseline} is up to date" in typed("check", bad, "--baseline", baseline, "--update")[1]
+    code, text = typed("check", bad, "--baseline", file, "--metrics", "load, ready")
+    assert (code, text.splitlines()[-1]) == (0, "gate passed: 3 same")
+    loose = [word for name in ("rss", "above_import", "anon", "ready_anon", "cgroup")
+             for word in ("--tolerance", f"{name}=9%")]  # fmt: skip
+    assert typed("check", bad, "--baseline", file, *loose)[0] == 0
+    monkeypatch.chdir(tmp_path)
+    text = file.read_text().replace('"torch": "2.13.0"', '"torch": "2.12.0"')
+    file.write_text(text)
+    assert typed("check", "good", "--baseline", file)[0] == 1
+    Path("pyproject.toml").write_text(
+        '[tool.weighin.check]\nbaseline = "baseline.json"\nsetting = ["torch=ignore"]\n'
+        'tolerance = ["load=off", "ready=off"]\nbudget = "anon <= 9 x model"\n'
+    )
+    code, text = typed("check", "good")
+    assert (code, text.splitlines()[-1]) == (0, "gate passed: 1 within budget, 6 same")
 
 
-def test_only_the_metrics_that_were_asked_for(bad: Path, baseline: Path) -> None:
-    code, text = typed("check", bad, "--baseline", baseline, "--metrics", "load, ready")
-    assert code == 0
-    assert text.splitlines()[-1] == "gate passed: 3 same"
-
-
-def test_a_budget_needs_no_baseline(bad: Path) -> None:
-    assert typed("check", bad, "--budget", "peak_rss <= 1.2 x model")[0] == 0
-    code, text = typed("check", bad, "--budget", "peak_rss <= 1.1 x model")
-    assert code == 1
-    assert text.splitlines()[-1] == "gate failed: 1 over budget"
-
-
-def test_several_runs_count_as_one_with_more_repeats(good: Path, bad: Path, tmp_path: Path) -> None:
-    measured = check.read_runs([good, bad, good])
-    [series] = measured.series.values()
+def test_several_runs_count_as_one_with_more_repeats(good: Path, bad: Path) -> None:
+    [series] = check.read_runs([good, bad, good]).series.values()
     assert series.repeats == 3
     figure = series.figures["peak_rss"]
     assert figure.low == figure.median < figure.high
 
 
-def test_every_output_at_once(bad: Path, baseline: Path, tmp_path: Path) -> None:
+def test_every_output_at_once(bad: Path, file: Path, tmp_path: Path) -> None:
     files = [tmp_path / "out" / name for name in ("check.md", "check.xml", "check.json")]
     summary = tmp_path / "summary.md"
     summary.write_text("before\n")
     code, text = typed(
-        "check", bad, "--baseline", baseline, "--github",
+        "check", bad, "--baseline", file, "--github",
         "--markdown", files[0], "--junit", files[1], "--json", files[2],
         GITHUB_STEP_SUMMARY=str(summary),
     )  # fmt: skip
     assert code == 1
-    assert text.count(f"::error file={baseline},title=regressed%3A gpt2-xl streaming") == 5
+    assert text.count(f"::error file={file},title=regressed%3A gpt2-xl streaming") == 5
     assert [path.read_text()[:15] for path in files] == [
         "## ❌ weighin ch",
         "<?xml version='",
@@ -116,10 +131,132 @@ def test_every_output_at_once(bad: Path, baseline: Path, tmp_path: Path) -> None
     assert summary.read_text() == "before\n" + files[0].read_text()
 
 
-def test_a_record_that_was_torn_is_said(good: Path, baseline: Path) -> None:
-    with (good / "records.jsonl").open("a") as file:
-        file.write('{"torn')
-    code, text = typed("check", good, "--baseline", baseline)
+def test_what_is_killed_wrong_or_failed_passes_no_gate_that_covers_it(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", ok(), killed(), WRONG, FAILED)
+    before, path = run_of(tmp_path / "before", ok()), tmp_path / "baseline.json"
+    assert typed("check", before, "--baseline", path, "--update")[0] == 0
+    for gate in (BUDGET, ("--baseline", path), (*BUDGET, "--baseline", path)):
+        code, text = typed("check", run, *gate)
+        assert code == 1
+        for named in ("baseline: oom_killed", "lossy: wrong_weights", "broken: strategy_failed"):
+            assert f"not ok {named}" in text
+        assert "gate failed: 3 not ok, " in text
+        assert text.splitlines()[-1] == (
+            "note: no check accepts wrong weights or failed strategies: repair them first"
+        )
+        code, text = typed("check", run, *gate, "--expect", "baseline=oom_killed")
+        assert code == 1
+        assert "expected baseline: oom_killed" in text
+        assert "gate failed: 2 not ok, " in text
+    code, text = typed("check", run, "--budget", "streaming: peak_rss <= 1.2 x model")
+    assert code == 1
+    assert "gate failed: 2 not ok, 1 within budget" in text
+    left = "note: these failures are not judged, because no budget covers them: gpt2-xl baseline pt float32 cpu cold docker ram=8GiB (oom_killed)"  # fmt: skip
+    assert left in text.splitlines()
+
+
+def test_the_published_run_under_8_gib_fails_by_its_killed_strategies_unless_they_are_expected() -> (
+    None
+):
+    run = PUBLISHED / "gpt2-xl-8GiB"
+    code, text = typed("check", run, *BUDGET)
+    assert code == 1
+    repair = "baseline=oom_killed,sequential=oom_killed,meta_copy=oom_killed"
+    assert text.splitlines()[-1] == f"note: if these outcomes are intended, add --expect {repair}"
+    code, text = typed("check", run, *BUDGET, "--expect", repair)
+    assert (code, text.splitlines()[-1]) == (0, "gate passed: 3 expected, 3 within budget")
+
+
+def test_an_update_accepts_outcomes_as_they_are_and_what_is_better_is_said(tmp_path: Path) -> None:
+    run, path = run_of(tmp_path / "run", ok(), killed()), tmp_path / "baseline.json"
+    code, text = typed("check", run, "--baseline", path, "--update")
+    assert code == 0
+    assert '"outcome": "oom_killed",' in text
+    code, text = typed("check", run, "--baseline", path)
+    assert (code, text.splitlines()[-1]) == (0, "gate passed: 1 expected, 8 same")
+    late = make_result(make_cell("baseline"), outcome=Outcome.TIMEOUT, message="still running")
+    code, text = typed("check", run_of(tmp_path / "late", ok(), late), "--baseline", path)
+    assert code == 1
+    assert "not ok baseline: oom_killed -> timeout: still running" in text
+    better = run_of(tmp_path / "better", ok(), ok("baseline"))
+    code, text = typed("check", better, "--baseline", path)
+    assert code == 0
+    assert "improved baseline: oom_killed -> ok" in text
+    other = run_of(tmp_path / "other", ok(), killed(), killed(ram_limit_bytes=4 * GIB))
+    assert (
+        typed("check", other, "--baseline", path)[0] == 1
+    )  # of another limit, nothing is accepted
+
+
+def test_an_expectation_may_name_a_limit_and_is_told_where_nothing_meets_it(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", killed(), killed(ram_limit_bytes=4 * GIB), ok())
+    code, text = typed("check", run, *BUDGET, "--expect", "baseline ram=8GiB=oom_killed")
+    assert code == 1
+    assert "not ok baseline ram=4GiB: oom_killed" in text
+    assert "expected baseline ram=8GiB: oom_killed" in text
+    run = run_of(tmp_path / "sound", ok())
+    code, text = typed("check", run, *BUDGET, "--expect", "baselin=oom_killed")
+    assert code == 0
+    assert "note: --expect baselin=oom_killed matches no measured series" in text
+
+
+def test_a_repeat_that_is_killed_is_not_ok_however_many_others_are(tmp_path: Path) -> None:
+    twice = [make_result(make_cell("mmap_assign", repeat=number)) for number in range(2)]
+    dead = make_result(make_cell("mmap_assign", repeat=2), outcome=Outcome.OOM_KILLED)
+    run = run_of(tmp_path / "run", *twice, dead)
+    assert typed("check", run, *BUDGET)[0] == 1
+    assert typed("check", run, *BUDGET, "--expect", "mmap_assign=oom_killed")[0] == 0
+    path = tmp_path / "baseline.json"
+    assert typed("check", run, "--baseline", path, "--update")[0] == 0
+    assert baseline.read(path).series[next(iter(check.read_runs([run]).series))].repeats == 3
+
+
+def test_a_wrong_load_under_a_limit_of_a_search_for_floors_passes_no_gate(tmp_path: Path) -> None:
+    free = make_cell("lossy", ram_limit_bytes=None)
+    folder = tmp_path / "found"
+    run_folder.write_plan(folder, [free], {"within": 0.01})
+    run_of(folder, make_result(free, SCRIPTS["streaming"]), WRONG)
+    code, text = typed("check", folder, "--budget", "peak_rss <= 8GiB")
+    assert code == 1
+    assert "not ok lossy: ok 1, wrong_weights 1: 1 tensor differs" in text
+
+
+@pytest.mark.parametrize(
+    ("results", "code", "message"),
+    [
+        (
+            (ok(), killed(), WRONG, FAILED),
+            1,
+            "cannot make a baseline of failed strategies: gpt2-xl lossy pt float32 cpu cold docker ram=8GiB:"
+            " wrong_weights; gpt2-xl broken pt float32 cpu cold docker ram=8GiB: strategy_failed\n"
+            "repair these strategies and measure again, or leave them out of --strategies",
+        ),
+        (
+            (make_result(STREAMING, outcome=Outcome.MEASUREMENT_FAILED, message="no disk"),),
+            2,
+            "gpt2-xl streaming safetensors float32 cpu cold docker ram=8GiB could not be measured: no"
+            " disk\nmeasure the run again: a baseline without a figure would accept any value of it",
+        ),
+        (
+            (ok(), make_result(make_cell("baseline"), environment={"kernel": "5.4"})),
+            2,
+            "the cells of one baseline must be comparable, but these cells were measured under different settings (kernel: 5.4 | 6.18.0)\n"
+            "measure all cells again on one machine, with the same packages and variables",
+        ),
+    ],
+)
+def test_what_becomes_no_baseline(
+    results: tuple[Result, ...], code: int, message: str, tmp_path: Path
+) -> None:
+    run, path = run_of(tmp_path / "run", *results), tmp_path / "baseline.json"
+    assert typed("check", run, "--baseline", path, "--update") == (code, message)
+    assert not path.exists()
+
+
+def test_a_record_that_was_torn_is_said(good: Path, file: Path) -> None:
+    with (good / "records.jsonl").open("a") as records:
+        records.write('{"torn')
+    code, text = typed("check", good, "--baseline", file)
     assert code == 0
     assert f"note: {good}/records.jsonl, line 2 is incomplete" in text
 
@@ -131,129 +268,52 @@ def test_what_cannot_be_checked(good: Path, tmp_path: Path) -> None:
         2,
         'check has neither a baseline file nor a budget to compare the run with\ngive a baseline file, a budget or both: --baseline FILE, --budget "peak_rss <= 8GiB"',
     )
-    assert typed("check", good, "--update") == (
-        2,
-        "--update needs a file to write\nname the baseline file: --baseline baseline.yaml",
-    )
-    assert typed("check", empty, "--budget", "peak_rss < 1g") == (
+    assert typed("check", empty, *BUDGET) == (
         2,
         f"{empty} contains no record: nothing was measured\nmeasure first: weighin bench --resume"
         f" {empty}",
     )
-    assert typed("check", tmp_path, "--budget", "peak_rss < 1g") == (
-        2,
-        f"{tmp_path} contains no records.jsonl, so it is not the folder of a run\nname the folder"
-        " that weighin bench printed at its end, such as results/RUN",
-    )
 
 
-def test_what_could_not_be_measured_becomes_no_baseline(tmp_path: Path) -> None:
-    result = make_result(STREAMING, outcome=Outcome.MEASUREMENT_FAILED, message="no disk")
-    run = run_of(tmp_path / "run", result)
-    path = tmp_path / "baseline.yaml"
-    assert typed("check", run, "--baseline", path, "--update") == (
-        2,
-        "gpt2-xl streaming safetensors float32 cpu cold docker ram=8GiB could not be measured: no"
-        " disk\nmeasure the run again: a baseline without a figure would accept any value of it",
-    )
-    assert not path.exists()
+@pytest.fixture(name="part")
+def _part(tmp_path: Path) -> Path:
+    run_folder.write_plan(tmp_path / "part", [make_cell("streaming"), make_cell("baseline")])
+    return run_of(tmp_path / "part", make_result(make_cell("streaming")))
 
 
-def test_cells_of_two_machines_become_no_baseline(tmp_path: Path) -> None:
-    other = make_result(make_cell("baseline"), environment={"kernel": "5.4"})
-    run = run_of(tmp_path / "run", make_result(STREAMING), other)
-    code, text = typed("check", run, "--baseline", tmp_path / "b.yaml", "--update")
-    assert code == 2
-    assert text == (
-        "the cells of one baseline must be comparable, but these cells were measured under different settings (kernel: 5.4 | 6.18.0)\n"
-        "measure all cells again on one machine, with the same packages and variables"
-    )
-
-
-def test_a_run_without_a_plan_and_without_records_says_no_way_to_resume(tmp_path: Path) -> None:
-    (tmp_path / "records.jsonl").touch()
-    code, text = typed("check", tmp_path, "--budget", "peak_rss < 1g")
-    assert (code, "--resume" in text) == (2, False)
-    assert text.startswith(f"{tmp_path} contains no record")
-
-
-def file_of(folder: Path, head: str, run: Path) -> Path:
-    """A baseline file of a run, with these rules of its owner."""
-    path = folder / "owned.yaml"
-    path.write_text(f"schema: 1\n{head}\n")
-    check.update(check.read_runs([run]), path, accept=lambda _: True)
-    return path
-
-
-def test_a_metric_that_is_chosen_is_judged_though_the_file_switches_it_off(
-    good: Path, bad: Path, tmp_path: Path
+def test_a_run_that_is_not_complete_fails_unless_its_part_is_asked_for(
+    part: Path, tmp_path: Path
 ) -> None:
-    head = "metrics: {peak_rss: off, anon: {relative: 0.9}}"
-    path, measured = file_of(tmp_path, head, good), check.read_runs([bad])
-    # The file has no figure of a metric that was off, and its own tolerance of the other one.
-    chosen = check.check(measured, path, metrics=["anon", "ready_anon"])
-    assert [(line.what, line.verdict.value) for line in chosen.lines if line.metric] == [
-        ("ready_anon", "regressed"),
-        ("anon (sampled)", "same"),
+    budgets = ["streaming: peak_rss <= 10 x model", "baseline: peak_rss <= model"]
+    measured = check.read_runs([part])
+    whole = check.check(measured, None, budgets=[*budgets, "gone: peak_rss <= 1B"])
+    assert [(line.verdict, line.what) for line in whole.lines] == [
+        (check.LineVerdict.MISSING, "cells"),
+        (check.LineVerdict.MISSING, budgets[1]),
+        (check.LineVerdict.MISSING, "gone: peak_rss <= 1B"),
+        (check.LineVerdict.SAME, budgets[0]),
     ]
-    path = file_of(tmp_path, "", good)
-    path.write_text(path.read_text().replace("schema: 1", "schema: 1\nmetrics: {peak_rss: off}"))
-    assert "peak_rss" not in {line.what for line in check.check(measured, path).lines}
-    [line] = check.check(measured, path, metrics=["peak_rss"]).failed
-    assert (line.what, line.verdict.value) == ("peak_rss", "regressed")
-
-
-def test_budgets_and_expectations_of_the_file_and_of_the_command_all_count(
-    tmp_path: Path, good: Path
-) -> None:
-    head = "budgets: [anon <= 9 x model]\nexpect: {gone: timeout}"
-    path = file_of(tmp_path, head, good)
-    judgement = check.check(
-        check.read_runs([good]),
-        path,
-        extra_budgets=["peak_rss <= 9 x model", "peak_cgroup <= 9 x model"],
-        expected=["lost=oom_killed"],
+    assert whole.lines[0].text == (
+        f"{part}: 1 of 2 cells measured; weighin bench --resume {part} measures the rest,"
+        " --partial judges only this part"
     )
-    assert {line.what for line in judgement.lines if line.is_budget} == {
-        "anon <= 9 x model",
-        "peak_rss <= 9 x model",
-        "peak_cgroup <= 9 x model",
-    }
-    assert sorted(note.split()[1] for note in judgement.notes) == [
-        "gone=timeout",
-        "lost=oom_killed",
-    ]
+    judged = check.check(measured, None, budgets=budgets, partial=True)
+    assert judged.failed == ()
+    assert judged.notes == (f"{part}: 1 of 2 cells measured",)
+    assert [line.what for line in judged.lines] == budgets[:1]  # of the other, no cell is measured
+    path = tmp_path / "baseline.json"
+    with pytest.raises(HarnessError, match="cannot make a baseline from an incomplete run"):
+        check.update(measured, path)
+    assert check.update(measured, path, partial=True)
 
 
-def test_a_cell_that_could_not_be_measured_and_says_nothing_is_named_by_its_outcome(
-    tmp_path: Path,
+def test_what_a_baseline_has_of_cells_that_are_pending_is_left_out(
+    part: Path, tmp_path: Path
 ) -> None:
-    run = run_of(tmp_path / "run", make_result(STREAMING, outcome=Outcome.MEASUREMENT_FAILED))
-    code, text = typed("check", run, "--baseline", tmp_path / "b.yaml", "--update")
-    assert code == 2
-    assert text.splitlines()[0].endswith("could not be measured: measurement_failed")
-
-
-def test_settings_that_differ_are_named_up_to_three(tmp_path: Path) -> None:
-    changed = {"kernel": "5.4", "torch": "1", "cpu": "Z80", "git_commit": "f"}
-    other = make_result(make_cell("baseline"), environment=changed)
-    run = run_of(tmp_path / "run", make_result(STREAMING), other)
-    with pytest.raises(HarnessError) as caught:
-        check.update(check.read_runs([run]), tmp_path / "b.yaml", accept=lambda _: True)
-    assert caught.value.message.count(" | ") == 3
-
-
-def test_runs_of_two_machines_are_read_for_each(good: Path, tmp_path: Path) -> None:
-    other = make_result(make_cell("baseline"), environment={"cpu": "Z80", "node": {"name": "b"}})
-    run = run_of(tmp_path / "two", make_result(STREAMING), other)
-    both = check.read_runs([run, good])
-    assert (len(both.machines), both.nodes) == (2, ("b",))
-    machines = check.read_machines([run, good])
-    assert list(machines) == list(both.machines)
-    first, second = machines.values()
-    assert [[name.split(" ")[1] for name in one.series] for one in (first, second)] == [
-        ["streaming"],
-        ["baseline"],
-    ]
-    assert [one.repeats for one in first.series.values()] == [2]
-    assert (first.nodes, second.nodes) == ((), ("b",))
+    path, measured = tmp_path / "baseline.json", check.read_runs([part])
+    both = run_of(
+        tmp_path / "both", make_result(make_cell("streaming")), ok("baseline"), ok("gone")
+    )
+    check.update(check.read_runs([both]), path)
+    missing = check.check(measured, path, partial=True).failed
+    assert [line.series.split(" ")[1] for line in missing] == ["gone"]

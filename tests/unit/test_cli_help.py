@@ -87,16 +87,17 @@ VERBS = {
             "weighin compare results/torch-2.13 results/torch-2.14",
             "weighin compare results/main results/branch --metrics above_import,ready",
             "weighin compare results/fleet --by machine",
+            "weighin compare results/* --by torch",
         ],
     ),
     ("check",): (
         "Compare a run with a baseline file and with budgets; exit with 1 if a comparison fails.",
         [
-            "weighin check results/RUN --baseline baseline.yaml --update",
-            "weighin check results/RUN --baseline baseline.yaml",
+            "weighin check results/RUN --baseline baseline.json --update",
+            "weighin check results/RUN --baseline baseline.json",
             'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
             'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=timeout',
-            "weighin check results/RUN --baseline baseline.yaml --github --json c.json",
+            "weighin check results/RUN --baseline baseline.json --github --json c.json",
         ],
     ),
     ("merge",): (

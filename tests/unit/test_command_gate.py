@@ -7,7 +7,7 @@ from factories import make_cell, make_result
 from ran_commands import RAN, make_command, make_killed, make_ran
 
 from weighin.errors import ConfigError
-from weighin.gate.expected import parse
+from weighin.gate.rules import parse_expected
 from weighin.records.metrics import METRICS, phases_of_load
 from weighin.records.series import SeriesRun, summarise
 from weighin.result import Memory, Outcome, Phase, Result
@@ -87,7 +87,7 @@ def test_figures_are_those_of_repeats_that_succeeded() -> None:
 
 
 def test_a_kill_can_be_expected_and_a_failure_cannot() -> None:
-    assert [each.outcome for each in parse("train.py=oom_killed")] == [Outcome.OOM_KILLED]
+    assert [each.outcome for each in parse_expected("train.py=oom_killed")] == [Outcome.OOM_KILLED]
     assert make_killed().outcome is Outcome.OOM_KILLED
     with pytest.raises(ConfigError, match="command_failed cannot be an expected outcome"):
-        parse("train.py=command_failed")
+        parse_expected("train.py=command_failed")

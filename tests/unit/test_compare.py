@@ -1,30 +1,18 @@
 """``weighin compare``: runs beside each other, and what is said of each."""
 
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
 import pytest
 from factories import SCRIPTS, make_cell, make_result
-from rich.console import Console
 from test_check import run_of, typed
 from test_evaluate import STREAMING, grown
 
 from weighin.errors import ConfigError
-from weighin.gate.compare import (
-    ComparedMetric,
-    Comparison,
-    as_json,
-    compare,
-    compare_machines,
-    terminal,
-    write_markdown,
-)
-from weighin.gate.lines import Line, LineVerdict
+from weighin.gate import tables
+from weighin.gate.compare import compare
 from weighin.records import run_folder
-from weighin.records.metrics import METRICS
 from weighin.result import Outcome, Result
-from weighin.units import GIB
 
 
 def at(result: Result, commit: str, torch: str = "2.13.0") -> Result:
@@ -52,7 +40,7 @@ def _runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def test_the_whole_text(runs: list[Path]) -> None:
-    code, text = typed("compare", *runs, "--metrics", "above_import,ready")
+    code, text = typed("compare", *runs, "--metrics", "above_import,ready", COLUMNS="80")
     assert code == 0
     assert [line.rstrip() for line in text.splitlines()] == [
         "A = main: commit aaaaaaaaaa, torch 2.13.0",
@@ -106,15 +94,7 @@ def test_what_is_one_thing_in_each_run_is_said_of_the_run(tmp_path: Path) -> Non
         f"B = {folders[1]}: process, torch 2.13.0",
     )
     assert all(row.lines[0] for row in comparison.rows if row.what != "peak_cgroup")
-    assert "process" not in write_markdown(comparison).partition("| series")[2]
-
-
-def test_one_run_is_not_compared(runs: list[Path]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compare(runs[:1])
-    assert str(caught.value) == (
-        "cannot compare 1 run\nname two or more folders of runs: weighin compare results/RUN_A results/RUN_B"
-    )
+    assert "process" not in tables.compared_markdown(comparison).partition("| series")[2]
 
 
 def on(result: Result, cpu: str, node: str) -> Result:
@@ -148,32 +128,6 @@ def test_a_run_of_two_kinds_of_machine_says_so_and_is_compared_by_machine(runs: 
     assert ["streaming", "above_import", "6.450", "GiB", "6.770", "GiB"] in words
 
 
-def test_machines_of_one_kind_cannot_be_compared(runs: list[Path]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compare_machines([runs[0]])
-    assert str(caught.value) == (
-        "cannot compare machines: the records come from 1 kind of machine\n"
-        "name runs that were measured on two kinds of machine or more, or leave out --by machine"
-    )
-
-
-def test_a_comparison_as_json_has_every_figure(runs: list[Path]) -> None:
-    found = as_json(compare(runs, ["above_import", "ready"]))
-    assert found["runs"][0] == "A = main: commit aaaaaaaaaa, torch 2.13.0"
-    assert found["common"] == "gpt2-xl float32 cpu cold docker ram=8GiB"
-    assert (found["warnings"], len(found["rows"])) == ([], 6)
-    first, _, outcome, lacking = found["rows"][:4]
-    (compared,) = first.pop("compared")
-    assert first == {
-        "series": "streaming", "metric": "above_import", "texts": ["6.450 GiB", "6.770 GiB"],
-    }  # fmt: skip
-    assert (compared["unit"], compared["changed_beyond_noise"]) == ("bytes", True)
-    assert compared["now"] - compared["before"] == pytest.approx(0.32 * GIB, rel=0.01)
-    assert (outcome["texts"], outcome["compared"]) == (["ok", "oom_killed"], [None])
-    assert (lacking["texts"][1], lacking["compared"]) == (None, [None])
-    assert found["rows"][1]["compared"][0]["changed_beyond_noise"] is False
-
-
 @pytest.mark.parametrize("count", [0, 1, 27])
 def test_two_to_26_runs_can_be_compared(runs: list[Path], count: int) -> None:
     with pytest.raises(ConfigError, match=rf"cannot compare {count} run{'s' * (count != 1)}\n"):
@@ -195,54 +149,13 @@ def test_each_later_run_is_compared_with_the_first(runs: list[Path], tmp_path: P
     assert row.lines[0] is None and row.lines[1] and row.lines[1].now == row.lines[1].was
 
 
-def test_warnings_about_records_are_told_once(runs: list[Path]) -> None:
-    with (runs[0] / "records.jsonl").open("a") as file:
-        file.write('{"schema": 1, "ce')
-    warnings = compare([runs[0], runs[0]]).warnings
-    assert len(warnings) == 1
-    assert "line 3 is incomplete" in warnings[0]
-
-
-def shown(comparison: Comparison, width: int) -> list[str]:
-    file = StringIO()
-    Console(file=file, width=width).print(terminal(comparison))
-    return file.getvalue().splitlines()
-
-
-def test_a_narrow_terminal_folds_the_series_and_no_figure(tmp_path: Path) -> None:
-    cells = [make_cell("a_strategy_with_a_long_name"), make_cell("b")]
-    results = [make_result(cell, SCRIPTS["streaming"]) for cell in cells]
-    folders = [run_of(tmp_path / name, *results) for name in ("a", "b")]
-    lines = shown(compare(folders, ["above_import"]), 50)
-    text = "\n".join(lines)
-    assert text.count("above_import") == 2
-    assert text.count("6.450 GiB") == 4
-    names = [line.split()[0] for line in lines if line[:1] == " " != line[1:2]]
-    assert "a_strategy_with_a_long_name" in "".join(names)  # folded, and no letter of it is lost
-
-
-def test_a_figure_that_was_nothing_has_no_share() -> None:
-    metric = METRICS["peak_rss"]
-    rows = [
-        ComparedMetric(
-            "s", "peak_rss", ("0 B", "5 B"),
-            (Line(LineVerdict.REGRESSED, "s", "peak_rss", metric=metric, was=was, now=5),),
-        )
-        for was in (0, 4)
-    ]  # fmt: skip
-    found = shown(Comparison(("A = a", "B = b"), tuple(rows), ""), 80)
-    assert [line.strip() for line in found if "%" in line] == ["+25.0 %"]
-    assert found[-1].startswith("2 figures compared with A: 2 larger and 0 smaller")
-    assert not any(line.startswith("all:") for line in found)
-
-
 def test_figures_that_shrank_beyond_noise_are_counted_and_bold(tmp_path: Path) -> None:
     folders = [
         run_of(tmp_path / "a", grown()),
         run_of(tmp_path / "b", make_result(STREAMING)),
     ]
     comparison = compare(folders, ["above_import", "ready"])
-    text = write_markdown(comparison)
+    text = tables.compared_markdown(comparison)
     assert "0 larger and 1 smaller" in text.splitlines()[-1]
     [line] = [line for line in text.splitlines() if "above_import" in line]
     assert line.endswith("(-4.7 %)** |")
@@ -259,17 +172,6 @@ def test_a_run_that_is_not_complete_says_so_in_its_heading(tmp_path: Path) -> No
     assert "cells measured" not in headings[1]
 
 
-def test_words_that_differ_in_one_run_are_no_words_of_the_run(tmp_path: Path) -> None:
-    process = replace(STREAMING, isolation="process")
-    other = replace(make_cell("baseline"), isolation="docker")
-    first = run_of(tmp_path / "a", make_result(STREAMING), make_result(other, SCRIPTS["streaming"]))
-    second = run_of(tmp_path / "b", make_result(process), make_result(other, SCRIPTS["streaming"]))
-    comparison = compare([first, second], ["above_import"])
-    assert not any("docker" in heading or "process" in heading for heading in comparison.headings)
-    texts = {row.series: row.texts for row in comparison.rows if row.what == "above_import"}
-    assert sorted(one.count(None) for one in texts.values()) == [0, 1, 1]
-
-
 def test_settings_that_changed_are_in_the_heading_of_the_later_run(tmp_path: Path) -> None:
     was = make_result(STREAMING)
     now = replace(was, environment=was.environment | {"kernel": "6.19.0", "torch": "3"})
@@ -278,3 +180,33 @@ def test_settings_that_changed_are_in_the_heading_of_the_later_run(tmp_path: Pat
     assert "kernel" not in first
     assert f"kernel: {was.environment['kernel']} -> 6.19.0" in second
     assert second.count("torch") == 1
+
+
+def test_records_are_compared_by_any_setting_whatever_run_they_are_of(runs: list[Path]) -> None:
+    more = run_of(Path("more"), at(grown(), "c" * 40, "2.14.0"))
+    comparison = compare([*runs, more], ["above_import"], by="torch")
+    assert [one.partition(":")[0] for one in comparison.headings] == [
+        "A = torch 2.13.0",
+        "B = torch 2.14.0",
+    ]
+    headings = compare([*runs, more], by="commit").headings
+    assert [one.partition(":")[0] for one in headings] == [
+        f"{letter} = commit {name * 10}" for letter, name in zip("ABC", "abc", strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("by", "found"),
+    [("machine", "1 of it: machine "), ("kernel", "1 of it: kernel 6.18.0\n")],
+)
+def test_what_does_not_differ_cannot_be_compared(runs: list[Path], by: str, found: str) -> None:
+    code, text = typed("compare", *runs, "--by", by)
+    assert code == 2
+    assert text.startswith(f"cannot compare by {by}: the records have {found}")
+    assert text.endswith(f"name runs of which it differs, or leave out --by {by}")
+
+
+def test_a_setting_that_no_record_has_is_suggested_by_its_name(runs: list[Path]) -> None:
+    code, text = typed("compare", *runs, "--by", "torhc")
+    assert (code, text.splitlines()[0]) == (2, "no setting is called 'torhc'")
+    assert "did you mean 'torch'?" in text

@@ -1,6 +1,6 @@
 """A judgement as a reader sees it: whole texts, kept in fixtures/gate, for every kind of output.
 
-After a wanted change of a text: WRITE_FIXTURES=1 pytest tests/unit/test_gate_outputs.py, and look
+After a wanted change of a text: WRITE_FIXTURES=1 pytest tests/unit/test_gate_tables.py, and look
 at the difference.
 """
 
@@ -17,11 +17,9 @@ from factories import SCRIPTS, make_cell, make_result
 from rich.console import Console
 from test_evaluate import STREAMING, grown, judged
 
-from weighin.gate import budgets, outputs, tables
-from weighin.gate.baseline import default_rules
-from weighin.gate.evaluate import evaluate
-from weighin.gate.expected import parse
-from weighin.gate.lines import GateResult
+from weighin.gate import tables
+from weighin.gate.check import GateResult, evaluate
+from weighin.gate.rules import Rules
 from weighin.records.series import SeriesRun, summarise
 from weighin.result import Outcome, Phase
 
@@ -52,10 +50,8 @@ def mixed() -> GateResult:
         make_result(make_cell("lossy"), outcome=Outcome.WRONG_WEIGHTS, message="1 tensor differs"),
     ]
     now = [replace(one, environment=one.environment | {"kernel": "6.19.0"}) for one in now]
-    budget = budgets.parse("above_import <= 1.04 x model")
-    expected = parse("meta_copy=oom_killed,mmap_assign=timeout")
-    rules = replace(default_rules(), budgets=(budget,), expected=tuple(expected))
-    return judged(was, now, rules)
+    budget, expected = "above_import <= 1.04 x model", "meta_copy=oom_killed,mmap_assign=timeout"
+    return judged(was, now, Rules().typed([budget], [expected]))
 
 
 def unchanged() -> GateResult:
@@ -65,7 +61,7 @@ def unchanged() -> GateResult:
 def kept() -> GateResult:
     """Two budgets that hold, without a baseline."""
     cells = [STREAMING, make_cell("mmap_assign")]
-    rules = replace(default_rules(), budgets=(budgets.parse("peak_rss <= 1.2 x model"),))
+    rules = Rules().typed(["peak_rss <= 1.2 x model"])
     series = summarise([SeriesRun([make_result(cell) for cell in cells])])
     return evaluate(None, rules, {}, series)
 
@@ -77,11 +73,11 @@ def terminal(judgement: GateResult, *, whole: bool = False) -> str:
 
 
 def as_json(judgement: GateResult) -> str:
-    return json.dumps(outputs.as_json(judgement), indent=1) + "\n"
+    return json.dumps(tables.as_json(judgement), indent=1) + "\n"
 
 
 def annotations(judgement: GateResult) -> str:
-    return "".join(f"{line}\n" for line in outputs.annotations(judgement, "ci/base line,1.yaml"))
+    return "".join(f"{line}\n" for line in tables.annotations(judgement, "ci/base line,1.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +86,7 @@ def annotations(judgement: GateResult) -> str:
         ("mixed.txt", lambda: terminal(mixed())),
         ("mixed-all.txt", lambda: terminal(mixed(), whole=True)),
         ("mixed.md", lambda: tables.write_markdown(mixed())),
-        ("mixed.xml", lambda: outputs.junit(mixed())),
+        ("mixed.xml", lambda: tables.junit(mixed())),
         ("mixed.json", lambda: as_json(mixed())),
         ("mixed-annotations.txt", lambda: annotations(mixed())),
         ("kept.txt", lambda: terminal(kept(), whole=True)),
@@ -108,21 +104,6 @@ def test_the_whole_text(name: str, write: Callable[[], str]) -> None:
     assert write() == path.read_text(encoding="utf-8")
 
 
-def test_the_counts_of_junit_are_those_of_the_judgement() -> None:
-    judgement = mixed()
-    [suite] = ET.fromstring(outputs.junit(judgement))
-    assert len(suite) == int(suite.attrib["tests"]) == len(judgement.lines)
-    failures = suite.findall("testcase/failure")
-    assert len(failures) == int(suite.attrib["failures"]) == len(judgement.failed) > 0
-
-
-def test_json_holds_every_line() -> None:
-    content = outputs.as_json(mixed())
-    assert content["passed"] is False
-    [worst] = [line for line in content["lines"] if line["what"] == "ready_anon"][:1]
-    assert (worst["verdict"], worst["grew_in"]) == ("regressed", "stream")
-
-
 def test_names_from_elsewhere_cannot_break_any_output() -> None:
     evil = "<script>|\x1b[31m\n::error::\udc80]]>&"
     script = grown(since=2)
@@ -132,10 +113,10 @@ def test_names_from_elsewhere_cannot_break_any_output() -> None:
     cell = make_cell(evil, format="safetensors")
     judgement = judged([make_result(cell, SCRIPTS["streaming"])], [replace(script, cell=cell, phases=tuple(phases))])  # fmt: skip
     assert judgement.failed
-    text = outputs.junit(judgement)
+    text = tables.junit(judgement)
     ET.fromstring(text.encode())
     assert all(line.startswith("::") for line in annotations(judgement).splitlines())
-    assert annotations(judgement).count("\n") == len(list(outputs.annotations(judgement)))
+    assert annotations(judgement).count("\n") == len(list(tables.annotations(judgement)))
     markdown = tables.write_markdown(judgement)
     outside = markdown.split("```")[0::2]  # in a code block nothing is interpreted
     assert not any("<script>" in part or "\x1b" in part for part in outside)

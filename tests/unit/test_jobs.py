@@ -178,13 +178,13 @@ def test_times_of_cells_that_ran_at_once_are_not_judged(tmp_path: Path) -> None:
     assert result.ready_ns
     slow = replace(result, ready_ns=10 * result.ready_ns)
     before, after = run_of(Path("before"), result), run_of(Path("after"), slow)
-    file = tmp_path / "baseline.yaml"
-    checks.update(checks.read_runs([before]), file, accept=lambda _: True)
+    file = tmp_path / "baseline.json"
+    checks.update(checks.read_runs([before]), file)
     judged = checks.check(checks.read_runs([after]), file)
     assert not judged.failed
     assert "times are not judged: several cells ran at once (--jobs)" in judged.notes
     with pytest.raises(ConfigError, match=r"limits a time, .* several cells ran at once"):
-        checks.check(checks.read_runs([after]), file, extra_budgets=["ready <= 5s"])
+        checks.check(checks.read_runs([after]), file, budgets=["ready <= 5s"])
 
 
 def test_the_same_times_without_jobs_are_judged(tmp_path: Path) -> None:
@@ -192,8 +192,8 @@ def test_the_same_times_without_jobs_are_judged(tmp_path: Path) -> None:
     assert result.ready_ns
     slow = replace(result, ready_ns=10 * result.ready_ns)
     before, after = run_of(Path("before"), result), run_of(Path("after"), slow)
-    file = tmp_path / "baseline.yaml"
-    checks.update(checks.read_runs([before]), file, accept=lambda _: True)
+    file = tmp_path / "baseline.json"
+    checks.update(checks.read_runs([before]), file)
     assert checks.check(checks.read_runs([after]), file).failed
 
 

@@ -1,8 +1,6 @@
 """``weighin check``: compare a run with a baseline and with budgets."""
 
 import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -14,15 +12,14 @@ from weighin.cli._verb import Verb
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weighin.gate.check import MeasuredRuns
-    from weighin.gate.lines import GateResult
+    from weighin.gate.check import GateResult, Measured
 
 EXAMPLES = {
-    "Write the peaks of a run to a new baseline": "weighin check results/RUN --baseline baseline.yaml --update",
-    "Fail if a peak grew beyond the baseline": "weighin check results/RUN --baseline baseline.yaml",
+    "Write the peaks of a run to a new baseline": "weighin check results/RUN --baseline baseline.json --update",
+    "Fail if a peak grew beyond the baseline": "weighin check results/RUN --baseline baseline.json",
     "Fail if the strategy streaming needs more than 2 GiB of anonymous memory": 'weighin check results/RUN --budget "streaming: anon <= 2GiB"',
     "Check a budget for each strategy, and expect that the strategy baseline ends with a time-out": 'weighin check results/RUN --budget "anon <= 2GiB" --expect baseline=timeout',
-    "Check in a GitHub workflow, and write the findings to a file as well": "weighin check results/RUN --baseline baseline.yaml --github --json c.json",
+    "Check in a GitHub workflow, and write the findings to a file as well": "weighin check results/RUN --baseline baseline.json --github --json c.json",
 }
 
 
@@ -39,13 +36,14 @@ EXAMPLES = {
     "--baseline",
     type=_options.PATH,
     metavar="FILE",
-    help="The YAML file of earlier figures with which weighin compares the run. Commit this file to"
-    " your repository, so that later checks compare with the same figures.",
+    help="The file of earlier figures with which weighin compares the run. --update writes it as JSON."
+    " Commit this file to your repository, so that later checks compare with the same figures.",
 )
 @click.option(
     "--update",
     is_flag=True,
-    help="Before the comparison, write the run's figures into the baseline file.",
+    help="Before the comparison, write the run's figures and outcomes into the baseline file, and show"
+    " what changed in it.",
 )
 @click.option(
     "--budget",
@@ -63,10 +61,18 @@ EXAMPLES = {
     " memory.",
 )
 @click.option(
-    "--expect-failures",
-    is_flag=True,
-    help="With --update: write killed and timed-out loads into the baseline file as expected"
-    " outcomes.",
+    "--tolerance",
+    multiple=True,
+    metavar="TOLERANCE",
+    help='How much a metric may exceed the baseline file, such as "ready=30% 1s" (the larger of the'
+    ' two), "anon=64MiB both" (every change counts) or "load=off" (not compared). Repeatable.',
+)
+@click.option(
+    "--setting",
+    multiple=True,
+    metavar="NAME=POLICY",
+    help="What another kernel, processor or other setting means: kernel=ignore, cpu=fail or"
+    " settings.*=warn. Repeatable.",
 )
 @click.option(
     "--metrics",
@@ -111,29 +117,20 @@ def check(context: click.Context, /, **typed: Any) -> None:
         measured = checks.read_runs(typed["runs"])
     _console.note(*measured.warnings)
     baseline = typed["baseline"]
+    settings = {"tolerances": typed["tolerance"], "settings": typed["setting"]}
     if typed["update"]:
-        with _console.working("comparing the figures") as status:
-
-            def accept(lines: Sequence[str]) -> bool:
-                status.stop()
-                return typed["expect_failures"] or _ask(lines)
-
-            changes = checks.update(
-                measured,
-                baseline,
-                expected=typed["expect"],
-                partial=typed["partial"],
-                accept=accept,
-            )
+        with _console.working("comparing the figures"):
+            changes = checks.update(measured, baseline, partial=typed["partial"], **settings)
         _show_changes(baseline, changes, err=typed["json_file"] == _console.STDOUT)
     with _console.working("comparing the figures"):
         result = checks.check(
             measured,
             baseline,
-            extra_budgets=typed["budget"],
             metrics=_arguments.names([typed["metrics"]]),
-            expected=typed["expect"],
             partial=typed["partial"],
+            budgets=typed["budget"],
+            expected=typed["expect"],
+            **settings,
         )
     _write(result, typed)
     if result.failed:
@@ -143,14 +140,9 @@ def check(context: click.Context, /, **typed: Any) -> None:
 
 def _refuse(typed: dict[str, Any]) -> None:
     """Raise ConfigError for a combination of options that has no effect or cannot work."""
-    if typed["expect_failures"] and not typed["update"]:
-        raise ConfigError(
-            "--expect-failures has no effect without --update",
-            "add --update, or name the intended outcomes: --expect baseline=oom_killed",
-        )
     if typed["update"] and typed["baseline"] is None:
         raise ConfigError(
-            "--update needs a file to write", "name the baseline file: --baseline baseline.yaml"
+            "--update needs a file to write", "name the baseline file: --baseline baseline.json"
         )
     if typed["github"] and typed["json_file"] == _console.STDOUT:
         raise ConfigError(
@@ -161,31 +153,31 @@ def _refuse(typed: dict[str, Any]) -> None:
 
 def _write(result: "GateResult", typed: dict[str, Any]) -> None:
     """Print the check's result, and write what --json, --github, --markdown and --junit ask for."""
-    from weighin.gate import outputs, tables
+    from weighin.gate import tables
 
     shown = tables.terminal(result, whole=typed["show_all"])
-    document = outputs.as_json(result)
+    document = tables.as_json(result)
     _console.deliver(typed["json_file"], document, lambda: _console.show(shown))
     if typed["github"]:
         baseline = typed["baseline"]
-        for text in outputs.annotations(result, str(baseline) if baseline else None):
+        for text in tables.annotations(result, str(baseline) if baseline else None):
             _console.line(text)
         if path := os.environ.get("GITHUB_STEP_SUMMARY"):
             with Path(path).open("a", encoding="utf-8") as file:
                 file.write(tables.write_markdown(result))
-    for name, write in (("markdown", tables.write_markdown), ("junit", outputs.junit)):
+    for name, write in (("markdown", tables.write_markdown), ("junit", tables.junit)):
         if typed[name]:
             _console.write(typed[name], write(result))
 
 
 def _repairs(
-    result: "GateResult", measured: "MeasuredRuns", baseline: Path | None, *, partial: bool
+    result: "GateResult", measured: "Measured", baseline: Path | None, *, partial: bool
 ) -> list[str]:
     """Return a note on how the user can accept the failed comparisons, or no note.
 
     For wrong weights or a failed strategy, the note says that nothing can accept them.
     """
-    from weighin.gate.expected import suggest
+    from weighin.gate.rules import suggest
     from weighin.result import BROKEN
 
     if measured.incomplete and not partial:
@@ -194,27 +186,10 @@ def _repairs(
     ended = [name for name in ended if name in measured.series]
     if any(measured.series[name].failures & {*BROKEN} for name in ended):
         return ["no check accepts wrong weights or failed strategies: repair them first"]
+    if baseline:
+        return ["if the change is intended, accept it with --update, and commit the baseline file"]
     words = ",".join(map(str, suggest(ended, measured.series)))
-    if baseline is None:
-        return [f"if these outcomes are intended, add --expect {quote(words)}"] if words else []
-    more = " --expect-failures" if words else ""
-    return [
-        f"if the change is intended, accept it with --update{more}, and commit the baseline file"
-    ]
-
-
-def _ask(lines: Sequence[str]) -> bool:
-    """Show lines on unexpected outcomes, and ask the user whether these outcomes are intended.
-
-    Return the answer; without a terminal, return False without a question.
-    """
-    if not sys.stdin.isatty():
-        return False
-    for text in lines:
-        _console.line(text)
-    return click.confirm(
-        "Are these outcomes intended? If so, the baseline file will expect them", err=True
-    )
+    return [f"if these outcomes are intended, add --expect {quote(words)}"] if words else []
 
 
 def _show_changes(baseline: Path, lines: list[str], *, err: bool) -> None:

@@ -11,6 +11,7 @@ EXAMPLES = {
     "Compare each measurement of two runs, such as runs of two versions of torch": "weighin compare results/torch-2.13 results/torch-2.14",
     "Compare two metrics only": "weighin compare results/main results/branch --metrics above_import,ready",
     "Compare the machines of one run": "weighin compare results/fleet --by machine",
+    "Compare the versions of torch that several runs measured": "weighin compare results/* --by torch",
 }
 
 
@@ -24,9 +25,10 @@ EXAMPLES = {
 )
 @click.option(
     "--by",
-    type=click.Choice(["run", "machine"]),
     default="run",
-    help="What to compare: the runs with each other, or the kinds of machine that measured them.",
+    metavar="KEY",
+    help="What to compare: run (the folders), machine (the kinds of machine), commit, or a setting of"
+    " the environment such as torch, kernel or python.",
 )
 @click.option(
     "--metrics",
@@ -41,12 +43,12 @@ def compare(
 ) -> None:
     """Show the figures of several runs side by side, such as two commits or two versions of torch."""
     from weighin.gate import compare as comparing
+    from weighin.gate import tables
 
-    compare_by = comparing.compare if by == "run" else comparing.compare_machines
     with _console.working(f"comparing the figures of {len(runs)} runs"):
-        comparison = compare_by(runs, _arguments.names([metrics]))
+        comparison = comparing.compare(runs, _arguments.names([metrics]), by)
     _console.note(*comparison.warnings)
-    shown = comparing.terminal(comparison)
-    _console.deliver(json_file, comparing.as_json(comparison), lambda: _console.show(shown))
+    shown = tables.compared_terminal(comparison)
+    _console.deliver(json_file, comparison.as_json(), lambda: _console.show(shown))
     if markdown:
-        _console.write(markdown, comparing.write_markdown(comparison))
+        _console.write(markdown, tables.compared_markdown(comparison))

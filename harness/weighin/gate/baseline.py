@@ -1,30 +1,32 @@
-"""Read the baseline file: accepted figures, and the rules by which a run is compared with them.
+"""Read and write the baseline file: the accepted figures and outcomes of a run.
 
-The user edits the lines above the line that begins with ``# measured``. ``weighin check --update``
-writes the other lines (``weighin.gate.freeze``). The measurements are sorted, and each metric and
-each phase has a line of its own, so that ``git diff`` shows which one changed.
+``weighin check --update`` writes it as JSON with one figure on a line, so that ``git diff`` shows which
+one changed. A file of an earlier weighin is YAML, in which the user wrote rules; it is read, and the
+next update writes it as JSON, with the same rules.
 """
 
-from dataclasses import dataclass, field, replace
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import unified_diff
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, StrictInt
 
 from weighin import install
 from weighin.errors import ConfigError, HarnessError, RecordError
-from weighin.gate import budgets, expected
-from weighin.gate.budgets import Budget
-from weighin.gate.expected import Expectation
-from weighin.records.machine import Policy, Setting
-from weighin.records.metrics import METRICS, Metric, Tolerance, named
+from weighin.files import object_in, write_text
+from weighin.gate.rules import Rules, changed, expectation, parse_budget
+from weighin.records.machine import Policy, Setting, policy_of
+from weighin.records.metrics import METRICS, Direction, named
 from weighin.records.series import Figure, Series
 from weighin.settings.definition import Strict, validate
 from weighin.settings.yaml_file import read_mapping
 
 SCHEMA: Final = 1
-
 
 # YAML reads a key without a value as null, and the word off as false.
 _Map = BeforeValidator(lambda value: {} if value is None else value)
@@ -35,10 +37,9 @@ _Off = BeforeValidator(lambda value: None if value in (False, "off") else value)
 class _Tolerance(Strict):
     relative: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = None
     absolute: str | int | None = None
-    direction: Literal["lower", "higher", "both"] | None = None
+    direction: Direction | None = None
 
 
-_Choice = Annotated[_Tolerance | None, _Off]
 _Range = Annotated[list[StrictInt], Field(min_length=3, max_length=3)]
 
 
@@ -51,16 +52,16 @@ class _Series(Strict):
 
 
 class _Measured(Strict):
-    environment: Annotated[dict[str, str | int | float | bool | None], _Map] = Field(
-        default_factory=dict
-    )
+    environment: Annotated[dict[str, Setting], _Map] = Field(default_factory=dict)
     expect: Annotated[dict[str, str], _Map] = Field(default_factory=dict)
     series: Annotated[dict[str, _Series], _Map] = Field(default_factory=dict)
 
 
 class _File(Strict):
     schema_: Annotated[int, Field(alias="schema", ge=1)]
-    metrics: Annotated[dict[str, _Choice], _Map] = Field(default_factory=dict)
+    metrics: Annotated[dict[str, Annotated[_Tolerance | None, _Off]], _Map] = Field(
+        default_factory=dict
+    )
     budgets: Annotated[list[str], _List] = Field(default_factory=list)
     expect: Annotated[dict[str, str], _Map] = Field(default_factory=dict)
     environment: Annotated[dict[str, Policy], _Map] = Field(default_factory=dict)
@@ -68,32 +69,12 @@ class _File(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """The rules of ``weighin check``. A metric that ``tolerances`` lacks is not compared."""
-
-    tolerances: dict[str, Tolerance]
-    budgets: tuple[Budget, ...] = ()
-    policies: dict[str, Policy] = field(default_factory=dict)
-    expected: tuple[Expectation, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Baseline:
-    """The content of a baseline file; ``series`` has the figures, by the name of the measurement.
+    """The content of a baseline file; ``series`` has the figures, by the name of the series."""
 
-    ``accepted`` has the expected outcomes that ``weighin check --update`` wrote. ``rules.expected``
-    also has those that the user wrote.
-    """
-
-    rules: Rules
-    environment: dict[str, Setting]
-    series: dict[str, Series]
-    accepted: tuple[Expectation, ...] = ()
-
-
-def default_rules() -> Rules:
-    """Return the rules of a check without a baseline file: the default tolerance of every metric."""
-    return Rules({name: metric.tolerance for name, metric in METRICS.items()})
+    rules: Rules = field(default_factory=Rules)
+    environment: Mapping[str, Setting] = field(default_factory=dict)
+    series: Mapping[str, Series] = field(default_factory=dict)
 
 
 def read(path: Path) -> Baseline:
@@ -109,64 +90,116 @@ def read(path: Path) -> Baseline:
             "create the baseline file from a good run: weighin check RUN --baseline"
             f" {quote(str(path))} --update",
         )
-    content = read_mapping(path)
+    return _parsed(path, _content(path))
+
+
+def _content(path: Path) -> dict[str, Any]:
+    content = object_in(path) or read_mapping(path)  # JSON is read in a hundredth of YAML's time
     schema = content.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
         raise RecordError(
             f"{path}: written by a newer weighin (schema {schema}; this version reads up to {SCHEMA})",
             install.upgrade(),
         )
+    return content
+
+
+def _parsed(path: Path, content: Mapping[str, Any]) -> Baseline:
     file = validate(_File, content, str(path))
     try:
-        accepted = _expectations(file.measured.expect)
-        rules = _rules(file, accepted)
+        rules = Rules().plus(
+            {
+                (metric := named(name)).name: changed(metric, **dict(chosen)) if chosen else None
+                for name, chosen in file.metrics.items()
+            },
+            map(parse_budget, file.budgets),
+            file.environment,
+            [expectation(*one) for one in (*file.expect.items(), *file.measured.expect.items())],
+        )
     except HarnessError as error:
         raise ConfigError(f"{path}: {error.message}", error.repair) from None
-    series = {name: _as_series(entry) for name, entry in file.measured.series.items()}
-    return Baseline(rules, dict(file.measured.environment), series, accepted)
-
-
-def _rules(file: _File, accepted: tuple[Expectation, ...]) -> Rules:
-    tolerances = dict(default_rules().tolerances)
-    for name, chosen in file.metrics.items():
-        metric = named(name)
-        if chosen:
-            tolerances[metric.name] = _tolerance(metric, chosen)
-        else:
-            tolerances.pop(metric.name, None)
-    return Rules(
-        tolerances,
-        tuple(budgets.parse(text) for text in file.budgets),
-        dict(file.environment),
-        (*_expectations(file.expect), *accepted),
-    )
-
-
-def _expectations(written: dict[str, str]) -> tuple[Expectation, ...]:
-    return tuple(expected.of_file(selector, outcome) for selector, outcome in written.items())
-
-
-def _tolerance(metric: Metric, chosen: _Tolerance) -> Tolerance:
-    """Return the metric's default tolerance, changed by the keys ``chosen`` in the baseline file.
-
-    If the file has only one of the keys ``relative`` and ``absolute``, the other key counts as 0.
-    """
-    result = metric.tolerance
-    if chosen.relative is not None or chosen.absolute is not None:
-        absolute = chosen.absolute or 0
-        result = replace(
-            result,
-            relative=chosen.relative or 0.0,
-            absolute=metric.parse(absolute) if isinstance(absolute, str) else absolute,
+    series = {
+        name: Series(
+            one.outcome,
+            one.repeats,
+            one.model_bytes,
+            figures={
+                key: Figure(*value) if isinstance(value, list) else Figure(value, value, value)
+                for key, value in one.figures.items()
+            },
+            phases=dict(one.phases),
         )
-    return replace(result, direction=chosen.direction) if chosen.direction else result
-
-
-def _as_series(entry: _Series) -> Series:
-    figures = {
-        name: Figure(*value) if isinstance(value, list) else Figure(value, value, value)
-        for name, value in entry.figures.items()
+        for name, one in file.measured.series.items()
     }
-    return Series(
-        entry.outcome, entry.repeats, entry.model_bytes, figures=figures, phases=dict(entry.phases)
-    )
+    return Baseline(rules, dict(file.measured.environment), series)
+
+
+def write(
+    path: Path,
+    environment: Mapping[str, Setting],
+    series: Mapping[str, Series],
+    **typed: Iterable[str],
+) -> list[str]:
+    """Write a baseline file, and return the lines of the diff.
+
+    Rules that an earlier file has stay in it. What neither these nor the rules ``typed`` compare is
+    left out.
+
+    Raises:
+        ConfigError: the earlier file is invalid, or the file cannot be written.
+    """
+    old = _content(path) if path.exists() else {}
+    rules = (_parsed(path, old).rules if old else Rules()).typed(**typed)
+    judged = [name for name in METRICS if name in rules.tolerances]
+    new = old | {
+        "schema": SCHEMA,
+        "measured": {
+            "environment": {
+                name: value
+                for name, value in sorted(environment.items())
+                if policy_of(name, rules.policies) != "ignore"
+            },
+            "series": {name: _series(one, judged) for name, one in sorted(series.items())},
+        },
+    }
+    if old and _parsed(path, new) == _parsed(path, old):
+        return []
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, _text(new))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}", "name a file in a writable folder"
+        ) from None
+    before = _text(old).splitlines() if old else []
+    return list(unified_diff(before, _text(new).splitlines(), str(path), str(path), n=1, lineterm=""))  # fmt: skip
+
+
+def _series(one: Series, judged: list[str]) -> dict[str, Any]:
+    content: dict[str, Any] = {"outcome": one.outcome, "repeats": one.repeats}
+    if one.model_bytes:
+        content["model_bytes"] = one.model_bytes
+    if not one.is_ok:
+        return content  # a load that was cut off may need more memory than its peak
+    content["figures"] = {
+        name: figure.median
+        if figure.low == figure.high
+        else [figure.low, figure.median, figure.high]
+        for name in judged
+        if (figure := one.figures.get(name))
+    }
+    explaining = {
+        METRICS[name].in_phase
+        for name in judged
+        if "save" in METRICS[name].operations or name in one.figures
+    }
+    content["phases"] = {
+        phase: {key: value for key, value in figures.items() if key in explaining}
+        for phase, figures in one.phases.items()
+    }
+    return content
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, indent=1)
+    return re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", text) + "\n"

@@ -1,34 +1,156 @@
-"""Check one or more runs against a baseline file and budgets (``weighin check``)."""
+"""Judge what runs measured: by a baseline file, by budgets and by expected outcomes (``weighin check``).
 
-from collections.abc import Callable, Mapping, Sequence
+Everything that is judged is a ``Line``: an outcome, a figure, a budget or a setting, with its verdict.
+A figure regresses if the median of the repeats exceeds the range of the baseline's repeats by more
+than the metric's tolerance. An outcome other than ok fails, unless the baseline has it, too, or a
+rule expects it. Wrong weights and failed strategies always fail.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
-from shlex import quote
+from typing import Final
 
 from weighin.errors import ConfigError, HarnessError, RecordError
-from weighin.gate import baseline as baselines
-from weighin.gate import budgets, freeze
-from weighin.gate.baseline import Baseline, Rules
-from weighin.gate.evaluate import evaluate
-from weighin.gate.expected import Expectation, is_expected, parse, suggest
-from weighin.gate.lines import GateResult, Line, LineVerdict
-from weighin.gate.tables import short_names
+from weighin.gate import baseline as files
+from weighin.gate.baseline import Baseline
+from weighin.gate.rules import EXPECTABLE, Budget, Expectation, Rules
 from weighin.records import run_folder
-from weighin.records.machine import Setting, fingerprint, settings_of
-from weighin.records.metrics import grouped, named
+from weighin.records.machine import (
+    CONCURRENT,
+    Setting,
+    differences,
+    fingerprint,
+    settings_of,
+    spoils_times,
+)
+from weighin.records.metrics import METRICS, Metric, Tolerance
 from weighin.records.run_folder import Coverage
-from weighin.records.series import Series, SeriesRun, name_of, summarise
+from weighin.records.series import STRATEGY, Figure, Series, SeriesRun, name_of, summarise
 from weighin.result import BROKEN, Outcome
+from weighin.uses import is_of_use
+
+
+class LineVerdict(StrEnum):
+    """The verdicts on the lines of a check, from the worst to the best."""
+
+    NOT_OK = "not ok"
+    REGRESSED = "regressed"
+    OVER_BUDGET = "over budget"
+    MISSING = "missing"
+    DIFFERS = "differs"
+    CHANGED = "changed"
+    IMPROVED = "improved"
+    NEW = "new"
+    EXPECTED = "expected"
+    SAME = "same"
+
+
+WITHIN_BUDGET: Final = "within budget"
+"""Tables show this in place of "same" for a budget, because a budget has no earlier figure."""
+FAILING: Final = (
+    LineVerdict.NOT_OK,
+    LineVerdict.REGRESSED,
+    LineVerdict.OVER_BUDGET,
+    LineVerdict.MISSING,
+    LineVerdict.DIFFERS,
+)
+_ORDER: Final = tuple(LineVerdict)
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredRuns:
-    """The figures of one or more runs; repeats of a measurement in different runs count together.
+class Growth:
+    """The change of one figure in one phase; ``was`` is None if the baseline file lacks the phase.
+
+    ``step`` is ``now`` - ``was``. If ``was`` is None, ``step`` is ``now`` itself for a time, and
+    ``now`` minus the figure of the baseline's highest phase for a size.
+    """
+
+    phase: str
+    was: int | None
+    now: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The verdict on one item of a check.
+
+    Attributes:
+        series: the name of the series, or "environment", "budget" or "run".
+        what: the metric, budget or setting that is judged, or "outcome", "model" or "cells".
+        text: the description of an item without figures.
+        was, now, allowed: the figure in the baseline file or the bound of a budget, the measured
+            figure, and the worst figure that passes; None for an item without figures.
+        excess: how much worse ``now`` is than ``allowed``, as a share of ``was``; at most 0 for a pass.
+        phases: the change of each phase, from which ``grown`` is found.
+    """
+
+    verdict: LineVerdict
+    series: str
+    what: str
+    text: str = ""
+    metric: Metric | None = None
+    was: int | None = None
+    now: int | None = None
+    allowed: int | None = None
+    excess: float = math.inf
+    phases: tuple[Growth, ...] = ()
+
+    @property
+    def fails(self) -> bool:
+        return self.verdict in FAILING
+
+    @property
+    def is_budget(self) -> bool:
+        """Whether the line judges a budget; ``was`` is then the bound, not a baseline's figure."""
+        return self.metric is not None and self.what != self.metric.title
+
+    @property
+    def title(self) -> str:
+        """The verdict as text for tables; JSON and JUnit XML contain ``verdict`` instead."""
+        is_kept = self.is_budget and self.verdict is LineVerdict.SAME
+        return WITHIN_BUDGET if is_kept else self.verdict.value
+
+    @property
+    def grown(self) -> Growth | None:
+        """The phase that caused the growth of the metric; None if no phase grew.
+
+        Memory that a phase keeps also raises the later peaks. The cause is therefore the first phase
+        that grew by 0.5 to 1.5 times the metric's growth in bytes, or else the phase that grew most.
+        """
+        if self.was is None or self.now is None or self.now <= self.was or not self.phases:
+            return None
+        step = self.now - self.was
+        if self.metric and self.metric.unit == "bytes":
+            for phase in self.phases:
+                if 0.5 * step <= phase.step <= 1.5 * step:
+                    return phase
+        largest = max(self.phases, key=lambda phase: phase.step)
+        return largest if largest.step > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """The result of ``weighin check``: all lines, the worst first, and notes."""
+
+    lines: tuple[Line, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def failed(self) -> tuple[Line, ...]:
+        return tuple(line for line in self.lines if line.fails)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The figures of one or more runs; repeats of a series in different runs count together.
 
     Attributes:
         environment: the machine and software of the runs. A setting that differs between cells has
             all of its values, separated by " | ".
-        series: the summarised repeats of each measurement, by the name of the measurement.
         machines: a fingerprint (hash) for each kind of machine that measured cells of the runs.
         nodes: the names of the machines, if a cluster measured the runs.
         incomplete: for each run that lacks records of planned cells, which cells are missing.
@@ -36,163 +158,113 @@ class MeasuredRuns:
 
     environment: dict[str, Setting]
     series: dict[str, Series]
-    warnings: tuple[str, ...] = ()
     machines: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     incomplete: Mapping[Path, Coverage] = field(default_factory=dict)
 
 
-def read_runs(folders: Sequence[Path]) -> MeasuredRuns:
-    """Return the figures of all runs together.
-
-    Raises:
-        RecordError: a folder is not a run, has no record, or has a damaged record.
-    """
-    warnings, runs, incomplete = _read(folders)
-    return replace(_measured(runs, warnings), incomplete=incomplete)
-
-
-def read_machines(folders: Sequence[Path]) -> dict[str, MeasuredRuns]:
-    """Return the figures of each kind of machine over all runs, by the kind's fingerprint (hash).
-
-    Records without a machine, as of skipped measurements, are left out.
-
-    Raises:
-        RecordError: a folder is not a run, has no record, or has a damaged record.
-    """
-    warnings, runs, _ = _read(folders)
-    machines: dict[str, list[SeriesRun]] = {}
-    for run in runs:
-        measured = [result for result in run.results if result.environment]
-        for machine, results in grouped(measured, lambda one: fingerprint(one.environment)).items():
-            machines.setdefault(machine, []).append(replace(run, results=results))
-    return {machine: _measured(ours, warnings) for machine, ours in machines.items()}
+def read(folder: Path) -> tuple[run_folder.Records, SeriesRun]:
+    """Read a run; raise RecordError if it is not a run, has no record, or has a damaged one."""
+    records = run_folder.read(folder)
+    if not records.results:
+        raise RecordError(
+            f"{folder} contains no record: nothing was measured",
+            f"measure first: {records.coverage.again}" if records.coverage else "",
+        )
+    is_search = records.coverage is not None and records.coverage.is_search
+    return records, SeriesRun(records.results, is_search)
 
 
-def _read(
-    folders: Sequence[Path],
-) -> tuple[tuple[str, ...], list[SeriesRun], dict[Path, Coverage]]:
-    warnings: list[str] = []
-    runs: list[SeriesRun] = []
-    incomplete: dict[Path, Coverage] = {}
-    for folder in folders:
-        records = run_folder.read(folder)
-        if not records.results:
-            raise RecordError(
-                f"{folder} contains no record: nothing was measured",
-                f"measure first: {records.coverage.again}" if records.coverage else "",
-            )
-        warnings += records.warnings
-        if records.missing and records.coverage:
-            incomplete[folder] = records.coverage
-        is_search = records.coverage is not None and records.coverage.is_search
-        runs.append(SeriesRun(records.results, is_search))
-    return tuple(warnings), runs, incomplete
-
-
-def _measured(runs: Sequence[SeriesRun], warnings: tuple[str, ...]) -> MeasuredRuns:
+def summary_of(runs: Sequence[SeriesRun]) -> Measured:
     measured = [result for run in runs for result in run.results if result.environment]
     nodes = {str(result.environment.get("node", {}).get("name", "")) for result in measured}
-    return MeasuredRuns(
-        environment=settings_of(result.environment for result in measured),
-        series=summarise(runs),
-        warnings=warnings,
-        machines=tuple(dict.fromkeys(fingerprint(one.environment) for one in measured)),
-        nodes=tuple(sorted(nodes - {""})),
+    return Measured(
+        settings_of(result.environment for result in measured),
+        summarise(runs),
+        tuple(dict.fromkeys(fingerprint(one.environment) for one in measured)),
+        tuple(sorted(nodes - {""})),
+    )
+
+
+def read_runs(folders: Sequence[Path]) -> Measured:
+    """Return the figures of all runs together; raise RecordError as ``read`` does."""
+    found = {folder: read(folder) for folder in folders}
+    return replace(
+        summary_of([found[folder][1] for folder in folders]),
+        warnings=tuple(text for records, _ in found.values() for text in records.warnings),
+        incomplete={
+            folder: records.coverage
+            for folder, (records, _) in found.items()
+            if records.missing and records.coverage
+        },
     )
 
 
 def check(
-    measured: MeasuredRuns,
+    measured: Measured,
     baseline_file: Path | None,
     *,
-    extra_budgets: Sequence[str] = (),
     metrics: Sequence[str] = (),
-    expected: Sequence[str] = (),
     partial: bool = False,
+    **typed: Iterable[str],
 ) -> GateResult:
-    """Judge runs against a baseline file and budgets.
+    """Judge runs by a baseline file and by rules.
 
     Args:
-        extra_budgets: budgets in addition to those in the baseline file.
-        metrics: the metrics to compare with the baseline file. If it is empty, all metrics are
-            compared that the file does not turn off.
-        expected: expected outcomes in addition to those in the baseline file.
+        metrics: the metrics to compare with the baseline file; if it is empty, all that no rule
+            turns off.
         partial: judge only the measured part of an incomplete run. Without ``partial``, a run fails
             the check if planned cells have no record.
+        typed: the arguments of ``Rules.typed``: rules beside those in the baseline file.
 
     Raises:
         ConfigError: there is neither a baseline file nor a budget, or an input is invalid.
     """
-    if baseline_file is None and not extra_budgets:
+    baseline = files.read(baseline_file) if baseline_file else None
+    if baseline is None and not typed.get("budgets"):
         raise ConfigError(
             "check has neither a baseline file nor a budget to compare the run with",
             'give a baseline file, a budget or both: --baseline FILE, --budget "peak_rss <= 8GiB"',
         )
-    baseline = baselines.read(baseline_file) if baseline_file else None
-    rules = baseline.rules if baseline else baselines.default_rules()
-    if metrics:
-        chosen = [named(name).name for name in metrics]
-        judged = baselines.default_rules().tolerances | rules.tolerances
-        rules = replace(rules, tolerances={name: judged[name] for name in chosen})
-    added = tuple(budgets.parse(text) for text in extra_budgets)
-    typed = _parsed(expected)
-    rules = replace(rules, budgets=(*rules.budgets, *added), expected=(*rules.expected, *typed))
-    if partial:
-        baseline, rules = narrowed(baseline, rules, measured)
-    result = evaluate(baseline, rules, measured.environment, measured.series)
-    if partial:
-        parts = (f"{run}: {covered}" for run, covered in measured.incomplete.items())
-        return replace(result, notes=(*result.notes, *parts))
-    missing = (
-        f"{run}: {covered}; {covered.again} measures the rest, --partial judges only this part"
-        for run, covered in measured.incomplete.items()
-    )
-    failing = (Line(LineVerdict.MISSING, "run", "cells", text) for text in missing)
-    return replace(result, lines=(*failing, *result.lines))
-
-
-def narrowed(
-    baseline: Baseline | None, rules: Rules, measured: MeasuredRuns
-) -> tuple[Baseline | None, Rules]:
-    """Return ``baseline`` and ``rules`` without what concerns only planned cells that have no record."""
-    planned = {
-        name_of(cell) for covered in measured.incomplete.values() for cell in covered.pending
-    }
+    rules = (baseline.rules if baseline else Rules()).typed(**typed).only(metrics)
+    if not partial:
+        result = evaluate(baseline, rules, measured.environment, measured.series)
+        missing = (
+            f"{run}: {covered}; {covered.again} measures the rest, --partial judges only this part"
+            for run, covered in measured.incomplete.items()
+        )
+        failing = (Line(LineVerdict.MISSING, "run", "cells", text) for text in missing)
+        return replace(result, lines=(*failing, *result.lines))
+    # What concerns only planned cells that have no record is left out.
+    planned = {name_of(cell) for one in measured.incomplete.values() for cell in one.pending}
     left = planned - measured.series.keys()
-    kept = tuple(
+    kept = [
         budget
         for budget in rules.budgets
         if any(map(budget.covers, measured.series)) or not any(map(budget.covers, left))
-    )
+    ]
     if baseline:
         series = {name: one for name, one in baseline.series.items() if name not in left}
         baseline = replace(baseline, series=series)
-    return baseline, replace(rules, budgets=kept)
+    rules = replace(rules, budgets=tuple(kept))
+    result = evaluate(baseline, rules, measured.environment, measured.series)
+    parts = (f"{run}: {covered}" for run, covered in measured.incomplete.items())
+    return replace(result, notes=(*result.notes, *parts))
 
 
 def update(
-    measured: MeasuredRuns,
-    baseline_file: Path,
-    *,
-    expected: Sequence[str] = (),
-    partial: bool = False,
-    accept: Callable[[Sequence[str]], bool],
+    measured: Measured, baseline_file: Path, *, partial: bool = False, **typed: Iterable[str]
 ) -> list[str]:
-    """Write the measured figures into the baseline file, and return the lines of the diff.
+    """Write the measured figures and outcomes into the baseline file; return the lines of the diff.
 
-    Args:
-        expected: expected outcomes to write, beside those in the file.
-        partial: also write the figures of a run that lacks records of planned cells.
-        accept: a function that gets a line of text for each measurement with an unexpected failure,
-            and returns whether to write these failures as expected outcomes.
+    What the rules ``typed`` and those in the file do not compare is left out.
 
     Raises:
         ConfigError: a cell could not be measured, settings differ between cells, or the file is
             invalid or not writable.
         HarnessError: with exit code 1, if a run is incomplete (without ``partial``), weights were
-            wrong, a strategy, command or use failed, repeats failed in different ways, or ``accept``
-            returned False.
+            wrong, or a strategy, command or use failed.
     """
     if measured.incomplete and not partial:
         run, covered = next(iter(measured.incomplete.items()))
@@ -202,23 +274,17 @@ def update(
             " add --partial",
             exit_code=1,
         )
-    _refuse(measured)
-    typed = _parsed(expected)
-    present = baselines.read(baseline_file).rules.expected if baseline_file.exists() else ()
-    wanted = [*typed, *_accepted(measured, [*present, *typed], baseline_file, accept)]
-    return freeze.update(baseline_file, measured.environment, measured.series, wanted)
-
-
-def _refuse(measured: MeasuredRuns) -> None:
     for name, series in measured.series.items():
         if Outcome.MEASUREMENT_FAILED in series.outcome:
             raise ConfigError(
                 f"{name} could not be measured: {series.message or series.outcome}",
                 "measure the run again: a baseline without a figure would accept any value of it",
             )
-    if broken := [name for name, series in measured.series.items() if series.failures & {*BROKEN}]:
+    broken = {name: one for name, one in measured.series.items() if one.failures & {*BROKEN}}
+    if broken:
+        shown = "; ".join(f"{name}: {one.outcome}" for name, one in broken.items())
         raise HarnessError(
-            f"cannot make a baseline of failed strategies: {'; '.join(_described(measured, broken))}",
+            f"cannot make a baseline of failed strategies: {shown}",
             "repair these strategies and measure again, or leave them out of --strategies",
             exit_code=1,
         )
@@ -229,46 +295,250 @@ def _refuse(measured: MeasuredRuns) -> None:
             f" different settings ({shown})",
             "measure all cells again on one machine, with the same packages and variables",
         )
+    return files.write(baseline_file, measured.environment, measured.series, **typed)
 
 
-def _accepted(
-    measured: MeasuredRuns,
-    known: Sequence[Expectation],
-    baseline_file: Path,
-    accept: Callable[[Sequence[str]], bool],
-) -> list[Expectation]:
-    """Return the expected outcomes to add to ``known``.
+def evaluate(
+    baseline: Baseline | None,
+    rules: Rules,
+    environment: Mapping[str, Setting],
+    series: Mapping[str, Series],
+) -> GateResult:
+    """Judge all series by the rules, and by ``baseline`` if it is not None."""
+    before = baseline.series if baseline else None
+    lines = list(_outcomes(before, series, rules))
+    notes = [
+        f"{each.source} {each} matches no measured series"
+        for each in rules.expected
+        if not any(map(each.covers, series))
+    ]
+    judged = {line.series for line in lines}
+    left = [
+        f"{name} ({one.outcome})"
+        for name, one in series.items()
+        if not one.is_ok and name not in judged
+    ]
+    if left:
+        notes.append(f"these failures are not judged, because no budget covers them: {', '.join(left)}")  # fmt: skip
+    if baseline:
+        changes = differences(baseline.environment, environment, rules.policies)
+        for change in changes:
+            verdict = LineVerdict.DIFFERS if change.policy == "fail" else LineVerdict.CHANGED
+            lines.append(Line(verdict, "environment", change.name, str(change)))
+        tolerances = rules.tolerances
+        concurrent = CONCURRENT in environment or CONCURRENT in baseline.environment
+        if concurrent or spoils_times(changes):
+            tolerances = {n: t for n, t in tolerances.items() if METRICS[n].unit != "ns"}
+            if len(tolerances) < len(rules.tolerances):
+                notes.append(
+                    "times are not judged: several cells ran at once (--jobs)"
+                    if concurrent
+                    else "times are not judged: the baseline was measured on another machine or with other settings"
+                )
+        for name, was in baseline.series.items():
+            lines += _figures(name, was, series[name], tolerances) if name in series else []
+    for budget in rules.budgets:
+        if CONCURRENT in environment and budget.metric.unit == "ns":
+            raise ConfigError(
+                f"the budget {str(budget)!r} limits a time, but times are not comparable: several cells ran at once (--jobs)",
+                "measure without --jobs, or leave the budget out",
+            )
+        lines += _budget(budget, series)
+        ok = [name for name, one in series.items() if budget.covers(name) and one.is_ok]
+        lacking = [name for name in ok if _of_budget(budget, series[name]) is None]
+        if lacking and lacking != ok:
+            notes.append(f"{budget}: not judged, because there is no such figure, for {', '.join(lacking)}")  # fmt: skip
+    if baseline:
+        if not baseline.series.keys() & series.keys():
+            first, other = next(iter(baseline.series), "nothing"), next(iter(series), "nothing")
+            notes.append(
+                f"the baseline and the run have no series in common: for example, the baseline has {first},"
+                f" and the run has {other}"
+            )
+        notes += _noisy(baseline, rules)
+    ordered = sorted(lines, key=lambda line: (_ORDER.index(line.verdict), -line.excess))
+    return GateResult(tuple(ordered), tuple(notes))
 
-    Raise HarnessError if repeats failed in different ways, or if ``accept`` returns False.
+
+def _outcomes(
+    before: Mapping[str, Series] | None, series: Mapping[str, Series], rules: Rules
+) -> Iterator[Line]:
+    """Yield a line for the outcome of each series that is judged.
+
+    Without a baseline file, these are the failed series with a budget or an expected outcome, the
+    broken ones, and an ok one whose failure was expected.
     """
-    series = measured.series
-    failed = [name for name in series if not is_expected(name, series[name], known)]
-    if not failed:
-        return []
-    wanted = suggest(failed, series)
-    mixed = [name for name in failed if not is_expected(name, series[name], wanted)]
-    if mixed:
-        raise HarnessError(
-            f"repeats of one measurement failed in different ways: {'; '.join(_described(measured, mixed))}",
-            "a baseline file has one outcome for each measurement: measure again, or leave these"
-            " strategies out",
-            exit_code=1,
+    ended = {
+        each: any(
+            each.covers(name) and each.outcome in one.failures for name, one in series.items()
         )
-    lines = _described(measured, failed)
-    if not accept(lines):
-        again = f"weighin check RUN --baseline {quote(str(baseline_file))} --update"
-        raise HarnessError(
-            f"cannot make a baseline of outcomes that are not expected: {'; '.join(lines)}",
-            f"if these outcomes are intended: {again} --expect-failures",
-            exit_code=1,
-        )
-    return wanted
+        for each in rules.expected
+    }
+    for name in dict.fromkeys([*(before or {}), *series]):
+        was, now = (before or {}).get(name), series.get(name)
+        expected = [each for each in rules.expected if each.covers(name)]
+        if now is None:
+            assert was is not None
+            text = f"was not measured; {was.outcome} in the baseline"
+            yield Line(LineVerdict.MISSING, name, "outcome", text)
+        elif now.is_ok:
+            unmet = next((each for each in expected if not ended[each]), None)
+            if unmet or (was and not was.is_ok):
+                earlier = was.outcome if was and not was.is_ok else f"{unmet.outcome} expected" if unmet else ""  # fmt: skip
+                repair = f"; remove {str(unmet)!r} from {unmet.source}" if unmet else ""
+                yield Line(LineVerdict.IMPROVED, name, "outcome", f"{earlier} -> ok{repair}")
+            elif was:
+                yield Line(LineVerdict.SAME, name, "outcome", "ok", excess=-math.inf)
+            elif before is not None:
+                yield Line(LineVerdict.NEW, name, "outcome", "not in the baseline; ok")
+        elif _is_expected(now, was, expected):
+            yield Line(LineVerdict.EXPECTED, name, "outcome", now.outcome)
+        elif (
+            before is not None
+            or now.failures & {*BROKEN}
+            or any(budget.covers(name) for budget in rules.budgets)
+        ):
+            text = now.outcome
+            if was and was.outcome != now.outcome:
+                text = f"{was.outcome} -> {now.outcome}"
+            elif before is not None and not was:
+                text += ", and not in the baseline"
+            if now.message:
+                text += f": {now.message}"
+            verdict = LineVerdict.REGRESSED if was and was.is_ok else LineVerdict.NOT_OK
+            yield Line(verdict, name, "outcome", text)
 
 
-def _described(measured: MeasuredRuns, names: Sequence[str]) -> list[str]:
-    short, _ = short_names(names)
-    return [f"{short[name]}: {measured.series[name].outcome}" for name in names]
+def _is_expected(now: Series, was: Series | None, expected: Iterable[Expectation]) -> bool:
+    """Return whether every repeat ended ok, with an outcome of the baseline, or with an expected one."""
+    accepted = {each.outcome.value for each in expected}
+    accepted |= was.failures & {*EXPECTABLE} if was else set()
+    return now.failures <= accepted
 
 
-def _parsed(expected: Sequence[str]) -> tuple[Expectation, ...]:
-    return tuple(expectation for text in expected for expectation in parse(text))
+def _figures(
+    name: str, was: Series, now: Series, tolerances: Mapping[str, Tolerance]
+) -> Iterator[Line]:
+    if was.model_bytes and now.model_bytes and was.model_bytes != now.model_bytes:
+        text = f"the model's size differs: {was.model_bytes:,} bytes -> {now.model_bytes:,} bytes"
+        yield Line(LineVerdict.DIFFERS, name, "model", text)
+        return
+    if not (was.is_ok and now.is_ok):
+        return  # a load that was cut off may need more memory than its peak
+    for metric_name, tolerance in tolerances.items():
+        metric = METRICS[metric_name]
+        before, after = was.figures.get(metric_name), now.figures.get(metric_name)
+        if before and after:
+            phases = _growth(metric, was, now)
+            yield judge_figure(name, metric, tolerance, before, after, phases)
+        elif before:
+            yield Line(LineVerdict.MISSING, name, metric.title, f"{metric.title} was not measured")
+
+
+def judge_figure(
+    name: str,
+    metric: Metric,
+    tolerance: Tolerance,
+    was: Figure,
+    now: Figure,
+    phases: tuple[Growth, ...] = (),
+) -> Line:
+    """Judge the median of ``now``, which may lie beyond the range of ``was`` by at most the tolerance."""
+    allowance = tolerance.allowance(was.median)
+    above, below = now.median - was.high - allowance, was.low - allowance - now.median
+    bad, good = (below, above) if tolerance.direction == "higher" else (above, below)
+    if tolerance.direction == "both":
+        bad, good = max(above, below), -1
+    verdict = (
+        LineVerdict.REGRESSED if bad > 0 else LineVerdict.IMPROVED if good > 0 else LineVerdict.SAME
+    )
+    return Line(
+        verdict,
+        name,
+        metric.title,
+        metric=metric,
+        was=was.median,
+        now=now.median,
+        allowed=now.median - above if bad == above else now.median + below,
+        excess=bad / max(was.median, 1),
+        phases=phases,
+    )
+
+
+def _growth(metric: Metric, was: Series, now: Series) -> tuple[Growth, ...]:
+    """Return how much each phase of ``now`` changed, in the phase figure ``metric.in_phase``."""
+    earlier, later = _by_phase(metric, was), _by_phase(metric, now)
+    highest = max(earlier.values(), default=0) if metric.unit == "bytes" else 0
+    return tuple(
+        Growth(phase, earlier.get(phase), value, value - earlier.get(phase, highest))
+        for phase, value in later.items()
+    )
+
+
+def _by_phase(metric: Metric, series: Series) -> dict[str, int]:
+    """Return each phase's figure; of ``above_import``, what its peak RSS has above the imports'."""
+    key = metric.in_phase
+    found = {name: figures[key] for name, figures in series.phases.items() if key in figures}
+    of_load = [value for name, value in found.items() if not is_of_use(name)]
+    if metric.name == "above_import" and of_load:
+        imports_bytes = max(of_load) - series.figures[metric.name].median
+        return {name: max(value - imports_bytes, 0) for name, value in found.items()}
+    return found
+
+
+def _of_budget(budget: Budget, one: Series) -> tuple[Figure, int] | None:
+    """Return the figure that a budget limits, and its bound; None if one of the two is unknown."""
+    figure, bound = one.figures.get(budget.metric.name), budget.bound(one)
+    return None if figure is None or bound is None else (figure, bound)
+
+
+def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
+    """Yield a line for each series that the budget covers and that has the budget's figure.
+
+    The verdict is "missing" if no series has it, or if a search found no RAM floor.
+    """
+    compared = False
+    covered = {name: one for name, one in series.items() if budget.covers(name)}
+    for name, one in covered.items():
+        if budget.metric.name == "floor" and one.is_ok and one.no_floor:
+            compared = True
+            text = f"no floor was found: {one.no_floor}"
+            yield Line(LineVerdict.MISSING, name, str(budget), text)
+        elif found := _of_budget(budget, one):
+            compared = True
+            figure, bound = found
+            kept = budget.is_kept(figure.high, bound)
+            yield Line(
+                LineVerdict.SAME if kept else LineVerdict.OVER_BUDGET,
+                name,
+                str(budget),
+                metric=budget.metric,
+                was=bound,
+                now=figure.high,
+                allowed=bound,
+                excess=(figure.high - bound) / max(bound, 1),
+            )
+    if compared:
+        return
+    why = "no measured series has this figure"
+    if series and not covered:
+        strategies = dict.fromkeys(name.split(" ")[STRATEGY] for name in series if " " in name)
+        known = f"; the run's strategies are {', '.join(strategies)}" if strategies else ""
+        why = f"no series matches {budget.selector!r}{known}"
+    yield Line(LineVerdict.MISSING, "budget", str(budget), f"{budget}: {why}")
+
+
+def _noisy(baseline: Baseline, rules: Rules) -> Iterator[str]:
+    """Yield a note for each figure in the baseline file whose repeats vary much.
+
+    Their largest value then exceeds their median by more than twice the tolerance.
+    """
+    for name, series in baseline.series.items():
+        for metric_name, figure in series.figures.items():
+            tolerance = rules.tolerances.get(metric_name)
+            if tolerance and figure.high - figure.median > 2 * tolerance.allowance(figure.median):
+                metric = METRICS[metric_name]
+                yield (
+                    f"the baseline's repeats of {name} spread from {metric.text(figure.low)} to"
+                    f" {metric.text(figure.high)} in {metric.title}: smaller regressions are not detected"
+                )

@@ -1,57 +1,50 @@
-"""Compare the same measurements in several runs, such as those of two commits (``weighin compare``).
+"""Compare the same series in several groups of records, such as runs or commits (``weighin compare``).
 
-The output marks a figure that lies outside the range of the first run's repeats by more than the
+The output marks a figure that lies outside the range of the first group's repeats by more than the
 metric's tolerance. Unlike ``weighin check``, the comparison neither passes nor fails.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from string import ascii_uppercase
 from typing import Any, Final
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from weighin.errors import ConfigError
-from weighin.gate.check import MeasuredRuns, read_machines, read_runs
-from weighin.gate.evaluate import judge_figure
-from weighin.gate.lines import Line, LineVerdict
+from weighin.errors import ConfigError, UnknownName
+from weighin.gate.check import Line, LineVerdict, Measured, judge_figure, read, summary_of
 from weighin.gate.tables import short_names
-from weighin.records.machine import differences
-from weighin.records.metrics import METRICS, Metric, named
-from weighin.records.series import Series
-from weighin.text import markdown, one_line
+from weighin.records.machine import differences, fingerprint, settings_of
+from weighin.records.metrics import METRICS, Metric, grouped, named
+from weighin.records.series import Series, SeriesRun
+from weighin.result import Result
+from weighin.text import one_line
 
-_STYLES: Final = {LineVerdict.REGRESSED: "bold red", LineVerdict.IMPROVED: "green"}
-_SHORT_COMMIT: Final = 10
+_COMMIT_LENGTH: Final = 10
 _OUTCOME: Final = "outcome"
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedMetric:
-    """One metric of one measurement in every run.
+    """One metric of one series in every group.
 
     Attributes:
-        texts: the figure of each run as text; None for a run without the figure.
-        lines: for each later run, the verdict on its figure against the first run's figure; None for
+        texts: the figure of each group as text; None for a group without the figure.
+        lines: for each later group, the verdict on its figure against the first group's; None for
             outcomes, or if one of the two figures is missing.
     """
 
     series: str
     what: str
     texts: tuple[str | None, ...]
-    lines: tuple[Line | None, ...] = ()
+    lines: tuple[Line | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Several runs side by side: a heading for each run, and a row for each metric of a measurement.
+    """Several groups side by side: a heading for each, and a row for each metric of a series.
 
-    ``common`` has the words that all names of measurements share. The names in ``rows`` lack them.
+    ``common`` has the words that all names of series share. The names in ``rows`` lack them.
     """
 
     headings: tuple[str, ...]
@@ -59,231 +52,172 @@ class Comparison:
     common: str
     warnings: tuple[str, ...] = ()
 
+    @property
+    def summary(self) -> str:
+        verdicts = [line.verdict for row in self.rows for line in row.lines if line]
+        worse = verdicts.count(LineVerdict.REGRESSED)
+        better = verdicts.count(LineVerdict.IMPROVED)
+        outcomes = [row.texts for row in self.rows if row.what == _OUTCOME]
+        failed = sum(
+            was == "ok" and now not in (None, "ok") for was, *later in outcomes for now in later
+        )
+        return (
+            f"{len(verdicts)} figures compared with A: {worse} larger and {better} smaller beyond noise"
+            + (f"; {failed} measurement{'s' * (failed > 1)} no longer ok" if failed else "")
+        )
 
-def compare(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
-    """Compare the first run with each later run.
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "runs": list(self.headings),
+            "common": self.common,
+            "rows": [
+                {
+                    "series": row.series,
+                    "metric": row.what,
+                    "texts": list(row.texts),
+                    "compared": [
+                        line
+                        and {
+                            "unit": line.metric and line.metric.unit,
+                            "before": line.was,
+                            "now": line.now,
+                            "changed_beyond_noise": line.verdict is not LineVerdict.SAME,
+                        }
+                        for line in row.lines
+                    ],
+                }
+                for row in self.rows
+            ],
+            "warnings": list(self.warnings),
+        }
 
-    Measurements with equal names are compared. Words that are the same in all names of one run, such
-    as the isolation, may differ between runs; the heading of each run then shows its words.
+
+def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run") -> Comparison:
+    """Compare the first group of records with each later group.
+
+    Series with equal names are compared. Words that are the same in all names of one group, such as
+    the isolation, may differ between groups; the heading of each group then shows its words.
+
+    Args:
+        by: what the records of a group share: "run" (the folder), "machine" (the kind of machine),
+            "commit", or the name of a setting of the environment, such as "torch".
 
     Raises:
-        ConfigError: there are fewer than two runs, or more than 26.
+        ConfigError: there are fewer than two groups, or more than 26.
         RecordError: a folder is not a run, or has no record.
     """
-    if not 2 <= len(folders) <= len(ascii_uppercase):
+    groups, warnings = _groups(folders, by)
+    if not 2 <= len(groups) <= len(ascii_uppercase):
+        if by == "run":
+            raise ConfigError(
+                f"cannot compare {len(groups)} run{'s' * (len(groups) != 1)}",
+                "name two or more folders of runs: weighin compare results/RUN_A results/RUN_B",
+            )
+        known = {name for _, group in groups for name in group.environment}
+        known |= {"run", "machine", "commit"}
+        if by not in known:
+            raise UnknownName("setting", by, known)
+        found = ", ".join(name for name, _ in groups[:5])
         raise ConfigError(
-            f"cannot compare {len(folders)} run{'s' * (len(folders) != 1)}",
-            "name two or more folders of runs: weighin compare results/RUN_A results/RUN_B",
+            f"cannot compare by {by}: the records have {len(groups)} of it{': ' * bool(found)}{found}",
+            f"name runs of which it differs, or leave out --by {by}",
         )
-    runs = [read_runs([folder]) for folder in folders]
-    mixed = tuple(_mixed(folder, run) for folder, run in zip(folders, runs, strict=True))
-    return _side_by_side(list(map(str, folders)), runs, metrics, tuple(filter(None, mixed)))
-
-
-def compare_machines(folders: Sequence[Path], metrics: Sequence[str] = ()) -> Comparison:
-    """Compare the figures of each kind of machine in the runs with those of the first kind.
-
-    Raises:
-        ConfigError: all records come from one kind of machine, or from more than 26.
-        RecordError: a folder is not a run, or has no record.
-    """
-    machines = read_machines(folders)
-    if not 2 <= len(machines) <= len(ascii_uppercase):
-        raise ConfigError(
-            f"cannot compare machines: the records come from {len(machines)} kind"
-            f"{'s' * (len(machines) != 1)} of machine",
-            "name runs that were measured on two kinds of machine or more, or leave out --by machine",
-        )
-    names = [
-        f"machine {name}" + (f" ({', '.join(run.nodes)})" if run.nodes else "")
-        for name, run in machines.items()
-    ]
-    return _side_by_side(names, list(machines.values()), metrics, ())
-
-
-def _side_by_side(
-    names: Sequence[str],
-    runs: Sequence[MeasuredRuns],
-    metrics: Sequence[str],
-    mixed: tuple[str, ...],
-) -> Comparison:
     chosen = [named(name) for name in metrics] or list(METRICS.values())
-    own = _own_words(runs)
-    keyed = [{_key(name, own): entry for name, entry in run.series.items()} for run in runs]
+    own = _own_words([group for _, group in groups])
+    keyed = [
+        {
+            " ".join(
+                "" if place in own else word for place, word in enumerate(name.split(" "))
+            ): one
+            for name, one in group.series.items()
+        }
+        for _, group in groups
+    ]
     shorts, common = short_names(name for series in keyed for name in series)
     rows = [
         row
         for name, short in shorts.items()
         for row in _rows(short, [series.get(name) for series in keyed], chosen)
     ]
-    return Comparison(
-        headings=tuple(_headings(names, runs, own)),
-        rows=tuple(rows),
-        common=common,
-        warnings=tuple(dict.fromkeys((*mixed, *(text for run in runs for text in run.warnings)))),
-    )
+    return Comparison(tuple(_headings(groups, own)), tuple(rows), common, warnings)
 
 
-def _mixed(folder: Path, run: MeasuredRuns) -> str:
-    """Return a warning if a run was measured on several kinds of machine, and otherwise an empty text."""
-    if len(run.machines) < 2:
-        return ""
-    return (
-        f"the figures of {folder} are from {len(run.machines)} kinds of machine:"
-        f" weighin compare {quote(str(folder))} --by machine compares these"
-    )
+def _groups(folders: Sequence[Path], by: str) -> tuple[list[tuple[str, Measured]], tuple[str, ...]]:
+    """Return the figures of each group, and warnings about the records."""
+    warnings: list[str] = []
+    mixed: list[str] = []
+    groups: list[tuple[str, Measured]] = []
+    runs: dict[str, list[SeriesRun]] = {}
 
+    def value(result: Result) -> str:
+        if by == "machine":
+            return fingerprint(result.environment)
+        name = "git_commit" if by == "commit" else by
+        return str(settings_of([result.environment]).get(name, "not set"))
 
-def terminal(comparison: Comparison) -> RenderableType:
-    """Return a table for a terminal, with the difference from the first run below each figure."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    table.add_column("series", overflow="fold")
-    table.add_column("metric", no_wrap=True)
-    for letter in _letters(comparison):
-        table.add_column(letter, justify="right")
-    last = None
-    for row in comparison.rows:
-        cells = [Text(row.texts[0] or "-")]
-        for text, line in zip(row.texts[1:], row.lines, strict=True):
-            cells.append(_cell(text, line))
-        table.add_row(row.series if row.series != last else "", row.what, *cells)
-        last = row.series
-    parts: list[RenderableType] = [Text(heading) for heading in comparison.headings]
-    parts.append(table)
-    if comparison.common:
-        parts.append(Text(f"all: {comparison.common}", style="dim"))
-    parts.append(Text(_summary(comparison), style="bold"))
-    return Group(*parts)
-
-
-def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the comparison as data for ``--json``."""
-    return {
-        "runs": list(comparison.headings),
-        "common": comparison.common,
-        "rows": [
-            {
-                "series": row.series,
-                "metric": row.what,
-                "texts": list(row.texts),
-                "compared": [_compared(line) for line in row.lines],
-            }
-            for row in comparison.rows
-        ],
-        "warnings": list(comparison.warnings),
-    }
-
-
-def _compared(line: Line | None) -> dict[str, Any] | None:
-    if line is None or line.metric is None:
-        return None
-    return {
-        "unit": line.metric.unit,
-        "before": line.was,
-        "now": line.now,
-        "changed_beyond_noise": line.verdict in _STYLES,
-    }
-
-
-def write_markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown, with changes beyond the tolerance in bold."""
-    heads = ["series", "metric", *_letters(comparison)]
-    rows = [heads, ["---", "---", *("---:" for _ in _letters(comparison))]]
-    for row in comparison.rows:
-        cells = [markdown(row.texts[0] or "-")]
-        for text, line in zip(row.texts[1:], row.lines, strict=True):
-            change = markdown(_change(line))
-            changed = line is not None and line.verdict in _STYLES
-            cells.append(
-                markdown(text or "-") + (f" **{change}**" if changed else f" {change}").rstrip()
+    for folder in folders:
+        records, run = read(folder)
+        warnings += records.warnings
+        if by != "run":
+            measured = [result for result in run.results if result.environment]
+            for key, results in grouped(measured, value).items():
+                runs.setdefault(key, []).append(replace(run, results=results))
+            continue
+        group = summary_of([run])
+        if records.missing and records.coverage:
+            group = replace(group, incomplete={folder: records.coverage})
+        if len(group.machines) > 1:
+            mixed.append(
+                f"the figures of {folder} are from {len(group.machines)} kinds of machine:"
+                f" weighin compare {quote(str(folder))} --by machine compares these"
             )
-        rows.append([markdown(row.series), markdown(row.what), *cells])
-    lines = [f"- {markdown(heading)}" for heading in comparison.headings]
-    table = [f"| {' | '.join(row)} |" for row in rows]
-    end = [f"All: {markdown(comparison.common)}", ""] if comparison.common else []
-    return "\n".join([*lines, "", *table, "", *end, markdown(_summary(comparison)), ""])
+        groups.append((str(folder), group))
+    for key, ours in runs.items():
+        group = summary_of(ours)
+        nodes = f" ({', '.join(group.nodes)})" if by == "machine" and group.nodes else ""
+        groups.append((f"{by} {key[:_COMMIT_LENGTH] if by == 'commit' else key}{nodes}", group))
+    return groups, tuple(dict.fromkeys((*mixed, *warnings)))
 
 
 def _rows(
-    name: str, series: Sequence[Series | None], metrics: Iterable[Metric]
+    name: str, series: Sequence[Series | None], metrics: Sequence[Metric]
 ) -> Iterator[ComparedMetric]:
     outcomes = [each.outcome if each else None for each in series]
     if any(outcome != "ok" for outcome in outcomes):
         yield ComparedMetric(name, _OUTCOME, tuple(outcomes), (None,) * (len(series) - 1))
     for metric in metrics:
-        figures = [each.figures.get(metric.name) if each else None for each in series]
-        if not any(figures):
+        first, *later = (each.figures.get(metric.name) if each else None for each in series)
+        if not any((first, *later)):
             continue
-        first = figures[0]
         lines = tuple(
-            judge_figure(name, metric, metric.tolerance, first, other, ())
-            if first and other
-            else None
-            for other in figures[1:]
+            judge_figure(name, metric, metric.tolerance, first, other) if first and other else None
+            for other in later
         )
-        texts = tuple(metric.text(figure.median) if figure else None for figure in figures)
-        yield ComparedMetric(name, metric.title, texts, lines)
+        texts = (metric.text(one.median) if one else None for one in (first, *later))
+        yield ComparedMetric(name, metric.title, tuple(texts), lines)
 
 
-def _cell(text: str | None, line: Line | None) -> Text:
-    cell = Text(text or "-")
-    if line and line.was and line.now is not None:
-        share = f"\n{(line.now - line.was) / line.was * 100:+.1f} %"
-        cell.append(share, style=_STYLES.get(line.verdict, "dim"))
-    return cell
-
-
-def _change(line: Line | None) -> str:
-    if line is None or line.metric is None or line.was is None or line.now is None:
-        return ""
-    return line.metric.change(line.was, line.now)
-
-
-def _summary(comparison: Comparison) -> str:
-    verdicts = [line.verdict for row in comparison.rows for line in row.lines if line]
-    worse, better = verdicts.count(LineVerdict.REGRESSED), verdicts.count(LineVerdict.IMPROVED)
-    outcomes = [row.texts for row in comparison.rows if row.what == _OUTCOME]
-    failed = sum(
-        was == "ok" and now not in (None, "ok") for was, *later in outcomes for now in later
-    )
-    return (
-        f"{len(verdicts)} figures compared with A: {worse} larger and {better} smaller beyond noise"
-        + (f"; {failed} measurement{'s' * (failed > 1)} no longer ok" if failed else "")
-    )
-
-
-def _letters(comparison: Comparison) -> str:
-    return ascii_uppercase[: len(comparison.headings)]
-
-
-def _own_words(runs: Sequence[MeasuredRuns]) -> set[int]:
-    """Return the word positions in names at which each run has a single word, but the runs differ."""
-    words = [[name.split(" ") for name in run.series] for run in runs]
-    shortest = min(len(name) for names in words for name in names)
+def _own_words(groups: Sequence[Measured]) -> set[int]:
+    """Return the positions in names at which each group has a single word, but the groups differ."""
+    words = [[name.split(" ") for name in group.series] for group in groups]
     own = set()
-    for place in range(shortest):
-        by_run = [{name[place] for name in names} for names in words]
-        if all(len(here) == 1 for here in by_run) and len(set.union(*by_run)) > 1:
+    for place in range(min(len(name) for names in words for name in names)):
+        by_group = [{name[place] for name in names} for names in words]
+        if all(len(here) == 1 for here in by_group) and len(set.union(*by_group)) > 1:
             own.add(place)
     return own
 
 
-def _key(name: str, own: set[int]) -> str:
-    """Return the name of a measurement with empty words at the positions ``own``."""
-    return " ".join("" if place in own else word for place, word in enumerate(name.split(" ")))
-
-
-def _headings(names: Sequence[str], runs: Sequence[MeasuredRuns], own: set[int]) -> Iterator[str]:
-    """Yield a heading for each run: its name, commit, torch, and its differences from the first run."""
-    for letter, name, run in zip(ascii_uppercase, names, runs, strict=False):
-        words = next(iter(run.series)).split(" ")
-        facts = [str(covered) for covered in run.incomplete.values()]
+def _headings(groups: Sequence[tuple[str, Measured]], own: set[int]) -> Iterator[str]:
+    """Yield a heading for each group: its name, commit, torch, and its differences from the first."""
+    for letter, (name, group) in zip(ascii_uppercase, groups, strict=False):
+        words = next(iter(group.series)).split(" ")
+        facts = [str(covered) for covered in group.incomplete.values()]
         facts += [words[place] for place in sorted(own)]
-        for key, before in (("git_commit", "commit "), ("torch", "torch ")):
-            if value := run.environment.get(key):
-                facts.append(
-                    f"{before}{str(value)[:_SHORT_COMMIT] if key == 'git_commit' else value}"
-                )
-        changes = differences(runs[0].environment, run.environment, {})
+        if commit := group.environment.get("git_commit"):
+            facts.append(f"commit {str(commit)[:_COMMIT_LENGTH]}")
+        if torch := group.environment.get("torch"):
+            facts.append(f"torch {torch}")
+        changes = differences(groups[0][1].environment, group.environment, {})
         facts += [str(change) for change in changes if change.name != "torch"]
         yield one_line(f"{letter} = {name}: {', '.join(facts) or 'environment unknown'}")

@@ -1,0 +1,301 @@
+"""Parse the rules of ``weighin check``: budgets, tolerances, expected outcomes and policies for settings.
+
+Rules are options of the command, which ``[tool.weighin.check]`` in pyproject.toml can set, and keys
+of a baseline file that a user wrote::
+
+    budget    = [selector ":"] metric ("<=" | "<") term {"+" term} ["above import"]
+    term      = size | duration | [number "x"] ("model" | "limit")
+    tolerance = metric "=" ("off" | [number "%"] [size | duration] ["lower" | "higher" | "both"])
+    expected  = selector "=" outcome
+    setting   = name "=" ("ignore" | "warn" | "fail")
+
+A selector has words, which may have shell wildcards. It matches a series if each of its words is a
+word of the series' name. "above import" means that the memory of ``import torch`` does not count.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, get_args
+
+from weighin.errors import ConfigError
+from weighin.records.machine import Policy
+from weighin.records.metrics import METRICS, Direction, Metric, Tolerance, named
+from weighin.records.series import STRATEGY, Series, selects
+from weighin.result import BROKEN, Outcome
+
+EXPECTABLE: Final = (
+    Outcome.OOM_KILLED,
+    Outcome.CHILD_KILLED,
+    Outcome.CUDA_OOM,
+    Outcome.TIMEOUT,
+    Outcome.THRASHING,
+    Outcome.SKIPPED,
+)
+_BUDGET: Final = re.compile(
+    r"\s*(?:(?P<selector>\S+?)\s*:)?\s*(?P<metric>\w+)\s*(?P<sign><=|<)\s*(?P<bound>[^<>=]+?)"
+    r"(?P<above>\s+above[\s_]import)?\s*"
+)
+_SHARE: Final = re.compile(
+    r"(?:(?P<factor>\d+(?:\.\d*)?|\.\d+)\s*[x*]\s*)?(?P<reference>model|limit)"
+)
+_ITEM: Final = re.compile(rf"\s*(?P<selector>.+?)\s*=\s*(?P<outcome>{'|'.join(Outcome)})\s*(?:,|$)")
+_BUDGETS: Final = (
+    'write a budget such as "peak_rss <= 1.1 x model + 64MiB above import", "floor <= 8GiB" or'
+    ' "streaming: anon <= model + 300MiB"'
+)
+_TOLERANCES: Final = (
+    'write a tolerance such as "peak_rss=2%", "ready=30% 1s", "anon=64MiB both" or "load=off"'
+)
+_OUTCOMES: Final = (
+    "write an expected outcome as in baseline=oom_killed; outcomes that can be expected:"
+    f" {', '.join(EXPECTABLE)}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """An upper bound of one metric, for each series that ``selector`` matches.
+
+    The bound is ``amount`` in the metric's unit, plus shares of the model's size and the RAM limit.
+    """
+
+    text: str
+    metric: Metric
+    selector: str = "*"
+    is_below: bool = False  # whether the figure must be smaller than the bound ("<")
+    amount: int = 0
+    models: float = 0.0
+    limits: float = 0.0
+
+    def __str__(self) -> str:
+        return self.text
+
+    def covers(self, name: str) -> bool:
+        return selects(self.selector, name)
+
+    def bound(self, series: Series) -> int | None:
+        """Return the bound in bytes or ns; None if it depends on an unknown model size or RAM limit."""
+        shares = ((self.models, series.model_bytes), (self.limits, series.limit_bytes))
+        if any(share and size is None for share, size in shares):
+            return None
+        return self.amount + round(sum(share * (size or 0) for share, size in shares))
+
+    def is_kept(self, value: int, bound: int) -> bool:
+        return value < bound if self.is_below else value <= bound
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """An outcome other than ok that passes; ``source`` is the option or file key that named it."""
+
+    selector: str
+    outcome: Outcome
+    source: str = "expect"
+
+    def __str__(self) -> str:
+        return f"{self.selector}={self.outcome}"
+
+    def covers(self, name: str) -> bool:
+        return selects(self.selector, name)
+
+
+def _default_tolerances() -> dict[str, Tolerance]:
+    return {name: metric.tolerance for name, metric in METRICS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The rules of ``weighin check``. A metric that ``tolerances`` lacks is not compared."""
+
+    tolerances: Mapping[str, Tolerance] = field(default_factory=_default_tolerances)
+    budgets: tuple[Budget, ...] = ()
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    expected: tuple[Expectation, ...] = ()
+
+    def plus(
+        self,
+        tolerances: Mapping[str, Tolerance | None],
+        budgets: Iterable[Budget],
+        policies: Mapping[str, Policy],
+        expected: Iterable[Expectation],
+    ) -> "Rules":
+        """Return these rules and further ones, which override; None turns a metric off."""
+        changed = {**self.tolerances, **tolerances}
+        return Rules(
+            {name: one for name, one in changed.items() if one},
+            (*self.budgets, *budgets),
+            {**policies, **self.policies},  # the first that matches counts
+            (*self.expected, *expected),
+        )
+
+    def typed(
+        self,
+        budgets: Iterable[str] = (),
+        expected: Iterable[str] = (),
+        tolerances: Iterable[str] = (),
+        settings: Iterable[str] = (),
+    ) -> "Rules":
+        """Return these rules and those of the command line.
+
+        Raises:
+            ConfigError: a text is not a rule.
+            UnknownName: no metric has the name in a text.
+        """
+        return self.plus(
+            dict(map(parse_tolerance, tolerances)),
+            map(parse_budget, budgets),
+            dict(map(_parse_policy, settings)),
+            [one for text in expected for one in parse_expected(text)],
+        )
+
+    def only(self, metrics: Sequence[str]) -> "Rules":
+        """Return the rules for these metrics alone, also for those that are turned off; all for none."""
+        if not metrics:
+            return self
+        judged = _default_tolerances() | dict(self.tolerances)
+        return replace(self, tolerances={name: judged[name] for name in (named(one).name for one in metrics)})  # fmt: skip
+
+
+def parse_budget(text: str) -> Budget:
+    match = _BUDGET.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"cannot read the budget {text!r}", _BUDGETS)
+    metric = named(match["metric"])
+    if match["above"]:
+        if metric.name not in ("peak_rss", "above_import"):
+            raise ConfigError(
+                f"cannot read the budget {text!r}: 'above import' is possible for peak_rss and"
+                f" above_import, but not for {metric.name}",
+                'write a budget such as "peak_rss <= 1.1 x model + 64MiB above import"',
+            )
+        metric = named("above_import")
+    amount, shares = 0, {"model": 0.0, "limit": 0.0}
+    for term in match["bound"].split("+"):
+        share = _SHARE.fullmatch(term.strip())
+        if share is None:
+            try:
+                amount += metric.parse(term.strip())
+            except ConfigError as error:
+                raise ConfigError(
+                    f"cannot read the budget {text!r}: {error.message}", error.repair or _BUDGETS
+                ) from None
+        elif metric.unit != "bytes":
+            raise ConfigError(
+                f"cannot read the budget {text!r}: {metric.name} is a time, but {share['reference']} is a size",
+                f'write a duration, as in "{metric.name} <= 10 s"',
+            )
+        else:
+            shares[share["reference"]] += float(share["factor"] or 1)
+    return Budget(
+        " ".join(text.split()).removeprefix("*:").strip(),
+        metric,
+        match["selector"] or "*",
+        match["sign"] == "<",
+        amount,
+        shares["model"],
+        shares["limit"],
+    )
+
+
+def parse_tolerance(text: str) -> tuple[str, Tolerance | None]:
+    """Return the metric's name and tolerance in a text such as "ready=30% 1s"; None for "load=off"."""
+    name, equals, said = text.partition("=")
+    metric = named(name.strip())
+    if said.strip() == "off":
+        return metric.name, None
+    relative: float | None = None
+    absolute: list[str] = []
+    direction: Direction | None = None
+    for word in said.split():
+        if word in get_args(Direction):
+            direction = word  # type: ignore[assignment]
+        elif re.fullmatch(r"\d+(\.\d+)?%", word):
+            relative = float(word[:-1]) / 100
+        else:
+            absolute.append(word)
+    if not said.strip() or not equals:
+        raise ConfigError(f"cannot read the tolerance {text!r}", _TOLERANCES)
+    try:
+        return metric.name, changed(metric, relative, " ".join(absolute) or None, direction)
+    except ConfigError as error:
+        raise ConfigError(
+            f"cannot read the tolerance {text!r}: {error.message}", _TOLERANCES
+        ) from None
+
+
+def changed(
+    metric: Metric,
+    relative: float | None,
+    absolute: str | int | None,
+    direction: Direction | None,
+) -> Tolerance:
+    """Return the metric's default tolerance with these changes.
+
+    If only one of ``relative`` and ``absolute`` is there, the other counts as 0.
+    """
+    result = metric.tolerance
+    if relative is not None or absolute is not None:
+        amount = metric.parse(absolute) if isinstance(absolute, str) else absolute or 0
+        result = replace(result, relative=relative or 0.0, absolute=amount)
+    return replace(result, direction=direction) if direction else result
+
+
+def _parse_policy(text: str) -> tuple[str, Policy]:
+    name, _, policy = text.rpartition("=")
+    if not name or policy not in get_args(Policy):
+        raise ConfigError(
+            f"cannot read --setting {text!r}",
+            "write what a setting that differs means: --setting kernel=ignore, =warn or =fail",
+        )
+    return name, policy  # type: ignore[return-value]
+
+
+def parse_expected(text: str) -> list[Expectation]:
+    """Parse the value of ``--expect``, such as ``streaming=oom_killed,sequential=timeout``."""
+    found, place = [], 0
+    while place < len(text):
+        item = _ITEM.match(text, place)
+        if item is None:
+            break
+        found.append(expectation(item["selector"], item["outcome"], "--expect"))
+        place = item.end()
+    if not found or place < len(text):
+        raise ConfigError(f"cannot read --expect {text[place:]!r}", _OUTCOMES)
+    return found
+
+
+def expectation(selector: str, outcome: str, source: str = "expect") -> Expectation:
+    """Return an expected outcome; raise ConfigError if the outcome cannot be expected."""
+    if outcome not in {*Outcome}:
+        raise ConfigError(f"{source}: {outcome!r} is not one of the outcomes", _OUTCOMES)
+    if outcome not in EXPECTABLE:
+        why = (
+            "a failed strategy always fails a check"
+            if outcome in BROKEN
+            else "this outcome says nothing about the strategy"
+        )
+        shown = f"{source} {selector}={outcome}" if source == "--expect" else f"{source}: {selector}: {outcome}"  # fmt: skip
+        raise ConfigError(f"{shown}: {outcome} cannot be an expected outcome: {why}", _OUTCOMES)
+    return Expectation(selector, Outcome(outcome), source)
+
+
+def suggest(names: Iterable[str], series: Mapping[str, Series]) -> list[Expectation]:
+    """Return the expected outcomes that would let the failed series ``names`` pass.
+
+    A selector is the strategy's name, or the series' whole name if other series of the strategy ended
+    otherwise. A series is left out if its repeats failed in different ways, or if its outcome cannot
+    be expected.
+    """
+    suggested: dict[str, Expectation] = {}
+    for name in names:
+        ends = series[name].failures
+        if len(ends) != 1 or not ends <= {*EXPECTABLE}:
+            continue
+        strategy = name.split(" ")[STRATEGY] if " " in name else name
+        alike = all(
+            one.failures == ends for other, one in series.items() if selects(strategy, other)
+        )
+        selector = strategy if alike else name
+        suggested.setdefault(selector, Expectation(selector, Outcome(*ends)))
+    return list(suggested.values())
