@@ -109,7 +109,9 @@ def _parsed(path: Path, content: Mapping[str, Any]) -> Baseline:
     try:
         rules = Rules().plus(
             {
-                (metric := named(name)).name: changed(metric, **dict(chosen)) if chosen else None
+                (metric := named(name)).name: changed(metric, **chosen.model_dump())
+                if chosen
+                else None
                 for name, chosen in file.metrics.items()
             },
             map(parse_budget, file.budgets),
