@@ -283,7 +283,7 @@ def _layout(
     return Layout(name, GROUP, make, refusals, packages=PACKAGES, **more)
 
 
-_NO_CLASS: Final = r"transformers does not describe .*\n.*weighin inspect .* weighin convert"
+_NO_CLASS: Final = r"transformers has no configuration for .*\n.*weighin inspect .* weighin convert"
 
 LAYOUTS: Final = [
     _layout("GGUF in float32", _file("F32"), _SKIPPED),
