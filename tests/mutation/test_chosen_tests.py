@@ -23,6 +23,6 @@ def test_the_file_of_a_modules_name_comes_first() -> None:
     for module, file in {
         "gate/baseline.py": "test_baseline_file.py",
         "run/judge.py": "test_judge.py",
-        "records/facts.py": "test_facts.py",
+        "records/explanation.py": "test_explanation.py",
     }.items():
         assert chosen_tests.tests_of(module)[0].name == file

@@ -124,14 +124,6 @@ def test_a_copy_that_is_not_read_to_its_end_is_said_to_be_read() -> None:
     assert cause.hint.startswith("Try torch.load(..., mmap=True): ")
 
 
-def test_of_a_command_that_lived_two_copies_are_said_of_its_peak() -> None:
-    result, samples = loading()
-    cause = found(replace(result, outcome=Outcome.OK), samples)
-    assert cause and cause.words.startswith(
-        "Two copies of the weights were in memory at the peak: "
-    )
-
-
 @pytest.mark.parametrize(
     ("last", "first_copy", "name"),
     [
@@ -146,13 +138,6 @@ def test_a_copy_that_has_begun_is_a_second_one(last: int, first_copy: int, name:
     assert result.ran
     samples[0] = replace(samples[0], anon_bytes=100 * MIB)
     assert name_of((replace(result, ran=replace(result.ran, stacks=stacks)), samples)) == name
-
-
-@pytest.mark.parametrize(("last", "name"), [(484, ""), (485, "two copies")])
-def test_a_shard_beside_the_model_is_no_second_copy(last: int, name: str) -> None:
-    """The model and the larger of two shards: the other may have been freed."""
-    shards = tuple(replace(WEIGHTS, path=f"/data/{n}.pt", size_bytes=128 * MIB) for n in "ab")
-    assert name_of(loading(shards, sizes(100, 300, last))) == name
 
 
 @pytest.mark.parametrize(
@@ -245,11 +230,6 @@ def test_a_whole_file_that_is_read(code: str) -> None:
 )
 def test_no_whole_file(code: str, file: OpenFile, usage: int) -> None:
     assert found(*reading(code, file, usage)) is None
-
-
-def test_a_whole_file_that_was_closed_at_once() -> None:
-    closed = replace(BIG, size_bytes=300 * MIB, is_open=False)
-    assert name_of(reading("text = file.read()", closed)) == "a whole file"
 
 
 def test_a_whole_file_that_was_read_to_its_end_before_it_was_closed() -> None:
@@ -393,62 +373,6 @@ def test_a_process_that_a_killed_parent_left_is_not_the_cause() -> None:
     assert found(*killed([300 * MIB], processes=processes)) is None
 
 
-STEADY = [size * MIB for size in range(10, 301, 10)]
-
-
-def growing(anon: list[int], *lines: int, inner: int = 0) -> tuple[Result, list[Sample]]:
-    """A process that grows while each of the lines calls ``Cache.add``, in one line or in others."""
-    usages = [anon[-1] * (number + 1) // len(lines) for number in range(len(lines))]
-    stacks = tuple(
-        stack(usage, f"Cache.add (load.py:{inner or 50 + at})", f"<module> (load.py:{line})")
-        for at, (usage, line) in enumerate(zip(usages, lines, strict=True))
-    )
-    return killed(anon, stacks=stacks)
-
-
-def test_a_steady_growth_in_one_line() -> None:
-    cause = found(*growing(STEADY, 9, 9, 9, 9, inner=5))
-    assert cause
-    assert (cause.name, cause.words) == (
-        "growth",
-        "Anonymous memory grew steadily from 60 MiB to 300 MiB in 2.4 s.",
-    )
-    assert cause.place
-    assert cause.place.title == "`Cache.add` (load.py:5)"
-
-
-def test_a_growth_in_changing_inner_lines_is_that_of_the_line_that_they_share() -> None:
-    result, samples = killed(
-        STEADY,
-        stacks=tuple(
-            stack(usage * MIB, f"Cache.add (load.py:{line})", "<module> (load.py:20)")
-            for usage, line in ((100, 5), (150, 6), (200, 7), (299, 5))
-        ),
-    )
-    cause = found(result, samples)
-    assert cause
-    assert cause.place
-    assert cause.place.title == "`add` (load.py:20)"
-
-
-def test_the_line_of_most_readings_alone_is_a_chance_where_its_caller_is_in_all() -> None:
-    stacks = tuple(
-        stack(100 * at * MIB, f"Cache.add (load.py:{line})", "<module> (load.py:17)")
-        for at, line in enumerate((9, 10, 9), start=1)
-    )
-    cause = found(*killed(STEADY, stacks=stacks))
-    assert cause
-    assert cause.place
-    assert cause.place.title == "`add` (load.py:17)"
-
-
-def test_a_growth_in_one_step_is_not_steady() -> None:
-    steps = [10 * MIB] * 15 + [300 * MIB] * 15
-    assert found(*growing(steps, 9, 9, 9, 9)) is None
-    assert found(*growing(STEADY, 9)) is None
-    assert found(*growing(STEADY[::3], 9, 9, 9, 9)) is None
-
-
 def at_one_line(*usages: int, frames: tuple[str, ...] = (), code: str = "") -> Any:
     """A process that grew in a step that no sample saw, with readings at one line of it."""
     stacks = tuple(
@@ -544,54 +468,6 @@ def name_of(case: tuple[Result, list[Sample]]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("anon", "shmem", "name"),
-    [
-        (24 * MIB, 24 * MIB, "shared memory"),  # 48 MiB in all, of which a half is shared
-        (24 * MIB, 24 * MIB - 1, ""),
-        (100 * MIB, 100 * MIB, "shared memory"),
-        (100 * MIB + 2, 100 * MIB, ""),
-    ],
-)
-def test_the_bounds_of_shared_memory(anon: int, shmem: int, name: str) -> None:
-    assert name_of(killed([anon], shmem=shmem)) == name
-
-
-@pytest.mark.parametrize(
-    ("first", "child", "name"),
-    [(30, 70, "a child"), (31, 69, ""), (8, 40, "a child"), (7.99, 40, ""), (70, 30, "")],
-)
-def test_a_child_holds_it_from_70_percent_of_48_mib_on(first: float, child: int, name: str) -> None:
-    processes = (
-        process(anon=round(first * MIB)),
-        process(101, anon=child * MIB, command="python worker.py"),
-    )
-    assert name_of(killed(sizes(first + child), processes=processes)) == name
-
-
-@pytest.mark.parametrize(
-    ("peak", "held", "name"),
-    [
-        (300 * MIB, 150 * MIB, "page cache only"),
-        (300 * MIB, 150 * MIB + 1, ""),
-        (48 * MIB, 5 * MIB, "page cache only"),
-        (48 * MIB - 1, 5 * MIB, ""),
-    ],
-)
-def test_the_bounds_of_page_cache(peak: int, held: int, name: str) -> None:
-    result, (sample,) = cached(held)
-    file = peak - held
-    sample = replace(sample, cgroup_bytes=peak, cgroup_file_bytes=file)
-    result = replace(result, peaks=Peaks(cgroup_bytes=peak))
-    assert name_of((result, [sample])) == name
-    assert name_of((replace(result, peaks=Peaks()), [sample])) == ""
-
-
-@pytest.mark.parametrize(("copied", "name"), [(28, "copy-on-write"), (27, "")])
-def test_a_quarter_of_the_memory_must_be_copies(copied: int, name: str) -> None:
-    assert name_of(forked(copied)) == name
-
-
-@pytest.mark.parametrize(
     ("together", "name"), [(48 * MIB + 1, "copy-on-write"), (48 * MIB, "a child")]
 )
 def test_one_forked_process_copies_too(together: int, name: str) -> None:
@@ -606,55 +482,12 @@ def test_one_forked_process_copies_too(together: int, name: str) -> None:
         assert cause and cause.words.startswith("Copy-on-write: a forked process wrote to pages")
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "held", "name"),
-    [(224, 299, 300, "import"), (225, 299, 300, ""), (51, 99, 100, "import"), (52, 99, 100, "")],
-)
-def test_an_import_takes_a_quarter_and_48_mib(first: int, last: int, held: int, name: str) -> None:
-    stacks = (stack(first * MIB, *IMPORTS), stack(last * MIB, *IMPORTS))
-    assert name_of(killed(sizes(held), stacks=stacks)) == name
-
-
 def test_an_import_by_another_line_counts_for_itself() -> None:
     """Most was allocated by an import before, and little by the one that the last reading found."""
     frames = ("<module> (/v/site-packages/x/a.py:3)", *IMPORTS[2:])
     before = (stack(20 * MIB, *frames), stack(200 * MIB, *frames))
     late = (*frames[:-1], "<module> (load.py:30)")
     assert name_of(killed([300 * MIB], stacks=(*before, stack(299 * MIB, *late)))) == ""
-
-
-def test_an_import_by_nobodys_line_names_the_module_alone() -> None:
-    frames = ("<module> (/v/site-packages/x/a.py:3)", *IMPORTS[2:4])
-    case = killed([300 * MIB], stacks=(stack(30 * MIB, *frames), stack(299 * MIB, *frames)))
-    cause = found(*case)
-    assert cause and cause.words == "Most of the memory was allocated while x/a.py was imported."
-    inner = tuple(stack(mib * MIB, *IMPORTS[2:]) for mib in (30, 299))
-    assert name_of(killed([300 * MIB], stacks=inner)) == ""
-
-
-@pytest.mark.parametrize(("anon", "name"), [((100, 300, 395), "two copies"), ((100, 300, 394), "")])
-def test_two_copies_grow_by_115_percent_of_what_was_read(anon: tuple[int, ...], name: str) -> None:
-    assert name_of(loading(anon=sizes(*anon))) == name
-
-
-@pytest.mark.parametrize(
-    ("anon", "name"),
-    [
-        ((100, 400, 417), "two copies"),
-        ((100, 400, 416), ""),  # a sixteenth of the file at most
-        ((100, 329, 420), "two copies"),
-        ((100, 328, 420), "a whole file"),  # no model of its size was there before
-    ],
-)
-def test_the_bounds_of_a_model_beside_what_is_read(anon: tuple[int, ...], name: str) -> None:
-    builds = (f"Linear.reset_parameters ({TORCH}/nn/modules/linear.py:120)", "<module> (load.py:9)")
-    late = replace(WEIGHTS, seen_ns=200_000_000)
-    case = killed(
-        sizes(*anon),
-        processes=(process(anon=anon[-1] * MIB, files=(late,)),),
-        stacks=(stack(200 * MIB, *builds), stack((anon[-1] - 1) * MIB, *READS)),
-    )
-    assert name_of(case) == name
 
 
 def test_a_model_of_another_process_is_no_copy_of_this_one() -> None:
@@ -668,75 +501,12 @@ def test_a_model_of_another_process_is_no_copy_of_this_one() -> None:
     assert name_of(case) == "a whole file"
 
 
-@pytest.mark.parametrize(
-    ("anon", "name"), [((100, 150, 248), "dtype conversion"), ((100, 150, 247), "")]
-)
-def test_a_conversion_grows_by_115_percent_of_what_was_read(
-    anon: tuple[int, ...], name: str
-) -> None:
-    assert name_of(converting("x = x.float()", sizes(*anon))) == name
-
-
-def test_a_conversion_without_a_file_has_no_cause() -> None:
-    place = stack(300 * MIB, "<module> (load.py:10)", code="x = x.float()")
-    assert name_of(killed(sizes(10, 300), stacks=(place,))) == ""
-
-
-@pytest.mark.parametrize(("size", "name"), [(264, "a whole file"), (263, "")])
-def test_a_whole_file_is_no_smaller_than_what_came(size: int, name: str) -> None:
-    """The memory grew by 290 MiB; strings and buffers may take a tenth more than the file."""
-    assert name_of(reading("file.read()", replace(BIG, size_bytes=size * MIB))) == name
-
-
-def rising(levels: list[int], step_ns: int = 100_000_000, stacks: int = 4) -> str:
-    """The cause of a growth through these levels, in MiB, while one line runs."""
-    result, _ = growing(sizes(*levels), *[9] * stacks)
-    samples = samples_of(sizes(*levels), step_ns=step_ns)
-    assert result.ran
-    return name_of((replace(result, ran=replace(result.ran, peak_ns=samples[-1].t_ns)), samples))
-
-
-def test_the_bounds_of_a_steady_growth() -> None:
-    assert rising([60 + 20 * n for n in range(13)]) == "growth"
-    assert rising([60 + 20 * n for n in range(12)]) == "growth"
-    assert rising([60 + 20 * n for n in range(11)]) == ""  # too few samples
-    assert rising([60 + 20 * n for n in range(13)], step_ns=25_000_000) == "growth"
-    assert rising([60 + 20 * n for n in range(13)], step_ns=24_900_000) == ""  # less than 0.3 s
-    assert rising([60 + 20 * n for n in range(13)], stacks=3) == "growth"
-    assert rising([60 + 20 * n for n in range(13)], stacks=2) == ""
-    assert rising([12 + 4 * n for n in range(13)]) == "growth"  # by 48 MiB
-    assert rising([11 + 3 * n for n in range(16)]) == ""  # by 45 MiB
-
-
-def test_a_growth_whose_quarters_differ_too_much_is_not_steady() -> None:
-    def quarters(*grown: int) -> list[int]:
-        levels = [100]
-        for each in grown:
-            levels += [levels[-1] + each * n // 4 for n in range(1, 5)]
-        return levels
-
-    assert rising(quarters(60, 60, 60, 60)) == "growth"
-    assert rising(quarters(100, 100, 21, 19)) == ""  # less than a third of the mean
-    assert rising(quarters(100, 100, 24, 24)) == "growth"
-    assert rising(quarters(120, 60, 40, 30)) == "growth"
-    assert rising(quarters(126, 50, 40, 36)) == ""  # twice the mean
-
-
 @pytest.mark.parametrize(("limit", "ram"), [(600 * MIB, " --ram 600MiB"), (None, "")])
 def test_the_command_to_type_has_the_limit_of_the_command(limit: int | None, ram: str) -> None:
     result, samples = loading()
     result = replace(result, cell=replace(result.cell, ram_limit_bytes=limit))
     cause = found(result, samples)
     assert cause and cause.hint.endswith(f"weighin recommend '/data/my weights.pt'{ram}")
-
-
-@pytest.mark.parametrize(
-    ("suffix", "maps"),
-    [(".pt", True), (".pth", True), (".bin", True), (".ckpt", True), (".safetensors", False)],
-)
-def test_only_files_of_torch_are_mapped_by_torch(suffix: str, maps: bool) -> None:
-    cause = found(*loading((replace(WEIGHTS, path=f"/data/w{suffix}"),)))
-    assert cause and ("mmap=True" in cause.hint) == maps
 
 
 def test_copies_are_also_made_by_copy_() -> None:

@@ -6,58 +6,166 @@ tests/unit/test_causes.py has a record for which the rule holds and a record for
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path, PurePath
 from shlex import quote
 from typing import Final
 
-from weighin.records.facts import (
-    Facts,
-    Place,
-    held_by,
-    is_import,
-    is_waiting,
-    names,
-    program,
-    size,
-    title_of,
-)
 from weighin.records.run_folder import read_samples
-from weighin.result import OpenFile, Outcome, Result, Sample
-from weighin.text import few
-from weighin.units import MIB, format_exact
+from weighin.result import OpenFile, Outcome, Process, Ran, Result, Sample, Stack
+from weighin.text import few, one_line
+from weighin.units import GIB, MIB, format_bytes, format_exact
 
 _LEAST_BYTES: Final = 48 * MIB
 """Most rules do not explain less memory than this: Python with a few libraries needs as much."""
+_NEAR: Final = 0.75
+"""A stack counts only if the command then used at least this share of its highest memory."""
+_MORE_THAN_ONE: Final = 1.15  # memory of this many times the bytes read is more than one copy
+_WHOLE_SHARE: Final = 0.95  # of a file that was read to its end
+_MOST_OF_FILE: Final = 1.1  # strings and buffers may take a tenth more than the file
+_LEAST_STACKS: Final = 3
+_UNSEEN_SHARE, _UNSEEN_BYTES = 0.1, 8 * MIB  # of the need; a kind of memory was not seen
+_NEAR_LIMIT = 0.98  # page cache fills memory up to a limit, so that a peak this near shows no need
+_SHORT_CODE: Final = 48
+_COMMAND_LENGTH: Final = 72
 
+_FRAME: Final = re.compile(r"(?P<function>.*) \((?P<path>.*):(?P<line>\d+)\)")
+_INSTALLED: Final = re.compile(
+    r"(?:.*/)?(?:site-packages|dist-packages|lib(?:64)?/python\d(?:\.\d+)?t?)/(?P<inside>.*)"
+)
+_INNER: Final = re.compile(
+    r"(?:\.?<locals>)?\.?<(?:module|lambda|listcomp|genexpr|dictcomp|setcomp)>"
+)
+_WAITING: Final = re.compile(
+    r"_?wait|waitpid|wait4|poll|select|join|acquire|sleep|_?recv|accept|(?:monitored_)?barrier"
+)
+_WAITING_FILE: Final = re.compile(
+    r"(?:.*/)?(?:threading|selectors|queue|socket|subprocess|multiprocessing/\w+|concurrent/futures/\w+)\.py"
+)
+_WAITING_CODE: Final = re.compile(r"\b(?:os\.wait\w*|\w+\.(?:wait|join|sleep|communicate))\(")
+_EXIT_HOOK: Final = re.compile(r"_exitfunc|_exit_function|_python_exit|_?shutdown|__del__")
+_CHECKPOINT: Final = re.compile(
+    r".*\.(?:pt|pth|bin|ckpt|safetensors|gguf|pkl|npy|npz|h5|msgpack|distcp)"
+)
+_PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
 _LOADS: Final = re.compile(r"load_state_dict|_load_from_state_dict|load_checkpoint_in_model")
 _READS: Final = ("torch/serialization.py", "safetensors/torch.py")
 _BUILDS: Final = ("torch/nn/modules/", "torch/nn/init.py")
+_KEEPERS: Final = ("torch/optim/", "torch/autograd/", "torch/nn/init.py", "numpy/lib/", *_READS)
+_IN_PLACE: Final = re.compile(r"[\w.\[\]]+\.\w+_\(.*\)")
 _CONVERTS: Final = re.compile(
     r"\.(?:(?:float|half|bfloat16|double)\(\)|astype\(|(?:to|type)\([^)]*(?:dtype|float|half|int\d))"
 )
 _WHOLE: Final = re.compile(
     r"\.(?:read|readlines|readall)\(\s*\)|\.read_(?:bytes|text)\(|\bfromfile\("
 )
-_PICKLES: Final = (".pt", ".pth", ".bin", ".ckpt")
-_MORE_THAN_ONE: Final = 1.15  # memory of this many times the bytes read is more than one copy
-_WHOLE_SHARE: Final = 0.95  # of a file that was read to its end
-_MOST_OF_FILE: Final = 1.1  # strings and buffers may take a tenth more than the file
 _READERS: Final = re.compile(
     r".*\b(?:torch/serialization|numpy/lib/\w+|(?P<parser>json/\w+|pandas/io/.+))\.py"
 )
-_IN_PLACE: Final = re.compile(r"[\w.\[\]]+\.\w+_\(.*\)")
-_KEEPERS: Final = ("torch/optim/", "torch/autograd/", "torch/nn/init.py", "numpy/lib/", *_READS)
-_SLICES: Final = 4
-_LEAST_SAMPLES: Final = 12
-_STEADY_S: Final = 0.3
-_LEAST_STACKS: Final = 3
-_MOST_STACKS: Final = 2 / 3
-_NEARLY_ALL: Final = 0.9  # of the stacks in which the caller's line is
-_UNSEEN_SHARE, _UNSEEN_BYTES = 0.1, 8 * MIB  # of the need; a kind of memory was not seen
-_NEAR_LIMIT = 0.98  # page cache fills memory up to a limit, so that a peak this near shows no need
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame of a stack; ``line`` is the line number, counted from 1."""
+
+    function: str
+    path: str
+    line: int
+
+    @property
+    def is_library(self) -> bool:
+        return self.path.startswith("<frozen") or bool(_INSTALLED.fullmatch(self.path))
+
+    @property
+    def is_import(self) -> bool:
+        return self.path.startswith("<frozen importlib")
+
+    @property
+    def name(self) -> str:
+        """The function with its class: "Server.answer"; empty in the body of a module."""
+        return _INNER.sub("", self.function).replace(".<locals>", "")
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def place(self) -> str:
+        """The file's name and line: "script.py:14"; for a library, with the package's folders."""
+        inside = _INSTALLED.fullmatch(self.path)
+        parts = (inside["inside"] if inside else self.path).split("/")
+        kept = len(parts) if inside else 2 if parts[-1] in ("__init__.py", "__main__.py") else 1
+        return f"{'/'.join(parts[-kept:])}:{self.line}"
+
+
+def read_all(texts: Iterable[str]) -> tuple[Frame, ...]:
+    """Parse the frames of a stack, the innermost first; leave out texts of another form."""
+    matches = (match for text in texts if (match := _FRAME.fullmatch(text)))
+    return tuple(Frame(match["function"], match["path"], int(match["line"])) for match in matches)
+
+
+def own(frames: Iterable[Frame]) -> Frame | None:
+    """Return the innermost frame outside of libraries; None if all frames belong to libraries."""
+    return next((frame for frame in frames if not frame.is_library), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The innermost line outside of libraries, or without one the innermost line, of a stack."""
+
+    stack: Stack
+    frames: tuple[Frame, ...]
+
+    @property
+    def frame(self) -> Frame:
+        return own(self.frames) or self.frames[0]
+
+    @property
+    def inner(self) -> tuple[Frame, ...]:
+        """The frames of libraries that the line called."""
+        return self.frames[: self.frames.index(self.frame)]
+
+    @property
+    def title(self) -> str:
+        """The line as text: "`load_state_dict` (script.py:14)", with the function that it called; without
+        one, with the function that has the line, or the code of the line.
+        """
+        name = ""
+        if inner := self.inner:
+            name = "import" if inner[-1].is_import else inner[-1].short_name
+        # In Python 3.11, a comprehension has a frame of its own without a name, which is skipped.
+        for frame in self.frames[len(inner) :]:
+            if name or frame.path != self.frame.path or frame.function == "<module>":
+                break
+            name = frame.name
+        name = name or (self.stack.code if len(self.stack.code) <= _SHORT_CODE else "")
+        return f"`{name}` ({self.frame.place})" if name else self.frame.place
+
+    @property
+    def waits(self) -> bool:
+        """Whether the thread only waits for a child process or for another thread."""
+        first = self.frames[0]
+        return bool(
+            _WAITING.fullmatch(first.short_name)
+            or (first.is_library and _WAITING_FILE.fullmatch(first.path))
+            or (first == self.frame and _WAITING_CODE.search(self.stack.code))
+        )
+
+    @property
+    def copies(self) -> bool:
+        called = any(_LOADS.fullmatch(frame.short_name) for frame in self.frames)
+        return called or ".copy_(" in self.stack.code
+
+    @property
+    def builds(self) -> bool:
+        return self.runs(_BUILDS) and not self.copies
+
+    def runs(self, files: Iterable[str]) -> bool:
+        """Return whether a function of one of these files runs."""
+        return any(file in frame.path for frame in self.frames for file in files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +180,155 @@ class Cause:
     words: str
     hint: str = ""
     place: Place | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts from a command's record; all sizes are those at the command's highest memory use."""
+
+    result: Result
+    ran: Ran
+    samples: Sequence[Sample] = ()
+
+    @property
+    def killed(self) -> bool:
+        return self.result.outcome is Outcome.OOM_KILLED
+
+    @cached_property
+    def at_peak(self) -> Sample:
+        """The sample at the peak; without one, the sums over the processes that ran then."""
+        if self.ran.at_peak:
+            return self.ran.at_peak
+        if self.samples and self.ran.peak_ns is not None:
+            return self._sample_at(self.ran.peak_ns)
+        anon, file, shmem = (
+            sum(getattr(one, name) or 0 for one in self.present)
+            for name in ("anon_bytes", "file_bytes", "shmem_bytes")
+        )
+        return Sample(0, 0, anon, file, shmem, 0, 0, 0)
+
+    @property
+    def kernel_bytes(self) -> int:
+        """The kernel memory that could not be reclaimed, with TCP sockets.
+
+        The kernel's own mark (v1) or its log of a kill counts if it is higher than the sample, up
+        to what no other kind of memory accounts for: such memory often grows between two samples.
+        """
+        marks = [self.result.peaks.kernel_bytes, *(kill.kernel_bytes for kill in self.ran.kills)]
+        mark = max(each or 0 for each in marks) - (self.at_peak.kernel_reclaimable_bytes or 0)
+        known = self.held_bytes + (self.at_peak.locked_bytes or 0)
+        unseen = min(mark, (self.ran.needed_bytes or 0) - known)
+        return max(self.at_peak.needed_bytes - known, unseen, 0)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.at_peak.anon_bytes + self.at_peak.shmem_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        return max(self.ran.needed_bytes or 0, self.held_bytes)
+
+    @cached_property
+    def present(self) -> list[Process]:
+        """The processes that ran when the command used most memory."""
+        return [process for process in self.ran.processes if process.anon_bytes is not None]
+
+    @cached_property
+    def holder(self) -> Process | None:
+        """The process with the most memory at the peak; None if no process's memory was read."""
+        return max(self.present, key=held_by, default=None)
+
+    @cached_property
+    def place(self) -> Place | None:
+        """The line that ran last near the memory peak; None without a stack, or if all threads waited."""
+
+        def weight(place: Place) -> tuple[int, bool, int]:
+            process = self.process(place.stack.pid)
+            grown, held = (process.grown_bytes or 0, held_by(process)) if process else (0, 0)
+            return grown, not place.frame.is_library, held
+
+        least = _NEAR * self.needed_bytes
+        near = [place for place in self.places if place.stack.usage_bytes >= least]
+        last = None
+        for t_ns in dict.fromkeys(place.stack.t_ns for place in reversed(near)):
+            now = [place for place in near if place.stack.t_ns == t_ns]
+            for place in sorted(now, key=weight, reverse=True):
+                end = place.frames[-1]
+                # A library's hook runs after the end of the program's own code.
+                if place.waits or (end.is_library and _EXIT_HOOK.fullmatch(end.short_name)):
+                    continue
+                if own(place.frames) or end.function == "<module>":
+                    return place
+                # A library's own thread: a line of the user in another thread waits for it.
+                for other in now:
+                    if other.stack.pid == place.stack.pid and own(other.frames):
+                        return other
+                last = last or place
+        return last
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """The lines of all stacks, sorted by the command's memory at the time of the stack."""
+        found = [Place(one, frames) for one in self.ran.stacks if (frames := read_all(one.frames))]
+        return sorted(found, key=lambda place: (place.stack.usage_bytes, place.stack.t_ns))
+
+    def process(self, pid: int) -> Process | None:
+        """Return the last process that had the pid ``pid``."""
+        return next((one for one in reversed(self.ran.processes) if one.pid == pid), None)
+
+    def grown(self, pid: int, holds: Callable[[Place], bool]) -> int:
+        """Return a lower bound of how much the command's memory grew while ``holds`` was true: the sum
+        over each two successive stacks of the process ``pid`` for which it is true, in bytes.
+        """
+        places = [one for one in self.places if one.stack.pid == pid and not one.waits]
+        places.sort(key=lambda one: one.stack.t_ns)
+        return sum(
+            max(after.stack.usage_bytes - before.stack.usage_bytes, 0)
+            for before, after in pairwise(places)
+            if holds(before) and holds(after)
+        )
+
+    def grown_since(self, files: Sequence[OpenFile]) -> int:
+        """Return a lower bound of the growth of anonymous memory since the first of ``files`` was opened,
+        in bytes: 0 without samples, or if no sample found the file open.
+        """
+        seen_ns = min(files, key=lambda file: file.seen_ns or 0).seen_ns
+        if seen_ns is None or not self.samples:
+            return 0
+        return self.at_peak.anon_bytes - self._sample_at(seen_ns).anon_bytes
+
+    def _sample_at(self, t_ns: int) -> Sample:
+        return min(self.samples, key=lambda sample: abs(sample.t_ns - t_ns))
+
+    def read_files(self, pid: int) -> list[OpenFile]:
+        """Return a process's checkpoint files that it mapped to less than half, the largest first."""
+        files = process.files if (process := self.process(pid)) else ()
+        read = [file for file in files if file.mapped_bytes < file.size_bytes // 2]
+        found = [file for file in read if _CHECKPOINT.fullmatch(file.path)]
+        return sorted(found, key=lambda file: -file.size_bytes)
+
+
+def held_by(process: Process) -> int:
+    return (process.anon_bytes or 0) + (process.shmem_bytes or 0)
+
+
+def size(number: int) -> str:
+    """Return a size for a sentence: "757 MiB", "2.41 GiB"."""
+    return format_bytes(number, digits=2 if number >= GIB else 0 if number >= 10 * MIB else 1)
+
+
+def _names(files: Sequence[OpenFile]) -> str:
+    return few([PurePath(file.path).name for file in files], 2)
+
+
+def _title_of(process: Process) -> str:
+    return f"{_program(process.command)} (pid {process.pid})"
+
+
+def _program(command: str) -> str:
+    """Shorten a command line for a sentence: remove folders from absolute paths, and cut the end."""
+    words = (PurePath(word).name if word.startswith("/") else word for word in command.split())
+    return one_line(" ".join(words), _COMMAND_LENGTH)
 
 
 def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str]:
@@ -105,45 +362,16 @@ def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause |
 
 
 def _ending(result: Result) -> str:
-    ran, limit = result.ran, result.cell.ram_limit_bytes
+    limit = result.cell.ram_limit_bytes
     if result.outcome is Outcome.OK:
         text = "The command ended well" + (f" under its limit of {size(limit)}" if limit else "")
-    elif result.outcome is Outcome.OOM_KILLED and ran and ran.kills:
-        text = _killed(Facts(result, ran))
     else:
         text = result.message[:1].upper() + result.message[1:] or f"Ended: {result.outcome}"
-    if ran and ran.ended:
-        counts = Counter(map(program, ran.ended)).most_common()
+    if result.ran and result.ran.ended:
+        counts = Counter(map(_program, result.ran.ended)).most_common()
         texts = [f"{command} ({count})" if count > 1 else command for command, count in counts]
         text += f". weighin stopped processes that still ran at the end: {few(texts)}"
     return f"{text}."
-
-
-def _killed(facts: Facts) -> str:
-    """Name the reached limit and the killed processes; say if the first process lived on."""
-    kills, own, outer = facts.ran.kills, facts.result.cell.ram_limit_bytes, facts.outer_limit
-    limit = "for lack of memory"
-    if any(kill.limit_of == "machine" for kill in kills):
-        limit = "when the whole machine had no memory left"
-    elif outer:
-        limit = f"by the {outer}" + (f", not by its own of {size(own)}" if own else "")
-    elif own and not any(kill.limit_of for kill in kills):
-        limit = f"by the limit of {size(own)}"
-    victims = []
-    for kill in kills[:2]:
-        process = facts.process(kill.pid)
-        command = (process and process.command) or kill.command
-        victims.append(f"{program(command)} (pid {kill.pid})")
-    more = max(len(kills), facts.result.oom_kills or 0) - len(victims)
-    who = ", ".join(victims) + (f" and {more} more" if more > 0 else "")
-    first = ", and the first process lived on" if facts.ran.survived else ""
-    if any(kill.is_main for kill in kills):
-        first = ", the first process" + " among them" * (len(kills) > 1)
-    grower, grew = facts.grower, ""
-    if grower and grower.pid not in {kill.pid for kill in kills}:  # it kills what holds most
-        by = size(grower.grown_bytes or 0)
-        grew = f". The process that grew most is {title_of(grower)}, by {by}"
-    return f"Killed {limit}: the kernel killed {who}{first}{grew}"
 
 
 def _need(facts: Facts) -> str:
@@ -175,11 +403,10 @@ def _kinds(facts: Facts, needed: int) -> str:
     sizes = {
         "anonymous": min(max(facts.at_peak.anon_bytes, killed_with), needed),
         "shared": facts.at_peak.shmem_bytes,
-        "locked": facts.locked_bytes,
+        "locked": facts.at_peak.locked_bytes or 0,
         "kernel": facts.kernel_bytes,
     }
-    least = max(MIB, needed // 100)
-    named = {name: number for name, number in sizes.items() if number >= least}
+    named = {name: number for name, number in sizes.items() if number >= max(MIB, needed // 100)}
     if not named:
         return "memory"
     if sum(sizes.values()) < needed - max(_UNSEEN_SHARE * needed, _UNSEEN_BYTES):
@@ -188,8 +415,7 @@ def _kinds(facts: Facts, needed: int) -> str:
     *others, last = named
     if not others:
         return f"{last} memory"
-    each = " and ".join(map(size, named.values()))
-    return f"{', '.join(others)} and {last} memory ({each})"
+    return f"{', '.join(others)} and {last} memory ({' and '.join(map(size, named.values()))})"
 
 
 def _where(facts: Facts, place: Place | None) -> str:
@@ -198,11 +424,11 @@ def _where(facts: Facts, place: Place | None) -> str:
     if facts.needed_bytes < _LEAST_BYTES and not facts.killed:
         place = None
     if holder and len(facts.present) > 1 and held_by(holder) > facts.held_bytes // 2:
-        who = "the first process" if holder.pid == facts.ran.pid else title_of(holder)
+        who = "the first process" if holder.pid == facts.ran.pid else _title_of(holder)
         by = f" in {who}"
         if place and place.stack.pid != holder.pid:
             runner = facts.process(place.stack.pid)
-            by = f" in {title_of(runner)}" if runner else ""
+            by = f" in {_title_of(runner)}" if runner else ""
             of = f"; {who} had {size(held_by(holder))} of it"
     if place:
         return f"Most of this memory was in use when {place.title} ran{by}{of}."
@@ -217,12 +443,12 @@ def _cache(facts: Facts) -> str:
     most, cold = facts.result.peaks.file_sampled_bytes, facts.ran.cold
     if facts.result.peaks.cgroup_bytes is None or most is None:
         return ""
-    most = max(most - facts.locked_bytes, 0)  # locked pages can be reclaimed at the program's end
+    most -= facts.at_peak.locked_bytes or 0  # which can be reclaimed at the program's end
     found = {file.path: file for process in facts.present for file in process.files}
     files = sorted(found.values(), key=lambda file: -file.size_bytes)
     amount, start = "none", f"{', '.join(cold[:2])} cold at the start"
     if most >= MIB:
-        amount = f"at most {size(most)}" + (f" of {names(files)}" if files else "")
+        amount = f"at most {size(most)}" + (f" of {_names(files)}" if files else "")
     elif not (files or cold):
         return ""
     if not cold:
@@ -249,15 +475,15 @@ def _two_copies(facts: Facts) -> Cause | None:
     # Of several files, one may have been read after another was freed.
     second = files[0].size_bytes if len(files) > 1 else int((_MORE_THAN_ONE - 1) * read_bytes)
     is_read = len(files) == 1 and grown > _WHOLE_SHARE * read_bytes
-    is_copied = grown > read_bytes + second or (is_read and since(_copies) > begun)
-    copied = _copies(place) and is_copied
-    is_beside = since(_builds) - grown > read_bytes // 2 and grown > begun
-    if not copied and not (is_beside and (_reads(place) or _copies(place))):
+    is_copied = grown > read_bytes + second or (is_read and since(lambda one: one.copies) > begun)
+    copied = place.copies and is_copied
+    is_beside = since(lambda one: one.builds) - grown > read_bytes // 2 and grown > begun
+    if not copied and not (is_beside and (place.runs(_READS) or place.copies)):
         return None
     at, read = "" if facts.killed else " at the peak", size(read_bytes)
-    what = f"Two copies of the weights were in memory{at}: {read} read from {names(files)}, and the model's own."
+    what = f"Two copies of the weights were in memory{at}: {read} read from {_names(files)}, and the model's own."
     if not copied and grown < _WHOLE_SHARE * read_bytes:
-        what = f"A second copy of the weights was being read{at}, beside the model's own: {read} of {names(files)}."
+        what = f"A second copy of the weights was being read{at}, beside the model's own: {read} of {_names(files)}."
     return Cause("two copies", what, _try(facts, files))
 
 
@@ -273,7 +499,7 @@ def _dtype_conversion(facts: Facts) -> Cause | None:
     call = f"{code[0]})" if code[0].count("(") > code[0].count(")") else code[0]
     return Cause(
         "dtype conversion",
-        f"`{call}` made new tensors in addition to the {size(read_bytes)} read from {names(files)}:"
+        f"`{call}` made new tensors in addition to the {size(read_bytes)} read from {_names(files)}:"
         f" memory grew by {size(grown)}.",
         "Convert one tensor after the other and free the original, or use a strategy that does so:"
         f" {_recommend(facts, files)}",
@@ -290,7 +516,7 @@ def _whole_file(facts: Facts) -> Cause | None:
     process = facts.process(last.stack.pid) if last else None
     if last is None or process is None:
         return None
-    calls = [_READERS.fullmatch(one.path) for one in last.frames[: last.at]]
+    calls = [_READERS.fullmatch(one.path) for one in last.inner]
     if not _WHOLE.search(last.stack.code) and not any(calls):
         return None
     parses = any(call and call["parser"] for call in calls)
@@ -302,21 +528,24 @@ def _whole_file(facts: Facts) -> Cause | None:
         grown, most = facts.grown_since([file]), _MOST_OF_FILE * file.size_bytes
         is_its = file.is_open or max(file.position_bytes, grown) > _WHOLE_SHARE * file.size_bytes
         if is_its and grown > _LEAST_BYTES and (parses or grown < most):
-            what = f"The program read a whole file into memory: {names([file])} has {size(file.size_bytes)}"
+            what = f"The program read a whole file into memory: {_names([file])} has {size(file.size_bytes)}"
             more = f", and memory grew by {size(grown)}" if grown > most else ""
             parts = "Read the file in parts, or map the file (mmap)."
-            hint = _try(facts, [file]) if _reads(last) else parts
+            hint = _try(facts, [file]) if last.runs(_READS) else parts
             return Cause("a whole file", f"{what}{more}.", hint, last)
     return None
 
 
 def _import(facts: Facts) -> Cause | None:
     place = facts.place
-    at = [index for index, frame in enumerate(place.frames) if is_import(frame)] if place else []
+    at = [index for index, frame in enumerate(place.frames) if frame.is_import] if place else []
     if place is None or not at or at[0] == 0:
         return None
     outside = [frame for frame in place.frames[at[0] :] if not frame.is_library]
-    by_it = lambda one: any(map(is_import, one.frames)) and {*outside} <= {*one.frames}  # noqa: E731
+
+    def by_it(one: Place) -> bool:
+        return any(frame.is_import for frame in one.frames) and {*outside} <= {*one.frames}
+
     if facts.grown(place.stack.pid, by_it) < max(_LEAST_BYTES, facts.held_bytes // 4):
         return None
     module = place.frames[at[0] - 1].place.rpartition(":")[0]
@@ -358,9 +587,9 @@ def _shared_memory(facts: Facts) -> Cause | None:
 
 
 def _other_limit(facts: Facts) -> Cause | None:
-    if not (limit := facts.outer_limit):
+    if not any(kill.limit_of.startswith("/") for kill in facts.ran.kills):
         return None
-    words = f"The command reached the {limit}, not its own limit."
+    words = "The command did not reach its own limit, but that of another cgroup."
     return Cause("a limit around", words, "Raise the limit of that cgroup.")
 
 
@@ -372,13 +601,16 @@ def _child(facts: Facts) -> Cause | None:
         return None  # it is what a killed parent left
     if held_by(holder) < 0.7 * sum(map(held_by, facts.present)):
         return None
-    child = f"{title_of(holder)} has {size(held_by(holder))}"
+    child = f"{_title_of(holder)} has {size(held_by(holder))}"
     return Cause("a child", f"A child process of the command has most of the memory: {child}.")
 
 
 def _growth(facts: Facts) -> Cause | None:
+    """At one line of code, three readings of the stack found ever more memory."""
     place = facts.place
-    if place is None or _keeps(place):
+    if place is None or _IN_PLACE.fullmatch(place.stack.code):
+        return None  # it only fills a tensor that exists
+    if any(frame.is_import or Place(place.stack, (frame,)).runs(_KEEPERS) for frame in place.inner):
         return None
     process = facts.process(place.stack.pid)
     parent = facts.process(process.parent_pid) if process else None
@@ -386,74 +618,17 @@ def _growth(facts: Facts) -> Cause | None:
         copied_bytes = process.copied_bytes  # None: a forked process may have copied much
         if copied_bytes is None or copied_bytes > held_by(process) // 4:
             return None
-    usual, how = _usual_place(facts, place), "steadily "
-    if not (rise := _steady_rise(facts, usual)):
-        how = ""
-        rise = [
-            (one.stack.t_ns, one.stack.usage_bytes)
-            for one in facts.places
-            if one.stack.pid == place.stack.pid and one.frame.place == place.frame.place
-        ]
-        if len({*rise}) < _LEAST_STACKS or rise[-1][1] - rise[0][1] < _LEAST_BYTES:
-            return None
+    rise = [
+        (one.stack.t_ns, one.stack.usage_bytes)
+        for one in facts.places
+        if one.stack.pid == place.stack.pid and one.frame.place == place.frame.place
+    ]
+    if len({*rise}) < _LEAST_STACKS or rise[-1][1] - rise[0][1] < _LEAST_BYTES:
+        return None
     (start_ns, low), (end_ns, high) = rise[0], rise[-1]
     seconds = f"{(end_ns - start_ns) / 1e9:.1f} s"
-    words = f"Anonymous memory grew {how}from {size(low)} to {size(high)} in {seconds}."
-    return Cause("growth", words, "Look for objects that this line of code keeps.", usual)
-
-
-def _steady_rise(facts: Facts, usual: Place) -> list[tuple[int, int]]:
-    """Return time and anonymous memory of the samples from a fifth of its maximum up to the maximum,
-    if memory grew by a similar amount in each quarter of this time, at one line; else nothing.
-    """
-    samples = [(one.t_ns, one.anon_bytes) for one in facts.samples]
-    most = max(range(len(samples)), key=lambda index: samples[index][1], default=-1)
-    start = next((i for i in range(most + 1) if samples[i][1] >= samples[most][1] // 5), 0)
-    rising = samples[start : most + 1]
-    if len(rising) < _LEAST_SAMPLES or _keeps(usual):
-        return []
-    (start_ns, low), (end_ns, high) = rising[0], rising[-1]
-    span_ns, grown = end_ns - start_ns, high - low
-    ends = [start_ns + span_ns * number // _SLICES for number in range(_SLICES + 1)]
-    levels = [min(rising, key=lambda one: abs(one[0] - end))[1] for end in ends]
-    if not all(1 / 3 < (b - a) / (grown / _SLICES) < 2 for a, b in pairwise(levels)):
-        return []
-    pid = usual.stack.pid
-    mine = [one.stack.usage_bytes for one in facts.places if one.stack.pid == pid]
-    has_it = lambda one: usual.frame.place in {frame.place for frame in one.frames}  # noqa: E731
-    stays = facts.grown(pid, has_it) >= (max(mine) - min(mine)) / 2
-    is_long = span_ns >= _STEADY_S * 1e9 and grown >= _LEAST_BYTES and len(mine) >= _LEAST_STACKS
-    return rising if is_long and stays else []
-
-
-def _keeps(place: Place) -> bool:
-    """Return whether a line only fills tensors that exist, or a library keeps what the line makes."""
-    inner = place.frames[: place.at]
-    keeps = any(is_import(one) or any(part in one.path for part in _KEEPERS) for one in inner)
-    return keeps or bool(_IN_PLACE.fullmatch(place.stack.code))
-
-
-def _usual_place(facts: Facts, last: Place) -> Place:
-    """Return the innermost line that is in two thirds of a process's stacks, and is no chance one.
-
-    It is in nearly all stacks of the line that called it: where memory grows at several lines of a
-    function, the caller's line is meant.
-    """
-    places = [
-        (one, [None if frame.is_library else (frame.path, frame.line) for frame in one.frames])
-        for one in facts.places
-        if one.stack.pid == last.stack.pid and not is_waiting(one)
-    ]
-    counts = Counter(line for _, lines in places for line in {*lines})
-    found = []
-    for one, lines in places:
-        for at, line in enumerate(lines):
-            caller = next(filter(None, lines[at + 1 :]), line)
-            if line and counts[line] >= max(
-                _MOST_STACKS * len(places), _NEARLY_ALL * counts[caller]
-            ):
-                found.append((len(one.frames) - at, Place(one.stack, one.frames, at)))
-    return max(found, key=lambda each: each[0], default=(0, last))[1]
+    words = f"Anonymous memory grew from {size(low)} to {size(high)} in {seconds}."
+    return Cause("growth", words, "Look for objects that this line of code keeps.")
 
 
 def _page_cache(facts: Facts) -> Cause | None:
@@ -468,20 +643,6 @@ def _page_cache(facts: Facts) -> Cause | None:
         " under a lower limit.",
         "Find the smallest limit with weighin floor.",
     )
-
-
-def _copies(place: Place) -> bool:
-    called = any(_LOADS.fullmatch(frame.short_name) for frame in place.frames)
-    return called or ".copy_(" in place.stack.code
-
-
-def _reads(place: Place) -> bool:
-    return any(part in frame.path for frame in place.frames for part in _READS)
-
-
-def _builds(place: Place) -> bool:
-    builds = any(part in frame.path for frame in place.frames for part in _BUILDS)
-    return builds and not _copies(place)
 
 
 def _recommend(facts: Facts, files: Sequence[OpenFile]) -> str:

@@ -297,7 +297,7 @@ def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
     Paths are relative to ``folder``, the command's working folder. A file that was written after
     ``started_s`` (seconds since the epoch) gives no code, because other code may have run.
     """
-    from weighin.records.facts import own, read_all  # 0.01 s, with its expressions
+    from weighin.records.explanation import own, read_all  # 0.01 s, with its expressions
 
     if frame := own(read_all(frames)):
         path = Path(folder, frame.path)
