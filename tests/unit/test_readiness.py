@@ -10,7 +10,7 @@ import pytest
 from leftovers import wait_until
 
 from weighin.errors import ConfigError
-from weighin.plan.commands import check
+from weighin.plan.start import check_patterns as check
 from weighin.run import output
 from weighin.run.output import Readiness, answers
 from weighin.settings.definition import Settings

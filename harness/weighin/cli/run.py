@@ -123,7 +123,7 @@ def command_settings(typed: dict[str, Any], **more: Any) -> "Settings":
     """Return the settings of the typed command, or of the suite that --suite names, with ``more``."""
     from pathlib import Path
 
-    from weighin.plan.commands import label_of
+    from weighin.plan.start import label_of
     from weighin.records.run_folder import parse_shard
     from weighin.settings.definition import COMMANDS, SuiteCommand, check_suite, read_suite
 

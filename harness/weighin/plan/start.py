@@ -1,4 +1,4 @@
-"""Start a new run: plan its cells and write its folder; or restore a run from its folder.
+"""Start a new run: plan its cells (measurements) and write its folder; or restore a run from its folder.
 
 A plan may name any code, which a restored run would execute with the user's rights. weighin's cache
 therefore has the digest of each plan that this user's weighin wrote. Any other plan that names foreign
@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -19,14 +20,14 @@ from io import FileIO
 from pathlib import Path
 from shlex import join
 from typing import Final, Literal
+from urllib.parse import urlsplit
 
 from weighin.cell import SYNTHESISED, Cell
 from weighin.checkpoint import entries
 from weighin.errors import ConfigError, RecordError
-from weighin.files import read_bytes
 from weighin.isolation import select
-from weighin.plan import commands
-from weighin.plan.task import Node, Planned, Run
+from weighin.isolation.base import Isolation
+from weighin.plan.task import Node, Planned, Run, choose
 from weighin.records import run_folder
 from weighin.records.run_folder import resume_command
 from weighin.settings.definition import Settings, read_model, read_plan
@@ -40,6 +41,11 @@ _NO_CODE: Final = (
     "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_",
     "MALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
 )  # fmt: skip
+"""Variables that cannot make a process load code, as LD_PRELOAD and PYTHONHOME can."""
+_INTERPRETERS: Final = re.compile(r"(python|pypy|perl|ruby|node|bash|sh)[\d.]*")
+_CODE: Final = re.compile(r"-[A-Za-z]*[ceEp]|-|--eval|--print")
+"""After one of these options of an interpreter, or in standard input, there is code and no script."""
+_WITH_VALUE: Final = re.compile(r"-[A-Za-z]*[WXoOrI]")
 
 
 def start(
@@ -52,7 +58,7 @@ def start(
     ConfigError, UnknownName, IsolationUnavailable or RecordError.
     """
     if settings.commands:
-        planned, isolation, note = commands.plan(settings, nodes)
+        planned, isolation, note = _plan_commands(settings, nodes)
         labels = ["-".join(dict.fromkeys(each.cell.strategy for each in planned))[:_LABEL_LENGTH]]
     else:
         from weighin.plan import loads  # imports formats and strategies, which take 0.2 s
@@ -107,7 +113,7 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
         )
     if settings.commands:
         planned = [Planned(cell) for cell in found.cells]
-        commands.check(settings)
+        check_patterns(settings)
     else:
         from weighin.plan import loads
 
@@ -115,6 +121,111 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
     isolation = select.named(found.cells[0].isolation, settings.image)
     ours = settings.shard.of(planned) if settings.shard else planned
     return Run(folder, ours, isolation, settings)
+
+
+# Commands ------------------------------------------------------------------------------------------
+
+
+def _plan_commands(
+    settings: Settings, nodes: Sequence[Node]
+) -> tuple[list[Planned], Isolation, str]:
+    """Return a new run's cells and isolation, and a note on the isolation."""
+    # Else the program is in the image or on another node.
+    is_here = not (settings.isolation == "docker" or settings.image or nodes)
+    for command in settings.commands:
+        program, variables = command.command[0], os.environ | command.environment
+        if is_here and shutil.which(program, path=variables.get("PATH")) is None:
+            raise ConfigError(
+                f"there is no program {program!r}",
+                "give a program in PATH, or the path of a program; for a shell's command line: sh -c 'LINE'",
+            )
+        if not nodes:
+            files_in(command.cold)
+    check_patterns(settings)
+    if settings.image and settings.isolation not in ("auto", "docker"):
+        raise ConfigError(
+            f"--image {settings.image} needs --isolation docker, but the command line has"
+            f" --isolation {settings.isolation}",
+            "leave out --isolation or --image",
+        )
+    isolation, note = choose(settings, nodes)
+    cells = (
+        Cell.of_command(
+            command.name,
+            tuple(command.command),
+            isolation.name,
+            ram_limit_bytes=limit,
+            repeat=repeat,
+            environment=dict(command.environment),
+            cache="cold" if command.cold else "as found",
+        )
+        for repeat in range(settings.repeats)
+        for limit in dict.fromkeys(settings.ram)
+        for command in settings.commands
+    )
+    return list(map(Planned, cells)), isolation, note
+
+
+def check_patterns(settings: Settings) -> None:
+    """Raise ConfigError for a regular expression or an address that cannot be used."""
+    patterns = [("--mark", mark) for command in settings.commands for mark in command.marks]
+    for option, pattern in [*patterns, ("--ready", settings.ready)]:
+        if not pattern:
+            continue
+        import regex  # takes 0.02 s
+
+        try:
+            regex.compile(pattern)
+        except regex.error as error:
+            raise ConfigError(
+                f"{option} {pattern!r} is not a regular expression: {error}",
+                "write a backslash before a character that stands for itself: 'loss \\(train\\)'",
+            ) from None
+    if settings.ready and settings.ready_url:
+        raise ConfigError(
+            "--ready and --ready-url cannot be combined: each decides when the server is ready",
+            "leave one of the two out",
+        )
+    try:
+        parts = urlsplit(settings.ready_url)
+        is_usable = parts.scheme == "http" and parts.hostname and parts.port != 0
+    except ValueError:  # http://[::1 or a port that is none
+        is_usable = False
+    if settings.ready_url and not is_usable:
+        raise ConfigError(
+            f"--ready-url {settings.ready_url!r} is not an HTTP address",
+            "write the address as in --ready-url http://127.0.0.1:8000/health",
+        )
+
+
+def files_in(paths: Sequence[str]) -> list[Path]:
+    """Return the files among ``paths`` and in its folders; raise ConfigError if a path does not exist."""
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ConfigError(f"--cold {path}: there is no such file or folder")
+        found = [path] if path.is_file() else path.rglob("*")
+        files += [each for each in found if each.is_file()]
+    return files
+
+
+def label_of(command: Sequence[str]) -> str:
+    """Return a short name of a command: "train.py" for ("python", "train.py", "--epochs", "3")."""
+    name = Path(command[0]).name
+    words = iter(command[1:] if _INTERPRETERS.fullmatch(name) else ())
+    for word in words:
+        if word == "-m":
+            return next(words, name)
+        if _CODE.fullmatch(word):
+            break
+        if _WITH_VALUE.fullmatch(word):
+            next(words, "")
+        elif not word.startswith("-"):
+            return Path(word).name
+    return name
+
+
+# Trust ---------------------------------------------------------------------------------------------
 
 
 def check_trust(
@@ -129,63 +240,38 @@ def check_trust(
 
 
 def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
-    """Return one line for each entry of a plan that names foreign code; run none of it.
-
-    Code can come from builders, strategies, uses, Hugging Face folders, mounts, environment variables
-    and the address of a Ray cluster; a command is always foreign.
-    """
-    # These import formats and strategies, which takes 0.2 s.
-    from weighin.formats.pretrained_folder import adapter_of, code_of
-    from weighin.suite import registry, user_code
-
-    # Ray unpickles what a cluster sends, and so runs its code.
-    address = settings.engine.get("address")
-    clusters = [f"Ray cluster {one_line(str(address))}"] if address not in (None, "auto") else []
+    """Describe, a line each, the code that a plan names and that is neither ours nor installed."""
+    address = settings.engine.get("address")  # Ray unpickles, and so runs, what a cluster sends
+    found: list[tuple[str, object]] = [("Ray cluster", None if address == "auto" else address)]
+    listed = set[str]()
     if settings.commands:
-        place = f"{settings.cwd}, image {settings.image}" if settings.image else settings.cwd
-        commands = [printable(f"command {join(cell.command)} in {place}") for cell in cells]
-        mounts = [printable(f"mount {path}") for path in settings.mounts]
-        return list(dict.fromkeys([*clusters, *commands, *mounts]))
-    ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}
-    lines: dict[str, None] = dict.fromkeys(clusters)
-    for cell in cells:
-        if (builder := cell.model.builder) not in ours:
-            kwargs = one_line(json.dumps(cell.model.kwargs, default=str), _VALUE_LENGTH)
-            file = user_code.file_of(builder, settings.python_path)
-            place = f" in {one_line(str(file))}" if file else ""
-            lines[f"builder {one_line(builder)}{place} with {kwargs}"] = None
-        if code := code_of(cell.model):
-            place = f"{one_line(code['folder'])} (sha256 {one_line(code['sha256'][:16])})"
-            lines[f"code of the Hugging Face folder {place}"] = None
-        # LD_PRELOAD, LD_LIBRARY_PATH, PYTHONHOME and other variables make a process load code.
-        for name, value in cell.environment.items():
-            if name not in _NO_CODE:
-                lines[f"environment {one_line(f'{name}={value}', _VALUE_LENGTH)}"] = None
-    known = {
-        info.path
-        for operation in {cell.operation for cell in cells}
-        for info in registry.strategies(operation).values()
-    }
-    for path in map(Path, settings.strategy_paths.values()):
-        if path.resolve() not in known:
-            lines[f"strategy {one_line(str(path))} ({_hash(path)})"] = None
-    for path in map(Path, settings.use_paths.values()):
-        lines[f"use {one_line(str(path))} ({_hash(path)})"] = None
-    listed = {code["folder"] for cell in cells if (code := code_of(cell.model))}
-    listed |= {str(adapter) for cell in cells if (adapter := adapter_of(cell.model))}
-    lines |= {f"mount {one_line(path)}": None for path in settings.mounts if path not in listed}
-    return list(lines)
+        place = f" in {settings.cwd}" + (f", image {settings.image}" if settings.image else "")
+        found += [("command", join(cell.command) + place) for cell in cells]
+    else:
+        # These import formats and strategies, which takes 0.2 s.
+        from weighin.formats.pretrained_folder import adapter_of, code_of
+        from weighin.suite import registry
 
-
-def _hash(path: Path) -> str:
-    try:
-        return f"sha256 {hashlib.sha256(read_bytes(path)).hexdigest()[:16]}"
-    except FileNotFoundError:
-        return "no such file"
-    except PermissionError as error:
-        return f"cannot be read: {error.strerror}"
-    except OSError:  # a folder, a pipe, or too long
-        return "not a strategy"
+        ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}
+        for cell in cells:
+            if (builder := cell.model.builder) not in ours:
+                kwargs = json.dumps(cell.model.kwargs, default=str)
+                found += [("builder", f"{builder} with {one_line(kwargs, _VALUE_LENGTH)}")]
+                found += [("folder of modules", path) for path in settings.python_path]
+            if code := code_of(cell.model):
+                found += [("code of the Hugging Face folder", code["folder"])]
+                listed.add(code["folder"])
+            listed.add(str(adapter_of(cell.model)))
+            for name, value in cell.environment.items():
+                if name not in _NO_CODE:
+                    found += [("environment", one_line(f"{name}={value}", _VALUE_LENGTH))]
+        verbs = {cell.operation for cell in cells}
+        known = {info.path for verb in verbs for info in registry.strategies(verb).values()}
+        paths = settings.strategy_paths.values()
+        found += [("strategy", path) for path in paths if Path(path).resolve() not in known]
+        found += [("use", path) for path in settings.use_paths.values()]
+    found += [("mount", path) for path in settings.mounts if path not in listed]
+    return list(dict.fromkeys(printable(f"{kind} {what}") for kind, what in found if what))
 
 
 def remember(plan: bytes) -> None:

@@ -18,7 +18,7 @@ from weighin.errors import Interrupted
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.process import PASSED
-from weighin.plan.commands import files_in
+from weighin.plan.start import files_in
 from weighin.plan.task import Planned, Progress, Run
 from weighin.probes import mounts
 from weighin.probes.process_table import command_of
