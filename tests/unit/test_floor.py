@@ -108,12 +108,6 @@ def test_every_floor_is_found_to_within_what_was_asked(
     assert (floor.passed, floor.failed) == (3, 1)
 
 
-@given(st.integers(100, 1500), st.integers(900, 1000), st.integers(900, 1000))
-def test_two_searches_find_the_same_whatever_was_expected(need: int, first: int, then: int) -> None:
-    one, other = (floors(search(above(need * MIB), mib * MIB))[0] for mib in (first, then))
-    assert one.bytes == other.bytes
-
-
 def test_a_limit_that_works_once_and_fails_then_is_below_the_floor() -> None:
     def unsteady(limit: int, repeat: int) -> Outcome:
         works = limit > 1008 * MIB or (limit == 1008 * MIB and repeat == 0)
@@ -137,13 +131,6 @@ def test_what_fails_without_a_limit_is_not_searched() -> None:
     assert floor.message == "wrong_weights without a limit: 1 tensor differs"
 
 
-def test_a_cell_that_could_not_be_measured_ends_the_search() -> None:
-    lost = replace(lived(GIB, Outcome.MEASUREMENT_FAILED, MIB), message="no engine")
-    results = [lived(None, Outcome.OK, MIB), lost]
-    assert next_cell(CELL, results, 0.01, 2 * GIB) is None
-    assert floors(results)[0].message == "could not be measured: no engine"
-
-
 @pytest.mark.parametrize(
     "outcome", [Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.CUDA_OOM]
 )
@@ -157,13 +144,6 @@ def test_what_is_not_about_memory_ends_the_search_and_bounds_no_floor(outcome: O
     (floor,) = floors(results)
     assert floor.bytes is None
     assert floor.message == f"{outcome} under 1000MiB: 1 tensor differs"
-
-
-def test_a_wrong_load_at_a_floor_that_was_found_takes_it_back() -> None:
-    results = search(above(1010 * MIB))
-    wrong = replace(results[-1], outcome=Outcome.WRONG_WEIGHTS, message="1 tensor differs")
-    (floor,) = floors([*results[:-1], wrong])
-    assert (floor.bytes, floor.message) == (None, "wrong_weights under 1118MiB: 1 tensor differs")
 
 
 def test_a_time_out_under_a_limit_bounds_the_floor_and_the_floor_says_so() -> None:
@@ -192,14 +172,6 @@ def test_the_published_floors_say_which_rest_on_thrashing() -> None:
     ]
     assert [found.pop("mmap_assign") for found in ends] == ["thrashes"] * 4
     assert {end for found in ends for end in found.values()} == {"killed"}
-
-
-def test_the_published_floors_are_those_that_a_load_survives() -> None:
-    root = Path(__file__).parents[2] / "results" / "published"
-    for run in ("gpt2-medium-floors", "gpt2-medium-floors-again", "gpt2-xl-floors"):
-        found = run_folder.read(root / run)
-        aims = {one.cell.strategy: one.aim for one in floors(found.results)}
-        assert {*aims.values()} == {Aim.SURVIVES}
 
 
 def mapped(
@@ -315,20 +287,6 @@ def test_a_sweep_is_no_search() -> None:
     assert floors(results[1:]) == []
 
 
-def test_a_bracket_does_not_believe_what_works_below_a_failure() -> None:
-    results = [
-        lived(limit * MIB, outcome, GIB)
-        for limit, outcome in ((8, Outcome.OK), (16, Outcome.OOM_KILLED), (32, Outcome.OK))
-    ]
-    assert bracket(results, Aim.ENDS) == Bracket(16 * MIB, 32 * MIB, 1, (KILLED,))
-
-
-@pytest.mark.parametrize("anon_bytes", [0, 5 * MIB])
-def test_a_tiny_expectation_begins_at_one_step(anon_bytes: int) -> None:
-    results = search(above(9 * MIB), anon_bytes)
-    assert floors(results)[0].bytes == 16 * MIB
-
-
 def test_a_floor_for_programs_is_in_bytes_and_nanoseconds() -> None:
     (floor,) = floors(search(above(1010 * MIB)))
     found = as_dict(floor)
@@ -389,15 +347,6 @@ def test_the_floor_of_a_command_is_searched_near_what_it_needed(need: int, misse
     (floor,) = floors(results)
     assert floor.bytes
     assert need <= floor.bytes <= need + max(2 * MIB, need // 50)
-
-
-@pytest.mark.parametrize("need", [MIB, 50 * MIB, 3 * GIB])
-def test_the_first_limit_for_a_command_is_just_above_its_need(need: int) -> None:
-    first = of_command(None, Outcome.OK, need)
-    second = next_cell(first.cell, [first], 0.01, 64 * GIB)
-    assert second
-    assert second.ram_limit_bytes
-    assert need < second.ram_limit_bytes <= need * 1.03 + 2 * MIB
 
 
 @pytest.mark.parametrize(("isolation", "least"), [("cgroup", MIB), ("docker", 6 * MIB)])

@@ -94,11 +94,6 @@ def test_a_strategy_for_folders_skips_a_built_in_model_of_transformers() -> None
     assert [one.skip for one in found] == [reason, "", reason]
 
 
-def test_a_cell_of_an_old_plan_gets_the_reason_that_holds_now() -> None:
-    cell = cells_of(device="cuda")[0].cell
-    assert plan_cell(cell, info("a", ("cuda",))).skip == ""
-
-
 def test_what_is_asked_for_twice_is_measured_once() -> None:
     found = cells_of(strategies=((info("a"), {}), (info("a"), {})), ram=[GIB, None, GIB])
     assert [one.cell.ram_limit_bytes for one in found] == [GIB, None]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from factories import make_result
 
-from weighin.errors import DamagedRecord, RecordError
+from weighin.errors import DamagedRecord
 from weighin.records import run_folder
 from weighin.records.run_folder import parse
 from weighin.result import SCHEMA, Result
@@ -95,26 +95,3 @@ def test_a_damaged_value_is_shown_briefly_with_the_known_ones(
     with pytest.raises(DamagedRecord) as caught:
         parse(Result, json.dumps(record).encode(), "here")
     assert caught.value.message == f"here: {said}"
-
-
-def test_half_a_character_is_replaced_in_a_key_and_in_a_text() -> None:
-    assert parse(Kind, b'{"name": "a", "\\ud800": 1}', "here") == Kind("a")
-    assert parse(Kind, b'{"name": "a\\ud800"}', "here") == Kind("a?")
-    for text in (b'{"name": "a\xed\xa0\x80"}', '{"name": "a"}'.encode("utf-16")):
-        with pytest.raises(DamagedRecord, match="not JSON"):
-            parse(Kind, text, "line 3")
-
-
-def test_a_value_that_is_no_record_names_the_record() -> None:
-    assert complaint("5").startswith("line 3: the record: ")
-    assert complaint('{"name"').startswith("line 3: not JSON: ")
-
-
-def test_only_a_later_schema_is_too_new() -> None:
-    text = '{{"name": "a", "schema": {}}}'
-    assert parse(Kind, text.format(SCHEMA).encode(), "here").schema == SCHEMA
-    with pytest.raises(RecordError) as caught:
-        parse(Kind, text.format(SCHEMA + 1).encode(), "here")
-    assert caught.value.message == (
-        f"here: written by a newer weighin (schema {SCHEMA + 1}; this version reads up to {SCHEMA})"
-    )

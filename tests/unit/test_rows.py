@@ -17,7 +17,7 @@ from factories import (
 )
 
 from weighin.records.run_folder import read_samples
-from weighin.report.rows import FIGURES, OF_CELLS, OF_SERIES, cells, series, values, varying
+from weighin.report.rows import FIGURES, OF_CELLS, OF_SERIES, cells, series, varying
 from weighin.report.style import row_labels
 from weighin.result import Outcome, Peaks
 from weighin.units import GIB
@@ -153,7 +153,3 @@ def test_samples_that_cannot_be_read_are_none(tmp_path: Path, text: str | None) 
         (tmp_path / result.samples_path).write_text(text)
     assert read_samples(tmp_path, result.samples_path) == []
     assert read_samples(tmp_path, make_skipped().samples_path) == []
-
-
-def test_the_mixed_run_has_every_outcome_once() -> None:
-    assert len(values(cells(mixed_run()), "outcome")) == len(mixed_run())

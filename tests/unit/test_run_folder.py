@@ -55,15 +55,6 @@ def test_what_was_appended_is_read_back(run: Path) -> None:
     assert run_folder.read(run) == run_folder.Records(tuple(mixed_run()[:3]))
 
 
-def test_each_record_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: synced.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
-    )
-    run_folder.append(tmp_path, make_result())
-    assert synced == [str(tmp_path / run_folder.RECORDS), str(tmp_path)]
-
-
 def test_a_record_that_cannot_be_synced_is_taken_back(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,14 +100,6 @@ def test_a_torn_last_line_is_a_warning_and_is_cut_by_the_next_append(run: Path, 
     )
     run_folder.append(run, make_result())
     assert run_folder.read(run) == run_folder.Records((*mixed_run()[:2], make_result()))
-
-
-def test_blocks_of_zeros_after_a_power_cut_are_a_torn_line(run: Path) -> None:
-    with (run / run_folder.RECORDS).open("ab") as file:
-        file.write(bytes(512))
-    assert len(run_folder.read(run).warnings) == 1
-    run_folder.append(run, make_result())
-    assert len(run_folder.read(run).results) == 4
 
 
 def test_a_whole_last_line_without_newline_is_kept(run: Path) -> None:
@@ -260,10 +243,6 @@ def test_every_result_survives_its_json(result: Result) -> None:
     assert parse(Result, line, "records.jsonl, line 1") == result
 
 
-def test_replacing_a_field_changes_the_identity() -> None:
-    assert run_folder.pending([replace(make_cell(), cache="warm")], [make_result()])
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -313,18 +292,6 @@ def test_many_damaged_lines_are_counted(run: Path) -> None:
     assert len(records.warnings) == 6
 
 
-@pytest.mark.parametrize(("damaged", "warnings"), [(5, 5), (6, 6)])
-def test_up_to_five_damaged_lines_are_told_one_by_one(
-    run: Path, damaged: int, warnings: int
-) -> None:
-    with (run / run_folder.RECORDS).open("a") as file:
-        file.writelines('{"schema": 99}\n' for _ in range(damaged))
-    told = run_folder.read_whole(run).warnings
-    assert len(told) == warnings
-    counted = f"1 more lines of {run / run_folder.RECORDS} are left out"
-    assert (told[-1] == counted) == (damaged == 6)
-
-
 def test_repeats_of_other_code_or_another_size_are_told(tmp_path: Path) -> None:
     cells = [make_cell("streaming", repeat=repeat) for repeat in range(3)]
     for cell, code, size in zip(cells, ("b", None, "a"), (2, 1, 2), strict=True):
@@ -333,17 +300,6 @@ def test_repeats_of_other_code_or_another_size_are_told(tmp_path: Path) -> None:
     assert run_folder.read(tmp_path).warnings == (
         "streaming: one row of the tables mixes repeats with different code (a, b)",
         "streaming: one row of the tables mixes repeats with different model sizes (1, 2)",
-    )
-
-
-def test_the_files_of_a_cell_are_named_after_it() -> None:
-    one, two = make_cell(), make_cell(ranks=2)
-    assert run_folder.paths_of(one) == (f"samples/{one.id}.csv", f"traces/{one.id}.csv")
-    assert run_folder.paths_of(two) == (
-        f"samples/{two.id}.csv",
-        f"traces/{two.id}.csv",
-        f"samples/{two.id}-rank0.csv",
-        f"samples/{two.id}-rank1.csv",
     )
 
 
@@ -379,21 +335,6 @@ def test_a_figure_that_reading_would_refuse_is_a_failed_measurement(tmp_path: Pa
         assert run_folder.read(tmp_path).results[number] == kept
 
 
-def test_a_plan_that_cannot_be_written_leaves_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(run_folder, "write_bytes", fail)
-    (there := tmp_path / "there").mkdir()
-    for folder in (tmp_path / "new", there):
-        with pytest.raises(RecordError) as caught:
-            run_folder.write_plan(folder, [])
-        assert caught.value.message == f"cannot write {folder}/plan.json: No space left on device"
-    assert (there.exists(), (tmp_path / "new").exists()) == (True, False)
-
-
 def test_an_unreadable_file_names_its_owner(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> bytes:
         raise PermissionError(13, "Permission denied")
@@ -406,32 +347,6 @@ def test_an_unreadable_file_names_its_owner(run: Path, monkeypatch: pytest.Monke
         str(caught.value)
         == f"cannot read {path}: Permission denied\nchange the owner or the permissions of the file; to see them: ls -ld {path}"
     )
-
-
-def test_an_append_adds_the_newline_that_the_last_line_lacks(run: Path) -> None:
-    path = run / run_folder.RECORDS
-    for text in (b"", b"\n"):
-        path.write_bytes(text)
-        run_folder.append(run, make_result())
-        assert run_folder.read(run).results == (make_result(),)
-
-
-def test_the_plan_of_a_run_is_read_once_however_many_records_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results = mixed_run()
-    run_folder.write_plan(tmp_path, [result.cell for result in results])
-    for result in results:
-        run_folder.append(tmp_path, result)
-    read, plans = run_folder.read_plan, list[Path]()
-
-    def counted(run: Path) -> run_folder.Plan:
-        plans.append(run)
-        return read(run)
-
-    monkeypatch.setattr(run_folder, "read_plan", counted)
-    assert len(run_folder.read(tmp_path).results) > 1
-    assert plans == [tmp_path]
 
 
 def test_a_cell_that_cannot_be_read_back_is_refused(tmp_path: Path) -> None:

@@ -6,16 +6,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from command_trees import command
 from leftovers import wait_until
 
-from weighin.isolation import cgroup
 from weighin.probes import stacks
-from weighin.probes.cgroup import members_of
 from weighin.probes.stacks import StackTaker
 from weighin.units import MIB
 
@@ -44,48 +41,6 @@ def look(taker: StackTaker, t_ns: int, usage_bytes: int) -> None:
     """Look, and wait for the end of the reading."""
     taker.look(t_ns, usage_bytes)
     taker.stacks  # noqa: B018
-
-
-@pytest.fixture
-def groups() -> Iterator[list[Path]]:
-    made = cgroup.make()
-    try:
-        yield made
-    finally:
-        cgroup.remove(made)
-
-
-def test_py_spy_is_run_once_only_on_a_program_that_is_not_python(
-    groups: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with command('step("started")') as one:
-        one.reach("started")
-        sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
-        for group in groups:
-            for pid in (one.pid, sleepers[0].pid):
-                (group / "cgroup.procs").write_text(str(pid))
-        asked: list[str] = []
-        real = subprocess.Popen
-
-        def popen(arguments: list[str], **options: object) -> object:
-            asked.append(arguments[-1])
-            return real(arguments, **options)  # type: ignore[call-overload]
-
-        monkeypatch.setattr(subprocess, "Popen", popen)
-        taker = StackTaker(lambda: members_of(groups[0]), groups[0], share=1.0)
-        for number in (1, 2, 3):
-            look(taker, number, number * 100 * MIB)
-            look(taker, number, number * 100 * MIB)  # the sample after the reading
-            time.sleep(0.5)
-            for group in groups:
-                (group / "cgroup.procs").write_text(str(sleepers[1].pid))
-        monkeypatch.undo()
-        assert [asked.count(str(sleeping.pid)) for sleeping in sleepers] == [1, 0]
-        assert asked.count(str(one.pid)) == 3
-        assert [stack.t_ns for stack in taker.stacks] == [1, 2, 3]
-        for sleeping in sleepers:
-            sleeping.kill()
-            sleeping.wait()
 
 
 def test_a_process_that_ends_in_between_leaves_no_stack() -> None:
@@ -147,23 +102,6 @@ def test_all_processes_that_do_not_answer_take_three_seconds_together(
     assert taker.why == "py-spy got no answer within 3 s"
 
 
-def test_an_answer_is_read_although_a_larger_process_gives_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    large_code = 'kept = hold(64); write(kept, 64); step("started")'
-    with command(large_code) as large, command('step("started")') as small:
-        large.reach("started")
-        small.reach("started")
-        real = stacks._find_program()
-        silent = f'case "$*" in *" {large.pid}") exec sleep 60;; esac'
-        (program := tmp_path / "py-spy").write_text(f'#!/bin/sh\n{silent}\nexec {real} "$@"\n')
-        program.chmod(0o755)
-        monkeypatch.setattr(stacks, "_find_program", lambda: str(program))
-        taker = StackTaker(lambda: [large.pid, small.pid])
-        look(taker, 1, 100 * MIB)
-        assert [stack.pid for stack in taker.stacks] == [small.pid]
-
-
 def test_a_process_that_another_program_traces_is_read_without_being_stopped() -> None:
     with command('step("started")') as one:
         one.reach("started")
@@ -173,30 +111,6 @@ def test_a_process_that_another_program_traces_is_read_without_being_stopped() -
         (stack,) = taker.stacks
         assert stack.frames[0].startswith("step (<string>:")
         assert taker.why == ""
-
-
-def test_the_reason_of_py_spy_is_told_without_its_own_stack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = "Error: Failed to x\n\nCaused by:\n    0: y\n\nStack backtrace:\n   0: Permission::z"
-    (program := tmp_path / "py-spy").write_text(f"#!/bin/sh\ncat >&2 <<END\n{lines}\nEND\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(stacks, "_find_program", lambda: str(program))
-    with command('step("started")') as one:
-        one.reach("started")
-        taker = StackTaker(lambda: [one.pid])
-        look(taker, 1, 100 * MIB)
-        name = Path(f"/proc/{one.pid}/exe").readlink()
-    assert taker.why == f"py-spy cannot read {name}: Error: Failed to x Caused by: 0: y"
-
-
-def test_a_py_spy_that_does_not_start_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_find_program", lambda: "/nonexistent/py-spy")
-    with command('step("started")') as one:
-        one.reach("started")
-        taker = StackTaker(lambda: [one.pid])
-        look(taker, 1, 100 * MIB)
-    assert taker.why == "py-spy does not start: No such file or directory"
 
 
 def test_without_py_spy_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

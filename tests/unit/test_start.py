@@ -10,14 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from weighin.checkpoint import entries
-from weighin.errors import ConfigError, HarnessError, RecordError, UnknownName
+from weighin.errors import HarnessError, RecordError
 from weighin.formats.pretrained_library import Selection
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
 from weighin.probes import environment, gpu_memory
 from weighin.settings.definition import Settings, check_suite
-from weighin.suite import registry
 from weighin.units import GIB
 
 LOAD = '"""Load."""\nDEVICES = ("cpu",)\n\ndef load(job): ...\n'
@@ -86,11 +85,6 @@ def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
     assert plan["cells"][0]["model"]["kwargs"]["n_layers"] == 2
 
 
-def test_the_model_is_used_as_often_as_asked() -> None:
-    assert [p.cell.passes for p in started(passes=3).planned] == [3]
-    assert [p.cell.passes for p in started("other", uses="none").planned] == [0]
-
-
 def test_a_run_of_nothing_but_skipped_cells_is_refused_and_says_why(here: Path) -> None:
     (here / "mine.py").write_text(LOAD)
     strategies = ["./mine.py", "per_module"]
@@ -120,14 +114,6 @@ def test_a_resumed_run_is_the_run_that_was_planned(here: Path) -> None:
     assert resumed.settings == run.settings
     assert (resumed.settings.seed, resumed.settings.timeout_s) == (7, 5)
     assert isinstance(resumed.isolation, ProcessIsolation)
-
-
-def test_a_run_is_resumed_from_another_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (here / "mine.py").write_text(LOAD)
-    run = started(strategies="./mine.py")
-    (here / "elsewhere").mkdir()
-    monkeypatch.chdir(here / "elsewhere")
-    assert resume(here / "run", trusted=True).planned == run.planned
 
 
 @pytest.mark.parametrize(
@@ -190,13 +176,6 @@ def test_a_limit_that_nothing_would_hold_is_refused(monkeypatch: pytest.MonkeyPa
     )
 
 
-@pytest.mark.parametrize("changes", [{"models": "gpt-5"}, {"strategies": "fastest"}])
-def test_a_name_that_is_not_known_starts_nothing(here: Path, changes: dict[str, str]) -> None:
-    with pytest.raises(UnknownName):
-        started(**changes)
-    assert not (here / "run").exists()
-
-
 def test_an_option_that_the_strategy_would_ignore_starts_nothing(here: Path) -> None:
     strategies = [{"name": "streaming", "options": {"thraeds": 8}}]
     assert complaint(lambda: started(strategies=strategies)) == (
@@ -243,27 +222,6 @@ def test_two_strategies_of_one_name_cannot_be_told_apart(here: Path) -> None:
     )
 
 
-def test_two_models_whose_builders_share_a_function_name_are_told_apart() -> None:
-    run = started(models=["my.nets:build", "my.other:build"])
-    assert [one.cell.model.title for one in run.planned] == ["my.nets:build", "my.other:build"]
-
-
-def test_a_folder_that_is_no_run_is_not_resumed() -> None:
-    assert complaint(lambda: resume(Path("gone"))) == (
-        "gone contains no plan.json, so it is not the folder of a run\nname the folder that weighin"
-        " bench printed at its end, such as results/RUN"
-    )
-
-
-def test_a_plan_without_cells_is_not_resumed(here: Path) -> None:
-    started()
-    plan = json.loads((here / "run/plan.json").read_text())
-    (here / "run/plan.json").write_text(json.dumps(plan | {"cells": []}))
-    with pytest.raises(RecordError) as caught:
-        resume(Path("run"))
-    assert str(caught.value) == "the run in run plans no measurement\nstart a new run"
-
-
 @pytest.mark.parametrize("settings", [{}, {"seed": 0}, {"strategy_paths": {}}])
 def test_a_plan_that_somebody_else_wrote_is_not_resumed(
     here: Path, settings: dict[str, Any]
@@ -277,30 +235,6 @@ def test_a_plan_that_somebody_else_wrote_is_not_resumed(
     assert (
         caught.value.repair
         == "start a new run, because this run cannot be resumed without the path"
-    )
-
-
-@pytest.mark.usefixtures("here")
-def test_a_mistake_of_ours_is_not_reported_as_a_fault_of_the_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def read_strategy(*_: object) -> None:
-        raise KeyError("ours")
-
-    started()
-    monkeypatch.setattr(registry, "read_strategy", read_strategy)
-    with pytest.raises(KeyError, match="ours"):
-        resume(Path("run"))
-
-
-def test_a_strategy_that_is_gone_since_the_plan(here: Path) -> None:
-    (here / "mine.py").write_text(LOAD)
-    started(strategies="./mine.py")
-    (here / "mine.py").unlink()
-    with pytest.raises(ConfigError) as caught:
-        resume(Path("run"), trusted=True)
-    assert (
-        str(caught.value) == f"the strategy {here}/mine.py: no such file or folder\ncheck the path"
     )
 
 

@@ -137,17 +137,6 @@ def test_a_worker_that_thrashes_is_killed_and_its_outcome_says_by_which_figures(
     assert judgement.verdict is Verdict.THRASHES
 
 
-def test_a_worker_that_sends_events_all_the_time_is_looked_at_too() -> None:
-    observer = Rereading()
-    script: list[Step] = [
-        *BASELINE,
-        observer.begins,
-        *[step for n in range(40) for step in (begin(f"part {n}"), TimeoutError)],
-    ]
-    running = FakeRunning(script, KILLED, inside=observer)
-    assert watched(running).outcome is Outcome.THRASHING
-
-
 def test_a_worker_below_its_limit_goes_on() -> None:
     observer = Rereading(255 * MIB)
     script: list[Step] = [*BASELINE, observer.begins, *[TimeoutError] * 20, begin("read")]

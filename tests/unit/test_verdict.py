@@ -147,20 +147,6 @@ def test_a_cell_that_stayed_below_its_limit_does_not_thrash_and_says_so() -> Non
     assert verdict(replace(slow, peaks=Peaks()), 4 * SECOND) is Verdict.THRASHES  # peak not known
 
 
-def test_the_charge_of_the_forward_passes_counts_against_the_limit_too() -> None:
-    slow = make_result(
-        make_cell(ram_limit_bytes=20 * GIB),
-        faults=Faults(1, 1, 0),
-        pressure=Pressure(10**12, 0),
-        peaks=Peaks(cgroup_bytes=GIB),
-    )
-    *before, last = slow.phases
-    assert last.name == "forward"
-    assert verdict(slow) is Verdict.SURVIVES
-    met = replace(slow, phases=(*before, replace(last, peak_cgroup_bytes=20 * GIB)))
-    assert verdict(met) is Verdict.THRASHES
-
-
 def test_a_soft_limit_is_met_before_the_hard_one() -> None:
     slow = lived(pressure=Pressure(4 * SECOND, SECOND), peaks=Peaks(cgroup_bytes=GIB))
     assert verdict(slow) is Verdict.SURVIVES
@@ -301,67 +287,6 @@ def test_a_load_that_reads_the_same_pages_often_thrashes_whatever_its_time() -> 
     assert verdict(unknown) is Verdict.SURVIVES
 
 
-@pytest.mark.parametrize(
-    ("spent_ns", "reference_ns", "expected"),
-    [
-        (SECOND, SECOND // 2, Verdict.THRASHES),  # twice the time, and half a second more
-        (SECOND - 2, SECOND // 2 - 1, Verdict.SURVIVES),  # less than half a second more
-    ],
-)
-def test_less_than_half_a_second_is_no_lost_time(
-    spent_ns: int, reference_ns: int, expected: Verdict
-) -> None:
-    again = lived(ready_ns=spent_ns, faults=Faults(1, 1, 500), pressure=None)
-    assert verdict(again, reference_ns) is expected
-
-
-@pytest.mark.parametrize(
-    ("waited_ns", "expected"),
-    [(SECOND // 2, Verdict.THRASHES), (SECOND // 2 - 1, Verdict.SURVIVES)],
-)
-def test_a_wait_of_half_a_second_counts(waited_ns: int, expected: Verdict) -> None:
-    waited = lived(ready_ns=SECOND, pressure=Pressure(waited_ns, None))
-    assert verdict(waited) is expected
-
-
-def test_a_wait_is_a_share_of_the_whole_time_if_the_load_was_never_ready() -> None:
-    late = lived(
-        ready_ns=None, outcome=Outcome.TIMEOUT, message="late", pressure=Pressure(3 * SECOND, 0),
-        cost=Cost(wall_ns=10 * SECOND),
-    )  # fmt: skip
-    said = judge_result(late)
-    assert said
-    assert said.reason.endswith("waited for memory 30% of the load (all tasks at once 0%)")
-    assert judge_result(replace(late, cost=None)) is None
-
-
 def test_a_cell_that_was_ended_thrashes_with_its_proof() -> None:
     ended = lived(outcome=Outcome.THRASHING, message="ended after 5 s", ready_ns=None)
     assert judge_result(ended) == Judgement(Verdict.THRASHES, "ended after 5 s")
-
-
-@pytest.mark.parametrize(
-    ("outcome", "message", "words"),
-    [
-        (Outcome.OOM_KILLED, "", "killed by the kernel for lack of memory"),
-        (Outcome.CUDA_OOM, "", "the CUDA allocator refused an allocation"),
-        (Outcome.OOM_KILLED, "killed in read", "killed in read"),
-    ],
-)
-def test_a_kill_without_a_message_is_said(outcome: Outcome, message: str, words: str) -> None:
-    assert judge_result(lived(outcome=outcome, message=message)) == Judgement(Verdict.KILLED, words)
-
-
-def test_the_highest_charge_is_that_of_the_load_and_the_use() -> None:
-    result = make_result(make_cell(ram_limit_bytes=20 * GIB), peaks=Peaks(cgroup_bytes=5))
-    last = result.phases[-1]
-    for peak, highest in ((None, 5), (4, 5), (9, 9)):
-        phases = (*result.phases[:-1], replace(last, peak_cgroup_bytes=peak))
-        assert highest_charge(replace(result, phases=phases)) == highest
-    assert highest_charge(replace(result, peaks=Peaks())) is None
-
-
-def test_the_time_of_a_use_is_added_if_it_is_known() -> None:
-    assert used_ns(lived(ready_ns=7, cost=None)) == 7
-    assert used_ns(lived(ready_ns=7, cost=Cost(1))) == 7
-    assert used_ns(lived(ready_ns=7, cost=Cost(1, first_use_ns=5))) == 12

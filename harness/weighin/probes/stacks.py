@@ -36,7 +36,7 @@ _PATIENCE_S: Final = 3.0
 _STOP_PATIENCE_S: Final = 1.0
 _GROWTH: Final = 0.05
 _GROWTH_BYTES: Final = 16 * MIB
-_MUCH: Final = 5 / 4  # times the last reading's usage: one is at least at 4/5 of a sampled peak
+_MUCH: Final = 1 / 4  # of the last reading's usage: one is at least at 4/5 of a sampled peak
 _MUCH_BYTES: Final = 32 * MIB
 _SOON_NS: Final = 50_000_000  # to the limit; a reading takes about 20 ms
 _LEAST_SHARE: Final = 0.75  # of the limit; a stack at less usage tells nothing of the peak
@@ -65,7 +65,6 @@ class StackTaker:
         self._margin_bytes = max(_MARGIN_BYTES, int((self._limit or 0) * _MARGIN))
         self._share = share
         self._start_s = time.monotonic()
-        self._due_s = 0.0
         self._taken_ns = self._taken_bytes = 0
         self._last = (0, 0)
         self._was_near = False
@@ -95,7 +94,6 @@ class StackTaker:
         py-spy stops a process when its system call ends. Sampling goes on meanwhile, and the largest
         usage until the reading has ended is that of its stacks.
         """
-        is_near = self._is_near(t_ns, usage_bytes)
         if self._reading:
             is_alive = self._reading.is_alive()
             if usage_bytes > self._taken_bytes:
@@ -103,7 +101,7 @@ class StackTaker:
             if is_alive:
                 return
         self._keep()
-        if not self._program or not self._is_worth(usage_bytes, is_near=is_near):
+        if not self._program or not self._is_worth(t_ns, usage_bytes):
             return
         sizes = {}
         for pid in self._pids():
@@ -127,9 +125,7 @@ class StackTaker:
                 self._found = [stack for stacks in dumps for stack in stacks]
         except RuntimeError as error:  # this user has too many processes
             self._error = f"py-spy does not start: {error}"
-        took_s = time.monotonic() - start_s
-        self.frozen_ns += int(took_s * 1e9)
-        self._due_s = start_s + took_s / self._share
+        self.frozen_ns += int((time.monotonic() - start_s) * 1e9)
 
     def _keep(self) -> None:
         """Keep what a reading has found, when it has ended."""
@@ -141,31 +137,26 @@ class StackTaker:
                 self._looks.append(tuple(stacks))
             self._reading, self._found = None, []
 
-    def _is_near(self, t_ns: int, usage_bytes: int) -> bool:
-        """Return whether a usage is near the limit, or reaches the limit soon if it grows as now."""
-        (before_ns, before_bytes), self._last = self._last, (t_ns, usage_bytes)
-        if self._limit is None or usage_bytes <= _LEAST_SHARE * self._limit:
-            return False
-        left_bytes = self._limit - usage_bytes
-        rate = (usage_bytes - before_bytes) / max(t_ns - before_ns, 1)
-        return left_bytes <= max(self._margin_bytes, rate * _SOON_NS)
-
-    def _is_worth(self, usage_bytes: int, *, is_near: bool = False) -> bool:
-        """Return whether the usage is near the limit, or much higher than at the last reading.
+    def _is_worth(self, t_ns: int, usage_bytes: int) -> bool:
+        """Return whether the usage is much higher than at the last reading, or higher and near the
+        limit, which it reaches soon if it grows as now.
 
         Near the limit, where the kernel may kill the command at any moment, the first reading is always
-        made. Later ones there, and one at a usage that is higher by a quarter, wait for no pause.
+        made. A reading at a usage that is higher by a quarter waits for no pause.
         """
+        (before_ns, before_bytes), self._last = self._last, (t_ns, usage_bytes)
         growth = usage_bytes - self._taken_bytes
-        if is_near:
-            if not self._was_near:
-                self._was_near = True
-                return True
-            is_allowed = self.frozen_ns / 1e9 <= self._share * (time.monotonic() - self._start_s)
-            return is_allowed and growth >= self._margin_bytes // _STEPS_IN_MARGIN
-        is_higher = growth >= max(_GROWTH_BYTES, self._taken_bytes * _GROWTH)
-        is_much = growth >= max(_MUCH_BYTES, self._taken_bytes * (_MUCH - 1))
-        return is_higher and (time.monotonic() >= self._due_s or is_much)
+        least_bytes = max(_GROWTH_BYTES, self._taken_bytes * _GROWTH)
+        is_much = growth >= max(_MUCH_BYTES, self._taken_bytes * _MUCH)
+        if self._limit and usage_bytes > _LEAST_SHARE * self._limit:
+            rate = (usage_bytes - before_bytes) / max(t_ns - before_ns, 1)
+            if self._limit - usage_bytes <= max(self._margin_bytes, rate * _SOON_NS):
+                if not self._was_near:
+                    self._was_near = True
+                    return True
+                least_bytes = self._margin_bytes // _STEPS_IN_MARGIN
+        is_allowed = self.frozen_ns / 1e9 <= self._share * (time.monotonic() - self._start_s)
+        return growth >= least_bytes and (is_allowed or is_much)
 
     def _dump(self, program: str, deadline_s: float, pid: int) -> list[Stack]:
         """Return a process's stacks, from the JSON output of py-spy.

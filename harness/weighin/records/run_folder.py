@@ -472,7 +472,7 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
 
     Raises:
         RecordError: a newer version of weighin wrote the text.
-        DamagedRecord: the text is not a valid ``kind``, or has an ``impossible`` value.
+        DamagedRecord: the text is not a valid ``kind``, or has an impossible value.
     """
     try:
         shown = text.decode()  # json itself would accept UTF-16 and lone surrogates
@@ -487,17 +487,18 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
             f"{place}: written by a newer weighin (schema {short_repr(schema)}; this version reads up to {SCHEMA})",
             install.upgrade(),
         )
-    # Most lines have no control character, neither raw nor escaped, and need not be walked through.
-    cleaned = value if "\\" not in shown and shown.strip().isprintable() else clean(value)
-    if kind is Plan and isinstance(value, dict) and "settings" in value:
-        cleaned["settings"] = value["settings"]  # with which the run goes on; no report has them
     try:
-        parsed = msgspec.convert(cleaned, kind)
-    except (msgspec.ValidationError, UnicodeError) as error:  # or a lone surrogate
-        raise DamagedRecord(f"{place}: {_complaint(str(error), value)}", repair) from None
-    if complaint := impossible(value):
-        raise DamagedRecord(f"{place}: {complaint}", repair)
-    return parsed
+        cleaned = checked(value)
+        if kind is Plan and isinstance(value, dict) and "settings" in value:
+            cleaned["settings"] = value[
+                "settings"
+            ]  # with which the run goes on; no report has them
+        return msgspec.convert(cleaned, kind)
+    except msgspec.ValidationError as error:
+        complaint = _complaint(str(error), value)
+    except ValueError as error:  # an impossible value, or a lone surrogate
+        complaint = one_line(str(error))
+    raise DamagedRecord(f"{place}: {complaint}", repair)
 
 
 def _complaint(text: str, record: Any) -> str:
@@ -519,40 +520,40 @@ def _complaint(text: str, record: Any) -> str:
     return one_line(f"{text} {shown}")
 
 
-def clean(value: Any, *, is_cell: bool = False) -> Any:
+def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool = False) -> Any:
     """Return a record's JSON value, with "?" for each unprintable character in its texts and keys.
 
     Newlines and tabs stay, and what a user chooses in a cell, such as options: its name follows from it.
+
+    Raises:
+        ValueError: an amount in bytes, ns or faults is below 0 or above 2**63 - 1, a phase ends before
+            its start, or ``ready_ns`` is below ``load_ns``.
     """
-    if isinstance(value, dict):
-        return {
-            printable(key): each if is_cell and key in _FREE else clean(each, is_cell=key in _CELLS)
-            for key, each in value.items()
-        }
-    if isinstance(value, list):
-        return [clean(each, is_cell=is_cell) for each in value]
     if isinstance(value, str):
-        return printable(value, kept="\n\t")
-    return value
-
-
-def impossible(record: Any, before: str = "") -> str:
-    """Describe the first impossible value of a record, whose own place is ``before``; empty if none is.
-
-    An amount in bytes, ns or faults is impossible below 0 or above 2**63 - 1, and so is a phase that
-    ends before its start, or ``ready_ns`` below ``load_ns``.
-    """
-    for key, value in record.items() if isinstance(record, dict) else enumerate(record):
-        if isinstance(value, dict | list) and key not in _FREE:
-            if complaint := impossible(value, f"{before}{key}."):
-                return complaint
-        elif str(key).endswith(_AMOUNTS) and isinstance(value, int) and not 0 <= value < _LARGEST:
-            return f"{before}{key}: impossible value {short_repr(value)}"
-    for later, earlier, what in _ORDERED if isinstance(record, dict) else ():
-        one, other = record.get(later), record.get(earlier)
-        if isinstance(one, int) and isinstance(other, int) and one < other:
-            return f"{before}{later}: {what} {earlier}"
-    return ""
+        return value if value.isprintable() and "::" not in value else printable(value, "\n\t")
+    if isinstance(value, list):
+        places = (f"{place}{at}." for at in range(len(value)))
+        return [
+            checked(each, at, is_cell=is_cell, is_free=is_free)
+            for each, at in zip(value, places, strict=True)
+        ]
+    if not isinstance(value, dict):
+        return value
+    cleaned = {}
+    for key, each in value.items():
+        is_amount = isinstance(each, int) and key.endswith(_AMOUNTS) and not is_free
+        if is_amount and not 0 <= each < _LARGEST:
+            raise ValueError(f"{place}{key}: impossible value {short_repr(each)}")
+        kept = each
+        if not (is_cell and key in _FREE):
+            free = is_free or key in _FREE
+            kept = checked(each, f"{place}{key}.", is_cell=key in _CELLS, is_free=free)
+        cleaned[printable(key)] = kept
+    for later, earlier, what in _ORDERED:
+        one, other = value.get(later), value.get(earlier)
+        if isinstance(one, int) and isinstance(other, int) and one < other and not is_free:
+            raise ValueError(f"{place}{later}: {what} {earlier}")
+    return cleaned
 
 
 def read_samples(run: Path, path: str | None) -> list[Sample]:
