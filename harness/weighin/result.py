@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from weighin.cell import Cell
-from weighin.uses import is_of_use
+from weighin.cell import Cell, is_of_use
 
 SCHEMA: Final = 1
 IMPORT_TRANSFORMERS: Final = "import transformers"
@@ -363,7 +362,6 @@ class Result:
     trace_path: str | None = None
     allocator_summary: str = ""
     started_at: str = ""
-    watcher: Memory | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     sources_hash: str | None = None
     warnings: tuple[str, ...] = ()

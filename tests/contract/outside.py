@@ -19,9 +19,8 @@ from typing import Any, Final
 import command_line
 import pytest
 
-from weighin import __version__
-from weighin.doctor import doctor
-from weighin.doctor.doctor import Capability
+from weighin import __version__, doctor
+from weighin.doctor import Capability
 from weighin.plan import start as plans
 from weighin.plan.task import Run
 from weighin.predict import client

@@ -8,9 +8,8 @@ import pytest
 from test_cgroup_probe import HYBRID
 from test_memory_cgroup import make_group
 
-from weighin import slow_disk
-from weighin.doctor import doctor
-from weighin.doctor.doctor import Capability, Verdict, gpu, of_group, pressure
+from weighin import doctor, slow_disk
+from weighin.doctor import Capability, Verdict, gpu, of_group, pressure
 from weighin.errors import IsolationUnavailable
 from weighin.probes import gpu_memory
 from weighin.probes.cgroup import PeakMark
@@ -139,7 +138,7 @@ def test_without_the_file_of_a_driver_nobody_asks_torch(monkeypatch: pytest.Monk
 
 
 def test_the_doctor_imports_no_torch() -> None:
-    code = "import sys, weighin.doctor.doctor; print('torch' in sys.modules)"
+    code = "import sys, weighin.doctor; print('torch' in sys.modules)"
     asked = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     )

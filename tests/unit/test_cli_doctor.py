@@ -7,7 +7,7 @@ import pytest
 from test_cli_help import shown
 from typed_verbs import EXAMINATION, prepare
 
-from weighin.doctor import doctor
+from weighin import doctor
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from test_cli_help import shown
 
+from weighin.cell import USES
 from weighin.isolation import select
 from weighin.suite import registry
-from weighin.uses import USES
 
 KINDS = ("strategies", "models", "uses", "suites", "isolations")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from factories import planned
 
-from weighin.cell import Cell, Job, ModelSpec
+from weighin.cell import FORWARD, NONE, USES, Cell, Job, ModelSpec, is_of_use, phase_of
 from weighin.errors import ConfigError, UnknownName
 from weighin.plan.start import foreign
 from weighin.plan.task import Planned
@@ -17,7 +17,6 @@ from weighin.settings.definition import Settings, check_suite
 from weighin.suite import uses as suite_uses
 from weighin.suite.registry import model, strategy
 from weighin.units import MIB
-from weighin.uses import FORWARD, NONE, USES, is_of_use, phase_of
 from weighin.worker import uses
 from weighin.worker.loading import Inputs
 from weighin.worker.phases import named_by_strategy

@@ -8,9 +8,9 @@ from factories import ENVIRONMENT, make_cell, make_result, notebook_run
 from ran_commands import make_ran, settings_of
 from torch import save, zeros
 
+from weighin import doctor
 from weighin.cell import Cell
-from weighin.doctor import doctor
-from weighin.doctor.doctor import Capability
+from weighin.doctor import Capability
 from weighin.plan.task import Run
 from weighin.predict import client
 from weighin.predict.prediction import Prediction, Work

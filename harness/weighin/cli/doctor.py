@@ -32,7 +32,7 @@ def doctor(context: click.Context, /, **typed: Any) -> None:
     With --engine ray, `weighin doctor` tests each node of the Ray cluster instead. The exit code is
     then 3 if a node cannot measure.
     """
-    from weighin.doctor import doctor as of_machine
+    from weighin import doctor as of_machine
     from weighin.fleet import engine
 
     if settings := engine.settings(typed["engine"], typed["address"], typed["labels"]):

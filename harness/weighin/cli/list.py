@@ -6,10 +6,10 @@ from typing import Any, Final
 
 import click
 
+from weighin.cell import USES
 from weighin.cli import _console, _options, _wrap
 from weighin.cli._verb import Verb
 from weighin.errors import HarnessError, UnknownName
-from weighin.uses import USES
 
 EXAMPLES = {
     "List everything": "weighin list",

@@ -98,12 +98,12 @@ def predict(context: click.Context, /, **_: Any) -> None:
 
 def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
     """Return the predictions for the options; progress texts begin with ``name``."""
+    from weighin.cell import FORWARD
     from weighin.errors import ConfigError
     from weighin.formats import quantised
     from weighin.plan import loads
     from weighin.predict import client
     from weighin.suite import chosen_models, registry, uses
-    from weighin.uses import FORWARD
 
     settings = _arguments.settings(typed, _arguments.noted_model(typed))
     chosen = chosen_models.choose(settings)

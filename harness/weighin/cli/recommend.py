@@ -147,12 +147,12 @@ def _pipeline(
 
 
 def _question(typed: dict[str, Any]) -> "Question":
+    from weighin.cell import NONE
     from weighin.recommend import answer
     from weighin.recommend.candidates import Limits
     from weighin.settings.definition import check_suite
     from weighin.slow_disk import Pace
     from weighin.suite import chosen_models, uses
-    from weighin.uses import NONE
 
     name = _arguments.noted_model(typed)
     keys = ("ram", "vram", "device", "dtype", "ranks", "disk", "disk_latency")

@@ -30,7 +30,7 @@ with extra("ray", "--engine ray"):
     from ray.util.queue import Empty, Queue
 
 if TYPE_CHECKING:
-    from weighin.doctor.doctor import Examination
+    from weighin.doctor import Examination
 
 SLOT: Final = "weighin_slot"
 START: Final = f"""RAY_memory_monitor_refresh_ms=0 ray start --resources '{{"{SLOT}": 1}}'"""
@@ -206,7 +206,7 @@ class Cluster:
 
     def examine(self, say: Callable[[str], object]) -> "list[Examination]":
         """Test what each node can limit and measure."""
-        from weighin.doctor.doctor import Capability, Examination, row  # runs need none of it
+        from weighin.doctor import Capability, Examination, row  # runs need none of it
 
         examinations = []
         for place, events in self.ask("examine", say).items():

@@ -145,7 +145,7 @@ def _describe(assignment: Mapping[str, Any], driver: Parent) -> None:
     hard_only = error(lambda: select.check_soft_limit(select.named("cgroup")))
     capabilities = []
     if assignment["kind"] == "examine":
-        from weighin.doctor import doctor  # imports what measurements do not need
+        from weighin import doctor  # imports what measurements do not need
 
         examined = doctor.examine(lambda text: driver.send("step", text=text, is_line=True))
         capabilities = [asdict(each) for each in (*examined.capabilities, doctor.nested())]

@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from weighin.cell import is_of_use
 from weighin.errors import ConfigError, HarnessError, RecordError
 from weighin.gate import baseline as files
 from weighin.gate.baseline import Baseline
@@ -30,7 +31,6 @@ from weighin.records.metrics import METRICS, Metric, Tolerance
 from weighin.records.run_folder import Coverage
 from weighin.records.series import STRATEGY, Figure, Series, SeriesRun, name_of, summarise
 from weighin.result import BROKEN, Outcome
-from weighin.uses import is_of_use
 
 
 class LineVerdict(StrEnum):

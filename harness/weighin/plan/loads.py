@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from weighin import formats
-from weighin.cell import Cell, ModelSpec, Operation
+from weighin.cell import FORWARD, NONE, TO_DEVICE, Cell, ModelSpec, Operation
 from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.formats import gguf, quantised
 from weighin.formats.pretrained_folder import adapter_of, code_of, folder_library
@@ -19,7 +19,6 @@ from weighin.plan.task import Node, Planned, check_gpu, choose
 from weighin.settings.definition import Settings
 from weighin.suite import chosen_models, packages, registry, uses
 from weighin.suite.registry import StrategyInfo
-from weighin.uses import FORWARD, NONE, TO_DEVICE
 
 _FOLDERS: Final = {
     "transformers": "Hugging Face folders",

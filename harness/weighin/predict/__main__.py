@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import torch  # before any fork; a worker imports it too
 
-from weighin.cell import Cell, Job, ModelSpec
+from weighin.cell import FORWARD, Cell, Job, ModelSpec
 from weighin.checkpoint.manifest import read_manifest
 from weighin.construction.skeleton import Builder, resolve_builder
 from weighin.errors import HarnessError
@@ -31,7 +31,6 @@ from weighin.predict import no_processes
 from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory
 from weighin.text import one_line
-from weighin.uses import FORWARD
 from weighin.worker import uses
 from weighin.worker.loading import example_inputs, settle_math
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 
+from weighin.cell import FORK, TRAINING, phase_of
 from weighin.construction.operations import tensors_in
 from weighin.predict.dispatch import CannotFollow
 from weighin.predict.extents import Extents
@@ -17,7 +18,6 @@ from weighin.predict.ledger import Ledger
 from weighin.predict.prediction import PredictedUse
 from weighin.predict.storage import extent
 from weighin.units import MIB
-from weighin.uses import FORK, TRAINING, phase_of
 from weighin.worker.loading import Inputs
 from weighin.worker.uses import CHILDREN, Function
 from weighin.worker.verify import named_tensors

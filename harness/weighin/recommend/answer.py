@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weighin import formats
-from weighin.cell import SYNTHESISED, Cell, ModelSpec
+from weighin.cell import FORWARD, SYNTHESISED, TRAINING, Cell, ModelSpec
 from weighin.errors import CheckpointError, UnknownName
 from weighin.files import object_in
 from weighin.formats import gguf, quantised
@@ -51,7 +51,6 @@ from weighin.slow_disk import Pace
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
 from weighin.units import format_bytes
-from weighin.uses import FORWARD, TRAINING
 
 ALLOWED: Final = ("resave", "packages", "weighin")
 """The words of --allow: each names a requirement that the recommended strategy may have."""

@@ -6,6 +6,7 @@ A number is (anonymous memory - anonymous memory after the imports) / the size o
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from weighin.cell import FORK, NONE
 from weighin.records import metrics
 from weighin.records.metrics import grouped, middle
 from weighin.report import captions
@@ -13,7 +14,6 @@ from weighin.report.findings import Found, of_texts
 from weighin.report.rows import Row, series, split, values, varying
 from weighin.report.tables import HEADINGS, name_text
 from weighin.result import Outcome, Result
-from weighin.uses import FORK, NONE
 
 TITLE: Final = "After the load"
 NOTE: Final = (

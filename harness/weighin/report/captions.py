@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
+from weighin.cell import FORWARD, NONE
 from weighin.records.machine import policy_of, settings_of
 from weighin.report import operations
 from weighin.report.rows import DIMENSIONS, Row, has, is_below_import, split, values, varying
 from weighin.result import NOT_DROPPED, Outcome, Result
 from weighin.text import few
 from weighin.units import format_bytes, format_exact
-from weighin.uses import FORWARD, NONE
 
 # The keys of a record's environment that a caption prints, each with the text before its value.
 _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 from signal import SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV
 from typing import Final
 
-from weighin.cell import Cell
+from weighin.cell import FORWARD, Cell, is_of_use
 from weighin.child_process import printed_lines
 from weighin.isolation.base import Exit
 from weighin.probes import kernel_log
@@ -17,7 +17,6 @@ from weighin.result import BROKEN, UNNAMED, Kill, Memory, Outcome, Peaks, Stoppe
 from weighin.run.listener import Reported
 from weighin.text import one_line
 from weighin.units import MIB, format_bytes, format_seconds
-from weighin.uses import FORWARD, is_of_use
 
 _LACK_OF_MEMORY = r"MemoryError|(?i:can't allocate|cannot allocate)"  # of Python, torch, the kernel
 _CRASHES = (SIGSEGV, SIGABRT, SIGBUS, SIGFPE, SIGILL)  # signals that code sends to itself

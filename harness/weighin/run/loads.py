@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import weighin
 from weighin import child_process, formats, slow_disk
-from weighin.cell import Cell, Job, encode_job
+from weighin.cell import FORK, SAVE, Cell, Job, encode_job, is_of_use
 from weighin.checkpoint import cache, entries, staging
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
 from weighin.formats.pretrained_folder import files_of_adapter, folder_of
@@ -36,7 +36,6 @@ from weighin.suite import packages, user_code
 from weighin.suite.registry import data_folder
 from weighin.text import few
 from weighin.units import MIB, format_bytes, format_exact
-from weighin.uses import FORK, SAVE, is_of_use
 from weighin.worker.phases import BEFORE_LOAD
 
 SETTLED_S = 2.5  # no report of free pages is due if no memory was freed for this time

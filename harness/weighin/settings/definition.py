@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from weighin.cell import Cell, ModelSpec
+from weighin.cell import FORWARD, Cell, ModelSpec
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_library import FolderChoice, Selection
 from weighin.records.floor import COARSEST, Aim
@@ -40,7 +40,6 @@ from weighin.units import (
     parse_rate,
     parse_seconds,
 )
-from weighin.uses import FORWARD
 
 DEFAULT_STRATEGIES = (
     "baseline", "sequential", "meta_copy", "mmap_assign", "per_param", "streaming",

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from weighin.cell import Cell
+from weighin.cell import FORK, NONE, TO_DEVICE, USES, Cell
 from weighin.errors import ConfigError, UnknownName
 from weighin.suite import user_code
-from weighin.uses import FORK, NONE, TO_DEVICE, USES
 
 
 def chosen(names: list[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import pytest
 
-from weighin.cell import Body, Cell, Job, ModelSpec
+from weighin.cell import FORWARD, Body, Cell, Job, ModelSpec
 from weighin.errors import (
     ConfigError,
     HarnessError,
@@ -34,7 +34,6 @@ from weighin.run.loads import LoadSpec
 from weighin.run.measure import measure
 from weighin.settings.definition import Settings, check_suite
 from weighin.units import format_bytes, format_seconds, parse_bytes
-from weighin.uses import FORWARD
 
 METRICS: Final[dict[str, tuple[str, str]]] = {
     "rss": ("rss_bytes", "rss_bytes"),

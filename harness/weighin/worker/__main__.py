@@ -15,13 +15,12 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from weighin.cell import Job, encode_job
+from weighin.cell import FORWARD, Job, encode_job
 from weighin.child_process import Child, module
 from weighin.formats.pretrained_library import library_of, module_of
 from weighin.probes.process import read_rollup
 from weighin.result import Outcome
 from weighin.text import one_line
-from weighin.uses import FORWARD
 from weighin.worker.phases import (
     BEFORE_LOAD,
     Lifeline,
