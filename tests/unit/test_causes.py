@@ -373,6 +373,62 @@ def test_a_process_that_a_killed_parent_left_is_not_the_cause() -> None:
     assert found(*killed([300 * MIB], processes=processes)) is None
 
 
+STEADY = [size * MIB for size in range(10, 301, 10)]
+
+
+def growing(anon: list[int], *lines: int, inner: int = 0) -> tuple[Result, list[Sample]]:
+    """A process that grows while each of the lines calls ``Cache.add``, in one line or in others."""
+    usages = [anon[-1] * (number + 1) // len(lines) for number in range(len(lines))]
+    stacks = tuple(
+        stack(usage, f"Cache.add (load.py:{inner or 50 + at})", f"<module> (load.py:{line})")
+        for at, (usage, line) in enumerate(zip(usages, lines, strict=True))
+    )
+    return killed(anon, stacks=stacks)
+
+
+def test_a_steady_growth_in_one_line() -> None:
+    cause = found(*growing(STEADY, 9, 9, 9, 9, inner=5))
+    assert cause
+    assert (cause.name, cause.words) == (
+        "growth",
+        "Anonymous memory grew steadily from 60 MiB to 300 MiB in 2.4 s.",
+    )
+    assert cause.place
+    assert cause.place.title == "`Cache.add` (load.py:5)"
+
+
+def test_a_growth_in_changing_inner_lines_is_that_of_the_line_that_they_share() -> None:
+    result, samples = killed(
+        STEADY,
+        stacks=tuple(
+            stack(usage * MIB, f"Cache.add (load.py:{line})", "<module> (load.py:20)")
+            for usage, line in ((100, 5), (150, 6), (200, 7), (299, 5))
+        ),
+    )
+    cause = found(result, samples)
+    assert cause
+    assert cause.place
+    assert cause.place.title == "`add` (load.py:20)"
+
+
+def test_the_line_of_most_readings_alone_is_a_chance_where_its_caller_is_in_all() -> None:
+    stacks = tuple(
+        stack(100 * at * MIB, f"Cache.add (load.py:{line})", "<module> (load.py:17)")
+        for at, line in enumerate((9, 10, 9), start=1)
+    )
+    cause = found(*killed(STEADY, stacks=stacks))
+    assert cause
+    assert cause.place
+    assert cause.place.title == "`add` (load.py:17)"
+
+
+def test_a_growth_in_one_step_is_not_steady() -> None:
+    steps = [10 * MIB] * 15 + [300 * MIB] * 15
+    assert found(*growing(steps, 9, 9, 9, 9)) is None
+    assert found(*growing(STEADY, 9)) is None
+    assert found(*growing(STEADY[::3], 9, 9, 9, 9)) is None
+
+
 def at_one_line(*usages: int, frames: tuple[str, ...] = (), code: str = "") -> Any:
     """A process that grew in a step that no sample saw, with readings at one line of it."""
     stacks = tuple(

@@ -26,7 +26,12 @@ _NEAR: Final = 0.75
 _MORE_THAN_ONE: Final = 1.15  # memory of this many times the bytes read is more than one copy
 _WHOLE_SHARE: Final = 0.95  # of a file that was read to its end
 _MOST_OF_FILE: Final = 1.1  # strings and buffers may take a tenth more than the file
+_SLICES: Final = 4
+_LEAST_SAMPLES: Final = 12
+_STEADY_S: Final = 0.3
 _LEAST_STACKS: Final = 3
+_MOST_STACKS: Final = 2 / 3
+_NEARLY_ALL: Final = 0.9  # of the stacks in which the caller's line is
 _UNSEEN_SHARE, _UNSEEN_BYTES = 0.1, 8 * MIB  # of the need; a kind of memory was not seen
 _NEAR_LIMIT = 0.98  # page cache fills memory up to a limit, so that a peak this near shows no need
 _SHORT_CODE: Final = 48
@@ -114,19 +119,20 @@ def own(frames: Iterable[Frame]) -> Frame | None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The innermost line outside of libraries, or without one the innermost line, of a stack."""
+    """A line of the program that ran when ``stack`` was recorded: the frame with the number ``at``."""
 
     stack: Stack
     frames: tuple[Frame, ...]
+    at: int
 
     @property
     def frame(self) -> Frame:
-        return own(self.frames) or self.frames[0]
+        return self.frames[self.at]
 
     @property
     def inner(self) -> tuple[Frame, ...]:
-        """The frames of libraries that the line called."""
-        return self.frames[: self.frames.index(self.frame)]
+        """The frames that the line called."""
+        return self.frames[: self.at]
 
     @property
     def title(self) -> str:
@@ -134,14 +140,16 @@ class Place:
         one, with the function that has the line, or the code of the line.
         """
         name = ""
-        if inner := self.inner:
-            name = "import" if inner[-1].is_import else inner[-1].short_name
+        if self.at:
+            name = "import" if self.inner[-1].is_import else self.inner[-1].short_name
         # In Python 3.11, a comprehension has a frame of its own without a name, which is skipped.
-        for frame in self.frames[len(inner) :]:
+        for frame in self.frames[self.at :]:
             if name or frame.path != self.frame.path or frame.function == "<module>":
                 break
             name = frame.name
-        name = name or (self.stack.code if len(self.stack.code) <= _SHORT_CODE else "")
+        is_innermost = self.frame == (own(self.frames) or self.frames[0])
+        if not name and is_innermost and len(self.stack.code) <= _SHORT_CODE:
+            name = self.stack.code
         return f"`{name}` ({self.frame.place})" if name else self.frame.place
 
     @property
@@ -163,9 +171,23 @@ class Place:
     def builds(self) -> bool:
         return self.runs(_BUILDS) and not self.copies
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the line only fills tensors that exist, or a library keeps what the line makes."""
+        keeps = any(
+            one.is_import or any(part in one.path for part in _KEEPERS) for one in self.inner
+        )
+        return keeps or bool(_IN_PLACE.fullmatch(self.stack.code))
+
     def runs(self, files: Iterable[str]) -> bool:
         """Return whether a function of one of these files runs."""
         return any(file in frame.path for frame in self.frames for file in files)
+
+
+def _place_of(stack: Stack) -> Place | None:
+    """Return a stack's innermost line outside of libraries, or without one, the innermost line."""
+    frames = read_all(stack.frames)
+    return Place(stack, frames, frames.index(own(frames) or frames[0])) if frames else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +291,7 @@ class Facts:
     @cached_property
     def places(self) -> list[Place]:
         """The lines of all stacks, sorted by the command's memory at the time of the stack."""
-        found = [Place(one, frames) for one in self.ran.stacks if (frames := read_all(one.frames))]
+        found = filter(None, map(_place_of, self.ran.stacks))
         return sorted(found, key=lambda place: (place.stack.usage_bytes, place.stack.t_ns))
 
     def process(self, pid: int) -> Process | None:
@@ -606,11 +628,8 @@ def _child(facts: Facts) -> Cause | None:
 
 
 def _growth(facts: Facts) -> Cause | None:
-    """At one line of code, three readings of the stack found ever more memory."""
     place = facts.place
-    if place is None or _IN_PLACE.fullmatch(place.stack.code):
-        return None  # it only fills a tensor that exists
-    if any(frame.is_import or Place(place.stack, (frame,)).runs(_KEEPERS) for frame in place.inner):
+    if place is None or place.keeps:
         return None
     process = facts.process(place.stack.pid)
     parent = facts.process(process.parent_pid) if process else None
@@ -618,17 +637,65 @@ def _growth(facts: Facts) -> Cause | None:
         copied_bytes = process.copied_bytes  # None: a forked process may have copied much
         if copied_bytes is None or copied_bytes > held_by(process) // 4:
             return None
-    rise = [
-        (one.stack.t_ns, one.stack.usage_bytes)
-        for one in facts.places
-        if one.stack.pid == place.stack.pid and one.frame.place == place.frame.place
-    ]
-    if len({*rise}) < _LEAST_STACKS or rise[-1][1] - rise[0][1] < _LEAST_BYTES:
-        return None
+    usual, how = _usual_place(facts, place), "steadily "
+    if not (rise := _steady_rise(facts, usual)):
+        how = ""
+        rise = [
+            (one.stack.t_ns, one.stack.usage_bytes)
+            for one in facts.places
+            if one.stack.pid == place.stack.pid and one.frame.place == place.frame.place
+        ]
+        if len({*rise}) < _LEAST_STACKS or rise[-1][1] - rise[0][1] < _LEAST_BYTES:
+            return None
     (start_ns, low), (end_ns, high) = rise[0], rise[-1]
     seconds = f"{(end_ns - start_ns) / 1e9:.1f} s"
-    words = f"Anonymous memory grew from {size(low)} to {size(high)} in {seconds}."
-    return Cause("growth", words, "Look for objects that this line of code keeps.")
+    words = f"Anonymous memory grew {how}from {size(low)} to {size(high)} in {seconds}."
+    return Cause("growth", words, "Look for objects that this line of code keeps.", usual)
+
+
+def _steady_rise(facts: Facts, usual: Place) -> list[tuple[int, int]]:
+    """Return time and anonymous memory of the samples from a fifth of its maximum up to the maximum,
+    if memory grew by a similar amount in each quarter of this time, at one line; else nothing.
+    """
+    samples = [(one.t_ns, one.anon_bytes) for one in facts.samples]
+    most = max(range(len(samples)), key=lambda index: samples[index][1], default=-1)
+    start = next((i for i in range(most + 1) if samples[i][1] >= samples[most][1] // 5), 0)
+    rising = samples[start : most + 1]
+    if len(rising) < _LEAST_SAMPLES or usual.keeps:
+        return []
+    (start_ns, low), (end_ns, high) = rising[0], rising[-1]
+    span_ns, grown = end_ns - start_ns, high - low
+    ends = [start_ns + span_ns * number // _SLICES for number in range(_SLICES + 1)]
+    levels = [min(rising, key=lambda one: abs(one[0] - end))[1] for end in ends]
+    if not all(1 / 3 < (b - a) / (grown / _SLICES) < 2 for a, b in pairwise(levels)):
+        return []
+    pid, line = usual.stack.pid, usual.frame.place
+    mine = [one.stack.usage_bytes for one in facts.places if one.stack.pid == pid]
+    stays = facts.grown(pid, lambda one: line in {frame.place for frame in one.frames})
+    is_long = span_ns >= _STEADY_S * 1e9 and grown >= _LEAST_BYTES and len(mine) >= _LEAST_STACKS
+    return rising if is_long and stays >= (max(mine) - min(mine)) / 2 else []
+
+
+def _usual_place(facts: Facts, last: Place) -> Place:
+    """Return the innermost line that is in two thirds of a process's stacks, and is no chance one.
+
+    It is in nearly all stacks of the line that called it: where memory grows at several lines of a
+    function, the caller's line is meant.
+    """
+    places = [
+        (one, [None if frame.is_library else (frame.path, frame.line) for frame in one.frames])
+        for one in facts.places
+        if one.stack.pid == last.stack.pid and not one.waits
+    ]
+    counts = Counter(line for _, lines in places for line in {*lines})
+    found = []
+    for one, lines in places:
+        for at, line in enumerate(lines):
+            caller = next(filter(None, lines[at + 1 :]), line)
+            least = max(_MOST_STACKS * len(places), _NEARLY_ALL * counts[caller])
+            if line and counts[line] >= least:
+                found.append((len(one.frames) - at, Place(one.stack, one.frames, at)))
+    return max(found, key=lambda each: each[0], default=(0, last))[1]
 
 
 def _page_cache(facts: Facts) -> Cause | None:
