@@ -18,9 +18,7 @@ from weighin.cell import Cell
 from weighin.plan.loads import plan_cell
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
-from weighin.recommend.candidates import predicted_ready_s
-from weighin.recommend.slow_disk import behind
-from weighin.recommend.speeds import USUAL
+from weighin.recommend.candidates import USUAL, behind, predicted_ready_s
 from weighin.records import run_folder
 from weighin.result import Outcome
 from weighin.slow_disk import Pace

@@ -22,9 +22,8 @@ from weighin.plan.task import Planned
 from weighin.predict.prediction import PredictedUse, Prediction, Work
 from weighin.recommend import answer
 from weighin.recommend.answer import Advice, Question, check_allowed, gather, parts
-from weighin.recommend.candidates import FitVerdict, Limits
+from weighin.recommend.candidates import FitVerdict, Limits, Speeds
 from weighin.recommend.prior_runs import Evidence
-from weighin.recommend.speeds import Speeds
 from weighin.suite import registry
 from weighin.units import GIB, MIB
 
@@ -137,22 +136,6 @@ def test_for_training_every_way_needs_the_same_and_time_decides(
     assert advised(8 * GIB, use="adamw").best is None
 
 
-def test_uses_that_need_different_amounts_after_different_loads_are_said_so(
-    monkeypatch: MonkeyPatch,
-) -> None:
-    def predict(asked: Sequence[Planned], **_: Any) -> list[Prediction]:
-        found = [_predicted(one) for one in asked]
-        return [
-            replace(one, use=PredictedUse("deepcopy", held, held, held, held, GIB))
-            for one in found
-            if (held := (one.host_anon_peak_bytes or 0))
-        ]
-
-    monkeypatch.setattr(answer, "predict", predict)
-    (note,) = advised(16 * GIB, use="deepcopy").notes
-    assert note == "For the use deepcopy, the ways of loading need 116.0 MiB to 4.1 GiB."
-
-
 def test_no_word_of_the_table_is_broken_in_80_columns() -> None:
     advice = advised(3 * GIB)
     table, _, _ = printed(advice, 80).partition("Use mmap_assign:")
@@ -179,21 +162,6 @@ def test_a_smaller_dtype_is_no_advice_for_a_model_that_has_it() -> None:
     assert printed(advised(64 * MIB, dtype="bfloat16")).endswith(
         "No strategy certainly fits. A higher limit may help.\n"
     )
-
-
-def test_the_best_five_are_shown_with_the_number_of_the_others() -> None:
-    advice = advised(3 * GIB)
-    text = printed(advice, most=5)
-    table, _, _ = text.partition("Memory and time")
-    first = [line.split()[0] for line in table.splitlines() if line.strip()]
-    shown = [one.strategy for one in advice.candidates if one.strategy in first]
-    assert shown == [one.strategy for one in advice.candidates[:5]]
-    assert f"{len(advice.candidates) - 5} more: --all" in text
-    assert "more: --all" not in printed(advice)
-
-
-def test_the_memory_of_imports_is_said_to_be_a_part_of_the_figures() -> None:
-    assert "Memory includes 100.0 MiB of imports." in printed(advised(3 * GIB))
 
 
 def test_where_nothing_fits_no_code_is_given() -> None:
@@ -232,20 +200,6 @@ def test_a_part_of_a_training_checkpoint_is_loaded_without_a_conversion(tmp_path
     asks = {one.strategy: one.asks for one in everything.candidates}
     assert asks["streaming"] == ("weighin",)
     assert asks["load_assign"] == ("saved as pt",)
-
-
-def test_the_json_has_every_candidate_and_the_limits() -> None:
-    advice = advised(3 * GIB)
-    found = json.loads(json.dumps(advice.as_json()))
-    assert found["recommended"] == "mmap_assign"
-    assert (found["ram_limit_bytes"], found["vram_limit_bytes"]) == (3 * GIB, None)
-    assert {one["strategy"] for one in found["candidates"]} == LOADED_TO_CPU
-    first = found["candidates"][0]
-    assert (first["verdict"], first["memory_from"], first["time_from"]) == (
-        "fits", "predicted", "predicted",
-    )  # fmt: skip
-    assert found["code"] == advice.code
-    assert advised(64 * MIB).as_json()["recommended"] is None
 
 
 @pytest.mark.parametrize(
@@ -299,14 +253,6 @@ def test_a_gpu_limit_is_said_and_held(asked: Asked) -> None:
     assert {one.cell.device for one in asked[0]} == {"cuda"}
     assert {one.verdict for one in advice.candidates} == {FitVerdict.TOO_LARGE}
     assert "m as float32 on cuda, 1GiB of GPU memory" in printed(advice)
-
-
-def test_records_come_first_and_say_so(monkeypatch: MonkeyPatch) -> None:
-    lived = Evidence([None], [], 3 * GIB, None, {None: [7.0]})
-    monkeypatch.setattr(answer, "find", lambda *_: {("baseline", "pt"): lived})
-    (found,) = [one for one in advised(8 * GIB).candidates if one.strategy == "baseline"]
-    assert (found.need_bytes, found.memory_from) == (3 * GIB + 16 * MIB, "measured")
-    assert (found.ready_s, found.time_from) == (7.0, "measured")
 
 
 def test_a_machine_that_was_slow_when_it_measured_is_named_the_same(

@@ -4,8 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from weighin.recommend.slow_disk import behind, rate
-from weighin.recommend.speeds import Speeds
+from weighin.recommend.candidates import Speeds, behind, rate
 from weighin.slow_disk import Pace
 
 MB, MS = 1e6, 1_000_000

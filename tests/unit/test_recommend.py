@@ -12,13 +12,13 @@ from weighin.recommend.candidates import (
     Candidate,
     FitVerdict,
     Limits,
+    Speeds,
     assess,
     predicted_ready_s,
+    ranked,
     slowness,
 )
 from weighin.recommend.prior_runs import Evidence
-from weighin.recommend.ranking import ranked
-from weighin.recommend.speeds import Speeds
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB, MIB
 
@@ -136,16 +136,6 @@ def test_a_measured_need_has_the_room_that_a_predicted_one_has() -> None:
     assert found.need_bytes == held.floor_bytes
 
 
-def test_what_was_not_followed_is_not_known() -> None:
-    unknown = Prediction(Cell(ModelSpec("m", "a:b"), "x", "process"), cannot="ValueError: odd")
-    found = assess(info("x"), unknown, None, SPEEDS, Limits(GIB), "pt")
-    assert (found.verdict, found.why, found.ready_s) == (
-        FitVerdict.UNKNOWN,
-        "ValueError: odd",
-        None,
-    )
-
-
 def test_a_gpu_that_is_too_small_refuses() -> None:
     big = replace(prediction("x", 0.1), cuda_reserved_bytes=2 * GIB)
     found = assess(info("x"), big, None, SPEEDS, Limits(None, GIB), "pt")
@@ -169,11 +159,6 @@ def test_the_time_is_that_of_all_that_a_load_does(work: Work, seconds: float) ->
     assert predicted_ready_s(one, SPEEDS) == pytest.approx(seconds + 0.5)  # read once at last
 
 
-def test_pages_of_a_file_are_read_once() -> None:
-    mapped = prediction("x", 0.0, mapped=True)
-    assert predicted_ready_s(mapped, SPEEDS) == pytest.approx(8.0)
-
-
 def timed(strategy: str, ready_s: float, noise_s: float | None = None, **more: Any) -> Candidate:
     """A measured candidate; a predicted one with ``time_from="predicted"``."""
     one = replace(judged(strategy), ready_s=ready_s, noise_s=noise_s, time_from="measured")
@@ -184,16 +169,6 @@ def names(candidates: list[Candidate]) -> list[str]:
     return [one.strategy for one in ranked(candidates)]
 
 
-def test_the_fastest_that_was_measured_comes_first_whatever_it_asks_for() -> None:
-    order = names([
-        timed("mmap_assign", 1.0),
-        timed("streaming", 0.8, asks=("weighin",)),
-        timed("dead", 0.1, verdict=FitVerdict.TOO_LARGE),
-        timed("close", 0.1, verdict=FitVerdict.CLOSE),
-    ])  # fmt: skip
-    assert order == ["streaming", "mmap_assign", "close", "dead"]
-
-
 def test_who_asks_for_less_comes_first_among_what_the_repeats_do_not_tell_apart() -> None:
     order = names([
         timed("far", 9.7),
@@ -202,15 +177,6 @@ def test_who_asks_for_less_comes_first_among_what_the_repeats_do_not_tell_apart(
         timed("best", 9.5, need_bytes=4 * GIB),
     ])  # fmt: skip
     assert order == ["best", "hungry", "fastest", "far"]
-
-
-def test_no_prediction_comes_before_a_faster_measurement() -> None:
-    order = names([
-        timed("per_param_mmap", 2.6, time_from="predicted", asks=("saved as per_param",)),
-        timed("mmap_assign", 0.5, time_from="predicted"),
-        timed("streaming", 0.8, asks=("weighin",)),
-    ])  # fmt: skip
-    assert order == ["streaming", "mmap_assign", "per_param_mmap"]
 
 
 def test_a_prediction_comes_first_where_it_takes_less_than_half_of_what_was_measured() -> None:
@@ -236,33 +202,10 @@ def test_predictions_alone_are_ordered_by_time_and_what_they_ask_where_that_is_t
     ]  # fmt: skip
 
 
-def test_no_conversion_is_named_if_a_package_does_as_well() -> None:
-    predicted: dict[str, Any] = {"time_from": "predicted"}
-    order = names([
-        timed("mmap_assign", 2.0, asks=("saved as pt",), need_bytes=1, **predicted),
-        timed("streaming", 2.1, asks=("weighin", "another"), need_bytes=2, **predicted),
-        timed("safetensors_mmap", 2.1, asks=("safetensors",), need_bytes=3, **predicted),
-    ])  # fmt: skip
-    assert order == ["safetensors_mmap", "streaming", "mmap_assign"]
-
-
-def test_what_python_does_for_each_tensor_takes_time() -> None:
-    one = replace(prediction("x", 1.0), work=Work(cpu_ns=2_000_000_000))
-    assert predicted_ready_s(one, SPEEDS) == pytest.approx(2.5)  # read once at last
-
-
 def test_direct_reads_of_several_ranks_hinder_each_other() -> None:
     one = replace(prediction("x", 1.0), work=Work(read_direct_bytes=2 * MODEL))
     two = replace(one, cell=replace(one.cell, ranks=2))
     assert predicted_ready_s(two, SPEEDS) - predicted_ready_s(one, SPEEDS) == pytest.approx(4.0)
-
-
-def test_a_checkpoint_of_another_layout_must_be_saved_again() -> None:
-    found = assess(
-        info("streaming"), prediction("streaming", 1.0), None, None, Limits(), "safetensors"
-    )
-    assert found.asks == ("saved as pt", "weighin")
-    assert found.ready_s is None
 
 
 def test_what_an_import_takes_is_no_copy_of_a_tiny_model() -> None:
@@ -293,25 +236,6 @@ def test_a_measurement_that_refutes_the_prediction_counts() -> None:
     lived = Evidence([None], [], 6 * GIB, None, {None: [5.0]})
     assert judged(ram=5 * GIB).verdict is FitVerdict.FITS
     assert judged(ram=5 * GIB, evidence=lived).verdict is FitVerdict.TOO_LARGE
-
-
-def test_what_has_worked_with_little_to_spare_is_said_so() -> None:
-    ram = prediction("x", 1.0).floor_bytes or 0
-    lived = Evidence([ram], [], ram - 16 * MIB, None, {ram: [5.0]})
-    assert judged(ram=ram).verdict is FitVerdict.CLOSE
-    assert judged(ram=ram, evidence=lived).verdict is FitVerdict.BARELY
-
-
-def test_what_reads_again_and_again_comes_before_what_may_die() -> None:
-    one = judged("a")
-    order = ranked([
-        replace(one, strategy="dead", verdict=FitVerdict.TOO_LARGE),
-        replace(one, strategy="close", verdict=FitVerdict.CLOSE, ready_s=1.0),
-        replace(one, strategy="barely", verdict=FitVerdict.BARELY, ready_s=1.0),
-        replace(one, strategy="slow", verdict=FitVerdict.THRASHES, ready_s=60.0, need_bytes=1),
-        replace(one, strategy="as slow", verdict=FitVerdict.THRASHES, ready_s=50.0, need_bytes=2),
-    ])  # fmt: skip
-    assert [one.strategy for one in order] == ["slow", "as slow", "barely", "close", "dead"]
 
 
 def test_among_what_reads_again_and_again_no_time_decides() -> None:

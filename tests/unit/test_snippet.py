@@ -6,10 +6,12 @@ from functools import cache
 from importlib.metadata import requires
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import pytest
 import torch
 from fork_server import ForkServer
+from safetensors.torch import save_file
 
 from weighin import formats
 from weighin.checkpoint.checksum import pieces_of
@@ -144,14 +146,34 @@ def test_a_snippet_is_the_strategys_own_code() -> None:
         "    tied = tied_names(model)\n"
         "    model.to_empty(device=device)\n"
         "    retie(model, tied)\n"
-        "    where = device\n"
-        "    state = torch.load(checkpoint, map_location=where, weights_only=True)\n"
+        "    state = torch.load(checkpoint, map_location=device, weights_only=True)\n"
         "    model.load_state_dict(state)\n"
         "    reset_buffers(model, build_model, device, dtype)\n"
         "    return model\n"
         "\n\n"
         "# model = load_model(build_model, 'x.pt')   # build_model() returns your model\n"
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["mmap_assign", "load_assign", "meta_copy", "safetensors_mmap"])
+def test_the_code_for_a_plain_model_has_no_helpers_and_is_right(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+
+    kind, saved = getattr(torch, dtype), build().state_dict()
+    path = tmp_path / "weights"
+    save_file(saved, path) if name.startswith("safe") else torch.save(saved, path)
+    text = snippet(registry.strategy(name), dtype=dtype, is_mixed=False, computes_buffers=False)
+    assert len([line for line in text.splitlines() if line]) <= 12
+    names: dict[str, Any] = {}
+    exec(text, names)
+    state = names["load_model"](build, str(path)).state_dict()
+    for key, tensor in build().to(kind).state_dict().items():
+        assert state[key].dtype == tensor.dtype
+        assert torch.equal(state[key], saved[key].to(tensor.dtype))
 
 
 def test_only_a_strategy_of_ours_imports_us() -> None:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from weighin.recommend.answer import Advice, Question
-    from weighin.recommend.pipeline import PipelineAdvice
+    from weighin.recommend.answer import Advice, PipelineAdvice, Question
 
 EXAMPLES = {
     "Recommend a strategy for a machine with 8 GiB of RAM": "weighin recommend gpt2-xl --ram 8g",
@@ -132,7 +131,7 @@ def _pipeline(
     """Recommend a strategy for each part of a pipeline; return the advice, and what to print."""
     from weighin.cli._progress import steps
     from weighin.formats import pipeline
-    from weighin.recommend import pipeline as recommending
+    from weighin.recommend import answer
 
     _arguments.refuse(
         context, ("use",), "--use needs one model, not a pipeline", "give the folder of one part"
@@ -142,8 +141,8 @@ def _pipeline(
         for part in pipeline.read(path).models
     }
     with steps(_console.err()) as say:
-        advice = recommending.advise_pipeline(path.resolve().name, questions, say)
-    return advice, recommending.parts(advice)
+        advice = answer.advise_pipeline(path.resolve().name, questions, say)
+    return advice, answer.pipeline_parts(advice)
 
 
 def _question(typed: dict[str, Any]) -> "Question":

@@ -131,6 +131,8 @@ class Prediction:
             allocator; None if the device is the CPU.
         disk_read_bytes: the bytes read from the checkpoint if no page of it is cached.
         reasons: phrases that explain the peak, such as "keeps two copies of the weights".
+        is_mixed: whether the model may have tied weights, or several floating-point dtypes.
+        computes_buffers: whether the model may have buffers that no checkpoint has.
         cannot: the reason why the cell has no prediction and all figures are None; empty if the cell
             was predicted.
     """
@@ -156,6 +158,8 @@ class Prediction:
     reasons: tuple[str, ...] = field(default_factory=tuple)
     use: PredictedUse | None = None
     checkpoint_dtype: str = ""
+    is_mixed: bool = True
+    computes_buffers: bool = True
 
     @property
     def floor_least_bytes(self) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from weighin.cell import Cell
+from weighin.construction.tensors import tied_names
 from weighin.predict.allocator import CachingAllocator
 from weighin.predict.dispatch import Operations
 from weighin.predict.fake_cuda import pretended
@@ -136,6 +137,7 @@ def _ready(
         for kind in ("requested", "allocated", "reserved")
     }
     work = Work(**ledger.work)
+    kinds = {one.dtype for one in tensors.values() if one.is_floating_point() or one.is_complex()}
     most_bytes = max(ledger.most_anon_bytes, ledger.peak_anon_bytes)
     return Prediction(
         cell,
@@ -160,6 +162,8 @@ def _ready(
                 highest["cuda_requested_bytes"],
             )
         ),
+        is_mixed=bool(tied_names(model)) or not kinds <= {getattr(torch, cell.dtype)},
+        computes_buffers=any(each._non_persistent_buffers_set for each in model.modules()),
         **highest,
     )
 

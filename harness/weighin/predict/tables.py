@@ -34,6 +34,7 @@ _PEAKS: Final = {
     "use_anon_most_bytes": "anonymous in use, high",
     "children_private_bytes": "forked processes",
 }
+_INSIDE: Final = ("cell", "is_mixed", "computes_buffers")
 _OF_USE: Final = "all_peak_bytes"
 _ON_GPU: Final = {
     "CUDA re-\nquested": "cuda_requested_bytes",
@@ -53,7 +54,9 @@ def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
                 "device": prediction.cell.device,
                 "dtype": prediction.cell.dtype,
                 "options": prediction.cell.options,
-                **{name: value for name, value in asdict(prediction).items() if name != "cell"},
+                **{
+                    name: value for name, value in asdict(prediction).items() if name not in _INSIDE
+                },
             }
             for prediction in predictions
         ]

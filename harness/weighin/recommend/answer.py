@@ -1,4 +1,7 @@
-"""Answer ``weighin recommend``: judge every strategy, and print the code of the best one."""
+"""Answer ``weighin recommend``: judge every strategy, and print the code of the best one.
+
+A pipeline of diffusers gets an answer for each of its parts.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -7,10 +10,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Final
 
-from rich.box import SIMPLE_HEAD
-from rich.console import RenderableType
 from rich.markup import escape
-from rich.table import Table
 
 from weighin import formats
 from weighin.cell import FORWARD, SYNTHESISED, TRAINING, Cell, ModelSpec
@@ -35,18 +35,19 @@ from weighin.predict.prediction import Prediction
 from weighin.recommend.candidates import (
     OWN_CODE,
     SAVED_AS,
+    USUAL,
     Candidate,
     FitVerdict,
     Limits,
     assess,
+    behind,
     doubt_bytes,
+    ranked,
     slowness,
 )
 from weighin.recommend.prior_runs import Evidence, find
-from weighin.recommend.ranking import ranked
-from weighin.recommend.slow_disk import behind
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
-from weighin.recommend.speeds import USUAL
+from weighin.show.table import Column, Entry, Table
 from weighin.slow_disk import Pace
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
@@ -55,10 +56,15 @@ from weighin.units import format_bytes
 ALLOWED: Final = ("resave", "packages", "weighin")
 """The words of --allow: each names a requirement that the recommended strategy may have."""
 
-_STYLES: Final = {FitVerdict.FITS: "green", FitVerdict.TOO_LARGE: "red", FitVerdict.UNKNOWN: "dim"}
+_KINDS: Final = {
+    FitVerdict.FITS: "survives",
+    FitVerdict.TOO_LARGE: "killed",
+    FitVerdict.UNKNOWN: "dim",
+}
 SHOWN: Final = 5
 """The number of strategies that ``weighin recommend`` shows without --all."""
-_NO_SOURCE: Final = "-"
+_TOGETHER: Final = "together"
+_ONE_AFTER_THE_OTHER: Final = "one after the other"
 _AS_IT_IS: Final = Pace()
 _USABLE: Final = (FitVerdict.FITS, FitVerdict.THRASHES, FitVerdict.BARELY)
 
@@ -266,15 +272,21 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
             each.use_floor_bytes for each in prior.predictions if each.use_floor_bytes is not None
         ),
     )
-    options = {one.cell.strategy: one.cell.options for one in prior.planned}
-    return replace(advice, code=_code(advice, prior.checkpoint_format, options))
+    return replace(advice, code=_code(advice, prior))
 
 
-def _code(advice: Advice, checkpoint_format: str, options: Mapping[str, Mapping[str, Any]]) -> str:
+def _code(advice: Advice, prior: PriorKnowledge) -> str:
     """Return the code of the recommended strategy; an empty text without a recommended strategy."""
     question, best, checkpoint = advice.question, advice.best, advice.question.checkpoint
     if not best:
         return ""
+    planned, predicted = next(
+        pair
+        for pair in zip(prior.planned, prior.predictions, strict=True)
+        if pair[0].cell.strategy == best.strategy
+    )
+    # Of a checkpoint alone, nobody knows what the constructor of its model does.
+    knows_model = question.model.builder != SYNTHESISED
     info = registry.strategy(best.strategy)
     adapter = str(adapter_of(question.model) or "")
     if checkpoint and (folder := _folder(question)) and info.maps_keys and not info.shares_load:
@@ -282,13 +294,13 @@ def _code(advice: Advice, checkpoint_format: str, options: Mapping[str, Mapping[
         return pretrained_snippet(
             info, model["architecture"], device=question.device, dtype=question.dtype,
             folder=folder,
-            gguf_file=checkpoint.name if checkpoint_format == gguf.NAME else "",
+            gguf_file=checkpoint.name if prior.checkpoint_format == gguf.NAME else "",
             auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
             variant=variant_of(checkpoint),
             is_chosen=_is_chosen(model),
             extra=library_in(model["config"]).extra,
             adapter=adapter,
-            quantisation=None if checkpoint_format == gguf.NAME else dequantising(Path(folder)),
+            quantisation=None if prior.checkpoint_format == gguf.NAME else dequantising(Path(folder)),
         )  # fmt: skip
     path = str(checkpoint or "model.pt")
     if advice.saves_again:
@@ -296,8 +308,10 @@ def _code(advice: Advice, checkpoint_format: str, options: Mapping[str, Mapping[
     try:
         return snippet(
             info, device=question.device, dtype=question.dtype, checkpoint=path,
-            options={} if advice.saves_again else options[best.strategy], adapter=adapter,
+            options={} if advice.saves_again else planned.cell.options, adapter=adapter,
             keeps_dtypes=is_folder(question.model),
+            is_mixed=predicted.is_mixed or not knows_model,
+            computes_buffers=predicted.computes_buffers or not knows_model,
         )  # fmt: skip
     except CannotWriteOut as why:
         return (
@@ -327,46 +341,48 @@ def _is_chosen(model: Mapping[str, Any]) -> bool:
     return library_in(model["config"]) is TRANSFORMERS and model["architecture"] not in named
 
 
-def parts(advice: Advice, most: int | None = None) -> Iterator[RenderableType]:
+def parts(advice: Advice, most: int | None = None) -> Iterator[Table | str]:
     """Yield what ``weighin recommend`` prints: a table of ``most`` strategies, notes, and code."""
     asked = advice.question
-    sources = [_sources(candidate) for candidate in advice.candidates]
-    known = list(dict.fromkeys(source for source in sources if source != _NO_SOURCE))
-    same = len(known) == 1
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    sources = {
+        one.strategy: ", ".join(dict.fromkeys(filter(None, (one.memory_from, one.time_from))))
+        or "-"
+        for one in advice.candidates
+    }
+    known = [one for one in dict.fromkeys(sources.values()) if one != "-"]
     of_ranks = f" in {asked.ranks} ranks" if asked.ranks > 1 else ""
     of_ranks += f" from a disk of {asked.disk}" if asked.disk else ""
     of_ranks += f" for the use {asked.use}" if asked.use else ""
     load = f"{asked.model.title} as {asked.dtype} on {asked.device}{of_ranks}"
-    table.title = f"{load}, {asked.limits}"
-    notes = [f"Memory and time are {known[0]}."] if same else []
+    notes = [f"Memory and time are {known[0]}."] if len(known) == 1 else []
     if advice.import_bytes:
         notes.append(f"Memory includes {format_bytes(advice.import_bytes, digits=1)} of imports.")
     if asked.disk:
         notes.append("Ready: the time until every byte of the model was read once.")
-    hidden = len(advice.candidates[most:]) if most else 0
-    if hidden:
+    if hidden := len(advice.candidates[most:]) if most else 0:
         notes.append(f"{hidden} more: --all")
-    table.caption = "\n".join(notes) or None
-    table.add_column("strategy", no_wrap=True)
-    for heading in ("verdict", "why"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("margin", justify="right", no_wrap=True)
-    table.add_column("ready", justify="right", no_wrap=True)
-    for heading in [*([] if same else ["memory, time"]), "requires"]:
-        table.add_column(heading, overflow="fold")
-    for candidate, source in zip(advice.candidates[:most], sources, strict=False):
-        margin, ready_s = candidate.margin_bytes, candidate.ready_s
-        table.add_row(
-            escape(candidate.strategy),
-            f"[{_STYLES.get(candidate.verdict, 'yellow')}]{candidate.verdict}[/]",
-            escape(candidate.why),
-            "-" if margin is None else format_bytes(margin, digits=1),
-            "-" if ready_s is None else f"{ready_s:.1f} s",
-            *([] if same else [source]),
-            escape(", ".join(map(_requirement, candidate.asks))),
-        )
-    yield table
+    columns = [
+        *(Column(name, is_name=True) for name in ("strategy", "verdict", "why")),
+        *(Column(name) for name in ("margin", "ready")),
+        *([] if len(known) == 1 else [Column("memory, time", is_name=True)]),
+        Column("requires", is_name=True),
+    ]
+    rows: list[list[Entry | str]] = [
+        [
+            one.strategy,
+            Entry(one.verdict, kind=_KINDS.get(one.verdict, "thrashes")),
+            one.why,
+            "-" if one.margin_bytes is None else format_bytes(one.margin_bytes, digits=1),
+            "-" if one.ready_s is None else f"{one.ready_s:.1f} s",
+            *([] if len(known) == 1 else [sources[one.strategy]]),
+            ", ".join(
+                name if name.startswith((SAVED_AS, OWN_CODE)) else f"package {name}"
+                for name in one.asks
+            ),
+        ]
+        for one in advice.candidates[:most]
+    ]
+    yield Table(f"{load}, {asked.limits}", columns, rows, notes)
     yield from (f"{escape(note)}\n" for note in advice.notes)
     if advice.best is None:
         yield escape(_no_best(advice))
@@ -410,17 +426,6 @@ def _help(dtype: str) -> str:
 def _file_name(fmt: str) -> str:
     """Return the name of the converted checkpoint, for the printed code and ``weighin convert``."""
     return f"weights{formats.named(fmt).SUFFIX}"
-
-
-def _sources(candidate: Candidate) -> str:
-    return (
-        ", ".join(dict.fromkeys(filter(None, (candidate.memory_from, candidate.time_from))))
-        or _NO_SOURCE
-    )
-
-
-def _requirement(asked: str) -> str:
-    return asked if asked.startswith((SAVED_AS, OWN_CODE)) else f"package {asked}"
 
 
 def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
@@ -470,3 +475,119 @@ def _is_allowed(candidate: Candidate, allow: Sequence[str]) -> bool:
         if (asked if asked == "weighin" else kind) not in allow:
             return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineAdvice:
+    """The advice for each part of a pipeline of diffusers, for both ways to load the parts.
+
+    "Together": while a part is loaded, all other parts are in memory, and their weights are subtracted
+    from the limit. "One after the other": each part is freed before the next part is loaded, so that
+    each load has the whole limit.
+    """
+
+    title: str
+    limits: Limits
+    sizes: Mapping[str, int]
+    together: Mapping[str, Advice]
+    one_after_the_other: Mapping[str, Advice]
+
+    @property
+    def best(self) -> str:
+        """The way in which all parts surely fit: "together", else "one after the other"; else ""."""
+        for held, advices in (
+            (_TOGETHER, self.together),
+            (_ONE_AFTER_THE_OTHER, self.one_after_the_other),
+        ):
+            if all(each.best for each in advices.values()):
+                return held
+        return ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the answer as data for ``--json``."""
+        return {
+            "pipeline": self.title,
+            "ram_limit_bytes": self.limits.ram_bytes,
+            "vram_limit_bytes": self.limits.vram_bytes,
+            "recommended": self.best or None,
+            "parts": [
+                {
+                    "name": name,
+                    "model_bytes": self.sizes[name],
+                    "together": self.together[name].as_json(),
+                    "one_after_the_other": self.one_after_the_other[name].as_json(),
+                }
+                for name in self.sizes
+            ],
+        }
+
+
+def advise_pipeline(
+    title: str, questions: Mapping[str, Question], say: Callable[[str], None]
+) -> PipelineAdvice:
+    """Return the advice for each part of a pipeline; every question has the limits of the whole pipeline.
+
+    Raises:
+        HarnessError: a part of the pipeline, or the records of a run, cannot be read.
+    """
+    prior = {
+        name: gather(question, lambda text, name=name: say(f"{name}: {text}"))  # type: ignore[misc]
+        for name, question in questions.items()
+    }
+    sizes = {
+        name: max((one.model_bytes or 0 for one in each.predictions), default=0)
+        for name, each in prior.items()
+    }
+    others = {name: sum(sizes.values()) - size for name, size in sizes.items()}
+    together = {
+        name: advise(replace(question, limits=_left(question, others[name])), prior[name])
+        for name, question in questions.items()
+    }
+    alone = {name: advise(question, prior[name]) for name, question in questions.items()}
+    limits = next(iter(questions.values())).limits
+    return PipelineAdvice(title, limits, sizes, together, alone)
+
+
+def _left(question: Question, held_bytes: int) -> Limits:
+    """Return the limits of a load while other parts take ``held_bytes`` on the same device."""
+    ram, vram = question.limits.ram_bytes, question.limits.vram_bytes
+    if question.device == "cpu":
+        return Limits(None if ram is None else max(1, ram - held_bytes), vram)
+    return Limits(ram, None if vram is None else max(1, vram - held_bytes))
+
+
+def pipeline_parts(advice: PipelineAdvice) -> Iterator[Table | str]:
+    """Yield what ``weighin recommend`` prints for a pipeline: a table, and the code for each part."""
+
+    def choice(one: Advice) -> Entry | str:
+        if one.best is None:
+            return Entry("does not fit", kind="killed")
+        return f"{one.best.strategy}: {one.best.verdict}"
+
+    size = format_bytes(sum(advice.sizes.values()))
+    yield Table(
+        f"{advice.title} ({size}), all parts, {advice.limits}",
+        [Column(one, is_name=True) for one in ("part", "size", _TOGETHER, _ONE_AFTER_THE_OTHER)],
+        [
+            [
+                name,
+                format_bytes(part_bytes, digits=1),
+                choice(advice.together[name]),
+                choice(advice.one_after_the_other[name]),
+            ]
+            for name, part_bytes in advice.sizes.items()
+        ],
+    )
+    yield (
+        f"{_TOGETHER}: every part stays in memory, and each load has the rest of the limit;"
+        f" {_ONE_AFTER_THE_OTHER}: each part is freed before the next one is loaded.\n"
+    )
+    chosen = advice.together if advice.best == _TOGETHER else advice.one_after_the_other
+    if not advice.best:
+        dtype = next(iter(chosen.values())).question.dtype
+        yield f"The pipeline is not sure to fit. {_help(dtype)}"
+        return
+    yield f"Load the parts {advice.best}:\n"
+    for name, one in chosen.items():
+        assert one.best is not None
+        yield escape(f"# {name}: {one.best.strategy}\n{one.code}")

@@ -1,20 +1,23 @@
-"""Judge a strategy: whether its load fits under the limits, and how long the load takes."""
+"""Judge each strategy: whether its load fits under the limits, how long it takes, and which is the best."""
 
+import math
+import os
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Final
 
 from weighin.cell import Cell
 from weighin.formats.pretrained_folder import is_folder
 from weighin.formats.pretrained_library import LIBRARIES
+from weighin.loader.direct_io import TimedRead, choose
 from weighin.predict.prediction import Prediction
 from weighin.recommend.prior_runs import Evidence
-from weighin.recommend.speeds import Speeds
+from weighin.slow_disk import LARGEST_READ_BYTES, Pace
 from weighin.suite.packages import name_of
 from weighin.suite.registry import StrategyInfo
-from weighin.units import MIB, format_bytes, format_exact
+from weighin.units import GIB, MIB, format_bytes, format_exact
 
 MEASURED: Final = "measured"
 SAVED_AS: Final = "saved as "
@@ -28,6 +31,16 @@ _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # the largest error of a predicted 
 _OF_FOLDERS: Final = frozenset({"safetensors", *(each.name for each in LIBRARIES)})
 """Packages that users of Hugging Face folders have, so that they do not count as requirements."""
 _OURS: Final = frozenset({"streaming"})
+_DOUBT_TIMES: Final = 2.0
+"""A strategy with a predicted time precedes a measured one only if it is faster by this factor."""
+_SAME_TIME: Final = 1.2
+"""Predicted times within this factor count as equal, because predictions are no more accurate."""
+_CONVERSION_S: Final = 1.0
+"""A conversion takes this time, and as long as a load: that much longer a predicted load counts."""
+READ_AHEAD: Final = 2
+"""The number of requests that the kernel sends at once for sequential reads: the one for which the
+reader waits, and the next one (read-ahead)."""
+_OPENING: Final = 6  # requests in sequence, to open a file of torch.save and read its index
 
 
 class FitVerdict(StrEnum):
@@ -53,6 +66,45 @@ class Limits:
         limits = [f"{format_exact(self.ram_bytes)} of RAM"] if self.ram_bytes else []
         limits += [f"{format_exact(self.vram_bytes)} of GPU memory"] if self.vram_bytes else []
         return " and ".join(limits) or "without a limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """A machine's speeds in bytes per second, and costs in seconds.
+
+    The defaults are those of a small cloud machine. They order strategies better than speeds that
+    are measured on the machine within seconds: such figures differ by a factor of two between two
+    measurements (docs/decisions/0023-recommend.md).
+
+    Attributes:
+        read_bytes_per_s: reading a file that is not in the page cache: one thread, buffered.
+        read_direct_bytes_per_s: reading such a file with direct I/O, by several threads.
+        map_bytes_per_s: reading such a file through a mapping.
+        fault_bytes_per_s: writing to memory for the first time, without a request for huge pages.
+        copy_bytes_per_s: copying memory that was written before.
+        init_bytes_per_s: initialising a tensor with random numbers, as constructors do.
+        archive_s: opening a file with ``torch.load``.
+        module_s: importing one Python module.
+    """
+
+    read_bytes_per_s: float = 1.2 * GIB
+    read_direct_bytes_per_s: float = 2.3 * GIB
+    map_bytes_per_s: float = 1.2 * GIB
+    fault_bytes_per_s: float = 1.5 * GIB
+    copy_bytes_per_s: float = 8 * GIB
+    init_bytes_per_s: float = 0.5 * GIB
+    archive_s: float = 0.001
+    module_s: float = 0.0009
+
+    def slowed(self, times: float) -> "Speeds":
+        """Return the speeds of a machine on which all work takes ``times`` times as long."""
+        return Speeds(**{
+            name: value / times if name.endswith("_per_s") else value * times
+            for name, value in asdict(self).items()
+        })  # fmt: skip
+
+
+USUAL: Final = Speeds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,3 +303,93 @@ def _asks(info: StrategyInfo, cell: Cell, checkpoint_format: str) -> list[str]:
     if info.name in _OURS:
         asked.append("weighin")
     return asked
+
+
+def behind(speeds: Speeds, pace: Pace) -> Speeds:
+    """Return a machine's speeds as if its disk had the rate and the latency of ``pace``.
+
+    The time of a request is the latency, plus its bytes divided by the rate. A reader that sends n
+    requests of 128 KiB at once reads n * 128 KiB in the time of one, but not faster than the rate.
+    """
+    if not pace:
+        return speeds
+    # As many threads as ``load_streaming`` uses for such a disk.
+    sizes = (4096, LARGEST_READ_BYTES)
+    timed = [TimedRead(size, round(_request_s(pace, size) * 1e9)) for size in sizes]
+    mapped = READ_AHEAD * (os.cpu_count() or 1)  # one thread per processor reads a mapped model
+    return replace(
+        speeds,
+        read_bytes_per_s=min(speeds.read_bytes_per_s, rate(pace, READ_AHEAD)),
+        read_direct_bytes_per_s=min(
+            speeds.read_direct_bytes_per_s, rate(pace, choose(timed).threads)
+        ),
+        map_bytes_per_s=min(speeds.map_bytes_per_s, rate(pace, mapped)),
+        archive_s=speeds.archive_s + _OPENING * (pace.latency_ns or 0) / 1e9,
+    )
+
+
+def rate(pace: Pace, requests: int) -> float:
+    """Return the bytes per second of a reader that sends ``requests`` requests of 128 KiB at once."""
+    request_s = _request_s(pace, LARGEST_READ_BYTES)
+    of_requests = requests * LARGEST_READ_BYTES / request_s if request_s else math.inf
+    return min(pace.bytes_per_s or math.inf, of_requests)
+
+
+def _request_s(pace: Pace, nbytes: int) -> float:
+    sent_s = nbytes / pace.bytes_per_s if pace.bytes_per_s else 0.0
+    return (pace.latency_ns or 0) / 1e9 + sent_s
+
+
+def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the strategies from the best to the worst: by verdict, then by the time of the load.
+
+    If any strategy of a verdict was measured, predicted times count double. Strategies about as fast
+    as the fastest one are ordered: measured before predicted, without a conversion of the checkpoint
+    before with one, then by their number of other requirements, then by RAM. "About as fast" means
+    within ``noise_s`` of the fastest one, or within 20 % if that was not measured. Strategies that
+    thrash are ordered by requirements and RAM before the time.
+    """
+    return [
+        one
+        for verdict in FitVerdict
+        for one in _by_time([each for each in candidates if each.verdict is verdict])
+    ]
+
+
+def _by_time(alike: Sequence[Candidate]) -> list[Candidate]:
+    """Return the strategies of one verdict from the best to the worst."""
+    is_any_measured = any(one.time_from == MEASURED for one in alike)
+
+    def counted_s(candidate: Candidate) -> float:
+        if candidate.ready_s is None:
+            return float("inf")
+        if candidate.time_from == MEASURED:
+            return candidate.ready_s
+        time_s = candidate.ready_s * (_DOUBT_TIMES if is_any_measured else 1)
+        return 2 * time_s + _CONVERSION_S if _demands(candidate)[0] else time_s
+
+    as_fast_s = 0.0
+    if fastest := min(alike, key=counted_s, default=None):
+        as_fast_s = counted_s(fastest)
+        if fastest.time_from == MEASURED:
+            as_fast_s += fastest.noise_s or 0.0
+        else:
+            as_fast_s *= _SAME_TIME
+
+    def key(candidate: Candidate) -> tuple[object, ...]:
+        time_s = counted_s(candidate)
+        # A load that thrashes takes another time under each limit, so its time decides last.
+        if candidate.verdict is FitVerdict.THRASHES:
+            return *_demands(candidate), time_s, candidate.strategy
+        is_slower = time_s > as_fast_s
+        is_doubted = is_any_measured and candidate.time_from != MEASURED
+        demands = (0, 0, 0) if is_slower else _demands(candidate)
+        return is_slower, is_doubted and not is_slower, *demands, time_s, candidate.strategy
+
+    return sorted(alike, key=key)
+
+
+def _demands(candidate: Candidate) -> tuple[int, int, int]:
+    """Return the number of conversions, then of other requirements such as packages, then the RAM."""
+    conversions = sum(asked.startswith(SAVED_AS) for asked in candidate.asks)
+    return conversions, len(candidate.asks) - conversions, candidate.need_bytes or 0

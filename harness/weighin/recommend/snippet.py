@@ -6,17 +6,20 @@ loader is too long to paste, so that code that uses the loader still imports it.
 
 import ast
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from shlex import quote
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from weighin import install
 from weighin.formats.pretrained_library import DIFFUSERS, TIMM, TRANSFORMERS
 from weighin.strategy import HELPERS
 from weighin.suite.packages import name_of
 from weighin.suite.registry import StrategyInfo
+
+if TYPE_CHECKING:  # for reset_buffers, which is not run here
+    import torch
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _KEPT: Final = ("weighin.loader.load", "weighin.construction.skeleton")
@@ -39,13 +42,19 @@ def snippet(
     options: Mapping[str, Any] = MappingProxyType({}),
     adapter: str = "",
     keeps_dtypes: bool = False,
+    is_mixed: bool = True,
+    computes_buffers: bool = True,
 ) -> str:
     """Return the code of a strategy as a Python program that runs without changes.
 
-    ``options`` are the values of the strategy's options that differ from their defaults. The last
-    lines, which the user completes, also merge the adapter in the folder ``adapter``. With
-    ``keeps_dtypes``, the user's function builds the model in ``dtype``, and the code converts no
-    tensor: a library's models have buffers that stay in float32.
+    Args:
+        options: the values of the strategy's options that differ from their defaults.
+        adapter: the folder of an adapter, which the last lines merge; empty for none.
+        keeps_dtypes: whether the user's function builds the model in ``dtype``, so that the code
+            converts no tensor: a library's models have buffers that stay in float32.
+        is_mixed: whether the model may have tied weights, or tensors of several floating-point
+            dtypes. Otherwise it needs no helpers for them.
+        computes_buffers: whether the model may have buffers that no checkpoint has.
 
     Raises:
         CannotWriteOut: the strategy cannot become a plain function; the message says why.
@@ -53,18 +62,30 @@ def snippet(
     if info.pretrained:
         raise CannotWriteOut("the strategy loads Hugging Face folders only")
     tree = ast.parse(info.path.read_text(encoding="utf-8"))
-    plain = _Plain(options, convert=dtype != "float32", keeps_dtypes=keeps_dtypes)
-    imports, functions = ["import torch"], []
+    plain = _Plain(
+        options,
+        convert=dtype != "float32",
+        keeps_dtypes=keeps_dtypes,
+        is_mixed=is_mixed or keeps_dtypes,
+        computes_buffers=computes_buffers,
+    )
+    imports = ["import torch"]
+    nodes = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    functions = [_function(node, plain, device, dtype) for node in nodes]
+    used = {
+        one.id
+        for text in functions
+        for one in ast.walk(ast.parse(text))
+        if isinstance(one, ast.Name)
+    }
     parts: list[str] = []
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            kept, written = _import(node)
+            kept, written = _import(node, used)
             imports += kept
             parts += written
-        elif isinstance(node, ast.FunctionDef):
-            functions.append(_function(node, plain, device, dtype))
-    if plain.resets:
-        parts += _sources("weighin.recommend.pasted", "reset_buffers")
+    if "reset_buffers" in used:
+        parts += _sources(__name__, "reset_buffers")
     body = "\n\n\n".join(part.strip("\n") for part in [*dict.fromkeys(parts), *functions])
     lines = sorted(dict.fromkeys(imports), key=lambda line: (line.startswith("from"), line))
     if needed := _needed(info, lines):
@@ -156,7 +177,7 @@ def _needed(info: StrategyInfo, lines: list[str]) -> list[str]:
     return [*info.packages, *others]
 
 
-def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
+def _import(node: ast.Import | ast.ImportFrom, used: Container[str]) -> tuple[list[str], list[str]]:
     """Return the import lines to keep, and the sources of functions that replace other imports."""
     if isinstance(node, ast.Import):
         return [ast.unparse(node)], []
@@ -169,7 +190,7 @@ def _import(node: ast.Import | ast.ImportFrom) -> tuple[list[str], list[str]]:
         if source in _KEPT:
             kept.append(f"from {module} import {alias.name}")
         elif source == "weighin.construction.tensors":
-            written += _sources(source, alias.name)
+            written += _sources(source, alias.name) if alias.name in used else []
         elif source != "weighin.strategy":  # weighin.strategy has only types, no code to paste
             raise CannotWriteOut(
                 f"its file imports {alias.name} from {module}, which pasted code cannot import"
@@ -193,6 +214,7 @@ def _function(node: ast.FunctionDef, plain: "_Plain", device: str, dtype: str) -
     is_load = node.name == "load"
     plain.job = node.args.args[0].arg if is_load and node.args.args else None
     new = ast.fix_missing_locations(plain.visit(node))
+    _inline(new)
     for one in ast.walk(new):
         if isinstance(one, ast.Name) and is_load and one.id == plain.job:
             raise CannotWriteOut(
@@ -205,15 +227,65 @@ def _function(node: ast.FunctionDef, plain: "_Plain", device: str, dtype: str) -
     return f"{head}\n{body}"
 
 
+def _inline(function: ast.FunctionDef) -> None:
+    """Replace local names that stand for another name or a constant, and drop what nothing uses."""
+    names = [one for one in ast.walk(function) if isinstance(one, ast.Name)]
+    for statement in [*function.body]:
+        match statement:
+            case ast.Assign([ast.Name(id=name)], value):
+                uses = [one for one in names if one.id == name and isinstance(one.ctx, ast.Load)]
+                stores = [one for one in names if one.id == name and isinstance(one.ctx, ast.Store)]
+                of_ties = isinstance(value, ast.Call) and ast.unparse(value.func) == "tied_names"
+                if len(stores) == 1 and not uses and of_ties:
+                    function.body.remove(statement)
+                if len(stores) == len(uses) == 1 and isinstance(value, ast.Name | ast.Constant):
+                    replaced = _Replaced(uses[0], value)
+                    function.body = [
+                        replaced.visit(one) for one in function.body if one is not statement
+                    ]
+
+
+class _Replaced(ast.NodeTransformer):
+    def __init__(self, old: ast.Name, new: ast.expr) -> None:
+        self._old, self._new = old, new
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._new if node is self._old else node
+
+
 class _Plain(ast.NodeTransformer):
     """Remove ``job`` from a function: ``job.phase`` disappears, and ``job.device`` becomes ``device``."""
 
-    def __init__(self, options: Mapping[str, Any], *, convert: bool, keeps_dtypes: bool) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        *,
+        convert: bool,
+        keeps_dtypes: bool,
+        is_mixed: bool,
+        computes_buffers: bool,
+    ) -> None:
         self.job: str | None = None
-        self.resets = False
         self._convert = convert and not keeps_dtypes
         self._keeps_dtypes = keeps_dtypes
+        self._is_mixed = is_mixed
+        self._computes_buffers = computes_buffers
         self._options = options
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | list[ast.stmt] | None:
+        """Leave out helpers that a model without tied weights and computed buffers does not need."""
+        match node.value:
+            case ast.Call(ast.Attribute(attr="reset_buffers")) if not self._computes_buffers:
+                return None
+            case ast.Call(ast.Name("retie" | "share_missing")) if not self._is_mixed:
+                return None
+            case ast.Call(ast.Name("assign"), [ast.Name(model), ast.Name(state), _]) if (
+                not self._is_mixed
+            ):
+                # Without the names of the state dict, each tensor is freed once it is converted.
+                text = f"{model}.load_state_dict({state}, assign=True)\ndel {state}\n{model}.to(device, dtype)"
+                return ast.parse(text).body
+        return self.generic_visit(node)
 
     def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
@@ -224,7 +296,6 @@ class _Plain(ast.NodeTransformer):
         if self._is_call(node, "build_model"):
             return _expression("build_model().to(dtype)" if self._convert else "build_model()")
         if self._is_call(node, "reset_buffers"):
-            self.resets = True
             model = ast.unparse(node.args[0])
             dtype = None if self._keeps_dtypes else "dtype"
             return _expression(f"reset_buffers({model}, build_model, device, {dtype})")
@@ -284,3 +355,24 @@ class _Plain(ast.NodeTransformer):
 
 def _expression(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
+
+
+def reset_buffers(model, build_model, device, dtype):  # type: ignore[no-untyped-def]
+    """Give each non-persistent buffer the value that the model's constructor computes."""
+    if not any(module._non_persistent_buffers_set for module in model.modules()):
+        return
+
+    def to_meta(module, name, parameter):  # type: ignore[no-untyped-def]  # noqa: ARG001, RET503
+        if parameter is not None:
+            return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(to_meta)
+    try:
+        fresh = build_model()
+    finally:
+        hook.remove()
+    for module, other in zip(model.modules(), fresh.modules(), strict=True):
+        for name in module._non_persistent_buffers_set:
+            if (buffer := other._buffers[name]) is not None:
+                kind = dtype if dtype and buffer.is_floating_point() else buffer.dtype
+                module._buffers[name] = buffer.to(device, kind)
