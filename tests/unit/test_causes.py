@@ -77,15 +77,6 @@ def test_two_copies_of_the_weights() -> None:
     )
 
 
-def test_two_copies_of_a_file_that_torch_does_not_map_are_left_to_recommend() -> None:
-    shards = tuple(
-        replace(WEIGHTS, path=f"/data/{n}.safetensors", size_bytes=128 * MIB) for n in "ab"
-    )
-    cause = found(*loading(shards))
-    assert cause
-    assert cause.hint == "Try weighin recommend /data --ram 600MiB"
-
-
 def test_a_model_that_was_built_before_the_weights_were_read_is_a_copy() -> None:
     builds = (f"Linear.reset_parameters ({TORCH}/nn/modules/linear.py:120)", "<module> (load.py:9)")
     anon = [100 * MIB, 400 * MIB, 500 * MIB]
@@ -122,22 +113,6 @@ def test_a_copy_that_is_not_read_to_its_end_is_said_to_be_read() -> None:
         "A second copy of the weights was being read, beside the model's own: 256 MiB of my weights.pt.",
     )
     assert cause.hint.startswith("Try torch.load(..., mmap=True): ")
-
-
-@pytest.mark.parametrize(
-    ("last", "first_copy", "name"),
-    [
-        (390, 370, "two copies"),  # all is read, and a twelfth is copied
-        (380, 370, ""),  # nothing proves that it is copied, as with assign=True
-        (340, 310, ""),  # not all is read
-    ],
-)
-def test_a_copy_that_has_begun_is_a_second_one(last: int, first_copy: int, name: str) -> None:
-    result, samples = loading(anon=sizes(100, 300, last))
-    stacks = (stack(first_copy * MIB, *LOADS), stack((last - 1) * MIB, *LOADS))
-    assert result.ran
-    samples[0] = replace(samples[0], anon_bytes=100 * MIB)
-    assert name_of((replace(result, ran=replace(result.ran, stacks=stacks)), samples)) == name
 
 
 @pytest.mark.parametrize(
@@ -326,14 +301,6 @@ def test_children_with_memory_of_their_own_copy_nothing() -> None:
     assert found(*forked(60, command="python worker.py")) is None
 
 
-def test_workers_of_a_small_parent_have_memory_of_their_own() -> None:
-    children = [
-        process(n, anon=123 * MIB, parent=PID, highest_rss_bytes=130 * MIB) for n in (101, 102, 103)
-    ]
-    processes = (process(anon=3 * MIB, highest_rss_bytes=12 * MIB), *children)
-    assert found(*killed([372 * MIB], processes=processes)) is None
-
-
 def test_shared_memory() -> None:
     cause = found(*killed([30 * MIB], shmem=250 * MIB))
     assert cause
@@ -411,17 +378,6 @@ def test_a_growth_in_changing_inner_lines_is_that_of_the_line_that_they_share() 
     assert cause.place.title == "`add` (load.py:20)"
 
 
-def test_the_line_of_most_readings_alone_is_a_chance_where_its_caller_is_in_all() -> None:
-    stacks = tuple(
-        stack(100 * at * MIB, f"Cache.add (load.py:{line})", "<module> (load.py:17)")
-        for at, line in enumerate((9, 10, 9), start=1)
-    )
-    cause = found(*killed(STEADY, stacks=stacks))
-    assert cause
-    assert cause.place
-    assert cause.place.title == "`add` (load.py:17)"
-
-
 def test_a_growth_in_one_step_is_not_steady() -> None:
     steps = [10 * MIB] * 15 + [300 * MIB] * 15
     assert found(*growing(steps, 9, 9, 9, 9)) is None
@@ -460,22 +416,6 @@ def test_a_growth_that_three_readings_found_at_one_line() -> None:
 )
 def test_what_is_filled_or_kept_by_a_library_is_no_growth_of_the_line(case: Any) -> None:
     assert found(*case) is None
-
-
-@pytest.mark.parametrize(("copied", "name"), [(None, ""), (51, ""), (50, "growth")])
-def test_a_forked_process_that_may_copy_does_not_grow(copied: int | None, name: str) -> None:
-    stacks = tuple(stack(mib * MIB, "work (load.py:5)", pid=101) for mib in (100, 150, 299))
-    copies = None if copied is None else copied * MIB
-    processes = (
-        process(anon=100 * MIB),
-        process(101, anon=200 * MIB, parent=PID, copied_bytes=copies),
-    )
-    assert name_of(killed(sizes(10, 300), processes=processes, stacks=stacks)) == name
-
-
-def test_in_place_work_on_a_new_tensor_grows() -> None:
-    code = "return batch.repeat(1, 4096).add_(1)"
-    assert name_of(at_one_line(100, 150, 250, code=code)) == "growth"
 
 
 def cached(held: int) -> tuple[Result, list[Sample]]:
@@ -523,53 +463,9 @@ def name_of(case: tuple[Result, list[Sample]]) -> str:
     return cause.name if cause else ""
 
 
-@pytest.mark.parametrize(
-    ("together", "name"), [(48 * MIB + 1, "copy-on-write"), (48 * MIB, "a child")]
-)
-def test_one_forked_process_copies_too(together: int, name: str) -> None:
-    processes = (
-        process(anon=0),
-        process(101, anon=together, parent=PID, copied_bytes=40 * MIB),
-    )
-    case = killed([together], processes=processes)
-    assert name_of(case) == name
-    if name == "copy-on-write":
-        cause = found(*case)
-        assert cause and cause.words.startswith("Copy-on-write: a forked process wrote to pages")
-
-
-def test_an_import_by_another_line_counts_for_itself() -> None:
-    """Most was allocated by an import before, and little by the one that the last reading found."""
-    frames = ("<module> (/v/site-packages/x/a.py:3)", *IMPORTS[2:])
-    before = (stack(20 * MIB, *frames), stack(200 * MIB, *frames))
-    late = (*frames[:-1], "<module> (load.py:30)")
-    assert name_of(killed([300 * MIB], stacks=(*before, stack(299 * MIB, *late)))) == ""
-
-
-def test_a_model_of_another_process_is_no_copy_of_this_one() -> None:
-    builds = (f"Linear.reset_parameters ({TORCH}/nn/modules/linear.py:120)", "<module> (load.py:9)")
-    late = replace(WEIGHTS, seen_ns=200_000_000)
-    case = killed(
-        sizes(100, 400, 500),
-        processes=(process(anon=500 * MIB, files=(late,)),),
-        stacks=(stack(200 * MIB, *builds, pid=101), stack(499 * MIB, *READS)),
-    )
-    assert name_of(case) == "a whole file"
-
-
 @pytest.mark.parametrize(("limit", "ram"), [(600 * MIB, " --ram 600MiB"), (None, "")])
 def test_the_command_to_type_has_the_limit_of_the_command(limit: int | None, ram: str) -> None:
     result, samples = loading()
     result = replace(result, cell=replace(result.cell, ram_limit_bytes=limit))
     cause = found(result, samples)
     assert cause and cause.hint.endswith(f"weighin recommend '/data/my weights.pt'{ram}")
-
-
-def test_copies_are_also_made_by_copy_() -> None:
-    result, samples = loading()
-    assert result.ran
-    place = stack(539 * MIB, "<module> (load.py:14)", code="target.copy_(source)")
-    copied = replace(result, ran=replace(result.ran, stacks=(place,)))
-    assert name_of((copied, samples)) == "two copies"
-    other = replace(place, code="target = source")
-    assert name_of((replace(result, ran=replace(result.ran, stacks=(other,))), samples)) == ""

@@ -1,10 +1,7 @@
 """Which code was measured, the commit of the folder that a run was started in; and how far a disk reads ahead."""
 
-import mmap
 import os
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +10,6 @@ import pytest
 from weighin import __version__
 from weighin.probes import environment, mounts
 from weighin.units import KIB
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -46,15 +41,6 @@ def test_the_commit_of_the_folder_that_a_run_is_started_in(tree: Path) -> None:
     assert environment.code()["git_dirty"] is False
     (tree / "loader.py").write_text("second")
     assert environment.code()["git_dirty"] is True
-
-
-def test_a_folder_without_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    nothing = {"weighin": __version__, "git_commit": None, "git_dirty": None}
-    assert environment.code() == nothing
-    git(tmp_path, "init", "--quiet")
-    assert environment.code() == nothing
 
 
 def fsmonitor(tree: Path, program: str) -> None:
@@ -116,11 +102,6 @@ def test_no_program_that_a_work_tree_names_is_run(
     assert not (tree / "EXECUTED").exists()
 
 
-def test_a_machine_without_git(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tree))
-    assert environment.code()["git_commit"] is None
-
-
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
@@ -163,36 +144,6 @@ def test_a_record_holds_no_variable_but_those_that_change_figures(
     assert machine["settings"]["TORCH_URL"] == "https://a:hf_***"
     assert "thp" in machine
     assert "secret" not in str(machine | environment.code())
-
-
-def test_a_page_of_another_size_than_usual_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refaults are counted in pages."""
-    monkeypatch.setattr(mmap, "PAGESIZE", 4096)
-    assert "page_bytes" not in environment.machine()
-    monkeypatch.setattr(mmap, "PAGESIZE", 65536)
-    assert environment.machine()["page_bytes"] == 65536
-
-
-def test_the_digest_of_the_code_changes_with_any_file_and_not_with_its_folder(
-    tmp_path: Path,
-) -> None:
-    program = "from weighin.probes import environment; print(environment.code_digest())"
-    shutil.copytree(ROOT / "harness", tmp_path / "harness")
-    shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
-
-    def digest() -> str:
-        command = [sys.executable, "-P", "-c", program]
-        variables = {"PYTHONPATH": str(tmp_path / "harness")}
-        return subprocess.check_output(command, env=variables, text=True).strip()
-
-    first = digest()
-    assert first == environment.code_digest()
-    assert len(first) == 16
-    for name in ("harness/weighin/report/tables.py", "strategies/saving/torch_save.py"):
-        with (tmp_path / name).open("a") as file:
-            file.write("# changed\n")
-        assert digest() != first
-        first = digest()
 
 
 def test_the_digest_includes_a_users_own_files(tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
 """The environment of a cell: read strictly, part of its series, and shown where settings are."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import make_cell, make_result, planned
+from factories import make_cell, planned
 
 from weighin.cell import Cell, ModelSpec, decode_job, encode_job
 from weighin.cli import _arguments
@@ -13,7 +12,6 @@ from weighin.errors import ConfigError
 from weighin.plan.loads import _check_preloaded, plan_cell
 from weighin.predict.client import predict
 from weighin.records.series import name_of
-from weighin.report.rows import cells
 from weighin.settings.definition import check_suite
 from weighin.suite import registry
 
@@ -30,11 +28,6 @@ def test_cells_of_different_environments_are_of_different_series() -> None:
 
 def test_a_series_is_named_with_its_environment() -> None:
     assert name_of(CELL) == f"{name_of(PLAIN)} MALLOC_ARENA_MAX=2"
-
-
-def test_the_table_of_cells_shows_the_environment_among_the_options() -> None:
-    (shown,) = cells([make_result(replace(CELL, options={"threads": 2}))])
-    assert shown["options"] == "threads=2, MALLOC_ARENA_MAX=2"
 
 
 def test_a_worker_is_told_of_the_environment() -> None:
@@ -112,12 +105,6 @@ def test_a_library_that_cannot_be_preloaded_is_refused_before_a_run(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         _check_preloaded([{}, {"LD_PRELOAD": library}])
-
-
-def test_existing_libraries_may_be_preloaded(tmp_path: Path) -> None:
-    for name in ("a.so", "b.so"):
-        (tmp_path / name).touch()
-    _check_preloaded([{"LD_PRELOAD": f"{tmp_path}/a.so:{tmp_path}/b.so"}])
 
 
 def test_a_prediction_follows_no_other_settings() -> None:

@@ -3,17 +3,13 @@
 import pytest
 
 from weighin import errors
-from weighin.errors import ConfigError, HarnessError, UnknownName
+from weighin.errors import HarnessError, UnknownName
 
 
 def test_an_error_is_its_cause_and_its_repair() -> None:
     error = HarnessError("the disk is full", "free 2 GiB")
     assert (error.message, error.repair) == ("the disk is full", "free 2 GiB")
     assert str(error) == "the disk is full\nfree 2 GiB"
-
-
-def test_an_error_without_a_repair_is_one_line() -> None:
-    assert str(ConfigError("no")) == "no"
 
 
 @pytest.mark.parametrize(
@@ -35,10 +31,6 @@ def test_the_exit_codes(name: str, exit_code: int) -> None:
     assert getattr(errors, name).exit_code == exit_code
 
 
-def test_one_error_may_have_an_exit_code_of_its_own() -> None:
-    assert [HarnessError("no", exit_code=4).exit_code, HarnessError("no").exit_code] == [4, 2]
-
-
 def test_the_tree_of_the_docstring_is_whole() -> None:
     classes = [HarnessError, *_below(HarnessError)]
     ours = {each.__name__ for each in classes if each.__module__ == "weighin.errors"}
@@ -58,16 +50,3 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
         "did you mean 'mmap_assign'? known: baseline, mmap_assign, streaming"
     )
     assert error.name == "mmap_asign"
-
-
-def test_a_name_that_is_near_to_nothing_gets_the_list_only() -> None:
-    error = UnknownName(
-        "model", "xyz", ["gpt2-xl"], "for any other model: --model package.module:callable"
-    )
-    assert str(error) == (
-        "no model is called 'xyz'\nknown: gpt2-xl; for any other model: --model package.module:callable"
-    )
-
-
-def test_an_unknown_name_where_none_is_known() -> None:
-    assert str(UnknownName("model", "x", [])) == "no model is called 'x'\nknown: none"

@@ -135,12 +135,6 @@ def test_how_a_line_is_named(frames: tuple[str, ...], code: str, words: str) -> 
     )
 
 
-def test_a_stack_far_below_the_peak_does_not_tell_where_it_was() -> None:
-    result = killed()
-    ran = replace(result.ran, stacks=(stack(300 * MIB, "<module> (/s.py:9)"),))
-    assert "s.py" not in "".join(explain(replace(result, ran=ran)))
-
-
 def test_a_thread_that_waits_is_not_where_the_memory_went() -> None:
     result = killed()
     stacks = (
@@ -209,24 +203,6 @@ def test_the_explanation_imports_no_table_library() -> None:
     assert out.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
-    ("anon", "shmem", "kinds"),
-    [
-        (900 * MIB, 9 * MIB, "anonymous memory"),  # less than 1 % of both
-        (890 * MIB, 10 * MIB, "anonymous and shared memory (890 MiB and 10 MiB)"),
-        (9 * MIB, 900 * MIB, "shared memory"),
-        (10 * MIB, 890 * MIB, "anonymous and shared memory (10 MiB and 890 MiB)"),
-        (20 * MIB, MIB - 1, "anonymous memory"),  # less than 1 MiB
-        (20 * MIB, MIB, "anonymous and shared memory (20 MiB and 1.0 MiB)"),
-        (MIB - 1, 20 * MIB, "shared memory"),
-        (MIB, 20 * MIB, "anonymous and shared memory (1.0 MiB and 20 MiB)"),
-    ],
-)
-def test_a_need_names_the_kinds_of_memory_that_matter(anon: int, shmem: int, kinds: str) -> None:
-    result = made(needed=anon + shmem, processes=(process(anon=anon, shmem=shmem),))
-    assert f" of {kinds}, as sampled." in explain(result)[1]
-
-
 def test_a_command_of_which_nothing_was_seen_is_said_with_its_end_alone() -> None:
     assert explain(made()) == ["The command ended well."]
     assert explain(replace(make_result(), ran=None)) == [
@@ -265,13 +241,3 @@ def test_a_need_is_named_by_the_kinds_that_were_read(
     result = replace(result, peaks=Peaks(cgroup_bytes=(needed + 1) * MIB))
     (_, line) = explain(result)[:2]
     assert line.startswith(f"The command needs {needed} MiB of {kinds}")
-
-
-def test_the_kernels_mark_and_its_log_count_where_the_samples_saw_less() -> None:
-    result = made(Outcome.OOM_KILLED, needed=60 * MIB, at_peak=at_peak())
-    assert result.ran
-    marked = replace(result, peaks=Peaks(cgroup_bytes=60 * MIB, kernel_bytes=59 * MIB))
-    kill = Kill(PID, "x", is_main=True, kernel_bytes=59 * MIB)
-    logged = replace(result, ran=replace(result.ran, kills=(kill,)))
-    for one in (marked, logged):
-        assert "had 60 MiB of kernel memory, not counting page cache" in explain(one)[1]

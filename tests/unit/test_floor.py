@@ -17,8 +17,6 @@ from weighin.records.floor import (
     KILLED,
     TYPICAL_CELLS,
     Aim,
-    Bracket,
-    bracket,
     floors,
     next_cell,
     remaining_ns,
@@ -146,23 +144,6 @@ def test_what_is_not_about_memory_ends_the_search_and_bounds_no_floor(outcome: O
     assert floor.message == f"{outcome} under 1000MiB: 1 tensor differs"
 
 
-def test_a_time_out_under_a_limit_bounds_the_floor_and_the_floor_says_so() -> None:
-    results = [
-        replace(one, stopped=Stopped(300 * 10**9, timeout_s=300.0))
-        if one.outcome is Outcome.TIMEOUT
-        else one
-        for one in search(lambda limit, _: Outcome.OK if limit >= GIB else Outcome.TIMEOUT)
-    ]
-    (floor,) = floors(results)
-    assert (floor.bytes, floor.below) == (GIB, "timed out after 300 s")
-
-
-def test_a_floor_below_which_cells_ended_in_two_ways_says_both() -> None:
-    results = search(above(1010 * MIB))
-    late = lived(1008 * MIB, Outcome.TIMEOUT, GIB, repeat=1)
-    assert floors([*results, late])[0].below == "killed, timed out"
-
-
 def test_the_published_floors_say_which_rest_on_thrashing() -> None:
     root = Path(__file__).parents[2] / "results" / "published"
     runs = ["gpt2-medium-floors", "gpt2-medium-floors-again", "gpt2-medium-floors-cgroup", "gpt2-xl-floors"]  # fmt: skip
@@ -240,15 +221,6 @@ def test_the_limit_under_which_a_mapped_load_ends_is_found_if_it_is_asked_for() 
     assert floor.at_floor.judgement.verdict is Verdict.THRASHES
 
 
-def test_a_cell_that_was_ended_shows_nothing_about_the_limit_under_which_a_load_ends() -> None:
-    results = search_mapped(Aim.SURVIVES)
-    assert bracket(results, Aim.SURVIVES).failing_bytes == 280 * MIB
-    ended = mapped(272 * MIB)
-    assert ended.outcome is Outcome.THRASHING
-    alone = [results[0], ended]
-    assert bracket(alone, Aim.ENDS) == Bracket(None, None, 0, ())
-
-
 def test_what_remains_of_a_search_is_the_time_of_the_cells_to_come() -> None:
     whole = search_mapped(Aim.SURVIVES)
     cell = whole[0].cell
@@ -276,15 +248,6 @@ def test_an_interrupted_search_goes_on_where_it_was() -> None:
         assert next_cell(CELL, whole[:done], 0.01, 64 * GIB) == whole[done].cell
         floor = floors(whole[:done])[0]
         assert bool(floor.message) == (done < len(whole) - 1)
-
-
-def test_a_sweep_is_no_search() -> None:
-    results = [lived(None, Outcome.OK, GIB)]
-    for limit, outcome in ((4 * GIB, Outcome.OK), (2 * GIB, Outcome.OOM_KILLED)):
-        results += [lived(limit, outcome, GIB, repeat) for repeat in range(3)]
-    (floor,) = floors(results)
-    assert floor.message == "above 2.000 GiB, at most 4.000 GiB: the search is not finished"
-    assert floors(results[1:]) == []
 
 
 def test_a_floor_for_programs_is_in_bytes_and_nanoseconds() -> None:

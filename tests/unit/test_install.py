@@ -65,11 +65,6 @@ def test_the_clone_or_the_wheel_that_is_still_there_is_named(
     assert install.command("hf") == f"pip install 'weighin[hf] @ git+URL'{WHERE}"
 
 
-def test_the_repository_that_pip_installed_from_is_named(installed: Path) -> None:
-    came_from(installed, "https://a.b/c.git", vcs_info={"vcs": "git", "commit_id": "1" * 40})
-    assert install.command("hf") == "pip install 'weighin[hf] @ git+https://a.b/c.git'"
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_installs_an_extra_with_this_line(page: Path) -> None:
     for line in re.findall(r"pip install (?:-\S+ )*[^\s`#]*weighin[^`#\n]*", page.read_text()):

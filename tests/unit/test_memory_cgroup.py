@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from test_cgroup_probe import KERNEL, V1, V2
 
-from weighin.probes import cgroup
 from weighin.probes.cgroup import Counters, MemoryCgroup, PeakMark
 from weighin.units import MIB
 
@@ -70,13 +69,6 @@ def test_the_limit_is_lifted(tmp_path: Path, kernel: str, lifted: str) -> None:
     assert group.file("limit").read_text() == lifted
 
 
-def test_the_soft_limit_is_lifted_too(tmp_path: Path) -> None:
-    group = make_group(tmp_path, "v2-6.18")
-    group.file("soft").write_text("1048576")
-    group.raise_limit()
-    assert group.file("soft").read_text() == "max"
-
-
 def test_a_group_that_is_gone_gives_none_never_zero(tmp_path: Path) -> None:
     group = MemoryCgroup(tmp_path / "gone", tmp_path / "gone" / "psi")
     for each in (group, MemoryCgroup(tmp_path)):
@@ -91,11 +83,6 @@ def test_a_kernel_without_the_refault_counter_gives_none(tmp_path: Path) -> None
         assert mark.counters().refaults is None
 
 
-def test_pressure_of_a_kernel_that_has_no_full_line() -> None:
-    line = "some avg10=0.00 avg60=0.00 avg300=0.00 total=12\n"
-    assert cgroup.parse_pressure(line) == (12_000, None)
-
-
 @pytest.mark.parametrize(("kernel", "written"), [("hybrid-6.18", "0"), ("v2-6.12", "reset\n")])
 def test_a_mark_is_reset_by_what_its_kernel_wants_written(
     tmp_path: Path, kernel: str, written: str
@@ -105,15 +92,6 @@ def test_a_mark_is_reset_by_what_its_kernel_wants_written(
         assert mark.reset()
     # A plain file keeps what stood behind it.
     assert group.file("peak").read_text().startswith(written)
-
-
-def test_a_kernel_that_refuses_the_reset_is_asked_once_only(tmp_path: Path) -> None:
-    (tmp_path / "memory.peak").symlink_to("/dev/full")  # open for writing, and refuses it
-    with closing(PeakMark(MemoryCgroup(tmp_path))) as mark:
-        assert mark.resets
-        assert not mark.reset()
-        assert not mark.resets
-        assert not mark.reset()
 
 
 def test_no_mark_before_linux_5_19(tmp_path: Path) -> None:

@@ -104,15 +104,6 @@ def test_foreign_code_of_a_plan_is_shown_and_not_run_without_trust(
     assert len(resume(Path("run"), trusted=True).planned) == 1
 
 
-def test_a_search_for_floors_asks_for_trust_with_its_own_verb() -> None:
-    planned()
-    forge(builder)
-    forge(lambda plan: plan["settings"].update(within=0.01))
-    with pytest.raises(ConfigError, match="weighin floor --resume run --trust"):
-        resume(Path("run"), search=True)
-    assert resume(Path("run"), trusted=True, search=True).settings.within == 0.01
-
-
 @pytest.mark.parametrize("operation", ["load", "save"])
 def test_what_is_ours_needs_no_trust(operation: str) -> None:
     planned(operation=operation, strategies="all", models=["gpt2-tiny", "tied-tiny"])
@@ -144,20 +135,6 @@ def test_a_check_of_predictions_runs_nothing_foreign_without_trust(
     monkeypatch.setattr(check, "predict", lambda *_, **__: [])
     with pytest.raises(KeyError):  # what was to be run was asked for; it gave no prediction
         check.check(Path("run"), trusted=True)
-
-
-def test_a_folder_of_a_plan_hides_no_module_of_ours(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned()
-    forge(lambda plan: plan["settings"].update(python_path=[str(here)]))
-    run = resume(Path("run"))
-    run_folder.append(Path("run"), make_result(run.planned[0].cell))
-    used: list[Any] = []
-    monkeypatch.setattr(check, "predict", lambda *_, python_path, **__: used.append(python_path))
-    with pytest.raises(TypeError):  # there are no predictions
-        check.check(Path("run"))
-    assert used == [()]
 
 
 def own_run(**options: Any) -> Run:
@@ -208,14 +185,6 @@ def test_a_plan_whose_digest_is_gone_or_is_that_of_another_plan_needs_trust() ->
     assert refused()
 
 
-@pytest.mark.root
-@pytest.mark.usefixtures("_empty_cache")
-def test_a_digest_that_another_user_wrote_is_not_ours() -> None:
-    own_run()
-    os.chown(known_plans(), 65534, 65534)
-    assert refused()
-
-
 def through_a_link(known: Path) -> None:
     known.rename(moved := known.with_name("notes"))
     known.symlink_to(moved)
@@ -246,17 +215,6 @@ def test_a_digest_that_another_user_could_have_put_there_is_not_ours(
     assert refused()
     plans.remember(b"another")
     assert not plans.is_ours(b"another")
-
-
-@pytest.mark.usefixtures("_empty_cache")
-def test_only_this_user_may_write_digests_whatever_the_umask() -> None:
-    before = os.umask(0)
-    try:
-        own_run()
-    finally:
-        os.umask(before)
-    assert known_plans().stat().st_mode & 0o777 == 0o600
-    assert resume(Path("run"))
 
 
 def stopped(task: Run) -> str:

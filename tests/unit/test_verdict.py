@@ -20,8 +20,6 @@ from weighin.records.verdict import (
     highest_charge,
     judge_all,
     judge_result,
-    refaults,
-    used_ns,
 )
 from weighin.result import Cost, Faults, Memory, Outcome, Peaks, Pressure, Result
 from weighin.units import GIB, MIB
@@ -147,13 +145,6 @@ def test_a_cell_that_stayed_below_its_limit_does_not_thrash_and_says_so() -> Non
     assert verdict(replace(slow, peaks=Peaks()), 4 * SECOND) is Verdict.THRASHES  # peak not known
 
 
-def test_a_soft_limit_is_met_before_the_hard_one() -> None:
-    slow = lived(pressure=Pressure(4 * SECOND, SECOND), peaks=Peaks(cgroup_bytes=GIB))
-    assert verdict(slow) is Verdict.SURVIVES
-    soft = replace(slow, cell=replace(slow.cell, ram_high_bytes=GIB))
-    assert verdict(soft) is Verdict.THRASHES
-
-
 @pytest.mark.parametrize("run", sorted(path.name for path in PUBLISHED.iterdir() if path.is_dir()))
 def test_no_published_cell_below_its_limit_thrashes(run: str) -> None:
     results = run_folder.read(PUBLISHED / run).results
@@ -203,42 +194,6 @@ def test_what_the_kernel_killed_is_killed() -> None:
     child = lived(outcome=Outcome.STRATEGY_FAILED, message="BrokenProcessPool", oom_kills=2)
     assert judge_result(child) == Judgement(
         Verdict.KILLED, "the kernel killed 2 of its processes for lack of memory"
-    )
-
-
-@pytest.mark.parametrize(
-    "result",
-    [
-        lived(cell=make_cell(ram_limit_bytes=None)),
-        lived(outcome=Outcome.STRATEGY_FAILED, oom_kills=0),
-        lived(outcome=Outcome.WRONG_WEIGHTS, oom_kills=0),
-        lived(outcome=Outcome.SKIPPED, oom_kills=None),
-        lived(outcome=Outcome.MEASUREMENT_FAILED, oom_kills=0),
-    ],
-    ids=lambda result: result.outcome,
-)
-def test_what_memory_did_not_decide_has_no_verdict(result: Result) -> None:
-    assert judge_result(result) is None
-
-
-def test_the_use_of_the_model_counts() -> None:
-    result = make_result(make_cell(ram_limit_bytes=20 * GIB))
-    forward = result.phases[-1]
-    assert forward.name == "forward"
-    using = replace(
-        result,
-        faults=Faults(1, 1, 5),
-        phases=(
-            *result.phases[:-1],
-            *(replace(forward, workingset_refault_file=n) for n in (7, 8)),
-        ),
-        cost=Cost(wall_ns=1, first_use_ns=3),
-        ready_ns=40,
-    )
-    assert (used_ns(using), refaults(using)) == (43, 20)
-    assert (used_ns(replace(using, ready_ns=None)), refaults(replace(using, faults=None))) == (
-        None,
-        None,
     )
 
 

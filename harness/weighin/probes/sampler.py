@@ -79,7 +79,7 @@ class Sampler:
         others: the most other processes at once that the process of a load started, and the largest
             sum of their private memory (pages that no other process maps), in bytes; (0, 0) with ranks.
         peak: the sample at the peak; None without samples.
-        rank_samples: the samples of each of several ranks, by the rank's number.
+        rank_samples: the samples of each process that loads, by the rank's number.
         table: the processes of a command, or of a load that starts others.
     """
 
@@ -301,25 +301,13 @@ class Sampler:
     def read(self, t_ns: int, pids: list[int]) -> Sample | None:
         """Return the memory now; None if the cgroup was removed, or nothing runs any more."""
         charge = self._charge(self._cgroup) if self._cgroup else None
-        if not self._loading:
-            if self._cgroup:
-                return self._of_group(self._cgroup, t_ns, *charge) if charge else None
-            return self._of_tree(t_ns, pids)
-        if len(self._loading) == 1:
-            self._add_up_others(pids)
-        found = [self._of_process(number, t_ns) for number in range(len(self._loading))]
-        if not any(found):
-            return None
-        stat = charge[1] if charge else None
-        sample = found[0] if len(found) == 1 else self._of_ranks(found, stat)
-        if not sample or not charge or not stat:
-            return sample
-        return replace(
-            sample,
-            cgroup_bytes=charge[0],
-            cgroup_file_bytes=stat.get("file", 0),
-            cgroup_shmem_bytes=stat.get("shmem", 0),
-        )
+        if self._loading:
+            if len(self._loading) == 1:
+                self._add_up_others(pids)
+            return self._of_load(t_ns, *(charge or (None, None)))
+        if self._cgroup:
+            return self._of_group(self._cgroup, t_ns, *charge) if charge else None
+        return self._of_tree(t_ns, pids)
 
     def _charge(self, cgroup: MemoryCgroup) -> tuple[int, dict[str, int]] | None:
         """Return what the kernel charges the cgroup with, in bytes, and its parts by v2's names."""
@@ -329,15 +317,40 @@ class Sampler:
         except (OSError, ValueError):  # the group was removed
             return None
 
-    def _of_process(self, number: int, t_ns: int) -> Sample | None:
-        try:
-            status_text, stat_text = map(_pread, self._loading[number])
-            status, (minor, major) = parse_status(status_text), parse_faults(stat_text)
-            self.last_peaks_rss_bytes[number] = status["VmHWM"]
-            memory = memory_fields(status)
-        except (OSError, KeyError, ValueError):  # it has ended, or is a zombie without memory
+    def _of_load(
+        self, t_ns: int, usage_bytes: int | None, stat: dict[str, int] | None
+    ) -> Sample | None:
+        for number, files in enumerate(self._loading):
+            try:
+                status_text, stat_text = map(_pread, files)
+                status, (minor, major) = parse_status(status_text), parse_faults(stat_text)
+                self.last_peaks_rss_bytes[number] = status["VmHWM"]
+                memory = memory_fields(status)
+            except (OSError, KeyError, ValueError):  # it has ended, or is a zombie without memory
+                continue
+            own = Sample(t_ns=t_ns, minor_faults=minor, major_faults=major, **memory)
+            self.rank_samples.setdefault(number, []).append(own)
+        now = [samples[-1] for samples in self.rank_samples.values()]
+        if not any(one.t_ns == t_ns for one in now):
             return None
-        return Sample(t_ns=t_ns, minor_faults=minor, major_faults=major, **memory)
+        file, shmem = max(one.file_bytes for one in now), max(one.shmem_bytes for one in now)
+        if stat and len(self._loading) > 1:
+            shmem = stat.get("shmem", 0)
+            file = max(stat.get("file", 0) - shmem, 0)
+        anon = sum(one.anon_bytes for one in now)
+        return Sample(
+            t_ns=t_ns,
+            rss_bytes=anon + file + shmem,
+            anon_bytes=anon,
+            file_bytes=file,
+            shmem_bytes=shmem,
+            swap_bytes=sum(one.swap_bytes for one in now),
+            minor_faults=sum(one.minor_faults for one in now),
+            major_faults=sum(one.major_faults for one in now),
+            cgroup_bytes=usage_bytes,
+            cgroup_file_bytes=stat.get("file", 0) if stat else None,
+            cgroup_shmem_bytes=stat.get("shmem", 0) if stat else None,
+        )
 
     def _of_group(
         self, cgroup: MemoryCgroup, t_ns: int, usage_bytes: int, stat: dict[str, int]
@@ -393,23 +406,6 @@ class Sampler:
         swap = sum(one.get("VmSwap", 0) for one in status.values())
         rss = anon + file + shmem
         return Sample(t_ns, rss, anon, file, shmem, swap, 0, 0, locked_bytes=locked)
-
-    def _of_ranks(self, found: list[Sample | None], stat: dict[str, int] | None) -> Sample:
-        for number, sample in enumerate(found):
-            if sample:
-                self.rank_samples.setdefault(number, []).append(sample)
-        now = [samples[-1] for samples in self.rank_samples.values()]
-        shmem = max(each.shmem_bytes for each in now)
-        file = max(each.file_bytes for each in now)
-        if stat:
-            shmem = stat.get("shmem", 0)
-            file = max(stat.get("file", 0) - shmem, 0)
-        anon = sum(each.anon_bytes for each in now)
-        swap = sum(each.swap_bytes for each in now)
-        minor = sum(each.minor_faults for each in now)
-        major = sum(each.major_faults for each in now)
-        rss = anon + file + shmem
-        return Sample(now[-1].t_ns, rss, anon, file, shmem, swap, minor, major)
 
     def _add_up_others(self, pids: list[int]) -> None:
         if not self._others_pause.begin():
