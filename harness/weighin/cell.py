@@ -64,10 +64,8 @@ class ModelSpec:
 
     @property
     def title(self) -> str:
-        """The model's name in tables and files: "gpt2-xl", "mynets:build(width=64)".
-
-        If the name is only the name of the builder's function, the title is the builder with its
-        arguments, without spaces. A long text of arguments is cut, and a hash of all follows.
+        """The name in tables and files: "gpt2-xl", or for a name that is only the builder's function, the
+        builder with its arguments: "mynets:build(width=64)".
         """
         if self.name != self.builder.rpartition(":")[2]:
             return self.name
@@ -76,9 +74,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Cell:
-    """A measurement to take; results/README.md documents the fields. Limits are in bytes; None means no
-    limit.
-    """
+    """A measurement to take; results/README.md documents the fields. A limit of None is no limit."""
 
     model: ModelSpec
     strategy: str
@@ -121,10 +117,8 @@ class Cell:
 
     @cached_property
     def series(self) -> str:
-        """The name that all repeats of this cell share: the strategy, and a hash of the cell's fields.
-
-        The hash leaves out fields that have their default value. Names therefore stay the same when a
-        later version of weighin adds a field.
+        """The name that all repeats of this cell share: the strategy, and a hash of the fields that do
+        not have their default value. It stays the same when a later version of weighin adds a field.
         """
         usual = Cell(ModelSpec("", ""), "", "")
         fields = {
@@ -171,11 +165,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A test or a function that a worker (measured process) runs in place of a load.
-
-    ``pytest_arguments`` select one test; the worker then writes the test's reports to ``path`` as
-    JSON. Without ``pytest_arguments``, the file ``path`` has a pickled function, and the arguments
-    to call it with.
+    """A test or a function that a worker (measured process) runs in place of a load: the test that
+    ``pytest_arguments`` select, with its reports in ``path``, or the pickled function in ``path``.
     """
 
     path: str
@@ -184,11 +175,9 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A cell, with the files that the cell's measured process (worker) reads: their paths as the worker
-    sees them. With a ``body``, it reads only ``cell`` and ``python_path``.
-
-    ``rank`` is the number of this process, from 0, if several load the model together; None for the
-    worker that starts them, or is alone. ``listener`` is the socket to which the worker reports.
+    """A cell, with the files that its worker (measured process) reads: their paths as the worker sees
+    them. ``rank`` is None for the worker that starts several ranks, or is alone. ``listener`` is the
+    socket to which the worker reports.
     """
 
     cell: Cell

@@ -100,9 +100,8 @@ class CheckpointError(HarnessError): ...
 
 
 class WholePipeline(CheckpointError):
-    """``folder`` is the pipeline's folder, and ``largest`` the folder of its largest model.
-
-    The command line shows the typed command with ``largest`` in place of ``folder`` as the repair.
+    """The command line shows the typed command with ``largest``, the folder of the pipeline's largest
+    model, in place of ``folder`` as the repair.
     """
 
     def __init__(

@@ -17,10 +17,8 @@ EXPLAINED: Final = "where URL is the address of weighin's repository"
 
 
 def command(*extras: str, anywhere: bool = False) -> str:
-    """Return the command that installs weighin with the given extras.
-
-    With ``anywhere``, the command also works on other machines, because it names the repository and
-    not a clone or wheel on this machine.
+    """Return the command that installs weighin with the given extras; with ``anywhere``, one that also
+    works on other machines.
     """
     chosen = f"[{','.join(extras)}]" if extras else ""
     record: dict[str, Any] = {}

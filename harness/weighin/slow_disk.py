@@ -72,10 +72,9 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The speed of a disk. All requests share the rate, and each request also waits for the latency.
-
-    None leaves the rate or the latency of the real disk. A read that ends behind the file offset
-    ``stall_from_bytes`` is never answered; with None, every read is answered.
+    """The speed of a disk; None leaves that of the real disk. All requests share the rate, and each
+    also waits for the latency. A read that ends behind the file offset ``stall_from_bytes`` is never
+    answered.
     """
 
     bytes_per_s: int | None = None
@@ -93,19 +92,12 @@ class Pace:
 
 
 class Mount:
-    """A FUSE mount of a folder; reads from the mount have the rate and latency of a slower disk.
-
-    Attributes:
-        folder: the mount point, in which all files have the names that they have in the source folder.
-        pid: the pid of the process that serves the mount.
+    """A mount of a folder at ``folder``, where reads have the rate and latency of a slower disk;
+    ``pid`` serves it.
     """
 
     def __init__(self, source: Path, pace: Pace, root: Path) -> None:
-        """Mount the folder ``source`` below ``root``; return when the mounted files can be read.
-
-        Raises:
-            IsolationUnavailable: the FUSE process ended, or did not mount the folder within 20 s.
-        """
+        """Mount the folder ``source`` below ``root``; return when the mounted files can be read."""
         self._source, self._pace = source.absolute(), pace
         name = owned_name(next(_numbers))
         self.folder = root / name / self._source.name
@@ -143,10 +135,7 @@ class Mount:
         self._device = next(found, None)
 
     def waiting(self) -> list[tuple[str, int, int]]:
-        """Return path, offset and arrival (monotonic ns) of each unanswered read, the oldest first.
-
-        The list is empty if the FUSE process is silent for 2 s.
-        """
+        """Return path, offset and arrival (monotonic ns) of each unanswered read, the oldest first."""
         self._child.send(b"waiting\n")
         try:
             event = decode_event(self._child.receive(_ANSWER_S) or b"") or {}
@@ -177,9 +166,8 @@ class Mount:
 
 
 def check(*, in_container: bool) -> None:
-    """Raise IsolationUnavailable if FUSE, and so a slow disk, does not work on this machine.
-
-    ``in_container`` tells whether a Docker container will read the mounted files.
+    """Raise IsolationUnavailable if FUSE, and so a slow disk (``in_container``: read by one), does not
+    work here.
     """
     why, repair = "", "apt-get install fuse"
     if find_spec("mfusepy") is None:
@@ -228,11 +216,9 @@ def _remove(folder: Path) -> None:
 
 
 def _unmount(mountpoint: Path, device: int | None = None) -> None:
-    """Unmount a FUSE file system at once. Reads that still wait fail, so that the processes that
-    wait can end.
-
-    The same file system may stay mounted in other mount namespaces, where all reads then fail.
-    ``device`` is its minor device number, without which only root can make the waiting reads fail.
+    """Unmount a FUSE file system at once. Reads that still wait fail, here and in other mount
+    namespaces, so that their processes can end; without ``device``, its minor number, only root can
+    make them fail.
     """
     if device is not None:
         with contextlib.suppress(OSError):  # fusectl is not mounted, or the connection has ended
@@ -314,9 +300,7 @@ class _PassThrough:
             del self.waiting[number]
 
     def _read(self, size: int, offset: int, fh: int) -> bytes:
-        """Return the requested bytes, from a read of whole pages into a buffer of whole pages. A direct
-        read (O_DIRECT) requires whole pages.
-        """
+        """Read whole pages into whole pages, as a direct read (O_DIRECT) requires."""
         before = offset % PAGESIZE
         length = -(-(before + size) // PAGESIZE) * PAGESIZE
         area = self._areas.pop() if self._areas and length <= LARGEST_READ_BYTES else None
@@ -333,10 +317,8 @@ class _PassThrough:
     @contextlib.contextmanager
     def _answered(self, length: int) -> Iterator[None]:
         """Run the ``with`` block, which serves a request for so many bytes, and wait until the answer
-        is due.
-
-        FUSE itself delays a request and its answer by ``_LEAD_NS``. If the disk is idle when the
-        request arrives, the answer is therefore due so much earlier.
+        is due: on an idle disk, earlier by ``_LEAD_NS``, by which FUSE itself delays a request and its
+        answer.
         """
         rate, latency_ns = self._pace.bytes_per_s, self._pace.latency_ns or 0
         with self._lock:

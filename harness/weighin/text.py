@@ -24,10 +24,8 @@ def one_line(text: str, length: int = LINE_LENGTH) -> str:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Replace each unprintable character by "?", except the characters in ``kept``.
-
-    A word that begins with "::", which a line break could turn into a command of GitHub's log, then
-    begins with ": :".
+    """Replace each unprintable character by "?", except the characters in ``kept``, and "::" at a
+    word's begin, which a line break could turn into a command of GitHub's log, by ": :".
     """
     text = "".join(one if one.isprintable() or one in kept else "?" for one in text)
     return re.sub(_LOG_COMMAND, ": :", text)

@@ -30,8 +30,8 @@ _SIZE: Final = r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)\s*"
 def parse_bytes(text: str, *, decimal: bool = False) -> int:
     """Return the size in ``text`` as bytes: "8g", "8GiB", "6500m", "1.5 GiB"; or raise ConfigError.
 
-    The suffixes k, m, g and t are powers of 1024. "GB" is an error, because some tools read it as
-    1000**3 and others as 1024**3. With ``decimal`` (for shard sizes and rates), "GB" is 1000**3.
+    k, m, g and t are powers of 1024. "GB" is an error, unless ``decimal`` (for shard sizes and rates)
+    says that it is 1000**3, because some tools read it so and others as 1024**3.
     """
     match = re.fullmatch(_SIZE, text)
     number, unit = (match["number"], match["unit"].lower()) if match else ("", "")
@@ -107,9 +107,8 @@ def format_latency(nanoseconds: int) -> str:
 
 
 def parse_rate(text: str) -> int:
-    """Return the rate in ``text`` in bytes per second: "200MB/s", "100MiB/s"; or raise ConfigError.
-
-    MB is 1000**2, as makers of disks and networks count. The text may lack the "/s".
+    """Return the rate in ``text`` in bytes per second: "200MB/s", "100MiB/s", with or without the "/s";
+    MB is 1000**2, as makers of disks and networks count.
     """
     size = text.strip().removesuffix("/s")
     try:

@@ -84,10 +84,8 @@ class Examination:
 
 
 def examine(say: Callable[[str], None]) -> Examination:
-    """Test this machine; ``say`` is called with a line of text before each slow step.
-
-    ``examine`` removes, and reports, the containers, cgroups, processes, mounts and folders that
-    killed runs left behind.
+    """Test this machine; remove what killed runs left behind. ``say`` gets a line before each slow
+    step.
     """
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say)]

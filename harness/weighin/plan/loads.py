@@ -102,10 +102,7 @@ def cells_of(
     own_formats: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Planned]:
     """Return the cells of a run without duplicates, all before the first is repeated: A B C A B C.
-
-    If the run also asks for several ranks (processes), a strategy that divides a load among ranks
-    gets no cell with one rank. ``dtypes`` and ``own_formats`` (of the user's checkpoint) are by the
-    model's title.
+    ``dtypes`` and ``own_formats`` (of the user's checkpoint) are by the model's title.
     """
     wanted = [formats.known(name) for name in settings.format]
     axes: dict[str, Sequence[Any]] = {
@@ -149,8 +146,7 @@ def cells_of(
 
 def plan_cell(cell: Cell, info: StrategyInfo, own_format: str | None = None) -> Planned:
     """Plan a cell; skip it if its strategy lacks a package, or does not support the cell's settings.
-
-    ``own_format`` is the format of the user's checkpoint for the model; None without one.
+    ``own_format`` is the format of the user's checkpoint; None without one.
     """
     kind = cell.device.partition(":")[0]
     to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
@@ -193,11 +189,8 @@ def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operati
 
 
 def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list[str]:
-    """Return the formats in which one strategy loads or saves one model.
-
-    They are those of ``wanted`` that the strategy supports; if it supports none, the first one, whose
-    cell is then skipped with a reason. Without ``wanted``, it is the format of the user's checkpoint
-    (``own``) if the strategy reads it or it is GGUF, and else the first that the strategy declares.
+    """Return the formats in which one strategy loads or saves one model; if it supports none of
+    ``wanted``, the first one, whose cell is then skipped with a reason.
     """
     if not wanted and own and (own in info.formats or own == gguf.NAME):
         # Without --format, a GGUF file is not dequantised: the result is up to 8 times as large.
@@ -248,9 +241,8 @@ def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Pl
 
 
 def _check_preloaded(environments: Sequence[Mapping[str, str]]) -> None:
-    """Raise ConfigError if LD_PRELOAD has anything but absolute paths of existing files.
-
-    The dynamic linker would only print a line, and run the program with the usual allocator.
+    """Refuse an LD_PRELOAD of anything but absolute paths of existing files, for which the dynamic linker
+    would only print a line.
     """
     for name in chain.from_iterable(map(preloaded, environments)):
         if not Path(name).is_absolute():

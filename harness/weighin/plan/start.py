@@ -54,8 +54,7 @@ def start(
     """Plan a new run, write its plan, and return the run, and notes on models and isolation.
 
     Without ``folder``, the run's folder is ``results/TIME-LABELS-LIMITS``. ``nodes`` are the machines
-    that will measure; without them, this machine measures. If the run cannot start, it raises
-    ConfigError, UnknownName, IsolationUnavailable or RecordError.
+    that will measure; without them, this machine measures.
     """
     if settings.commands:
         planned, isolation, note = _plan_commands(settings, nodes)
@@ -86,10 +85,7 @@ def start(
 def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
     """Restore a run, or a search for floors, from its plan, to measure its cells without a record.
 
-    Raises:
-        RecordError: the folder has no such run that can be resumed.
-        ConfigError: a file is missing, every cell is skipped, or the plan is not ours and names
-            foreign code without ``trusted``.
+    A plan that is not ours and names foreign code raises ConfigError unless it is ``trusted``.
     """
     text = run_folder.read_file(folder, run_folder.PLAN)
     found = run_folder.parse_plan(folder, text)

@@ -64,9 +64,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run to perform: its cells, the folder for their records, and its settings.
-
-    The folder of a new run is removed if an error stops the run before its first record.
+    """One run to perform. The folder of a new run is removed if an error stops it before its first
+    record.
     """
 
     folder: Path
@@ -171,11 +170,8 @@ class Demand:
 
 
 def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
-    """Return an isolation that works on the machines of a run, and a note for the user.
-
-    Raises:
-        ConfigError: a RAM limit is too large for every machine, or a GPU option lacks a GPU.
-        IsolationUnavailable: no machine has the GPU, or the isolation with all that it must limit.
+    """Return an isolation that works on the machines of a run, and a note for the user; raise
+    ConfigError or IsolationUnavailable if a limit, the GPU or the isolation fits no machine.
     """
     check_ram(settings.ram, nodes)
     if settings.device != "cpu":

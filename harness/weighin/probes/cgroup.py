@@ -54,9 +54,7 @@ def read_kernel(path: Path) -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Return a process's start in clock ticks since boot, which with the pid identifies the process;
-    None if the process has ended.
-    """
+    """Return a process's start in clock ticks since boot; None if the process has ended."""
     return _number(pid, 19)
 
 
@@ -128,10 +126,9 @@ def owned_name(number: int) -> str:
 
 
 def is_left_behind(name: str) -> bool:
-    """Return whether the process of this pid namespace that made ``name`` (``owned_name``) has ended.
-
-    For a process with a lock file of its own, only the names made with this lock file count, so that
-    tests can look at what they left.
+    """Return whether the process of this pid namespace that made ``name`` (``owned_name``) has ended;
+    for a process with a lock file of its own, so that tests see what they left, only of names with this
+    lock.
     """
     owner, _, number = name.rpartition(".")
     lock = "".join(number.partition("-")[1:])
@@ -185,9 +182,8 @@ def has_left(pid: int, group: Path) -> bool:
 
 
 def pressure_file_of(pid: int) -> Path | None:
-    """Return the PSI file of a process's cgroup (v2); None without one.
-
-    The PSI file of the root group describes the whole machine, so it does not count.
+    """Return the PSI file of a process's cgroup (v2); None for the root group, which is the whole
+    machine.
     """
     mount, path = pressure_hierarchy(), _group_of(pid, 2)
     if mount is None or path is None or path == "/":
@@ -197,9 +193,8 @@ def pressure_file_of(pid: int) -> Path | None:
 
 
 def _folder(mount: Path, group: str) -> Path:
-    """Return the folder of the cgroup that has the path ``group`` in /proc/PID/cgroup.
-
-    In a container, ``mount`` may show the container's own group, not the hierarchy's root group.
+    """Return the folder of the cgroup that has the path ``group`` in /proc/PID/cgroup. In a container,
+    ``mount`` may show the container's own group, not the hierarchy's root group.
     """
     root = next((one.root for one in mounts.read() if one.place == mount), "/").rstrip("/")
     inside = group == root or group.startswith(f"{root}/")
@@ -230,9 +225,9 @@ def read_machine_oom_kills() -> int | None:
 class MemoryCgroup:
     """The files of one memory cgroup. On v1, ``pressure_path`` (PSI) is in a folder of v2.
 
-    "usage" is what the kernel counts for the group now, its charge, and "peak" the charge's peak (on v2
-    since Linux 5.19). The line "oom_kill" of "oom" counts kills in this group, that of "oom_below" also
-    all ever below it. Above "soft", the kernel throttles the group.
+    "usage" is its charge, and "peak" the charge's peak (on v2 since Linux 5.19). The line "oom_kill" of
+    "oom" counts kills in this group, that of "oom_below" also below it. Above "soft", the kernel
+    throttles it.
     """
 
     def __init__(self, path: Path, pressure_path: Path | None = None) -> None:
@@ -259,7 +254,9 @@ class MemoryCgroup:
         return self.parse_stat(_read(self.file("stat")))
 
     def parse_stat(self, text: str) -> dict[str, int]:
-        """Return the numbers in the text of memory.stat, of the group and those below it, by v2's names."""
+        """Return the numbers in the text of memory.stat, of the group and those below it, by v2's
+        names.
+        """
         numbers = parse_numbers(text)
         if self.version == 1:
             below = {
@@ -286,19 +283,16 @@ class MemoryCgroup:
 
 
 def limits_around(folder: Path) -> list[tuple[int, Path]]:
-    """Return (limit in bytes, cgroup) for each cgroup with a limit among ``folder`` and its parents.
-
-    The smallest limit comes first. In a container, groups above the mount point are not visible.
+    """Return (limit in bytes, cgroup) for each cgroup with a limit among ``folder`` and its visible
+    parents, the smallest limit first.
     """
     limits = [(MemoryCgroup(group).read("limit"), group) for group in (folder, *folder.parents)]
     return sorted((limit, group) for limit, group in limits if limit and limit < _UNLIMITED)
 
 
 def room_in(folder: Path) -> int | None:
-    """Return the most bytes that a cgroup can use under its own limit and the limits of its parents.
-
-    The anonymous and shared memory of other groups under the same limit reduces the result. Without
-    any limit, ``room_in`` returns None.
+    """Return the most bytes that a cgroup can use under the limits around it, less the memory of other
+    groups under the same limit that the kernel cannot reclaim; None without any limit.
     """
 
     def unreclaimable(group: Path) -> int:
@@ -331,11 +325,10 @@ def grown(before: int | None, after: int | None) -> int | None:
 
 
 class PeakMark:
-    """The kernel's high-water mark of a cgroup's charge (the memory that the kernel counts for it).
+    """The kernel's high-water mark of a cgroup's charge.
 
     On cgroup v1, a write of 0 resets the mark for all readers. On cgroup v2 since Linux 6.12, a write
-    to an open file resets the mark only for reads from this open file. Other kernels cannot reset the
-    mark (``resets``): it is the peak since the cgroup's creation.
+    to an open file resets the mark only for reads from this open file. Other kernels cannot reset it.
     """
 
     def __init__(self, cgroup: MemoryCgroup) -> None:

@@ -65,11 +65,8 @@ def machine() -> dict[str, Any]:
 
 
 def code() -> dict[str, Any]:
-    """Return weighin's version, and the git commit of the current folder.
-
-    ``git_commit`` is None if the folder is in no git work tree, has no commit, or git fails.
-    ``git_dirty`` tells whether tracked files differ from that commit. It is None if ``git_commit``
-    is, or if the work tree's configuration names a filter, whose program git would run.
+    """Return weighin's version, and the git commit of the current folder, if it has one. ``git_dirty``
+    is None where the work tree's configuration names a filter, whose program git would run.
     """
     commit, is_changed = _git("rev-parse", "--verify", "HEAD"), None
     names = _git("config", "--show-scope", "--name-only", "--list") if commit else None
@@ -80,11 +77,7 @@ def code() -> dict[str, Any]:
 
 
 def code_digest(*own: Path) -> str:
-    """Return a hash of weighin's code and strategies on this machine, and of the files ``own``.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Return a hash of weighin's code and strategies on this machine, and of the files ``own``."""
     package = Path(__file__).resolve().parents[1]
     strategies = Path(CODE_PATH[1]) / "strategies"
     files = {str(path.relative_to(package)): path for path in package.rglob("*.py")}

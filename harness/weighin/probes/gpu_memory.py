@@ -108,11 +108,8 @@ class NvmlUnavailable(Exception):
 
 
 class DriverMemory:
-    """Samples one process on one GPU, in a thread, until ``stop`` is called.
-
-    Raises:
-        NvmlUnavailable: NVML, the GPU or the process cannot be found, or NVML does not report the
-            memory of single processes.
+    """Samples one process on one GPU, in a thread, until ``stop``; raises NvmlUnavailable without its
+    memory.
     """
 
     def __init__(self, uuid: str | None, pid: int) -> None:
@@ -174,10 +171,9 @@ def with_cuda(
     points: list[tuple[int, int, int]],
     driver_points: list[tuple[int, int]] | None,
 ) -> list[Sample]:
-    """Return the samples; add to each sample the last GPU figures that were read until its time.
-
-    ``points`` come from the worker: (monotonic ns, allocated bytes, driver's bytes).
-    ``driver_points`` come from NVML and replace the worker's driver bytes; None without NVML.
+    """Return the samples, each with the last GPU figures that were read until its time: the worker's
+    ``points`` (monotonic ns, allocated bytes, driver's bytes), with the driver's bytes of NVML if it
+    has any.
     """
     if not points:
         return samples
@@ -212,10 +208,7 @@ class Trace:
             yield t_ns, action, size, requested, reserved
 
     def doubts(self, requested_peak_bytes: int | None) -> list[str]:
-        """Return warnings about an incomplete or inconsistent trace.
-
-        ``requested_peak_bytes`` is the peak of requested bytes that the allocator itself counted.
-        """
+        """Return warnings about an incomplete trace, or one whose peak is not the allocator's own."""
         warnings = []
         if len(self.events) >= TRACE_EVENTS:
             warnings.append(

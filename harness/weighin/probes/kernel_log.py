@@ -60,12 +60,11 @@ def kills_since(
     pids: Collection[int] = (),
     home: Path | None = None,
 ) -> tuple[Kill, ...] | None:
-    """Return the kills in ``group`` or below it, of the process ``main_pid``, and of ``pids``.
+    """Return the kills in ``group`` or below it, of the process ``main_pid``, and of ``pids``, since
+    ``position`` opened ``log``, which is closed; None if this user may not read the log.
 
-    ``home`` is the cgroup in which a command without a ``group`` started. ``log`` is a result of
-    ``position``, and is closed; earlier messages do not count. The result is None if this user may
-    not read the log. In a container with its own pid namespace, no killed process is recognised as the main
-    process, because the log has the machine's pids.
+    ``home`` is the cgroup in which a command without a ``group`` started. The log has the machine's
+    pids, so that in a container no killed process is recognised as the main process.
     """
     if log is None:
         return None
@@ -112,9 +111,7 @@ def parse_kills(
     home: str | None = None,
 ) -> tuple[Kill, ...]:
     """Return the kills in ``lines`` whose victim ran in ``group``, is ``main_pid`` or is in ``pids``.
-
-    ``group`` and ``home`` are cgroups' paths; the paths in the log may have more folders before
-    them.
+    The paths of cgroups in the log may have more folders before them.
     """
     kills: dict[int, Kill] = {}
     cause: tuple[int, str, str] | None = None  # the victim, its cgroup, and that at its limit

@@ -27,10 +27,8 @@ _KINDS: Final = {
 
 
 class Mounted(NamedTuple):
-    """One mount: the folder ``root`` of a file system of type ``kind`` is mounted at ``place``.
-
-    ``device`` is the file system's device number, such as "8:1". ``options`` are the options of the
-    file system, not of the mount.
+    """The folder ``root`` of a file system is mounted at ``place``; ``device`` is its number, such as
+    "8:1", and ``options`` are the options of the file system, not of the mount.
     """
 
     device: str
@@ -63,10 +61,8 @@ def parse(text: str) -> list[Mounted]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return the file system and the whole disk of ``path``, or of its nearest folder that exists.
-
-    A kernel that treats the disk as a hard disk calls it ``rotational``. A file system in memory or on
-    a network has no ``device``.
+    """Return the file system and the whole disk of ``path``, or of its nearest folder that exists; in
+    memory or on a network, there is no ``device``.
     """
     nearest, number = device_of(path)
     name, device = file_system_of(read(), nearest.resolve()), disk_of(number)
@@ -97,10 +93,8 @@ def disk_of(number: str, sysfs: Path = _SYSFS) -> str:
 
 
 def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
-    """Return how many bytes the kernel reads ahead on a page fault in a mapped file.
-
-    The number is a setting of the disk or network file system; without a setting, it is 128 KiB. If
-    ``path`` does not exist, its nearest parent folder that exists counts.
+    """Return how many bytes the kernel reads ahead on a page fault in a mapped file at or below
+    ``path``.
     """
     _, number = device_of(path)
     folders = "class/bdi", "dev/block", "dev/block"

@@ -40,11 +40,10 @@ class _Cachestat(ctypes.Structure):
 
 
 def drop(files: Iterable[Path]) -> int | None:
-    """Write back and drop the cached pages of ``files``; return the bytes that remain cached.
+    """Write back and drop the cached pages of ``files``; return the bytes that remain cached, or None
+    if the pages of a file cannot be counted. A tmpfs keeps its pages.
 
-    ``drop`` tries for up to 0.1 s, because a page that is mapped or in a per-CPU batch survives the
-    first attempt. A tmpfs keeps its pages. ``drop`` returns None if the pages of a file cannot be
-    counted.
+    A page that is mapped or in a per-CPU batch survives the first attempt, so ``drop`` tries for 0.1 s.
     """
     left = {file: _drop(file) for file in files}
     deadline = time.monotonic() + _RETRY_S

@@ -204,10 +204,8 @@ class ProcessTable:
 
 
 def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
-    """Return up to 16 data files of at least 1 MiB that a process reads, the largest first.
-
-    Programs, libraries, locale archives, and files that are open only for writing are left out. If the
-    process has ended, or belongs to another user, OSError is raised.
+    """Return up to 16 data files of at least 1 MiB that a process reads, the largest first. Programs,
+    libraries, locale archives, and files that are open only for writing are left out.
     """
     files: dict[str, OpenFile] = {}
     for path, mapped_bytes in (_mapped(pid) if with_mapped else {}).items():
@@ -253,9 +251,7 @@ def _mapped(pid: int) -> dict[str, int]:
 
 
 def command_of(pid: int, source: str = "cmdline") -> str:
-    """Return the command line of a process as one printable line; empty for a zombie.
-
-    The ``source`` "comm" gives the name of the program instead, which a zombie keeps. Of a process that
-    was reaped, OSError is raised.
+    """Return the command line of a process as one printable line, empty for a zombie; or with the
+    ``source`` "comm" the name of the program, which a zombie keeps.
     """
     return one_line(read_kernel(Path(f"/proc/{pid}/{source}")).replace("\0", " "))

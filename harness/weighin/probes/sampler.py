@@ -60,26 +60,18 @@ class Sampler:
     shared memory that is written, but not mapped. A sample between two sums repeats the last sum, with
     the change of anonymous memory since then if it is that of just one process.
 
-    A load has the memory of its process, or of the processes that load together (ranks): the sum of
-    their anonymous memory, and the cgroup's file-backed and shared memory, which counts a shared page
-    only once. Without a cgroup, each of these two is the largest value of any one rank.
-
-    The peak is the sample with the most needed memory (``Sample.needed_bytes``), or of those within
-    1 % (at least 1 MiB) of it, the one with the highest total usage, which includes page cache.
+    A load has the sum of the anonymous memory of its processes (ranks), and the cgroup's file-backed and
+    shared memory, which counts a shared page only once; without a cgroup, the largest of any one rank.
 
     Attributes:
-        caches_bytes: on cgroup v1, the kernel memory that was left when all processes had ended:
-            caches of files' names, which the kernel reclaims. v1 does not count them apart.
-        escape: how a process got out of the cgroup or its limit: "sh (pid 12) left the command's
-            cgroup for /x"; empty if none did. systemd-run, Slurm and other programs move what they
-            start into cgroups of their own.
-        last_peaks_rss_bytes: the last ``VmHWM`` that was read of each process that loads.
-        oom_kills: the processes that the OOM killer killed in the cgroup and those below it (on v2,
-            also in groups that have been removed); None without a cgroup.
+        caches_bytes: on cgroup v1, which does not count them apart, the kernel's caches of files' names
+            that were left when all processes had ended.
+        escape: how a process got out of the cgroup or its limit, as what systemd-run or Slurm starts;
+            empty if none did.
+        oom_kills: the processes that the OOM killer killed in the cgroup and those below it.
         others: the most other processes at once that the process of a load started, and the largest
             sum of their private memory (pages that no other process maps), in bytes; (0, 0) with ranks.
-        peak: the sample at the peak; None without samples.
-        rank_samples: the samples of each process that loads, by the rank's number.
+        peak: the sample with the most needed memory, or of those about equal, the highest total usage.
         table: the processes of a command, or of a load that starts others.
     """
 
@@ -95,12 +87,8 @@ class Sampler:
     ) -> None:
         """Open the files of the cgroup and of the processes that load: a reading then takes 50 us.
 
-        Args:
-            pid: the first process.
-            members: returns the pids of all processes.
-            loading: the pids of the processes that load, all of which run by now; none for a command.
-            at_sample: a function that the thread calls with (t_ns, bytes) for each sample: its
-                memory without page cache.
+        ``loading`` are the pids of the processes that load; none for a command. The thread calls
+        ``at_sample`` with the time in ns and the memory without page cache, in bytes.
         """
         self.samples: list[Sample] = []
         self.peak: Sample | None = None
@@ -187,8 +175,8 @@ class Sampler:
             self._cgroup.raise_limit()
 
     def _run(self) -> None:
-        """Take samples: a command that, growing as now, would exceed its limit within 4 intervals is
-        sampled every millisecond.
+        """A command that, growing as now, would meet its limit within 4 intervals is sampled every
+        millisecond.
         """
         if not self._loading:
             # A real-time priority lets the thread run although the command uses all processors; the

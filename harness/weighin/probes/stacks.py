@@ -91,8 +91,8 @@ class StackTaker:
     def look(self, t_ns: int, usage_bytes: int) -> None:
         """Begin to read stacks if the usage at ``t_ns`` is near the limit, or much above the last one.
 
-        py-spy stops a process when its system call ends. Sampling goes on meanwhile, and the largest
-        usage until the reading has ended is that of its stacks.
+        Sampling goes on meanwhile, and the largest usage until the reading has ended is that of its
+        stacks.
         """
         if self._reading:
             is_alive = self._reading.is_alive()
@@ -138,11 +138,8 @@ class StackTaker:
             self._reading, self._found = None, []
 
     def _is_worth(self, t_ns: int, usage_bytes: int) -> bool:
-        """Return whether the usage is much higher than at the last reading, or higher and near the
-        limit, which it reaches soon if it grows as now.
-
-        Near the limit, where the kernel may kill the command at any moment, the first reading is always
-        made. A reading at a usage that is higher by a quarter waits for no pause.
+        """Near the limit, where the kernel may kill the command at any moment, the first reading is
+        always made. A reading at a usage that is higher by a quarter waits for no pause.
         """
         (before_ns, before_bytes), self._last = self._last, (t_ns, usage_bytes)
         growth = usage_bytes - self._taken_bytes
@@ -159,11 +156,8 @@ class StackTaker:
         return growth >= least_bytes and (is_allowed or is_much)
 
     def _dump(self, program: str, deadline_s: float, pid: int) -> list[Stack]:
-        """Return a process's stacks, from the JSON output of py-spy.
-
-        py-spy waits until all threads of a process have stopped. A process with a thread in
-        uninterruptible sleep, from which there is no answer within 1 second, is read without a stop,
-        and so is one that strace or a debugger traces, which py-spy cannot stop.
+        """Return a process's stacks. One with a thread in uninterruptible sleep, which does not stop,
+        is read without a stop after 1 second, and so is one that strace or a debugger traces.
         """
         running = _threads_in(pid, _RUNS)
         for options in ((), ("--nonblocking",)):

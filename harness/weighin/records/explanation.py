@@ -136,8 +136,8 @@ class Place:
 
     @property
     def title(self) -> str:
-        """The line as text: "`load_state_dict` (script.py:14)", with the function that it called; without
-        one, with the function that has the line, or the code of the line.
+        """The line as text: "`load_state_dict` (script.py:14)", with the function that it called, or
+        has the line.
         """
         name = ""
         if self.at:
@@ -192,10 +192,8 @@ def _place_of(stack: Stack) -> Place | None:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What caused a command's memory use, in words.
-
-    ``hint`` is a sentence with a remedy; empty where no remedy is certain. ``place`` is the line of
-    code that allocated the memory; a rule that leaves it out means ``Facts.place``.
+    """What caused a command's memory use, in words. ``hint`` is a certain remedy, if there is one.
+    ``place``, the line that allocated the memory, is ``Facts.place`` if a rule leaves it out.
     """
 
     name: str
@@ -231,10 +229,9 @@ class Facts:
 
     @property
     def kernel_bytes(self) -> int:
-        """The kernel memory that could not be reclaimed, with TCP sockets.
-
-        The kernel's own mark (v1) or its log of a kill counts if it is higher than the sample, up
-        to what no other kind of memory accounts for: such memory often grows between two samples.
+        """The kernel memory that could not be reclaimed, with TCP sockets: the kernel's own mark (v1)
+        or its log of a kill, if it is higher than the sample, up to what no other kind of memory
+        accounts for.
         """
         marks = [self.result.peaks.kernel_bytes, *(kill.kernel_bytes for kill in self.ran.kills)]
         mark = max(each or 0 for each in marks) - (self.at_peak.kernel_reclaimable_bytes or 0)
@@ -354,10 +351,8 @@ def _program(command: str) -> str:
 
 
 def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str]:
-    """Return up to three lines: the command's end, its memory use, and the cause of this use.
-
-    The second line also names the line of code that took most memory. The second line is left out
-    if no memory was measured, and the third line if no cause is proven.
+    """Return up to three lines: the command's end; if it was measured, its memory use and the line of
+    code that took most; and the cause of this use, if one is proven.
     """
     ending = _ending(result)
     if result.ran is None:
@@ -529,10 +524,8 @@ def _dtype_conversion(facts: Facts) -> Cause | None:
 
 
 def _whole_file(facts: Facts) -> Cause | None:
-    """A line of code reads a whole file.
-
-    While the process's position in the file is before the file's end, the process still reads it.
-    The last stack then counts even if memory grew much between this stack and the peak.
+    """While a process's position in a file is before its end, the process still reads it, so that its
+    last stack counts even if memory grew much afterwards.
     """
     last = facts.place or next(iter(facts.places[-1:]), None)
     process = facts.process(last.stack.pid) if last else None
@@ -677,10 +670,9 @@ def _steady_rise(facts: Facts, usual: Place) -> list[tuple[int, int]]:
 
 
 def _usual_place(facts: Facts, last: Place) -> Place:
-    """Return the innermost line that is in two thirds of a process's stacks, and is no chance one.
-
-    It is in nearly all stacks of the line that called it: where memory grows at several lines of a
-    function, the caller's line is meant.
+    """Return the innermost line that is in two thirds of a process's stacks, and in nearly all stacks
+    of the line that called it: where memory grows at several lines of a function, the caller's line is
+    meant.
     """
     places = [
         (one, [None if frame.is_library else (frame.path, frame.line) for frame in one.frames])

@@ -109,8 +109,7 @@ def next_cell(
     aim: Aim = Aim.SURVIVES,
 ) -> Cell | None:
     """Return the next cell to measure in the search for the RAM floor of ``cell``; None at its end.
-
-    ``within`` is the wanted precision, as a share of the floor. ``highest`` is the largest limit to
+    ``within`` is the wanted precision, as a share of the floor, and ``highest`` the largest limit to
     try, in bytes.
     """
     cell = searched(cell)
@@ -171,10 +170,8 @@ def _estimate(first: Result, aim: Aim) -> int | None:
 def remaining_ns(
     cells: Sequence[Cell], results: Sequence[Result], within: float, highest: int, aim: Aim
 ) -> int | None:
-    """Return the expected time until all searches for floors end; None before the first result.
-
-    A search is expected to take ``TYPICAL_CELLS`` measurements, or one more if it has taken as many.
-    Each takes the mean time of the earlier ones for the same floor, or if there are none, of all.
+    """Return the expected time until all searches for floors end; None before the first result. Each
+    search takes about ``TYPICAL_CELLS`` measurements, of the mean time of the earlier ones.
     """
     left_ns, times = 0, [result.cost.wall_ns for result in results if result.cost]
     for cell in cells if times else ():
@@ -225,10 +222,7 @@ def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
 
 def _failure(result: Result, judgement: Judgement | None, aim: Aim) -> str | None:
     """Return in words how a result shows that its limit fails; empty if it shows that its limit works,
-    None if it shows neither.
-
-    A cell that weighin killed because it thrashed shows nothing for ``Aim.ENDS``: without the kill,
-    the cell might have ended.
+    None if it shows neither, as a cell for ``Aim.ENDS`` that weighin killed because it thrashed.
     """
     if result.outcome in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
         return KILLED
@@ -243,10 +237,8 @@ def _failure(result: Result, judgement: Judgement | None, aim: Aim) -> str | Non
 
 
 def why_stopped(ours: Iterable[Result]) -> str:
-    """Say which result ends the search without a floor; empty if none does.
-
-    Without a limit, any result that is not ok ends the search. Under a limit, any such result ends
-    the search unless the cell was killed for lack of memory, timed out or thrashed.
+    """Say which result ends the search without a floor; empty if none does. Under a limit, it is one
+    that was not killed for lack of memory, and did not time out or thrash.
     """
     lacking = (Outcome.OOM_KILLED, Outcome.CHILD_KILLED, Outcome.TIMEOUT, Outcome.THRASHING)
     for result in ours:
@@ -261,10 +253,8 @@ def why_stopped(ours: Iterable[Result]) -> str:
 
 
 def floors(results: Iterable[Result]) -> list[Floor]:
-    """Return a ``Floor`` for each search with a cell without a limit, even if it found no floor.
-
-    The floor is of the kind ``Aim.ENDS``, as in a search with --thrashing, only if no floor of the
-    kind ``Aim.SURVIVES`` was found.
+    """Return a ``Floor`` for each search with a cell without a limit, even if it found no floor. It is
+    of the kind ``Aim.ENDS`` only if no floor of the kind ``Aim.SURVIVES`` was found.
     """
     found = []
     for ours in grouped(results, lambda one: searched(one.cell).series).values():

@@ -73,9 +73,8 @@ def settings_of(environments: Iterable[Mapping[str, Any]]) -> dict[str, Setting]
 
 
 def fingerprint(environment: Mapping[str, Any]) -> str:
-    """Return a hash of the settings in ``_OF_MACHINE``, such as processor, RAM, kernel and GPU.
-
-    Machines with the same hash count as one kind of machine.
+    """Return a hash of processor, RAM, kernel, GPU and so on: machines with the same hash are of one
+    kind.
     """
     settings = settings_of([environment])
     described = {name: settings.get(name) for name in _OF_MACHINE}

@@ -101,10 +101,9 @@ def parse_shard(text: str) -> Shard:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The number of cells that a run or its shard plans, and ``pending``: those without a record.
-
-    ``again`` is the command that measures these. In a search for RAM floors, which has no fixed number
-    of cells, a cell is pending until the search for its floor has ended.
+    """The number of cells that a run or its shard plans, and ``pending``: those without a record, which
+    the command ``again`` measures. In a search for RAM floors, a cell is pending until its search has
+    ended.
     """
 
     planned: int
@@ -168,12 +167,8 @@ class Records:
 def append(run: Path, result: Result) -> Result:
     """Append ``result`` to the run's records, sync the file, and return the appended result.
 
-    A result that ``read`` would refuse is recorded as ``measurement_failed``, with a message that
-    names the impossible value. The new line uses the disk space that ``room`` reserved.
-
-    Raises:
-        RecordError: the folder or file cannot be written, or a number of the result is not finite; no
-            line is added.
+    A result that ``read`` would refuse is recorded as ``measurement_failed``, with a message that names
+    the impossible value. If the file cannot be written, RecordError is raised, and no line added.
     """
     cell = result.cell
     try:
@@ -206,8 +201,8 @@ def append(run: Path, result: Result) -> Result:
 
 
 def _line(result: Result) -> tuple[bytes, Result]:
-    """Return a result as a line of JSON, and as a reader gets it from that line, but with its own cell,
-    as it was planned: a reader finds lists for tuples, and "?" for what cannot be printed.
+    """Return a result as a line of JSON, and as a reader gets it from that line, but with the cell that
+    was planned: a reader finds lists for tuples, and "?" for what cannot be printed.
     """
     cell, texts = result.cell, (result.message, *result.warnings)
     if all(isinstance(text, str) for text in texts):  # what a process sent is checked below
@@ -259,9 +254,7 @@ def room(run: Path) -> Iterator[None]:
 
 
 def read(run: Path) -> Records:
-    """Return all records of a run. Keys that this version of weighin does not know are ignored.
-
-    An incomplete last line, as after a power cut, causes a warning: its cell counts as not measured.
+    """Return all records of a run. An incomplete last line, as after a power cut, causes a warning.
 
     Raises:
         RecordError: the folder is not a run or cannot be read, or a newer weighin wrote it.
@@ -369,10 +362,8 @@ def write_plan(
     *,
     is_new: bool = False,
 ) -> bytes:
-    """Write plan.json atomically, in a new folder if need be, and return its content.
-
-    Raises:
-        RecordError: the folder cannot be written, or, with ``is_new``, has a plan already.
+    """Write plan.json atomically, in a new folder if need be, and return its content; with ``is_new``,
+    raise RecordError if the folder has a plan already.
     """
     plan = Plan(SCHEMA, tuple(cells), settings or {})
     path = run / PLAN
@@ -468,11 +459,8 @@ def writing(path: Path, and_so: str = "", repair: str = _NAME_ANOTHER) -> Iterat
 
 
 def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
-    """Parse a text of JSON as the dataclass ``kind``; ``place`` names the text in errors.
-
-    Raises:
-        RecordError: a newer version of weighin wrote the text.
-        DamagedRecord: the text is not a valid ``kind``, or has an impossible value.
+    """Parse a text of JSON as the dataclass ``kind``; ``place`` names the text in errors. A text of a
+    newer weighin raises RecordError, and one that is not a valid ``kind`` DamagedRecord.
     """
     try:
         shown = text.decode()  # json itself would accept UTF-16 and lone surrogates
@@ -502,7 +490,9 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
 
 
 def _complaint(text: str, record: Any) -> str:
-    """Return an error of msgspec with the place first: "peaks.rss_bytes: expected `int`, got `str` '1'"."""
+    """Return an error of msgspec with the place first: "peaks.rss_bytes: expected `int`, got `str`
+    '1'".
+    """
     text, _, path = text.partition(" - at `$")
     keys = re.findall(r"\w+", path)
     where = ".".join(keys)
@@ -521,13 +511,11 @@ def _complaint(text: str, record: Any) -> str:
 
 
 def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool = False) -> Any:
-    """Return a record's JSON value, with "?" for each unprintable character in its texts and keys.
+    """Return a record's JSON value, with "?" for each unprintable character in its texts and keys,
+    except in what a user chooses in a cell, such as options: its name follows from it.
 
-    Newlines and tabs stay, and what a user chooses in a cell, such as options: its name follows from it.
-
-    Raises:
-        ValueError: an amount in bytes, ns or faults is below 0 or above 2**63 - 1, a phase ends before
-            its start, or ``ready_ns`` is below ``load_ns``.
+    An amount in bytes, ns or faults below 0 or above 2**63 - 1 raises ValueError, and so does a phase
+    that ends before its start, or a ``ready_ns`` below ``load_ns``.
     """
     if isinstance(value, str):
         return value if value.isprintable() and "::" not in value else printable(value, "\n\t")
@@ -568,10 +556,9 @@ def read_samples(run: Path, path: str | None) -> list[Sample]:
 
 
 def read_columns(run: Path, path: str | None, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    """Yield the named columns of each row in a file of a run; a missing value is None.
-
-    An incomplete last line and rows with impossible values are left out. A missing or unreadable file
-    has no rows, nor has one outside of the run's folder: a stranger may have written the record.
+    """Yield the named columns of each row in a file of a run; a missing value is None. A file that is
+    missing, unreadable or outside of the run's folder has no rows: a stranger may have written the
+    record.
     """
     if path is None or PurePath(path).is_absolute() or ".." in PurePath(path).parts:
         return

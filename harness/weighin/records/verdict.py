@@ -239,9 +239,8 @@ def proof(
 ) -> Stopped | None:
     """Return the proof that a running cell, whose memory has reached its limit, thrashes; None without.
 
-    ``reread_bytes`` and ``waited_ns`` count from the start of the load to now, and are None if they
-    are not measured. A long time alone proves nothing: the machine may be busy. Rereads alone prove
-    nothing once every byte of the model was read.
+    The amounts count from the start of the load. A long time alone proves nothing: the machine may be
+    busy. Rereads alone prove nothing once every byte of the model was read.
     """
     usual_ns, size_bytes = reference.spent_ns, reference.size_bytes
     reread, waited = reread_bytes or 0, waited_ns or 0
