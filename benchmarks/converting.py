@@ -14,9 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from weighin import formats
 from weighin.checkpoint import cache
 from weighin.settings.definition import DTYPES
+from weighin.stream import formats
 from weighin.suite import registry
 from weighin.units import GIB, MIB
 
@@ -75,7 +75,7 @@ def convert(source: Path, fmt: str, dtype: str) -> dict[str, float]:
     """Run one conversion; return its memory above the imports in bytes, and its seconds."""
     folder = Path(tempfile.mkdtemp(prefix="converting-", dir=cache.folder()))
     try:
-        target = folder / f"model{formats.named(fmt).SUFFIX}"
+        target = folder / f"model{formats.suffix_of(fmt)}"
         command = [sys.executable, "-c", CHILD, str(source), str(target), fmt, dtype]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         measured: dict[str, float] = json.loads(done.stdout)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from weighin import formats
+from weighin.stream import formats
 from weighin.units import GIB, MIB
 
 SPARE_BYTES = 300 * MIB
@@ -95,7 +95,7 @@ def measure(folder: Path, deepspeed: str, ranks: int, blocks: int) -> bool:
         [deepspeed, str(script), str(run), str(ranks), str(blocks)],
         check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    slices = formats.read(run)[1]
+    slices = formats.read(run)
     total, largest = (kind(one.nbytes for one in slices) for kind in (sum, max))
     print(f"{total / GIB:.2f} GiB of {ranks} ranks, largest tensor {largest / MIB:.1f} MiB")
     print(f"{'':<14}{'imports MiB':>12}{'VmHWM MiB':>12}{'above MiB':>12}{'s':>8}")

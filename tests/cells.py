@@ -22,12 +22,10 @@ from typing import TYPE_CHECKING, Any
 import leftovers
 import pytest
 
-from weighin import formats, slow_disk
+from weighin import slow_disk
 from weighin.cell import CacheState, Cell, Job, ModelSpec, Operation
 from weighin.checkpoint import cache as checkpoints
 from weighin.errors import CheckpointError, ConfigError, HarnessError, IsolationUnavailable
-from weighin.formats.base import TensorPlan
-from weighin.formats.gguf import UNDECODED
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.cgroup import limit, temporary_group
@@ -44,6 +42,9 @@ from weighin.run.loads import LoadSpec
 from weighin.run.measure import measure
 from weighin.settings.definition import DEFAULT_SAVING, DEFAULT_STRATEGIES, Settings
 from weighin.slow_disk import Mount, Pace, remove_stale
+from weighin.stream import formats
+from weighin.stream.gguf_files import UNDECODED
+from weighin.stream.slices import TensorPlan
 from weighin.suite.registry import data_folder, model, read_strategy
 from weighin.suite.registry import strategies as all_strategies
 
@@ -183,11 +184,11 @@ def checkpoint_of(spec: ModelSpec, fmt: str = "pt") -> Path:
 
 
 def suffix_of(fmt: str) -> str:
-    return str(formats.named(fmt).SUFFIX)
+    return str(formats.suffix_of(fmt))
 
 
 def format_of(path: Path) -> str:
-    return str(formats.detect(path).NAME)
+    return str(formats.detect(path))
 
 
 def files_of(path: Path) -> list[Path]:
@@ -199,6 +200,7 @@ def write_state(path: Path, fmt: str, state: Mapping[str, torch.Tensor]) -> None
     import torch
 
     from weighin.checkpoint.checksum import pieces_of
+    from weighin.stream.write import write
 
     firsts: dict[tuple[Any, ...], str] = {}
     plans = []
@@ -208,9 +210,7 @@ def write_state(path: Path, fmt: str, state: Mapping[str, torch.Tensor]) -> None
         plan = TensorPlan(name, tuple(tensor.shape), tensor.dtype)
         plans.append(plan if first == name else replace(plan, shared_with=first))
     contiguous = torch.contiguous_format
-    formats.named(fmt).write(
-        path, plans, lambda name: pieces_of(state[name].clone(memory_format=contiguous))
-    )
+    write(fmt, path, plans, lambda name: pieces_of(state[name].clone(memory_format=contiguous)))
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
@@ -220,7 +220,7 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
     from weighin.checkpoint.reader import read_pieces
 
     state = {}
-    for one in formats.read(path)[1]:
+    for one in formats.read(path):
         pieces = [piece.reshape(-1) for piece in read_pieces(one)]
         state[one.name] = torch.cat([torch.empty(0, dtype=one.dtype), *pieces]).view(one.shape)
     return state

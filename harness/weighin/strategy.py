@@ -20,13 +20,12 @@ if TYPE_CHECKING:  # for types only, because this module must not import torch a
 
     from weighin.construction.skeleton import without_weights
     from weighin.construction.tensors import assign, retie, share_missing, tied_names
-    from weighin.formats import files
-    from weighin.formats.per_key import file_name
     from weighin.formats.pretrained_folder import from_pretrained_arguments
-    from weighin.formats.sharded import MAX_SHARD_BYTES
     from weighin.loader.load import load_streaming
     from weighin.models.pretrained import arguments_to_dequantise, pretrained_class
     from weighin.models.pretrained_diffusers import diffusers_class
+    from weighin.stream.folders import MAX_SHARD_BYTES, file_name
+    from weighin.stream.formats import files
     from weighin.stream.hugging_face import load_pretrained
 
 __all__ = [
@@ -36,12 +35,12 @@ __all__ = [
 ]  # fmt: skip
 
 HELPERS = {
-    "MAX_SHARD_BYTES": "weighin.formats.sharded",
+    "MAX_SHARD_BYTES": "weighin.stream.folders",
     "arguments_to_dequantise": "weighin.models.pretrained",
     "assign": "weighin.construction.tensors",
     "diffusers_class": "weighin.models.pretrained_diffusers",
-    "file_name": "weighin.formats.per_key",
-    "files": "weighin.formats",
+    "file_name": "weighin.stream.folders",
+    "files": "weighin.stream.formats",
     "from_pretrained_arguments": "weighin.formats.pretrained_folder",
     "load_pretrained": "weighin.stream.hugging_face",
     "load_streaming": "weighin.loader.load",

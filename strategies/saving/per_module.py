@@ -5,8 +5,9 @@ Expected peak: no copy of the weights.
 
 import torch
 
-from weighin.formats.per_key import PER_MODULE, module_of
 from weighin.strategy import Save, file_name, tied_names
+from weighin.stream.folders import module_of
+from weighin.stream.write import write_index
 
 FORMATS = ("per_module",)
 DEVICES = ("cpu", "cuda")
@@ -22,4 +23,4 @@ def save(job: Save) -> None:
     with job.phase("write"):
         for module, tensors in modules.items():
             torch.save(tensors, job.target / file_name(module))
-        PER_MODULE.write_index(job.target, state, shared)
+        write_index("per_module", job.target, state, shared)

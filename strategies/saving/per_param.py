@@ -5,8 +5,8 @@ Expected peak: no copy of the weights.
 
 import torch
 
-from weighin.formats.per_key import PER_PARAM
 from weighin.strategy import Save, file_name, tied_names
+from weighin.stream.write import write_index
 
 FORMATS = ("per_param",)
 DEVICES = ("cpu", "cuda")
@@ -20,4 +20,4 @@ def save(job: Save) -> None:
         for name, tensor in state.items():
             if name not in shared:
                 torch.save(tensor, job.target / file_name(name))
-        PER_PARAM.write_index(job.target, state, shared)
+        write_index("per_param", job.target, state, shared)

@@ -157,11 +157,11 @@ _REFUSED: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
     ),
     "Megatron-LM, one rank": (
         _megatron(1),
-        r"the file of one rank[\s\S]*mp_rank_00/model_optim_rng\.pt --key model; if not, merge",
+        r"tools/checkpoint/convert\.py[\s\S]*mp_rank_00/model_optim_rng\.pt\s+--key\s+model",
     ),
     "Megatron-LM, two tensor-parallel ranks": (
         _megatron(2),
-        r"divided among 2 ranks[\s\S]*tools/checkpoint/convert\.py",
+        r"mp_rank_00, mp_rank_01[\s\S]*tools/checkpoint/convert\.py",
     ),
 }
 

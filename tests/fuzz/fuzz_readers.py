@@ -14,41 +14,32 @@ from pathlib import Path
 import atheris
 
 # Only what reads foreign bytes is worth guiding by: torch and the writers would drown it.
-with atheris.instrument_imports(include=["weighin.formats", "weighin.stream"]):
-    from weighin.formats import dcp, dcp_metadata, foreign, per_key, safetensors, sharded
-    from weighin.formats.base import Layout, TensorSlice
-    from weighin.stream import pickles, torch_files
-    from weighin.stream.torch_files import PT, PT_LEGACY
+with atheris.instrument_imports(include=["weighin.stream"]):
+    from weighin.stream import folders, foreign, formats, pickles, safetensors_files, torch_files
+    from weighin.stream.slices import Slice
 
 from weighin.errors import CheckpointError
 
-MODULES = (
-    torch_files,
-    dcp_metadata,
-    per_key,
-    foreign,
-    safetensors,
-    pickles,
-)
+MODULES = (torch_files, folders, foreign, safetensors_files, pickles)
 LONGEST = 16 * 1024
 MEMORY_BYTES = 200 * 1024**2
 
 # The first byte of an input says which file it is, of a folder whose other files are sound.
-TARGETS: tuple[tuple[Layout, str], ...] = (
-    (PT, ""),
-    (PT_LEGACY, ""),
-    (safetensors, ""),
-    (sharded.SHARDED, "model.safetensors.index.json"),
-    (sharded.SHARDED_PT, "pytorch_model.bin.index.json"),
-    (dcp, ".metadata"),
-    (dcp, "__0_0.distcp"),
-    (per_key.PER_MODULE, "index.json"),
-    (per_key.PER_PARAM, "index.json"),
-    (sharded.SHARDED, "model-00001-of-00001.safetensors"),
-    (sharded.SHARDED_PT, "pytorch_model-00001-of-00001.bin"),
-    (per_key.PER_MODULE, "a.pt"),
-    (per_key.PER_PARAM, "a.weight.pt"),
-    (dcp, ".metadata"),
+TARGETS: tuple[tuple[str, str], ...] = (
+    ("pt", ""),
+    ("pt_legacy", ""),
+    ("safetensors", ""),
+    ("sharded", "model.safetensors.index.json"),
+    ("sharded_pt", "pytorch_model.bin.index.json"),
+    ("dcp", ".metadata"),
+    ("dcp", "__0_0.distcp"),
+    ("per_module", "index.json"),
+    ("per_param", "index.json"),
+    ("sharded", "model-00001-of-00001.safetensors"),
+    ("sharded_pt", "pytorch_model-00001-of-00001.bin"),
+    ("per_module", "a.pt"),
+    ("per_param", "a.weight.pt"),
+    ("dcp", ".metadata"),
 )
 IN_BLOCKS = len(TARGETS) - 1  # its a.weight lies in two
 
@@ -79,7 +70,7 @@ class Fuzzer:
         file.write_bytes(data[1:])
         self.runs += 1
         try:
-            for place in TARGETS[number][0].read(path):
+            for place in formats.read(path):
                 check(place, path)
         except CheckpointError as error:
             self.refused += 1
@@ -87,25 +78,26 @@ class Fuzzer:
         assert peak_bytes() // 1024 < self.limit_kib, "more than 200 MiB of memory"
 
 
-def check(place: TensorSlice, root: Path) -> None:
+def check(place: Slice, root: Path) -> None:
     """Assert that a slice lies inside a file of the checkpoint."""
     size = place.file.stat().st_size
     assert root in {place.file, place.file.parent}, place
     assert 0 <= place.storage_offset <= place.offset, place
     assert place.storage_offset + place.storage_bytes <= size, place
     for part in place.parts:
-        check(part.where, root)
+        check(part, root)
     reach = sum((n - 1) * step for n, step in zip(place.shape, place.stride, strict=True))
     if place.nbytes and not place.parts:
         end = place.offset + (reach + 1) * place.dtype.itemsize
         assert end <= place.storage_offset + place.storage_bytes, place
 
 
-def make(path: Path, layout: Layout) -> Path:
+def make(path: Path, fmt: str) -> Path:
     """Write a small, sound checkpoint with tied weights and several dtypes."""
     import torch
 
-    from weighin.formats.base import TensorPlan
+    from weighin.stream.slices import TensorPlan
+    from weighin.stream.write import write
 
     plans = [
         TensorPlan("a.weight", (3, 2), torch.float32),
@@ -115,7 +107,7 @@ def make(path: Path, layout: Layout) -> Path:
         TensorPlan("c.weight", (3, 2), torch.float32, "a.weight"),
     ]
     values = {plan.name: torch.ones(plan.shape, dtype=plan.dtype) for plan in plans}
-    layout.write(path, plans, lambda name: [values[name]])
+    write(fmt, path, plans, lambda name: [values[name]])
     return path
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from training_runs import small_model, write_zero
 
-from weighin import formats
 from weighin.checkpoint.reader import read_pieces
+from weighin.stream import formats
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 zero_to_fp32 = pytest.importorskip(
@@ -68,7 +68,7 @@ def check(run: Path, beyond: set[str]) -> None:
     """Compare with DeepSpeed's converter, which leaves out the tensors ``beyond``."""
     theirs = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(run))
     ours = {}
-    for one in formats.read(run)[1]:
+    for one in formats.read(run):
         pieces = [piece.clone() for piece in read_pieces(one)]
         ours[one.name] = torch.cat(pieces).reshape(one.shape)
     assert ours.keys() - theirs.keys() == beyond

@@ -11,9 +11,9 @@ import pytest
 import torch
 from fork_server import ForkServer
 
-from weighin import formats
+from weighin.stream import formats
 
-SETUP: Final = "import torch; import weighin.checkpoint.convert, weighin.checkpoint.reader, weighin.formats.per_key"
+SETUP: Final = "import torch; import weighin.checkpoint.convert, weighin.checkpoint.reader, weighin.stream.folders"
 
 KILLED: Final = """
 import os, signal, sys
@@ -75,7 +75,7 @@ def test_a_conversion_that_is_killed_at_any_moment_keeps_its_source(
         ended = forks.run(KILLED, source, target, fmt, killed + 1)
         assert (source.read_bytes(), source.stat().st_mtime_ns) == before
         if target.exists():
-            assert {where.name for where in formats.read(target)[1]} == NAMES
+            assert {where.name for where in formats.read(target)} == NAMES
         if ended.returncode == 0:
             break
         assert ended.returncode == -signal.SIGKILL, ended.stderr

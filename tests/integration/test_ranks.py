@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from weighin import formats
 from weighin.loader.load import load_streaming
+from weighin.stream import formats
 
 RANK = """
 import sys
@@ -55,7 +55,7 @@ def test_what_two_ranks_save_is_streamed(tmp_path: Path) -> None:
         for rank in ranks:
             _, said = rank.communicate(timeout=120)
             assert rank.returncode == 0, said
-    parts = {one.name: len(one.parts) for one in formats.read(folder)[1]}
+    parts = {one.name: len(one.parts) for one in formats.read(folder)}
     assert {name for name, count in parts.items() if count == 2} == {
         "0.weight", "0.bias", "1.weight",
     }  # fmt: skip

@@ -12,10 +12,10 @@ from cgroup_trees import LAYOUTS, Kernel, installed
 from warm_children import Forks
 
 from weighin import child_process
-from weighin.formats import parallel_headers
 from weighin.loader import direct_io
 from weighin.loader.direct_io import TimedRead
 from weighin.probes import page_cache, sampler
+from weighin.stream import folders, torch_files
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -84,4 +84,5 @@ def disk_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the disk answer at once, however busy this machine is."""
     quick = [TimedRead(4096, 60_000)]
     monkeypatch.setattr(direct_io, "first_reads", lambda *_: iter(quick))
-    monkeypatch.setattr(parallel_headers, "LATE_S", inf)
+    for module in (torch_files, folders):
+        monkeypatch.setattr(module, "LATE_S", inf)

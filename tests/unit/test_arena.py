@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats
-from weighin.formats.base import TensorSlice
 from weighin.loader import direct_io, fill
 from weighin.loader.direct_io import DiskReaders
 from weighin.loader.fill import READ_BYTES, being_filled
@@ -23,6 +21,8 @@ from weighin.loader.memory import (
 )
 from weighin.probes import page_cache
 from weighin.probes.process import memory_of, read_status
+from weighin.stream import formats
+from weighin.stream.slices import TensorSlice
 from weighin.units import MIB
 
 CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ def test_neighbours_are_right_however_their_reads_are_cut(
     torch.save(state, tmp_path / "some.pt")
     if cold:
         assert page_cache.drop([tmp_path / "some.pt"]) == 0
-    slices = formats.read(tmp_path / "some.pt")[1]
+    slices = formats.read(tmp_path / "some.pt")
     given = needs(slices)
     found = list(provide(given))
     assert any(one.neighbours for one in found)

@@ -19,14 +19,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from weighin import formats
 from weighin.errors import CheckpointError
-from weighin.formats import dcp
-from weighin.formats.base import Part, Slices, TensorSlice
 from weighin.loader import fill, memory
 from weighin.loader.direct_io import PIECE_BYTES
 from weighin.loader.load import Granularity, load_streaming
 from weighin.loader.memory import Fill, allocate
+from weighin.stream import formats
+from weighin.stream.slices import Slices, TensorSlice
 from weighin.units import MIB
 
 Cut = Callable[[torch.Tensor], list[tuple[tuple[int, ...], torch.Tensor]]]
@@ -132,7 +131,7 @@ def test_blocks_become_the_tensor_that_they_tile(
 ) -> None:
     right = Model().state_dict()
     path = write(tmp_path / "split", right, CUTS[name])
-    assert all(len(one.parts) > 1 for one in dcp.read(path) if len(one.shape) > 1)
+    assert all(len(one.parts) > 1 for one in formats.read(path) if len(one.shape) > 1)
     monkeypatch.setattr(memory, "PIECE_BYTES", most)
     monkeypatch.setattr(fill, "READ_BYTES", most)
     found = load_streaming(Model, path).state_dict()
@@ -184,9 +183,9 @@ def test_a_block_with_gaps_is_refused_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = a_slice(tmp_path / "__0_0.distcp", (4, 2), (4, 2))
-    parts = (Part((0, 0), where), Part((0, 2), where))
+    parts = (replace(where, start=(0, 0)), replace(where, start=(0, 2)))
     whole = replace(where, shape=(4, 4), stride=(4, 1), parts=parts)
-    monkeypatch.setattr(formats, "read", lambda *_: ("dcp", Slices([whole])))
+    monkeypatch.setattr(formats, "read", lambda *_: Slices([whole]))
     with pytest.raises(CheckpointError) as caught:
         load_streaming(torch.nn.Linear(4, 4), tmp_path)
     assert str(caught.value) == (
@@ -230,7 +229,7 @@ def test_no_piece_and_nothing_that_it_becomes_outgrows_a_buffer(
     where = TensorSlice("w", (numel,), (1,), source, Path("f"), 66, 66, 4 * numel)
     stretch = Fill(where, torch.empty(numel, dtype=dtype))
     tall = torch.empty(2 * numel, dtype=dtype)
-    parts = tuple(Part((0, at), replace(where, shape=(numel, 1), stride=(1, 1))) for at in (0, 1))
+    parts = tuple(replace(where, shape=(numel, 1), stride=(1, 1), start=(0, at)) for at in (0, 1))
     split = replace(where, shape=(numel, 2), stride=(2, 1), parts=parts)
     for one in (stretch, Fill(split, tall.view(numel, 2))):
         pieces = list(one.pieces(fill.READ_BYTES))

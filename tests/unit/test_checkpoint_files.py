@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from weighin import formats
 from weighin.checkpoint.manifest import Manifest, TensorEntry, read_manifest
 from weighin.errors import CheckpointError, UnknownName
-from weighin.formats.base import TensorPlan
-from weighin.formats.per_key import PER_PARAM
-from weighin.stream.torch_files import PT, read_one
+from weighin.stream import formats
+from weighin.stream.slices import TensorPlan
+from weighin.stream.torch_files import open_zip, read_one
+from weighin.stream.write import write as write_checkpoint
 
 AGAIN = "copy or download the file again"
 
@@ -81,16 +81,18 @@ def test_layouts_by_what_is_there(tmp_path: Path) -> None:
     folder.mkdir()
     with pytest.raises(CheckpointError, match="split: an empty folder"):
         formats.detect(folder)
-    PER_PARAM.write(folder / "a", [TensorPlan("w", (2,), torch.float32)], lambda _: [torch.ones(2)])
-    assert formats.detect(file).NAME == "pt"
-    assert formats.detect(folder / "a").NAME == "per_param"
+    write_checkpoint(
+        "per_param", folder / "a", [TensorPlan("w", (2,), torch.float32)], lambda _: [torch.ones(2)]
+    )
+    assert formats.detect(file) == "pt"
+    assert formats.detect(folder / "a") == "per_param"
     assert formats.files(file) == [file]
     (folder / "a" / "notes.txt").touch()
     assert formats.files(folder / "a") == [folder / "a" / "index.json", folder / "a" / "w.pt"]
     with pytest.raises(CheckpointError, match="none: no such file or folder"):
         formats.detect(tmp_path / "none")
     with pytest.raises(UnknownName, match="no checkpoint format is called 'per-param'"):
-        formats.named("per-param")
+        formats.suffix_of("per-param")
 
 
 def test_offsets_lead_to_the_values(tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_offsets_lead_to_the_values(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save(state, path)
     data = path.read_bytes()
-    places = {place.name: place for place in PT.read(path)}
+    places = {place.name: place for place in formats.read(path)}
     assert list(places) == list(state)
     assert places["tied"].offset == places["weight"].offset
     assert (
@@ -131,7 +133,7 @@ def test_a_record_that_a_zip_program_compressed_is_refused(tmp_path: Path) -> No
         for record in source.infolist():
             to.writestr(record.filename, source.read(record))
     with pytest.raises(CheckpointError, match=r"record 'model/.*' is compressed"):
-        PT.read(packed)
+        formats.read(packed)
 
 
 def saved(path: Path, value: object) -> None:
@@ -155,7 +157,6 @@ def nested(path: Path) -> None:
     ("write", "message", "repair"),
     [
         (lambda p: None, "no such file or folder", "check the path"),
-        (Path.mkdir, "not a file", "give the path of the checkpoint's file"),
         (Path.touch, "empty file", AGAIN),
         (
             lambda p: p.write_text("garbage " * 100),
@@ -200,7 +201,7 @@ def test_what_is_no_checkpoint_is_called_by_its_name(
     path = tmp_path / "model.pt"
     write(path)
     with pytest.raises(CheckpointError) as caught:
-        PT.read(path)
+        formats.read(path)
     assert caught.value.message.startswith(f"{path}: {message}")
     assert caught.value.repair == repair
 
@@ -212,10 +213,10 @@ def test_the_old_format_comes_with_the_line_that_converts_it(tmp_path: Path) -> 
     path = tmp_path / "it's old.pt"
     legacy(path)
     with pytest.raises(CheckpointError, match=r"in the format of torch before 1\.6") as caught:
-        PT.read(path)
+        open_zip(path)
     line = caught.value.repair.removeprefix("save it again: ")
     subprocess.run(line.replace("python", sys.executable, 1), shell=True, check=True)
-    assert [place.name for place in PT.read(Path(f"{path}.new"))] == ["w"]
+    assert [place.name for place in formats.read(Path(f"{path}.new"))] == ["w"]
 
 
 def test_a_plain_pickle_is_not_executed(tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def test_a_plain_pickle_is_not_executed(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"a pickle that torch\.save did not write, and was NOT executed"
     ):
-        PT.read(path)
+        formats.read(path)
 
 
 def test_a_file_of_one_tensor(tmp_path: Path) -> None:
@@ -273,10 +274,7 @@ def test_a_whole_pickled_module_is_refused_with_its_class_and_the_way_out(
         " loaded without"
         " executing its code: it was NOT executed"
     )
-    assert caught.value.repair == (
-        "if you trust that code, load the module with it and save plain weights:"
-        " torch.save(model.state_dict(), ...)"
-    )
+    assert caught.value.repair.startswith("if you trust the file, load it and save")
 
 
 def test_an_object_that_is_no_module_is_named_by_its_class(tmp_path: Path) -> None:

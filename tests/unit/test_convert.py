@@ -18,14 +18,15 @@ from fork_server import ForkServer
 from rich.console import Console
 from safetensors.torch import load_file
 
-from weighin import child_process, formats
+from weighin import child_process
 from weighin.checkpoint import convert as converting
 from weighin.checkpoint import reader
 from weighin.checkpoint.convert import Conversion, sentence
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.per_key import PER_PARAM
+from weighin.stream import formats
+from weighin.stream import write as writing
 from weighin.units import MIB
 
 pytestmark = pytest.mark.usefixtures("torch_threads_restored")
@@ -183,7 +184,7 @@ def test_a_name_without_the_suffix_of_a_file_means_a_folder_of_shards(
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
     ]
-    assert formats.detect(target).NAME == "sharded"
+    assert formats.detect(target) == "sharded"
 
 
 @pytest.mark.parametrize(
@@ -213,20 +214,20 @@ def test_a_suffix_of_another_format_is_refused_with_the_two_ways_on(
 def test_verify_finds_a_single_wrong_byte_and_a_missing_key(
     source: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
-    real = PER_PARAM.write
+    real = writing.write
 
-    def harmful(target: Path, *arguments: Any) -> None:
-        real(target, *arguments)
+    def harmful(fmt: str, target: Path, *arguments: Any, **options: Any) -> None:
+        real(fmt, target, *arguments, **options)
         path = target / "head.pt"
         if harm == "value":
-            (place,) = [one for one in PER_PARAM.read(target) if one.name == "head"]
+            (place,) = [one for one in formats.read(target) if one.name == "head"]
             text = bytearray(path.read_bytes())
             text[place.offset] ^= 1
             path.write_bytes(text)
         elif harm == "key":
-            PER_PARAM.write_index(target, ["layers.0.weight"], {})
+            writing.write_index("per_param", target, ["layers.0.weight"], {})
 
-    monkeypatch.setattr(PER_PARAM, "write", harmful)
+    monkeypatch.setattr(writing, "write", harmful)
     target = source.with_name("new")
     if harm == "nothing":
         convert(source, target, verify=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats
 from weighin.checkpoint.convert import Conversion
 from weighin.loader.load import load_streaming
+from weighin.stream import formats
 
 BASE = torch.arange(1000.0)
 VIEWS = {
@@ -49,7 +49,7 @@ def convert(source: Path, target: Path, fmt: str, dtype: torch.dtype | None = No
 def test_views_are_converted_to_their_values(
     source: Path, fmt: str, dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
-    there = tmp_path / f"there{formats.named(fmt).SUFFIX}"
+    there = tmp_path / f"there{formats.suffix_of(fmt)}"
     convert(source, there, fmt, dtype)
     convert(there, tmp_path / "back.pt", "pt")
     back, right = torch.load(tmp_path / "back.pt"), torch.load(source)

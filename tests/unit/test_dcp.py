@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from weighin import formats
 from weighin.checkpoint import reader
 from weighin.checkpoint.checksum import pieces_of
 from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
-from weighin.formats import dcp
-from weighin.formats.base import TensorPlan
+from weighin.stream import formats
+from weighin.stream.slices import TensorPlan
+from weighin.stream.write import DCP_DATA, write
 
 
 class Command:
@@ -56,7 +56,7 @@ def ours(tmp_path: Path, state: dict[str, torch.Tensor]) -> Path:
         TensorPlan(name, tuple(one.shape), one.dtype, "b" if name == "tied" else None)
         for name, one in state.items()
     ]
-    dcp.write(tmp_path / "ours", tensors, lambda name: pieces_of(state[name]))
+    write("dcp", tmp_path / "ours", tensors, lambda name: pieces_of(state[name]))
     return tmp_path / "ours"
 
 
@@ -76,7 +76,7 @@ def test_torch_loads_what_we_write(ours: Path, state: dict[str, torch.Tensor]) -
 
 
 def test_tied_keys_are_stored_once_and_values_are_aligned(ours: Path) -> None:
-    places = {one.name: one for one in dcp.read(ours)}
+    places = {one.name: one for one in formats.read(ours)}
     assert places["tied"].offset == places["b"].offset
     assert all(one.offset % 64 == 0 for one in places.values())
 
@@ -92,14 +92,14 @@ def test_we_read_what_torch_writes(
             state,
             storage_writer=FileSystemWriter(folder, single_file_per_rank=single_file),
         )
-    assert formats.detect(folder).NAME == "dcp"
+    assert formats.detect(folder) == "dcp"
     found = {}
-    for one in dcp.read(folder):
+    for one in formats.read(folder):
         pieces = [piece.clone() for piece in read_pieces(one)]
         value = torch.cat(pieces) if pieces else torch.empty(0, dtype=one.dtype)
         found[one.name] = value.reshape(one.shape)
     check_equal(found, state)
-    assert {one.file for one in dcp.read(folder)} <= set(dcp.files(folder))
+    assert {one.file for one in formats.read(folder)} <= set(formats.files(folder))
 
 
 def change(folder: Path, harm: Callable[[Metadata], object]) -> None:
@@ -176,7 +176,7 @@ def test_wrong_metadata_is_named_and_never_run(
 ) -> None:
     change(ours, harm)
     with pytest.raises(CheckpointError) as caught:
-        dcp.read(ours)
+        formats.read(ours)
     assert message in caught.value.message
     assert str(ours) in caught.value.message
 
@@ -198,14 +198,14 @@ def test_what_is_no_metadata_is_refused_in_little_memory(ours: Path, text: bytes
         CheckpointError,
         match=r"\.metadata: (damaged|the pickle from byte 0 cannot be read|not metadata)",
     ):
-        dcp.read(ours)
+        formats.read(ours)
 
 
 def test_a_truncated_file_of_data_is_named(ours: Path) -> None:
-    file = ours / dcp.DATA_NAME
+    file = ours / DCP_DATA
     os.truncate(file, file.stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: truncated: 'scalar' ends at byte"):
-        dcp.read(ours)
+        formats.read(ours)
 
 
 GRID = torch.arange(70.0).reshape(10, 7)
@@ -223,7 +223,7 @@ def split_in_three(tmp_path: Path) -> Path:
     blocks = {name: block.contiguous() for name, (_, block) in TILES.items()}
     blocks["whole"] = torch.tensor([1, 2, 3])
     plans = [TensorPlan(name, tuple(one.shape), one.dtype) for name, one in blocks.items()]
-    dcp.write(folder, plans, lambda name: pieces_of(blocks[name]))
+    write("dcp", folder, plans, lambda name: pieces_of(blocks[name]))
 
     def join(metadata: Metadata) -> None:
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
@@ -249,7 +249,7 @@ def test_a_tensor_in_several_blocks_is_read_as_torch_reads_it(split_in_three: Pa
         warnings.simplefilter("ignore")
         load(theirs, storage_reader=FileSystemReader(split_in_three))
     assert torch.equal(theirs["b"], GRID)
-    _, slices = formats.read(split_in_three)
+    slices = formats.read(split_in_three)
     ours = {one.name: torch.cat(list(read_pieces(one))).reshape(one.shape) for one in slices}
     check_equal(ours, theirs)
 
@@ -259,7 +259,7 @@ def test_blocks_larger_than_a_piece_are_cut_as_any_tensor_is(
 ) -> None:
     monkeypatch.setattr(reader, "PIECE_ELEMENTS", 16)
     monkeypatch.setattr(reader, "_ROWS_ELEMENTS", 15)
-    one, _ = dcp.read(split_in_three)
+    one, _ = formats.read(split_in_three)
     pieces = [piece.clone() for piece in read_pieces(one)]
     assert [len(piece) for piece in pieces] == [16, 16, 16, 16, 6]
     assert torch.equal(torch.cat(pieces), GRID.reshape(-1))
@@ -307,6 +307,6 @@ def test_blocks_that_do_not_tile_their_tensor_are_refused(
 ) -> None:
     change(split_in_three, harm)
     with pytest.raises(CheckpointError) as caught:
-        dcp.read(split_in_three)
+        formats.read(split_in_three)
     assert caught.value.message.startswith(str(split_in_three / ".metadata"))
     assert message in caught.value.message

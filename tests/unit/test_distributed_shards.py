@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weighin import formats, load_streaming
+from weighin import load_streaming
 from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
+from weighin.stream import formats
 
 WHOLE = "model-00001-of-00001.safetensors"
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -46,5 +47,5 @@ def test_a_shard_is_refused_by_every_verb(tmp_path: Path, name: str, begin: int)
 
 
 def test_a_file_that_one_rank_wrote_for_all_is_read(tmp_path: Path) -> None:
-    _, slices = formats.read(written(tmp_path / WHOLE, 0))
+    slices = formats.read(written(tmp_path / WHOLE, 0))
     assert [(one.name, one.shape) for one in slices] == [("weight", (4, 10))]

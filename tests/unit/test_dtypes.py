@@ -6,17 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats
 from weighin.checkpoint.checksum import CELL_DTYPES, checksum, tensor_checksums
 from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.manifest import TensorEntry
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.base import TensorSlice
-from weighin.formats.dtypes import ITEM_BYTES, NOT_CONVERTED
 from weighin.formats.pretrained_library import Selection
-from weighin.formats.safetensors import DTYPES
 from weighin.loader.load import load_streaming
+from weighin.stream import formats
+from weighin.stream.safetensors_files import DTYPES
+from weighin.stream.slices import ITEM_BYTES, NOT_CONVERTED, TensorSlice
 
 ALL = sorted({str(one)[6:] for one in vars(torch).values() if isinstance(one, torch.dtype)})
 KNOWN = [name for name in ITEM_BYTES if hasattr(torch, name)]
@@ -65,7 +64,7 @@ def test_what_torch_saves_is_read_or_refused_by_its_name(
             formats.read(tmp_path / "w.pt")
         assert "plain weights" not in caught.value.repair  # the file was made just so
         return
-    (one,) = formats.read(tmp_path / "w.pt")[1]
+    (one,) = formats.read(tmp_path / "w.pt")
     assert (one.dtype_name, one.nbytes) == (name, tensor.nbytes)
     found = torch.cat([raw(piece) for piece in read_pieces(one)])
     assert torch.equal(found, raw(tensor))
@@ -82,7 +81,7 @@ def test_every_dtype_is_converted_as_it_is_or_refused_by_its_name(
     name: str, fmt: str, tmp_path: Path
 ) -> None:
     torch.save({"w": values(name)}, tmp_path / "w.pt")
-    there = tmp_path / f"there{formats.named(fmt).SUFFIX}"
+    there = tmp_path / f"there{formats.suffix_of(fmt)}"
     conversion = Conversion(tmp_path / "w.pt", there, fmt, verify=True)
     missing = {"safetensors": set(ITEM_BYTES) - set(DTYPES.values()), "pt_legacy": NEW}
     if name in missing.get(fmt.replace("sharded", "safetensors"), ()):
@@ -91,7 +90,7 @@ def test_every_dtype_is_converted_as_it_is_or_refused_by_its_name(
         assert not there.exists()
         return
     conversion.write()
-    (one,) = formats.read(there)[1]
+    (one,) = formats.read(there)
     assert one.dtype_name == name
     assert torch.equal(torch.cat([raw(p) for p in read_pieces(one)]), raw(values(name)))
 
@@ -104,7 +103,7 @@ def test_every_dtype_of_safetensors_is_read_as_its_own_library_wrote_it(
     if getattr(torch, name) not in library._TYPES.values():
         pytest.skip(f"this version of safetensors does not write {name}")
     library.save_file({"w": values(name)}, tmp_path / "w.safetensors")
-    (one,) = formats.read(tmp_path / "w.safetensors")[1]
+    (one,) = formats.read(tmp_path / "w.safetensors")
     assert (one.dtype_name, one.shape) == (name, (1000,))
     assert torch.equal(torch.cat([raw(p) for p in read_pieces(one)]), raw(values(name)))
 
@@ -191,4 +190,4 @@ def test_a_quantised_tensor_outside_of_the_selection_does_not_matter(tmp_path: P
     codes = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     value = {"model": {"w": torch.ones(3)}, "compressed": {"w": codes}}
     torch.save(value, tmp_path / "w.pt")
-    assert [one.name for one in formats.read(tmp_path / "w.pt", Selection("model"))[1]] == ["w"]
+    assert [one.name for one in formats.read(tmp_path / "w.pt", Selection("model"))] == ["w"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorSlice
+from weighin.stream.slices import TensorSlice
 from weighin.stream.zero import boxes, elements, joined
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats
 from weighin.checkpoint.checksum import checksum, pieces_of
 from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.reader import plans, read_pieces
-from weighin.formats.base import TensorPlan
 from weighin.models.gpt2 import gpt2
 from weighin.models.tied import tied
+from weighin.stream import formats
+from weighin.stream.slices import TensorPlan
+from weighin.stream.write import write as write_checkpoint
 
 LONG = "x" * 10_000
 
@@ -51,13 +52,13 @@ def write(fmt: str, folder: Path, state: dict[str, torch.Tensor]) -> Path:
         tensors.append(TensorPlan(name, tuple(tensor.shape), tensor.dtype, tied_to))
     path = formats.checkpoint_in(folder, fmt)
     path.parent.mkdir(parents=True, exist_ok=True)
-    formats.named(fmt).write(path, tensors, lambda name: pieces_of(state[name]))
+    write_checkpoint(fmt, path, tensors, lambda name: pieces_of(state[name]))
     return path
 
 
 def content(path: Path) -> list[tuple[object, ...]]:
     """Return every tensor of a checkpoint: its name, shape, dtype, first tied name, checksum."""
-    _, slices = formats.read(path)
+    slices = formats.read(path)
     found: list[tuple[object, ...]] = []
     for one, plan in zip(slices, plans(slices), strict=True):
         pieces = [piece.clone() for piece in read_pieces(one)]
@@ -88,7 +89,7 @@ def test_what_is_written_is_read(
     torch.manual_seed(0)
     values = state()
     path = write(fmt, tmp_path / "made", values)
-    assert fmt == formats.detect(path).NAME
+    assert fmt == formats.detect(path)
     found = content(path)
     assert sorted(found, key=repr) == sorted(expected(values), key=repr)
     assert [one[0] for one in found] == list(values)
@@ -96,7 +97,7 @@ def test_what_is_written_is_read(
     assert outside == {"made"}
     files = formats.files(path)
     assert all(file.is_file() for file in files)
-    assert {one.file for one in formats.read(path)[1]} <= set(files)
+    assert {one.file for one in formats.read(path)} <= set(files)
 
 
 @pytest.mark.parametrize(("one", "other"), list(permutations(formats.NAMES, 2)))
@@ -107,7 +108,7 @@ def test_every_layout_becomes_every_other_with_equal_checksums(
     values = tied_state()
     source = write(one, tmp_path / "made", values)
     convert(source, tmp_path / "converted", other)
-    assert other == formats.detect(tmp_path / "converted").NAME
+    assert other == formats.detect(tmp_path / "converted")
     assert content(tmp_path / "converted") == expected(values)
     assert {path.name for path in tmp_path.iterdir()} == {"converted", "made"}
 

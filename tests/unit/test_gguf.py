@@ -11,12 +11,13 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from weighin import formats, install
+from weighin import install
 from weighin.checkpoint.reader import read_pieces
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import gguf as layout
 from weighin.loader.load import load_streaming
+from weighin.stream import formats
+from weighin.stream import gguf_files as layout
 
 gguf = pytest.importorskip("gguf", reason=install.command("gguf"))
 np = pytest.importorskip("numpy")
@@ -49,7 +50,7 @@ def codes(kind: Any, rows: int = 33, blocks: int = 3) -> Any:
 
 
 def read(path: Path, name: str) -> torch.Tensor:
-    (where,) = [one for one in formats.read(path)[1] if one.name == name]
+    (where,) = [one for one in formats.read(path) if one.name == name]
     return torch.cat([piece.clone() for piece in read_pieces(where)]).reshape(where.shape)
 
 
@@ -146,7 +147,7 @@ def test_the_parts_of_a_model_are_one_checkpoint(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", tensors, split_max_tensors=2)
     first = tmp_path / "m-00001-of-00003.gguf"
     for path in (first, first.with_name("m-00003-of-00003.gguf"), tmp_path):
-        assert [one.name for one in formats.read(path)[1]] == list(tensors)
+        assert [one.name for one in formats.read(path)] == list(tensors)
         assert len(formats.files(path)) == 3
     (tmp_path / "m-00002-of-00003.gguf").rename(tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"but the part m-00002-of-00003.gguf is missing"):
@@ -188,11 +189,11 @@ def test_a_projector_beside_a_model_is_no_second_model(tmp_path: Path) -> None:
 
 def test_a_folder_with_other_weights_is_not_read_as_gguf(tmp_path: Path) -> None:
     small(tmp_path / "m.gguf")
-    assert formats.detect(tmp_path).NAME == "gguf"
+    assert formats.detect(tmp_path) == "gguf"
     (tmp_path / "config.json").write_text("{}")
-    assert formats.detect(tmp_path).NAME == "gguf"
+    assert formats.detect(tmp_path) == "gguf"
     torch.save({"weight": torch.ones(2)}, tmp_path / "pytorch_model.bin")
-    assert formats.detect(tmp_path).NAME == "pt"
+    assert formats.detect(tmp_path) == "pt"
 
 
 def test_a_cut_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
@@ -211,7 +212,7 @@ def test_a_changed_byte_of_the_tables_is_refused_or_read(tmp_path: Path, value: 
     for at in range(4, len(whole) - 304):
         changed.write_bytes(whole[:at] + bytes([value]) + whole[at + 1 :])
         try:
-            places = formats.read(changed)[1]
+            places = formats.read(changed)
         except CheckpointError:
             continue
         assert all(one.offset + one.storage_bytes <= len(whole) for one in places)
@@ -261,4 +262,4 @@ def test_without_the_package_the_command_to_install_it_is_named(
 
 def test_gguf_is_read_and_not_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reads the format gguf, but does not write it"):
-        formats.named("gguf")
+        formats.suffix_of("gguf")

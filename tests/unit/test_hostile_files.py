@@ -19,9 +19,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weighin import formats
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorPlan, TensorSlice
+from weighin.stream import formats
+from weighin.stream.slices import TensorPlan, TensorSlice
+from weighin.stream.write import write as write_checkpoint
 from weighin.units import MIB
 
 PLANS = [
@@ -44,7 +45,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("layouts")
     values = {plan.name: torch.ones(plan.shape, dtype=plan.dtype) for plan in PLANS}
     for name in formats.NAMES:
-        formats.named(name).write(folder / name, PLANS, lambda key: [values[key]])
+        write_checkpoint(name, folder / name, PLANS, lambda key: [values[key]])
     return {name: folder / name for name in formats.NAMES}
 
 
@@ -90,13 +91,13 @@ def check(place: TensorSlice, root: Path) -> None:
 def test_a_damaged_file_is_read_right_or_refused(
     checkpoints: dict[str, Path], name: str, data: st.DataObject
 ) -> None:
-    path, layout = checkpoints[name], formats.named(name)
-    file = data.draw(st.sampled_from(layout.files(path)))
+    path = checkpoints[name]
+    file = data.draw(st.sampled_from(formats.files(path)))
     sound = file.read_bytes()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         file.write_bytes(data.draw(damage(sound)))
-        for place in layout.read(path):
+        for place in formats.read(path):
             check(place, path)
     except CheckpointError as error:
         assert error.message.startswith(str(path))
@@ -108,7 +109,7 @@ def test_a_damaged_file_is_read_right_or_refused(
 
 def test_what_is_read_is_right_after_all_that(checkpoints: dict[str, Path]) -> None:
     for path in checkpoints.values():
-        assert [place.name for place in formats.read(path)[1]] == [plan.name for plan in PLANS]
+        assert [place.name for place in formats.read(path)] == [plan.name for plan in PLANS]
 
 
 BOMBS = {
@@ -124,7 +125,7 @@ MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03."
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from weighin import formats as layouts
+from weighin.stream import formats as layouts
 from weighin.errors import CheckpointError
 path = Path(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -230,7 +231,7 @@ def test_a_place_of_a_key_that_is_no_text_is_refused(checkpoints: dict[str, Path
     sound = path.read_bytes()
     at = sound.index(b"fqn\x94") + 4
     path.write_bytes(sound[:at] + b"}0" + sound[at:])  # an empty dict, taken away again
-    assert len(formats.read(checkpoints["dcp"])[1]) == len(PLANS)
+    assert len(formats.read(checkpoints["dcp"])) == len(PLANS)
     end = sound.index(b"\x8c\x06offset", at)
     path.write_bytes(sound[:at] + b"}" + sound[end:])
     with pytest.raises(CheckpointError):

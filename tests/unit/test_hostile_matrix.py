@@ -15,11 +15,12 @@ import pytest
 import torch
 from harms import CASES, DATA, PLANS, Given, Harm
 
-from weighin import formats
 from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorPlan
 from weighin.loader.load import load_streaming
+from weighin.stream import formats
+from weighin.stream.slices import TensorPlan
+from weighin.stream.write import write as write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("torch_threads_restored")
 
@@ -29,8 +30,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     values = {plan.name: torch.ones(plan.shape, dtype=plan.dtype) for plan in PLANS}
     for name in formats.NAMES:
-        layout = formats.named(name)
-        layout.write(folder / f"{name}{layout.SUFFIX}", PLANS, lambda key: [values[key]])
+        path = folder / f"{name}{formats.suffix_of(name)}"
+        write_checkpoint(name, path, PLANS, lambda key: [values[key]])
     return folder
 
 
@@ -59,7 +60,7 @@ def opened(audited: None) -> Iterator[list[str]]:
 @pytest.fixture
 def give(tmp_path: Path, sound: Path) -> Callable[[str], Given]:
     def given(layout: str) -> Given:
-        source = sound / f"{layout}{formats.named(layout).SUFFIX}"
+        source = sound / f"{layout}{formats.suffix_of(layout)}"
         path = tmp_path / "given" / source.name
         path.parent.mkdir()
         outside = tmp_path / "outside" / "x"
@@ -85,7 +86,7 @@ def test_harm_is_named_and_does_none(
     tmp_path: Path,
 ) -> None:
     given = give(layout)
-    assert [place.name for place in formats.read(given.path)[1]] == [one.name for one in PLANS]
+    assert [place.name for place in formats.read(given.path)] == [one.name for one in PLANS]
     assert str(given.data) in opened
     file, words = harm(given)
     before = sorted(tmp_path.rglob("*"))
@@ -121,11 +122,11 @@ KEYS = {"climbing": "../../x", "absolute": "/etc/passwd", "empty": "", "long": "
 @pytest.mark.parametrize("layout", formats.NAMES)
 @pytest.mark.parametrize("kind", KEYS)
 def test_a_key_is_a_name_and_never_a_path(tmp_path: Path, layout: str, kind: str) -> None:
-    key, path = KEYS[kind], tmp_path / "in" / f"m{formats.named(layout).SUFFIX}"
+    key, path = KEYS[kind], tmp_path / "in" / f"m{formats.suffix_of(layout)}"
     path.parent.mkdir()
     plans = [TensorPlan(key, (3,), torch.float32), TensorPlan("b", (2,), torch.float32)]
-    formats.named(layout).write(path, plans, lambda name: [torch.full((3 - (name == "b"),), 5.0)])
-    assert [one.name for one in formats.read(path)[1]] == [key, "b"]
+    write_checkpoint(layout, path, plans, lambda name: [torch.full((3 - (name == "b"),), 5.0)])
+    assert [one.name for one in formats.read(path)] == [key, "b"]
     with pytest.raises(CheckpointError) as caught:
         load_streaming(torch.nn.Linear(1, 1), path)
     assert caught.value.message.startswith(f"{path}: does not fit this model, keys: ")
@@ -133,6 +134,6 @@ def test_a_key_is_a_name_and_never_a_path(tmp_path: Path, layout: str, kind: str
     assert len(caught.value.message) < 1000
     for fmt in ("per_param", "per_module", "sharded"):
         Conversion(path, tmp_path / fmt, fmt, verify=True).write()
-        assert [one.name for one in formats.read(tmp_path / fmt)[1]] == [key, "b"]
+        assert [one.name for one in formats.read(tmp_path / fmt)] == [key, "b"]
         assert all(one.parent == tmp_path / fmt for one in (tmp_path / fmt).rglob("*"))
     assert {one.name for one in tmp_path.iterdir()} == {"in", "per_param", "per_module", "sharded"}

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 
-from weighin.formats.base import TensorSlice
 from weighin.loader import reads as reading
 from weighin.loader.direct_io import PieceReader
 from weighin.loader.memory import allocate
 from weighin.loader.open_file import ALIGNMENT
 from weighin.loader.reads import read_shrinking, shrinks
 from weighin.probes import page_cache
+from weighin.stream.slices import TensorSlice
 
 PAIRS = [
     (torch.float32, torch.bfloat16),

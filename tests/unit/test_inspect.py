@@ -10,12 +10,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from weighin import formats
 from weighin.checkpoint import inspect
 from weighin.checkpoint.inspect import SHARD_BYTES, expected
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError, UnknownName
-from weighin.formats.base import TensorPlan
+from weighin.stream import formats
+from weighin.stream.slices import TensorPlan
+from weighin.stream.write import write as write_checkpoint
 from weighin.suite.registry import StrategyInfo, strategies
 from weighin.units import MIB
 
@@ -32,7 +33,7 @@ OF_ANY_FILE = {name for name in IN_ONE_PROCESS if not strategies()[name].pretrai
 
 def make(path: Path, layout: str, plans: list[TensorPlan] = PLANS) -> Path:
     shapes = {plan.name: torch.zeros(plan.shape, dtype=plan.dtype) for plan in plans}
-    formats.named(layout).write(path, plans, lambda name: [shapes[name]])
+    write_checkpoint(layout, path, plans, lambda name: [shapes[name]])
     return path
 
 

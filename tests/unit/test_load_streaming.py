@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weighin import formats
 from weighin.checkpoint.checksum import pieces_of
 from weighin.construction.skeleton import without_weights
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorPlan
 from weighin.loader.load import Granularity, load_streaming
 from weighin.models.tied import tied
+from weighin.stream import formats
+from weighin.stream.slices import TensorPlan
+from weighin.stream.write import write as write_checkpoint
 
 KWARGS = {"vocab_size": 128, "emb_dim": 32, "n_layers": 2, "n_heads": 2}
 
@@ -41,7 +42,7 @@ def saved(folder: Path, fmt: str = "pt") -> Path:
         )
     path = formats.checkpoint_in(folder, fmt)
     path.parent.mkdir(parents=True, exist_ok=True)
-    formats.named(fmt).write(path, plans, lambda name: pieces_of(state[name]))
+    write_checkpoint(fmt, path, plans, lambda name: pieces_of(state[name]))
     return path
 
 

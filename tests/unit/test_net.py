@@ -42,7 +42,7 @@ def test_only_the_file_of_adapters_imports_the_insides_of_weighin() -> None:
         ("from weighin import (\n    Load,\n    install,\n)", ["weighin.install"]),
         ("from weighin import strategy as s, units", ["weighin.units"]),
         ("CODE = 'import sys; from weighin.cli.app import main'", ["weighin.cli.app"]),
-        ("CODE = f'{1}from weighin import formats, phase'", ["weighin.formats"]),
+        ("CODE = f'{1}from weighin import predict, phase'", ["weighin.predict"]),
         ("from weighin.strategy_of import x", ["weighin.strategy_of"]),
     ],
 )

@@ -1,6 +1,6 @@
 """A disk that answers late is read by many threads, in small reads, with no more buffers than others."""
 
-import itertools
+import math
 import os
 import threading
 import time
@@ -17,9 +17,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from weighin import formats
-from weighin.formats import parallel_headers
-from weighin.formats.parallel_headers import read_headers
 from weighin.loader import direct_io, fill
 from weighin.loader.direct_io import (
     DISK_THREADS,
@@ -32,7 +29,7 @@ from weighin.loader.direct_io import (
 )
 from weighin.loader.load import Granularity, load_streaming
 from weighin.probes import page_cache
-from weighin.stream import torch_files
+from weighin.stream import folders, formats, torch_files
 
 KIB, MIB = 1024, 1024**2
 MS = 1_000_000
@@ -215,50 +212,39 @@ def test_small_tensors_are_read_at_once_too(
     assert flights.most == 64
 
 
-@pytest.mark.parametrize(("late", "heads"), [(0.0, 0), (1.0, 99)], ids=["in time", "late"])
 def test_the_headers_of_a_zip_file_are_read_at_once_from_a_late_disk(
-    late: float, heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "model.pt"
     torch.save({f"{number}.weight": torch.zeros(20_000 + number) for number in range(96)}, path)
-    found: list[int] = []
+    sound = [one.offset for one in formats.read(path)]
+    reads: list[int] = []
+    preadv = os.preadv
 
-    def read(path: Path, places: Sequence[int], size: int) -> dict[int, bytes]:
-        headers = read_headers(path, places, size)
-        found.append(len(headers))
-        with path.open("rb") as file:
-            for at, header in headers.items():
-                file.seek(at)
-                assert file.read(size) == header
-        return headers
+    def noting(file: int, buffers: Sequence[Any], offset: int) -> int:
+        reads.append(offset)
+        return preadv(file, buffers, offset)
 
-    times = itertools.count(0.0, late)
-    monkeypatch.setattr("weighin.stream.torch_files.time.monotonic", lambda: next(times))
-    monkeypatch.setattr(torch_files, "read_headers", read)
-    assert len(formats.read(path)[1]) == 96
-    assert sum(found) >= heads and len(found) == bool(heads)
-
-
-def test_headers_that_cannot_be_read_at_once_are_left_to_a_later_read(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(range(256)) * 1000)
-    found = read_headers(tmp_path / "file", [0, 5, 65_530, 255_990, 999_999_999], 30)
-    assert {at: len(header) for at, header in found.items()} == {
-        0: 30, 5: 30, 65_530: 30, 255_990: 10, 999_999_999: 0
-    }  # fmt: skip
-    assert read_headers(tmp_path / "none", [0], 30) == {}
+    monkeypatch.setattr(os, "preadv", noting)
+    monkeypatch.setattr(torch_files, "LATE_S", 0.0)
+    assert [one.offset for one in formats.read(path)] == sound
+    assert len(reads) >= 96
+    monkeypatch.setattr(torch_files, "LATE_S", math.inf)
+    reads.clear()
+    assert [one.offset for one in formats.read(path)] == sound
+    assert not reads
 
 
 def test_many_files_are_read_at_once_if_the_first_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(5, timeout=60)
-    times = itertools.count(0.0, parallel_headers.LATE_S)
-    monkeypatch.setattr("weighin.formats.parallel_headers.time.monotonic", lambda: next(times))
 
     def wait(number: int) -> int:
         return number and together.wait() + 1
 
-    assert sorted(parallel_headers.map_files(wait, range(6))) == [0, 1, 2, 3, 4, 5]
-    monkeypatch.setattr("weighin.formats.parallel_headers.time.monotonic", lambda: 0.0)
-    names = parallel_headers.map_files(lambda _: threading.current_thread().name, range(6))
+    monkeypatch.setattr(folders, "LATE_S", 0.0)
+    assert sorted(folders.map_files(wait, range(6))) == [0, 1, 2, 3, 4, 5]
+    monkeypatch.setattr(folders, "LATE_S", math.inf)
+    names = folders.map_files(lambda _: threading.current_thread().name, range(6))
     assert set(names) == {threading.current_thread().name}
 
 
@@ -278,4 +264,4 @@ def test_a_file_is_opened_once_for_all_formats_that_look_at_it(
     formats.read(path)
     assert opened == [path]
     save_file({"other": torch.zeros(3)}, path)  # nothing is remembered until the next load
-    assert [one.name for one in formats.read(path)[1]] == ["other"]
+    assert [one.name for one in formats.read(path)] == ["other"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from factories import planned
 
-from weighin import formats, load_pretrained
+from weighin import load_pretrained
 from weighin.checkpoint import cache
 from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.index import index
@@ -25,6 +25,7 @@ from weighin.formats.pretrained_folder import (
 from weighin.models.pretrained import example_inputs, from_config, pretrained_class
 from weighin.predict import client
 from weighin.recommend.snippet import pretrained_snippet
+from weighin.stream import formats
 from weighin.suite import registry
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
@@ -161,9 +162,9 @@ def test_a_file_outside_of_a_folder_is_indexed_by_the_models_own_keys(
 
 def test_a_folder_of_one_file_is_a_checkpoint(make: Make) -> None:
     folder = make("tied")
-    assert formats.detect(folder).NAME == "safetensors"
+    assert formats.detect(folder) == "safetensors"
     assert formats.files(folder) == [folder / "model.safetensors"]
-    assert formats.read(folder)[0] == "safetensors"
+    assert formats.read(folder).format == "safetensors"
 
 
 def test_a_model_of_the_hub_is_found_in_the_cache_alone(

@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weighin import formats, load_pretrained
+from weighin import load_pretrained
 from weighin.checkpoint.convert import Conversion
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_folder import own_dtype, read_folder
 from weighin.models.description import auto_dtype
 from weighin.models.pretrained import pretrained_class
+from weighin.stream import formats
 from weighin.suite import registry
 
 SETTINGS = {
@@ -160,7 +161,7 @@ def test_the_whole_file_counts_beside_an_index_of_shards(save: Save, tmp_path: P
     other = save_file_of(folder, tmp_path)
     shutil.copy(other, folder / "model.safetensors")
     assert_equal(folder)
-    assert formats.detect(folder).NAME == "safetensors"
+    assert formats.detect(folder) == "safetensors"
     Conversion(folder, tmp_path / "made.safetensors").write()
     wanted, made = load_file(other), load_file(tmp_path / "made.safetensors")
     assert all(torch.equal(made[name], wanted[name]) for name in wanted)

@@ -18,7 +18,7 @@ from nightly import nightly
 from quantised_folders import LAYOUTS, fp8_blocks, plain_model, quantised_state, write_folder
 from safetensors.torch import load_file, save_file
 
-from weighin import formats, load_pretrained, load_streaming
+from weighin import load_pretrained, load_streaming
 from weighin.checkpoint.index import index
 from weighin.cli.app import app
 from weighin.construction.skeleton import construct, resolve_builder
@@ -28,6 +28,7 @@ from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import from_config, pretrained_class
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
+from weighin.stream import formats
 from weighin.suite import registry
 from weighin.worker import verify
 from weighin.worker.loading import WorkerLoad, import_strategy
@@ -110,7 +111,7 @@ def test_codes_are_not_loaded_as_weights(make: Make, name: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_sizes_are_those_of_the_file_and_of_the_model(make: Make, name: str) -> None:
     folder = make(name)
-    found = quantised.in_checkpoint(folder, formats.read(folder)[1])
+    found = quantised.in_checkpoint(folder, formats.read(folder))
     assert found
     assert found.stored_bytes == sum(one.nbytes for one in quantised_state(name).values())
     assert found.dequantised_bytes == sum(one.nbytes for one in plain_model(name).parameters())
@@ -208,9 +209,7 @@ def test_scales_beside_usual_weights_are_no_quantisation(tmp_path: Path) -> None
         "counts_scale": torch.ones(1),
     }
     save_file(state, tmp_path / "model.safetensors")
-    assert (
-        quantised.in_checkpoint(tmp_path, formats.read(tmp_path / "model.safetensors")[1]) is None
-    )
+    assert quantised.in_checkpoint(tmp_path, formats.read(tmp_path / "model.safetensors")) is None
     assert registry.model(str(tmp_path / "model.safetensors")).builder
 
 
@@ -235,7 +234,7 @@ def test_a_method_without_any_code_is_refused_only_if_from_pretrained_applies_it
 
 def test_the_configuration_of_the_text_model_is_read(make: Make, tmp_path: Path) -> None:
     config = json.loads((make("fp8") / "config.json").read_text())
-    slices = formats.read(make("fp8"))[1]
+    slices = formats.read(make("fp8"))
     inner = {"text_config": {"quantization_config": config.pop("quantization_config")}}
     found = quantised.of_folder(tmp_path, config | inner, slices)
     assert found
@@ -333,7 +332,7 @@ def test_a_conversion_copies_codes_as_they_are_or_refuses(
 def test_the_method_and_both_sizes_are_inspected(make: Make, name: str, tmp_path: Path) -> None:
     code, text = run("inspect", make(name), "--json", tmp_path / "inspected.json")
     assert code == 0
-    found = quantised.in_checkpoint(make(name), formats.read(make(name))[1])
+    found = quantised.in_checkpoint(make(name), formats.read(make(name)))
     assert found
     assert found.summary in text
     assert UNREAD.get(name, f"from_pretrained loads them (needs {found.needed})") in text

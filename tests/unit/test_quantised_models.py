@@ -9,7 +9,6 @@ import pytest
 import torch
 from factories import planned
 
-from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.checkpoint import generate
 from weighin.checkpoint.index import index
@@ -17,6 +16,7 @@ from weighin.checkpoint.manifest import Manifest
 from weighin.construction.skeleton import resolve_builder
 from weighin.errors import ConfigError
 from weighin.predict.client import predict
+from weighin.stream import formats
 from weighin.suite import registry
 from weighin.worker import verify
 from weighin.worker.loading import WorkerLoad, import_strategy

@@ -10,7 +10,7 @@ from weighin.records import run_folder
 HEAVY = {
     *("torch", "numpy", "pandas", "rich", "docker", "requests", "yaml", "filelock"),
     *("statistics", "difflib", "http.client", "py_spy"),
-    *("weighin.formats.catalog", "weighin.suite.registry", "weighin.plan.loads"),
+    *("weighin.stream.formats", "weighin.suite.registry", "weighin.plan.loads"),
     *("weighin.suite.user_code", "weighin.cli.bench", "weighin.checkpoint.cache"),
 }
 PROGRAM = """

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin.formats.base import TensorSlice
 from weighin.loader.direct_io import PieceReader
 from weighin.loader.memory import Piece
 from weighin.loader.reads import PieceFiller, Runs
 from weighin.probes import page_cache
+from weighin.stream.slices import TensorSlice
 
 MOST_BYTES = 4096
 MOST_CONVERTED_BYTES = 2048

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats
 from weighin.errors import CheckpointError
-from weighin.formats.foreign import RESAVE
+from weighin.stream import formats
+from weighin.stream.foreign import RESAVE
 
 
 def in_other_case(folder: Path) -> Path:

@@ -10,8 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import safetensors
-from weighin.formats.base import TensorPlan
+from weighin.stream import safetensors_files
+from weighin.stream.slices import TensorPlan
+from weighin.stream.write import write as write_file
 
 torch.manual_seed(0)
 STATE = {
@@ -37,7 +38,9 @@ def plans(state: dict[str, torch.Tensor], **ties: str) -> list[TensorPlan]:
 
 def write(path: Path, state: dict[str, torch.Tensor], **ties: str) -> list[int]:
     written: list[int] = []
-    safetensors.write(path, plans(state, **ties), lambda name: [state[name]], written.append)
+    write_file(
+        "safetensors", path, plans(state, **ties), lambda name: [state[name]], written.append
+    )
     return written
 
 
@@ -68,13 +71,13 @@ def test_metadata_may_be_null_as_for_the_reference_library(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes().replace(b'{"x":"y"}', b"null     "))
     with safe_open(path, "pt") as file:
         assert file.metadata() is None
-    assert [one.name for one in safetensors.read(path)] == ["a"]
+    assert [one.name for one in safetensors_files.read(path)] == ["a"]
 
 
 def test_we_read_what_the_reference_library_writes(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(STATE, path)
-    places = safetensors.read(path)
+    places = safetensors_files.read(path)
     assert {place.name for place in places} == set(STATE)
     for place in places:
         tensor = STATE[place.name]
@@ -87,7 +90,7 @@ def test_we_read_what_the_reference_library_writes(tmp_path: Path) -> None:
 def test_order_and_ties_survive_and_the_data_are_aligned(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write(path, STATE, head="embedding", last="wave")
-    places = {place.name: place for place in safetensors.read(path)}
+    places = {place.name: place for place in safetensors_files.read(path)}
     assert list(places) == [plan.name for plan in plans(STATE, head="embedding", last="wave")]
     assert places["head"].storage_offset == places["embedding"].storage_offset
     assert places["head"].contiguous
@@ -105,7 +108,7 @@ def tied_model() -> torch.nn.Module:
 def test_the_ties_of_save_model_are_read_and_load_model_reads_ours(tmp_path: Path) -> None:
     theirs, ours, model = tmp_path / "a.safetensors", tmp_path / "b.safetensors", tied_model()
     save_model(model, str(theirs), metadata={"format": "pt"})
-    places = {place.name: place for place in safetensors.read(theirs)}
+    places = {place.name: place for place in safetensors_files.read(theirs)}
     assert set(places) == set(model.state_dict())
     assert places["1.weight"].offset == places["0.weight"].offset
     state = {name: value for name, value in model.state_dict().items() if name != "1.weight"}
@@ -118,7 +121,8 @@ def test_the_ties_of_save_model_are_read_and_load_model_reads_ours(tmp_path: Pat
 @pytest.mark.parametrize("numel", [9, 11])
 def test_pieces_of_another_length_are_refused(tmp_path: Path, numel: int) -> None:
     with pytest.raises(ValueError, match="for a tensor whose size"):
-        safetensors.write(
+        write_file(
+            "safetensors",
             tmp_path / "m.safetensors",
             [TensorPlan("w", (10,), torch.float32)],
             lambda _: [torch.zeros(numel)],
@@ -146,7 +150,7 @@ def test_what_the_format_cannot_hold_is_refused_before_a_byte(
     tmp_path: Path, plan: TensorPlan, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        safetensors.write(tmp_path / "m.safetensors", [plan], lambda _: [])
+        write_file("safetensors", tmp_path / "m.safetensors", [plan], lambda _: [])
     assert caught.value.message == message
     assert list(tmp_path.iterdir()) == []
 
@@ -204,20 +208,20 @@ LONG = "x" * 10_000
             {"__metadata__": {"weighin.order": '["b"]'}, "a": entry(0, 8)},
             "__metadata__: weighin.order is not a list of the file's tensor names",
         ),
-        (b'{"a":{},"a":{}}', "tensor 'a' has the dtype None; weighin does not know this dtype"),
+        (b'{"a":{},"a":{}}', "the header is not JSON: 'a' occurs twice"),
         (
             b'{"a":' + json.dumps(entry(0, 8)).encode() + b',"a":{}}',
-            "'a' occurs twice in the header",
+            "the header is not JSON: 'a' occurs twice",
         ),
         (
             b'{"a":{"dtype":"F32","dtype":"F32"}}',
-            "the header is not JSON in tensor 'a': 'dtype' occurs twice",
+            "the header is not JSON: 'dtype' occurs twice",
         ),
-        (b'{"a":{"x":' + b"[" * 20_000 + b"]" * 20_000 + b"}}", "the header is not JSON in tensor 'a': it is nested too deeply"),
+        (b'{"a":{"x":' + b"[" * 20_000 + b"]" * 20_000 + b"}}", "the header is not JSON: it is nested too deeply"),
         (b"[1, 2]", "of a kind that weighin does not know; its first bytes are 06 00 00 00 00 00 00 00"),
-        (b'{"a": 1}', "the header is not valid JSON for tensors at byte 9"),
-        (b'{"a":{"b":{}}}', "the header is not valid JSON for tensors at byte 9"),
-        (b"{} x", "the header is not valid JSON for tensors at byte 9"),
+        (b'{"a": 1}', "tensor 'a' has the dtype None; weighin does not know this dtype"),
+        (b'{"a":{"b":{}}}', "tensor 'a' has the dtype None; weighin does not know this dtype"),
+        (b"{} x", "the header is not JSON: Extra data: line 1 column 4 (char 3)"),
     ],
 )  # fmt: skip
 def test_a_damaged_header_is_named_with_its_place(
@@ -226,7 +230,7 @@ def test_a_damaged_header_is_named_with_its_place(
     path = tmp_path / "model.safetensors"
     damaged(path, header)
     with pytest.raises(CheckpointError) as caught:
-        safetensors.read(path)
+        safetensors_files.read(path)
     assert caught.value.message == f"{path}: {message}"
     assert ("download" in caught.value.repair) == message.startswith("truncated")
 
@@ -250,32 +254,18 @@ def test_a_damaged_length_is_named(tmp_path: Path, content: bytes, message: str)
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
-        safetensors.read(path)
+        safetensors_files.read(path)
     assert caught.value.message == f"{path}: {message}"
 
 
 def test_a_header_of_endless_entries_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors, "MOST_TENSORS", 3)
+    monkeypatch.setattr(safetensors_files, "_MOST_BRACKETS", 9)
     path = tmp_path / "model.safetensors"
     damaged(path, {str(n): entry(0, 0) for n in range(4)}, 0)
-    with pytest.raises(
-        CheckpointError, match="more than 3 tensors, the most that weighin reads in one file"
-    ):
-        safetensors.read(path)
-
-
-def test_it_is_known_by_its_name_and_by_its_first_bytes(tmp_path: Path) -> None:
-    named, unnamed, other = tmp_path / "m.safetensors", tmp_path / "m", tmp_path / "m.pt"
-    write(named, STATE)
-    unnamed.write_bytes(named.read_bytes())
-    torch.save(STATE, other)
-    assert safetensors.matches(named)
-    assert safetensors.matches(unnamed)
-    assert safetensors.files(named) == [named]
-    for path in (other, tmp_path, tmp_path / "none"):
-        assert not safetensors.matches(path)
+    with pytest.raises(CheckpointError, match="its header lists more than weighin reads in one"):
+        safetensors_files.read(path)
 
 
 def test_a_sparse_file_of_100_gib_is_read_at_once(tmp_path: Path) -> None:
@@ -283,4 +273,4 @@ def test_a_sparse_file_of_100_gib_is_read_at_once(tmp_path: Path) -> None:
     damaged(path, {"a": entry(0, size)}, 0)
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size + size)
-    assert safetensors.read(path)[0].nbytes == size
+    assert safetensors_files.read(path)[0].nbytes == size

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats
-from weighin.formats.base import Part, TensorSlice
 from weighin.loader import fill
 from weighin.loader.fill import LENT_BYTES, READ_BYTES, Lent, buffer_in, lend
 from weighin.loader.load import load_streaming
 from weighin.loader.memory import Fill, Piece, allocate, memory_of
 from weighin.loader.open_file import ALIGNMENT
 from weighin.probes import page_cache
+from weighin.stream import formats
+from weighin.stream.slices import TensorSlice
 
 MIB = 1024**2
 SIZES = {"a": 3 * MIB, "b": 40 * MIB, "c": 5 * MIB, "d": 4096, "e": 7 * MIB}  # bytes in float32
@@ -33,7 +33,7 @@ def fills(path: Path, dtype: torch.dtype | None) -> dict[str, Fill]:
     """Large ones begin where a huge page does: into how many parts they are cut depends on it."""
     return {
         one.name: Fill(one, allocate(one.shape[0], dtype or one.dtype, CPU))
-        for one in formats.read(path)[1]
+        for one in formats.read(path)
     }
 
 
@@ -67,9 +67,7 @@ def test_parts_of_several_tensors_are_read_in_the_files_order() -> None:
 
     def joined(name: str, places: Sequence[int]) -> Fill:
         parts = tuple(
-            Part(
-                (number, 0), TensorSlice("", (1, size), (size, 1), "uint8", Path("a"), at, at, size)
-            )
+            TensorSlice("", (1, size), (size, 1), "uint8", Path("a"), at, at, size, (), (number, 0))
             for number, at in enumerate(places)
         )
         shape = (len(places), size)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from weighin import formats, load_streaming
+from weighin import load_streaming
 from weighin.cell import ModelSpec
 from weighin.checkpoint import index, inspect
 from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
-from weighin.formats.base import Slices
 from weighin.formats.pretrained_library import Selection
+from weighin.stream import formats
+from weighin.stream.slices import Slices
 
 SPEC = ModelSpec("m", "torch.nn:Linear", {"in_features": 3, "out_features": 2})
 
@@ -77,7 +78,7 @@ def test_a_dotted_key_finds_nested_dicts_and_keys_with_dots(tmp_path: Path, key:
             "not a flat state dict" in complaint(lambda: formats.read(path, Selection(key))).message
         )
         return
-    assert [one.name for one in formats.read(path, Selection(key))[1]] == ["w"]
+    assert [one.name for one in formats.read(path, Selection(key))] == ["w"]
 
 
 def test_the_beginning_of_flat_names_is_a_key_too(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_the_beginning_of_flat_names_is_a_key_too(tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", state)
     Conversion(path, tmp_path / "c.safetensors").write()
     for file in (path, tmp_path / "c.safetensors"):
-        (one,) = formats.read(file, Selection("model"))[1]
+        (one,) = formats.read(file, Selection("model"))
         assert (one.name, one.shape) == ("w", (2,))
 
 
@@ -105,7 +106,7 @@ def test_a_prefix_is_removed_as_torch_removes_it(tmp_path: Path, prefix: str) ->
     path = saved(tmp_path / "c.pt", wrapped.state_dict())
     state = torch.load(path, weights_only=True)
     nn.modules.utils.consume_prefix_in_state_dict_if_present(state, f"{prefix.rstrip('.')}.")
-    slices: Any = formats.read(path, Selection(strip_prefix=prefix))[1]
+    slices: Any = formats.read(path, Selection(strip_prefix=prefix))
     assert [one.name for one in slices] == [*state]
     assert slices.metadata == {name: dict(local) for name, local in state._metadata.items()}
     assert same(load_streaming(lambda: nn.Linear(3, 2), path, strip_prefix=prefix), model)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weighin import formats, load_pretrained
+from weighin import load_pretrained
 from weighin.errors import CheckpointError, ConfigError
+from weighin.stream import formats
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 PARTS = {
@@ -39,8 +40,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_tensors_of_all_parts_have_the_names_of_the_whole_model(folder: Path) -> None:
-    name, slices = formats.read(folder)
-    assert name == "sentence_transformers"
+    slices = formats.read(folder)
+    assert slices.format == "sentence_transformers"
     assert [one.name for one in slices] == ["0.model.embed.weight", "2.linear.bias"]
     assert [file.name for file in formats.files(folder)] == [
         "model.safetensors",
@@ -70,7 +71,7 @@ def test_a_part_outside_the_folder_is_refused(folder: Path) -> None:
 def test_a_transformer_in_the_folder_itself_is_a_model_of_transformers(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
     save_file({"w": torch.ones(2)}, folder / "model.safetensors")
-    assert formats.detect(folder).NAME == "safetensors"
+    assert formats.detect(folder) == "safetensors"
 
 
 def test_without_the_package_the_parts_and_the_package_are_named(
@@ -123,7 +124,7 @@ def test_the_model_is_what_the_package_loads(whole: Path, dtype: torch.dtype | N
     for name, one in wanted.items():
         assert found[name].dtype == one.dtype, name
         assert torch.equal(found[name], one), name
-    assert {one.name for one in formats.read(whole)[1]} == own.state_dict().keys()
+    assert {one.name for one in formats.read(whole)} == own.state_dict().keys()
     assert [one.training for one in own.modules()] == [one.training for one in reference.modules()]
 
 

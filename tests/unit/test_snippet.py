@@ -13,10 +13,11 @@ import torch
 from fork_server import ForkServer
 from safetensors.torch import save_file
 
-from weighin import formats
 from weighin.checkpoint.checksum import pieces_of
-from weighin.formats.base import TensorPlan
 from weighin.recommend.snippet import CannotWriteOut, snippet
+from weighin.stream import formats
+from weighin.stream.slices import TensorPlan
+from weighin.stream.write import write as write_checkpoint
 from weighin.suite import registry
 from weighin.suite.packages import name_of
 
@@ -77,7 +78,7 @@ def saved(folder: Path, fmt: str) -> Path:
     plans[-1] = TensorPlan("last.weight", (3, 3), torch.float32, "first.weight")
     path = formats.checkpoint_in(folder, fmt)
     path.parent.mkdir(exist_ok=True)
-    formats.named(fmt).write(path, plans, lambda name: pieces_of(state[name]))
+    write_checkpoint(fmt, path, plans, lambda name: pieces_of(state[name]))
     return path
 
 

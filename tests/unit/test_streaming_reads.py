@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin import formats
 from weighin.errors import CheckpointError
-from weighin.formats.base import Slices
 from weighin.loader import fill
 from weighin.loader.direct_io import DiskReaders
 from weighin.loader.load import Granularity, load_streaming
 from weighin.loader.memory import Fill
 from weighin.probes import page_cache
+from weighin.stream import formats
+from weighin.stream.slices import Slices
 
 
 class Two(torch.nn.Module):
@@ -115,7 +115,7 @@ def test_a_file_that_ends_early_is_an_error_while_the_model_is_built(
     two: tuple[Two, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, path = two
-    _, slices = formats.read(path)
+    slices = formats.read(path)
     short = tmp_path / "short.pt"
     short.write_bytes(path.read_bytes()[: 20 * 1024**2])
     assert page_cache.drop([short]) == 0

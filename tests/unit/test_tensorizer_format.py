@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from weighin import formats, install
+from weighin import install
 from weighin.cell import ModelSpec
 from weighin.checkpoint import cache, generate
 from weighin.checkpoint.checksum import pieces_of
 from weighin.construction.skeleton import resolve_builder
 from weighin.errors import CheckpointError, ConfigError, FormatLimit
-from weighin.formats import tensorizer
-from weighin.formats.base import TensorPlan
+from weighin.stream import formats
+from weighin.stream import write as writing
+from weighin.stream.slices import TensorPlan
+from weighin.stream.write import write as write_file
 from weighin.suite import registry
 from weighin.worker import verify
 from weighin.worker.loading import WorkerLoad, import_strategy
@@ -45,7 +47,7 @@ def state() -> dict[str, torch.Tensor]:
 
 def write(path: Path, values: dict[str, torch.Tensor]) -> None:
     plans = [TensorPlan(name, tuple(one.shape), one.dtype) for name, one in values.items()]
-    formats.named("tensorizer").write(path, plans, lambda name: pieces_of(values[name]))
+    write_file("tensorizer", path, plans, lambda name: pieces_of(values[name]))
 
 
 def test_the_package_reads_the_values_that_were_written(tmp_path: Path) -> None:
@@ -83,13 +85,13 @@ def test_the_strategy_loads_a_tied_model_with_the_right_values(
     tensors = verify.named_tensors(model)
     verify.check_structure(tensors, made.manifest, cpu, dtype)
     verify.check_values(verify.touch(tensors), made.manifest, dtype)
-    assert formats.detect(path).NAME == "tensorizer"
+    assert formats.detect(path) == "tensorizer"
     assert formats.files(path) == [path]
 
 
 def test_our_names_of_formats_leave_it_out() -> None:
     assert "tensorizer" not in formats.NAMES
-    assert formats.named("tensorizer").SUFFIX == ".tensors"
+    assert formats.suffix_of("tensorizer") == ".tensors"
 
 
 def test_a_users_own_file_is_refused_with_the_repair(tmp_path: Path) -> None:
@@ -108,14 +110,14 @@ def test_too_many_names_for_the_index_are_refused_before_anything_is_written(
     pytest.importorskip("tensorizer", reason=install.command("loaders"))
     plans = [TensorPlan(f"layers.{n}.weight", (1,), torch.float32) for n in range(6_000)]
     with pytest.raises(FormatLimit, match="the names of 6,000 tensors take up to"):
-        tensorizer.write(tmp_path / "m.tensors", plans, lambda name: [torch.ones(1)])
+        write_file("tensorizer", tmp_path / "m.tensors", plans, lambda name: [torch.ones(1)])
     assert not list(tmp_path.iterdir())
 
 
 def test_names_that_just_fit_into_the_index_are_written(tmp_path: Path) -> None:
     package = pytest.importorskip("tensorizer", reason=install.command("loaders"))
-    each = tensorizer._ENTRY_BYTES + len("torch.bfloat16") + 4 * 3
-    names = [f"{n:01000}" for n in range(tensorizer._INDEX_BYTES // (each + 1000))]
+    each = writing._TENSORIZER_ENTRY_BYTES + len("torch.bfloat16") + 4 * 3
+    names = [f"{n:01000}" for n in range(writing._TENSORIZER_INDEX_BYTES // (each + 1000))]
     write(
         tmp_path / "m.tensors", {name: torch.ones(1, 1, 1, dtype=torch.bfloat16) for name in names}
     )

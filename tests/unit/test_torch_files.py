@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.base import TensorPlan
 from weighin.stream import pickles, torch_files
-from weighin.stream.torch_files import PT, PT_LEGACY
+from weighin.stream.slices import TensorPlan
+from weighin.stream.write import write as write_checkpoint
 
 torch.manual_seed(0)
 EMBEDDING = torch.randn(100, 7)
@@ -39,7 +39,7 @@ def write(path: Path) -> None:
         TensorPlan(name, tuple(t.shape), t.dtype, "embedding" if name == "head" else None)
         for name, t in STATE.items()
     ]
-    PT_LEGACY.write(path, plans, lambda name: [STATE[name]])
+    write_checkpoint("pt_legacy", path, plans, lambda name: [STATE[name]])
 
 
 def test_torch_reads_what_we_write_and_tied_weights_share(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_slices_lead_to_the_values(tmp_path: Path, ours: bool) -> None:
     state = STATE if ours else STATE | {"view": EMBEDDING.t()[2:5]}
     write(path) if ours else save(state, path)
     data = path.read_bytes()
-    places = {place.name: place for place in PT_LEGACY.read(path)}
+    places = {place.name: place for place in torch_files.read(path)}
     assert list(places) == list(state)
     assert places["head"].storage_offset == places["embedding"].storage_offset
     for name, tensor in state.items():
@@ -76,19 +76,10 @@ def test_state_dicts_with_metadata_and_parameters_are_read(tmp_path: Path) -> No
     model = torch.nn.Linear(3, 4)
     for state in (model.state_dict(), dict(model.named_parameters())):
         save(state, tmp_path / "model.pth")
-        assert [place.name for place in PT_LEGACY.read(tmp_path / "model.pth")] == [
+        assert [place.name for place in torch_files.read(tmp_path / "model.pth")] == [
             "weight",
             "bias",
         ]
-
-
-def test_it_is_known_by_its_first_bytes(tmp_path: Path) -> None:
-    write(tmp_path / "a")
-    torch.save(STATE, tmp_path / "b.pth")
-    assert PT_LEGACY.matches(tmp_path / "a")
-    assert PT_LEGACY.files(tmp_path / "a") == [tmp_path / "a"]
-    assert not PT_LEGACY.matches(tmp_path / "b.pth")
-    assert not PT_LEGACY.matches(tmp_path)
 
 
 def test_a_dtype_of_later_times_is_refused_before_a_byte(tmp_path: Path) -> None:
@@ -96,7 +87,7 @@ def test_a_dtype_of_later_times_is_refused_before_a_byte(tmp_path: Path) -> None
     with pytest.raises(
         ConfigError, match=r"'w': torch before 1\.6 had no dtype torch\.float8_e5m2"
     ):
-        PT_LEGACY.write(tmp_path / "m.pth", [plan], lambda _: [])
+        write_checkpoint("pt_legacy", tmp_path / "m.pth", [plan], lambda _: [])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -130,7 +121,7 @@ class Allocation:
         (
             {"w": torch.zeros(2).to_sparse()},
             "'w' is a sparse tensor; weighin reads plain tensors",
-            "load it with torch, make it dense (tensor.to_dense()), and save it: torch.save({NAME: TENSOR, ...}, ...)",
+            "load it with torch, make it a plain tensor (tensor.to_dense()), and save it: torch.save({NAME: TENSOR, ...}, ...)",
         ),
         (
             {"model": {"w": torch.zeros(2)}},
@@ -150,7 +141,7 @@ def test_what_is_no_state_dict_is_called_by_its_name(
     path = tmp_path / "model.pth"
     save(value, path)
     with pytest.raises(CheckpointError) as caught:
-        PT_LEGACY.read(path)
+        torch_files.read(path)
     assert caught.value.message == f"{path}: {message}"
     assert caught.value.repair == repair
 
@@ -162,14 +153,14 @@ def test_a_truncated_file_is_named_with_its_place(tmp_path: Path) -> None:
     end = len(data)
     path.write_bytes(data[:-4])
     with pytest.raises(CheckpointError) as caught:
-        PT_LEGACY.read(path)
+        torch_files.read(path)
     assert caught.value.message.startswith(f"{path}: truncated: storage '")
     assert caught.value.message.endswith(
         f"' ends at byte {end:,}, but the file ends at byte {end - 4:,}"
     )
     path.write_bytes(data[:60])
     with pytest.raises(CheckpointError) as caught:
-        PT_LEGACY.read(path)
+        torch_files.read(path)
     assert caught.value.message.startswith(f"{path}: damaged: the pickle from byte ")
     assert caught.value.message.endswith(
         "cannot be read at byte 60: truncated: the file ends inside the pickle"
@@ -182,7 +173,7 @@ def test_a_storage_of_another_length_is_named(tmp_path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[:-408] + struct.pack("<q", -1) + data[-400:])
     with pytest.raises(CheckpointError) as caught:
-        PT_LEGACY.read(path)
+        torch_files.read(path)
     assert caught.value.message.endswith(
         "has 18,446,744,073,709,551,615 elements, but its tensors need 100"
     )
@@ -268,7 +259,7 @@ def entries(data: bytes | bytearray) -> tuple[int, list[int]]:
 
 def message_of(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        PT.read(path)
+        torch_files.read(path)
     return caught.value.message.removeprefix(f"{path}: ")
 
 
@@ -321,7 +312,7 @@ def test_a_directory_that_lies_is_named(path: Path, change: Change, message: str
     change(data, end, by_name)
     path.write_bytes(data)
     if not message:
-        assert PT.read(path)[0].name == "w"
+        assert torch_files.read(path)[0].name == "w"
         return
     first, at = names(data)[0], struct.unpack_from("<L", data, by_name[DATA] + 42)[0]
     local = struct.unpack_from("<L", data, by_name[PICKLE] + 42)[0]
@@ -352,7 +343,7 @@ def test_a_record_that_occurs_twice_is_refused(path: Path) -> None:
 
 
 def test_an_endless_directory_is_not_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_files, "MOST_DIRECTORY_BYTES", 99)
+    monkeypatch.setattr(torch_files, "_MOST_DIRECTORY_BYTES", 99)
     assert message_of(path).endswith(" bytes, more than the 99 that weighin reads")
 
 
@@ -389,7 +380,7 @@ def test_one_of_more_than_4_gib_is_read_at_once(tmp_path: Path) -> None:
     with torch.serialization.skip_data():
         torch.save(blanks, path)
     theirs: Any = torch._C.PyTorchFileReader(str(path))
-    places = PT.read(path)
+    places = torch_files.read(path)
     assert [place.name for place in places] == list("abc")
     for key, place in enumerate(places):
         assert place.offset == theirs.get_record_offset(f"data/{key}")

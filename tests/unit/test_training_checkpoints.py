@@ -17,10 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats.pretrained_library import Selection
-from weighin.stream import pickles
+from weighin.stream import formats, pickles
 
 
 class Kind(enum.Enum):
@@ -125,7 +124,7 @@ def test_the_weights_beside_foreign_objects_are_those_that_torch_loads(
     value, key = trained(layout)
     torch.save(value, path, pickle_protocol=protocol, _use_new_zipfile_serialization=is_zip)
     data = path.read_bytes()
-    slices = formats.read(path, Selection(key))[1]
+    slices = formats.read(path, Selection(key))
     assert [one.name for one in slices] == [*WEIGHTS]
     for one in slices:
         raw = WEIGHTS[one.name].numpy().tobytes()
@@ -163,7 +162,7 @@ def test_without_a_key_the_object_and_the_key_are_named(tmp_path: Path, layout: 
 def test_a_reader_neither_executes_nor_imports(tmp_path: Path) -> None:
     path, proof = tmp_path / "c.pt", tmp_path / "EXECUTED"
     torch.save({"model": WEIGHTS, "on_load": [Canary(proof)]}, path)
-    assert len(formats.read(path, Selection("model"))[1]) == len(WEIGHTS)
+    assert len(formats.read(path, Selection("model"))) == len(WEIGHTS)
     assert not proof.exists()
 
 
@@ -183,7 +182,7 @@ def test_an_extra_state_is_a_value_of_a_state_dict(tmp_path: Path, key: str) -> 
     path = tmp_path / "c.pt"
     state = {**WEIGHTS, **VALUES}
     torch.save({key: state, "step": np.int64(1)} if key else state, path)
-    slices: Any = formats.read(path, Selection(key))[1]
+    slices: Any = formats.read(path, Selection(key))
     assert [one.name for one in slices] == [*WEIGHTS]
     assert [*slices.values] == [*VALUES]
 
@@ -191,7 +190,7 @@ def test_an_extra_state_is_a_value_of_a_state_dict(tmp_path: Path, key: str) -> 
 def test_a_key_may_select_a_dict_with_settings_among_its_tensors(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     torch.save({"model": {**WEIGHTS, "decay": 0.9, "name": Kind.FAST}}, path)
-    slices: Any = formats.read(path, Selection("model", ""))[1]
+    slices: Any = formats.read(path, Selection("model", ""))
     assert [one.name for one in slices] == [*WEIGHTS]
     assert [*slices.values] == ["decay", "name"]
 
@@ -201,7 +200,7 @@ def test_a_key_may_select_a_dict_with_settings_among_its_tensors(tmp_path: Path)
     [
         ({"ema": Settings(w=torch.ones(2))}, "'model.ema' refers to {here}.Settings", "if you trust the file"),
         ({"w": torch.ones(1), "ema": {"a": [torch.ones(2)]}}, "'ema' holds a dict", "save the weights alone"),
-        ({"net": nn.Linear(1, 1)}, "(torch.nn.modules.linear.Linear) at 'model.net', which", "if you trust that code"),
+        ({"net": nn.Linear(1, 1)}, "(torch.nn.modules.linear.Linear) at 'model.net', which", "if you trust the file"),
         ({"w": np.ones(2)}, "'model.w' is a NumPy array, not a tensor", "save tensors instead: "),
         ({"lr": 0.5}, "'lr' holds a float", "save the weights alone"),
     ],
@@ -252,6 +251,6 @@ def test_the_weights_beside_other_values_in_torch_distributed_checkpoint(tmp_pat
         "'model.decoder._extra_state.recipe' is not a tensor"
     )
     assert caught.value.repair.startswith("select the weights: --key model (32 B); ")
-    slices: Any = formats.read(tmp_path / "c", Selection("model", "decoder."))[1]
+    slices: Any = formats.read(tmp_path / "c", Selection("model", "decoder."))
     assert sorted(one.name for one in slices) == sorted(WEIGHTS)
     assert [*slices.values] == ["_extra_state.recipe"]

@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 from torch import nn
 from training_runs import Model, small_model, write_megatron, write_universal, write_zero
 
-from weighin import formats, load_streaming
+from weighin import load_streaming
 from weighin.checkpoint.reader import read_pieces
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.pretrained_folder import weights_in
 from weighin.formats.pretrained_library import WHOLE, Selection
+from weighin.stream import formats
 
 FIRST = "mp_rank_00_model_states.pt"
 
@@ -35,7 +36,7 @@ def model() -> Model:
 
 def tensors(path: Path, selection: Selection = WHOLE) -> dict[str, torch.Tensor]:
     found = {}
-    for one in formats.read(path, selection)[1]:
+    for one in formats.read(path, selection):
         pieces = [piece.clone() for piece in read_pieces(one)]
         flat = torch.cat(pieces) if pieces else torch.empty(0, dtype=one.dtype)
         found[one.name] = flat.reshape(one.shape)
@@ -61,8 +62,8 @@ def test_zero_is_read_as_one_model(tmp_path: Path, model: Model, stage: int, ran
     step = write_zero(tmp_path / "run", model, stage, ranks, alignment=4)
     check(tensors(step), model.truth)
     check(tensors(tmp_path / "run"), model.truth)
-    assert formats.detect(tmp_path / "run").NAME == "deepspeed"
-    assert {one.file for one in formats.read(step)[1]} <= set(formats.files(step))
+    assert formats.detect(tmp_path / "run") == "deepspeed"
+    assert {one.file for one in formats.read(step)} <= set(formats.files(step))
 
 
 def test_without_zero_the_module_is_read(tmp_path: Path, model: Model) -> None:
@@ -80,8 +81,8 @@ def test_a_universal_checkpoint_is_read(tmp_path: Path, model: Model, stage: int
     step = write_universal(tmp_path / "run", model, stage, 3)
     check(tensors(tmp_path / "run"), model.truth)
     check(tensors(step), model.truth)
-    assert formats.detect(step).NAME == "deepspeed_universal"
-    assert {one.file for one in formats.read(step)[1]} <= set(formats.files(step))
+    assert formats.detect(step) == "deepspeed_universal"
+    assert {one.file for one in formats.read(step)} <= set(formats.files(step))
 
 
 def test_a_universal_checkpoint_without_model_states_has_its_weights(
@@ -300,7 +301,7 @@ def test_a_format_of_training_runs_is_not_written(tmp_path: Path, model: Model) 
     with pytest.raises(
         HarnessError, match="weighin reads the format deepspeed, but does not write it"
     ):
-        formats.named("deepspeed")
+        formats.suffix_of("deepspeed")
     ended = CliRunner().invoke(
         app, ["convert", str(step), f"{tmp_path}/new", "--format", "deepspeed"]
     )
@@ -317,10 +318,12 @@ MEGATRON = OrderedDict(
 
 def test_megatron_is_refused_with_its_own_converter(tmp_path: Path) -> None:
     write_megatron(tmp_path, [MEGATRON])
-    assert "model_optim_rng.pt --key model; if not, merge the ranks" in refusal(tmp_path)
+    assert "merge the ranks with Megatron-LM: python tools/checkpoint/convert.py" in refusal(
+        tmp_path
+    )
     write_megatron(tmp_path / "two", [MEGATRON, MEGATRON])
     text = refusal(tmp_path / "two")
-    assert "divided among 2 ranks (mp_rank_00 to mp_rank_01)" in text
+    assert "whose ranks hold parts of the model: mp_rank_00, mp_rank_01" in text
     assert "tools/checkpoint/convert.py" in text
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.formats.pretrained_library import FolderChoice
+from weighin.stream import formats
 from weighin.suite import registry
 
 AGAIN = "copy or download the file again"

@@ -19,10 +19,10 @@ from loads import Outcome, failed
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-from weighin import formats as layouts
 from weighin.cell import ModelSpec
 from weighin.checkpoint.index import index
 from weighin.checkpoint.manifest import Manifest
+from weighin.stream import formats as layouts
 from weighin.suite import registry
 from weighin.worker import verify
 from weighin.worker.loading import Inputs, WorkerLoad, import_strategy
@@ -136,7 +136,7 @@ def _try_strategy(
             "",
             lambda: judge(import_strategy(path)(load), case, truth, torch.bfloat16),
         )
-    if plant and any(one.nbytes for one in layouts.read(truth.checkpoint)[1]):
+    if plant and any(one.nbytes for one in layouts.read(truth.checkpoint)):
         with _wrong_byte(truth.checkpoint):
             yield _expect(
                 f"{what}, wrong byte",
@@ -294,8 +294,8 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 @contextmanager
 def _wrong_byte(checkpoint: Path) -> Iterator[None]:
     """Change the sign or exponent of an element of the largest tensor; undo it at the context's end."""
-    largest = max(layouts.read(checkpoint)[1], key=lambda one: one.nbytes)
-    one = largest.parts[0].where if largest.parts else largest
+    largest = max(layouts.read(checkpoint), key=lambda one: one.nbytes)
+    one = largest.parts[0] if largest.parts else largest
     # The last byte of an element: a conversion of the dtype may discard a change in the first.
     at = one.offset + one.nbytes // one.dtype.itemsize // 2 * one.dtype.itemsize
     at += one.dtype.itemsize - 1

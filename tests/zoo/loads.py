@@ -12,10 +12,10 @@ from outputs import output_of, unlike_outputs
 from safetensors.torch import save_model
 from torch import nn
 
-from weighin import formats
 from weighin.checkpoint.convert import Conversion
 from weighin.errors import HarnessError
 from weighin.loader.load import load_streaming
+from weighin.stream import formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def convert(files: dict[str, Path], folder: Path) -> tuple[dict[str, Path], list
     for fmt in formats.NAMES:
         if fmt in files:
             continue
-        target = folder / f"converted-{fmt}{formats.named(fmt).SUFFIX}"
+        target = folder / f"converted-{fmt}{formats.suffix_of(fmt)}"
         try:
             Conversion(files["pt"], target, fmt, max_shard_bytes=1 << 20).write()
             made[fmt] = target

@@ -13,7 +13,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.checkpoint import entries
 from weighin.checkpoint.entries import CachedCheckpoint, clear, folder, list_entries
@@ -23,6 +22,7 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.files import rename
 from weighin.formats.pretrained_folder import files_of_adapter
 from weighin.formats.pretrained_library import WHOLE, Selection, library_of
+from weighin.stream import formats
 from weighin.suite import packages, user_code
 from weighin.units import format_bytes
 
@@ -118,10 +118,10 @@ def ensure(
     in_place = False
     if checkpoint is not None:
         checkpoint = checkpoint.expanduser()
-        in_place = fmt == formats.detect(checkpoint).NAME and not selection
+        in_place = fmt == formats.detect(checkpoint) and not selection
         checkpoint = checkpoint.absolute()  # links stay: config.json is beside the link
         if in_place and library is None:
-            in_place = formats.has_only_tensors(checkpoint)
+            in_place = formats.read(checkpoint).only_tensors
         origin += [str(checkpoint), *selection.options]
         for file in [*formats.files(checkpoint), *files_of_adapter(model)]:
             state = file.stat()

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from weighin.formats.dtypes import dtype_name
+from weighin.stream.slices import dtype_name
 
 _LANES: Final = 65_521
 CHUNK_BYTES: Final = _LANES * 8 * 8

@@ -24,14 +24,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from weighin import formats
 from weighin.checkpoint import staging
 from weighin.checkpoint.subprocess_client import run_maker
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import rename
-from weighin.formats import gguf, sentence_parts
-from weighin.formats.base import Plans, Progress, Slices, TensorPlan, TensorSlice
-from weighin.formats.foreign import check_converts
+from weighin.formats import sentence_parts
 from weighin.formats.pretrained_folder import (
     folder_of,
     from_pretrained_arguments,
@@ -41,7 +38,10 @@ from weighin.formats.pretrained_folder import (
 )
 from weighin.formats.pretrained_library import AS_SAVED, WHOLE, FolderChoice, Selection
 from weighin.formats.quantised import Quantised, in_checkpoint
-from weighin.formats.sharded import MAX_SHARD_BYTES, Sharded
+from weighin.stream import formats
+from weighin.stream import gguf_files as gguf
+from weighin.stream.folders import MAX_SHARD_BYTES
+from weighin.stream.slices import Plans, Progress, Slices, TensorPlan, TensorSlice, check_converts
 from weighin.text import first_names, one_line, plain
 from weighin.units import GIB, format_bytes, format_seconds
 
@@ -92,14 +92,14 @@ class Conversion:
         Raises:
             HarnessError: the conversion failed; ``run`` has removed its unfinished files.
         """
-        source_format = formats.detect(self.source).NAME
+        source_format = formats.detect(self.source)
         request = asdict(self) | {
             "verb": "convert",
             "source": str(self.source),
             "target": str(self.target),
             "fmt": format_for(self.target, self.fmt),
         }
-        slices = Slices() if self.model_keys else formats.read(self.source, self.selection)[1]
+        slices = Slices() if self.model_keys else formats.read(self.source, self.selection)
         started = monotonic()
         with _shown(console, f"{self.source.name} to {self.target.name}") as report:
             try:
@@ -118,7 +118,7 @@ class Conversion:
             "source": str(self.source),
             "source_format": source_format,
             "target": str(self.target),
-            "format": formats.detect(self.target).NAME,
+            "format": formats.detect(self.target),
             "bytes": sum(file.stat().st_size for file in formats.files(self.target)),
             "seconds": seconds,
             "verified": self.verify,
@@ -200,7 +200,9 @@ class Conversion:
                 yield converted
             sums[name] = running.hexdigest()
 
-        layout = formats.named(format_for(self.target, self.fmt))
+        from weighin.stream.write import write  # imports torch
+
+        fmt = format_for(self.target, self.fmt)
         permit(
             RECORD_BYTES * len(tensors)
             + sum(plan.nbytes for plan in tensors if plan.shared_with is None)
@@ -208,11 +210,8 @@ class Conversion:
         read = monotonic()
         with staging.growing_beside(self.target) as temporary:
             new = temporary / self.target.name
-            if isinstance(layout, Sharded):
-                most = self.max_shard_bytes
-                layout.write(new, tensors, pieces, progress, max_shard_bytes=most)
-            else:
-                layout.write(new, tensors, pieces, progress)
+            most = self.max_shard_bytes
+            write(fmt, new, tensors, pieces, progress, max_shard_bytes=most)
             written = monotonic()
             if self.verify:
                 _verify(new, tensors, sums, progress)
@@ -230,7 +229,7 @@ class Conversion:
 
         from weighin.checkpoint import reader
 
-        slices = formats.read(self.source, self.selection)[1]
+        slices = formats.read(self.source, self.selection)
         if not slices:
             raise CheckpointError(
                 f"{self.source}: holds no tensors", "convert the checkpoint of a model with weights"
@@ -263,7 +262,7 @@ class Conversion:
 
         folder, choice = folder_of(self.source), self.choice
         dtype = getattr(torch, self.dtype) if self.dtype else None
-        is_gguf = formats.detect(self.source) is gguf
+        is_gguf = formats.detect(self.source) == gguf.NAME
         if not is_gguf and not is_pretrained(folder):
             raise ConfigError(
                 f"--keys model needs the model's class, and {folder} has no config.json",
@@ -303,9 +302,9 @@ class Conversion:
 def _verify(new: Path, tensors: Plans, sums: Mapping[str, str], progress: Progress | None) -> None:
     """Read the new checkpoint from the disk, and compare every tensor with the values written."""
     from weighin.checkpoint.reader import checksum_of, plans
-    from weighin.formats.zip_writer import run_parallel
+    from weighin.stream.write import run_parallel
 
-    slices = formats.read(new)[1]
+    slices = formats.read(new)
     if plans(slices) != list(tensors):
         raise _wrong(new, "other names, shapes, dtypes or ties than the source")
     wrong: list[str] = []
@@ -349,9 +348,9 @@ def format_for(target: Path, fmt: str) -> str:
         )
     if fmt == AUTO:
         return expected[0] if expected else _FOLDER
-    layout = formats.named(fmt)
+    own = formats.suffix_of(fmt)
     if suffix and fmt not in expected:
-        other = f"{target.name[: -len(suffix)]}{layout.SUFFIX}"
+        other = f"{target.name[: -len(suffix)]}{own}"
         raise ConfigError(
             f"{target}: {suffix} is the suffix of format {expected[0]}, but --format says {fmt}",
             f"to write {expected[0]}, leave --format out; for the format of --format, name the"

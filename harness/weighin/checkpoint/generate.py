@@ -15,7 +15,6 @@ from typing import Final
 
 import torch
 
-from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.checkpoint.checksum import (
     CELL_DTYPES,
@@ -36,9 +35,10 @@ from weighin.construction.skeleton import (
 )
 from weighin.construction.tensors import named_tensors
 from weighin.errors import ConfigError
-from weighin.formats.base import Pieces, Progress, TensorPlan
-from weighin.formats.dtypes import dtype_name
 from weighin.formats.pretrained_folder import own_dtype
+from weighin.stream import formats
+from weighin.stream.slices import Pieces, Progress, TensorPlan, dtype_name
+from weighin.stream.write import write as write_checkpoint
 
 _STANDARD_DEVIATION: Final = 0.02
 _SCALES: Final = frozenset({"weight", "scale", "gamma"})
@@ -177,7 +177,7 @@ def make(
     Raises:
         ConfigError: for the same reasons as ``describe``.
     """
-    formats.named(fmt)
+    formats.suffix_of(fmt)  # raises for a format that is not written
     map_large_tensors()
     torch.set_num_threads(1)  # the format's writers run in several threads of their own
     started = time.monotonic()
@@ -214,9 +214,9 @@ def write(
 ) -> None:
     """Write a checkpoint into ``folder``, at the path that ``formats.checkpoint_in`` returns."""
     target = formats.checkpoint_in(folder, fmt)
-    if formats.named(fmt).SUFFIX:
+    if formats.suffix_of(fmt):
         target.parent.mkdir()
-    formats.named(fmt).write(target, tensors, pieces, progress)
+    write_checkpoint(fmt, target, tensors, pieces, progress)
 
 
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.checkpoint.checksum import Checksums, checksum, checksummed, pieces_of
 from weighin.checkpoint.generate import (
@@ -26,15 +25,15 @@ from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.reader import read_into, read_pieces, widest_dtype
 from weighin.construction.skeleton import map_large_tensors
 from weighin.errors import CheckpointError
-from weighin.formats import gguf
-from weighin.formats.base import Progress, Slices, TensorSlice
-from weighin.formats.dtypes import dtype_name
-from weighin.formats.foreign import NOT_MEASURED, check_converts, lacks, misfit, selecting
 from weighin.formats.pretrained_folder import BUILDER, is_pretrained_checkpoint, refuse_part
 from weighin.formats.pretrained_library import WHOLE, Selection, library_of, module_of
 from weighin.formats.quantised import of_model, refuse_codes
-from weighin.formats.zip_writer import run_parallel
 from weighin.models.pretrained import written_after_load
+from weighin.stream import formats
+from weighin.stream import gguf_files as gguf
+from weighin.stream.foreign import NOT_MEASURED, lacks, misfit, selecting
+from weighin.stream.slices import Progress, Slices, TensorSlice, check_converts, dtype_name
+from weighin.stream.write import run_parallel
 from weighin.text import one_line, plain
 
 
@@ -66,7 +65,8 @@ def index(
         return _index_folder(spec, checkpoint, fmt, folder, dtype, permit, progress)
     torch.set_num_threads(1)  # the readers run in several threads of their own
     started = time.monotonic()
-    own, slices = formats.read(checkpoint, selection)
+    slices = formats.read(checkpoint, selection)
+    own = slices.format
     check_converts(checkpoint, slices, NOT_MEASURED)
     converts = own != fmt or bool(selection) or not slices.only_tensors
     places = {where.name: where for where in slices}
@@ -121,7 +121,8 @@ def _index_folder(
             random, or ``fmt`` is not the format of quantised weights.
     """
     started = time.monotonic()
-    own, slices = formats.read(checkpoint)
+    slices = formats.read(checkpoint)
+    own = slices.format
     if (quantised := of_model(spec)) and own != fmt:
         raise CheckpointError(
             f"{checkpoint}: {quantised.summary}; from_pretrained reads these weights from the format"

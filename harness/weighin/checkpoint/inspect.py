@@ -14,18 +14,18 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from weighin import formats
 from weighin.errors import HarnessError, UnknownName
 from weighin.files import object_in
-from weighin.formats import gguf, pipeline, quantised
-from weighin.formats.base import TensorSlice
-from weighin.formats.foreign import remembering
-from weighin.formats.per_key import module_of
+from weighin.formats import pipeline, quantised
 from weighin.formats.pretrained_folder import CONFIG, adapter_note, is_pretrained
 from weighin.formats.pretrained_library import WHOLE, Selection, library_in
 from weighin.formats.quantised import Quantised
-from weighin.formats.storages import Footprint, footprint, ties
+from weighin.stream import formats
+from weighin.stream import gguf_files as gguf
+from weighin.stream.folders import module_of
+from weighin.stream.foreign import remembering
 from weighin.stream.pickles import type_name
+from weighin.stream.slices import Footprint, TensorSlice, footprint, ties
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
 from weighin.text import first_names, one_line, plain
@@ -130,11 +130,11 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
         CheckpointError: ``path`` is not a checkpoint, all its tensors are empty, or a file is
             damaged; for damage, the message names the file and the damaged place.
     """
-    layout, slices = formats.read(path, selection)
+    slices = formats.read(path, selection)
     formats.refuse_empty(path, slices)
     root = path if path.is_dir() else path.parent
     tensors = tuple(_tensors(root, slices))
-    files = tuple((_relative(file, root), file.stat().st_size) for file in formats.files(path))
+    files = tuple((_relative(file, root), file.stat().st_size) for file in slices.files)
     once = [tensor for tensor in tensors if tensor.tied_to is None]
     sized = footprint(slices)
     totals = {
@@ -158,16 +158,16 @@ def inspect(path: Path, selection: Selection = WHOLE) -> Inspected:
     sizes = {tensor.name: tensor.bytes for tensor in once}
     return Inspected(
         path,
-        layout,
+        slices.format,
         files,
         tensors,
         totals,
-        tuple(expected(usable, layout, sizes, sized if in_place else None)),
+        tuple(expected(usable, slices.format, sizes, sized if in_place else None)),
         sized,
         {name: type_name(value) for name, value in slices.values.items()},
         quantised.in_checkpoint(path, slices),
         adapter_note(root),
-        gguf.architecture(path) if layout == gguf.NAME else "",
+        gguf.architecture(path) if slices.format == gguf.NAME else "",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from weighin.errors import CheckpointError
 from weighin.files import write_text
-from weighin.formats.dtypes import ITEM_BYTES
+from weighin.stream.slices import ITEM_BYTES
 
 SCHEMA: Final = 1
 

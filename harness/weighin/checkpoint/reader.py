@@ -11,10 +11,9 @@ import torch
 
 from weighin.checkpoint.checksum import PIECE_ELEMENTS, RunningChecksum, pieces_of
 from weighin.errors import CheckpointError
-from weighin.formats.base import Progress, TensorPlan, TensorSlice
-from weighin.formats.foreign import AGAIN
-from weighin.formats.storages import ties
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
+from weighin.stream.foreign import AGAIN
+from weighin.stream.slices import Progress, TensorPlan, TensorSlice, ties
 
 _ROWS_ELEMENTS: Final = PIECE_ELEMENTS  # of a strided tensor or a tensor in parts, copied at a time
 _COMPUTING: Final = threading.Lock()  # a computed tensor is in memory as a whole, so one at a time
@@ -37,7 +36,7 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
             where.fill(values)
             yield from pieces_of(values)
     elif where.encoding:
-        from weighin.formats.gguf_values import decoded  # imports numpy
+        from weighin.stream.gguf_files import decoded  # imports numpy
 
         yield from _cut(decoded(where, PIECE_ELEMENTS))
     elif where.parts:
@@ -110,16 +109,16 @@ def _rows(where: TensorSlice) -> Iterator[torch.Tensor]:
         last = min(first + rows, where.shape[0])
         block = torch.empty((last - first, *where.shape[1:]), dtype=where.dtype)
         for part in where.parts:
-            begin, end = part.start[0], part.start[0] + part.where.shape[0]
+            begin, end = part.start[0], part.start[0] + part.shape[0]
             low, high = max(first, begin), min(last, end)
-            if low >= high or not part.where.nbytes:
+            if low >= high or not part.nbytes:
                 continue
             place = [slice(low - first, high - first)]
             place += [
                 slice(at, at + size)
-                for at, size in zip(part.start[1:], part.where.shape[1:], strict=True)
+                for at, size in zip(part.start[1:], part.shape[1:], strict=True)
             ]
-            block[tuple(place)] = _mapped(part.where)[low - begin : high - begin]
+            block[tuple(place)] = _mapped(part)[low - begin : high - begin]
         yield block.reshape(-1)
 
 

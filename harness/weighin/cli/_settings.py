@@ -167,7 +167,7 @@ def _located(text: str, key: str, param: click.Parameter, folder: Path) -> str:
         is_path = "/" in text or text.endswith((".py", ".yaml", ".yml"))
     start = "from:" if key == "model" and text.startswith("from:") else ""
     if key == "model":
-        from weighin.formats import foreign  # imported here to save time
+        from weighin.stream import foreign  # imported here to save time
 
         is_path = bool(start) or ".py:" in text or foreign.looks_like_path(text)
         is_path = is_path or ("/" in text and (folder / text).exists())

@@ -51,7 +51,7 @@ def inspect(context: click.Context, /, **_: Any) -> None:
     from rich.markup import escape
 
     from weighin.checkpoint import inspect as inspecting
-    from weighin.formats.foreign import remembering
+    from weighin.stream.foreign import remembering
 
     typed = _arguments.read(context)
     if path := _arguments.pipeline(typed):

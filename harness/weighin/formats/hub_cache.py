@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats import foreign
-from weighin.formats.foreign import HUB_ENTRY
+from weighin.stream import foreign
+from weighin.stream.foreign import HUB_ENTRY
 from weighin.text import few, one_line
 
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")

@@ -15,8 +15,7 @@ from typing import Any, Final
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import object_in, parse_json, read_bytes
-from weighin.formats import foreign, gguf, hub_cache
-from weighin.formats.foreign import no_model
+from weighin.formats import hub_cache
 from weighin.formats.pretrained_library import (
     ADAPTER,
     ARGUMENT,
@@ -29,6 +28,9 @@ from weighin.formats.pretrained_library import (
     library_in,
     library_of,
 )
+from weighin.stream import foreign
+from weighin.stream import gguf_files as gguf
+from weighin.stream.foreign import no_model
 from weighin.text import one_line, short
 
 BUILDER: Final = TRANSFORMERS.builder

@@ -20,9 +20,8 @@ from typing import Any, Final
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import object_in
-from weighin.formats.base import TensorSlice
-from weighin.formats.dtypes import ITEM_BYTES
 from weighin.formats.pretrained_folder import BUILDER, CONFIG, MODEL_DTYPES, dtype_of, folder_of
+from weighin.stream.slices import ITEM_BYTES, TensorSlice
 from weighin.text import one_line
 
 # -- the names of tensors

@@ -16,13 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from weighin import formats
 from weighin.errors import CheckpointError
 from weighin.files import MIB, json_in
-from weighin.formats.base import Slices
-from weighin.formats.foreign import models_below
 from weighin.formats.pretrained_folder import CONFIG, find_weights, is_pretrained
 from weighin.formats.pretrained_library import WEIGHTS
+from weighin.stream.foreign import models_below
+from weighin.stream.slices import Slices
 from weighin.text import one_line, shown
 
 NAME = "sentence_transformers"
@@ -52,25 +51,24 @@ def own_folders(folder: Path) -> list[str]:
     return [name for name in listed if isinstance(name, str) and name in inner]
 
 
-def files(path: Path) -> list[Path]:
-    return [file for _, weights in _parts(path) for file in formats.files(weights)]
-
-
 def read(path: Path) -> Slices:
     """Return the tensors of all parts with their places (files and offsets).
 
     Raises:
         CheckpointError: a part has its weights in subfolders of its folder, or is damaged.
     """
+    from weighin.stream import formats  # which imports this module
+
     whole = Slices()
     values: dict[str, object] = {}
     for prefix, weights in _parts(path):
-        slices = formats.read(weights)[1]
+        slices = formats.read(weights)
         whole += [replace(one, name=f"{prefix}{one.name}") for one in slices]
         values |= {f"{prefix}{name}": value for name, value in slices.values.items()}
         whole.refused = whole.refused or slices.refused
         whole.notes += slices.notes
-    whole.values = values
+        whole.files += slices.files
+    whole.values, whole.format = values, NAME
     return whole
 
 

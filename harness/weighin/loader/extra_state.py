@@ -15,9 +15,8 @@ from typing import Any, Final
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats.base import Slices
-from weighin.formats.dtypes import ITEM_BYTES
 from weighin.stream.pickles import MOST_BYTES, Dict, Named, Opaque, Size, StateDict, type_name
+from weighin.stream.slices import ITEM_BYTES, Slices
 from weighin.stream.state_dicts import is_extra_state
 from weighin.text import first_names, plain, shown
 

@@ -24,7 +24,6 @@ from typing import Final
 import torch
 
 from weighin.construction.deferred import DeferredLoad
-from weighin.formats.base import TensorSlice
 from weighin.loader.direct_io import (
     BUFFER_BYTES,
     COPIED_BYTES,
@@ -39,6 +38,7 @@ from weighin.loader.direct_io import (
 from weighin.loader.memory import HUGE_PAGE_BYTES, Fill, Piece, cut, memory_of
 from weighin.loader.open_file import ALIGNMENT
 from weighin.loader.reads import PieceFiller, Runs
+from weighin.stream.slices import TensorSlice
 
 READ_BYTES: Final = 16 * HUGE_PAGE_BYTES
 """The size in bytes of a thread's reads if no dtype is converted. The reads are large so that threads

@@ -23,7 +23,6 @@ from typing import Final, Literal
 
 import torch
 
-from weighin import formats
 from weighin.construction import skeleton
 from weighin.construction.deferred import DeferredLoad, WriteLog
 from weighin.construction.tensors import (
@@ -36,8 +35,6 @@ from weighin.construction.tensors import (
     use_count,
 )
 from weighin.errors import CheckpointError
-from weighin.formats.base import Slices, TensorSlice
-from weighin.formats.foreign import check_converts
 from weighin.formats.pretrained_library import Selection
 from weighin.formats.quantised import refuse_codes
 from weighin.loader import fill
@@ -45,6 +42,8 @@ from weighin.loader.direct_io import DiskReaders
 from weighin.loader.extra_state import extra_values
 from weighin.loader.memory import Fill, MemoryNeed, is_readable, provide
 from weighin.loader.state_dict import FILLED_DEVICES, LazyState, load_state, read_at_once, source_of
+from weighin.stream import formats
+from weighin.stream.slices import Slices, TensorSlice, check_converts
 from weighin.text import first_names
 
 Granularity = Literal["all", "module", "tensor"]
@@ -137,7 +136,7 @@ def _load(
     rename: Rename | None = None,
 ) -> tuple[torch.nn.Module, bool]:
     """Return the filled model, and whether one of its tensors was on the meta device before the load."""
-    slices = formats.read(path, selection)[1]
+    slices = formats.read(path, selection)
     if dtype is not None:
         check_converts(path, slices, "leave dtype out")
     log = WriteLog(read_at_once)

@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 
 import torch
 
-from weighin.formats.base import TensorSlice
 from weighin.loader.direct_io import PIECE_BYTES
 from weighin.loader.open_file import ALIGNMENT, ask_for_huge_pages
+from weighin.stream.slices import TensorSlice
 
 HUGE_PAGE_BYTES: Final = 2 * 1024**2
 
@@ -224,18 +224,18 @@ class Fill:
         """Yield each stored block of the tensor, and the part of ``memory`` that receives the block."""
         if not self.source.parts:
             yield self.source, self.memory
-        for part in sorted(self.source.parts, key=lambda part: part.where.read_order):
+        for part in sorted(self.source.parts, key=lambda part: part.read_order):
             place = tuple(
-                slice(at, at + size) for at, size in zip(part.start, part.where.shape, strict=True)
+                slice(at, at + size) for at, size in zip(part.start, part.shape, strict=True)
             )
-            yield part.where, self.memory[place]
+            yield part, self.memory[place]
 
 
 def is_readable(source: TensorSlice) -> bool:
     """Tell whether a tensor, or each of its blocks, is stored without gaps, in any dimension order."""
     if not source.parts:
         return source.contiguous or file_order(source) is not None
-    return all(file_order(part.where) is not None for part in source.parts)
+    return all(file_order(part) is not None for part in source.parts)
 
 
 def file_order(where: TensorSlice) -> list[int] | None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.foreign import AGAIN, unreadable
 from weighin.probes import page_cache
+from weighin.stream.foreign import AGAIN, unreadable
 
 ALIGNMENT: Final = 4096
 """The alignment of O_DIRECT reads in bytes: most file systems need 512, and few need more than 4096."""

@@ -7,10 +7,10 @@ from typing import Final
 
 import torch
 
-from weighin.formats.base import TensorSlice
 from weighin.loader.direct_io import LARGEST_ELEMENT_BYTES, PIECE_BYTES, PieceReader
 from weighin.loader.memory import MOST_BETWEEN_BYTES, Piece, memory_of
 from weighin.loader.open_file import ALIGNMENT, WINDOW_BYTES
+from weighin.stream.slices import TensorSlice
 
 # A piece of a read takes up to three pages of the reader's buffer.
 _MOST_PIECES: Final = 80

@@ -26,11 +26,11 @@ from torch import nn
 from weighin.construction.deferred import DeferredLoad, WriteLog
 from weighin.construction.tensors import is_dense
 from weighin.errors import CheckpointError, HarnessError
-from weighin.formats.base import Slices, TensorSlice
-from weighin.formats.foreign import misfit, selecting
 from weighin.loader import fill
 from weighin.loader.direct_io import DiskReaders
 from weighin.loader.memory import MAP_NORESERVE, TENSOR_ALIGNMENT, Fill, file_order, is_readable
+from weighin.stream.foreign import misfit, selecting
+from weighin.stream.slices import Slices, TensorSlice
 from weighin.text import plain
 
 _LOAD_MODEL: Final = nn.Module.load_state_dict
@@ -472,8 +472,7 @@ def _check_blocks(source: TensorSlice) -> None:
             "first write the dequantised values into a folder, and load that folder: weighin"
             f" convert {source.file} FOLDER --keys model",
         )
-    for part in source.parts:
-        where = part.where
+    for where in source.parts:
         if file_order(where) is None:
             raise CheckpointError(
                 f"{where.file}: the part of {source.name!r} at byte {where.offset:,} has gaps between its "

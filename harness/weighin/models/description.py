@@ -17,13 +17,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
-from weighin import child_process, formats, install
+from weighin import child_process, install
 from weighin.cell import ModelSpec
 from weighin.child_process import Parent, end_with_parent
 from weighin.errors import CheckpointError, ConfigError, HarnessError
-from weighin.formats import gguf, quantised
-from weighin.formats.base import TensorSlice
-from weighin.formats.foreign import RESAVE, read_object
+from weighin.formats import quantised
 from weighin.formats.hub_cache import name_of
 from weighin.formats.pretrained_folder import (
     AUTO_MAP,
@@ -41,7 +39,10 @@ from weighin.formats.pretrained_folder import (
     refuse_adapter,
 )
 from weighin.formats.pretrained_library import WHOLE, FolderChoice, Selection
-from weighin.formats.storages import are_equal
+from weighin.stream import formats
+from weighin.stream import gguf_files as gguf
+from weighin.stream.foreign import RESAVE, read_object
+from weighin.stream.slices import TensorSlice, are_equal
 from weighin.text import few, one_line
 
 _NUMBERED: Final = re.compile(r"\.\d+\.")
@@ -73,7 +74,7 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
             auto_class(config, architecture)  # raises ConfigError if there is no code of this class
             path = folder.path.absolute()
             kwargs["code"] = {"folder": str(path), "sha256": digest(path)}
-        slices = formats.read(folder.checkpoint, selection)[1]
+        slices = formats.read(folder.checkpoint, selection)
         if apart := _kept_apart(config, slices):
             kwargs["apart"] = apart
         if found := quantised.of_folder(folder.path, folder.config, slices):
@@ -143,7 +144,7 @@ def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
         metadata = read_object(index, RESAVE).get("metadata")
         if isinstance(metadata, dict) and "dtype" in metadata:
             return checked_dtype(metadata["dtype"], index)
-    _, slices = formats.read(folder.checkpoint, selection)
+    slices = formats.read(folder.checkpoint, selection)
     first = min((one.file.name for one in slices), default="")
     stored = [one for one in slices if one.file.name == first]
     if first.endswith(".safetensors"):
@@ -255,8 +256,9 @@ def described_gguf(file: Path) -> dict[str, Any]:
     Raises:
         CheckpointError, ConfigError: for the same reasons as ``spec_of_gguf``.
     """
-    gguf.check_decoded(gguf.read(file))
-    if len(parts := gguf.files(file)) > 1:
+    found = gguf.read(file)
+    gguf.check_decoded(found)
+    if len(parts := found.files) > 1:
         raise CheckpointError(
             f"{file}: one of {len(parts)} parts of a model; transformers reads only whole GGUF"
             " files",

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.formats import gguf
-from weighin.formats.base import Slices, TensorSlice, row_major
+from weighin.stream import gguf_files as gguf
+from weighin.stream.slices import Slices, TensorSlice, row_major
 
 # The width of the matrix of row numbers is 3, because few numbers of heads are multiples of 3.
 _COLUMNS: Final = 3
@@ -127,7 +127,7 @@ def _fill_whole(
     memory: torch.Tensor,
 ) -> None:
     """Compute one tensor of the model as a whole, and write it into ``memory``."""
-    from weighin.formats.gguf_values import rows  # imports numpy
+    from weighin.stream.gguf_files import rows  # imports numpy
 
     values = [torch.cat(list(rows(where))).reshape(where.shape).numpy() for where in sources]
     made = undo(sources, values).get(target)
@@ -146,7 +146,7 @@ def _fill_by_rows(
     sources: Sequence[TensorSlice], targets: Any, is_turned: bool, memory: torch.Tensor
 ) -> None:
     """Compute a few rows at a time, and write the computed rows to their places in ``memory``."""
-    from weighin.formats.gguf_values import rows  # imports numpy
+    from weighin.stream.gguf_files import rows  # imports numpy
 
     table = memory.T if is_turned else memory
     flat = table if table.dim() == 2 else table.view(-1, table.shape[-1])

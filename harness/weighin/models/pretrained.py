@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weighin import install
 from weighin.construction.tensors import storage_key
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.foreign import misfit
 from weighin.formats.pretrained_folder import (
     AUTO_MAP,
     adapter_failed,
@@ -31,6 +30,7 @@ from weighin.formats.pretrained_folder import (
 )
 from weighin.formats.pretrained_library import ARGUMENT, DIFFUSERS
 from weighin.formats.quantised import dequantising
+from weighin.stream.foreign import misfit
 from weighin.text import one_line
 
 _FLAG: Final = "_is_hf_initialized"  # transformers sets this attribute

@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.base import TensorSlice
 from weighin.formats.pretrained_folder import folder_of, variant_of
 from weighin.formats.pretrained_library import DIFFUSERS
 from weighin.models.pretrained import class_of_pipelines, diffusers_package, imported_again, quiet
+from weighin.stream.slices import TensorSlice
 
 _QUANTISED: Final = "quantization_config"
 

@@ -14,10 +14,10 @@ import torch
 
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.base import TensorSlice
 from weighin.formats.pretrained_folder import folder_of
 from weighin.formats.pretrained_library import TIMM
 from weighin.models.pretrained import import_failed
+from weighin.stream.slices import TensorSlice
 from weighin.text import first_names
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from weighin.formats.storages import unpack
+from weighin.stream.slices import unpack
 
 
 def from_tensors(*, tensors: str) -> nn.Module:
     """Return a module tree with an uninitialised parameter or buffer for each tensor.
 
-    ``tensors`` is a string from ``weighin.formats.storages.pack``. Floating-point tensors become
+    ``tensors`` is a string from ``weighin.stream.slices.pack``. Floating-point tensors become
     parameters. Names that ``tensors`` records as tied become one tensor.
 
     Raises:

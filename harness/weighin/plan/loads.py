@@ -7,16 +7,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from weighin import formats
 from weighin.cell import FORWARD, NONE, TO_DEVICE, Cell, ModelSpec, Operation
 from weighin.errors import ConfigError, IsolationUnavailable
-from weighin.formats import gguf, quantised
+from weighin.formats import quantised
 from weighin.formats.pretrained_folder import adapter_of, code_of, folder_library
 from weighin.formats.pretrained_library import Selection
 from weighin.isolation.base import Isolation
 from weighin.isolation.visible import preloaded
 from weighin.plan.task import Node, Planned, check_gpu, choose
 from weighin.settings.definition import Settings
+from weighin.stream import formats
+from weighin.stream import gguf_files as gguf
 from weighin.suite import chosen_models, packages, registry, uses
 from weighin.suite.registry import StrategyInfo
 
@@ -231,7 +232,7 @@ def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Pl
     if checkpoint is None or not reading:
         return planned
     selection = next(iter(reading.values()))  # of all of them
-    if not (refused := formats.read(checkpoint, selection)[1].refused):
+    if not (refused := formats.read(checkpoint, selection).refused):
         return planned
     why = f"torch.load(weights_only=True) refuses {refused} in {checkpoint.name}; weights_only=False runs code from the file"  # fmt: skip
     return [

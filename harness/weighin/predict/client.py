@@ -9,18 +9,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from weighin import child_process, formats
+from weighin import child_process
 from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint import entries, staging
 from weighin.child_process import decode_event
 from weighin.errors import ConfigError, HarnessError, UnknownName
-from weighin.formats import gguf, quantised
+from weighin.formats import quantised
 from weighin.formats.pretrained_library import LIBRARIES, WHOLE, Selection, library_of
 from weighin.plan.task import Planned
 from weighin.predict.prediction import Prediction, from_json
 from weighin.predict.ranks import of_ranks
 from weighin.probes.mounts import read_ahead_bytes
 from weighin.settings.definition import DTYPES
+from weighin.stream import formats
+from weighin.stream import gguf_files as gguf
 from weighin.suite.packages import name_of
 
 _FOLLOWED: Final = frozenset(
@@ -60,8 +62,8 @@ def predict(
             has them in another shape; or the predicting process was killed.
     """
     own = None
-    if checkpoint and not selection and formats.has_only_tensors(checkpoint):
-        own = formats.detect(checkpoint).NAME
+    if checkpoint and not selection and formats.read(checkpoint).only_tensors:
+        own = formats.detect(checkpoint)
     with (
         staging.own_folder(Path(tempfile.gettempdir()), "weighin-predict-") as folder,
         closing(_Asker(child_process.environment(python_path))) as ask,

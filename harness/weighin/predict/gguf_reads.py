@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 import torch
 
-from weighin.formats import gguf
-from weighin.formats.base import TensorSlice
 from weighin.predict.dispatch import CannotFollow
 from weighin.predict.ledger import Ledger
+from weighin.stream import gguf_files as gguf
+from weighin.stream.slices import TensorSlice
 
 _FLOAT_BYTES: Final = 4
 
@@ -80,16 +80,16 @@ def _values(
     model: Any,
     dtype: torch.dtype | None,
 ) -> dict[str, torch.Tensor]:
-    header = gguf.read_header(file)
+    metadata, tensors = gguf.read_tables(file)
     processor = module.TENSOR_PROCESSORS.get(
-        header.metadata["general.architecture"], module.TensorProcessor
+        metadata["general.architecture"], module.TensorProcessor
     )
     names = module.get_gguf_hf_weights_map(model, processor(config=config))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     pages = torch.empty(0, dtype=torch.uint8).set_(ledger.map_file(str(file), file.stat().st_size))
     made: dict[str, torch.Tensor] = {}
     kept = 0  # the last tensor's values live until the next tensor's values are computed
-    for where in header.tensors:
+    for where in tensors:
         size = prod(where.shape) * _FLOAT_BYTES
         ledger.read(pages[where.offset : where.offset + where.storage_bytes])
         with ledger.holding(kept + _computing_bytes(where, size)):

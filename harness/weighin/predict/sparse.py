@@ -7,19 +7,20 @@ from pathlib import Path
 
 import torch
 
-from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.checkpoint import generate, reader
 from weighin.checkpoint.checksum import tensor_checksums
 from weighin.checkpoint.generate import describe, in_checkpoint
 from weighin.checkpoint.manifest import Manifest
 from weighin.construction.skeleton import build_skeleton, resolve_builder
-from weighin.formats import gguf, quantised
-from weighin.formats.foreign import lacks, misfit
+from weighin.formats import quantised
 from weighin.formats.pretrained_folder import own_dtype, refuse_part
 from weighin.formats.pretrained_library import WHOLE, Selection, library_of, module_of
-from weighin.formats.zip_writer import leaving_holes
 from weighin.models import pretrained
+from weighin.stream import formats
+from weighin.stream import gguf_files as gguf
+from weighin.stream.foreign import lacks, misfit
+from weighin.stream.write import write
 
 
 def make_sparse(
@@ -44,7 +45,7 @@ def make_sparse(
     """
     kind = getattr(torch, dtype or own_dtype(model))
     if source is not None:
-        _, slices = formats.read(source, selection)
+        slices = formats.read(source, selection)
         kind = reader.widest_dtype(slices)
     kept: set[str] = set()
     if source is not None and library_of(model.builder) is None:
@@ -63,15 +64,14 @@ def make_sparse(
         ]
     target = formats.checkpoint_in(folder, fmt)
     target.parent.mkdir(parents=True)
-    with leaving_holes():
-        formats.named(fmt).write(target, tensors, lambda _name: ())
+    write(fmt, target, tensors, None)
     return target
 
 
 def main_dtype(checkpoint: Path) -> str:
     """Return the dtype that most bytes of a checkpoint have; "" for an empty checkpoint."""
     sizes: Counter[str] = Counter()
-    for one in formats.read(checkpoint)[1]:
+    for one in formats.read(checkpoint):
         sizes[one.dtype_name] += one.nbytes
     return next((name for name, _ in sizes.most_common(1)), "")
 
@@ -84,8 +84,8 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
             ``selection`` selects a part of a Hugging Face folder.
     """
     refuse_part(source, selection)
-    own, slices = formats.read(source, selection)
-    if own == gguf.NAME or quantised.of_model(model):
+    slices = formats.read(source, selection)
+    if slices.format == gguf.NAME or quantised.of_model(model):
         return
     builder = resolve_builder(model.builder)
     built = build_skeleton(builder, model.kwargs, real_buffers="non_persistent")

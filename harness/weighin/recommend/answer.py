@@ -12,11 +12,10 @@ from typing import Any, Final
 
 from rich.markup import escape
 
-from weighin import formats
 from weighin.cell import FORWARD, SYNTHESISED, TRAINING, Cell, ModelSpec
 from weighin.errors import CheckpointError, UnknownName
 from weighin.files import object_in
-from weighin.formats import gguf, quantised
+from weighin.formats import quantised
 from weighin.formats.pretrained_folder import (
     CONFIG,
     adapter_of,
@@ -49,6 +48,8 @@ from weighin.recommend.prior_runs import Evidence, find
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.show.table import Column, Entry, Table
 from weighin.slow_disk import Pace
+from weighin.stream import formats
+from weighin.stream import gguf_files as gguf
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
 from weighin.units import format_bytes
@@ -221,7 +222,7 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
         HarnessError: the weights are quantised, weighin cannot dequantise them, and no run has
             measured how a library loads them.
     """
-    fmt = formats.detect(question.checkpoint).NAME if question.checkpoint else "pt"
+    fmt = formats.detect(question.checkpoint) if question.checkpoint else "pt"
     planned = [*_planned(question, fmt)]
     left_out: list[str] = []
     whole = [replace(one, cell=replace(one.cell, options={})) for one in planned]
@@ -425,7 +426,7 @@ def _help(dtype: str) -> str:
 
 def _file_name(fmt: str) -> str:
     """Return the name of the converted checkpoint, for the printed code and ``weighin convert``."""
-    return f"weights{formats.named(fmt).SUFFIX}"
+    return f"weights{formats.suffix_of(fmt)}"
 
 
 def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
@@ -463,7 +464,7 @@ def _reads_part(info: StrategyInfo, question: Question) -> bool:
     with suppress(CheckpointError):
         formats.read(question.checkpoint)
         return False  # no key of a dict, but the beginning of names
-    inside = formats.read(question.checkpoint, question.selection)[1]
+    inside = formats.read(question.checkpoint, question.selection)
     return inside.only_tensors and "." not in question.selection.key
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import weighin
-from weighin import child_process, formats, slow_disk
+from weighin import child_process, slow_disk
 from weighin.cell import FORK, SAVE, Cell, Job, encode_job, is_of_use
 from weighin.checkpoint import cache, entries, staging
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
@@ -32,6 +32,7 @@ from weighin.run.judge import Evidence, culprit, lost
 from weighin.run.measure import Measured, Spec, Watch, measure
 from weighin.settings.definition import Settings
 from weighin.slow_disk import LARGEST_READ_BYTES, Mount, Pace
+from weighin.stream import formats
 from weighin.suite import packages, user_code
 from weighin.suite.registry import data_folder
 from weighin.text import few
@@ -368,7 +369,7 @@ class Loads:
         if cell.operation == "load":
             return cell.model.title, cell.format, cell.dtype
         own = self._task.settings.checkpoint_of(cell.model)
-        return cell.model.title, formats.detect(own).NAME if own else "pt", cell.dtype
+        return cell.model.title, formats.detect(own) if own else "pt", cell.dtype
 
     def _ensure(self, planned: Planned, progress: cache.Report | None = None) -> cache.Prepared:
         settings = self._task.settings

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.functional import pad
 
-from weighin.formats.base import TensorSlice
-from weighin.formats.dtypes import dtype_name
 from weighin.loader.direct_io import PieceReader
 from weighin.loader.memory import memory_of
+from weighin.stream.slices import TensorSlice, dtype_name
 
 if TYPE_CHECKING:
     from weighin.stream.reading import Job

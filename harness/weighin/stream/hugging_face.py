@@ -15,12 +15,10 @@ from typing import Any, Final
 
 import torch
 
-from weighin import formats, install
+from weighin import install
 from weighin.construction.skeleton import construct
 from weighin.errors import CheckpointError, ConfigError, HarnessError
-from weighin.formats import foreign, gguf, quantised, sentence_parts
-from weighin.formats.base import Slices, TensorSlice
-from weighin.formats.foreign import lacks, misfit, no_model
+from weighin.formats import quantised, sentence_parts
 from weighin.formats.hub_cache import cached_snapshot, path_of
 from weighin.formats.pipeline import is_pipeline
 from weighin.formats.pretrained_folder import (
@@ -40,7 +38,11 @@ from weighin.formats.pretrained_library import DIFFUSERS, TIMM, FolderChoice, Se
 from weighin.loader.load import load_renamed
 from weighin.models.description import chosen_class, described_gguf
 from weighin.models.pretrained import arguments_to_dequantise, merged, pretrained_class
+from weighin.stream import foreign, formats
+from weighin.stream import gguf_files as gguf
+from weighin.stream.foreign import lacks, misfit, no_model
 from weighin.stream.reading import Load, reading
+from weighin.stream.slices import Slices, TensorSlice
 from weighin.text import first_names, one_line, plain
 
 _log = logging.getLogger("weighin")
@@ -176,7 +178,7 @@ def _of_transformers(
         refuse_adapter(path)
         if note := adapter_note(path):
             _log.warning(note)
-    slices = formats.read(checkpoint, selection)[1]
+    slices = formats.read(checkpoint, selection)
     codes = quantised.of_folder(path, found.config, slices)
     if codes and not codes.dequantises:
         raise codes.error(path)
@@ -379,7 +381,7 @@ def _of_sentences(
 
     ``dtype`` goes to the package's ``model_kwargs``; "auto" and None choose the package's own default.
     """
-    files, parts = sentence_parts.files(folder), sentence_parts.own_folders(folder)
+    files, parts = sentence_parts.read(folder).files, sentence_parts.own_folders(folder)
     names = ", ".join(parts)
     what = f"{folder}: a sentence-transformers folder of several parts, with weights in {names},"
     try:

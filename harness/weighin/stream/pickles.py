@@ -4,21 +4,22 @@ Python's own unpickler moves the values on its stack, and ``_rewritten`` first r
 instruction that would call, build or hash an object: the new instructions hand the operands to
 ``_Reader.persistent_load``, which makes a record of them. An instruction that would take memory for
 more than the pickle holds is refused before the unpickler sees it.
+
+The record of a tensor is a ``Slice`` whose name is the key of its storage, and whose offset counts from
+the storage's start: ``torch_files`` knows where the storages lie.
 """
 
 import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorSlice, frozen_in_types
-from weighin.formats.dtypes import ITEM_BYTES, LARGEST, QUANTISED_BYTES, is_sizes
-from weighin.formats.foreign import AGAIN, RESAVE
+from weighin.stream.foreign import AGAIN, RESAVE
+from weighin.stream.slices import ITEM_BYTES, LARGEST, Slice, frozen_in_types, is_sizes
 from weighin.text import shown
 
 MOST_BYTES: Final = 32 * 1024**2
@@ -31,7 +32,8 @@ _MOST_NAMES: Final = 10_000  # of classes and functions, which may share the tex
 _LARGEST_KEY_BITS: Final = 62  # of a number: larger ones can be crafted to have equal hashes
 _CHUNK_BYTES: Final = 64 * 1024
 
-_STORED_BYTES: Final = {**ITEM_BYTES, **QUANTISED_BYTES}
+_QUANTISED_BYTES: Final = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
+_STORED_BYTES: Final = {**ITEM_BYTES, **_QUANTISED_BYTES}
 _STORAGES: Final = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",
     "BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32",
@@ -191,24 +193,6 @@ class Storage:
         return self.numel * _STORED_BYTES[self.dtype]
 
 
-@frozen_in_types
-class Tensor:
-    """A strided tensor: a view of a storage, with ``offset`` and ``stride`` in elements."""
-
-    storage: Storage
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def located(self, name: str, file: Path, start: int) -> TensorSlice:
-        """Return the tensor's place in a file; the tensor's storage begins at the byte ``start``."""
-        offset = start + self.offset * ITEM_BYTES[self.dtype]
-        return TensorSlice(
-            name, self.shape, self.stride, self.dtype, file, offset, start, self.storage.nbytes
-        )
-
-
 def is_safe(name: str) -> bool:
     """Tell whether torch.load(weights_only=True) accepts the name of a class or function."""
     name = name.replace("__builtin__.", "builtins.")
@@ -223,7 +207,7 @@ def type_name(value: Any) -> str:
         return _TITLES.get(value.kind, value.kind.removeprefix("__builtin__."))
     if isinstance(value, Dict):
         return value.title
-    names = {Storage: "storage", Named: "class or function", Size: "torch.Size"}
+    names = {Storage: "storage", Slice: "Tensor", Named: "class or function", Size: "torch.Size"}
     return names.get(type(value), type(value).__name__)
 
 
@@ -462,45 +446,39 @@ def _with_state(target: Any, state: Any) -> Any:
 
 # Calls: the names of functions and classes are compared with those that torch.save writes for tensors
 
-_SAVE: Final = "torch.save({NAME: TENSOR, ...}, ...)"
-_DEQUANTISE: Final = (
-    f"load it with torch, dequantise each such tensor (tensor.dequantize()), and save them: {_SAVE}"
+_LAZY: Final = ("lazy parameter without values", "run the model once, and save it again")
+_ON_A_DEVICE: Final = (
+    "tensor of a device without storages of torch",
+    "save the model from the CPU: torch.save(model.cpu().state_dict(), ...)",
 )
+
+
+def _made_plain(method: str, loading: str = "load it with torch") -> str:
+    """Return the repair for a tensor that is a plain tensor once ``method`` is called."""
+    return f"{loading}, make it a plain tensor (tensor.{method}), and save it: torch.save({{NAME: TENSOR, ...}}, ...)"
+
+
 _OTHER_TENSORS: Final = {
-    **dict.fromkeys(
-        (f"torch.nn.parameter.Uninitialized{kind}" for kind in ("Parameter", "Buffer")),
-        ("lazy parameter without values", "run the model once, and save it again"),
-    ),
-    f"{_REBUILD}sparse_tensor": (
-        "sparse tensor",
-        f"load it with torch, make it dense (tensor.to_dense()), and save it: {_SAVE}",
-    ),
-    f"{_REBUILD}nested_tensor": (
-        "nested tensor",
-        f"load it with torch, and save the tensors in it: tensor.unbind(), then {_SAVE}",
-    ),
+    "torch.nn.parameter.UninitializedParameter": _LAZY,
+    "torch.nn.parameter.UninitializedBuffer": _LAZY,
+    f"{_REBUILD}device_tensor_from_numpy": _ON_A_DEVICE,
+    f"{_REBUILD}device_tensor_from_cpu_tensor": _ON_A_DEVICE,
+    f"{_REBUILD}xla_tensor": _ON_A_DEVICE,
+    f"{_REBUILD}sparse_tensor": ("sparse tensor", _made_plain("to_dense()")),
+    f"{_REBUILD}nested_tensor": ("nested tensor", _made_plain("unbind()")),
     f"{_REBUILD}meta_tensor_no_storage": (
         "tensor on the meta device, without values",
         "load the model's weights before it is saved",
     ),
     f"{_REBUILD}wrapper_subclass": (
         "tensor of a subclass that is not named",
-        f"load it with the package that wrote it, and save plain tensors: {_SAVE}",
-    ),
-    **dict.fromkeys(
-        (
-            f"{_REBUILD}{kind}"
-            for kind in ("device_tensor_from_numpy", "device_tensor_from_cpu_tensor", "xla_tensor")
-        ),
-        (
-            "tensor of a device without storages of torch",
-            "save the model from the CPU: torch.save(model.cpu().state_dict(), ...)",
-        ),
+        _made_plain("dequantize()", "load it with the package that wrote it"),
     ),
 }
 """Maps a function or class to the title of the tensors that it makes, and to the repair, for an error."""
 
 _MOST_ARGUMENTS: Final = 16
+_NOWHERE: Final = Path()
 
 
 def _called(function: Any, arguments: Any) -> Any:
@@ -568,33 +546,66 @@ def _typed(inner: Any, kind: Any, arguments: Any, _state: Any) -> Any:
             " options=StateDictOptions(full_state_dict=True)); or save with"
             " torch.distributed.checkpoint, whose folders weighin reads",
         )
-    return OtherTensor(
-        f"tensor of the subclass {kind.name}",
-        [arguments],
-        "load it with the code of that class, make each one a plain tensor (a quantised one with"
-        f" tensor.dequantize()), and save them: {_SAVE}",
-    )
+    way = _made_plain("dequantize()", "load it with the code of that class")
+    return OtherTensor(f"tensor of the subclass {kind.name}", [arguments], way)
 
 
 def _parameter(tensor: Any, *_: Any) -> Any:
-    if not isinstance(tensor, Tensor | OtherTensor):
+    if not isinstance(tensor, Slice | OtherTensor):
         raise Malformed("a parameter is created from something that is not a tensor")
     return tensor
 
 
 def _quantised(source: Any, *_: Any) -> OtherTensor:
     dtype = source.dtype if isinstance(source, Storage) else "quint8"
-    return OtherTensor(f"quantised tensor (torch.{dtype})", [source], _DEQUANTISE)
+    return OtherTensor(
+        f"quantised tensor (torch.{dtype})", [source], _made_plain("dequantize()")
+    )  # fmt: skip
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any) -> Any:
-    return _strided(storage, offset, shape, stride, "")
-
-
-def _tensor_v2(
-    storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, metadata: Any = None,
+def _tensor(
+    source: Any, offset: Any, shape: Any, stride: Any,
+    _grad: Any = None, _hooks: Any = None, metadata: Any = None, dtype: str = "",
 ) -> Any:  # fmt: skip
-    return _strided(storage, offset, shape, stride, "", metadata)
+    """Return the record of a tensor; an empty ``dtype`` means that of the storage."""
+    if not isinstance(source, Storage):
+        raise Malformed("a tensor is created from something that is not a storage")
+    if metadata and not (
+        isinstance(metadata, Mapping)
+        and len(metadata) <= _MOST_ARGUMENTS
+        and not any(metadata.values())
+    ):
+        way = _made_plain("resolve_conj().resolve_neg()")
+        return OtherTensor("tensor that is conjugated or negated lazily", [source], way)
+    # A list would be copied for each tensor that a crafted pickle makes of it.
+    are_tuples = isinstance(shape, tuple) and isinstance(stride, tuple)
+    if not (are_tuples and is_sizes(shape) and is_sizes(stride) and is_sizes((offset,))):
+        raise Malformed(
+            f"a tensor in storage {shown(source.key)} has an impossible shape, stride or offset"
+        )
+    kind = dtype or source.dtype
+    if kind in _QUANTISED_BYTES:
+        return _quantised(source)
+    if len(shape) != len(stride):
+        raise Malformed(
+            f"a tensor in storage {shown(source.key)} has {len(shape)} sizes and {len(stride)} strides"
+        )
+    item_bytes = ITEM_BYTES[kind]
+    if prod([max(size, 1) for size in shape]) * item_bytes > LARGEST:
+        raise Malformed(f"a tensor in storage {shown(source.key)} has an impossible shape")
+    place, end = 0, 0  # of a tensor without elements
+    if 0 not in shape:
+        place = offset * item_bytes
+        steps = sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)])
+        end = place + (steps + 1) * item_bytes
+    if end > source.nbytes:
+        raise Malformed(
+            f"a tensor ends at byte {end:,} of storage {shown(source.key)}, "
+            f"which has {source.nbytes:,}"
+        )
+    return Slice(
+        source.key, tuple(shape), tuple(stride), kind, _NOWHERE, place, 0, source.nbytes
+    )  # fmt: skip
 
 
 def _tensor_v3(
@@ -604,72 +615,14 @@ def _tensor_v3(
     if not isinstance(dtype, Named):
         raise Malformed(f"the dtype of a tensor is a {type_name(dtype)}")
     if (name := dtype.name.removeprefix("torch.")) not in ITEM_BYTES:
-        way = (
-            "load it with torch, give it a dtype that weighin reads (tensor.view(torch.uint8)), and"
-            f" save it: {_SAVE}"
-        )
+        way = _made_plain("view(torch.uint8)")
         return OtherTensor(f"tensor of {dtype.name}", [storage], way)
-    return _strided(storage, offset, shape, stride, name, metadata)
-
-
-def _plain(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a tuple as it is, and equal ones of another class as one."""
-    return sizes if type(sizes) is tuple else _copy(sizes)
-
-
-@lru_cache
-def _copy(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sizes)
-
-
-def _strided(
-    source: Any, offset: Any, shape: Any, stride: Any, dtype: str, metadata: Any = None
-) -> Any:
-    """Return the record of a tensor; an empty ``dtype`` means that of the storage."""
-    if not isinstance(source, Storage):
-        raise Malformed("a tensor is created from something that is not a storage")
-    if metadata and not (
-        isinstance(metadata, Mapping)
-        and len(metadata) <= _MOST_ARGUMENTS
-        and not any(metadata.values())
-    ):
-        way = (
-            "load it with torch, and save its values: tensor.resolve_conj().resolve_neg(), then"
-            f" {_SAVE}"
-        )
-        return OtherTensor("tensor that is conjugated or negated lazily", [source], way)
-    # A list would be copied for each tensor that a crafted pickle makes of it.
-    are_tuples = isinstance(shape, tuple) and isinstance(stride, tuple)
-    if not (are_tuples and is_sizes(shape) and is_sizes(stride) and is_sizes((offset,))):
-        raise Malformed(
-            f"a tensor in storage {shown(source.key)} has an impossible shape, stride or offset"
-        )
-    kind = dtype or source.dtype
-    if kind in QUANTISED_BYTES:
-        return _quantised(source)
-    if len(shape) != len(stride):
-        raise Malformed(
-            f"a tensor in storage {shown(source.key)} has {len(shape)} sizes and {len(stride)} strides"
-        )
-    if prod([max(size, 1) for size in shape]) * ITEM_BYTES[kind] > LARGEST:
-        raise Malformed(f"a tensor in storage {shown(source.key)} has an impossible shape")
-    ends = 0
-    if 0 in shape:  # the tensor has no elements
-        offset = 0
-    else:
-        ends = offset + 1
-        ends += sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)])
-    if ends * ITEM_BYTES[kind] > source.nbytes:
-        raise Malformed(
-            f"a tensor ends at byte {ends * ITEM_BYTES[kind]:,} of storage {shown(source.key)}, "
-            f"which has {source.nbytes:,}"
-        )
-    return Tensor(source, kind, offset, _plain(shape), _plain(stride))
+    return _tensor(storage, offset, shape, stride, None, None, metadata, name)
 
 
 _MAKES: Final[dict[str, Any]] = {
     f"{_REBUILD}tensor": _tensor,
-    f"{_REBUILD}tensor_v2": _tensor_v2,
+    f"{_REBUILD}tensor_v2": _tensor,
     f"{_REBUILD}tensor_v3": _tensor_v3,
     f"{_REBUILD}parameter": _parameter,
     f"{_REBUILD}parameter_with_state": _parameter,

@@ -27,15 +27,13 @@ from typing import Any, Final
 
 import torch
 
-from weighin import formats
 from weighin.errors import CheckpointError
-from weighin.formats.base import TensorSlice, row_major
-from weighin.formats.safetensors import DTYPES
-from weighin.formats.storages import are_equal
 from weighin.loader import fill as filling
 from weighin.loader.direct_io import DiskReaders
 from weighin.loader.memory import HUGE_PAGE_BYTES, Fill, allocate, file_order, is_readable
-from weighin.stream import conversions
+from weighin.stream import conversions, formats
+from weighin.stream.safetensors_files import DTYPES
+from weighin.stream.slices import TensorSlice, are_equal, row_major
 
 _CPU: Final = torch.device("cpu")
 _NAMES: Final = {torch_name: name for name, torch_name in DTYPES.items()}
@@ -116,7 +114,7 @@ class Load:
         if path in self._files:
             return self._files[path]
         try:
-            slices = formats.read(path)[1]
+            slices = formats.read(path)
         except CheckpointError:
             return None
         return slices if slices.only_tensors else None
@@ -266,7 +264,7 @@ def _load_gguf_checkpoint(real: Any, path: Any, *args: Any, **more: Any) -> Any:
         return real(path, *args, **more)
     from weighin.models.gguf_keys import map_gguf_keys  # few loads need this import
 
-    slices = _here.load.in_file(Path(path)) or formats.read(Path(path))[1]
+    slices = _here.load.in_file(Path(path)) or formats.read(Path(path))
     return {"tensors": {one.name: Lazy(one) for one in map_gguf_keys(model, slices)}}
 
 

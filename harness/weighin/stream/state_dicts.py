@@ -5,14 +5,13 @@ the selected state dict, an object other than a tensor is allowed only if it hol
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
-from weighin.formats.dtypes import ITEM_BYTES
-from weighin.formats.foreign import select_key
-from weighin.stream.pickles import Opaque, OtherTensor, Tensor, type_name
+from weighin.stream.foreign import select_key
+from weighin.stream.pickles import Opaque, OtherTensor, type_name
+from weighin.stream.slices import Slice
 from weighin.text import first_names, plain, shown
 
 _DEEPEST: Final = 4
@@ -20,9 +19,12 @@ _DEEPEST_WALK: Final = 1000
 _MOST_PLACES: Final = 3
 _LONGEST_PLACE: Final = 100
 _MOST_NAMED: Final = 1000  # items of a dict or list whose keys an error names
-_HOLDING: Final = (dict, list, tuple, Opaque, Tensor)
+_HOLDING: Final = (dict, list, tuple, Opaque, Slice)
 _OPTIM_STATES: Final = "_optim_states.pt"
 _WEIGHTS_ALONE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
+_IF_TRUSTED: Final = (
+    "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
+)
 
 
 def is_extra_state(name: object) -> bool:
@@ -30,7 +32,7 @@ def is_extra_state(name: object) -> bool:
     return isinstance(name, str) and "_extra_state" in name.split(".")
 
 
-def state_dict(path: Path, value: Any, key: str) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
+def state_dict(path: Path, value: Any, key: str) -> tuple[dict[str, Slice], dict[str, Any], Any]:
     """Return the tensors, the other values and the modules' version metadata of a state dict.
 
     ``key`` is the dotted key of the state dict in nested dicts; "" means the value itself. With a
@@ -45,10 +47,10 @@ def state_dict(path: Path, value: Any, key: str) -> tuple[dict[str, Tensor], dic
     inside = _inner(path, value, key)
     if not isinstance(inside, dict):
         raise _no_dict(path, inside, value)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Slice] = {}
     values: dict[Any, Any] = {}
     for name, item in inside.items():
-        if isinstance(name, str) and isinstance(item, Tensor):
+        if isinstance(name, str) and isinstance(item, Slice):
             tensors[name] = item
         else:
             values[name] = item
@@ -56,7 +58,7 @@ def state_dict(path: Path, value: Any, key: str) -> tuple[dict[str, Tensor], dic
     for name, item in values.items():
         fits = isinstance(name, str) and (bool(key) or is_extra_state(name))
         objects = (one for _, one in _walk(item, "", seen)) if fits else ()
-        if not fits or any(isinstance(one, Tensor | OtherTensor) for one in objects):
+        if not fits or any(isinstance(one, Slice | OtherTensor) for one in objects):
             raise _no_state_dict(path, value, key, values, name)
     if values and not tensors:
         raise _no_state_dict(path, value, key, values, next(iter(values)))
@@ -73,9 +75,10 @@ def _inner(path: Path, value: Any, key: str) -> Any:
         return value
     for found in _found(value, key):
         return found
+    items = value.items() if isinstance(value, dict) else ()
     named = {
         name.removeprefix(f"{key}."): item
-        for name, item in (value.items() if isinstance(value, dict) else ())
+        for name, item in items
         if isinstance(name, str) and name.startswith(f"{key}.")
     }
     if not named:
@@ -97,7 +100,7 @@ def _found(value: Any, key: str) -> Iterator[Any]:
 
 
 def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) -> CheckpointError:
-    names = first_names(plain(str(one)) for one in dict.fromkeys(keys) if isinstance(one, str))
+    names = first_names(plain(one) for one in dict.fromkeys(keys) if isinstance(one, str))
     places = largest(_sizes(keys)) if isinstance(keys, Mapping) else {}
     repair = with_key(places) if places else f"its keys: {names or 'none'}"
     return CheckpointError(f"{path}: has no key {shown(key)}", repair)
@@ -116,12 +119,12 @@ def _sizes(value: Any) -> dict[str, int]:
                 continue
             seen.add(id(item))
             place = f"{key}.{name}" if key else name
-            tensors = [one for one in item.values() if isinstance(one, Tensor)]
+            tensors = [one for one in item.values() if isinstance(one, Slice)]
             if tensors and all(
-                isinstance(one, str) and (isinstance(item[one], Tensor) or is_extra_state(one))
+                isinstance(one, str) and (isinstance(item[one], Slice) or is_extra_state(one))
                 for one in item
             ):
-                places[place] = sum(prod(one.shape) * ITEM_BYTES[one.dtype] for one in tensors)
+                places[place] = sum(one.nbytes for one in tensors)
             elif depth < _DEEPEST:
                 look(item, place, depth + 1)
 
@@ -170,10 +173,15 @@ def all_empty(path: Path) -> CheckpointError:
 
 def holds_more(path: Path, place: str, item: Opaque) -> CheckpointError:
     """Return the exception for a file that has an object in the place of a tensor."""
+    if item.is_module:
+        at = f" at {place}" if place != "it" else ""
+        what = f"holds a whole pickled module ({item.kind}){at}, which cannot be loaded without"
+        return CheckpointError(
+            f"{path}: {what} executing its code: it was NOT executed", _IF_TRUSTED
+        )
     what = f"is a {title}" if (title := type_name(item)) != item.kind else f"refers to {title}"
     return CheckpointError(
-        f"{path}: holds more than tensors, and was NOT executed: {place} {what}",
-        "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)",
+        f"{path}: holds more than tensors, and was NOT executed: {place} {what}", _IF_TRUSTED
     )
 
 
@@ -185,8 +193,7 @@ def unread(path: Path, place: str, tensor: OtherTensor) -> CheckpointError:
 
 def _no_dict(path: Path, inside: Any, value: Any) -> CheckpointError:
     if isinstance(inside, Opaque) and inside.is_foreign:
-        is_module = inside.is_module
-        error = _whole_module(path, "", inside) if is_module else holds_more(path, "it", inside)
+        error = holds_more(path, "it", inside)
     else:
         what = f"holds a {type_name(inside)}, not a state dict"
         error = CheckpointError(f"{path}: {what}", _WEIGHTS_ALONE)
@@ -223,8 +230,6 @@ def _no_state_dict(
     elif foreign is None:
         what = f"not a flat state dict: {shown(name)} holds a {type_name(item)}"
         error = CheckpointError(f"{path}: {what}", _WEIGHTS_ALONE)
-    elif foreign[1].is_module and not places:
-        error = _whole_module(path, *foreign)
     elif foreign[1] is item and type_name(item) == "NumPy array":
         error = CheckpointError(
             f"{path}: {shown(foreign[0])} is a NumPy array, not a tensor",
@@ -233,16 +238,6 @@ def _no_state_dict(
     else:
         error = holds_more(path, shown(foreign[0]), foreign[1])
     return CheckpointError(error.message, with_key(places)) if places else error
-
-
-def _whole_module(path: Path, place: str, module: Opaque) -> CheckpointError:
-    at = f" at {shown(place)}" if place else ""
-    return CheckpointError(
-        f"{path}: holds a whole pickled module ({module.kind}){at}, which cannot be loaded without"
-        " executing its code: it was NOT executed",
-        "if you trust that code, load the module with it and save plain weights:"
-        " torch.save(model.state_dict(), ...)",
-    )
 
 
 def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -256,7 +251,7 @@ def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
         at, one = next(todo[-1], ("", None))
         if one is None:
             todo.pop()
-        elif isinstance(one, Tensor):
+        elif isinstance(one, Slice):
             yield at, one
         elif id(one) not in seen:
             seen.add(id(one))

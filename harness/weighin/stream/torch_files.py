@@ -1,4 +1,4 @@
-"""Read and write the files of ``torch.save``: zip archives, and the format of torch before 1.6.
+"""Read the files of ``torch.save``: zip archives, and the format of torch before 1.6.
 
 A zip archive has the pickled state dict in the record ``data.pkl``, and a record for each storage.
 The older format is, as torch.save(..., _use_new_zipfile_serialization=False) still writes it::
@@ -12,50 +12,46 @@ The older format is, as torch.save(..., _use_new_zipfile_serialization=False) st
 """
 
 import io
+import mmap
 import os
-import pickle
 import struct
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
 
-from weighin.errors import CheckpointError, ConfigError, FormatLimit
-from weighin.formats.base import Pieces, Plans, Progress, Slices, TensorPlan, TensorSlice
-from weighin.formats.foreign import (
+from weighin.errors import CheckpointError
+from weighin.stream import pickles
+from weighin.stream.foreign import (
     AGAIN,
+    LATE_S,
     RESAVE,
     SHARDS,
+    THREADS,
     by_records,
     check_present,
-    first_bytes,
     is_legacy,
     is_zip,
     resaving,
     unknown,
     unreadable,
 )
-from weighin.formats.parallel_headers import is_late, read_headers
-from weighin.stream import pickles
-from weighin.stream.pickles import Opaque, OtherTensor, Tensor, type_name
+from weighin.stream.pickles import Opaque, OtherTensor, type_name
+from weighin.stream.slices import Checkpoint, Slice
 from weighin.stream.state_dicts import holds_more, state_dict, unread
 from weighin.text import shown
 
-MOST_DIRECTORY_BYTES: Final = 8 * 1024**2
-"""The longest directory of a zip file that is read: that of 100,000 tensors."""
+MAGIC: Final = 0x1950A86A20F9469CFC6C
+VERSION: Final = 1001
 
-_MOST_TENSORS: Final = 60_000  # to write: ``pickles`` reads some 70,000
-
+_MOST_DIRECTORY_BYTES: Final = 8 * 1024**2  # of a zip file: the directory of 100,000 tensors
 _LOCAL_BYTES: Final = 30  # of a record's own header, before its name
 _MOST_AHEAD_BYTES: Final = 1024**2  # of the pickle's record, which the kernel reads ahead
-_MAGIC: Final = 0x1950A86A20F9469CFC6C
-_VERSION: Final = 1001
-_PICKLE_PROTOCOL: Final = 2
+_BLOCK_BYTES: Final = 64 * 1024  # one read takes all headers in a block of this size
 
-Metadata = Mapping[str, Mapping[str, object]] | None
 Record = tuple[int, int]
 """The offset of a record's first byte in the file, and the record's size in bytes."""
 
@@ -72,132 +68,56 @@ class TorchFile:
     def value(self) -> Any:
         return self.pickled.value
 
-    def slice(self, name: str, tensor: Tensor) -> TensorSlice:
-        """Return a tensor's place; raise CheckpointError if its storage does not fit its record."""
-        start, size = self.places.get(tensor.storage.key, (0, 0))
-        if tensor.storage.nbytes != size:  # torch.load refuses a longer record, too
-            raise CheckpointError(
-                f"{self.path}: damaged: the storage of {shown(name)} has {tensor.storage.nbytes:,}"
-                f" bytes, but its record in the file has {size:,}",
-                RESAVE,
-            )
-        return tensor.located(name, self.path, start)
-
-    def slices(
-        self, tensors: dict[str, Tensor], values: dict[str, Any], metadata: Metadata
-    ) -> Slices:
-        """Return the places of a state dict's tensors, with the parts that ``state_dict`` returns."""
-        slices = Slices(self.slice(name, tensor) for name, tensor in tensors.items())
-        slices.metadata, slices.values, slices.refused = metadata, values, self.pickled.refused
-        return slices
-
-
-class _Zip:
-    """The format ``pt``: one file, as ``torch.save(model.state_dict(), ...)`` writes it."""
-
-    NAME = "pt"
-    SUFFIX = ".pt"
-
-    def matches(self, path: Path) -> bool:
-        return is_zip(first_bytes(path))
-
-    def files(self, path: Path) -> list[Path]:
-        return [path]
-
-    def read(self, path: Path, key: str = "") -> Slices:
-        """Return the offset of each tensor of a flat state dict. For GPT-2 XL, this takes 0.03 s.
-
-        ``key`` selects a state dict in nested dicts, as ``Selection.key`` does.
-        """
-        file = open_zip(path)
-        return file.slices(*state_dict(path, file.value, key))
-
-    def write(
-        self, target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None
-    ) -> None:
-        """Write the file that ``torch.save`` would write; tied tensors share a storage in the file.
+    def slice(self, name: str, tensor: Slice) -> Slice:
+        """Return where a tensor of the pickle lies, under the name ``name``.
 
         Raises:
-            FormatLimit: there are more tensors than weighin reads in such a file.
+            CheckpointError: the tensor's storage does not fit its record.
         """
-        from weighin.formats.zip_writer import placeholders, write_pt
-
-        if len(tensors) > _MOST_TENSORS:
-            raise FormatLimit(
-                f"{len(tensors):,} tensors are more than the {_MOST_TENSORS:,} that weighin reads in"
-                " one file of torch.save",
-                "write them in safetensors: --format safetensors",
+        start, size = self.places.get(tensor.name, (0, 0))
+        if tensor.storage_bytes != size:  # torch.load refuses a longer record, too
+            raise _damaged(
+                self.path,
+                f"the storage of {shown(name)} has {tensor.storage_bytes:,} bytes, but its record in"
+                f" the file has {size:,}",
             )
-        write_pt(target, placeholders(tensors), pieces, progress)
+        offset = start + tensor.offset
+        return Slice(
+            name, tensor.shape, tensor.stride, tensor.dtype_name, self.path, offset, start, size
+        )
+
+    def checkpoint(self, key: str) -> Checkpoint:
+        """Return the state dict at ``key`` in nested dicts, or the whole value for the key ""."""
+        tensors, values, metadata = state_dict(self.path, self.value, key)
+        found = Checkpoint(self.slice(name, tensor) for name, tensor in tensors.items())
+        found.files, found.values, found.metadata = (self.path,), values, metadata
+        found.refused = self.pickled.refused
+        return found
 
 
-class _Legacy:
-    """The format ``pt_legacy``, which torch cannot memory-map: torch.load reads the whole file."""
+def read(path: Path, key: str = "") -> Checkpoint:
+    """Return the state dict in a file of ``torch.save``; for GPT-2 XL, this takes 0.03 s.
 
-    NAME = "pt_legacy"
-    SUFFIX = ".pth"
-
-    def matches(self, path: Path) -> bool:
-        return is_legacy(first_bytes(path))
-
-    def files(self, path: Path) -> list[Path]:
-        check_present(path)
-        return [path]
-
-    def read(self, path: Path, key: str = "") -> Slices:
-        check_present(path)
-        try:
-            with path.open("rb") as file:
-                pickled, keys = _legacy_pickles(path, file)
-                state = state_dict(path, pickled.value, key)
-                places = _legacy_places(path, file, pickled.storages, keys)
-        except OSError as error:
-            raise unreadable(path, error) from error
-        return TorchFile(path, pickled, places).slices(*state)
-
-    def write(
-        self, target: Path, tensors: Plans, pieces: Pieces, progress: Progress | None = None
-    ) -> None:
-        """Write a new file; tied tensors share a storage in the file.
-
-        Raises:
-            ConfigError: torch before 1.6 had no storage type for one of the dtypes.
-        """
-        from torch.storage import _dtype_to_storage_type_map
-
-        from weighin.formats.zip_writer import write_raw
-
-        for plan in tensors:
-            if plan.dtype not in _dtype_to_storage_type_map():
-                raise ConfigError(
-                    f"tensor {shown(plan.name)}: torch before 1.6 had no dtype {plan.dtype}",
-                    "write the format pt, which has every dtype of torch: --format pt",
-                )
-        head, stored = _legacy_head(tensors)
-        fixed, places, at = {0: head}, [], len(head)
-        for plan in stored:
-            fixed[at] = prod(plan.shape).to_bytes(8, "little")
-            places.append((plan, at + 8))
-            at += 8 + plan.nbytes
-        write_raw(target, fixed, places, pieces, progress)
+    Raises:
+        CheckpointError: the file is damaged or of another kind, or has no flat state dict at ``key``.
+    """
+    head = check_present(path)
+    found = (_open_legacy(path, key) if is_legacy(head) else open_zip(path)).checkpoint(key)
+    found.format = "pt_legacy" if is_legacy(head) else "pt"
+    return found
 
 
-PT: Final = _Zip()
-PT_LEGACY: Final = _Legacy()
+def read_one(path: Path, name: str, archive: IO[bytes] | None = None, base: int = 0) -> Slice:
+    """Return a file's only tensor, under the name ``name``.
 
-
-def read_one(path: Path, name: str, archive: io.RawIOBase | None = None) -> TensorSlice:
-    """Return a file's only tensor with its offset; give the tensor the name ``name``.
-
-    If the file is no zip archive itself, ``archive`` is a zip archive inside the file. Offsets then
-    count from the archive's start.
+    ``archive`` is a zip archive that begins at the byte ``base`` of a file that is no zip itself.
 
     Raises:
         CheckpointError: as for ``open_zip``, or the file holds anything but one tensor.
     """
-    file = open_zip(path) if archive is None else _zip_file(path, archive)
+    file = open_zip(path) if archive is None else _zip_file(path, archive, base)
     value = file.value
-    if isinstance(value, Tensor):
+    if isinstance(value, Slice):
         return file.slice(name, value)
     if isinstance(value, OtherTensor):
         raise unread(path, shown(name), value)
@@ -206,26 +126,18 @@ def read_one(path: Path, name: str, archive: io.RawIOBase | None = None) -> Tens
     raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", RESAVE)
 
 
-def check_file(path: Path) -> None:
-    """Raise CheckpointError unless ``path`` is a zip file; the message names the file's kind."""
-    head = check_present(path)
-    if is_zip(head):
-        return
-    if is_legacy(head):
-        raise CheckpointError(
-            f"{path}: written in the format of torch before 1.6, which cannot be mapped",
-            resaving(path),
-        )
-    raise unknown(path, head)
-
-
 def open_zip(path: Path) -> TorchFile:
     """Return the pickled value of a zip file, and the places of its storages.
 
     Raises:
         CheckpointError: the file is not a zip that ``torch.save`` wrote, or it is damaged.
     """
-    check_file(path)
+    head = check_present(path)
+    if is_legacy(head):
+        what = "written in the format of torch before 1.6, which cannot be mapped"
+        raise CheckpointError(f"{path}: {what}", resaving(path))
+    if not is_zip(head):
+        raise unknown(path, head)
     try:
         with path.open("rb") as file:
             return _zip_file(path, file)
@@ -233,14 +145,12 @@ def open_zip(path: Path) -> TorchFile:
         raise unreadable(path, error) from error
 
 
-def _zip_file(path: Path, file: IO[bytes] | io.RawIOBase) -> TorchFile:
+def _zip_file(path: Path, file: IO[bytes], base: int = 0) -> TorchFile:
     records = _records(path, file)
     texts = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(texts) != 1:
-        raise CheckpointError(
-            f"{path}: the archive contains several files data.pkl, but a checkpoint of torch has one",
-            RESAVE,
-        )
+        what = "the archive contains several files data.pkl, but a checkpoint of torch has one"
+        raise CheckpointError(f"{path}: {what}", RESAVE)
     root = texts[0].removesuffix("data.pkl")
     start, size = records[texts[0]]
     if size > pickles.MOST_BYTES:
@@ -252,46 +162,34 @@ def _zip_file(path: Path, file: IO[bytes] | io.RawIOBase) -> TorchFile:
     if (order := records.get(f"{root}byteorder")) and _bytes_at(path, file, *order) != b"little":
         raise _big_endian(path)
     text = io.BytesIO(_bytes_at(path, file, start, size))
-    return TorchFile(
-        path,
-        pickles.load(path, text, start, chunk_bytes=size),
-        {
-            name.removeprefix(f"{root}data/"): record
-            for name, record in records.items()
-            if name.startswith(f"{root}data/")
-        },
-    )
+    pickled = pickles.load(path, text, start, chunk_bytes=size)
+    prefix = f"{root}data/"
+    places = {
+        name.removeprefix(prefix): (base + at, size)
+        for name, (at, size) in records.items()
+        if name.startswith(prefix)
+    }
+    return TorchFile(path, pickled, places)
 
 
-def _opened(path: Path, file: IO[bytes] | io.RawIOBase) -> zipfile.ZipFile:
-    try:
-        archive = zipfile.ZipFile(_Directory(path, file))
-    except (
-        zipfile.BadZipFile,
-        NotImplementedError,
-        ValueError,
-        OverflowError,
-        struct.error,
-    ) as error:
-        if "not a zip file" in str(error):
-            raise CheckpointError(f"{path}: truncated: the zip archive has no end record", AGAIN) from None  # fmt: skip
-        raise _damaged(path, f"{error}") from None
-    if recognised := by_records(path, [info.filename for info in archive.infolist()]):
-        what, repair = recognised
-        raise CheckpointError(f"{path}: {what}", repair)
-    return archive
-
-
-def _records(path: Path, file: IO[bytes] | io.RawIOBase) -> dict[str, Record]:
+def _records(path: Path, file: IO[bytes]) -> dict[str, Record]:  # noqa: PLR0912 (one for each fault)
     """Return the records of a zip archive, which lie apart in the file and have different names.
 
     Raises:
         CheckpointError: the archive is damaged, too large, encrypted, compressed or not torch's.
     """
-    start = time.monotonic()
-    archive = _opened(path, file)
-    late, infos = is_late(start), archive.infolist()
-    headers = _headers_ahead(path, file, infos, late)
+    start_s = time.monotonic()
+    try:
+        archive = zipfile.ZipFile(_Directory(path, file))
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as error:  # fmt: skip
+        if "not a zip file" in str(error):
+            what = "truncated: the zip archive has no end record"
+            raise CheckpointError(f"{path}: {what}", AGAIN) from None
+        raise _damaged(path, f"{error}") from None
+    infos = archive.infolist()
+    if recognised := by_records(path, [info.filename for info in infos]):
+        raise CheckpointError(f"{path}: {recognised[0]}", recognised[1])
+    headers = _headers_ahead(file, infos, late=time.monotonic() - start_s >= LATE_S)
     records: dict[str, Record] = {}
     folded: dict[bytes, str] = {}
     for info in infos:
@@ -334,7 +232,7 @@ def _records(path: Path, file: IO[bytes] | io.RawIOBase) -> dict[str, Record]:
 class _Directory:
     """The file as ``zipfile`` reads it: a crafted archive cannot have it read any number of bytes."""
 
-    def __init__(self, path: Path, file: IO[bytes] | io.RawIOBase) -> None:
+    def __init__(self, path: Path, file: IO[bytes]) -> None:
         self._path, self._file = path, file
         self.tell = file.tell
 
@@ -347,37 +245,66 @@ class _Directory:
         return self._file.seek(at, whence)
 
     def read(self, size: int = -1) -> bytes:
-        if size > MOST_DIRECTORY_BYTES:
+        if size > _MOST_DIRECTORY_BYTES:
             raise CheckpointError(
                 f"{self._path}: the directory has {size:,} bytes, more than the"
-                f" {MOST_DIRECTORY_BYTES:,} that weighin reads",
+                f" {_MOST_DIRECTORY_BYTES:,} that weighin reads",
                 SHARDS,
             )
         return self._file.read(size) or b""
 
 
 def _headers_ahead(
-    path: Path, file: IO[bytes] | io.RawIOBase, infos: list[zipfile.ZipInfo], late: bool
+    file: IO[bytes], infos: Iterable[zipfile.ZipInfo], *, late: bool
 ) -> dict[int, bytes]:
-    """Ask the kernel to read the records' own headers ahead. If ``late`` (the disk answers slowly),
-    read all of them at the same time, and return them by their offsets.
+    """Ask the kernel to read the records' own headers ahead. If ``late`` (the disk answers slowly, as
+    storage behind a network does), read all of them at the same time, and return them by offset.
+
+    These reads bypass the page cache where they can: FUSE sends at most 12 requests of read-ahead at
+    a time.
     """
     try:
         descriptor = file.fileno()
     except OSError:
         return {}  # an archive inside another file has few records
     size = os.fstat(descriptor).st_size
-    infos = [info for info in infos if 0 <= info.header_offset < size]
-    for info in infos if hasattr(os, "posix_fadvise") else ():
-        if not (late and "/data/" in info.filename):  # a tensor's elements
+    blocks: dict[int, list[int]] = {}
+    for info in (info for info in infos if 0 <= info.header_offset < size):
+        at = info.header_offset
+        blocks.setdefault(at // _BLOCK_BYTES * _BLOCK_BYTES, []).append(at)
+        if hasattr(os, "posix_fadvise") and not (late and "/data/" in info.filename):
             ahead = min(info.file_size, _MOST_AHEAD_BYTES) if late else 0
             ahead += io.DEFAULT_BUFFER_SIZE
-            os.posix_fadvise(descriptor, info.header_offset, ahead, os.POSIX_FADV_WILLNEED)
-    places = [info.header_offset for info in infos]
-    return read_headers(path, places, _LOCAL_BYTES) if late else {}
+            os.posix_fadvise(descriptor, at, ahead, os.POSIX_FADV_WILLNEED)
+    if not late:
+        return {}
+    try:
+        flags = os.O_RDONLY | getattr(os, "O_DIRECT", 0)
+        direct = os.open(f"/proc/self/fd/{descriptor}", flags)
+    except OSError:  # tmpfs, some network file systems
+        direct = os.dup(descriptor)
+
+    def read(block: tuple[int, list[int]]) -> dict[int, bytes]:
+        start, places = block
+        with mmap.mmap(-1, _BLOCK_BYTES + mmap.PAGESIZE) as buffer:  # aligned, as direct reads need
+            try:
+                length = os.preadv(direct, [buffer], start)
+            except OSError:
+                return {}
+            return {
+                at: buffer[at - start : min(at - start + _LOCAL_BYTES, length)] for at in places
+            }
+
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            return {
+                at: one for found in pool.map(read, blocks.items()) for at, one in found.items()
+            }
+    finally:
+        os.close(direct)
 
 
-def _bytes_at(path: Path, file: IO[bytes] | io.RawIOBase, at: int, size: int) -> bytes:
+def _bytes_at(path: Path, file: IO[bytes], at: int, size: int) -> bytes:
     file.seek(at)
     data = file.read(size) or b""
     if len(data) != size:
@@ -385,79 +312,52 @@ def _bytes_at(path: Path, file: IO[bytes] | io.RawIOBase, at: int, size: int) ->
     return data
 
 
-def _legacy_pickles(path: Path, file: BinaryIO) -> tuple[pickles.Pickled, list[str]]:
-    """Return the pickled value, and the keys of the storages in the order in which they lie."""
-    magic, version, system = (pickles.load(path, file).value for _ in range(3))
-    if magic != _MAGIC:
-        raise _damaged(path, "it does not begin with the magic number of torch before 1.6")
-    if version != _VERSION:
-        raise CheckpointError(
-            f"{path}: format version {shown(version)}, but this weighin reads {_VERSION}",
-            resaving(path),
-        )
-    if not isinstance(system, dict) or system.get("little_endian") is not True:
-        raise _big_endian(path)
-    pickled = pickles.load(path, file)
-    keys = pickles.load(path, file).value
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise _damaged(path, "its list of storages is not a list of strings")
-    return pickled, keys
+def _open_legacy(path: Path, key: str) -> TorchFile:
+    try:
+        with path.open("rb") as file:
+            magic, version, system = (pickles.load(path, file).value for _ in range(3))
+            if magic != MAGIC:
+                raise _damaged(path, "it does not begin with the magic number of torch before 1.6")
+            if version != VERSION:
+                what = f"format version {shown(version)}, but this weighin reads {VERSION}"
+                raise CheckpointError(f"{path}: {what}", resaving(path))
+            if not isinstance(system, dict) or system.get("little_endian") is not True:
+                raise _big_endian(path)
+            pickled = pickles.load(path, file)
+            keys = pickles.load(path, file).value
+            state_dict(path, pickled.value, key)  # code in the file is named before damage
+            return TorchFile(path, pickled, _legacy_places(path, file, pickled.storages, keys))
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def _legacy_places(
-    path: Path, file: BinaryIO, storages: dict[str, pickles.Storage], keys: list[str]
+    path: Path, file: BinaryIO, storages: dict[str, pickles.Storage], keys: Any
 ) -> dict[str, Record]:
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise _damaged(path, "its list of storages is not a list of strings")
     if len(set(keys)) != len(keys) or set(keys) != set(storages):
         raise _damaged(path, "its list of storages does not match its tensors")
-    file_bytes = os.fstat(file.fileno()).st_size
+    file_bytes, at = os.fstat(file.fileno()).st_size, file.tell()
     places: dict[str, Record] = {}
-    at = file.tell()
     for key in keys:
         storage = storages[key]
-        word = os.pread(file.fileno(), 8, at)
+        numel = int.from_bytes(os.pread(file.fileno(), 8, at), "little")
         places[key] = at + 8, storage.nbytes
-        if sum(places[key]) > file_bytes:
+        if (end := sum(places[key])) > file_bytes:
             raise CheckpointError(
-                f"{path}: truncated: storage {shown(key)} ends at byte {sum(places[key]):,}, "
-                f"but the file ends at byte {file_bytes:,}",
+                f"{path}: truncated: storage {shown(key)} ends at byte {end:,}, but the file ends at"
+                f" byte {file_bytes:,}",
                 AGAIN,
             )
-        if int.from_bytes(word, "little") != storage.numel:
+        if numel != storage.numel:
             raise _damaged(
                 path,
-                f"storage {shown(key)} at byte {at:,} has {int.from_bytes(word, 'little'):,}"
-                f" elements, but its tensors need {storage.numel:,}",
+                f"storage {shown(key)} at byte {at:,} has {numel:,} elements, but its tensors need"
+                f" {storage.numel:,}",
             )
-        at = sum(places[key])
+        at = end
     return places
-
-
-def _legacy_head(tensors: Plans) -> tuple[bytes, list[TensorPlan]]:
-    """Return the pickles of a file to write, and the tensors whose storages follow them."""
-    import torch
-
-    from weighin.formats.zip_writer import placeholders
-
-    head = io.BytesIO()
-    system = {"protocol_version": _VERSION, "little_endian": True}
-    system["type_sizes"] = {"short": 2, "int": 4, "long": 4}  # type: ignore[assignment]
-    for value in (_MAGIC, _VERSION, system):
-        pickle.dump(value, head, protocol=_PICKLE_PROTOCOL)
-    state = placeholders(tensors)
-    stored = [plan for plan in tensors if plan.shared_with is None]
-    keys = {state[plan.name].untyped_storage()._cdata: str(n) for n, plan in enumerate(stored)}
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, value: Any) -> Any:
-            if not isinstance(value, torch.storage.TypedStorage):
-                return None
-            kind = getattr(torch, value._pickle_storage_type())
-            key, numel = keys[value._untyped_storage._cdata], value._size()
-            return "storage", kind, key, "cpu", numel, None
-
-    Pickler(head, protocol=_PICKLE_PROTOCOL).dump(state)
-    pickle.dump(list(keys.values()), head, protocol=_PICKLE_PROTOCOL)
-    return head.getvalue(), stored
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

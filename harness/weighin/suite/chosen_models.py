@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from weighin import formats
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
-from weighin.formats.foreign import remembering
 from weighin.formats.pretrained_folder import adapter_note, folder_of, is_folder, own_dtype
 from weighin.formats.pretrained_library import Selection
 from weighin.settings.definition import DTYPES, Settings, SuiteModel
+from weighin.stream import formats
+from weighin.stream.foreign import remembering
 from weighin.suite import registry, user_code
 
 

@@ -13,7 +13,7 @@ from typing import Final
 from packaging.utils import canonicalize_name
 
 from weighin import install
-from weighin.formats import gguf
+from weighin.stream import gguf_files as gguf
 
 OF_FORMAT: Final[Mapping[str, tuple[str, ...]]] = {gguf.NAME: ("gguf", "accelerate")}
 """The packages that transformers imports to load a checkpoint of this format."""

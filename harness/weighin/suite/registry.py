@@ -14,12 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weighin import formats
 from weighin.cell import SYNTHESISED, ModelSpec, Operation, with_arguments
 from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
-from weighin.formats import gguf, pretrained_folder, quantised, sentence_parts, storages
-from weighin.formats.foreign import NOT_MEASURED, check_converts
+from weighin.formats import pretrained_folder, quantised, sentence_parts
 from weighin.formats.hub_cache import cached_snapshot
 from weighin.formats.pretrained_folder import (
     is_pretrained,
@@ -36,6 +34,10 @@ from weighin.formats.pretrained_library import (
     Selection,
 )
 from weighin.models.description import spec_of, spec_of_gguf
+from weighin.stream import formats
+from weighin.stream import gguf_files as gguf
+from weighin.stream.foreign import NOT_MEASURED
+from weighin.stream.slices import check_converts, pack
 from weighin.suite import user_code
 
 if TYPE_CHECKING:
@@ -261,11 +263,11 @@ def model_and_checkpoint(
     if ignored := replace(choice, variant="", revision="").options:
         raise _no_folder(name, ignored)
     weights = weights_of(path, replace(choice, revision=""))
-    _, slices = formats.read(weights, selection)
+    slices = formats.read(weights, selection)
     formats.refuse_empty(weights, slices)
     check_converts(path, slices, NOT_MEASURED)
     quantised.refuse_codes(path, slices, ())
-    return ModelSpec(path.name, SYNTHESISED, {"tensors": storages.pack(slices)}), weights
+    return ModelSpec(path.name, SYNTHESISED, {"tensors": pack(slices)}), weights
 
 
 def _merged(spec: ModelSpec, choice: FolderChoice) -> ModelSpec:
@@ -327,7 +329,7 @@ def gguf_in(path: Path) -> Path | None:
     Raises:
         CheckpointError: the folder has several models in GGUF files and no other weights.
     """
-    if (gguf.is_file(path) or gguf.files_in(path)) and formats.detect(path) is gguf:
+    if (gguf.is_file(path) or gguf.files_in(path)) and formats.detect(path) == gguf.NAME:
         return gguf.file_of(path)
     return None
 
@@ -364,7 +366,7 @@ def notes_on(
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    _, slices = formats.read(checkpoint, selection)
+    slices = formats.read(checkpoint, selection)
     notes = list(slices.notes)
     if not is_pretrained(path := pretrained_folder.folder_of(checkpoint)) or gguf_in(checkpoint):
         return tuple(notes)

@@ -127,7 +127,7 @@ def read_through(checkpoint: Path) -> None:
     """Read every file of the checkpoint, so that the kernel charges its pages to the cell's cgroup."""
     files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.iterdir())
     if checkpoint.suffix == ".json":  # an index of shards
-        from weighin import formats  # no other load needs it
+        from weighin.stream import formats  # no other load needs it
 
         files = formats.files(checkpoint)
     piece = bytearray(_WARM_PIECE_BYTES)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from weighin import formats
 from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.reader import checksum_of
 from weighin.errors import CheckpointError
@@ -24,6 +23,7 @@ from weighin.loader.load import load_streaming
 from weighin.probes import page_cache
 from weighin.result import Written
 from weighin.strategy import Load
+from weighin.stream import formats
 from weighin.worker.phases import Marks, named_by_strategy
 from weighin.worker.verify import WrongWeights, complain, wanted_dtype
 
@@ -88,7 +88,7 @@ def check(target: Path, manifest: Manifest, dtype: torch.dtype) -> None:
     try:
         contents = list(target.iterdir())
         is_file = len(contents) == 1 and contents[0].is_file()
-        saved = formats.read(contents[0] if is_file else target)[1]
+        saved = formats.read(contents[0] if is_file else target)
         slices = {where.name: where for where in saved}
         expected = {e.name: e for e in manifest.tensors if e.kind != "non_persistent_buffer"}
         complain("missing from the saved checkpoint", expected.keys() - slices.keys())

@@ -3,7 +3,7 @@
 import os
 
 from harms.given import HEADED, INDEXED, JSON, PICKLED, Given, Said, case, change
-from weighin import formats
+from weighin.stream import formats
 
 
 @case(*formats.NAMES)
@@ -27,7 +27,7 @@ def a_corrupt_pickle(given: Given) -> Said:
 @case(*HEADED)
 def a_corrupt_header(given: Given) -> Said:
     change(given.data, b'"a.weight":{', b'"a.weight":(')
-    return given.data, "the header is not valid JSON for tensors at byte "
+    return given.data, "the header is not JSON: "
 
 
 # Truncated and missing

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from weighin.formats.base import TensorPlan
+from weighin.stream.slices import TensorPlan
 
 PLANS = [
     TensorPlan("a.weight", (3, 2), torch.float32),

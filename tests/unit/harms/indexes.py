@@ -35,10 +35,10 @@ def file_called(kind: str) -> Harm:
         name = named(given, ODD_NAMES[kind])
         if kind in ("climbing", "absolute"):
             return given.index, f"lies outside the folder: {name!r}"
-        if given.layout == "dcp":
-            return given.path, {"empty": "not a file", "long": "File name too long"}[kind]
-        if given.layout.startswith("sharded") and not name:
+        if not name:
             return given.index, "lies outside the folder: ''"
+        if given.layout == "dcp":
+            return given.path, "File name too long"
         return given.index, "is missing"
 
     harm.__name__ = f"a_file_with_a_name_that_is_{kind}"

@@ -1,5 +1,4 @@
-"""Read the tables of a GGUF file, the format of llama.cpp: the metadata, and each tensor's type and
-offset.
+"""Read GGUF files, the format of llama.cpp: their tables, and the values of quantised tensors.
 
 ::
 
@@ -11,28 +10,28 @@ offset.
     tensors   each: name, number of dimensions, dimensions (the fastest first), type, offset
     data      aligned to general.alignment, 32 by default
 
-A quantised tensor is a sequence of blocks; each block has scales, and codes for 32 to 256 elements.
-``gguf_values`` computes the elements from codes and scales. A large model may be split into
-parts such as NAME-00001-of-00003.gguf; weighin reads all parts as one checkpoint.
+A quantised tensor is a sequence of blocks; each block has scales, and codes for 32 to 256 elements, of
+which the package gguf computes the elements. A large model may be split into parts such as
+NAME-00001-of-00003.gguf; weighin reads all parts as one checkpoint.
 """
 
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
-from weighin.errors import CheckpointError
-from weighin.formats.base import Slices, TensorSlice, row_major
-from weighin.formats.dtypes import MOST_DIMENSIONS, is_sizes
-from weighin.formats.foreign import AGAIN, check_present, first_bytes, once, unreadable
+from weighin.errors import CheckpointError, extra
+from weighin.stream.foreign import AGAIN, check_present, first_bytes, once, unreadable
+from weighin.stream.slices import MOST_DIMENSIONS, Checkpoint, Slice, is_sizes, row_major
 from weighin.text import few, shown
 
+if TYPE_CHECKING:
+    import torch
+
 NAME: Final = "gguf"
-SUFFIX: Final = ".gguf"
 
 TYPES: Final = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
@@ -51,11 +50,12 @@ TYPES: Final = {
 UNDECODED: Final = frozenset({"Q8_1", "Q8_K", "Q1_0"})
 """The types that the package gguf does not dequantise. Q8_1 and Q8_K are for intermediate results."""
 
+_BLOCKS: Final = {name: (kind, block, size) for kind, (name, block, size) in TYPES.items()}
 _DTYPES: Final = {
     "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64",
     "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
 }  # fmt: skip
-_DECODED: Final = "float32"  # the dtype of dequantised elements
+_SUFFIX: Final = ".gguf"
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _SCALARS: Final = {
@@ -70,16 +70,12 @@ _ALIGNMENT: Final = 32
 _COMFY: Final = "comfy.gguf.orig_shape."  # before a tensor's name: the shape in the model
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _CONVERT: Final = "convert the model to GGUF again with a current llama.cpp"
+_ROW_ELEMENTS: Final = 64 * 1024  # the package gguf computes 16 rows at once, in some 20 MiB
+# Of the rows that are yielded: the heap keeps the memory of larger arrays after they are freed.
+_FEW_ELEMENTS: Final = 32 * 1024
 
-Metadata = Mapping[str, int | float | str]
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The tables of one file. ``metadata`` has only numbers and short texts, no arrays."""
-
-    metadata: Metadata
-    tensors: tuple[TensorSlice, ...]
+Metadata = Mapping[str, Any]
+"""A file's numbers and short texts; its arrays are left out, but for the shapes of ComfyUI."""
 
 
 def matches(path: Path) -> bool:
@@ -93,7 +89,11 @@ def matches(path: Path) -> bool:
 
 def is_file(path: Path) -> bool:
     """Tell whether a file has the suffix .gguf or begins like a GGUF file."""
-    return path.is_file() and (path.suffix == SUFFIX or first_bytes(path).startswith(_MAGIC))
+    return path.is_file() and (path.suffix == _SUFFIX or first_bytes(path).startswith(_MAGIC))
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob(f"*{_SUFFIX}") if path.is_file())
 
 
 def file_of(path: Path) -> Path:
@@ -121,61 +121,67 @@ def file_of(path: Path) -> Path:
     return next(iter(models.values()))
 
 
-def files(path: Path) -> list[Path]:
-    """Return the file, or all parts of a split model; raise CheckpointError as ``read`` does."""
-    read(path)
-    return _parts(file_of(path))
-
-
 def architecture(path: Path) -> str:
     """Return llama.cpp's name of the architecture, such as "qwen3"; empty if the file has none."""
-    return str(read_header(file_of(path)).metadata.get("general.architecture", ""))
+    return str(read_tables(file_of(path))[0].get("general.architecture", ""))
 
 
-def read(path: Path) -> Slices:
-    places: dict[str, TensorSlice] = {}
-    for file in (parts := _parts(file_of(path))):
-        header = read_header(file)
-        count = header.metadata.get("split.count", 1)
+def read(path: Path) -> Checkpoint:
+    """Return the type and place of each tensor of a model, in one file or in several parts."""
+    file = file_of(path)
+    parts = [file]
+    if match := _PART.fullmatch(file.name):
+        count = int(match[3])
+        names = (
+            f"{match[1]}-{number:05d}-of-{match[3]}{_SUFFIX}" for number in range(1, count + 1)
+        )
+        parts = [file.with_name(name) for name in names]
+        if absent := next((part for part in parts if not part.is_file()), None):
+            raise CheckpointError(
+                f"{file}: one of {count} parts of a model, but the part {absent.name} is missing",
+                "copy or download the missing part into the folder of the others",
+            )
+    places: dict[str, Slice] = {}
+    for part in parts:
+        metadata, tensors = read_tables(part)
+        count = metadata.get("split.count", 1)
         if isinstance(count, int) and count > len(parts):
             raise CheckpointError(
-                f"{file}: one of {count} parts of a model, but the file's name does not say which"
-                " part",
-                f"name the parts as llama.cpp does: {file.stem}-00001-of-{count:05d}{SUFFIX}",
+                f"{part}: one of {count} parts of a model, but the file's name does not say which part",
+                f"name the parts as llama.cpp does: {part.stem}-00001-of-{count:05d}{_SUFFIX}",
             )
-        for place in header.tensors:
+        for place in tensors:
             if place.name in places:
-                raise CheckpointError(
-                    f"{file}: {shown(place.name)} is also in {places[place.name].file.name!r}",
-                    AGAIN,
-                )
+                other = places[place.name].file.name
+                raise CheckpointError(f"{part}: {shown(place.name)} is also in {other!r}", AGAIN)
             places[place.name] = place
-    return Slices(places.values())
+    found = Checkpoint(places.values())
+    found.format, found.files = NAME, tuple(parts)
+    return found
 
 
-def read_header(file: Path) -> Header:
-    """Return the header of one file: its metadata, and the type and place of each tensor.
+def read_tables(file: Path) -> tuple[Metadata, list[Slice]]:
+    """Return the metadata of one file, and the type and place of each tensor.
 
     Raises:
         CheckpointError: the file is no GGUF file or is damaged, or weighin does not know the file's
             version or the type of a tensor.
     """
-    return once(("gguf", file), lambda: _header(file))
 
+    def opened() -> tuple[Metadata, list[Slice]]:
+        if not check_present(file).startswith(_MAGIC):
+            raise CheckpointError(
+                f"{file}: not a GGUF file, although its name ends like one: the file does not begin"
+                " with GGUF",
+                "rename the file, with the suffix of its real format",
+            )
+        try:
+            with file.open("rb") as stream:
+                return _Tables(file, stream).read()
+        except OSError as error:
+            raise unreadable(file, error) from error
 
-def _header(file: Path) -> Header:
-    head = check_present(file)
-    if not head.startswith(_MAGIC):
-        raise CheckpointError(
-            f"{file}: not a GGUF file, although its name ends like one: the file does not begin"
-            " with GGUF",
-            "rename the file, with the suffix of its real format",
-        )
-    try:
-        with file.open("rb") as stream:
-            return _Tables(file, stream).read()
-    except OSError as error:
-        raise unreadable(file, error) from error
+    return once(("gguf", file), opened)
 
 
 class _Tables:
@@ -184,9 +190,8 @@ class _Tables:
     def __init__(self, file: Path, stream: IO[bytes]) -> None:
         self._file, self._stream = file, stream
         self._size = os.fstat(stream.fileno()).st_size
-        self._shapes: dict[str, tuple[int, ...]] = {}
 
-    def read(self) -> Header:
+    def read(self) -> tuple[Metadata, list[Slice]]:
         self._take(len(_MAGIC))
         version = self._number("<I")
         if version not in _VERSIONS:
@@ -194,30 +199,22 @@ class _Tables:
             if version & 0xFFFF == 0:
                 what = "a GGUF file of a big-endian machine"
             raise CheckpointError(f"{self._file}: {what}", _CONVERT)
-        tensors, metadata = self._number("<Q"), self._number("<Q")
+        tensors, count = self._number("<Q"), self._number("<Q")
         self._check_count(tensors, _LEAST_TENSOR, "tensors")
-        self._check_count(metadata, _LEAST_METADATUM, "metadata")
-        values = dict(self._metadatum() for _ in range(metadata))
-        known = {key: value for key, value in values.items() if value is not None}
+        self._check_count(count, _LEAST_METADATUM, "metadata")
+        metadata: dict[str, Any] = {}
+        for _ in range(count):
+            key = self._text("a key")
+            if (value := self._value(self._number("<I"), key, 1)) is not None:
+                metadata[key] = value
         entries = [self._entry() for _ in range(tensors)]
-        alignment = known.get("general.alignment", _ALIGNMENT)
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0:
             raise self._damaged("general.alignment is no positive number")
         start = -(-self._stream.tell() // alignment) * alignment
-        return Header(known, tuple(self._place(start, *entry) for entry in entries))
+        return metadata, [self._place(metadata, start, *entry) for entry in entries]
 
-    def _metadatum(self) -> tuple[str, int | float | str | None]:
-        key, kind = self._text("a key"), self._number("<I")
-        if not (key.startswith(_COMFY) and kind == _ARRAY):
-            return key, self._value(kind, key, 1)
-        kind, count = self._number("<I"), self._number("<Q")
-        if kind not in _SCALARS or count > MOST_DIMENSIONS:
-            raise self._damaged(f"{shown(key)} is no shape")
-        shape = tuple(self._number(_SCALARS[kind]) for _ in range(count))
-        self._shapes[key.removeprefix(_COMFY)] = shape
-        return key, None
-
-    def _value(self, kind: int, key: str, depth: int) -> int | float | str | None:
+    def _value(self, kind: int, key: str, depth: int) -> Any:
         """Return a number or text of the metadata; skip an array or a long text and return None."""
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
@@ -225,14 +222,16 @@ class _Tables:
             length = self._number("<Q")
             if length <= _LONGEST:
                 return self._take(length).decode(errors="replace")
-            self._skip(length)
-            return None
+            return self._skip(length)
         if kind != _ARRAY or depth > _DEEPEST:
             raise self._damaged(f"{shown(key)} has the type {kind}, which weighin does not know")
         kind, count = self._number("<I"), self._number("<Q")
+        if key.startswith(_COMFY):
+            if kind not in _SCALARS or count > MOST_DIMENSIONS:
+                raise self._damaged(f"{shown(key)} is no shape")
+            return tuple(self._number(_SCALARS[kind]) for _ in range(count))
         if kind in _SCALARS:
-            self._skip(count * struct.calcsize(_SCALARS[kind]))
-            return None
+            return self._skip(count * struct.calcsize(_SCALARS[kind]))
         self._check_count(count, 8, f"values of {shown(key)}")
         for _ in range(count):
             if kind == _STRING:
@@ -250,41 +249,31 @@ class _Tables:
         return name, shape[::-1], self._number("<I"), self._number("<Q")
 
     def _place(
-        self, start: int, name: str, shape: tuple[int, ...], kind: int, at: int
-    ) -> TensorSlice:
+        self, metadata: Metadata, start: int, name: str, shape: tuple[int, ...], kind: int, at: int
+    ) -> Slice:
         if kind not in TYPES:
-            raise CheckpointError(
-                f"{self._file}: {shown(name)} has the type {kind} of ggml, which weighin does not"
-                " know",
-                _CONVERT,
-            )
+            what = f"{shown(name)} has the type {kind} of ggml, which weighin does not know"
+            raise CheckpointError(f"{self._file}: {what}", _CONVERT)
         encoding, block, block_bytes = TYPES[kind]
         if not is_sizes(shape) or (shape and shape[-1] % block):
             raise self._damaged(
                 f"{shown(name)} has the shape {shape}, but a row of {encoding} must have a multiple"
                 f" of {block} elements"
             )
-        own = self._shapes.get(name, shape)
+        own = metadata.get(f"{_COMFY}{name}", shape)
         if not is_sizes(own) or prod(own) != prod(shape):
             raise self._damaged(f"{shown(name)} has the shape {shape}, and {_COMFY} says {own}")
-        shape, length, offset = own, prod(shape) // block * block_bytes, start + at
+        length, offset = prod(shape) // block * block_bytes, start + at
         if offset + length > self._size:
             raise CheckpointError(
                 f"{self._file}: truncated: {shown(name)} ends at byte {offset + length:,}, and the file"
                 f" at byte {self._size:,}",
                 AGAIN,
             )
-        return TensorSlice(
-            name=name,
-            shape=shape,
-            stride=row_major(shape),
-            dtype_name=_DTYPES.get(encoding, _DECODED),
-            file=self._file,
-            offset=offset,
-            storage_offset=offset,
-            storage_bytes=length,
-            encoding="" if encoding in _DTYPES else encoding,
-        )
+        dtype = _DTYPES.get(encoding, "float32")  # of dequantised elements
+        quantised = "" if encoding in _DTYPES else encoding
+        place = name, own, row_major(own), dtype, self._file, offset, offset, length
+        return Slice(*place, encoding=quantised)
 
     def _text(self, what: str) -> str:
         length = self._number("<Q")
@@ -312,16 +301,14 @@ class _Tables:
             raise self._damaged(f"{count:,} {what} do not fit into the file's {self._size:,} bytes")
 
     def _cut_off(self) -> CheckpointError:
-        return CheckpointError(
-            f"{self._file}: truncated: the file ends at byte {self._size:,}, within its tables",
-            AGAIN,
-        )
+        what = f"truncated: the file ends at byte {self._size:,}, within its tables"
+        return CheckpointError(f"{self._file}: {what}", AGAIN)
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._file}: damaged tables: {what}", AGAIN)
 
 
-def check_decoded(places: Iterable[TensorSlice]) -> None:
+def check_decoded(places: Iterable[Slice]) -> None:
     """Raise CheckpointError if the package gguf cannot dequantise one of the tensors."""
     for where in places:
         if where.encoding in UNDECODED:
@@ -332,23 +319,62 @@ def check_decoded(places: Iterable[TensorSlice]) -> None:
             )
 
 
-def files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
+def rows(where: Slice) -> "Iterator[torch.Tensor]":
+    """Yield a tensor's rows in order, as float32 tensors of whole rows, some 32,768 elements each.
+
+    Raises:
+        CheckpointError, ConfigError: as for ``decoded``.
+    """
+    import torch
+
+    columns = where.shape[-1]
+    count = max(1, _FEW_ELEMENTS // max(1, columns)) * columns
+    if not where.nbytes:
+        return
+    if where.encoding:
+        yield from (piece.view(-1, columns) for piece in decoded(where, count))
+        return
+    for content in _stored(where, where.nbytes, count * where.dtype.itemsize):
+        yield torch.frombuffer(bytearray(content), dtype=where.dtype).float().view(-1, columns)
 
 
-def _parts(file: Path) -> list[Path]:
-    """Return the file, or all parts of a split model; raise CheckpointError if one is missing."""
-    match = _PART.fullmatch(file.name)
-    if match is None:
-        return [file]
-    parts = []
-    for number in range(1, int(match[3]) + 1):
-        part = file.with_name(f"{match[1]}-{number:05d}-of-{match[3]}{SUFFIX}")
-        if not part.is_file():
-            raise CheckpointError(
-                f"{file}: one of {int(match[3])} parts of a model, but the part {part.name} is"
-                " missing",
-                "copy or download the missing part into the folder of the others",
-            )
-        parts.append(part)
-    return parts
+def _stored(where: Slice, all_bytes: int, piece_bytes: int) -> Iterator[bytes]:
+    with where.file.open("rb") as file:
+        file.seek(where.offset)
+        for start in range(0, all_bytes, piece_bytes):
+            content = file.read(min(piece_bytes, all_bytes - start))
+            if len(content) < min(piece_bytes, all_bytes - start):
+                raise CheckpointError(
+                    f"{where.file}: another program truncated the file while weighin read it", AGAIN
+                )
+            yield content
+
+
+def decoded(where: Slice, piece_elements: int) -> "Iterator[torch.Tensor]":
+    """Yield the elements in order, as flat float32 tensors of whole blocks.
+
+    Each tensor has at most ``piece_elements`` elements.
+
+    Raises:
+        CheckpointError: the package cannot dequantise this type, or the file was cut off.
+        ConfigError: the package gguf is not installed.
+    """
+    import numpy as np
+    import torch
+
+    check_decoded([where])
+    with extra("gguf", f"reading {shown(where.name)}, which is quantised to {where.encoding},"):
+        from gguf import GGMLQuantizationType, quants
+    kind, block, size = _BLOCKS[where.encoding]
+    row = _ROW_ELEMENTS // block * size
+    for content in _stored(where, where.storage_bytes, piece_elements // block * size):
+        codes = np.frombuffer(content, np.uint8)
+        whole = len(content) // row * row
+        piece, at = torch.empty(len(content) // size * block), 0
+        for part in (codes[:whole].reshape(-1, row), codes[whole:].reshape(1, -1)):
+            if part.size:
+                with np.errstate(all="ignore"):  # a scale may be infinite
+                    values = quants.dequantize(part, GGMLQuantizationType(kind)).reshape(-1)
+                piece[at : at + values.size] = torch.from_numpy(values)
+                at += values.size
+        yield piece

@@ -2,7 +2,7 @@
 
 A row of the tables has a pattern, what a file or folder with this pattern is, and the repair: the step
 from there to a checkpoint. Patterns are of a file's first bytes, or of a list of names, one a line. The
-module also reads a file's first bytes, by which each format recognises its files, and the JSON of others.
+module also reads a file's first bytes, by which readers recognise their files, and the JSON of others.
 """
 
 import errno
@@ -14,17 +14,13 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from weighin.errors import CheckpointError
 from weighin.files import MIB, object_in, read_bytes
 from weighin.formats import pipeline
-from weighin.formats.dtypes import NOT_CONVERTED
 from weighin.formats.pretrained_library import ADAPTER, WEIGHTS
 from weighin.text import few, first_names, one_line, shown
-
-if TYPE_CHECKING:
-    from weighin.formats.base import TensorSlice
 
 AGAIN: Final = "copy or download the file again"
 """The advice for a file that ends too early. Other faults do not prove that a copy is cut off."""
@@ -45,6 +41,11 @@ MOST_HEADER_BYTES: Final = 100_000_000
 MOST_JSON_BYTES: Final = 16 * MIB
 """The size of the largest JSON file that is read: an index of some 170,000 keys. One byte of JSON text
 takes up to 12 bytes of memory as Python objects."""
+
+LATE_S: Final = 0.002
+"""A disk counts as late if reading and parsing a part of a file takes this many seconds or more."""
+THREADS: Final = 128
+"""How many headers are read at the same time from a disk that answers late."""
 
 _MOST_BRACKETS: Final = 200_000  # in one JSON file: an empty list takes 80 bytes of memory
 _HEAD_BYTES: Final = 512
@@ -142,6 +143,11 @@ _RECORDS: Final = (
 """Zip archives by the names of their records."""
 
 _FOLDERS: Final = (
+    (r"mp_rank_\d+(?:_\d+){,2}", "a step of Megatron-LM, whose ranks hold parts of the model: {found}",
+     "merge the ranks with Megatron-LM: python tools/checkpoint/convert.py --model-type GPT --loader"
+     " core --saver core --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1"
+     " --load-dir RUN --save-dir MERGED; a file of a run of one rank: {path}/{first}/model_optim_rng.pt"
+     " --key model"),
     (re.escape(pipeline.INDEX), "a diffusers pipeline without weights",
      "give the folder that has the weights, too"),
     (r"plan\.json", "the folder of a run of weighin, not a model",
@@ -162,8 +168,6 @@ _FOLDERS: Final = (
      "add the weights, or save the model there: model.save_pretrained(FOLDER)"),
 )  # fmt: skip
 """Folders by the names of their files."""
-
-_MEGATRON: Final = re.compile(r"mp_rank_\d+(_\d+){,2}")
 
 _TAGS: Final = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 """Files in a run's folder that name its newest step: two of DeepSpeed, and Megatron-LM's number."""
@@ -249,20 +253,16 @@ def check_present(path: Path) -> bytes:
     if not head:
         raise CheckpointError(f"{path}: empty file", AGAIN)
     found = _by_content(path, head)
-    if found is None and not _is_torch(head):
+    if found is None and not is_safetensors(head) and not is_legacy(head):
         found = _text(head)
     if found:
         raise CheckpointError(f"{path}: {found[0]}", found[1])
     return head
 
 
-def _is_torch(head: bytes) -> bool:
-    return is_safetensors(head) or is_legacy(head)
-
-
 def _by_content(path: Path, head: bytes) -> tuple[str, str] | None:
     """Return what a file is, and the repair; None for a checkpoint, or if unknown."""
-    if _is_torch(head):  # the length in front of a safetensors header can equal any magic number
+    if is_safetensors(head) or is_legacy(head):  # the length can equal any magic number
         return None
     return _recognised(_NAMES, path.name, path) or _recognised(_HEADS, head, path)
 
@@ -273,18 +273,16 @@ def _recognised(
     """Return what ``path`` is by the first row whose pattern occurs in ``text``, and the repair."""
     for pattern, what, repair in rows:
         flags = re.DOTALL if isinstance(text, bytes) else re.MULTILINE
-        if found := re.search(pattern, text, flags):  # type: ignore[arg-type]
-            words = {
-                "path": str(path),
-                "file": quote(str(path)),
-                "name": path.name,
-                "folder": str(path.parent),
-                "unpacked": quote(
-                    str(path.with_suffix("") if path.suffix in _PACKED else f"{path}.unpacked")
-                ),
-                "decrypted": quote(f"{path}.decrypted"),
-            }
-            return what.format(*found.groups(), **words), repair.format(*found.groups(), **words)
+        if re.search(pattern, text, flags):  # type: ignore[arg-type]
+            unpacked = path.with_suffix("") if path.suffix in _PACKED else f"{path}.unpacked"
+            return what, repair.format(
+                path=path,
+                file=quote(str(path)),
+                name=path.name,
+                folder=path.parent,
+                unpacked=quote(str(unpacked)),
+                decrypted=quote(f"{path}.decrypted"),
+            )
     return None
 
 
@@ -318,9 +316,9 @@ def by_records(path: Path, names: Sequence[str]) -> tuple[str, str] | None:
     return f"a zip archive{content}", f"{_UNPACK}unzip {quote(str(path))}"
 
 
-def resaving(path: Path, *, weights_only: bool = True) -> str:
+def resaving(path: Path) -> str:
     """Return the repair to load a file with torch.load, and to save the weights again."""
-    way = _saving(f"torch.load(p, weights_only={weights_only})")
+    way = _saving("torch.load(p, weights_only=True)")
     return f"save it again: {way.format(file=quote(str(path)))}"
 
 
@@ -369,14 +367,6 @@ def hub_id(snapshot: Path) -> str:
     return ""
 
 
-def is_file(path: Path) -> bool:
-    """Tell whether a path is a file; False for a name that no file can have."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
 def looks_like_path(text: str) -> bool:
     """Tell whether a text can only be a path, and not the id of a model on the Hugging Face Hub.
 
@@ -418,11 +408,11 @@ def read_object(path: Path, repair: str) -> dict[str, Any]:
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs of a JSON object as a dict; raise ValueError if a key occurs twice."""
-    content: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in content:
-            raise ValueError(f"{shown(key)} occurs twice")
-        content[key] = value
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        raise ValueError(f"{shown(twice)} occurs twice")
     return content
 
 
@@ -472,35 +462,29 @@ def _folder_kind(  # noqa: PLR0911 (one for each kind)
     if step := named_step(folder):
         tag, inner = step
         if inner.is_dir():
-            new = folder / "model.safetensors"
             return (
                 f"its weights are in a step of a training run: {inner.name}",
-                f"write them beside config.json: weighin convert {inner} {new}",
+                f"write them beside config.json: weighin convert {inner} {folder / 'model.safetensors'}",
             )
         return (
             f"{tag.name} names the step {inner.name}, which is not here",
             "copy that folder too, or give the folder of another step",
         )
-    if ranks := [name for name in names if _MEGATRON.fullmatch(name)]:
-        return _megatron(folder, ranks)
     if "modules.json" in names and not has_config and pipeline.INDEX not in names:
         if weights:
             what = "a sentence-transformers folder without a transformer"
             return what, f"give the file: {folder / weights[0]}"
         return "a sentence-transformers folder without weights", "copy the whole folder"
-    for pattern, *texts in _FOLDERS:
+    for pattern, what, repair in _FOLDERS:
         if matches := [found for name in names if (found := re.fullmatch(pattern, name))]:
-            what, repair = (
-                text.format(
-                    *matches[0].groups(),
-                    path=folder,
-                    first=matches[0][0],
-                    found=one_line(few([found[0] for found in matches])),
-                    lacks="no index" if has_config else "no config.json and no index",
-                )
-                for text in texts
-            )
-            return what, repair
+            words = {
+                "path": folder,
+                "first": matches[0][0],
+                "found": one_line(few([found[0] for found in matches])),
+                "lacks": "no index" if has_config else "no config.json and no index",
+            }
+            groups = matches[0].groups()
+            return what.format(*groups, **words), repair.format(*groups, **words)
     if models := models_below(folder):
         return (
             f"no config.json, but folders with models: {one_line(few(models))}",
@@ -512,21 +496,6 @@ def _folder_kind(  # noqa: PLR0911 (one for each kind)
     )
 
 
-def _megatron(folder: Path, ranks: Sequence[str]) -> tuple[str, str]:
-    """Describe a step of Megatron-LM, whose files do not say along which dimension tensors are divided."""
-    file = folder / ranks[0] / "model_optim_rng.pt"
-    merged = (
-        "merge the ranks with Megatron-LM: python tools/checkpoint/convert.py --model-type GPT"
-        " --loader core --saver core --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1"
-        " --load-dir RUN --save-dir MERGED"
-    )
-    if len(ranks) == 1:
-        what = "a step of Megatron-LM with the file of one rank, which may have a part of the model"
-        return what, f"if the run had one rank, give its file: {file} --key model; if not, {merged}"
-    what = f"a step of Megatron-LM, divided among {len(ranks)} ranks ({ranks[0]} to {ranks[-1]})"
-    return what, merged
-
-
 def models_below(folder: Path) -> list[str]:
     """Return the names of a folder's direct subfolders that contain files of weights."""
     found = []
@@ -535,6 +504,26 @@ def models_below(folder: Path) -> list[str]:
             if any(entry.name.endswith(WEIGHTS) for entry in inner.iterdir()):
                 found.append(inner.name)
     return found
+
+
+def named_step(path: Path) -> tuple[Path, Path] | None:
+    """Return the file that names the newest step of a run, and the step's folder; None for no such file.
+
+    The step's folder is in ``path``, and may be missing.
+    """
+    for tag in (path / name for name in _TAGS):
+        try:
+            is_short = tag.is_file() and tag.stat().st_size < 1000
+            text = tag.read_text().strip() if is_short else ""
+        except (OSError, ValueError):
+            continue
+        if text != ".." and text and Path(text).name == text and "\0" not in text:
+            is_number = tag.name == _TAGS[2] and text.isascii() and text.isdigit()
+            return tag, path / (f"iter_{int(text):07d}" if is_number else text)
+    return None
+
+
+# Checkpoints that do not fit a model
 
 
 def misfit(
@@ -588,40 +577,6 @@ def select_key(ways: str, key: str) -> str:
     return (
         f"select the weights: {ways}; in load_streaming: key={shown(key)}; in a suite: key: {key}"
     )
-
-
-def check_converts(checkpoint: Path, slices: "Iterable[TensorSlice]", repair: str) -> None:
-    """Raise CheckpointError with ``repair`` if torch cannot convert a tensor to another dtype."""
-    for one in slices:
-        if one.dtype_name in NOT_CONVERTED:
-            raise CheckpointError(
-                f"{checkpoint}: {shown(one.name)} has the dtype torch.{one.dtype_name}; torch can"
-                " neither copy nor convert a tensor of this dtype",
-                repair,
-            )
-
-
-def named_step(path: Path) -> tuple[Path, Path] | None:
-    """Return the file that names the newest step of a run, and the step's folder; None for no such file.
-
-    The step's folder is in ``path``, and may be missing.
-    """
-    for tag in (path / name for name in _TAGS):
-        try:
-            is_short = tag.is_file() and tag.stat().st_size < 1000
-            text = tag.read_text().strip() if is_short else ""
-        except (OSError, ValueError):
-            continue
-        if text != ".." and text and Path(text).name == text and "\0" not in text:
-            is_number = tag.name == _TAGS[2] and text.isascii() and text.isdigit()
-            return tag, path / (f"iter_{int(text):07d}" if is_number else text)
-    return None
-
-
-def newest(path: Path) -> Path:
-    """Return the folder of a training run's newest step; ``path`` itself if there is none."""
-    step = named_step(path)
-    return step[1] if step and step[1].is_dir() else path
 
 
 def lacks(checkpoint: Path, missing: Iterable[str], model: str) -> CheckpointError:

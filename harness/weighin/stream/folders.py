@@ -1,0 +1,565 @@
+"""Read the checkpoints that are folders of several files: an index, and files that it names.
+
+::
+
+    sharded      model-00001-of-00002.safetensors, ...; model.safetensors.index.json
+    sharded_pt   pytorch_model-00001-of-00002.bin, ...; pytorch_model.bin.index.json
+                     {"metadata": {"total_size": 123}, "weight_map": {"key": "model-00001-of-..."}}
+    per_param    tok_emb.weight.pt, ...: one tensor each; index.json
+                     {"format": "per_param", "version": 1, "tensors": {"tok_emb.weight":
+                      "tok_emb.weight.pt", ...}, "shared": {"head.weight": "tok_emb.weight"}}
+    per_module   trf_blocks.0.pt, ...: a flat state dict each; index.json
+                     {"format": "per_module", "version": 1, "files": {"trf_blocks.0.pt":
+                      ["trf_blocks.0.norm1.scale", ...], ...}, "shared": {...}, "order": [...]}
+    dcp          *.distcp, each of several archives of torch.save; .metadata, a pickle
+
+An index must name files by plain names in its folder. A shard may be a symbolic link to a file
+elsewhere, because Hugging Face's cache uses links, and only the folder's owner can create a link.
+
+``sharded`` is read as ``from_pretrained`` reads it: the tensors are those in the shards, even if the
+index lists others; a note then names the difference. If ``weight_map`` differs from the state dict's
+list of names, ``weighin.order`` in the index's metadata has the list. weighin refuses two shards with
+different values for one tensor; ``from_pretrained`` silently takes the value of the later shard.
+"""
+
+import io
+import os
+import re
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import replace
+from hashlib import sha256
+from itertools import combinations
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from weighin.errors import CheckpointError
+from weighin.stream import foreign, pickles, safetensors_files, torch_files
+from weighin.stream.foreign import LATE_S, THREADS, broken_link, read_object, unreadable
+from weighin.stream.pickles import Named, Opaque
+from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, are_equal, is_sizes, row_major
+from weighin.stream.state_dicts import largest, with_key
+from weighin.text import first_names, plain, shown
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+INDEX_NAME: Final = "index.json"
+INDEX_VERSION: Final = 1
+INDEX_FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
+    "per_param": {"tensors": dict, "shared": dict},
+    "per_module": {"files": dict, "shared": dict, "order": list},
+}
+"""The fields of ``index.json`` by the format's name, and their types."""
+
+SHARD_INDEXES: Final = {
+    "sharded": ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json"),
+    "sharded_pt": ("pytorch_model.bin.index.json", "diffusion_pytorch_model.bin.index.json"),
+}
+"""The names of an index in a folder: of transformers, under which weighin writes, and of diffusers."""
+
+DCP_INDEX: Final = ".metadata"
+
+MAX_SHARD_BYTES: Final = 5 * 1024**3
+"""The largest size of a shard, unless a single tensor is larger; Hugging Face's default is 5 GB."""
+
+_ANY_INDEX: Final = {
+    "sharded": re.compile(r".+\.safetensors\.index(\.[\w-]+)?\.json"),
+    "sharded_pt": re.compile(r".+\.bin\.index(\.[\w-]+)?\.json"),
+}
+_HEAD_BYTES: Final = 4096  # of an index.json, in which its format stands
+_ORDER: Final = "weighin.order"
+_KEYS: Final = ("key", "keys")
+_SHARDS_AGAIN: Final = "write the folder again: model.save_pretrained(FOLDER), or weighin convert"
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+
+def map_files(function: Callable[[Item], Value], items: Sequence[Item]) -> Iterator[Value]:
+    """Yield the function's value for each item; ``function`` reads one file for each item.
+
+    If the disk answers the first read late, as storage behind a network does, threads read the other
+    files at the same time. The iteration ends at the first error, in the order of the items.
+    """
+    start_s = time.monotonic()
+    yield from map(function, items[:1])
+    if time.monotonic() - start_s < LATE_S:
+        yield from map(function, items[1:])
+        return
+    with ThreadPoolExecutor(THREADS) as pool:
+        # Each thread gets a context, so that ``foreign.remembering`` holds in it, too.
+        contexts = [copy_context() for _ in items[1:]]
+        yield from pool.map(lambda context, item: context.run(function, item), contexts, items[1:])
+
+
+def format_of(path: Path) -> str:
+    """Return the name of the format of a folder, or of an index of shards; "" for another path."""
+    for name in ("sharded", "sharded_pt"):
+        if _shard_index(path, name):
+            return name
+    if (path / DCP_INDEX).is_file():
+        return "dcp"
+    try:
+        with (path / INDEX_NAME).open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return ""
+    is_module = re.search(rb'"format"\s*:\s*"per_module"', head)
+    return "per_module" if is_module else "per_param"
+
+
+def read(path: Path, name: str, key: str = "") -> Checkpoint:
+    """Return the tensors of a checkpoint in the format ``name``, in the state dict's order.
+
+    Raises:
+        CheckpointError: the index is damaged, a file that it names is missing, damaged or outside the
+            folder, or the files contradict one another.
+    """
+    if name == "dcp":
+        found = _read_dcp(path, key)
+    elif index := _shard_index(path, name):
+        read_shard = safetensors_files.read if name == "sharded" else torch_files.read
+        found = _read_shards(index, read_shard, ties_in_map=name == "sharded_pt")
+    else:
+        found = _read_keys(path, name)
+    found.format = name
+    return found
+
+
+def _check_name(name: object, what: str, error: Callable[[str], CheckpointError]) -> str:
+    """Return the file name in an index; raise the error if it leads out of the folder."""
+    if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
+        raise error(f"the {what} lies outside the folder: {shown(name)}")
+    return name
+
+
+# Shards of Hugging Face
+
+
+def _shard_index(path: Path, name: str) -> Path | None:
+    """Return the index of shards at ``path``, a folder or an index; None if there is none."""
+    if path.is_dir():
+        indexes = (path / index for index in SHARD_INDEXES.get(name, ()))
+        return next((index for index in indexes if index.is_file()), None)
+    is_index = name in _ANY_INDEX and _ANY_INDEX[name].fullmatch(path.name)
+    return path if is_index and path.is_file() else None
+
+
+def _read_shards(
+    index: Path, read_shard: Callable[[Path], Checkpoint], *, ties_in_map: bool
+) -> Checkpoint:
+    def damaged(what: str) -> CheckpointError:
+        return CheckpointError(f"{index}: {what}", _SHARDS_AGAIN)
+
+    content = read_object(index, _SHARDS_AGAIN)
+    weight_map, metadata = content.get("weight_map"), content.get("metadata")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise damaged("damaged: no 'weight_map'")
+    homes: dict[str, str] = {}  # the first key in each shard
+    for key, shard in weight_map.items():
+        homes.setdefault(_check_name(shard, f"shard that holds {shown(key)}", damaged), key)
+    for shard, key in homes.items():
+        if not os.path.isfile(index.parent / shard):  # noqa: PTH113 (False for an impossible name)
+            raise broken_link(index.parent / shard) or CheckpointError(
+                f"{index}: the shard {shown(shard)}, which holds {shown(key)}, is missing",
+                f"add the missing file to {index.parent}",
+            )
+    files = tuple(index.parent / shard for shard in homes)
+    places: dict[str, Slice] = {}
+    contradictions: dict[str, list[str]] = {}
+    for shard, stored in zip(homes, map_files(read_shard, files), strict=True):
+        # A tied name of safetensors is not in the map; its tensor has the offset of a name in the map.
+        listed = {one.offset for one in stored if weight_map.get(one.name) == shard}
+        for place in stored:
+            home = weight_map.get(place.name)
+            if twice := places.get(place.name):
+                _check_equal(place, twice)
+                contradictions.setdefault("in two shards", []).append(place.name)
+            elif home not in (None, shard):
+                contradictions.setdefault("in another shard", []).append(place.name)
+            elif home is None and (ties_in_map or place.offset not in listed):
+                contradictions.setdefault("not listed", []).append(place.name)
+            places.setdefault(place.name, place)
+    if absent := [name for name in weight_map if name not in places]:
+        contradictions["in no shard"] = absent
+    order = metadata.get(_ORDER) if isinstance(metadata, dict) else None
+    if order is not None and not (
+        isinstance(order, list)
+        and all(isinstance(name, str) for name in order)
+        and sorted(order) == sorted(places)
+    ):
+        raise damaged(f"{_ORDER} is not a list of the checkpoint's tensor names")
+    names = dict.fromkeys(order or [*weight_map, *places])
+    found = Checkpoint(places[name] for name in names if name in places)
+    found.files = (index, *files)
+    found.notes = tuple(
+        f"{index}: contradicts its shards, which count: {len(names)} {_KEYS[len(names) > 1]}"
+        f" {fault} ({first_names(map(plain, names))})"
+        for fault, names in contradictions.items()
+    )
+    return found
+
+
+def _check_equal(one: Slice, other: Slice) -> None:
+    """Raise CheckpointError if two shards have a tensor of one name, but different values for it."""
+    comparable = one.shape == other.shape and one.contiguous and other.contiguous
+    if not (comparable and are_equal(one, other)):
+        later = max(one.file.name, other.file.name)
+        raise CheckpointError(
+            f"{one.file}: {shown(one.name)} is also in shard {other.file.name!r}, with other values",
+            "decide which values are right, and write the shards again without the other tensor;"
+            f" from_pretrained takes the values in {later}",
+        )
+
+
+# One file for each key or module
+
+_NUMBERED: Final = re.compile(r"(.*?\.\d+)\..")
+_UNSAFE: Final = re.compile(rb"[^A-Za-z0-9_.\-]")
+_LONGEST_NAME: Final = 200  # file systems allow 255 bytes
+
+
+def file_name(key: str) -> str:
+    """Return the name of a key's file: the key and ".pt", if the key is a safe file name.
+
+    Unsafe bytes and a leading dot are percent-encoded; a hash replaces the end of a long name.
+    Different keys get different names, and no name leads out of the folder.
+    """
+    name = _UNSAFE.sub(
+        lambda match: f"%{match[0][0]:02X}".encode(), key.encode("utf-8", "surrogatepass")
+    )
+    text = name.decode()
+    if text.startswith("."):
+        text = f"%2E{text[1:]}"
+    if len(text) > _LONGEST_NAME:
+        # No escape contains "%-", so that a hashed name never equals another key's name.
+        text = f"{text[:150]}%-{sha256(name).hexdigest()[:32]}"
+    return f"{text or '%'}.pt"
+
+
+def module_of(key: str) -> str:
+    """Return the layer or submodule of a key, which is the key up to its first number, or else the
+    key's first part: "trf_blocks.3", "tok_emb".
+    """
+    numbered = _NUMBERED.match(key)
+    return numbered[1] if numbered else key.partition(".")[0]
+
+
+def _read_keys(folder: Path, fmt: str) -> Checkpoint:  # noqa: PLR0912 (one for each fault)
+    again = f"convert the checkpoint again: weighin convert CHECKPOINT OUT --format {fmt}"
+
+    def damaged(what: str) -> CheckpointError:
+        return CheckpointError(f"{folder / INDEX_NAME}: {what}", again)
+
+    def are_keys(value: object) -> bool:
+        return isinstance(value, list) and all(isinstance(key, str) for key in value)
+
+    index = read_object(folder / INDEX_NAME, again)
+    if index.get("format") != fmt:
+        raise damaged(f"not an index of the format {fmt}")
+    if (version := index.get("version")) != INDEX_VERSION:
+        raise damaged(f"index of version {version!r}, but this weighin reads {INDEX_VERSION}")
+    if not all(isinstance(index.get(name), kind) for name, kind in INDEX_FIELDS[fmt].items()):
+        raise damaged(f"damaged: no {' or no '.join(map(repr, INDEX_FIELDS[fmt]))}")
+    shared = index["shared"]
+    files: Any = index.get("files")
+    order: Any = index.get("order")
+    if fmt == "per_param":
+        files, order = {}, [*index["tensors"]]
+        for key, name in index["tensors"].items():
+            own = _check_name(name, f"file that holds {shown(key)}", damaged)
+            files.setdefault(own, []).append(key)
+    homes: dict[str, str] = {}
+    for name, keys in files.items():
+        if not are_keys(keys) or not keys:
+            raise damaged(f"the keys of file {shown(name)} are not a list of strings")
+        _check_name(name, f"file that holds {shown(keys[0])}", damaged)
+        if not os.path.isfile(folder / name):  # noqa: PTH113 (False for an impossible name)
+            raise damaged(f"the file {shown(name)}, which holds {shown(keys[0])}, is missing")
+        for key in keys:
+            if key in homes:
+                raise damaged(f"{shown(key)} occurs twice")
+            homes[key] = name
+    if not are_keys(order) or not homes or sorted(order) != sorted(homes):
+        raise damaged("'order' must name each tensor of 'files' exactly once, and no other")
+
+    def read_file(item: tuple[str, list[str]]) -> dict[str, Slice]:
+        name, keys = item
+        if fmt == "per_param":
+            one = torch_files.read_one(folder / name, keys[0])
+            return {key: replace(one, name=key) for key in keys}
+        state = {where.name: where for where in torch_files.read(folder / name)}
+        if list(state) != keys:
+            odd = next(iter(set(state) ^ set(keys)), keys[0])
+            what = f"its keys differ from those that {INDEX_NAME} lists, such as {shown(odd)}"
+            raise CheckpointError(f"{folder / name}: {what}", again)
+        return state
+
+    places: dict[str, Slice] = {}
+    for state in map_files(read_file, [*files.items()]):
+        places |= state
+    for key, first in shared.items():
+        one, other = places.get(key), places.get(first) if isinstance(first, str) else None
+        if one is None or other is None or one.place != other.place:
+            raise damaged(f"{shown(key)} is tied to {shown(first)} but stored elsewhere")
+    found = Checkpoint(places[key] for key in order)
+    found.files = tuple(sorted([folder / INDEX_NAME, *(folder / name for name in files)]))
+    return found
+
+
+# torch.distributed.checkpoint
+
+_DCP_AGAIN: Final = (
+    "save it again with torch.distributed.checkpoint.save; if torch.distributed.checkpoint.load cannot"
+    " read it either, the folder is damaged"
+)
+_MERGE: Final = (
+    "merge it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt"
+)
+_MODULE: Final = "torch.distributed.checkpoint.metadata"
+_METADATA: Final = frozenset({
+    f"{_MODULE}.Metadata", "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
+})  # fmt: skip
+_TENSOR: Final = f"{_MODULE}.TensorStorageMetadata"
+_BYTES: Final = (
+    f"{_MODULE}.BytesStorageMetadata"  # a value other than a tensor, in a pickle of its own
+)
+_KNOWN: Final = _METADATA | {
+    _TENSOR, _BYTES, f"{_MODULE}.MetadataIndex", f"{_MODULE}.ChunkStorageMetadata",
+    f"{_MODULE}.TensorProperties", f"{_MODULE}.StorageMeta", f"{_MODULE}._MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout",
+    "torch.Size", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath",
+    "pathlib._local.WindowsPath", "collections.OrderedDict",
+    "builtins.getattr",  # Python 3.11.0 to 3.11.3 pickles enum members with getattr
+}  # fmt: skip
+_DTYPE: Final = re.compile(r"torch\.((q?u?int|bits|b?float|complex)\d\w{,30}|bool)")
+_DEEPEST: Final = 5  # parts of a path in nested dicts
+_MOST_BLOCKS: Final = 2_000  # of one tensor; every pair of blocks is compared
+
+
+def _read_dcp(folder: Path, key: str) -> Checkpoint:
+    """Return the places (files and offsets) of all tensors, or only of those under ``key``.
+
+    torch flattens nested dicts into dotted names: "model.weight", "optimizer.state.weight.step". A
+    tensor is under ``key`` if its name begins with ``key`` and a dot.
+    """
+    path = folder / DCP_INDEX
+    metadata = _dcp_metadata(path)
+    tensors, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
+    if not (isinstance(tensors, dict) and isinstance(stored, dict) and tensors):
+        raise _dcp_damaged(path, "it has no tensors or no offsets")
+    places: dict[str, list[tuple[Any, Any]]] = {}
+    for index, place in stored.items():
+        fields = _fields(index)
+        if not isinstance(name := fields.get("fqn"), str):
+            raise _dcp_damaged(path, "an offset belongs to no key")
+        places.setdefault(name, []).append((fields.get("offset"), _fields(place)))
+    found = Checkpoint()
+    values: dict[str, object] = {}
+    archives: dict[tuple[str, int], Slice] = {}
+    planned = metadata.get("planner_data")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise _dcp_damaged(path, f"a key is not a string: {shown(name)}")
+        if key and not name.startswith(f"{key}."):
+            continue
+        if isinstance(tensor, Opaque) and tensor.kind == _BYTES:
+            values[name] = Opaque("pickled object")
+        else:
+            found.append(_dcp_tensor(path, name, tensor, places.get(name, []), archives))
+    if values and not key and (sizes := _dcp_sizes(planned, found)):
+        what = f"not a flat state dict of tensors: {shown(next(iter(values)))} is not a tensor"
+        raise CheckpointError(f"{path}: {what}", with_key(sizes))
+    found.values, found.files = values, (path, *sorted(folder.glob("*.distcp")))
+    return found
+
+
+def _dcp_metadata(path: Path) -> Any:
+    """Return a dict of the attributes of the pickled metadata."""
+    try:
+        with path.open("rb") as file:
+            pickled = pickles.load(path, file, resave=_DCP_AGAIN)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    for name in pickled.names:
+        if name not in _KNOWN and not _DTYPE.fullmatch(name):
+            raise CheckpointError(
+                f"{path}: the pickle holds more than tensors, and weighin did NOT execute it: it"
+                f" refers to {name}",
+                f"if you trust the folder, {_MERGE}",
+            )
+    metadata = pickled.value
+    if not isinstance(metadata, Opaque) or metadata.kind not in _METADATA:
+        raise CheckpointError(f"{path}: not metadata of torch.distributed.checkpoint", _DCP_AGAIN)
+    return _fields(metadata)
+
+
+def _fields(value: Any) -> Any:
+    """Return a dict of the attributes that the pickle sets on an object; {} if it sets none."""
+    state = value.contents[-1] if isinstance(value, Opaque) else None
+    return state if isinstance(state, dict) else {}
+
+
+def _dcp_sizes(paths: Any, tensors: Sequence[Slice]) -> dict[str, int]:
+    """Return the dotted keys of the three largest state dicts in nested dicts, with their bytes.
+
+    ``paths`` maps each tensor's name to the tuple of its keys in the dicts. A tuple of one key
+    means that the tensor is in no nested dict. State dicts of optimizers are left out.
+    """
+    sizes: dict[str, int] = {}
+    for one in tensors:
+        path = paths.get(one.name) if isinstance(paths, dict) else None
+        if not isinstance(path, tuple) or not 1 < len(path) <= _DEEPEST:
+            continue
+        place = ".".join(part if isinstance(part, str) else shown(part) for part in path[:-1])
+        if "optim" not in place.lower():
+            sizes[place] = sizes.get(place, 0) + one.nbytes
+    return largest(sizes)
+
+
+def _dcp_tensor(  # noqa: PLR0912 (one for each fault)
+    path: Path, key: str, tensor: Any, places: list[tuple[Any, Any]], archives: dict[Any, Slice]
+) -> Slice:
+    """Return a tensor, from its description in the metadata and the places of its blocks."""
+    if not isinstance(tensor, Opaque) or tensor.kind != _TENSOR:
+        raise CheckpointError(
+            f"{path}: not a flat state dict of tensors: {shown(key)} is not a tensor",
+            "save the weights alone: torch.distributed.checkpoint.save(model.state_dict(), ...)",
+        )
+    fields = _fields(tensor)
+    chunks, shape, properties = fields.get("chunks"), fields.get("size"), fields.get("properties")
+    named = None
+    if isinstance(properties, Opaque) and isinstance(properties.contents[-1], tuple):
+        named = next(iter(properties.contents[-1]), None)
+    if not isinstance(named, Named) or not places:
+        raise _dcp_damaged(path, f"{shown(key)} has no dtype or no offset")
+    if (dtype := named.name.removeprefix("torch.")) not in ITEM_BYTES:
+        raise CheckpointError(
+            f"{path}: {shown(key)} has the dtype torch.{dtype}; weighin does not read this dtype",
+            "load the checkpoint with torch, and save tensors of another dtype",
+        )
+    impossible = _dcp_damaged(path, f"invalid shape or offset of {shown(key)}")
+    if not is_sizes(shape):
+        raise impossible
+    shape = tuple(shape)
+    blocks: list[tuple[Any, Any, Any]] = []  # the start, shape and place of each
+    if len(places) == 1 and not (isinstance(chunks, list) and len(chunks) > 1):
+        blocks = [((0,) * len(shape), shape, places[0][1])]
+    else:
+        by_start = {tuple(start): place for start, place in places if is_sizes(start)}
+        for chunk in map(_fields, chunks if isinstance(chunks, list) else ()):
+            start, size = chunk.get("offsets"), chunk.get("sizes")
+            if not (is_sizes(start) and is_sizes(size)):
+                raise impossible
+            if tuple(start) not in by_start:
+                raise _dcp_damaged(path, f"the part of {shown(key)} at {tuple(start)} is missing")
+            blocks.append((tuple(start), tuple(size), by_start[tuple(start)]))
+        _check_tiles(path, key, shape, [(start, size) for start, size, _ in blocks])
+    parts = []
+    for start, size, place in blocks:
+        if place.get("transform_descriptors"):
+            what = f"{shown(key)} was transformed (compressed) when saved"
+            raise CheckpointError(f"{path}: {what}", _MERGE)
+        file, offset, length = (place.get(name) for name in ("relative_path", "offset", "length"))
+        if not (is_sizes((offset, length)) and isinstance(file, str)):
+            raise impossible
+        if (file, offset) not in archives:
+            archives[file, offset] = _dcp_archive(path, key, file, offset, length)
+        where = replace(archives[file, offset], name=key, start=start)
+        if (where.shape, where.dtype_name) != (size, dtype):
+            raise CheckpointError(
+                f"{where.file}: {shown(key)} has the shape {where.shape} and the dtype"
+                f" torch.{where.dtype_name} here, but {size} and torch.{dtype} in {DCP_INDEX}",
+                _DCP_AGAIN,
+            )
+        parts.append(where)
+    if len(parts) == 1:
+        return replace(parts[0], start=())
+    whole = {"shape": shape, "stride": row_major(shape), "start": (), "parts": tuple(parts)}
+    return replace(parts[0], **whole)  # type: ignore[arg-type]
+
+
+def _dcp_archive(index: Path, key: str, name: str, offset: int, length: int) -> Slice:
+    """Return the tensor in one of the archives of a ``.distcp`` file."""
+    _check_name(
+        name, f"file that holds {shown(key)}", lambda what: CheckpointError(f"{index}: {what}", _DCP_AGAIN)
+    )  # fmt: skip
+    path = index.parent / name
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
+            raise CheckpointError(f"{path}: not a file", _DCP_AGAIN)
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if offset + length > size:
+                raise CheckpointError(
+                    f"{path}: truncated: {shown(key)} ends at byte {offset + length:,}, but the file"
+                    f" ends at byte {size:,}",
+                    foreign.AGAIN,
+                )
+            view: Any = _FileView(file.fileno(), offset, length)
+            return torch_files.read_one(path, key, view, offset)
+    except OSError as error:
+        raise unreadable(index.parent / plain(name), error) from error
+
+
+class _FileView(io.RawIOBase):
+    """A part of an open file as a file of its own: ``length`` bytes from ``base`` on."""
+
+    def __init__(self, descriptor: int, base: int, length: int) -> None:
+        self._descriptor, self._base, self._length = descriptor, base, length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise ValueError(f"negative position {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
+        read = os.preadv(self._descriptor, [view], self._base + self._at) if view else 0
+        self._at += read
+        return read
+
+
+def _check_tiles(
+    path: Path, key: str, shape: tuple[int, ...], blocks: list[tuple[Any, Any]]
+) -> None:
+    """Raise CheckpointError unless at most 2,000 blocks contain each element, and exactly once."""
+    for start, size in blocks:
+        ends = [at + length for at, length in zip(start, size, strict=False)]
+        if not len(start) == len(size) == len(shape) or any(
+            end > length for end, length in zip(ends, shape, strict=True)
+        ):
+            what = f"the part of {shown(key)} at {start} is outside the shape {shape}"
+            raise _dcp_damaged(path, what)
+    if len(blocks) > _MOST_BLOCKS:
+        raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", _MERGE)
+    solid = [block for block in blocks if prod(block[1])]
+    for (start, size), (other, others) in combinations(solid, 2):
+        if all(
+            a < b + n and b < a + m for a, m, b, n in zip(start, size, other, others, strict=True)
+        ):
+            what = f"the parts of {shown(key)} at {start} and {other} overlap"
+            raise _dcp_damaged(path, what)
+    if not blocks or sum(prod(size) for _, size in solid) != prod(shape):  # without an overlap
+        raise _dcp_damaged(path, f"the parts of {shown(key)} leave a gap in {shape}")
+
+
+def _dcp_damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: damaged: {what}", _DCP_AGAIN)

@@ -1,0 +1,237 @@
+"""List the supported formats of checkpoints, detect the format of a checkpoint, and read it.
+
+=============  ====================================================================
+``pt``         one file, as ``torch.save(model.state_dict(), ...)`` writes it
+``pt_legacy``  one file, as torch wrote it before 1.6
+``safetensors`` one file: a JSON header and the tensors' bytes
+``per_param``  a folder: one file for each state-dict key, and ``index.json``
+``per_module`` a folder: one file for each layer or submodule, and ``index.json``
+``sharded``    a folder: Hugging Face's safetensors shards and their index
+``sharded_pt`` a folder: Hugging Face's ``.bin`` shards and their index
+``dcp``        a folder that ``torch.distributed.checkpoint`` wrote, with ``.metadata``
+=============  ====================================================================
+
+weighin reads these formats, but does not write them:
+
+=======================  ==========================================================
+``deepspeed``            DeepSpeed's folder of a step: ZeRO 1, 2, 3 or none
+``deepspeed_universal``  DeepSpeed's universal checkpoint: a folder for each weight
+``gguf``                 llama.cpp: a file, a part of a model, or a model's folder
+``sentence_transformers`` the folder of a model whose parts lie in folders of their own
+=======================  ==========================================================
+
+If a path is the folder of a whole training run, weighin reads the run's newest step.
+
+weighin also writes files in the format of the package ``tensorizer``, for the strategy of that
+name, which alone reads them.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from weighin.errors import CheckpointError, ConfigError, UnknownName
+from weighin.formats import sentence_parts
+from weighin.formats.pretrained_folder import find_weights, is_pretrained
+from weighin.formats.pretrained_library import WHOLE, Selection
+from weighin.stream import folders, gguf_files, safetensors_files, torch_files, zero
+from weighin.stream.foreign import (
+    check_present,
+    first_bytes,
+    is_legacy,
+    is_safetensors,
+    is_zip,
+    named_step,
+    no_model,
+    once,
+    remembering,
+    unknown,
+)
+from weighin.stream.slices import Checkpoint, Slice
+from weighin.stream.state_dicts import all_empty, is_beside_weights, no_key
+from weighin.text import first_names, plain, shown
+
+SUFFIXES: Final = {
+    "pt": ".pt", "pt_legacy": ".pth", "safetensors": ".safetensors", "sharded": "",
+    "sharded_pt": "", "dcp": "", "per_module": "", "per_param": "",
+}  # fmt: skip
+"""The suffix of a checkpoint of one file, by the format's name; empty if a checkpoint is a folder."""
+
+NAMES: Final = tuple(SUFFIXES)
+READ_ONLY: Final = ("deepspeed_universal", "deepspeed", gguf_files.NAME, sentence_parts.NAME)
+
+_OF_PACKAGES: Final = {"tensorizer": ".tensors"}  # formats that a package writes and reads
+_TENSORIZER: Final = b"|TZR|"
+
+
+def suffix_of(name: str) -> str:
+    """Return the suffix of a checkpoint in a format that weighin writes; empty for a folder.
+
+    Raises:
+        UnknownName: no format has that name.
+        ConfigError: weighin reads this format, but does not write it.
+    """
+    if (suffix := (SUFFIXES | _OF_PACKAGES).get(name)) is not None:
+        return suffix
+    if name in READ_ONLY:
+        raise ConfigError(
+            f"weighin reads the format {name}, but does not write it",
+            f"name another format: {', '.join(NAMES)}",
+        )
+    raise UnknownName("checkpoint format", name, NAMES)
+
+
+def known(name: str) -> str:
+    """Return ``name`` if weighin reads a format of this name; raise UnknownName otherwise."""
+    if name not in READ_ONLY:
+        suffix_of(name)
+    return name
+
+
+def checkpoint_in(folder: Path, name: str) -> Path:
+    """Return the path of the checkpoint in the format ``name``; ``folder`` has one per format."""
+    suffix = suffix_of(name)
+    return folder / name / f"model{suffix}" if suffix else folder / name
+
+
+def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
+    """Return the name of the checkpoint's format if strategies load the user's own files.
+
+    The result is None if there is no checkpoint. It is also None for a format that weighin does not
+    write, if ``selection`` is set or the checkpoint holds more than tensors: the strategies then
+    load a converted copy. The errors are those of ``read``.
+    """
+    if checkpoint is None or not checkpoint.exists():
+        return None
+    name = detect(checkpoint)
+    is_converted = name in READ_ONLY and (selection or not read(checkpoint).only_tensors)
+    return None if is_converted else name
+
+
+@remembering()
+def detect(path: Path) -> str:
+    """Return the name of the format of the checkpoint at ``path``, by file names and first bytes.
+
+    Raises:
+        CheckpointError: ``path`` does not exist or is not a checkpoint; the message gives the
+            reason.
+    """
+    return _located(path)[0]
+
+
+def _located(path: Path) -> tuple[str, Path]:  # noqa: PLR0911 (one for each kind)
+    """Return the format of a checkpoint, and the path of the checkpoint itself.
+
+    The second path lies below ``path`` if ``path`` is the folder of a training run, or a Hugging
+    Face folder whose weights are not in shards with the usual index.
+    """
+    if is_pretrained(path) and (file := find_weights(path)) and file != path:
+        return _located(file)
+    if path.is_dir():
+        name = folders.format_of(path) or zero.format_of(path)
+        if not name and gguf_files.matches(path):
+            name = gguf_files.NAME
+        if not name and sentence_parts.matches(path):
+            name = sentence_parts.NAME
+        step = named_step(path)
+        if not name and step and step[1].is_dir():
+            return _located(step[1])
+        if not name:
+            raise no_model(path)
+        return name, path
+    head = first_bytes(path)
+    if gguf_files.is_file(path):  # by its magic number, whatever its suffix
+        return gguf_files.NAME, path
+    if head.startswith(_TENSORIZER):
+        return "tensorizer", path
+    if is_zip(head) or is_legacy(head):
+        return "pt" if is_zip(head) else "pt_legacy", path
+    if head and (path.suffix == SUFFIXES["safetensors"] or is_safetensors(head)):
+        return "safetensors", path
+    if name := folders.format_of(path):
+        return name, path
+    raise unknown(path, check_present(path))
+
+
+@remembering()
+def read(path: Path, selection: Selection = WHOLE) -> Checkpoint:
+    """Return the selected tensors with their files and offsets.
+
+    ``read`` executes no code in the files, and reads no file outside the checkpoint's folder.
+
+    Raises:
+        CheckpointError: as for ``detect``, or the checkpoint is damaged or lacks selected names.
+    """
+    return once((path, selection), lambda: _read(path, selection))
+
+
+def _read(path: Path, selection: Selection) -> Checkpoint:
+    name, path = _located(path)
+    key, prefix = selection.key, selection.strip_prefix
+    if name in ("pt", "pt_legacy"):  # the key is one of nested dicts
+        found, key = torch_files.read(path, key), ""
+    elif name == "safetensors":
+        found = safetensors_files.read(path)
+    elif name == gguf_files.NAME:
+        found = gguf_files.read(path)
+    elif name == sentence_parts.NAME:
+        found = sentence_parts.read(path)
+    elif name.startswith("deepspeed"):
+        found = zero.read(path, name)
+    elif name == "tensorizer":
+        raise CheckpointError(
+            f"{path}: a file of tensorizer's format, which only the package tensorizer reads",
+            "give the checkpoint from which this file was made; weighin then writes such a file for"
+            " the strategy tensorizer",
+        )
+    else:
+        found = folders.read(path, name, key)
+    if key:
+        inside = found.without(f"{key}.", only=True)
+        if not inside:
+            raise no_key(path, key, [one.name.partition(".")[0] for one in found])
+        found = inside
+    if prefix:
+        found = _stripped(path, found, prefix if prefix.endswith(".") else f"{prefix}.")
+    if _is_empty(found) and is_beside_weights(path):
+        raise all_empty(path)
+    return found
+
+
+def _stripped(path: Path, found: Checkpoint, prefix: str) -> Checkpoint:
+    if not any(one.name.startswith(prefix) for one in found):
+        raise CheckpointError(
+            f"{path}: no tensor's name begins with {shown(prefix)}",
+            f"the tensors in the file are called: {first_names(plain(one.name) for one in found)}",
+        )
+    renamed = found.without(prefix)
+    if len({one.name for one in renamed}) != len(renamed):
+        raise CheckpointError(
+            f"{path}: two tensors would have the same name without the prefix {shown(prefix)}",
+            "leave --strip-prefix out, or convert the checkpoint with your own code",
+        )
+    return renamed
+
+
+def refuse_empty(path: Path, slices: Sequence[Slice]) -> None:
+    """Raise CheckpointError if a checkpoint has no tensors, or if all its tensors are empty."""
+    if not slices:
+        raise CheckpointError(
+            f"{path}: no tensors in it",
+            "if they are deeper inside, name the entry that holds them: --key model",
+        )
+    if _is_empty(slices):
+        raise all_empty(path)
+
+
+def _is_empty(slices: Sequence[Slice]) -> bool:
+    return bool(slices) and not any(one.nbytes for one in slices)
+
+
+@remembering()
+def files(path: Path) -> list[Path]:
+    """Return every file that a load may read, in a stable order; raise as ``read`` does."""
+    name, path = _located(path)
+    if name in folders.INDEX_FIELDS:  # which may be 20,000 files
+        return [path / folders.INDEX_NAME, *sorted(path.glob("*.pt"))]
+    return [path] if name in ("pt", "pt_legacy", "tensorizer") else [*read(path).files]

@@ -1,0 +1,197 @@
+"""Read a safetensors file: a JSON header and the tensors' bytes, with nothing to execute.
+
+::
+
+    8 bytes   N, little-endian
+    N bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+    the rest  the tensors' bytes, without gaps; data_offsets count from here
+
+The format has no shared tensors. weighin writes a tied tensor only under the first of its names.
+The other names are in ``__metadata__`` as {name: first name}, like those of Hugging Face's
+``save_model``. weighin reads these names too; other programs see only the first names. If tied
+names are not at the end of the state dict, the metadata's key ``weighin.order`` lists all names in
+order.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.errors import CheckpointError
+from weighin.stream.foreign import (
+    AGAIN,
+    RESAVE,
+    SHARDS,
+    check_present,
+    is_safetensors,
+    no_duplicates,
+    read_start,
+    unknown,
+    unreadable,
+)
+from weighin.stream.slices import ITEM_BYTES, LARGEST, Checkpoint, Slice, is_sizes, row_major
+from weighin.text import short, shown
+
+DTYPES: Final = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu", "F4": "float4_e2m1fn_x2",
+}  # fmt: skip
+"""Maps the format's name for each dtype to torch's name."""
+
+PACKED: Final = {"float4_e2m1fn_x2": 2}
+"""Maps a dtype of torch to the count of numbers that one element packs. In the header, the last
+size of such a tensor's shape counts numbers, not elements."""
+
+METADATA: Final = "__metadata__"
+FORMAT: Final = "format"  # {"format": "pt"} names the writing library; it is not a tied name
+ORDER: Final = "weighin.order"
+
+_NOT_IN_TORCH: Final = ("F6_E2M3", "F6_E3M2")  # numbers of 6 bits
+_PARTS: Final = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint.HuggingFaceStorageWriter
+_LATER: Final = re.compile(r'"saved_offsets":\s*\[[^\[\]]*[1-9]')
+_WHOLE: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # written by one rank for all
+
+_SHORTEST: Final = 10  # bytes: the header's length, and {}
+# Of a header's text, which may be crafted: 200,000 tensors of four dimensions have fewer.
+_MOST_BRACKETS: Final = 700_000
+_MOST_COMMAS: Final = 2_000_000
+
+
+def read(path: Path) -> Checkpoint:
+    """Return all tensors' offsets, in the order of ``weighin.order`` or else of the header.
+
+    Raises:
+        CheckpointError: the file is damaged (for example, tensors overlap), or a tensor has a dtype
+            that torch lacks. The message names the faulty tensor or byte offset.
+    """
+    text, file_bytes = _header(path)
+    start = 8 + len(text)
+    if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS or text.count(b",") > _MOST_COMMAS:
+        raise CheckpointError(
+            f"{path}: its header lists more than weighin reads in one file", SHARDS
+        )
+    try:
+        entries = json.loads(text.decode(), object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise _damaged(path, f"the header is not JSON: {reason}") from error
+    metadata = entries.pop(METADATA, None) or {}
+    if odd := [key for key, value in metadata.items() if not isinstance(value, str)]:
+        raise _damaged(path, f"{METADATA}: {shown(odd[0])} is not a string")
+    tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
+    _check_cover(path, tensors.values(), start, file_bytes)
+    parts = metadata.get(_PARTS)
+    # The first rank's parts begin at 0, as whole tensors do: only the file's name tells them apart.
+    if parts is not None and (_LATER.search(parts) or not _WHOLE.fullmatch(path.name)):
+        raise CheckpointError(
+            f"{path}: a shard of torch's distributed checkpoint ({_PARTS} in its header), which may"
+            " hold only one rank's part of each tensor",
+            "join the shards of all ranks: consolidate_safetensors_files(FOLDER, OUT, {name: 1 for"
+            " each tensor}) in torch.distributed.checkpoint._consolidate_hf_safetensors",
+        )
+    slices = dict(tensors)
+    for name, first in metadata.items():
+        if name not in tensors and first in tensors and name not in {FORMAT, ORDER}:
+            slices[name] = replace(tensors[first], name=name)
+    order: Any = list(slices)
+    if ORDER in metadata:
+        try:
+            order = json.loads(metadata[ORDER])
+        except (ValueError, RecursionError):
+            order = None
+        fits = isinstance(order, list) and all(isinstance(name, str) for name in order)
+        if not fits or sorted(order) != sorted(slices):
+            raise _damaged(path, f"{METADATA}: {ORDER} is not a list of the file's tensor names")
+    found = Checkpoint(slices[name] for name in order)
+    found.format, found.files = "safetensors", (path,)
+    return found
+
+
+def _header(path: Path) -> tuple[bytes, int]:
+    """Return the header's JSON text, and the size of the file."""
+    head = check_present(path)
+    try:
+        file_bytes, text = path.stat().st_size, read_start(path)[8:]
+        if file_bytes < _SHORTEST:
+            least = f"{file_bytes} bytes, but a safetensors file has {_SHORTEST} or more"
+            raise CheckpointError(f"{path}: truncated: {least}", AGAIN)
+        if not is_safetensors(head):
+            raise unknown(path, head)
+        length = int.from_bytes(head[:8], "little")
+        if 8 + length > file_bytes:
+            raise _truncated(path, "the header", 8 + length, file_bytes)
+        if len(text) < length:
+            with path.open("rb") as file:
+                file.seek(8)
+                text = file.read(length)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if len(text) < length:
+        what = "another program truncated the file while weighin read it"
+        raise CheckpointError(f"{path}: {what}", AGAIN)
+    return text[:length], file_bytes
+
+
+def _tensor(path: Path, name: str, entry: Any, data_start: int) -> Slice:
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        whose = "torch does not have" if dtype in _NOT_IN_TORCH else "weighin does not know"
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)} has the dtype {short(dtype)}; {whose} this dtype",
+            "with the program that wrote the file, convert the tensor to a dtype of torch",
+        )
+    if not is_sizes(shape):
+        raise _damaged(path, f"tensor {shown(name)}: {short(shape)} is not a shape")
+    if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _damaged(path, f"tensor {shown(name)}: {short(offsets)} is not a pair of offsets")
+    kind, (begin, end) = DTYPES[dtype], offsets
+    numbers = PACKED.get(kind, 1)
+    needed = prod(shape) * ITEM_BYTES[kind] // numbers
+    is_whole = numbers == 1 or (bool(shape) and shape[-1] % numbers == 0)
+    is_possible = needed or prod([max(size, 1) for size in shape]) * ITEM_BYTES[kind] <= LARGEST
+    if not is_whole or not is_possible or needed != end - begin:
+        raise _damaged(
+            path,
+            f"tensor {shown(name)}: {dtype} of shape {short(shape)} takes {needed:,} bytes, "
+            f"but its offsets span {end - begin:,}",
+        )
+    at, own = data_start + begin, (*shape[:-1], *(size // numbers for size in shape[-1:]))
+    return Slice(name, own, row_major(own), kind, path, at, at, end - begin)
+
+
+def _check_cover(path: Path, tensors: Iterable[Slice], data_start: int, file_bytes: int) -> None:
+    """Raise CheckpointError unless the tensors fill the file after the header without overlap."""
+    at, before = data_start, "the header"
+    for one in sorted(tensors, key=lambda one: (one.offset, one.storage_bytes)):
+        if one.offset != at:
+            fault = "overlaps" if one.offset < at else "leaves a gap after"
+            what = f"tensor {shown(one.name)} at byte {one.offset:,} {fault} {before}"
+            raise _damaged(path, what)
+        at += one.storage_bytes
+        before = f"tensor {shown(one.name)}"
+        if at > file_bytes:
+            raise _truncated(path, before, at, file_bytes)
+    if at != file_bytes:
+        raise _damaged(path, f"{file_bytes - at:,} bytes after {before} belong to no tensor")
+
+
+def _truncated(path: Path, what: str, end: int, file_bytes: int) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: truncated: {what} ends at byte {end:,}, but the file ends at byte {file_bytes:,}",
+        AGAIN,
+    )
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {what}", RESAVE)

@@ -1,0 +1,420 @@
+"""What a reader returns: a checkpoint's tensors, and the place of each tensor in the files.
+
+No values are read, and torch is not imported: weighin's own process, which must not import torch,
+describes checkpoints with these types alone.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import chain
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeVar, dataclass_transform
+
+from weighin.errors import CheckpointError, ConfigError
+from weighin.text import shown
+
+if TYPE_CHECKING:  # pathlib takes 1 MiB in a worker
+    from pathlib import Path
+
+    import torch
+
+ITEM_BYTES: Final = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+    "complex128": 16, "complex64": 8, "complex32": 4,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
+}  # fmt: skip
+"""The size of one element in bytes, for each dtype that weighin reads, writes and verifies."""
+
+LARGEST: Final = 2**63 - 1
+"""The largest size or offset that torch can represent."""
+
+MOST_DIMENSIONS: Final = 64
+
+NOT_CONVERTED: Final = frozenset({"float4_e2m1fn_x2"})
+"""Dtypes whose tensors torch can store, but cannot copy or convert."""
+
+_FIRST_BYTES: Final = 4096  # different tensors nearly always differ here
+_PIECE_BYTES: Final = 4 * 1024**2
+_LONGEST: Final = 96 * 1024  # Linux limits one argument of a process to 128 KiB
+_MOST_JSON_BYTES: Final = 64 * 1024**2  # in ``unpack``, because records may be forged
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    """Return the name of a dtype without "torch.": "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_sizes(value: object) -> bool:
+    """Tell whether a value is a list or tuple of sizes that torch can represent."""
+    if not isinstance(value, list | tuple) or len(value) > MOST_DIMENSIONS:
+        return False
+    return not [size for size in value if type(size) is not int or not 0 <= size <= LARGEST]
+
+
+Kind = TypeVar("Kind")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def frozen_in_types(kind: type[Kind]) -> type[Kind]:
+    """Make a slotted dataclass whose fields mypy treats as read-only.
+
+    Making an instance of a really frozen dataclass takes five times as long, and a checkpoint may
+    have 100,000 tensors.
+    """
+    return dataclass(slots=True, unsafe_hash=True)(kind)
+
+
+@frozen_in_types
+class Slice:
+    """One tensor of a state dict, and its place in a file.
+
+    Attributes:
+        stride: the stride of each dimension, in elements.
+        dtype_name: torch's name of the dtype, such as "float32".
+        offset: the distance in bytes from the file's start to the tensor's first element.
+        storage_offset: the distance in bytes from the file's start to the storage that the tensor
+            views. Tensors of one file that share a storage (tied weights, views) have the same
+            ``storage_offset``.
+        storage_bytes: the length of that storage, in bytes.
+        parts: the blocks of a tensor that is stored in several blocks, which cover it; ``file`` and
+            the offsets are those of the first block. Empty for a tensor in one block.
+        start: of a block among ``parts``, the indexes of its first element in the whole tensor.
+        encoding: the quantised type in which a GGUF file stores the elements ("Q4_K"); empty for
+            elements stored in ``dtype_name``.
+        fill: a function that computes the tensor's values, for example from quantised codes and
+            scales, and writes them into a tensor of the shape ``shape``, in that tensor's dtype.
+            Several threads may call it for different tensors. None for elements that are in the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype_name: str
+    file: "Path"
+    offset: int
+    storage_offset: int
+    storage_bytes: int
+    parts: "tuple[Slice, ...]" = ()
+    start: tuple[int, ...] = ()
+    encoding: str = ""
+    fill: "Callable[[torch.Tensor], None] | None" = None
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of all elements in ``dtype_name``, without the gaps between them."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype_name]
+
+    @property
+    def span(self) -> int:
+        """The number of elements from the tensor's first to its last, gaps included."""
+        if 0 in self.shape:
+            return 0
+        steps = zip(self.shape, self.stride, strict=True)
+        return 1 + sum((size - 1) * step for size, step in steps)
+
+    @property
+    def place(self) -> object:
+        """Where the tensor's elements are stored. Only tied tensors have equal places."""
+        parts = tuple((part.start, part.file, part.offset) for part in self.parts)
+        return self.file, self.offset, self.dtype_name, self.shape, self.stride, parts
+
+    @property
+    def read_order(self) -> tuple[str, int]:
+        """The key by which loaders sort their reads: the file's path, and the tensor's offset."""
+        return str(self.file), self.offset
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        """The tensor's ``torch.dtype``.
+
+        Raises:
+            CheckpointError: this version of torch does not have the dtype.
+        """
+        dtype = _torch_dtype(self.dtype_name)
+        if dtype is None:
+            import torch  # not at the top: `weighin inspect` needs no torch
+
+            raise CheckpointError(
+                f"{self.file}: {shown(self.name)} has the dtype {self.dtype_name}; torch"
+                f" {torch.__version__} does not have this dtype",
+                "use a later version of torch",
+            )
+        return dtype
+
+    @property
+    def contiguous(self) -> bool:
+        return _is_row_major(self.shape, self.stride)
+
+
+@lru_cache
+def _torch_dtype(name: str) -> "torch.dtype | None":
+    import torch
+
+    return getattr(torch, name, None)
+
+
+@lru_cache
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a tensor that is stored without gaps in row-major order."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@lru_cache
+def _is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    steps = zip(shape, stride, row_major(shape), strict=True)
+    return 0 in shape or all(size == 1 or step == usual for size, step, usual in steps)
+
+
+class Checkpoint(list[Slice]):
+    """The tensors of a checkpoint, in the state dict's order.
+
+    Attributes:
+        format: the name of the checkpoint's format, such as "safetensors".
+        files: every file that a load may read, in a stable order.
+        metadata: maps each module's name to its version metadata, by which ``load_state_dict`` detects
+            older checkpoints; None if the format does not store such metadata.
+        values: maps the names of the state dict's values other than tensors, such as an extra
+            state, to records of ``stream.pickles``.
+        refused: the name of the first class or function in the file that
+            torch.load(weights_only=True) refuses; empty if torch.load refuses none.
+        notes: sentences on contradictions between the checkpoint's files, such as an index that
+            names another shard. These contradictions do not change the result of a load.
+    """
+
+    format: str = ""
+    files: "tuple[Path, ...]" = ()
+    metadata: Mapping[str, Mapping[str, object]] | None = None
+    values: Mapping[str, object] = MappingProxyType({})
+    refused: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def only_tensors(self) -> bool:
+        """Whether torch.load(weights_only=True) reads the file as a state dict of tensors alone."""
+        return not (self.values or self.refused)
+
+    def without(self, prefix: str, *, only: bool = False) -> "Checkpoint":
+        """Return the tensors and values with ``prefix``, "module.", removed from their names.
+
+        With ``only``, names without the prefix are left out. Modules' names in ``metadata`` lose the
+        prefix as in ``torch.nn.modules.utils.consume_prefix_in_state_dict_if_present``.
+        """
+        renamed = Checkpoint(
+            replace(one, name=one.name.removeprefix(prefix))
+            for one in self
+            if not only or one.name.startswith(prefix)
+        )
+        vars(renamed).update(vars(self))
+        renamed.values = {
+            name.removeprefix(prefix): one
+            for name, one in self.values.items()
+            if not only or name.startswith(prefix)
+        }
+        if self.metadata is not None:
+            renamed.metadata = {
+                f"{name}.".removeprefix(prefix).removesuffix("."): local
+                for name, local in self.metadata.items()
+                if name and (not only or f"{name}.".startswith(prefix))
+            }
+        return renamed
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """A tensor to write; ``shared_with`` names an earlier tensor that it is tied to, or is None."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: "torch.dtype"
+    shared_with: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Plans = Sequence[TensorPlan]
+"""The tensors to write, in the state dict's order."""
+
+Pieces = Callable[[str], Iterable["torch.Tensor"]]
+"""A function that takes a tensor's name and yields the tensor's elements in order, as contiguous
+tensors of any sizes."""
+
+Progress = Callable[[int], None]
+"""A function that every writing thread calls with the number of bytes that it has just written."""
+
+
+def ties(slices: Sequence[Slice]) -> dict[str, str]:
+    """Return a dict from each further name of a tied tensor to the tensor's first name."""
+    firsts: dict[object, str] = {}
+    found = {}
+    for one in slices:
+        first = firsts.setdefault(one.place, one.name) if one.nbytes else one.name
+        if first != one.name:
+            found[one.name] = first
+    return found
+
+
+def are_equal(one: Slice, other: Slice) -> bool:
+    """Tell whether two tensors of the same shape have the same dtype and the same bytes.
+
+    ``are_equal`` reads both tensors up to the first difference.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    if (one.file, one.offset) == (other.file, other.offset):
+        return one.stride == other.stride
+    if one.dtype_name != other.dtype_name or one.nbytes != other.nbytes:
+        return False
+    return all(a == b for a, b in zip(_pieces(one), _pieces(other), strict=True))
+
+
+def _pieces(where: Slice) -> Iterator[bytes]:
+    from weighin.stream.foreign import unreadable  # few reads compare
+
+    try:
+        with where.file.open("rb") as file:
+            file.seek(where.offset)
+            yield file.read(min(_FIRST_BYTES, where.nbytes))
+            for start in range(_FIRST_BYTES, where.nbytes, _PIECE_BYTES):
+                yield file.read(min(_PIECE_BYTES, where.nbytes - start))
+    except OSError as error:
+        raise unreadable(where.file, error) from error
+
+
+def check_converts(checkpoint: "Path", slices: Iterable[Slice], repair: str) -> None:
+    """Raise CheckpointError with ``repair`` if torch cannot convert a tensor to another dtype."""
+    for one in slices:
+        if one.dtype_name in NOT_CONVERTED:
+            raise CheckpointError(
+                f"{checkpoint}: {shown(one.name)} has the dtype torch.{one.dtype_name}; torch can"
+                " neither copy nor convert a tensor of this dtype",
+                repair,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The sizes of a checkpoint in bytes.
+
+    ``torch.save`` writes the whole storage of each tensor. The storage of a slice has more bytes than
+    the slice, and the storage of an expanded tensor has fewer. ``torch.load`` reads the whole storages
+    into memory; a model has memory only for the elements.
+
+    Attributes:
+        tensor_bytes: the size of all tensors' elements; tied tensors count once.
+        storage_bytes: the size of all tensors' storages.
+        used_bytes: the part of ``storage_bytes`` that belongs to at least one tensor.
+        repeated: the names of the expanded tensors.
+    """
+
+    tensor_bytes: int
+    storage_bytes: int
+    used_bytes: int
+    repeated: tuple[str, ...] = ()
+
+    @property
+    def unused_bytes(self) -> int:
+        return self.storage_bytes - self.used_bytes
+
+
+def footprint(slices: Sequence[Slice]) -> Footprint:
+    def reach(one: Slice) -> int:
+        return one.span * ITEM_BYTES[one.dtype_name]
+
+    tied = ties(slices)
+    sizes: dict[tuple[Path, int], int] = {}
+    spans: dict[tuple[Path, int], list[tuple[int, int]]] = {}
+    for one in chain.from_iterable(one.parts or [one] for one in slices):
+        if one.storage_bytes:
+            storage = one.file, one.storage_offset
+            sizes[storage] = max(sizes.get(storage, 0), one.storage_bytes)
+            spans.setdefault(storage, []).append((one.offset, one.offset + reach(one)))
+    covered = 0
+    for intervals in spans.values():
+        reached = 0
+        for start, end in sorted(intervals):
+            covered += max(0, end - max(start, reached))
+            reached = max(reached, end)
+    return Footprint(
+        tensor_bytes=sum(one.nbytes for one in slices if one.name not in tied),
+        storage_bytes=sum(sizes.values()),
+        used_bytes=covered,
+        repeated=tuple(one.name for one in slices if not one.parts and one.nbytes > reach(one)),
+    )
+
+
+def pack(slices: Sequence[Slice]) -> str:
+    """Return the names, shapes, dtypes and ties of a checkpoint's tensors as one short string.
+
+    A record of a measurement contains this string, so that the record alone identifies the model. The
+    string is JSON, compressed with zlib and written in base64: 3 KiB for GPT-2 XL.
+
+    Raises:
+        CheckpointError: the checkpoint has no tensors, or its string is longer than 96 KiB.
+    """
+    import base64
+    import json
+    import zlib
+
+    if not slices:
+        raise CheckpointError("the checkpoint has no tensors", "use a checkpoint with weights")
+    kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+    kind_of = [kinds.setdefault((one.dtype_name, one.shape), len(kinds)) for one in slices]
+    names, tied = [one.name for one in slices], ties(slices)
+    numbers = {name: number for number, name in enumerate(names)}
+    tied_to = [numbers[name] - numbers[tied.get(name, name)] for name in names]  # mostly 0
+    columns = [names, kind_of, tied_to, [[dtype, *shape] for dtype, shape in kinds]]
+    data = json.dumps(columns, separators=(",", ":")).encode()
+    text = base64.urlsafe_b64encode(zlib.compress(data, 9)).decode()
+    if len(text) > _LONGEST:
+        raise CheckpointError(
+            f"the checkpoint has {len(slices):,} tensors, too many for weighin to build the model without its code",
+            "name the function that builds the model: --model package.module:callable",
+        )
+    return text
+
+
+def unpack(text: str) -> list[tuple[str, tuple[int, ...], str, str | None]]:
+    """Return the name, shape and dtype of each tensor that ``pack`` wrote, and the first name of a tied
+    tensor or None.
+
+    Raises:
+        ConfigError: ``pack`` did not write the string.
+    """
+    import base64
+    import json
+    import zlib
+
+    tensors = []
+    try:
+        data = zlib.decompressobj().decompress(base64.urlsafe_b64decode(text), _MOST_JSON_BYTES)
+        columns: Any = json.loads(data)
+        names, kind_of, tied_to, kinds = columns
+        for number, (name, kind, back) in enumerate(zip(names, kind_of, tied_to, strict=True)):
+            dtype, *shape = kinds[kind]
+            if not (isinstance(name, str) and dtype in ITEM_BYTES and is_sizes(shape)):
+                raise ValueError(f"tensor {number} is malformed")  # noqa: TRY301
+            first = names[number - back] if 0 < back <= number else None
+            tensors.append((name, tuple(shape), dtype, first))
+    except (ValueError, TypeError, IndexError, RecursionError, zlib.error) as error:
+        raise ConfigError(
+            f"the argument `tensors` of the model is not a list of a checkpoint's tensors: {error}",
+            "name the checkpoint: --model from:CHECKPOINT",
+        ) from None
+    return tensors
+
+
+TensorSlice = Slice  # until the loaders are rewritten
+Slices = Checkpoint

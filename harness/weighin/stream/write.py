@@ -1,0 +1,513 @@
+"""Write checkpoints of every format in bounded memory, piece by piece.
+
+A writer first makes the files with holes in place of the tensors' values, so that their structure is
+exactly that of the format's own library: ``torch.save`` itself writes the archives
+(``torch.serialization.skip_data``). Threads then write the values into the holes, and the values'
+CRC-32s into the records of archives. No tensor is ever in memory as a whole.
+"""
+
+import io
+import json
+import os
+import pickle
+import struct
+import threading
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from weighin import install
+from weighin.errors import ConfigError, FormatLimit
+from weighin.files import drop_written, sync_folder, write_bytes, write_text
+from weighin.stream import folders
+from weighin.stream.folders import DCP_INDEX, INDEX_FIELDS, INDEX_NAME, INDEX_VERSION, file_name
+from weighin.stream.foreign import MOST_HEADER_BYTES
+from weighin.stream.safetensors_files import DTYPES, FORMAT, METADATA, ORDER, PACKED
+from weighin.stream.slices import Pieces, Plans, Progress, TensorPlan, dtype_name
+from weighin.stream.torch_files import MAGIC, VERSION
+from weighin.text import shown
+
+WRITERS: Final = 2  # threads: one computes while the other waits for the disk
+DCP_DATA: Final = "__0_0.distcp"
+
+_SYNC_EVERY_BYTES: Final = 128 * 1024 * 1024
+_DESCRIPTOR: Final = b"PK\x07\x08"  # the magic number of the data descriptor after a record
+_ENTRY: Final = b"PK\x01\x02"  # the magic number of an entry in the central directory
+_ALIGNMENT: Final = 64  # bytes: the data begin at a cache line, as in torch.save
+_MOST_PT_TENSORS: Final = 60_000  # ``pickles`` reads some 70,000
+_PICKLE_PROTOCOL: Final = 2
+_TENSORIZER_INDEX_BYTES: Final = 256 * 1024  # which the package reserves in each file for its index
+_TENSORIZER_ENTRY_BYTES: Final = 33  # of a tensor in the index, without its name, dtype and shape
+_AS_PT: Final = "write the format pt, which has every dtype of torch: --format pt"
+
+
+def write(
+    fmt: str,
+    target: Path,
+    tensors: Plans,
+    pieces: Pieces | None,
+    progress: Progress | None = None,
+    *,
+    max_shard_bytes: int = folders.MAX_SHARD_BYTES,
+) -> None:
+    """Write a checkpoint in the format ``fmt`` to ``target``, a path that does not exist yet.
+
+    ``write`` calls ``pieces`` for each tensor that is not tied to an earlier tensor, and needs
+    anonymous memory for a few pieces (the format tensorizer: for the largest tensor). At the end, the
+    files are synced and dropped from the page cache.
+
+    If ``pieces`` is None, the values stay holes: such files have their whole structure, but almost no
+    blocks on the disk. Their tensors read as zeros and their CRC-32s are wrong.
+
+    Raises:
+        ConfigError: the format does not allow a tensor's dtype or name.
+        FormatLimit: there are more tensors than the format, or weighin's reader of it, allows.
+        ValueError: the pieces of a tensor together have another size than the tensor.
+    """
+    if fmt in folders.SHARD_INDEXES:
+        _write_shards(fmt, target, tensors, pieces, progress, max_shard_bytes)
+    elif fmt in INDEX_FIELDS:
+        _write_keys(fmt, target, tensors, pieces, progress)
+    else:
+        _WRITE[fmt](target, tensors, pieces, progress)
+
+
+# Holes
+
+
+@dataclass(frozen=True, slots=True)
+class _Hole:
+    """Where a tensor's values are missing in a file, and where their CRC-32 is stored, if at all."""
+
+    name: str
+    start: int
+    size: int
+    crc_places: tuple[int, ...] = ()
+
+
+def _fill(
+    path: Path, holes: Iterable[_Hole], pieces: Pieces | None, progress: Progress | None
+) -> None:
+    if pieces is None:
+        return
+    pending, lock = 0, threading.Lock()
+
+    def fill(hole: _Hole) -> None:
+        nonlocal pending
+        at, crc = 0, 0
+        for piece in pieces(hole.name):
+            data = memoryview(piece.detach().reshape(-1).view(torch.uint8).numpy().data)
+            if at + len(data) > hole.size:
+                at += len(data)
+                break
+            _write_all(descriptor, data, hole.start + at)
+            at += len(data)
+            if hole.crc_places:
+                crc = zlib.crc32(data, crc)
+            if progress is not None:
+                progress(len(data))
+            with lock:
+                pending += len(data)
+                is_due = pending >= _SYNC_EVERY_BYTES
+                if is_due:
+                    pending = 0
+            if is_due:
+                drop_written(descriptor)
+        if at != hole.size:
+            raise ValueError(
+                f"{hole.name!r}: {at} bytes or more were given for a tensor whose size in bytes is"
+                f" {hole.size}"
+            )
+        for place in hole.crc_places:
+            os.pwrite(descriptor, struct.pack("<I", crc), place)
+
+    with path.open("r+b") as file:
+        descriptor = file.fileno()
+        run_parallel(partial(fill, hole) for hole in holes)
+        drop_written(descriptor)
+
+
+def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
+    """Run all jobs on ``WRITERS`` threads; the first error cancels all unstarted jobs."""
+    with ThreadPoolExecutor(WRITERS) as pool:
+        futures = [pool.submit(job) for job in jobs]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            future.cancel()
+    for future in futures:
+        if not future.cancelled():
+            future.result()
+
+
+def _write_all(descriptor: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, at)
+        data, at = data[written:], at + written
+
+
+# Files of torch.save
+
+
+def _blank(plan: TensorPlan) -> torch.Tensor:
+    """Return an uninitialised CPU tensor, whose memory takes no RAM until something touches it."""
+    return torch.empty(plan.shape, dtype=plan.dtype, device="cpu")
+
+
+def _blanks(tensors: Plans) -> dict[str, torch.Tensor]:
+    """Return an uninitialised tensor for each tensor; tied tensors share one."""
+    blanks: dict[str, torch.Tensor] = {}
+    for plan in tensors:
+        blanks[plan.name] = blanks[plan.shared_with] if plan.shared_with else _blank(plan)
+    return blanks
+
+
+def _with_holes(path: Path, value: object, names: Sequence[str]) -> list[_Hole]:
+    """Write the archive of ``torch.save(value, path)`` with holes; return the hole for each name.
+
+    ``names`` are those of the tensors in the archive, in order, without those tied to an earlier one.
+    """
+    with torch.serialization.skip_data():
+        torch.save(value, path)
+    holes: dict[int, _Hole] = {}
+    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        entry_at = archive.start_dir
+        for info in archive.infolist():
+            fixed = os.pread(file.fileno(), 46, entry_at)
+            assert fixed[:4] == _ENTRY
+            folder, _, number = info.filename.rpartition("/")
+            if folder.endswith("/data") and number.isdigit():
+                local, size = os.pread(file.fileno(), 30, info.header_offset), info.file_size
+                start = info.header_offset + 30 + sum(struct.unpack("<2H", local[26:30]))
+                crc_places = [entry_at + 16]
+                if size:
+                    assert os.pread(file.fileno(), 4, start + size) == _DESCRIPTOR
+                    crc_places.append(start + size + 4)
+                name = names[int(number)]
+                holes[int(number)] = _Hole(name, start, size, tuple(crc_places))
+            entry_at += 46 + sum(struct.unpack("<3H", fixed[28:34]))
+    assert len(holes) == len(names)
+    return [holes[number] for number in sorted(holes)]
+
+
+def _write_pt(
+    target: Path, tensors: Plans, pieces: Pieces | None, progress: Progress | None
+) -> None:
+    if len(tensors) > _MOST_PT_TENSORS:
+        raise FormatLimit(
+            f"{len(tensors):,} tensors are more than the {_MOST_PT_TENSORS:,} that weighin reads in"
+            " one file of torch.save",
+            "write them in safetensors: --format safetensors",
+        )
+    names = [plan.name for plan in tensors if plan.shared_with is None]
+    _fill(target, _with_holes(target, _blanks(tensors), names), pieces, progress)
+
+
+def _write_legacy(
+    target: Path, tensors: Plans, pieces: Pieces | None, progress: Progress | None
+) -> None:
+    stored = [plan for plan in tensors if plan.shared_with is None]
+    for plan in stored:
+        if plan.dtype not in torch.storage._dtype_to_storage_type_map():
+            what = f"tensor {shown(plan.name)}: torch before 1.6 had no dtype {plan.dtype}"
+            raise ConfigError(what, _AS_PT)
+    head = io.BytesIO()
+    sizes = {"short": 2, "int": 4, "long": 4}
+    system = {"protocol_version": VERSION, "little_endian": True, "type_sizes": sizes}
+    for value in (MAGIC, VERSION, system):
+        pickle.dump(value, head, protocol=_PICKLE_PROTOCOL)
+    state = _blanks(tensors)
+    keys = {state[plan.name].untyped_storage()._cdata: str(n) for n, plan in enumerate(stored)}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            if not isinstance(value, torch.storage.TypedStorage):
+                return None
+            kind = getattr(torch, value._pickle_storage_type())
+            key, numel = keys[value._untyped_storage._cdata], value._size()
+            return "storage", kind, key, "cpu", numel, None
+
+    Pickler(head, protocol=_PICKLE_PROTOCOL).dump(state)
+    pickle.dump(list(keys.values()), head, protocol=_PICKLE_PROTOCOL)
+    fixed, holes, at = {0: head.getvalue()}, [], head.tell()
+    for plan in stored:
+        fixed[at] = prod(plan.shape).to_bytes(8, "little")
+        holes.append(_Hole(plan.name, at + 8, plan.nbytes))
+        at += 8 + plan.nbytes
+    _write_fixed(target, fixed, at)
+    _fill(target, holes, pieces, progress)
+
+
+def _write_fixed(target: Path, fixed: Mapping[int, bytes], size: int) -> None:
+    """Write a new file of ``size`` bytes, with these bytes at their offsets."""
+    with target.open("xb") as file:
+        os.ftruncate(file.fileno(), size)
+        for at, text in fixed.items():
+            _write_all(file.fileno(), memoryview(text), at)
+        os.fsync(file.fileno())
+
+
+# safetensors
+
+
+def _write_safetensors(
+    target: Path, tensors: Plans, pieces: Pieces | None, progress: Progress | None
+) -> None:
+    """Write a file in which the tensors with the widest elements come first, so that each offset is a
+    multiple of the tensor's element size. The header keeps the order of ``tensors``.
+    """
+    stored = [plan for plan in tensors if plan.shared_with is None]
+    begins: dict[str, int] = {}
+    at = 0
+    for plan in sorted(stored, key=lambda plan: -plan.dtype.itemsize):
+        begins[plan.name] = at
+        at += plan.nbytes
+    ties = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
+    if reserved := [name for name in ties if name in {FORMAT, ORDER}]:
+        what = f"the tied tensor {reserved[0]!r} has a name that is reserved in the metadata"
+        raise ConfigError(what, _AS_PT)
+    metadata = {FORMAT: "pt", **ties}
+    names = [plan.name for plan in tensors]
+    if ties and names[-len(ties) :] != list(ties):
+        metadata[ORDER] = json.dumps(names)
+    kinds = {torch_name: name for name, torch_name in DTYPES.items()}
+    header: dict[str, Any] = {METADATA: metadata}
+    for plan in stored:
+        kind = dtype_name(plan.dtype)
+        if kind not in kinds or (not plan.shape and kind in PACKED):
+            scalars = " for a single element" if kind in kinds else ""
+            what = f"tensor {shown(plan.name)}: safetensors has no dtype {plan.dtype}{scalars}"
+            raise ConfigError(what, _AS_PT)
+        if plan.name == METADATA:
+            what = f"a tensor is called {METADATA}, a name that safetensors reserves"
+            raise ConfigError(what, _AS_PT)
+        begin, numbers = begins[plan.name], PACKED.get(kind, 1)
+        header[plan.name] = {
+            "dtype": kinds[kind],
+            "shape": [*plan.shape[:-1], *(numbers * size for size in plan.shape[-1:])],
+            "data_offsets": [begin, begin + plan.nbytes],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    if len(text) > MOST_HEADER_BYTES:
+        raise ConfigError(
+            f"the header of {len(stored):,} tensors takes {len(text):,} bytes, but safetensors allows "
+            f"{MOST_HEADER_BYTES:,}",
+            "write several files: weighin convert CHECKPOINT OUT --format sharded",
+        )
+    head = len(text).to_bytes(8, "little") + text
+    _write_fixed(target, {0: head}, len(head) + at)
+    holes = [_Hole(plan.name, len(head) + begins[plan.name], plan.nbytes) for plan in stored]
+    _fill(target, holes, pieces, progress)
+
+
+# Folders
+
+
+def _write_shards(
+    fmt: str,
+    target: Path,
+    tensors: Plans,
+    pieces: Pieces | None,
+    progress: Progress | None,
+    max_shard_bytes: int,
+) -> None:
+    """Write the shards, with all names of a tied tensor in one shard, then the index.
+
+    The index lists all names in pickled shards, and for safetensors only the first name of a tied
+    tensor, as that shard's header does.
+    """
+    index_name = folders.SHARD_INDEXES[fmt][0]
+    stem, _, suffix = index_name.removesuffix(".index.json").rpartition(".")
+    is_pt = fmt == "sharded_pt"
+    shards: list[list[TensorPlan]] = [[]]
+    homes: dict[str, list[TensorPlan]] = {}
+    filled = 0
+    for plan in tensors:
+        if plan.shared_with is not None:
+            homes[plan.shared_with].append(plan)
+            continue
+        if shards[-1] and filled + plan.nbytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(plan)
+        homes[plan.name] = shards[-1]
+        filled += plan.nbytes
+    target.mkdir()
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
+        write("pt" if is_pt else "safetensors", target / name, shard, pieces, progress)
+        weight_map |= {plan.name: name for plan in shard if is_pt or plan.shared_with is None}
+    size = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
+    metadata: dict[str, Any] = {"total_size": size}
+    names = [plan.name for plan in tensors]
+    if list(weight_map) != names:
+        metadata[ORDER] = names
+    sync_folder(target)
+    index = {"metadata": metadata, "weight_map": weight_map}
+    write_text(target / index_name, json.dumps(index, indent=2) + "\n")
+
+
+def _write_keys(
+    fmt: str, target: Path, tensors: Plans, pieces: Pieces | None, progress: Progress | None
+) -> None:
+    def write_one(plan: TensorPlan) -> None:
+        file = target / file_name(plan.name)
+        _fill(file, _with_holes(file, _blank(plan), [plan.name]), pieces, progress)
+
+    target.mkdir()
+    if fmt == "per_param":
+        run_parallel(partial(write_one, plan) for plan in tensors if plan.shared_with is None)
+    else:
+        modules: dict[str, list[TensorPlan]] = {}
+        for plan in tensors:
+            module = folders.module_of(plan.shared_with or plan.name)
+            modules.setdefault(module, []).append(plan)
+        for module, plans in modules.items():
+            _write_pt(target / file_name(module), plans, pieces, progress)
+    shared = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
+    write_index(fmt, target, [plan.name for plan in tensors], shared)
+
+
+def write_index(fmt: str, folder: Path, keys: Iterable[str], shared: Mapping[str, str]) -> None:
+    """Write ``index.json`` of the format ``per_param`` or ``per_module``, by the keys of a state dict.
+
+    Call this last: readers take a folder with an index as complete.
+    """
+    files: dict[str, list[str]] = {}
+    homes: dict[str, str] = {}
+    for key in keys:
+        first = shared.get(key, key)
+        homes[key] = file_name(first if fmt == "per_param" else folders.module_of(first))
+        files.setdefault(homes[key], []).append(key)
+    values = {"tensors": homes, "files": files, "shared": dict(shared), "order": list(homes)}
+    index = {"format": fmt, "version": INDEX_VERSION}
+    index |= {name: values[name] for name in INDEX_FIELDS[fmt]}
+    write_text(folder / INDEX_NAME, json.dumps(index, indent=1))
+
+
+def _write_dcp(
+    target: Path, tensors: Plans, pieces: Pieces | None, progress: Progress | None
+) -> None:
+    """Write each tensor as an archive of ``torch.save`` into one file, and the metadata.
+
+    Tied keys refer to the same archive. torch's own writer needs whole tensors in memory.
+    """
+    target.mkdir()
+    scratch = target / "archive"  # torch's own name for an archive that it writes to a stream
+    places: dict[str, tuple[int, int]] = {}
+    holes, at = [], 0
+    with (target / DCP_DATA).open("xb") as file:
+        for plan in tensors:
+            if plan.shared_with is not None:
+                places[plan.name] = places[plan.shared_with]
+                continue
+            (hole,) = _with_holes(scratch, _blank(plan), [plan.name])
+            with scratch.open("rb") as archive:
+                length, end = os.fstat(archive.fileno()).st_size, hole.start + hole.size
+                for start, size in ((0, hole.start), (end, length - end)):
+                    text = os.pread(archive.fileno(), size, start)
+                    _write_all(file.fileno(), memoryview(text), at + start)
+            crc_places = tuple(at + place for place in hole.crc_places)
+            holes.append(replace(hole, start=at + hole.start, crc_places=crc_places))
+            places[plan.name] = at, length
+            at += -(-length // _ALIGNMENT) * _ALIGNMENT
+    scratch.unlink(missing_ok=True)
+    _fill(target / DCP_DATA, holes, pieces, progress)
+    write_bytes(target / DCP_INDEX, _dcp_metadata(tensors, places))
+
+
+def _dcp_metadata(tensors: Plans, places: Mapping[str, tuple[int, int]]) -> bytes:
+    # Not at the top: this import takes a third of a second, and other formats do not need it.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    described, stored = {}, {}
+    for plan in tensors:
+        shape, zeros = torch.Size(plan.shape), torch.Size([0] * len(plan.shape))
+        described[plan.name] = TensorStorageMetadata(
+            TensorProperties(dtype=plan.dtype), shape, [ChunkStorageMetadata(zeros, shape)]
+        )
+        stored[MetadataIndex(plan.name, zeros, 0)] = _StorageInfo(DCP_DATA, *places[plan.name])
+    has_version = any(field.name == "version" for field in fields(Metadata))  # not in torch 2.6
+    metadata = Metadata(
+        state_dict_metadata=described,  # type: ignore[arg-type]
+        planner_data={plan.name: (plan.name,) for plan in tensors},
+        storage_data=stored,
+        storage_meta=StorageMeta(),
+        **({"version": "1.0.0"} if has_version else {}),
+    )
+    return pickle.dumps(metadata)
+
+
+# tensorizer
+
+
+def _write_tensorizer(
+    target: Path, tensors: Plans, pieces: Pieces | None, progress: Progress | None
+) -> None:
+    """Write a file with the package tensorizer, which alone reads it, for the strategy of that name.
+
+    A tied weight is written only under the first of its names.
+    """
+    try:
+        from tensorizer import TensorSerializer, TensorType
+    except ImportError as error:
+        raise ConfigError(
+            "the package tensorizer, which alone can write tensorizer's format, cannot be"
+            f" imported: {error}",
+            install.command("loaders"),
+        ) from None
+    stored = [plan for plan in tensors if plan.shared_with is None]
+    needed = sum(
+        _TENSORIZER_ENTRY_BYTES
+        + len(plan.name.encode())
+        + len(str(plan.dtype))
+        + 4 * len(plan.shape)
+        for plan in stored
+    )
+    if needed > _TENSORIZER_INDEX_BYTES:
+        raise FormatLimit(
+            f"the names of {len(stored):,} tensors take up to {needed:,} bytes in the index, for "
+            f"which tensorizer reserves {_TENSORIZER_INDEX_BYTES:,}",
+            "leave the strategy tensorizer out: --strategies streaming,safetensors_mmap",
+        )
+    writer = TensorSerializer(str(target))
+    try:
+        for number, plan in enumerate(stored):
+            values, at = torch.empty(plan.shape, dtype=plan.dtype), 0
+            for piece in pieces(plan.name) if pieces else ():
+                values.view(-1)[at : at + piece.numel()] = piece.reshape(-1)
+                at += piece.numel()
+                if progress is not None:
+                    progress(piece.nbytes)
+            index = number % 2**16  # two bytes in the file; the strategy does not read them
+            writer.write_tensor(index, plan.name, TensorType.STATE_DICT, values)
+    finally:
+        writer.close()
+    with target.open("rb+") as file:
+        drop_written(file.fileno())
+
+
+_WRITE: Final[Mapping[str, Callable[[Path, Plans, Pieces | None, Progress | None], None]]] = {
+    "pt": _write_pt,
+    "pt_legacy": _write_legacy,
+    "safetensors": _write_safetensors,
+    "dcp": _write_dcp,
+    "tensorizer": _write_tensorizer,
+}

@@ -1,0 +1,361 @@
+"""Shards, and one file for each key or module: others read them, and no index leads elsewhere."""
+
+import json
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from weighin.errors import CheckpointError
+from weighin.stream import foreign, formats
+from weighin.stream.folders import SHARD_INDEXES, file_name, module_of
+from weighin.stream.slices import TensorPlan
+from weighin.stream.write import run_parallel, write
+
+BOTH = pytest.mark.parametrize("fmt", SHARD_INDEXES)
+STATE = {name: torch.randn(5, 4) for name in ("embedding", "layers.0.a", "layers.1.b", "norm")}
+PLANS = [
+    *(TensorPlan(name, (5, 4), torch.float32) for name in STATE),
+    TensorPlan("head", (5, 4), torch.float32, "embedding"),
+]
+
+
+def made(fmt: str, folder: Path, plans: list[TensorPlan] = PLANS) -> Path:
+    write(fmt, folder, plans, lambda name: [STATE[name]], max_shard_bytes=160)
+    return folder
+
+
+def index_of(folder: Path) -> Path:
+    (found,) = folder.glob("*.json")
+    return found
+
+
+def load(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix == ".safetensors":
+        return dict(load_file(file))
+    return dict(torch.load(file, weights_only=True))
+
+
+@BOTH
+def test_other_libraries_read_our_shards(tmp_path: Path, fmt: str) -> None:
+    folder = made(fmt, tmp_path / "m")
+    index = json.loads(index_of(folder).read_text())
+    assert index["metadata"]["total_size"] == 4 * 80
+    stem = "model" if fmt == "sharded" else "pytorch_model"
+    suffix = "safetensors" if fmt == "sharded" else "bin"
+    shards = [f"{stem}-0000{number}-of-00002.{suffix}" for number in (1, 2)]
+    assert [*dict.fromkeys(index["weight_map"].values())] == shards
+    assert [file.name for file in formats.files(folder)] == [index_of(folder).name, *shards]
+    state = load(folder / shards[0]) | load(folder / shards[1])
+    assert set(state) == set(index["weight_map"])
+    assert all(torch.equal(state[name], STATE[name]) for name in STATE)
+    if fmt == "sharded_pt":
+        assert state["head"].data_ptr() == state["embedding"].data_ptr()
+
+
+@BOTH
+@pytest.mark.parametrize("tied_at", [1, 3, 4])
+def test_order_and_ties_of_shards_survive(tmp_path: Path, fmt: str, tied_at: int) -> None:
+    plans = PLANS[:-1]
+    plans.insert(tied_at, PLANS[-1])
+    places = {place.name: place for place in formats.read(made(fmt, tmp_path / "m", plans))}
+    assert list(places) == [plan.name for plan in plans]
+    assert places["head"].place == places["embedding"].place
+
+
+def test_shards_are_filled_in_order_and_a_large_tensor_has_its_own(tmp_path: Path) -> None:
+    sizes = {"a": 10, "b": 30, "c": 10, "d": 100, "e": 1}
+    plans = [TensorPlan(name, (size,), torch.uint8) for name, size in sizes.items()]
+    write("sharded", tmp_path / "m", plans, None, max_shard_bytes=40)
+    weight_map = json.loads(index_of(tmp_path / "m").read_text())["weight_map"]
+    assert [int(name[6:11]) for name in weight_map.values()] == [1, 1, 2, 3, 4]
+
+
+def change(folder: Path, **changes: object) -> None:
+    path = index_of(folder)
+    index = json.loads(path.read_text())
+    for key, value in changes.items():
+        index["weight_map"] |= {key: value}
+        if value is None:
+            del index["weight_map"][key]
+    path.write_text(json.dumps(index))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"norm": 0}, "1 key in another shard (norm)"),
+        ({"norm": None}, "1 key not listed (norm)"),
+        ({"no": 1, "none": 0}, "2 keys in no shard (no, none)"),
+    ],
+)
+def test_an_index_that_contradicts_its_shards_is_noted_and_the_shards_count(
+    tmp_path: Path, changes: dict[str, int | None], note: str, fmt: str
+) -> None:
+    folder = made(fmt, tmp_path / "m", PLANS[:-1])
+    shards = [file.name for file in formats.files(folder)[1:]]
+    assert formats.read(folder).notes == ()
+    named = {key: None if one is None else shards[one] for key, one in changes.items()}
+    change(folder, **named)
+    found = formats.read(folder)
+    assert found.notes == (
+        f"{index_of(folder)}: contradicts its shards, which count: {note}",
+    )  # fmt: skip
+    assert {one.name for one in found} == set(STATE)
+    assert formats.files(index_of(folder))[0] == index_of(folder)
+
+
+@BOTH
+def test_a_tensor_in_two_shards_counts_once_if_its_values_are_equal(
+    tmp_path: Path, fmt: str
+) -> None:
+    folder = made(fmt, tmp_path / "m", PLANS[:-1])
+    index, first, second = formats.files(folder)
+    state = load(second)
+
+    def add(tensor: torch.Tensor) -> None:
+        both = state | {"embedding": tensor}
+        save_file(both, second) if fmt == "sharded" else torch.save(both, second)
+
+    add(STATE["embedding"].clone())
+    found = formats.read(folder)
+    assert [one.name for one in found].count("embedding") == 1
+    assert found.notes == (
+        f"{index}: contradicts its shards, which count: 1 key in two shards (embedding)",
+    )
+    for other in (
+        STATE["embedding"] + 1,
+        STATE["embedding"].half(),
+        STATE["embedding"][:2].clone(),
+    ):
+        add(other)
+        with pytest.raises(CheckpointError) as caught:
+            formats.read(folder)
+        assert caught.value.message == (
+            f"{second}: 'embedding' is also in shard {first.name!r}, with other values"
+        )
+        assert f"from_pretrained takes the values in {second.name}" in caught.value.repair
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "truncated: the JSON object has no end"),
+        ("version https://git-lfs.github.com/spec/v1\n", "a git-lfs pointer (a small text file that stands for the real file), not the checkpoint"),
+        ("<html>Sign in</html>", "an HTML page, not a checkpoint"),
+        ("[]", "damaged: not a JSON object"),
+        ('{"weight_map": {}}', "damaged: no 'weight_map'"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "damaged: 'a' occurs twice"),
+        ('{"weight_map": {"a": "../x"}}', "the shard that holds 'a' lies outside the folder: '../x'"),
+        ('{"weight_map": {"a": 3}}', "the shard that holds 'a' lies outside the folder: 3"),
+        ('{"a":' + "[" * 9999 + "]" * 9999 + "}", "damaged: its values are nested too deeply in one another"),
+        ('{"a":[' + "[]," * 200_000 + "1]}", "damaged: too many values are nested in one another"),
+        ('{"weight_map": {"a": "none"}}', "the shard 'none', which holds 'a', is missing"),
+    ],
+)  # fmt: skip
+def test_a_damaged_index_of_shards_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        formats.read(tmp_path)
+    assert caught.value.message == f"{path}: {message}"
+
+
+def test_an_index_of_endless_length_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign, "MOST_JSON_BYTES", 10)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(CheckpointError, match="the file's 18 bytes are more than weighin reads"):
+        formats.read(tmp_path)
+
+
+def test_a_link_into_a_cache_is_followed_and_a_damaged_shard_is_named(tmp_path: Path) -> None:
+    folder = made("sharded", tmp_path / "m")
+    first = formats.files(folder)[1]
+    first.rename(tmp_path / "blob")
+    first.symlink_to("../blob")
+    assert len(formats.read(folder)) == 5
+    first.write_bytes(first.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"truncated: tensor '.*' ends at byte") as caught:
+        formats.read(folder)
+    assert caught.value.message.startswith(f"{first}: ")
+
+
+# One file for each key or module
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("encoder.block.3.attn.weight", "encoder.block.3.attn.weight.pt"),
+        ("../../etc/passwd", "%2E.%2F..%2Fetc%2Fpasswd.pt"),
+        (".hidden", "%2Ehidden.pt"),
+        ("a\0b", "a%00b.pt"),
+        ("100%", "100%25.pt"),
+        ("größe", "gr%C3%B6%C3%9Fe.pt"),
+        ("", "%.pt"),
+    ],
+)
+def test_a_key_becomes_a_name_in_the_folder(key: str, name: str) -> None:
+    assert file_name(key) == name
+
+
+@given(st.lists(st.text(max_size=300), unique=True, max_size=20))
+def test_no_two_keys_get_one_name_and_none_leaves(keys: list[str]) -> None:
+    keys += ["x" * 300, "x" * 299 + "y"]
+    names = [file_name(key) for key in keys]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert Path(name).name == name
+        assert not name.startswith(".")
+        assert len(name.encode()) < 255
+
+
+@pytest.mark.parametrize(
+    ("key", "module"),
+    [
+        ("trf_blocks.3.att.W_query.weight", "trf_blocks.3"),
+        ("model.layers.0.mlp.0.weight", "model.layers.0"),
+        ("tok_emb.weight", "tok_emb"),
+        ("0.weight", "0"),
+        ("a.0", "a"),
+        ("scale", "scale"),
+        ("", ""),
+        ("../../x", ""),
+    ],
+)
+def test_a_key_belongs_to_its_first_numbered_module_or_its_first_word(
+    key: str, module: str
+) -> None:
+    assert module_of(key) == module
+
+
+def test_each_file_of_a_module_is_a_state_dict_and_the_order_is_kept(tmp_path: Path) -> None:
+    folder = made("per_module", tmp_path / "m")
+    assert [one.name for one in formats.read(folder)] == [*STATE, "head"]
+    state = torch.load(folder / "embedding.pt", weights_only=True)
+    assert list(state) == ["embedding", "head"]
+    assert state["embedding"].data_ptr() == state["head"].data_ptr()
+    assert torch.equal(state["head"], STATE["embedding"])
+
+
+def modules(**changes: object) -> dict[str, object]:
+    return {
+        "format": "per_module",
+        "version": 1,
+        "files": {"embedding.pt": ["embedding", "head"]},
+        "shared": {"head": "embedding"},
+        "order": ["embedding", "head"],
+    } | changes
+
+
+def keys(shared: object = None, **files: object) -> dict[str, object]:
+    return {"format": "per_param", "version": 1, "tensors": files, "shared": shared or {}}
+
+
+NO_ORDER = "'order' must name each tensor of 'files' exactly once, and no other"
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (modules(version=2), "index of version 2, but this weighin reads 1"),
+        (modules(order=3), "damaged: no 'files' or no 'shared' or no 'order'"),
+        (modules(files={"no.pt": ["a"]}), "the file 'no.pt', which holds 'a', is missing"),
+        (modules(files={"../x": ["a"]}), "the file that holds 'a' lies outside the folder: '../x'"),
+        (modules(files={"norm.pt": []}), "the keys of file 'norm.pt' are not a list of strings"),
+        (modules(files={"norm.pt": ["a", "a"]}), "'a' occurs twice"),
+        (modules(files={"norm.pt": ["a"], "layers.1.pt": ["a"]}), "'a' occurs twice"),
+        (modules(order=["embedding"]), NO_ORDER),
+        (modules(order=["embedding"] * 2), NO_ORDER),
+        (modules(shared={"head": "x"}), "'head' is tied to 'x' but stored elsewhere"),
+        (modules(shared={"head": []}), "'head' is tied to [] but stored elsewhere"),
+        (keys(), NO_ORDER),
+        (keys(c="c.pt"), "the file 'c.pt', which holds 'c', is missing"),
+        (keys(c="x" * 300), f"the file {'x' * 100!r}... (300 characters), which holds 'c', is missing"),
+        (keys(c="a\0.pt"), "the file that holds 'c' lies outside the folder: 'a\\x00.pt'"),
+        (keys(a="/etc/passwd"), "the file that holds 'a' lies outside the folder: '/etc/passwd'"),
+        (keys(a=".."), "the file '..', which holds 'a', is missing"),
+        (keys(a=3), "the file that holds 'a' lies outside the folder: 3"),
+        (keys({"norm": "embedding"}, embedding="embedding.pt", norm="norm.pt"), "'norm' is tied to 'embedding' but stored elsewhere"),
+        ({"format": "shards"}, "not an index of the format per_param"),
+        ({"format": "per_param", "version": 1}, "damaged: no 'tensors' or no 'shared'"),
+        ([], "damaged: not a JSON object"),
+    ],
+)  # fmt: skip
+def test_a_damaged_index_of_keys_is_named(tmp_path: Path, index: object, message: str) -> None:
+    is_module = isinstance(index, dict) and index["format"] == "per_module"
+    folder = made("per_module" if is_module else "per_param", tmp_path / "m")
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError) as caught:
+        formats.read(folder)
+    assert caught.value.message == f"{folder / 'index.json'}: {message}"
+
+
+def test_a_file_of_a_module_that_contradicts_the_index_is_named(tmp_path: Path) -> None:
+    folder = made("per_module", tmp_path / "m")
+    torch.save({key: torch.zeros(5, 4) for key in ("embedding", "head")}, folder / "embedding.pt")
+    with pytest.raises(CheckpointError, match="'head' is tied to 'embedding' but stored elsewhere"):
+        formats.read(folder)
+    torch.save({"other": torch.zeros(3)}, folder / "norm.pt")
+    with pytest.raises(CheckpointError, match=r"norm\.pt: its keys differ from those that index"):
+        formats.read(folder)
+
+
+# What is written piece by piece
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_our_pt_is_torch_saves_file_byte_for_byte_but_for_its_id(
+    tmp_path: Path, mmap: bool
+) -> None:
+    ours, theirs = tmp_path / "ours" / "model.pt", tmp_path / "theirs" / "model.pt"
+    written: list[int] = []
+    ours.parent.mkdir()
+    theirs.parent.mkdir()
+    write("pt", ours, PLANS, lambda name: STATE[name].split(2), written.append)
+    assert sum(written) == 4 * 80
+    state = STATE | {"head": STATE["embedding"]}
+    torch.save(state, theirs)
+    assert ours.stat().st_size == theirs.stat().st_size
+    with zipfile.ZipFile(ours) as a, zipfile.ZipFile(theirs) as b:
+        assert a.testzip() is None
+        for one, other in zip(a.infolist(), b.infolist(), strict=True):
+            assert (one.filename, one.header_offset) == (other.filename, other.header_offset)
+            if not one.filename.endswith("serialization_id"):
+                assert one.CRC == other.CRC
+                assert a.read(one) == b.read(other)
+    found = torch.load(ours, weights_only=True, mmap=mmap)
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert found["head"].data_ptr() == found["embedding"].data_ptr()
+    assert all(place.storage_offset % 64 == 0 for place in formats.read(ours))
+
+
+@pytest.mark.parametrize("fmt", ["pt", "safetensors"])
+@pytest.mark.parametrize("numel", [9, 11])
+def test_pieces_of_another_length_are_refused(tmp_path: Path, numel: int, fmt: str) -> None:
+    plans = [TensorPlan("w", (10,), torch.float32)]
+    with pytest.raises(ValueError, match="for a tensor whose size"):
+        write(fmt, tmp_path / "model", plans, lambda _: [torch.zeros(numel)])
+
+
+def test_the_first_error_stops_the_jobs_that_wait() -> None:
+    done: list[int] = []
+
+    def work() -> None:
+        time.sleep(0.001)
+        done.append(1)
+
+    def fail() -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        run_parallel([fail] + [work] * 1000)
+    assert len(done) < 1000
