@@ -106,7 +106,7 @@ def test_what_fits_and_asks_for_nothing_is_named_with_its_code() -> None:
 def _training(one: Planned) -> Prediction:
     """The same prediction with a step of AdamW: four times the model, whatever the load takes."""
     step = 100 * MIB + 4 * SIZE
-    use = PredictedUse("adamw", step, step, step, 4 * SIZE, GIB)
+    use = PredictedUse("adamw", step, step, 4 * SIZE, host_anon_peak_bytes=step)
     return replace(_predicted(one), use=use, floor_bytes=step + 16 * MIB)
 
 

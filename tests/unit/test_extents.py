@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weighin.predict.extents import PAGE_BYTES, Extents, HeapPages
+from weighin.predict.allocators import PAGE_BYTES, Extents, HeapPages
 
 STRETCHES = st.lists(st.tuples(st.integers(0, 40_000), st.integers(0, 20_000)), max_size=20)
 

@@ -11,8 +11,8 @@ from test_predict_ledger import BASELINE
 
 from weighin import install
 from weighin.predict.dispatch import CannotFollow, Operations
-from weighin.predict.gguf_reads import gguf_reads
 from weighin.predict.ledger import Ledger
+from weighin.predict.patches import gguf_reads
 from weighin.units import MIB
 
 gguf = pytest.importorskip("gguf", reason=install.command("gguf"))

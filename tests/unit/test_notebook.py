@@ -48,7 +48,9 @@ def test_the_suite_has_the_published_methods_in_their_order() -> None:
 def foretold(planned: Sequence[Planned]) -> list[Prediction]:
     """Predictions of 6.5 GiB, 2 GiB after the phase "build", and none of per_param."""
     assert {(one.cell.model.name, one.cell.device) for one in planned} == {("gpt2-xl", "cuda")}
-    build = PredictedPhase("build", 0, 0, GIB, 2 * GIB, 3 * GIB)
+    build = PredictedPhase(
+        "build", cuda_requested_bytes=GIB, cuda_allocated_bytes=2 * GIB, cuda_reserved_bytes=3 * GIB
+    )
     return [
         Prediction(one.cell, cannot="ValueError: odd")
         if one.cell.strategy == "per_param"

@@ -15,8 +15,8 @@ from weighin import load_pretrained
 from weighin.cli.app import app
 from weighin.errors import WholePipeline
 from weighin.formats import pipeline
-from weighin.predict.pipeline import ONE_AFTER_THE_OTHER, TOGETHER, combined, strategies_for
 from weighin.predict.prediction import PredictedPhase, Prediction
+from weighin.predict.tables import ONE_AFTER_THE_OTHER, TOGETHER, combined, strategies_for
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 GIB = 1024**3
@@ -102,7 +102,9 @@ def test_a_damaged_index_leaves_the_folders_with_weights(folder: Path) -> None:
 def predicted(strategy: str, peak: int, stays: int, model: int) -> Prediction:
     """Return the prediction of a load above a baseline of 1 GiB, all sizes in GiB."""
     cell = replace(make_cell(strategy), ram_limit_bytes=None)
-    touch = PredictedPhase("touch", (1 + stays) * GIB, 3 * GIB)
+    touch = PredictedPhase(
+        "touch", host_anon_peak_bytes=(1 + stays) * GIB, host_file_peak_bytes=3 * GIB
+    )
     return Prediction(
         cell,
         model_bytes=model * GIB,

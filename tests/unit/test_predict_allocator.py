@@ -2,7 +2,7 @@
 
 import pytest
 
-from weighin.predict.allocator import CachingAllocator, CudaOutOfMemory
+from weighin.predict.allocators import CachingAllocator, CudaOutOfMemory
 from weighin.units import KIB, MIB
 
 

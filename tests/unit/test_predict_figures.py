@@ -16,7 +16,7 @@ from weighin.errors import ConfigError, RecordError, UnknownName
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
 from weighin.predict import check as checks
-from weighin.predict import client, pipeline, ranks, tables
+from weighin.predict import client, tables
 from weighin.predict.check import Checked
 from weighin.predict.prediction import (
     PredictedPhase,
@@ -32,7 +32,18 @@ from weighin.suite import registry
 from weighin.units import GIB, MIB
 
 CELL = make_cell("mmap_assign", ram_limit_bytes=None)
-USE = PredictedUse("fork", 500, 450, 600, 300, 70, (40, 50), 11, 12, 13)
+USE = PredictedUse(
+    "fork",
+    450,
+    600,
+    300,
+    (40, 50),
+    host_anon_peak_bytes=500,
+    host_file_peak_bytes=70,
+    cuda_requested_bytes=11,
+    cuda_allocated_bytes=12,
+    cuda_reserved_bytes=13,
+)
 ONE = Prediction(
     CELL,
     model_bytes=100,
@@ -86,7 +97,16 @@ def test_work_reads_the_disk_in_three_ways() -> None:
 
 
 def test_a_prediction_comes_back_from_its_json() -> None:
-    phases = (PredictedPhase("read", 1, 2, 3, 4, 5),)
+    phases = (
+        PredictedPhase(
+            "read",
+            host_anon_peak_bytes=1,
+            host_file_peak_bytes=2,
+            cuda_requested_bytes=3,
+            cuda_allocated_bytes=4,
+            cuda_reserved_bytes=5,
+        ),
+    )
     whole = replace(ONE, use=USE, phases=phases, reasons=("a", "b"), work=Work(1, 2))
     for one in (whole, Prediction(CELL, cannot="odd")):
         fields = asdict(one)
@@ -132,7 +152,7 @@ def test_ranks_add_their_number_to_the_reasons() -> None:
     one = replace(
         ONE, reasons=("maps one copy",), work=Work(1, 2, 3, 4, 5, 6, 7, 8), floor_bytes=None
     )
-    found = ranks.of_ranks(several, one)
+    found = client.of_ranks(several, one)
     assert found.reasons == ("maps one copy", "in each of 3 ranks")
     assert found.work == Work(3, 6, 3, 12, 15, 18, 21, 24)
     assert (found.floor_bytes, found.baseline_anon_bytes) == (None, None)
@@ -163,7 +183,16 @@ def test_phases_stand_below_their_strategy() -> None:
         "host_anon_peak_bytes": GIB,
         "floor_bytes": 2 * GIB,
     }
-    phases = (PredictedPhase("read", 3 * GIB, 4 * GIB, 5 * GIB, 6 * GIB, 7 * GIB),)
+    phases = (
+        PredictedPhase(
+            "read",
+            host_anon_peak_bytes=3 * GIB,
+            host_file_peak_bytes=4 * GIB,
+            cuda_requested_bytes=5 * GIB,
+            cuda_allocated_bytes=6 * GIB,
+            cuda_reserved_bytes=7 * GIB,
+        ),
+    )
     on_cpu = Prediction(CELL, phases=phases, **sizes)
     on_gpu = replace(on_cpu, cell=replace(CELL, device="cuda"), cuda_allocated_bytes=GIB)
     used = replace(on_gpu, use=USE)
@@ -250,9 +279,9 @@ def test_a_checked_table_names_what_differs() -> None:
 
 
 def test_a_pipelines_table_has_the_gpu_if_it_was_predicted() -> None:
-    def text(answers: list[pipeline.Combined]) -> str:
+    def text(answers: list[tables.Combined]) -> str:
         out = io.StringIO()
-        for part in pipeline.table("a [pipe] line", answers):
+        for part in tables.pipeline_table("a [pipe] line", answers):
             Console(file=out, width=120).print(part)
         return out.getvalue()
 
@@ -260,9 +289,9 @@ def test_a_pipelines_table_has_the_gpu_if_it_was_predicted() -> None:
              "floor_bytes": 3 * GIB}  # fmt: skip
     gpu: dict[str, Any] = {"cuda_requested_bytes": 4 * GIB, "cuda_allocated_bytes": 6 * GIB,
            "cuda_reserved_bytes": 7 * GIB}  # fmt: skip
-    held = (pipeline.TOGETHER, pipeline.ONE_AFTER_THE_OTHER)
-    known = [pipeline.Combined("streaming", one, **sizes) for one in held]
-    failed = [pipeline.Combined("odd", one, cannot="vae: no") for one in held]
+    held = (tables.TOGETHER, tables.ONE_AFTER_THE_OTHER)
+    known = [tables.Combined("streaming", one, **sizes) for one in held]
+    failed = [tables.Combined("odd", one, cannot="vae: no") for one in held]
     plain = text([*known, *failed])
     assert "a [pipe] line (5.000 GiB) · all parts · predicted peaks, GiB" in " ".join(plain.split())
     assert cells_of(plain, "streaming") == ["streaming", "together", "1.000", "2.000", "3.000"]
@@ -274,21 +303,26 @@ def test_a_pipelines_table_has_the_gpu_if_it_was_predicted() -> None:
 
 
 def test_a_pipeline_as_json() -> None:
-    found = pipeline.as_json("/p", ("unet", "vae"), [pipeline.Combined("a", "together", 5)])
+    found = tables.pipeline_as_json("/p", ("unet", "vae"), [tables.Combined("a", "together", 5)])
     assert (found["path"], found["parts"]) == ("/p", ["unet", "vae"])
     assert found["combined"][0]["model_bytes"] == 5
 
 
 def test_what_a_part_keeps_is_its_memory_in_the_last_phase() -> None:
-    phases = (PredictedPhase("read", 900, 1), PredictedPhase("touch", 700, 50, 8))
+    phases = (
+        PredictedPhase("read", host_anon_peak_bytes=900, host_file_peak_bytes=1),
+        PredictedPhase(
+            "touch", host_anon_peak_bytes=700, host_file_peak_bytes=50, cuda_requested_bytes=8
+        ),
+    )
     one = replace(ONE, baseline_anon_bytes=100, baseline_file_bytes=20, phases=phases)
-    assert pipeline.stay(one) == 600
-    assert pipeline.stay(one, "host_file_peak_bytes") == 30
-    assert pipeline.stay(one, "cuda_requested_bytes") == 8
-    assert pipeline.stay(one, "cuda_allocated_bytes") == 0
-    assert pipeline.stay(replace(one, phases=())) == 0
-    assert pipeline.stay(replace(one, baseline_anon_bytes=None)) == 700
-    assert pipeline.stay(replace(one, baseline_anon_bytes=800)) == 0
+    assert tables.stay(one) == 600
+    assert tables.stay(one, "host_file_peak_bytes") == 30
+    assert tables.stay(one, "cuda_requested_bytes") == 8
+    assert tables.stay(one, "cuda_allocated_bytes") == 0
+    assert tables.stay(replace(one, phases=())) == 0
+    assert tables.stay(replace(one, baseline_anon_bytes=None)) == 700
+    assert tables.stay(replace(one, baseline_anon_bytes=800)) == 0
 
 
 # -- what is not followed

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from weighin.predict import gpu_context
-from weighin.predict.gpu_context import GpuContext
+from weighin.predict import process
+from weighin.predict.process import GpuContext
 from weighin.units import MIB
 
 HELD: list[mmap.mmap] = []
@@ -35,7 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "zeros", on_the_gpu)
-    monkeypatch.setattr(gpu_context, "touch", lambda _: held(20))
+    monkeypatch.setattr(process, "touch", lambda _: held(20))
     yield
     HELD.clear()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from weighin.predict.heap import Chunk, Heap
+from weighin.predict.allocators import Chunk, Heap
 from weighin.units import KIB, MIB
 
 OVERHEAD = 96  # what posix_memalign adds for torch's alignment

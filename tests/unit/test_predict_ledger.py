@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from weighin.predict.allocator import CachingAllocator
+from weighin.predict.allocators import CachingAllocator
 from weighin.predict.dispatch import CannotFollow, Operations
-from weighin.predict.fake_cuda import pretended
 from weighin.predict.ledger import Ledger
+from weighin.predict.patches import pretended
 from weighin.result import Memory
 from weighin.units import KIB, MIB
 
@@ -166,6 +166,7 @@ def test_a_phase_has_the_peaks_within_it(ledger: Ledger) -> None:
     assert (build.name, read.name) == ("build", "read")
     assert build.cuda_requested_bytes == 4 * MANY
     assert read.cuda_requested_bytes == 0
+    assert build.host_anon_peak_bytes and read.host_anon_peak_bytes
     assert build.host_anon_peak_bytes - read.host_anon_peak_bytes == pytest.approx(
         2 * MANY, abs=MIB
     )

@@ -20,7 +20,7 @@ from weighin.units import MIB
 BUILD = """
 import json, sys, torch
 from weighin.probes.process import memory_of, read_status
-from weighin.predict.preload import PRELOADED
+from weighin.predict.process import PRELOADED
 def anon_bytes():
     return memory_of(read_status()).anon_bytes
 counted = []

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from factories import make_cell
 
+from weighin.predict.client import of_ranks
 from weighin.predict.prediction import PredictedPhase, PredictedUse, Prediction, Work
-from weighin.predict.ranks import of_ranks
 
 CELL = make_cell("mmap_assign", ram_limit_bytes=None)
 ONE = Prediction(
@@ -21,7 +21,7 @@ ONE = Prediction(
     floor_bytes=45,
     cuda_requested_bytes=7,
     work=Work(mapped_bytes=100, fresh_bytes=3),
-    phases=(PredictedPhase("map", 30, 100),),
+    phases=(PredictedPhase("map", host_anon_peak_bytes=30, host_file_peak_bytes=100),),
 )
 
 
@@ -41,9 +41,13 @@ def test_anonymous_memory_adds_up_and_mapped_pages_count_once() -> None:
 
 
 def test_the_memory_of_a_use_adds_up() -> None:
-    use = PredictedUse("write", 50, 49, 51, 40, 100, (60,))
+    use = PredictedUse(
+        "write", 49, 51, 40, (60,), host_anon_peak_bytes=50, host_file_peak_bytes=100
+    )
     found = of_ranks(replace(CELL, ranks=4), replace(ONE, use=use)).use
-    assert found == PredictedUse("write", 200, 196, 204, 160, 100, (60,))
+    assert found == PredictedUse(
+        "write", 196, 204, 160, (60,), host_anon_peak_bytes=200, host_file_peak_bytes=100
+    )
 
 
 def test_what_cannot_be_predicted_for_one_cannot_for_several() -> None:

@@ -99,15 +99,33 @@ def test_what_a_heap_may_use_again_or_keep_is_said_with_what_is_then_needed() ->
 def test_the_memory_in_a_use_has_a_column_that_counts_forked_processes() -> None:
     sizes: dict[str, Any] = {"model_bytes": 6 * GIB, "floor_bytes": 13 * GIB}
     uses = {
-        "adamw": PredictedUse("adamw", 25 * GIB, 25 * GIB, 25 * GIB, 24 * GIB, GIB),
-        "fork": PredictedUse("fork", GIB, GIB, GIB, 13 * GIB, 7 * GIB, (6 * GIB, 6 * GIB)),
+        "adamw": PredictedUse(
+            "adamw",
+            25 * GIB,
+            25 * GIB,
+            24 * GIB,
+            host_anon_peak_bytes=25 * GIB,
+            host_file_peak_bytes=GIB,
+        ),
+        "fork": PredictedUse(
+            "fork",
+            GIB,
+            GIB,
+            13 * GIB,
+            (6 * GIB, 6 * GIB),
+            host_anon_peak_bytes=GIB,
+            host_file_peak_bytes=7 * GIB,
+        ),
     }
     found = [
         Prediction(
             make_cell("baseline", format="pt", use=name),
             host_anon_peak_bytes=13 * GIB,
             use=use,
-            phases=(PredictedPhase("apply", 13 * GIB, GIB), PredictedPhase("use: fork", GIB, GIB)),
+            phases=(
+                PredictedPhase("apply", host_anon_peak_bytes=13 * GIB, host_file_peak_bytes=GIB),
+                PredictedPhase("use: fork", host_anon_peak_bytes=GIB, host_file_peak_bytes=GIB),
+            ),
             **sizes,
         )
         for name, use in uses.items()

@@ -148,7 +148,6 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
 def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "_Answer":
     """Predict the memory of each part of a diffusers pipeline, and of all parts together."""
     from weighin.formats import pipeline
-    from weighin.predict import pipeline as combining
     from weighin.predict import tables
     from weighin.suite.registry import library_at
 
@@ -161,16 +160,16 @@ def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "_
         ours = {
             "model": str(part.path),
             "model_option": None,
-            "strategies": combining.strategies_for(names, library_at(part.path)),
+            "strategies": tables.strategies_for(names, library_at(part.path)),
         }
         parts[part.name] = _predictions(typed | ours, part.name)
-    answers = combining.combined(parts)
+    answers = tables.combined(parts)
     predictions = [each for of_part in parts.values() for each in of_part]
     document = tables.as_json(predictions)
-    document["pipeline"] = combining.as_json(str(path), parts, answers)
+    document["pipeline"] = tables.pipeline_as_json(str(path), parts, answers)
     shown = [
         *tables.tables(predictions, phases=typed["phases"]),
-        *combining.table(path.resolve().name, answers),
+        *tables.pipeline_table(path.resolve().name, answers),
     ]
     return predictions, document, shown
 

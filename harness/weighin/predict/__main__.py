@@ -8,6 +8,9 @@ of a fork is like that of a new process. The fork reads a checkpoint's structure
 import ctypes
 import json
 import os
+import resource
+import signal
+import sys
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -20,6 +23,7 @@ from weighin.child_process import Parent, adopt_orphans, end_with_parent
 if __name__ == "__main__":
     end_with_parent()  # before the imports that take seconds
 
+import psutil
 import torch  # before any fork; a worker imports it too
 
 from weighin.cell import FORWARD, Cell, Job, ModelSpec
@@ -27,7 +31,7 @@ from weighin.checkpoint.manifest import read_manifest
 from weighin.construction.skeleton import Builder, resolve_builder
 from weighin.errors import HarnessError
 from weighin.formats.pretrained_library import library_of, module_of
-from weighin.predict import no_processes
+from weighin.predict.dispatch import CannotFollow
 from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory
 from weighin.text import one_line
@@ -35,9 +39,19 @@ from weighin.worker import uses
 from weighin.worker.loading import example_inputs, settle_math
 
 if TYPE_CHECKING:
-    from weighin.predict.using import UseToFollow
+    from weighin.predict.simulate import UseToFollow
 
 _PR_SET_THP_DISABLE: Final = 41  # linux/prctl.h
+_STARTS: Final = (
+    "subprocess.Popen",
+    "os.exec",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.system",
+)
+_REFUSED: Final = "the strategy starts a process, whose memory a prediction cannot compute"
+_refused: list[str] = []
 
 
 def main() -> None:
@@ -45,8 +59,7 @@ def main() -> None:
     settle_math()
     adopt_orphans()
     own_bytes = _import_simulation()
-    from weighin.predict.gpu_context import GpuContext
-    from weighin.predict.preload import PRELOADED
+    from weighin.predict.process import PRELOADED, GpuContext
 
     gpu = GpuContext()
     hide_once = cache(
@@ -74,7 +87,7 @@ def main() -> None:
 def _import_simulation() -> int:
     """Import the modules that only a prediction needs; return their anonymous memory in bytes."""
     before = memory_of(read_status()).anon_bytes
-    from weighin.predict import gpu_context, preload, simulate, sparse  # noqa: F401
+    from weighin.predict import process, simulate, sparse  # noqa: F401
 
     return memory_of(read_status()).anon_bytes - before
 
@@ -103,8 +116,8 @@ def _answer_in_fork(request: dict[str, Any]) -> dict[str, Any]:
             pipe.readline()
         )  # one line: a process that the strategy started may hold the pipe open
     _, status = os.waitpid(child, 0)
-    if no_processes.end_children():
-        return {"cannot": f"CannotFollow: {no_processes.REFUSED}"}
+    if _end_children():
+        return {"cannot": f"CannotFollow: {_REFUSED}"}
     if text:
         reply: dict[str, Any] = json.loads(text)
         return reply
@@ -158,7 +171,7 @@ def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
 
 def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     builder = resolve_builder(cell.model.builder)
-    from weighin.predict.preload import PRELOADED
+    from weighin.predict.process import PRELOADED
     from weighin.predict.simulate import run
 
     hidden_bytes = PRELOADED.anon_bytes
@@ -171,7 +184,7 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
         Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes - own_bytes
     )
     checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
-    no_processes.refuse()
+    sys.addaudithook(_refuse_process)
     predicted = run(
         cell,
         builder,
@@ -184,13 +197,13 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
         use,
     )
     del manifest
-    no_processes.check()
+    _check_processes()
     return asdict(predicted)
 
 
 def _use(cell: Cell, builder: Builder, forward: bool, path: str) -> "UseToFollow | None":
     """Return the use that follows the load (or None), prepared as a measured process prepares it."""
-    from weighin.predict.using import UseToFollow
+    from weighin.predict.simulate import UseToFollow
 
     if not cell.use and not forward:
         return None
@@ -199,6 +212,34 @@ def _use(cell: Cell, builder: Builder, forward: bool, path: str) -> "UseToFollow
         return UseToFollow(FORWARD, None, inputs)
     uses.prepare(cell.use)
     return UseToFollow(cell.use, uses.function_of(Job(cell, "", "", "", use_path=path)), inputs)
+
+
+def _refuse_process(event: str, _arguments: object) -> None:
+    """Refuse to start a process, of which Python reports most ways as an audit event.
+
+    ``multiprocessing`` and C code start processes without an event; ``_check_processes`` finds them.
+    """
+    if event in _STARTS:
+        _refused.append(event)
+        raise CannotFollow(_REFUSED)
+
+
+def _check_processes() -> None:
+    """Raise CannotFollow if the strategy started a process, or tried to and caught the exception."""
+    of_children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    if _refused or of_children or psutil.Process().children():
+        raise CannotFollow(_REFUSED)
+
+
+def _end_children() -> bool:
+    """Kill all children of this process and their descendants; return whether there were any."""
+    found = False
+    while children := psutil.Process().children():  # of a killed process, they become this one's
+        found = True
+        for child in children:
+            os.kill(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+    return found
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -17,8 +17,7 @@ from weighin.errors import ConfigError, HarnessError, UnknownName
 from weighin.formats import quantised
 from weighin.formats.pretrained_library import LIBRARIES, WHOLE, Selection, library_of
 from weighin.plan.task import Planned
-from weighin.predict.prediction import Prediction, from_json
-from weighin.predict.ranks import of_ranks
+from weighin.predict.prediction import Peaks, Prediction, Work, from_json
 from weighin.probes.mounts import read_ahead_bytes
 from weighin.settings.definition import DTYPES
 from weighin.stream import formats
@@ -29,6 +28,15 @@ _FOLLOWED: Final = frozenset(
     {"torch", "numpy", "safetensors", "accelerate", *(each.name for each in LIBRARIES)}
 )
 """The packages that read files with torch operations, or whose reads ``patches.py`` simulates."""
+
+_PRIVATE: Final = (
+    "baseline_anon_bytes",
+    "host_anon_peak_bytes",
+    "host_anon_least_bytes",
+    "host_anon_most_bytes",
+    "tensor_peak_bytes",
+)
+_SHARED_WORK: Final = ("mapped_bytes",)
 
 Report = Callable[[int, str], None]
 """A function that gets the number of finished cells and the name of the next strategy."""
@@ -220,3 +228,42 @@ class _Asker:
             command = child_process.module("weighin.predict")
             self._process = child_process.Child(command, self._variables)
         return self._process
+
+
+def of_ranks(cell: Cell, of_one: Prediction) -> Prediction:
+    """Return the prediction for all ranks of ``cell`` from ``of_one``, the prediction for one rank.
+
+    Each rank loads the whole model under one limit. Anonymous memory counts for each rank; the ranks
+    share mapped pages of files, which count only one time.
+
+    The work is the sum over all ranks, because all ranks use the same processors and memory. Only
+    the mapped pages count once. The GPU memory is that of one rank, because each has its own GPU.
+    """
+    if of_one.cannot:
+        return replace(of_one, cell=cell)
+    ranks = cell.ranks
+    floor = of_one.floor_bytes
+    if floor is not None:
+        floor = (floor - of_one.in_flight_bytes) * ranks + of_one.in_flight_bytes
+    work = {
+        field.name: getattr(of_one.work, field.name) * (1 if field.name in _SHARED_WORK else ranks)
+        for field in fields(Work)
+    }
+    return replace(
+        of_one,
+        cell=cell,
+        floor_bytes=floor,
+        work=Work(**work),
+        phases=tuple(replace(phase, **_private(phase, ranks)) for phase in of_one.phases),
+        reasons=(*of_one.reasons, f"in each of {ranks} ranks"),
+        use=of_one.use and replace(of_one.use, **_private(of_one.use, ranks)),
+        **_private(of_one, ranks),
+    )
+
+
+def _private(figures: Peaks, ranks: int) -> dict[str, Any]:
+    return {
+        name: None if (size := getattr(figures, name)) is None else size * ranks
+        for name in _PRIVATE
+        if hasattr(figures, name)
+    }

@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weighin.predict.ledger import Ledger
-from weighin.predict.storage import SMALL_BYTES, Place
+from weighin.predict.ledger import SMALL_BYTES, Ledger, Place
 
 _EMPTY: Final = frozenset({
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted",

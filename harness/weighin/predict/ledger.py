@@ -11,31 +11,79 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
+from weighin.construction.tensors import extent as extent_in_storage
 from weighin.loader.memory import MAP_NORESERVE
-from weighin.predict.allocator import CachingAllocator
-from weighin.predict.heap import Heap
+from weighin.predict.allocators import CachingAllocator, Chunk, CudaBlock, Extents, Heap
 from weighin.predict.prediction import PredictedPhase
-from weighin.predict.storage import (
-    SMALL_BYTES,
-    FollowedStorage,
-    MappedFile,
-    MemoryBlock,
-    Place,
-    extent,
-)
 from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory
+from weighin.units import KIB
 
 _ATTRIBUTE: Final = "_weighin_block"
 """The attribute of a storage that refers to its ``MemoryBlock``.
 
 The attribute exists as long as the storage's memory, because both belong to one Python object.
 """
+
+
+Place = Literal["host", "pinned", "file", "cuda", "meta"]
+
+SMALL_BYTES: Final = 64 * KIB
+"""Storages up to this size are really written, because code may read their values."""
+
+
+@dataclass(slots=True, eq=False)
+class MemoryBlock:
+    """One tensor storage, and the memory that it would use in a real load.
+
+    Attributes:
+        chunks: the storage's chunk in each of the ledger's heaps.
+        real: whether the storage is really written, and so uses memory of this process.
+        known: whether the values are the same as in a real load.
+    """
+
+    place: Place
+    address: int
+    nbytes: int
+    chunks: tuple[Chunk, ...] = ()
+    real: bool = False
+    known: bool = True
+    pages: Extents = field(default_factory=Extents)
+    cuda: CudaBlock | None = None
+    storage: "FollowedStorage | None" = None
+    before: "MemoryBlock | None" = None
+    after: "MemoryBlock | None" = None
+
+
+class FollowedStorage(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage, with the storage's ``MemoryBlock``; its callback runs when the
+    storage is freed.
+    """
+
+    __slots__ = ("block",)
+    block: MemoryBlock
+
+
+@dataclass(slots=True, eq=False)
+class MappedFile:
+    """A private mapping of a file, and those of its pages that were read."""
+
+    path: str
+    address: int
+    nbytes: int
+    pages: Extents = field(default_factory=Extents)
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's first byte, and the number of bytes up to its last byte."""
+    start, end = extent_in_storage(tensor)
+    return tensor.data_ptr(), end - start
 
 
 class Ledger:
@@ -295,10 +343,13 @@ class Ledger:
             self.cuda.reset_peaks()
         yield
         self.update()
+        anon, file = self._phase_peaks
         figures = {
             f"cuda_{kind}_bytes": n for kind, n in (self.cuda.peak if self.cuda else {}).items()
         }
-        self.phases.append(PredictedPhase(name, *self._phase_peaks, **figures))
+        self.phases.append(
+            PredictedPhase(name, host_anon_peak_bytes=anon, host_file_peak_bytes=file, **figures)
+        )
 
 
 def _pinned_size(nbytes: int) -> int:

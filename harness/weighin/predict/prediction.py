@@ -16,16 +16,37 @@ Measurements of strategies that copy the weights gave 8 to 24 MB.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class PredictedPhase:
-    """The predicted peaks in one phase of a strategy; ``weighin.result.Phase`` has the measured ones."""
+_CUDA: Final = ("cuda_requested_bytes", "cuda_allocated_bytes", "cuda_reserved_bytes")
 
-    name: str
-    host_anon_peak_bytes: int
-    host_file_peak_bytes: int
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """The predicted peaks of a phase, a load or a use, in bytes; None means not predicted.
+
+    Attributes:
+        host_anon_peak_bytes: the peak of the process's anonymous memory, including the import of
+            torch.
+        host_file_peak_bytes: the peak of resident pages of mapped files, including torch's libraries.
+        cuda_requested_bytes, cuda_allocated_bytes, cuda_reserved_bytes: the peaks of the CUDA
+            allocator; None if the device is the CPU.
+    """
+
+    host_anon_peak_bytes: int | None = None
+    host_file_peak_bytes: int | None = None
     cuda_requested_bytes: int | None = None
     cuda_allocated_bytes: int | None = None
     cuda_reserved_bytes: int | None = None
+
+    @property
+    def cuda(self) -> dict[str, int | None]:
+        return {name: getattr(self, name) for name in _CUDA}
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedPhase(Peaks):
+    """The predicted peaks in one phase of a strategy; ``weighin.result.Phase`` has the measured ones."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +84,27 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class PredictedUse:
+class PredictedUse(Peaks):
     """The predicted memory of a use (an operation on the loaded model), from its start to its end.
 
     Attributes:
-        name: the name of the use.
-        host_anon_peak_bytes, host_anon_least_bytes, host_anon_most_bytes: the peak of the process's
-            anonymous memory, in the three cases that ``Prediction`` explains.
+        host_anon_least_bytes, host_anon_most_bytes: the peak of anonymous memory in the lowest and the
+            highest case, which ``Prediction`` explains.
         tensor_peak_bytes: the peak of the memory that large tensors use, plus the weights that
             forked processes write.
-        host_file_peak_bytes: the peak of resident pages of mapped files.
         children_private_bytes: the private memory of each forked process at its end.
     """
 
     name: str
-    host_anon_peak_bytes: int
     host_anon_least_bytes: int
     host_anon_most_bytes: int
     tensor_peak_bytes: int
-    host_file_peak_bytes: int
     children_private_bytes: tuple[int, ...] = ()
-    cuda_requested_bytes: int | None = None
-    cuda_allocated_bytes: int | None = None
-    cuda_reserved_bytes: int | None = None
 
     @property
     def all_peak_bytes(self) -> int:
         """The peak of the anonymous memory of the process and its forked processes."""
-        return self.host_anon_peak_bytes + sum(self.children_private_bytes)
+        return (self.host_anon_peak_bytes or 0) + sum(self.children_private_bytes)
 
     @property
     def all_least_bytes(self) -> int:
@@ -104,7 +118,7 @@ class PredictedUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(Peaks):
     """The predicted peaks of one load, from its start until every byte was read (``touch``).
 
     Attributes:
@@ -114,21 +128,15 @@ class Prediction:
         model_bytes: the size of all parameters and buffers; tied tensors count once.
         baseline_anon_bytes: the anonymous memory before the load, after the import of torch.
         baseline_file_bytes: the resident pages of files mapped before the load (torch's libraries).
-        host_anon_peak_bytes: the peak of the process's anonymous memory, including the import of
-            torch.
-        host_anon_least_bytes: this peak in a process whose heap reuses the holes that freed large
+        host_anon_least_bytes: the anonymous peak in a process whose heap reuses the holes that freed large
             blocks leave: the lowest case. Without holes, it equals ``host_anon_peak_bytes``.
         host_anon_most_bytes: this peak in a process where a small block above freed large blocks
             keeps them in the heap: the highest case. Without such blocks, it equals
             ``host_anon_peak_bytes``.
         tensor_peak_bytes: the peak of anonymous and page-locked memory that large tensors use.
-        host_file_peak_bytes: the peak of resident pages of mapped files, including torch's
-            libraries.
         in_flight_bytes: the size of the pages that are being read from the disk at once while the
             model is touched. The kernel cannot reclaim these pages. 0 if no file stays mapped.
         floor_bytes: the smallest RAM limit under which load and use should work in every process.
-        cuda_requested_bytes, cuda_allocated_bytes, cuda_reserved_bytes: the peaks of the CUDA
-            allocator; None if the device is the CPU.
         disk_read_bytes: the bytes read from the checkpoint if no page of it is cached.
         reasons: phrases that explain the peak, such as "keeps two copies of the weights".
         is_mixed: whether the model may have tied weights, or several floating-point dtypes.
@@ -142,16 +150,11 @@ class Prediction:
     model_bytes: int | None = None
     baseline_anon_bytes: int | None = None
     baseline_file_bytes: int | None = None
-    host_anon_peak_bytes: int | None = None
     host_anon_least_bytes: int | None = None
     host_anon_most_bytes: int | None = None
     tensor_peak_bytes: int | None = None
-    host_file_peak_bytes: int | None = None
     in_flight_bytes: int = 0
     floor_bytes: int | None = None
-    cuda_requested_bytes: int | None = None
-    cuda_allocated_bytes: int | None = None
-    cuda_reserved_bytes: int | None = None
     disk_read_bytes: int | None = None
     work: Work = Work()
     phases: tuple[PredictedPhase, ...] = ()

@@ -1,30 +1,34 @@
-"""Run a strategy on tensors without values, from its import until every tensor was read once."""
+"""Run a strategy on tensors without values, from its import until every tensor was read once.
+
+A use of the loaded model, such as a training step, may follow.
+"""
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 
-from weighin.cell import Cell
+from weighin.cell import FORK, TRAINING, Cell, phase_of
+from weighin.construction.operations import tensors_in
 from weighin.construction.tensors import tied_names
-from weighin.predict.allocator import CachingAllocator
-from weighin.predict.dispatch import Operations
-from weighin.predict.fake_cuda import pretended
-from weighin.predict.gguf_reads import gguf_reads
-from weighin.predict.ledger import Ledger
-from weighin.predict.patches import declared, safetensors_reads
-from weighin.predict.prediction import ABOVE_PEAK_BYTES, Prediction, Work, reasons
-from weighin.predict.preload import PRELOADED
-from weighin.predict.using import UseToFollow, follow
+from weighin.predict.allocators import CachingAllocator, Extents
+from weighin.predict.dispatch import CannotFollow, Operations
+from weighin.predict.ledger import Ledger, extent
+from weighin.predict.patches import declared, gguf_reads, pretended, safetensors_reads
+from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedUse, Prediction, Work, reasons
+from weighin.predict.process import PRELOADED
 from weighin.result import WINDOWS_IN_FLIGHT, Memory
 from weighin.units import MIB
-from weighin.worker.loading import WorkerLoad, import_strategy
+from weighin.worker.loading import Inputs, WorkerLoad, import_strategy
+from weighin.worker.uses import CHILDREN, Function
 from weighin.worker.verify import identity, named_tensors, touch
 
 _PAGE_TABLE_SHARE: Final = 512  # page tables take 1/512 of the memory, even with huge pages
@@ -36,6 +40,18 @@ In each run, the pages that a backward pass frees are at different addresses of 
 """
 _PART: Final = 4096  # rows or columns of a matrix: a larger matrix needs no larger buffers
 _TOUCHED_BYTES: Final = 8 * MIB  # two chunks of a checksum: more chunks need no more memory
+
+_OF_A_CHILD_BYTES: Final = 4 * MIB
+"""The private memory of a forked Python process, without the weights that it writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class UseToFollow:
+    """The use of a loaded model: its name, its function, and inputs of a forward pass."""
+
+    name: str
+    function: Function | None = None
+    inputs: Inputs | None = None
 
 
 def run(
@@ -131,10 +147,10 @@ def _ready(
     mapped = any(ledger.place_of(tensor) == "file" for tensor in tensors.values())
     in_flight_bytes = mapped * WINDOWS_IN_FLIGHT * read_ahead_bytes
     highest: dict[str, Any] = {
-        f"cuda_{kind}_bytes": max(getattr(phase, f"cuda_{kind}_bytes") for phase in ledger.phases)
+        name: max((getattr(phase, name) or 0 for phase in ledger.phases), default=0)
         if ledger.cuda
         else None
-        for kind in ("requested", "allocated", "reserved")
+        for name in ledger.phases[-1].cuda
     }
     work = Work(**ledger.work)
     kinds = {one.dtype for one in tensors.values() if one.is_floating_point() or one.is_complex()}
@@ -202,3 +218,82 @@ def _multiply(model: torch.nn.Module) -> None:
     for rows, columns, dtype in nlargest(2, shapes, key=lambda shape: shape[0] * shape[1]):
         some_tokens = torch.zeros(16, columns, dtype=dtype)
         torch.nn.functional.linear(some_tokens, torch.zeros(rows, columns, dtype=dtype))
+
+
+def follow(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> PredictedUse:
+    """Run the use, recorded as one phase, and return its peaks; the use "fork" is only computed.
+
+    Raises:
+        CannotFollow: the use runs code whose memory cannot be predicted.
+    """
+    ledger.restart_peaks()
+    written_bytes = 0
+    with ledger.phase(phase_of(use.name)):
+        if use.name == FORK:
+            written_bytes = _weight_bytes(model)
+        else:
+            kept = _perform(ledger, model, use)
+            ledger.update()
+            del kept
+    child_bytes = written_bytes + _OF_A_CHILD_BYTES
+    return PredictedUse(
+        name=use.name,
+        host_anon_peak_bytes=ledger.peak_anon_bytes,
+        host_anon_least_bytes=min(ledger.least_anon_bytes, ledger.peak_anon_bytes),
+        host_anon_most_bytes=max(ledger.most_anon_bytes, ledger.peak_anon_bytes),
+        tensor_peak_bytes=ledger.peak_tensor_bytes + CHILDREN * written_bytes,
+        host_file_peak_bytes=ledger.peak_file_bytes,
+        children_private_bytes=(child_bytes,) * CHILDREN if use.name == FORK else (),
+        **ledger.phases[-1].cuda,
+    )
+
+
+def _perform(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Any:
+    if use.function is None:
+        return _forward(model, use.inputs)
+    with tempfile.TemporaryDirectory() as folder, _saves():
+        try:
+            return use.function(model, use.inputs, Path(folder))
+        except (CannotFollow, RuntimeError, NotImplementedError):
+            if use.name not in TRAINING or use.inputs is None:
+                raise
+        # Without inputs, the use makes its own gradients; only the activations are then missing.
+        for weight in model.parameters():
+            weight.grad = None
+        ledger.restart_peaks()
+        return use.function(model, None, Path(folder))
+
+
+def _forward(model: torch.nn.Module, inputs: Inputs | None) -> None:
+    if inputs is None:
+        raise CannotFollow("the model's module has no example_inputs for a forward pass")
+    model.eval()
+    with torch.inference_mode():
+        for tensor in tensors_in(model(*inputs.positional, **inputs.keywords)):
+            torch.isfinite(tensor).all()
+
+
+def _weight_bytes(model: torch.nn.Module) -> int:
+    pages = Extents()
+    for tensor in named_tensors(model).values():
+        pages.add(*extent(tensor))
+    return pages.nbytes
+
+
+@contextmanager
+def _saves() -> Iterator[None]:
+    """Let ``torch.save`` write no tensor values.
+
+    The memory of the save stays the same, because a real save makes no copy of the values.
+    """
+    original = torch._C.PyTorchFileWriter
+
+    class Writer(original):  # type: ignore[misc, valid-type]
+        def write_record(self, name: str, data: Any, size: int) -> None:
+            if isinstance(data, torch.UntypedStorage):
+                super().write_record_metadata(name, size)
+            else:
+                super().write_record(name, data, size)
+
+    with patch.object(torch._C, "PyTorchFileWriter", Writer):
+        yield

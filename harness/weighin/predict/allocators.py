@@ -1,0 +1,323 @@
+"""Models of glibc's malloc and of PyTorch's CUDA caching allocator, and sets of memory pages.
+
+``Heap`` follows malloc/malloc.c of glibc 2.36 with its default settings. It leaves out small blocks,
+because their positions differ between processes. Instead, a ``Heap`` models one of three cases:
+
+* usual: when a large block between two used blocks is freed, small blocks take part of the hole, which is then too small for another block of the large one's size;
+* ``reuses``: small blocks lie elsewhere, and a hole can hold another block of the same size;
+* ``pinned``: a small block lies above all large blocks, so that the kernel gets no freed page back.
+
+``CachingAllocator`` follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13 with its default settings:
+one stream, no expandable segments, no ``max_split_size_mb``, no rounding to powers of two.
+"""
+
+import mmap
+from bisect import bisect_left, bisect_right, insort
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final
+
+from weighin.units import KIB, MIB
+
+PAGE_BYTES: Final = mmap.PAGESIZE
+_MOST_HEAP_BYTES: Final = 256 * 1024**3
+_FIRST_THRESHOLD_BYTES: Final = 128 * KIB  # DEFAULT_MMAP_THRESHOLD, and DEFAULT_TRIM_THRESHOLD
+_LAST_THRESHOLD_BYTES: Final = 32 * MIB  # DEFAULT_MMAP_THRESHOLD_MAX
+_HEAD_BYTES: Final = 16  # malloc's header before each block
+_ALIGNING_BYTES: Final = 64 + 32  # posix_memalign adds this for torch's 64-byte alignment
+_BEST_FIT: Final = attrgetter("size", "address")  # the smallest size, then the lowest address
+_TOP_PAD_BYTES: Final = 128 * KIB  # DEFAULT_TOP_PAD: the size that trimming leaves at the top
+
+_MIN_BLOCK_BYTES: Final = 512  # kMinBlockSize: sizes are rounded up to a multiple of it
+_SMALL_BYTES: Final = MIB  # kSmallSize: the largest request of the small pool
+_SMALL_SEGMENT_BYTES: Final = 2 * MIB  # kSmallBuffer
+_MIN_LARGE_BYTES: Final = 10 * MIB  # kMinLargeAlloc: the smallest request with its own segment
+_LARGE_SEGMENT_BYTES: Final = 20 * MIB  # kLargeBuffer: the segment of requests from 1 to 10 MiB
+_ROUND_LARGE_BYTES: Final = 2 * MIB  # kRoundLarge
+
+_KINDS: Final = ("requested", "allocated", "reserved")
+
+
+class Extents:
+    """A set of whole pages of ``PAGE_BYTES``, stored as sorted intervals of byte addresses."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self.nbytes = 0
+
+    def add(self, address: int, length: int) -> int:
+        """Add every page that the interval touches; return the size of the new pages in bytes."""
+        if length <= 0:
+            return 0
+        start = address - address % PAGE_BYTES
+        end = -(-(address + length) // PAGE_BYTES) * PAGE_BYTES
+        first = bisect_left(self._ends, start)  # the first interval that ends at start or later
+        last = bisect_right(self._starts, end)  # one past the last that begins at end or before
+        present = 0
+        if first < last:
+            present = sum(
+                e - s for s, e in zip(self._starts[first:last], self._ends[first:last], strict=True)
+            )
+            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
+        self._starts[first:last] = [start]
+        self._ends[first:last] = [end]
+        new = end - start - present
+        self.nbytes += new
+        return new
+
+
+class HeapPages:
+    """A set of pages of a heap that begins at address 0, stored as one byte per page."""
+
+    def __init__(self) -> None:
+        self._pages = mmap.mmap(
+            -1, _MOST_HEAP_BYTES // PAGE_BYTES
+        )  # only its touched pages use memory
+        self._end = 0
+        self.nbytes = 0
+
+    @property
+    def end(self) -> int:
+        """The address after the last page in the set."""
+        return self._end * PAGE_BYTES
+
+    def add(self, address: int, length: int) -> int:
+        if length <= 0:
+            return 0
+        first, last = address // PAGE_BYTES, (address + length - 1) // PAGE_BYTES + 1
+        present = self._pages[first:last].count(1)
+        self._pages[first:last] = b"\1" * (last - first)
+        self._end = max(self._end, last)
+        new = (last - first - present) * PAGE_BYTES
+        self.nbytes += new
+        return new
+
+    def remove(self, address: int, length: int) -> None:
+        """Remove every page that lies completely in the interval."""
+        first, last = -(-address // PAGE_BYTES), (address + length) // PAGE_BYTES
+        if first < last:
+            self.nbytes -= self._pages[first:last].count(1) * PAGE_BYTES
+            self._pages[first:last] = bytes(last - first)
+
+    def remove_from(self, address: int) -> None:
+        """Remove every page from ``address`` to the end."""
+        if address < self.end:
+            self.remove(address, self.end - address)
+            self._end = -(-address // PAGE_BYTES)
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """A part of the heap, with links to its neighbours; or, if not ``in_heap``, a separate mapping."""
+
+    address: int
+    size: int
+    in_heap: bool
+    free: bool = False
+    before: "Chunk | None" = None
+    after: "Chunk | None" = None
+
+
+class Heap:
+    """The heap of one process; ``pages`` are its written pages, at simulated addresses.
+
+    Args:
+        reuses: whether a hole can hold another block of the same size.
+        pinned: whether a small block lies at the top, so that free chunks below it stay holes.
+    """
+
+    def __init__(self, *, reuses: bool = False, pinned: bool = False) -> None:
+        self.pages = HeapPages()
+        self._pinned = pinned
+        self._added_bytes = _ALIGNING_BYTES if reuses else _HEAD_BYTES
+        self._threshold = _FIRST_THRESHOLD_BYTES
+        self._trim_threshold = _FIRST_THRESHOLD_BYTES
+        self._top = 0
+        self._last: Chunk | None = None  # the chunk just below the top
+        self._holes: list[Chunk] = []
+
+    def malloc(self, nbytes: int) -> Chunk:
+        wanted = nbytes + _ALIGNING_BYTES
+        if wanted >= self._threshold:
+            return Chunk(0, nbytes, in_heap=False)
+        at = bisect_left(self._holes, (wanted, -1), key=_BEST_FIT)
+        if at < len(self._holes):
+            return self._from_hole(self._holes.pop(at), nbytes + self._added_bytes)
+        chunk = Chunk(self._top, nbytes + self._added_bytes, in_heap=True, before=self._last)
+        if self._last:
+            self._last.after = chunk
+        self._last = chunk
+        self._top += chunk.size
+        return chunk
+
+    def free(self, chunk: Chunk) -> None:
+        """Free a chunk; release the free top of the heap if it then exceeds glibc's threshold."""
+        if not chunk.in_heap:
+            if self._threshold < chunk.size <= _LAST_THRESHOLD_BYTES:
+                self._threshold, self._trim_threshold = chunk.size + PAGE_BYTES, 2 * chunk.size
+            return
+        chunk.free = True
+        for other in (chunk.before, chunk.after):
+            if other and other.free:
+                self._holes.pop(bisect_left(self._holes, _BEST_FIT(other), key=_BEST_FIT))
+        first = chunk.before if chunk.before and chunk.before.free else chunk
+        last = chunk.after if chunk.after and chunk.after.free else chunk
+        first.size = last.address + last.size - first.address
+        first.after = last.after
+        if first.after:
+            first.after.before = first
+        elif self._pinned:
+            self._last = first
+        else:
+            self._lower_top(first)
+            return
+        insort(self._holes, first, key=_BEST_FIT)
+
+    def trim(self) -> None:
+        """Release every page that no chunk in use covers, as ``malloc_trim`` does."""
+        for hole in self._holes:
+            self.pages.remove(hole.address, hole.size)
+        self.pages.remove_from(self._top)
+
+    def _from_hole(self, hole: Chunk, size: int) -> Chunk:
+        rest = Chunk(hole.address + size, hole.size - size, True, True, hole, hole.after)
+        if hole.after:
+            hole.after.before = rest
+        else:
+            self._last = rest
+        hole.after, hole.size, hole.free = rest, size, False
+        insort(self._holes, rest, key=_BEST_FIT)
+        return hole
+
+    def _lower_top(self, chunk: Chunk) -> None:
+        """Join the free last chunk to the top; release the top if it exceeds glibc's threshold."""
+        self._last = chunk.before
+        if self._last:
+            self._last.after = None
+        self._top = chunk.address
+        if self.pages.end - self._top >= self._trim_threshold:
+            self.pages.remove_from(self._top + _TOP_PAD_BYTES)
+
+
+class CudaOutOfMemory(Exception):
+    """A request exceeds the GPU memory limit, even after the allocator has emptied its cache."""
+
+
+@dataclass(slots=True, eq=False)
+class CudaBlock:
+    """A part of a segment (one reservation), with links to its neighbours. Free neighbours merge."""
+
+    address: int
+    size: int
+    small: bool
+    free: bool = True
+    requested: int = 0
+    before: "CudaBlock | None" = None
+    after: "CudaBlock | None" = None
+
+
+class CachingAllocator:
+    """Blocks and segments of one device, with their current sums and peaks in bytes.
+
+    ``limit_bytes`` limits the reserved bytes (``set_per_process_memory_fraction``).
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.current = dict.fromkeys(_KINDS, 0)
+        self.peak = dict.fromkeys(_KINDS, 0)
+        self._free: dict[bool, list[CudaBlock]] = {True: [], False: []}
+        self._next_address = 0
+
+    def malloc(self, requested: int) -> CudaBlock:
+        """Return a block for ``requested`` bytes; ``requested`` must be at least 1.
+
+        Raises:
+            CudaOutOfMemory: the block would exceed the limit.
+        """
+        size = -(-requested // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
+        small = size <= _SMALL_BYTES
+        block = self._best_fit(size, small) or self._new_segment(size, small)
+        rest = block.size - size
+        if rest >= _MIN_BLOCK_BYTES if small else rest > _SMALL_BYTES:
+            self._split(block, size)
+        block.free, block.requested = False, requested
+        self._count("requested", requested)
+        self._count("allocated", block.size)  # includes a remainder that is too small to split off
+        return block
+
+    def free(self, block: CudaBlock) -> None:
+        """Free a block and merge it with free neighbours; the block's segment stays reserved."""
+        self._count("requested", -block.requested)
+        self._count("allocated", -block.size)
+        block.free = True
+        for other in (block.before, block.after):
+            if other is not None and other.free:
+                self._take(other)
+        block = self._merge(block)
+        insort(self._free[block.small], block, key=_BEST_FIT)
+
+    def empty_cache(self) -> None:
+        """Release every segment that contains no block in use, so that it is no longer reserved."""
+        for pool in self._free.values():
+            for block in [each for each in pool if not (each.before or each.after)]:
+                pool.remove(block)
+                self._count("reserved", -block.size)
+
+    def reset_peaks(self) -> None:
+        self.peak = dict(self.current)
+
+    def _best_fit(self, size: int, small: bool) -> CudaBlock | None:
+        pool = self._free[small]
+        at = bisect_left(pool, (size, -1), key=_BEST_FIT)
+        return pool.pop(at) if at < len(pool) else None
+
+    def _new_segment(self, size: int, small: bool) -> CudaBlock:
+        if small:
+            length = _SMALL_SEGMENT_BYTES
+        elif size < _MIN_LARGE_BYTES:
+            length = _LARGE_SEGMENT_BYTES
+        else:
+            length = -(-size // _ROUND_LARGE_BYTES) * _ROUND_LARGE_BYTES
+        limit = self.limit_bytes
+        if limit is not None and self.current["reserved"] + length > limit:
+            self.empty_cache()
+            if self.current["reserved"] + length > limit:
+                raise CudaOutOfMemory(
+                    f"{size:,} bytes beside {self.current['reserved']:,} reserved"
+                )
+        self._count("reserved", length)
+        block = CudaBlock(self._next_address, length, small)
+        self._next_address += length
+        return block
+
+    def _split(self, block: CudaBlock, size: int) -> None:
+        rest = CudaBlock(block.address + size, block.size - size, block.small)
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        insort(self._free[rest.small], rest, key=_BEST_FIT)
+
+    def _take(self, block: CudaBlock) -> None:
+        pool = self._free[block.small]
+        pool.pop(bisect_left(pool, _BEST_FIT(block), key=_BEST_FIT))
+
+    @staticmethod
+    def _merge(block: CudaBlock) -> CudaBlock:
+        if block.before is not None and block.before.free:
+            first = block.before
+            first.size += block.size
+            first.after = block.after
+            block = first
+        if block.after is not None and block.after.free:
+            block.size += block.after.size
+            block.after = block.after.after
+        if block.after is not None:
+            block.after.before = block
+        return block
+
+    def _count(self, kind: str, change: int) -> None:
+        self.current[kind] += change
+        self.peak[kind] = max(self.peak[kind], self.current[kind])
