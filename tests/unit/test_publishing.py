@@ -163,7 +163,7 @@ def test_the_status_says_of_which_code_predictions_are(copy: Path) -> None:
         said + "made with the current code",
         "all 1 were measured with the current code",
     ]
-    change(copy, "harness/weighin/predict/heap.py")
+    change(copy, "harness/weighin/predict/allocators.py")
     assert publish.status([run], copy)[1:] == [
         said + "OLDER than the current code (heap.py changed)",
         "1 of 1 are older than the current code or were never measured: a",
