@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from weighin.checkpoint import reader
 from weighin.checkpoint.checksum import pieces_of
-from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.stream import formats
@@ -263,12 +261,6 @@ def test_blocks_larger_than_a_piece_are_cut_as_any_tensor_is(
     pieces = [piece.clone() for piece in read_pieces(one)]
     assert [len(piece) for piece in pieces] == [16, 16, 16, 16, 6]
     assert torch.equal(torch.cat(pieces), GRID.reshape(-1))
-
-
-@pytest.mark.usefixtures("torch_threads_restored")
-def test_a_checkpoint_in_blocks_is_converted(split_in_three: Path, tmp_path: Path) -> None:
-    Conversion(split_in_three, tmp_path / "whole.safetensors", verify=True).write()
-    assert torch.equal(load_file(tmp_path / "whole.safetensors")["b"], GRID)
 
 
 def harmed(**changes: tuple[int, ...]) -> Callable[[Metadata], None]:

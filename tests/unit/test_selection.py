@@ -56,17 +56,6 @@ def complaint(act: Any) -> CheckpointError:
     return caught.value
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_the_weights_of_a_training_checkpoint_are_those_that_torch_takes(
-    tmp_path: Path, legacy: bool
-) -> None:
-    _, checkpoint = trained()
-    path = saved(tmp_path / "train.pt", checkpoint, legacy=legacy)
-    expected = nn.Linear(3, 2)
-    expected.load_state_dict(torch.load(path, weights_only=True)["model"])
-    assert same(load_streaming(lambda: nn.Linear(3, 2), path, key="model"), expected)
-
-
 @pytest.mark.parametrize("key", ["state.net.ema", "a.b.c", "a.b"])
 def test_a_dotted_key_finds_nested_dicts_and_keys_with_dots(tmp_path: Path, key: str) -> None:
     weights = {"w": torch.ones(2)}
@@ -121,29 +110,6 @@ def test_a_prefix_that_no_name_has_or_that_names_need_is_refused(tmp_path: Path)
     )
     error = complaint(lambda: formats.read(path, Selection(strip_prefix="m.")))
     assert error.message == f"{path}: two tensors would have the same name without the prefix 'm.'"
-
-
-@pytest.mark.parametrize("legacy", [False, True])
-def test_an_error_proposes_the_key_that_would_fit(tmp_path: Path, legacy: bool) -> None:
-    _, checkpoint = trained()
-    path = saved(tmp_path / "c.pt", checkpoint, legacy=legacy)
-    assert str(complaint(lambda: formats.read(path))) == (
-        f"{path}: not a flat state dict: 'epoch' holds a int\n"
-        "select the weights: --key model (32 B); in load_streaming: key='model'; in a suite: key: model"
-    )
-    assert str(complaint(lambda: formats.read(path, Selection("modle")))) == (
-        f"{path}: has no key 'modle'\n"
-        "select the weights: --key model (32 B); in load_streaming: key='model'; in a suite: key: model"
-    )
-
-
-def test_of_several_state_dicts_the_largest_is_proposed_first(tmp_path: Path) -> None:
-    small, large = {"w": torch.ones(1)}, {"v": torch.ones(1), "w": torch.ones(1)}
-    path = saved(tmp_path / "c.pt", {"head": small, "state": {"net": large}, "optim": {"x": large}})
-    assert complaint(lambda: formats.read(path)).repair == (
-        "select the weights: --key state.net (8 B) or --key head (4 B); in load_streaming: key='state.net'"
-        "; in a suite: key: state.net"
-    )
 
 
 def test_an_error_about_flat_names_proposes_what_would_fit(tmp_path: Path) -> None:

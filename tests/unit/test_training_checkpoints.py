@@ -4,11 +4,7 @@ import argparse
 import enum
 import io
 import os
-import pickle
-import random
-import warnings
-from collections import OrderedDict, defaultdict
-from functools import partial
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -50,87 +46,6 @@ class Canary:
 
 
 WEIGHTS = OrderedDict(nn.Linear(3, 2).state_dict())
-OPTIMIZER = torch.optim.AdamW(nn.Linear(3, 2).parameters())
-LAYOUTS: dict[str, tuple[dict[str, Any], str, str]] = {
-    # name: what lies beside the weights, the key of the weights, the message without a key
-    "lightning": (
-        {
-            "epoch": 1,
-            "hyper_parameters": Settings(lr=0.1, act=nn.ReLU(), refs=np.arange(3.0)),
-            "callbacks": {"early": {"best": torch.tensor(1.0), "mode": "min"}},
-            "optimizer_states": [OPTIMIZER.state_dict()],
-        },
-        "state_dict",
-        f"'hyper_parameters' refers to {__name__}.Settings",
-    ),
-    "megatron": (
-        {
-            "args": argparse.Namespace(layers=2, dtype=torch.bfloat16),
-            "rng_state": [{"python": random.getstate(), "numpy": np.random.get_state()}],
-            "optimizer": {"fp32": [[torch.ones(3)]]},
-        },
-        "model",
-        "'args' refers to argparse.Namespace",
-    ),
-    "nerfstudio": (
-        {"step": np.int64(30), "optimizers": {"fields": OPTIMIZER.state_dict()}},
-        "pipeline",
-        "'step' is a NumPy scalar",
-    ),
-    "nested": (
-        {"run": {"kind": Kind.FAST, "path": Path("/tmp")}},
-        "state.net",
-        f"'run.kind' refers to {__name__}.Kind",
-    ),
-    "odd keys": (
-        {
-            "table": {
-                (1, 2): "x",
-                None: 0.5,
-                0.25: b"y",
-                True: Kind.FAST,
-                "seen": defaultdict(list),
-            },
-            "loss": {1, 2},
-        },
-        "model",
-        f"'table.True' refers to {__name__}.Kind",
-    ),
-    "functions": (
-        {"schedule": partial(max, 1), "net": nn.Linear(2, 2), "dates": [complex(1, 2), range(3)]},
-        "model",
-        "'schedule' refers to functools.partial",
-    ),
-}
-
-
-def trained(layout: str) -> tuple[dict[str, Any], str]:
-    beside, key, _ = LAYOUTS[layout]
-    *outer, last = key.split(".")
-    weights: dict[str, Any] = {last: WEIGHTS}
-    for name in reversed(outer):
-        weights = {name: weights}
-    return beside | weights, key
-
-
-@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
-@pytest.mark.parametrize("protocol", [2, 4, 5])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
-def test_the_weights_beside_foreign_objects_are_those_that_torch_loads(
-    tmp_path: Path, layout: str, protocol: int, is_zip: bool
-) -> None:
-    path = tmp_path / "train.pt"
-    value, key = trained(layout)
-    torch.save(value, path, pickle_protocol=protocol, _use_new_zipfile_serialization=is_zip)
-    data = path.read_bytes()
-    slices = formats.read(path, Selection(key))
-    assert [one.name for one in slices] == [*WEIGHTS]
-    for one in slices:
-        raw = WEIGHTS[one.name].numpy().tobytes()
-        assert data[one.offset : one.offset + one.nbytes] == raw
-    with pytest.raises(pickle.UnpicklingError), warnings.catch_warnings(action="ignore"):
-        torch.load(path, weights_only=True)
 
 
 @pytest.mark.parametrize("member", [Kind.FAST, Member()], ids=["call", "getattr"])
@@ -142,21 +57,6 @@ def test_a_member_of_an_enumeration_is_named_as_any_python_writes_it(
     torch.save({"model": WEIGHTS, "kind": member}, path, pickle_protocol=protocol)
     with pytest.raises(CheckpointError, match=rf"'kind' refers to {__name__}\.Kind\n"):
         formats.read(path)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_without_a_key_the_object_and_the_key_are_named(tmp_path: Path, layout: str) -> None:
-    path = tmp_path / "train.pt"
-    value, key = trained(layout)
-    torch.save(value, path)
-    with pytest.raises(CheckpointError) as caught:
-        formats.read(path)
-    assert caught.value.message == (
-        f"{path}: holds more than tensors, and was NOT executed: {LAYOUTS[layout][2]}"
-    )
-    assert caught.value.repair == (
-        f"select the weights: --key {key} (32 B); in load_streaming: key='{key}'; in a suite: key: {key}"
-    )
 
 
 def test_a_reader_neither_executes_nor_imports(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """The files of all ranks of a training run are read as one checkpoint."""
 
-import os
 import random
 import re
 import shutil
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -13,15 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
-from torch import nn
-from training_runs import Model, small_model, write_megatron, write_universal, write_zero
+from training_runs import Model, small_model, write_universal, write_zero
 
-from weighin import load_streaming
 from weighin.checkpoint.reader import read_pieces
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, HarnessError
-from weighin.formats.pretrained_folder import weights_in
 from weighin.formats.pretrained_library import WHOLE, Selection
 from weighin.stream import formats
 
@@ -66,25 +60,6 @@ def test_zero_is_read_as_one_model(tmp_path: Path, model: Model, stage: int, ran
     assert {one.file for one in formats.read(step)} <= set(formats.files(step))
 
 
-def test_without_zero_the_module_is_read(tmp_path: Path, model: Model) -> None:
-    check(
-        tensors(write_zero(tmp_path / "run", model, 0, 1)),
-        {
-            name: one if name in model.buffers else one.bfloat16()
-            for name, one in model.truth.items()
-        },
-    )
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_universal_checkpoint_is_read(tmp_path: Path, model: Model, stage: int) -> None:
-    step = write_universal(tmp_path / "run", model, stage, 3)
-    check(tensors(tmp_path / "run"), model.truth)
-    check(tensors(step), model.truth)
-    assert formats.detect(step) == "deepspeed_universal"
-    assert {one.file for one in formats.read(step)} <= set(formats.files(step))
-
-
 def test_a_universal_checkpoint_without_model_states_has_its_weights(
     tmp_path: Path, model: Model
 ) -> None:
@@ -95,63 +70,9 @@ def test_a_universal_checkpoint_without_model_states_has_its_weights(
     assert all(torch.equal(found[name], one) for name, one in model.trained.items())
 
 
-def test_convert_writes_safetensors(tmp_path: Path, model: Model) -> None:
-    write_zero(tmp_path / "run", model, 3, 3)
-    arguments = ["convert", f"{tmp_path}/run", f"{tmp_path}/new.safetensors", "--verify"]
-    ended = CliRunner().invoke(app, arguments)
-    assert ended.exit_code == 0, ended.output
-    found = load_file(tmp_path / "new.safetensors")
-    assert found.keys() == model.truth.keys() - model.shared.keys()  # a tied tensor has one name
-    assert all(torch.equal(one, model.truth[name]) for name, one in found.items())
-
-
-class Net(nn.Module):
-    """Has the tensors of ``small_model``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(17, 6)
-        self.layers = nn.ModuleList([nn.Linear(6, 6)])
-        self.cube, self.scale = nn.Parameter(torch.zeros(3, 5, 7)), nn.Parameter(torch.zeros(1))
-        self.temperature = nn.Parameter(torch.tensor(0.0))
-        self.frozen = nn.Linear(3, 5, dtype=torch.bfloat16)
-        self.frozen.bias = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-        self.register_buffer("mean", torch.zeros(6))
-        self.register_buffer("steps", torch.zeros(4, dtype=torch.int64))
-        self.head = nn.Linear(6, 17, bias=False)
-        self.head.weight = self.embed.weight
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_load_streaming_fills_a_model(tmp_path: Path, model: Model, stage: int) -> None:
-    step = write_zero(tmp_path / "run", model, stage, 5)
-    loaded = Net()
-    load_streaming(loaded, step)
-    assert loaded.head.weight is loaded.embed.weight
-    state = loaded.state_dict()
-    for name, one in model.truth.items():
-        assert torch.equal(state[name], one), name
-
-
 def test_a_trained_part_can_be_selected(tmp_path: Path, model: Model) -> None:
     write_zero(tmp_path / "run", model, 3, 2)
     assert list(tensors(tmp_path / "run", Selection("layers.0"))) == ["weight", "bias"]
-
-
-@pytest.mark.parametrize("lost", [0, 2])
-def test_the_file_of_a_missing_rank_is_named(tmp_path: Path, model: Model, lost: int) -> None:
-    step = write_zero(tmp_path / "run", model, 3, 4)
-    name = f"bf16_zero_pp_rank_{lost}_mp_rank_00_optim_states.pt"
-    (step / name).unlink()
-    assert f"files of some ranks are missing: {name}\n" in refusal(step)
-
-
-@pytest.mark.parametrize("lost", [0, 1, 3])
-def test_missing_model_states_are_named(tmp_path: Path, model: Model, lost: int) -> None:
-    step = write_zero(tmp_path / "run", model, 3, 4)
-    name = f"zero_pp_rank_{lost}_{FIRST}"
-    (step / name).unlink()
-    assert f"files of some ranks are missing: {name}\n" in refusal(step)
 
 
 def test_model_states_of_other_ranks_are_not_needed_without_frozen_weights(
@@ -264,27 +185,6 @@ def test_a_flat_weight_without_a_shape_is_refused(tmp_path: Path, model: Model) 
     assert "a flat tensor of 105 elements, whose shape is in no *_model_states.pt" in refusal(step)
 
 
-class Command:
-    """Would end the tests if it was executed."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.system, (f"kill {os.getpid()}",)
-
-
-def test_nothing_in_the_files_is_executed(tmp_path: Path, model: Model) -> None:
-    step = write_zero(tmp_path / "run", model, 3, 2)
-    for file in step.iterdir():
-        if "rank_0" in file.name and "model" in file.name:
-            states = torch.load(file, weights_only=False)
-            torch.save(states | {"client_state": Command()}, file)
-    check(tensors(step), model.truth)
-
-
-def test_a_run_whose_newest_step_is_missing_says_which(tmp_path: Path) -> None:
-    (tmp_path / "latest").write_text("global_step20")
-    assert "latest names the step global_step20, which is not here" in refusal(tmp_path)
-
-
 @pytest.mark.parametrize("tag", ["../elsewhere", "/etc", ".", "", "a\0b"])
 def test_a_tag_cannot_lead_out_of_the_run(tmp_path: Path, model: Model, tag: str) -> None:
     write_zero(tmp_path / "elsewhere", model, 3, 1)
@@ -306,37 +206,6 @@ def test_a_format_of_training_runs_is_not_written(tmp_path: Path, model: Model) 
         app, ["convert", str(step), f"{tmp_path}/new", "--format", "deepspeed"]
     )
     assert isinstance(ended.exception, HarnessError)
-
-
-MEGATRON = OrderedDict(
-    {
-        "embedding.word_embeddings.weight": torch.arange(12.0).reshape(4, 3).bfloat16(),
-        "decoder.layers.0.mlp.weight": torch.arange(6.0).reshape(2, 3).bfloat16(),
-    }
-)
-
-
-def test_megatron_is_refused_with_its_own_converter(tmp_path: Path) -> None:
-    write_megatron(tmp_path, [MEGATRON])
-    assert "merge the ranks with Megatron-LM: python tools/checkpoint/convert.py" in refusal(
-        tmp_path
-    )
-    write_megatron(tmp_path / "two", [MEGATRON, MEGATRON])
-    text = refusal(tmp_path / "two")
-    assert "whose ranks hold parts of the model: mp_rank_00, mp_rank_01" in text
-    assert "tools/checkpoint/convert.py" in text
-
-
-def test_the_folder_of_a_trainer_beside_config_json_says_where_its_weights_are(
-    tmp_path: Path, model: Model
-) -> None:
-    step = write_zero(tmp_path, model, 3, 2)
-    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-    check(tensors(tmp_path), model.truth)
-    with pytest.raises(CheckpointError) as raised:
-        weights_in(tmp_path)
-    assert "its weights are in a step of a training run: global_step10" in str(raised.value)
-    assert f"weighin convert {step} {tmp_path}/model.safetensors" in str(raised.value)
 
 
 def test_a_selected_part_is_loaded_in_a_format_that_weighin_writes(

@@ -22,7 +22,6 @@ list of names, ``weighin.order`` in the index's metadata has the list. weighin r
 different values for one tensor; ``from_pretrained`` silently takes the value of the later shard.
 """
 
-import io
 import os
 import re
 import stat
@@ -35,7 +34,7 @@ from hashlib import sha256
 from itertools import combinations
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from weighin.errors import CheckpointError
 from weighin.stream import foreign, pickles, safetensors_files, torch_files
@@ -44,9 +43,6 @@ from weighin.stream.pickles import Named, Opaque
 from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, are_equal, is_sizes, row_major
 from weighin.stream.state_dicts import largest, with_key
 from weighin.text import first_names, plain, shown
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 INDEX_NAME: Final = "index.json"
 INDEX_VERSION: Final = 1
@@ -493,48 +489,16 @@ def _dcp_archive(index: Path, key: str, name: str, offset: int, length: int) -> 
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise CheckpointError(f"{path}: not a file", _DCP_AGAIN)
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if offset + length > size:
-                raise CheckpointError(
-                    f"{path}: truncated: {shown(key)} ends at byte {offset + length:,}, but the file"
-                    f" ends at byte {size:,}",
-                    foreign.AGAIN,
-                )
-            view: Any = _FileView(file.fileno(), offset, length)
-            return torch_files.read_one(path, key, view, offset)
+        size = path.stat().st_size
+        if offset + length > size:
+            raise CheckpointError(
+                f"{path}: truncated: {shown(key)} ends at byte {offset + length:,}, but the file"
+                f" ends at byte {size:,}",
+                foreign.AGAIN,
+            )
+        return torch_files.read_one(path, key, offset, length)
     except OSError as error:
         raise unreadable(index.parent / plain(name), error) from error
-
-
-class _FileView(io.RawIOBase):
-    """A part of an open file as a file of its own: ``length`` bytes from ``base`` on."""
-
-    def __init__(self, descriptor: int, base: int, length: int) -> None:
-        self._descriptor, self._base, self._length = descriptor, base, length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if start + offset < 0:
-            raise ValueError(f"negative position {start + offset}")
-        self._at = start + offset
-        return self._at
-
-    def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        read = os.preadv(self._descriptor, [view], self._base + self._at) if view else 0
-        self._at += read
-        return read
 
 
 def _check_tiles(

@@ -11,6 +11,7 @@ the storage's start: ``torch_files`` knows where the storages lie.
 
 import io
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -96,10 +97,13 @@ class Opaque:
     Attributes:
         kind: the full name of the object's class, or of the function that makes the object.
         contents: records of the arguments, state and items that the pickle gives the object.
+        way: if the object is a tensor that weighin does not read, such as a sparse one, how to save
+            its values as a plain tensor; ``kind`` is then a title.
     """
 
     kind: str
     contents: list[Any] = field(default_factory=list)
+    way: str = ""
 
     def __repr__(self) -> str:
         return self.kind  # the text of crafted contents may be endless
@@ -120,22 +124,7 @@ class Opaque:
     @property
     def is_foreign(self) -> bool:
         """Whether torch.load(weights_only=True) refuses the object."""
-        return "." in self.kind and not is_safe(self.kind)  # a full name, not a description
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class OtherTensor(Opaque):
-    """A tensor of a kind that weighin does not read, such as sparse; ``kind`` is the kind's title.
-
-    Attributes:
-        way: how to save the values as a plain tensor, as advice for the user.
-    """
-
-    way: str = ""
-
-    @property
-    def is_foreign(self) -> bool:
-        return False
+        return not self.way and "." in self.kind and not is_safe(self.kind)
 
 
 class Dict(dict[Any, Any]):
@@ -238,6 +227,7 @@ _REPLACED: Final = {
 """What stands in the place of an instruction. ``Q`` calls ``_Reader.persistent_load``."""
 
 _PUT, _GLOBAL, _FRAME, _STOP = b"rc\x95."
+_TWO_LINES: Final = re.compile(rb"(?:[^\n]{0,%d}\n){2}" % _LONGEST_NAME)  # a class or function
 
 
 def _rewritten(data: bytes) -> tuple[bytes, int]:  # noqa: PLR0912
@@ -276,7 +266,11 @@ def _rewritten(data: bytes) -> tuple[bytes, int]:  # noqa: PLR0912
                 harmless += _REPLACED[instruction]
                 at = copied = at + 1
             elif instruction == _GLOBAL:
-                at = _end_of_name(data, at + 1)
+                if (lines := _TWO_LINES.match(data, at + 1)) is None:
+                    if len(data) - at > 2 * _LONGEST_NAME:
+                        raise Malformed("the name of a function or class is too long", at)
+                    raise IndexError  # noqa: TRY301 (as at any other end of the data)
+                at = lines.end()
             elif instruction == _FRAME:  # its length, which no longer fits
                 harmless += data[copied:at]
                 at = copied = at + 9
@@ -284,31 +278,15 @@ def _rewritten(data: bytes) -> tuple[bytes, int]:  # noqa: PLR0912
                 harmless += memoryview(data)[copied : at + 1]
                 return bytes(harmless), at + 1
             else:
-                raise _unknown(instruction, at)
+                import pickletools  # not at the top: only a refusal needs it
+
+                for known in pickletools.opcodes:
+                    if known.code == chr(instruction):
+                        raise _Beyond(f"weighin does not know the instruction {known.name}", at)
+                raise Malformed(f"{instruction:#04x} is no instruction of a pickle", at)
     except IndexError:
         raise _Ended("truncated: the file ends inside the pickle", len(data)) from None
     raise _Beyond(f"more than {_MOST_INSTRUCTIONS:,} instructions", at)
-
-
-def _end_of_name(data: bytes, at: int) -> int:
-    """Return the offset behind the two lines that name a class or function."""
-    for _ in range(2):
-        end = data.find(b"\n", at, at + _LONGEST_NAME)
-        if end < 0 and at + _LONGEST_NAME > len(data):
-            raise IndexError
-        if end < 0:
-            raise Malformed("the name of a function or class is too long", at)
-        at = end + 1
-    return at
-
-
-def _unknown(instruction: int, at: int) -> Malformed:
-    import pickletools  # not at the top: only a refusal needs it
-
-    for known in pickletools.opcodes:
-        if known.code == chr(instruction):
-            return _Beyond(f"weighin does not know the instruction {known.name}", at)
-    return Malformed(f"{instruction:#04x} is no instruction of a pickle", at)
 
 
 class _Reader(pickle.Unpickler):
@@ -495,7 +473,7 @@ def _called(function: Any, arguments: Any) -> Any:
     name = function.name
     if name in _OTHER_TENSORS:
         title, way = _OTHER_TENSORS[name]
-        return OtherTensor(title, [arguments], way)
+        return Opaque(title, [arguments], way)
     make = _MAKES.get(name)
     if make is None:
         return Opaque(name, [arguments])
@@ -519,9 +497,9 @@ def _ordered(*arguments: Any) -> StateDict:
 
 
 def _size(sizes: Any) -> Size:
-    if not is_sizes(sizes):
-        raise Malformed("a torch.Size is impossible")
-    return Size(sizes)
+    if is_sizes(sizes):
+        return Size(sizes)
+    raise Malformed("a torch.Size is impossible")
 
 
 def _attribute(owner: Any, name: Any) -> Any:
@@ -539,7 +517,7 @@ def _typed(inner: Any, kind: Any, arguments: Any, _state: Any) -> Any:
         return Opaque(inner.name, [arguments])
     leaf = kind.name.rpartition(".")[2]
     if kind.name.startswith("torch.") and leaf in ("DTensor", "ShardedTensor"):
-        return OtherTensor(
+        return Opaque(
             f"{leaf}, of which the file of each rank has a part",
             [arguments],
             "save whole tensors: torch.distributed.checkpoint.state_dict.get_model_state_dict(model,"
@@ -547,18 +525,18 @@ def _typed(inner: Any, kind: Any, arguments: Any, _state: Any) -> Any:
             " torch.distributed.checkpoint, whose folders weighin reads",
         )
     way = _made_plain("dequantize()", "load it with the code of that class")
-    return OtherTensor(f"tensor of the subclass {kind.name}", [arguments], way)
+    return Opaque(f"tensor of the subclass {kind.name}", [arguments], way)
 
 
 def _parameter(tensor: Any, *_: Any) -> Any:
-    if not isinstance(tensor, Slice | OtherTensor):
+    if not (isinstance(tensor, Slice) or (isinstance(tensor, Opaque) and tensor.way)):
         raise Malformed("a parameter is created from something that is not a tensor")
     return tensor
 
 
-def _quantised(source: Any, *_: Any) -> OtherTensor:
+def _quantised(source: Any, *_: Any) -> Opaque:
     dtype = source.dtype if isinstance(source, Storage) else "quint8"
-    return OtherTensor(
+    return Opaque(
         f"quantised tensor (torch.{dtype})", [source], _made_plain("dequantize()")
     )  # fmt: skip
 
@@ -576,7 +554,7 @@ def _tensor(
         and not any(metadata.values())
     ):
         way = _made_plain("resolve_conj().resolve_neg()")
-        return OtherTensor("tensor that is conjugated or negated lazily", [source], way)
+        return Opaque("tensor that is conjugated or negated lazily", [source], way)
     # A list would be copied for each tensor that a crafted pickle makes of it.
     are_tuples = isinstance(shape, tuple) and isinstance(stride, tuple)
     if not (are_tuples and is_sizes(shape) and is_sizes(stride) and is_sizes((offset,))):
@@ -616,7 +594,7 @@ def _tensor_v3(
         raise Malformed(f"the dtype of a tensor is a {type_name(dtype)}")
     if (name := dtype.name.removeprefix("torch.")) not in ITEM_BYTES:
         way = _made_plain("view(torch.uint8)")
-        return OtherTensor(f"tensor of {dtype.name}", [storage], way)
+        return Opaque(f"tensor of {dtype.name}", [storage], way)
     return _tensor(storage, offset, shape, stride, None, None, metadata, name)
 
 

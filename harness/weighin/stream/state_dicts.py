@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.stream.foreign import select_key
-from weighin.stream.pickles import Opaque, OtherTensor, type_name
+from weighin.stream.pickles import Opaque, type_name
 from weighin.stream.slices import Slice
 from weighin.text import first_names, plain, shown
 
@@ -46,7 +46,7 @@ def state_dict(path: Path, value: Any, key: str) -> tuple[dict[str, Slice], dict
     """
     inside = _inner(path, value, key)
     if not isinstance(inside, dict):
-        raise _no_dict(path, inside, value)
+        raise _no_state_dict(path, value, key, {"": inside}, "")
     tensors: dict[str, Slice] = {}
     values: dict[Any, Any] = {}
     for name, item in inside.items():
@@ -56,12 +56,10 @@ def state_dict(path: Path, value: Any, key: str) -> tuple[dict[str, Slice], dict
             values[name] = item
     seen: set[int] = set()
     for name, item in values.items():
-        fits = isinstance(name, str) and (bool(key) or is_extra_state(name))
+        fits = bool(tensors) and isinstance(name, str) and (bool(key) or is_extra_state(name))
         objects = (one for _, one in _walk(item, "", seen)) if fits else ()
-        if not fits or any(isinstance(one, Slice | OtherTensor) for one in objects):
+        if not fits or any(isinstance(one, Slice) or getattr(one, "way", "") for one in objects):
             raise _no_state_dict(path, value, key, values, name)
-    if values and not tensors:
-        raise _no_state_dict(path, value, key, values, next(iter(values)))
     return tensors, values, getattr(inside, "metadata", None)
 
 
@@ -185,20 +183,10 @@ def holds_more(path: Path, place: str, item: Opaque) -> CheckpointError:
     )
 
 
-def unread(path: Path, place: str, tensor: OtherTensor) -> CheckpointError:
+def unread(path: Path, place: str, tensor: Opaque) -> CheckpointError:
     return CheckpointError(
         f"{path}: {place} is a {tensor.kind}; weighin reads plain tensors", tensor.way
     )
-
-
-def _no_dict(path: Path, inside: Any, value: Any) -> CheckpointError:
-    if isinstance(inside, Opaque) and inside.is_foreign:
-        error = holds_more(path, "it", inside)
-    else:
-        what = f"holds a {type_name(inside)}, not a state dict"
-        error = CheckpointError(f"{path}: {what}", _WEIGHTS_ALONE)
-    places = largest(_sizes(value))
-    return CheckpointError(error.message, with_key(places)) if places else error
 
 
 def _no_state_dict(
@@ -206,8 +194,8 @@ def _no_state_dict(
 ) -> CheckpointError:
     """Return the exception for a dict whose item ``name`` cannot be in a state dict.
 
-    ``values`` are the dict's items other than tensors. If torch.load(weights_only=True) refuses an
-    object in them, the message names the first such object instead of ``name``.
+    ``values`` are the dict's items other than tensors, or {"": a value that is no dict}. If
+    torch.load(weights_only=True) refuses an object in them, the message names the first such object.
     """
     item, sizes = values[name], _sizes(value)
     places = largest(sizes)
@@ -215,29 +203,34 @@ def _no_state_dict(
         return all_empty(path)
     seen: set[int] = set()
     objects = [
-        (place, one)
+        (shown(place) if place else "it", one)
         for each in ([name] if key else values)
-        for place, one in _walk(values[each], _join(key, each), seen)
+        for place, one in _walk(values[each], _join(key, each) if each != "" else "", seen)
         if isinstance(one, Opaque)
     ]
+    unreads = [unread(path, *one) for one in objects if one[1].way]
     foreign = next((one for one in objects if one[1].is_foreign), None)
-    for place, one in objects:
-        if isinstance(one, OtherTensor) and not places:
-            return unread(path, shown(place), one)
+    if unreads and not places:
+        return unreads[0]
     if isinstance(name, Opaque):
-        what = f"not a state dict: a dict has a key of type {name.kind}"
-        error = CheckpointError(f"{path}: {what}", _WEIGHTS_ALONE)
+        error = CheckpointError(
+            f"{path}: not a state dict: a dict has a key of type {name.kind}", ""
+        )
+    elif name == "" and (foreign is None or foreign[1] is not item):
+        error = CheckpointError(f"{path}: holds a {type_name(item)}, not a state dict", "")
     elif foreign is None:
         what = f"not a flat state dict: {shown(name)} holds a {type_name(item)}"
-        error = CheckpointError(f"{path}: {what}", _WEIGHTS_ALONE)
+        error = CheckpointError(f"{path}: {what}", "")
     elif foreign[1] is item and type_name(item) == "NumPy array":
         error = CheckpointError(
-            f"{path}: {shown(foreign[0])} is a NumPy array, not a tensor",
+            f"{path}: {foreign[0]} is a NumPy array, not a tensor",
             "save tensors instead: torch.save({name: torch.from_numpy(array) for name, array in ...}, ...)",
         )
     else:
-        error = holds_more(path, shown(foreign[0]), foreign[1])
-    return CheckpointError(error.message, with_key(places)) if places else error
+        error = holds_more(path, *foreign)
+    return CheckpointError(
+        error.message, with_key(places) if places else error.repair or _WEIGHTS_ALONE
+    )
 
 
 def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:

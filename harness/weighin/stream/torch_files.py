@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError
 from weighin.stream import pickles
@@ -39,7 +39,7 @@ from weighin.stream.foreign import (
     unknown,
     unreadable,
 )
-from weighin.stream.pickles import Opaque, OtherTensor, type_name
+from weighin.stream.pickles import Opaque, type_name
 from weighin.stream.slices import Checkpoint, Slice
 from weighin.stream.state_dicts import holds_more, state_dict, unread
 from weighin.text import shown
@@ -95,6 +95,49 @@ class TorchFile:
         return found
 
 
+class _Window:
+    """``length`` bytes of an open file from the byte ``base`` on, as ``zipfile`` reads them.
+
+    A crafted archive cannot have it read any number of bytes.
+    """
+
+    def __init__(self, path: Path, descriptor: int, base: int, length: int) -> None:
+        self.path, self.descriptor, self.base, self.length = path, descriptor, base, length
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
+        at += {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
+        if at < 0:
+            raise zipfile.BadZipFile("the directory lies outside the archive")
+        self._at = at
+        return at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self.length - self._at)
+        size = left if size < 0 else min(size, left)
+        if size > _MOST_DIRECTORY_BYTES:
+            raise CheckpointError(
+                f"{self.path}: the directory has {size:,} bytes, more than the"
+                f" {_MOST_DIRECTORY_BYTES:,} that weighin reads",
+                SHARDS,
+            )
+        data = os.pread(self.descriptor, size, self.base + self._at)
+        self._at += len(data)
+        return data
+
+    def bytes_at(self, at: int, size: int) -> bytes:
+        data = os.pread(self.descriptor, size, self.base + at) if at + size <= self.length else b""
+        if len(data) != size:
+            raise _damaged(self.path, f"truncated: it ends before byte {at + size:,}")
+        return data
+
+
 def read(path: Path, key: str = "") -> Checkpoint:
     """Return the state dict in a file of ``torch.save``; for GPT-2 XL, this takes 0.03 s.
 
@@ -107,46 +150,47 @@ def read(path: Path, key: str = "") -> Checkpoint:
     return found
 
 
-def read_one(path: Path, name: str, archive: IO[bytes] | None = None, base: int = 0) -> Slice:
-    """Return a file's only tensor, under the name ``name``.
-
-    ``archive`` is a zip archive that begins at the byte ``base`` of a file that is no zip itself.
+def read_one(path: Path, name: str, base: int = 0, length: int | None = None) -> Slice:
+    """Return the only tensor in a file, or in the archive of ``length`` bytes that begins at the byte
+    ``base`` of a file, under the name ``name``.
 
     Raises:
         CheckpointError: as for ``open_zip``, or the file holds anything but one tensor.
     """
-    file = open_zip(path) if archive is None else _zip_file(path, archive, base)
+    file = open_zip(path, base, length)
     value = file.value
     if isinstance(value, Slice):
         return file.slice(name, value)
-    if isinstance(value, OtherTensor):
+    if isinstance(value, Opaque) and value.way:
         raise unread(path, shown(name), value)
     if isinstance(value, Opaque) and value.is_foreign:
         raise holds_more(path, "it", value)
     raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", RESAVE)
 
 
-def open_zip(path: Path) -> TorchFile:
+def open_zip(path: Path, base: int = 0, length: int | None = None) -> TorchFile:
     """Return the pickled value of a zip file, and the places of its storages.
 
     Raises:
         CheckpointError: the file is not a zip that ``torch.save`` wrote, or it is damaged.
     """
-    head = check_present(path)
-    if is_legacy(head):
-        what = "written in the format of torch before 1.6, which cannot be mapped"
-        raise CheckpointError(f"{path}: {what}", resaving(path))
-    if not is_zip(head):
-        raise unknown(path, head)
+    if length is None:
+        head = check_present(path)
+        if is_legacy(head):
+            what = "written in the format of torch before 1.6, which cannot be mapped"
+            raise CheckpointError(f"{path}: {what}", resaving(path))
+        if not is_zip(head):
+            raise unknown(path, head)
     try:
         with path.open("rb") as file:
-            return _zip_file(path, file)
+            size = os.fstat(file.fileno()).st_size if length is None else length
+            return _zip_file(_Window(path, file.fileno(), base, size))
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def _zip_file(path: Path, file: IO[bytes], base: int = 0) -> TorchFile:
-    records = _records(path, file)
+def _zip_file(window: _Window) -> TorchFile:
+    path, records = window.path, _records(window)
     texts = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(texts) != 1:
         what = "the archive contains several files data.pkl, but a checkpoint of torch has one"
@@ -159,28 +203,27 @@ def _zip_file(path: Path, file: IO[bytes], base: int = 0) -> TorchFile:
             f" {pickles.MOST_BYTES:,} that weighin reads",
             SHARDS,
         )
-    if (order := records.get(f"{root}byteorder")) and _bytes_at(path, file, *order) != b"little":
+    if (order := records.get(f"{root}byteorder")) and window.bytes_at(*order) != b"little":
         raise _big_endian(path)
-    text = io.BytesIO(_bytes_at(path, file, start, size))
-    pickled = pickles.load(path, text, start, chunk_bytes=size)
+    pickled = pickles.load(path, io.BytesIO(window.bytes_at(start, size)), start, chunk_bytes=size)
     prefix = f"{root}data/"
     places = {
-        name.removeprefix(prefix): (base + at, size)
+        name.removeprefix(prefix): (window.base + at, size)
         for name, (at, size) in records.items()
         if name.startswith(prefix)
     }
     return TorchFile(path, pickled, places)
 
 
-def _records(path: Path, file: IO[bytes]) -> dict[str, Record]:  # noqa: PLR0912 (one for each fault)
+def _records(window: _Window) -> dict[str, Record]:  # noqa: PLR0912 (one for each fault)
     """Return the records of a zip archive, which lie apart in the file and have different names.
 
     Raises:
         CheckpointError: the archive is damaged, too large, encrypted, compressed or not torch's.
     """
-    start_s = time.monotonic()
+    path, start_s = window.path, time.monotonic()
     try:
-        archive = zipfile.ZipFile(_Directory(path, file))
+        archive = zipfile.ZipFile(window)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as error:  # fmt: skip
         if "not a zip file" in str(error):
             what = "truncated: the zip archive has no end record"
@@ -189,7 +232,7 @@ def _records(path: Path, file: IO[bytes]) -> dict[str, Record]:  # noqa: PLR0912
     infos = archive.infolist()
     if recognised := by_records(path, [info.filename for info in infos]):
         raise CheckpointError(f"{path}: {recognised[0]}", recognised[1])
-    headers = _headers_ahead(file, infos, late=time.monotonic() - start_s >= LATE_S)
+    headers = _headers_ahead(window, infos, late=time.monotonic() - start_s >= LATE_S)
     records: dict[str, Record] = {}
     folded: dict[bytes, str] = {}
     for info in infos:
@@ -214,7 +257,7 @@ def _records(path: Path, file: IO[bytes]) -> dict[str, Record]:  # noqa: PLR0912
             )
         at, header = info.header_offset, headers.get(info.header_offset, b"")
         if len(header) < _LOCAL_BYTES and 0 <= at <= archive.start_dir - _LOCAL_BYTES:
-            header = _bytes_at(path, file, at, _LOCAL_BYTES)
+            header = window.bytes_at(at, _LOCAL_BYTES)
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         records[name] = at + _LOCAL_BYTES + lengths, info.file_size
         if not header.startswith(b"PK\3\4") or sum(records[name]) > archive.start_dir:
@@ -229,33 +272,8 @@ def _records(path: Path, file: IO[bytes]) -> dict[str, Record]:  # noqa: PLR0912
     return records
 
 
-class _Directory:
-    """The file as ``zipfile`` reads it: a crafted archive cannot have it read any number of bytes."""
-
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        self._path, self._file = path, file
-        self.tell = file.tell
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
-        if at < 0 and whence == os.SEEK_SET:
-            raise zipfile.BadZipFile("the directory lies outside the archive")
-        return self._file.seek(at, whence)
-
-    def read(self, size: int = -1) -> bytes:
-        if size > _MOST_DIRECTORY_BYTES:
-            raise CheckpointError(
-                f"{self._path}: the directory has {size:,} bytes, more than the"
-                f" {_MOST_DIRECTORY_BYTES:,} that weighin reads",
-                SHARDS,
-            )
-        return self._file.read(size) or b""
-
-
 def _headers_ahead(
-    file: IO[bytes], infos: Iterable[zipfile.ZipInfo], *, late: bool
+    window: _Window, infos: Iterable[zipfile.ZipInfo], *, late: bool
 ) -> dict[int, bytes]:
     """Ask the kernel to read the records' own headers ahead. If ``late`` (the disk answers slowly, as
     storage behind a network does), read all of them at the same time, and return them by offset.
@@ -263,11 +281,9 @@ def _headers_ahead(
     These reads bypass the page cache where they can: FUSE sends at most 12 requests of read-ahead at
     a time.
     """
-    try:
-        descriptor = file.fileno()
-    except OSError:
-        return {}  # an archive inside another file has few records
-    size = os.fstat(descriptor).st_size
+    if window.base:  # an archive inside another file has few records
+        return {}
+    descriptor, size = window.descriptor, window.length
     blocks: dict[int, list[int]] = {}
     for info in (info for info in infos if 0 <= info.header_offset < size):
         at = info.header_offset
@@ -302,14 +318,6 @@ def _headers_ahead(
             }
     finally:
         os.close(direct)
-
-
-def _bytes_at(path: Path, file: IO[bytes], at: int, size: int) -> bytes:
-    file.seek(at)
-    data = file.read(size) or b""
-    if len(data) != size:
-        raise _damaged(path, f"truncated: it ends before byte {at + size:,}")
-    return data
 
 
 def _open_legacy(path: Path, key: str) -> TorchFile:
