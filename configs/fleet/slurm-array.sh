@@ -11,7 +11,10 @@
 # A job that is requeued resumes its shard. To submit one shard again:
 #   sbatch --array=3 slurm-array.sh suite.yaml /shared/run 8
 # When all jobs have ended:
-#   weighin merge /shared/run/shard-* --out /shared/run/whole
+#   mkdir /shared/run/whole
+#   cat /shared/run/shard-*/records.jsonl > /shared/run/whole/records.jsonl
+#   cp -r /shared/run/shard-*/samples /shared/run/whole
+#   weighin report /shared/run/whole
 set -eu
 suite=$1
 folder=$2

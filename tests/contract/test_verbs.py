@@ -13,8 +13,6 @@ from snapshots import Compare
 
 ELSEWHERE = {"report", "compare", "check", "history", "recommend", "predict"}
 """Verbs whose documents other files of this folder keep."""
-LEFT_OUT = {"merge"}
-"""Folders of one plan are to be read together without this verb."""
 HERE = {"doctor", "list", "bench", "run", "floor", "inspect", "convert", "cache"}
 
 KEPT = (
@@ -46,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_verb_has_its_document_here() -> None:
     typed = {name.split()[1] for name in verbs() if " " in name}
-    assert typed == HERE | ELSEWHERE | LEFT_OUT
+    assert typed == HERE | ELSEWHERE
 
 
 def test_the_document_and_the_record_of_a_measured_load(place: Path, same: Compare) -> None:

@@ -7,7 +7,6 @@ import pytest
 @pytest.mark.parametrize(
     ("module", "file"),
     [
-        ("run/merge.py", "test_merge.py"),
         ("run/listener.py", "test_messages.py"),
         ("predict/dispatch.py", "test_predict.py"),  # in a process of its own
         ("gate/freeze.py", "test_freeze.py"),  # by way of the command line

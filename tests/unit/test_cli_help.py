@@ -100,13 +100,6 @@ VERBS = {
             "weighin check results/RUN --baseline baseline.json --github --json c.json",
         ],
     ),
-    ("merge",): (
-        "Join the records of several runs of one plan, such as the runs of --shard, into a new run.",
-        [
-            "weighin merge results/shard-1 results/shard-2 --out results/whole",
-            "weighin merge results/shard-* --out results/whole --json -",
-        ],
-    ),
     ("history",): (
         "Show a metric over all runs in a folder, and list the runs where the metric changed level.",
         [
@@ -167,7 +160,7 @@ VERBS = {
     ),
 }
 
-ORDER = "doctor list bench run floor merge report compare check history recommend predict inspect convert cache"
+ORDER = "doctor list bench run floor report compare check history recommend predict inspect convert cache"
 PANELS = ["Before a run", "Measure", "Read and compare", "Choose", "Checkpoints"]
 
 

@@ -19,7 +19,6 @@ KEYS = {
     "bench": {"run", "series", "warnings", "files"},
     "run": {"run", "series", "warnings", "files"},
     "floor": {"run", "floors", "files"},
-    "merge": {"run", "records", "missing", "missing_shards"},
     "report": {"run", "series", "warnings", "files"},
     "compare": {"runs", "common", "rows", "warnings"},
     "check": {"passed", "summary", "lines"},

@@ -1,10 +1,7 @@
 """Where cells' groups can be made, and the memory that is there: on trees of every kind."""
 
-import atexit
-import fcntl
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -82,111 +79,6 @@ def test_a_process_in_the_leaf_finds_the_scope_again(v2: Kernel) -> None:
     assert [each.name for each in group.iterdir() if each.is_dir()] == ["weighin-parent"]
 
 
-def begun(
-    v2: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Path, Path, list[Callable[[], None]]]:
-    """Return a scope that weighin uses, its leaf, and what weighin does at its exit."""
-    exits: list[Callable[[], None]] = []
-    monkeypatch.setattr(atexit, "register", lambda *called: exits.append(partial(*called)))
-    group = scope(v2)
-    refuse_root(v2)
-    cgroup.groups_root()
-    return group, group / "weighin-parent", exits
-
-
-@pytest.mark.parametrize("is_last", [True, False])
-def test_processes_move_back_when_the_last_weighin_that_uses_the_scope_exits(
-    v2: Kernel, monkeypatch: pytest.MonkeyPatch, is_last: bool
-) -> None:
-    group, leaf, exits = begun(v2, monkeypatch)
-    if not is_last:
-        cgroup.groups_root.cache_clear()
-        cgroup.groups_root()  # by another process
-    exits.pop()()
-    ours = [str(os.getpid())]
-    assert (group / "cgroup.procs").read_text().split() == (ours if is_last else [])
-    assert leaf.exists() is not is_last
-    for at_exit in exits:
-        at_exit()
-    assert (group / "cgroup.procs").read_text().split() == ours
-    assert (group / "cgroup.subtree_control").read_text() == ""
-    assert not leaf.exists()
-
-
-@pytest.mark.parametrize("moment", ["before the lock", "after the look at the controller"])
-def test_a_weighin_that_exits_while_another_starts_leaves_it_the_controller(
-    v2: Kernel, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    group, leaf, exits = begun(v2, monkeypatch)
-    cgroup.groups_root.cache_clear()
-    first, flock, read_text = [exits.pop()], fcntl.flock, Path.read_text
-
-    def lock(descriptor: int, operation: int) -> None:
-        if first and operation == fcntl.LOCK_SH and moment == "before the lock":
-            first.pop()()
-        flock(descriptor, operation)
-
-    def read(path: Path) -> str:
-        text = read_text(path)
-        if first and path == group / "cgroup.subtree_control" and moment.startswith("after"):
-            first.pop()()
-        return text
-
-    monkeypatch.setattr(fcntl, "flock", lock)
-    monkeypatch.setattr(Path, "read_text", read)
-    assert cgroup.groups_root() == group
-    assert not first
-    ours = [str(os.getpid())]
-    assert (group / "cgroup.subtree_control").read_text().split() == ["memory"]
-    assert (leaf / "cgroup.procs").read_text().split() == ours
-    for at_exit in exits:
-        at_exit()
-    assert (group / "cgroup.procs").read_text().split() == ours
-    assert (group / "cgroup.subtree_control").read_text() == ""
-    assert not leaf.exists()
-
-
-def test_two_weighins_that_start_at_once_both_use_the_leaf(
-    v2: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exits: list[Callable[[], None]] = []
-    monkeypatch.setattr(atexit, "register", lambda *called: exits.append(partial(*called)))
-    group = scope(v2)
-    refuse_root(v2)
-    others, read_text = [cgroup.groups_root.__wrapped__], Path.read_text
-
-    def read(path: Path) -> str:
-        if others and path == group / "cgroup.subtree_control":
-            others.pop()()
-        return read_text(path)
-
-    monkeypatch.setattr(Path, "read_text", read)
-    assert cgroup.groups_root() == group
-    exits.pop()()
-    assert (group / "cgroup.subtree_control").read_text().split() == ["memory"]
-    exits.pop()()
-    assert (group / "cgroup.subtree_control").read_text() == ""
-
-
-def test_a_process_that_ends_before_it_is_moved_does_not_keep_the_others(
-    v2: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exits: list[Callable[[], None]] = []
-    monkeypatch.setattr(atexit, "register", lambda *called: exits.append(partial(*called)))
-    group, leaf = scope(v2, pid=1001), v2.memory / "user.scope" / "weighin-parent"
-    for pid in (1002, os.getpid()):
-        v2.put(pid, group)
-    v2.ended = {1001}
-    refuse_root(v2)
-    assert cgroup.groups_root() == group
-    ours = ["1002", str(os.getpid())]
-    assert (leaf / "cgroup.procs").read_text().split() == ours
-    v2.ended = {1002}
-    exits.pop()()
-    assert (group / "cgroup.procs").read_text().split() == ours[1:]
-    assert not leaf.exists()
-
-
 def test_processes_that_start_while_others_are_moved_are_moved_too(
     v2: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,22 +96,29 @@ def test_processes_that_start_while_others_are_moved_are_moved_too(
     assert len((leaf / "cgroup.procs").read_text().split()) == 3
 
 
-def test_processes_go_back_if_the_controller_cannot_be_enabled_after_all(
+def test_a_process_that_ends_before_it_is_moved_does_not_keep_the_others(v2: Kernel) -> None:
+    group, leaf = scope(v2, pid=1001), v2.memory / "user.scope" / "weighin-parent"
+    v2.put(os.getpid(), group)
+    v2.ended = {1001}
+    refuse_root(v2)
+    assert cgroup.groups_root() == group
+    assert (leaf / "cgroup.procs").read_text().split() == [str(os.getpid())]
+
+
+def test_a_group_whose_processes_fork_again_and_again_is_no_root(
     v2: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = scope(v2)
     refuse_root(v2)
     put, numbers = v2.put, count(1001)
 
-    def fork(pid: int, target: Path) -> None:  # again and again
+    def fork(pid: int, target: Path) -> None:
         put(pid, target)
         if target.name == "weighin-parent":
             put(next(numbers), group)
 
     monkeypatch.setattr(v2, "put", fork)
     assert cgroup.groups_root() is None
-    assert str(os.getpid()) in (group / "cgroup.procs").read_text().split()
-    assert not (group / "weighin-parent").exists()
 
 
 def test_a_scope_without_the_memory_controller_is_no_root(v2: Kernel) -> None:

@@ -27,7 +27,6 @@ READERS = (
     ("compare", "theirs", "theirs"),
     ("history", "."),
     ("bench", "--resume", "theirs"),
-    ("merge", "theirs", "--out", "merged"),
 )
 
 
@@ -49,7 +48,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("verb", ["report", "run --resume", "merge --out merged"])
+@pytest.mark.parametrize("verb", ["report", "run --resume"])
 def test_no_word_of_a_command_reaches_a_terminal_or_a_log_as_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
@@ -102,16 +101,6 @@ def test_a_link_at_the_name_of_an_unfinished_file_is_not_written_through(
     (tmp_path / f".report.md.{os.getpid()}.tmp").symlink_to(mine)
     write_text(tmp_path / "report.md", "two")
     assert (mine.read_text(), (tmp_path / "report.md").read_text()) == ("mine", "two")
-
-
-def test_merge_copies_no_file_to_which_a_link_leads(theirs: Path, tmp_path: Path) -> None:
-    (mine := tmp_path / "mine").write_text("secret")
-    cell = make_cell(options={"x": 1})
-    (samples,) = [name for name in run_folder.paths_of(cell) if name.startswith("samples/")]
-    (theirs / "samples").mkdir()
-    (theirs / samples).symlink_to(mine)
-    assert "symbolic link" in typed(("merge", "theirs", "--out", "merged"))
-    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("name", ["records.jsonl", "plan.json", "samples", ".room"])

@@ -28,7 +28,6 @@ VERBS = {
     "bench": BENCH,
     "run": ("run", "--resume", "commands", "--trust"),
     "floor": ("floor", "gpt2-tiny", "--isolation", "cgroup", "--out", "floors"),
-    "merge": ("merge", "parts/1", "--out", "parts/whole"),
     "report": ("report", "runs/a", "--format", "csv"),
     "compare": ("compare", "runs/a", "runs/b"),
     "check": ("check", "runs/a", "--budget", "peak_rss <= 2 x model", "--all"),
@@ -54,8 +53,6 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 result.cell, outcome=result.outcome, started_at=started, environment=ENVIRONMENT
             )
             run_folder.append(folder / "runs" / name, again)
-    run_folder.write_plan(Path("parts/1"), [make_cell("streaming"), make_cell("baseline")])
-    run_folder.append(Path("parts/1"), make_result(make_cell("streaming")))
     cells = [Cell.of_command("true", ("true",), "process", repeat=repeat) for repeat in (0, 1)]
     settings = settings_of(*cells, cwd=str(folder)).as_json()
     run_folder.write_plan(Path("commands"), cells, settings)

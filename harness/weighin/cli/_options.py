@@ -265,8 +265,7 @@ shard = click.option(
     "--shard",
     metavar="I/N",
     help="Measure only every N-th cell (measurement) of the run, beginning with the I-th cell:"
-    " --shard 2/8 measures cells 2, 10, 18, and so on. When all N shards are measured, `weighin"
-    " merge` joins their runs into one run.",
+    " --shard 2/8 measures cells 2, 10, 18, and so on.",
 )
 markdown = click.option(
     "--markdown",

@@ -22,7 +22,7 @@ from weighin.run import interrupts
 
 PANELS: Final[dict[str, Sequence[str]]] = {
     "Before a run": ("doctor", "list"),
-    "Measure": ("bench", "run", "floor", "merge"),
+    "Measure": ("bench", "run", "floor"),
     "Read and compare": ("report", "compare", "check", "history"),
     "Choose": ("recommend", "predict"),
     "Checkpoints": ("inspect", "convert", "cache"),

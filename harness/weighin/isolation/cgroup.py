@@ -9,9 +9,7 @@ group in the v2 tree, because only v2 has PSI. A group's name contains the pid o
 that made the group, so that a later run can remove the groups of a killed run.
 """
 
-import atexit
 import errno
-import fcntl
 import itertools
 import os
 import shutil
@@ -56,8 +54,7 @@ _numbers = itertools.count()
 def groups_root() -> Path | None:
     """Return a folder in which this user can create cgroups with a memory limit, or None.
 
-    The processes of a delegated group, this one among them, may move into a leaf of it, and back when
-    the last process of weighin that uses the group exits.
+    The processes of a delegated group, this one among them, may move into a leaf of it.
     """
     hierarchy = memory_hierarchy()
     if hierarchy is None:
@@ -130,69 +127,25 @@ def _group_of(pid: int) -> Path | None:
 def _enables_memory(folder: Path) -> bool:
     """Enable the memory controller for groups in ``folder``; say if this user can make such groups.
 
-    The leaf is locked first: the last weighin that uses it switches the controller off at its exit.
+    The kernel refuses it while the group has processes, which therefore move into a leaf, and stay.
     """
     control, leaf = folder / "cgroup.subtree_control", folder / PARENT_LEAF
     if not os.access(folder, os.W_OK):
         return False
     for _ in range(_TRIES):
-        users = None
         try:
-            users = _lock(leaf)
             if "memory" not in control.read_text().split():
-                if users is not None:
-                    _move(folder, leaf)
                 control.write_text("+memory")
-        except OSError as error:
-            if users is None and error.errno == errno.EBUSY:  # the group has processes
-                with suppress(OSError):
-                    leaf.mkdir()
-                continue
-            if users is not None:
-                _give_back(folder, users, os.getpid())
-            return False
-        if users is not None:
-            atexit.register(_give_back, folder, users, os.getpid())
-        if users is not None or not leaf.exists():  # another weighin may have made it just now
             return True
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                return False
+        with suppress(OSError):
+            leaf.mkdir(exist_ok=True)
+            for pid in (folder / "cgroup.procs").read_text().split():
+                with suppress(ProcessLookupError):  # it has ended
+                    (leaf / "cgroup.procs").write_text(pid)
     return False
-
-
-def _lock(leaf: Path) -> int | None:
-    """Open the leaf and lock it together with others; None if it does not exist, or no longer."""
-    with suppress(FileNotFoundError):
-        users = os.open(leaf, os.O_RDONLY)
-        fcntl.flock(users, fcntl.LOCK_SH)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(users), leaf.stat()):
-                return users
-        os.close(users)  # while this process waited for the lock, another weighin removed the leaf
-    return None
-
-
-def _give_back(folder: Path, users: int, owner: int) -> None:
-    """Move the processes of the leaf back into ``folder``, unless another weighin uses the group, and
-    so has locked the leaf, which is open as ``users``.
-    """
-    if os.getpid() != owner:  # a fork of the process that uses the group
-        return
-    with suppress(OSError):
-        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (folder / "cgroup.subtree_control").write_text("-memory")
-        _move(folder / PARENT_LEAF, folder)
-        (folder / PARENT_LEAF).rmdir()
-    os.close(users)
-
-
-def _move(source: Path, target: Path) -> None:
-    """Move the processes of a group, also those that they start meanwhile."""
-    for _ in range(_TRIES):
-        pids = (source / "cgroup.procs").read_text().split()
-        for pid in pids:
-            with suppress(ProcessLookupError):  # it has ended
-                (target / "cgroup.procs").write_text(pid)
-        if not pids:
-            break
 
 
 def roots() -> list[Path]:
