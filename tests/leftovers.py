@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 _PATIENCE_S = 60.0
 
@@ -105,13 +104,40 @@ def wait_until(happened: Callable[[], object], what: str, patience_s: float = _P
         time.sleep(0.01)
 
 
-def printed(worker: Any, number: int = 1) -> list[bytes]:
-    """Return the lines that a worker has printed, when they are at least ``number``."""
-    lines: list[bytes] = []
+class Piped:
+    """The pipes of a process that a test starts as a worker: what it gets, and what it prints."""
 
-    def has_printed() -> bool:
-        lines[:] = worker.channel._tail.split(b"\n")[:-1]
-        return len(lines) >= number
+    def __init__(self) -> None:
+        (stdin, self._to), (self._from, out) = os.pipe(), os.pipe()
+        self.streams = (stdin, out, out)
+        self._text = b""
 
-    wait_until(has_printed, f"the worker has not printed {number} lines")
-    return lines
+    def send(self, data: bytes) -> None:
+        with suppress(BrokenPipeError):
+            os.write(self._to, data)
+
+    def end_input(self) -> None:
+        os.close(self._to)
+        self._to = -1
+
+    def started(self) -> None:
+        """Close the process's own ends, which it has now."""
+        for end in {*self.streams}:
+            os.close(end)
+
+    def printed(self, number: int = 1) -> list[bytes]:
+        """Return the lines that were printed, when they are at least ``number``."""
+        while self._text.count(b"\n") < number and (data := os.read(self._from, 65536)):
+            self._text += data
+        return self._text.split(b"\n")[:-1]
+
+    def rest(self) -> str:
+        """Return all that was printed, at the end of all that print."""
+        while data := os.read(self._from, 65536):
+            self._text += data
+        return self._text.decode()
+
+    def close(self) -> None:
+        for end in (self._to, self._from):
+            if end >= 0:
+                os.close(end)

@@ -176,8 +176,7 @@ class Body:
 @dataclass(frozen=True, slots=True)
 class Job:
     """A cell, with the files that its worker (measured process) reads: their paths as the worker sees
-    them. ``rank`` is None for the worker that starts several ranks, or is alone. ``listener`` is the
-    socket to which the worker reports.
+    them. ``rank`` is None for the worker that starts several ranks, or is alone.
     """
 
     cell: Cell
@@ -191,7 +190,6 @@ class Job:
     body: Body | None = None
     rank: int | None = None
     use_path: str = ""
-    listener: str = ""
 
 
 def with_arguments(name: str, kwargs: Mapping[str, Any]) -> str:
@@ -209,13 +207,12 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def encode_job(job: Job) -> bytes:
-    """Return the job as a line of JSON, the first line that a worker reads."""
-    return json.dumps(asdict(job)).encode() + b"\n"
+def encode_job(job: Job) -> str:
+    return json.dumps(asdict(job))
 
 
-def decode_job(line: bytes) -> Job:
-    fields: dict[str, Any] = json.loads(line)
+def decode_job(text: str) -> Job:
+    fields: dict[str, Any] = json.loads(text)
     cell = fields.pop("cell")
     cell["command"] = tuple(cell["command"])
     model = ModelSpec(**cell.pop("model"))

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil, inf
 from time import monotonic
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from weighin.files import parse_json
 
@@ -108,53 +108,35 @@ class Lines:
         return self._lines.pop(0)
 
 
-class Pipes:
-    """This process's ends of the pipes to a process's standard input and standard error, without buffers.
+class Tail:
+    """Reads what processes print into a pipe, in a thread, so that none waits; keeps the last 64 KiB."""
 
-    A thread reads standard error, so that no process waits for a reader.
-    """
-
-    def __init__(self, stdin: IO[bytes], stderr: IO[bytes]) -> None:
-        self._stdin, self._stderr = stdin, stderr
-        self._tail, self._is_over = b"", False
+    def __init__(self, file: int) -> None:
+        self._file, self._text, self._is_over = file, b"", False
         self._reader = threading.Thread(target=self._read, name="stderr", daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        file = self._stderr.fileno()
         while not self._is_over:
-            if ready([file], _REST_S):
-                if not (data := os.read(file, _PART_BYTES)):
+            if ready([self._file], _REST_S):
+                if not (data := os.read(self._file, _PART_BYTES)):
                     return
-                self._tail = (self._tail + data)[-STDERR_KEPT_BYTES:]
+                self._text = (self._text + data)[-STDERR_KEPT_BYTES:]
 
     @property
-    def stderr_tail(self) -> bytes:
-        """The last 64 KiB that the process printed to standard error, or that a child of it did.
-
-        Until the stream ends, reading takes 0.5 s; a child that is left may keep the stream open.
-        """
+    def text(self) -> bytes:
+        """What was printed until now; this takes 0.5 s while any process keeps the pipe open."""
         self._reader.join(_REST_S)
-        return self._tail
-
-    def send(self, line: bytes) -> None:
-        """Write a line to the process; do nothing if the process has ended."""
-        if not self._stdin.closed:
-            write(self._stdin.fileno(), line)
-
-    def end_input(self) -> None:
-        self._stdin.close()
+        return self._text
 
     def close(self) -> None:
-        """Close both files; repeated calls do nothing."""
-        self.end_input()
         self._reader.join(_REST_S)
         self._is_over = True
         self._reader.join()
-        self._stderr.close()
+        os.close(self._file)
 
 
-class Child(Pipes):
+class Child:
     """A running child in a session and process group of its own, which Ctrl-C does not reach.
 
     With ``sends``, its standard output has lines, which ``receive`` returns; else both outputs are one.
@@ -177,16 +159,30 @@ class Child(Pipes):
         )
         self.pid = self._popen.pid
         self.process = open_process(self.pid)
-        stdin, stdout = self._popen.stdin, self._popen.stdout
-        assert stdin and stdout
-        self._lines = Lines(stdout.fileno())
-        super().__init__(stdin, self._popen.stderr or stdout)
+        assert self._popen.stdout
+        self._lines = Lines(self._popen.stdout.fileno())
+        self._stderr = Tail(os.dup((self._popen.stderr or self._popen.stdout).fileno()))
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def stderr_tail(self) -> bytes:
+        return self._stderr.text
+
+    def send(self, line: bytes) -> None:
+        """Write a line to the process; do nothing if the process has ended."""
+        assert self._popen.stdin
+        if not self._popen.stdin.closed:
+            write(self._popen.stdin.fileno(), line)
+
+    def end_input(self) -> None:
+        assert self._popen.stdin
+        self._popen.stdin.close()
 
     def receive(self, timeout_s: float = inf) -> bytes | None:
         return self._lines.receive(timeout_s, self.process)
@@ -207,15 +203,18 @@ class Child(Pipes):
 
         If the child does not end in ``PATIENCE_S``, it raises TimeoutError.
         """
-        if self._is_over:
+        if self._is_closed:
             return
+        self._is_closed = True
         self.kill()
         try:
             self.wait(PATIENCE_S)
         finally:
-            super().close()
-            assert self._popen.stdout
-            self._popen.stdout.close()
+            self.end_input()
+            self._stderr.close()
+            for file in (self._popen.stdout, self._popen.stderr):
+                if file:
+                    file.close()
             if self.process is not None:
                 os.close(self.process)
 

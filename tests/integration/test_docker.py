@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import leftovers
@@ -16,7 +17,7 @@ import pytest
 from weighin import child_process
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.errors import IsolationUnavailable
-from weighin.isolation.base import Exit, Running
+from weighin.isolation.base import Exit, Running, Streams
 from weighin.isolation.docker import DockerIsolation, DockerStarted, _close_stream
 from weighin.probes.cgroup import MemoryCgroup, this_process
 from weighin.run.loads import LoadSpec
@@ -38,24 +39,33 @@ def isolation() -> DockerIsolation:
     return isolation
 
 
+piped: dict[Running, leftovers.Piped] = {}
+"""The pipes of each worker of a test."""
+
+
 @pytest.fixture
 def start(isolation: DockerIsolation) -> Iterator[Start]:
     """Start a Python program as a worker; closes it after the test."""
-    started: list[DockerStarted] = []
 
     def start(
         code: str, limit_bytes: int | None = None, seen: Sequence[Path] = ()
     ) -> DockerStarted:
         command = (sys.executable, "-c", textwrap.dedent(code))
-        paths = map(str, seen)
-        running = isolation.start(cell(limit_bytes), command, mounts=paths)
+        paths, pipes = map(str, seen), leftovers.Piped()
+        try:
+            streams = Streams(*pipes.streams)
+            running = isolation.start(cell(limit_bytes), command, "", streams, paths)
+        finally:
+            pipes.started()
         assert isinstance(running, DockerStarted)
-        started.append(running)
-        return started[-1]
+        piped[running] = pipes
+        return running
 
     yield start
-    for running in started:
+    while piped:
+        running, pipes = piped.popitem()
         running.close()
+        pipes.close()
     assert containers(isolation) == []
 
 
@@ -73,8 +83,7 @@ def ended(running: Running) -> Exit:
 
 def lines(running: Running) -> list[str]:
     ended(running)
-    text: str = running.channel.stderr_tail.decode()
-    return text.splitlines()
+    return piped[running].rest().splitlines()
 
 
 def test_a_limit_kills_and_its_counters_outlive_the_worker(start: Start) -> None:
@@ -85,7 +94,7 @@ def test_a_limit_kills_and_its_counters_outlive_the_worker(start: Start) -> None
     cmdline = Path(f"/proc/{running.pid}/cmdline")  # empty while it becomes another program
     leftovers.wait_until(lambda: b"bytearray" in cmdline.read_bytes(), "not the worker's pid")
     assert cgroup.read_oom_kills() == 0
-    running.channel.send(b"\n")
+    piped[running].send(b"\n")
     assert ended(running) == Exit(code=None, signal=signal.SIGKILL)
     assert cgroup.read_oom_kills() == 1
     peak = int(cgroup.file("peak").read_text())
@@ -144,7 +153,7 @@ def test_what_a_worker_prints_is_complete(start: Start) -> None:
 def test_the_end_of_stdin_reaches_the_worker(start: Start) -> None:
     running = start("import sys; sys.stdin.read(); sys.exit(5)")
     assert not running.wait(0.3)
-    running.channel.end_input()
+    piped[running].end_input()
     assert ended(running) == Exit(5)
 
 
@@ -161,7 +170,7 @@ def test_an_acknowledgement_that_nobody_read_does_not_release_the_container(star
     running = start("import os; os.kill(os.getpid(), 9)")
     ended(running)
     for _ in range(3):
-        running.channel.send(b"\n")
+        piped[running].send(b"\n")
     time.sleep(0.2)
     assert running.cgroup
     assert (running.cgroup / "cgroup.procs").read_text().split() == [str(running._first_pid)]
@@ -176,7 +185,7 @@ def test_kill_ends_the_worker_and_its_children_only(start: Start) -> None:
         time.sleep(60)
         """
     )
-    assert leftovers.printed(running) == [b"up"]
+    assert piped[running].printed() == [b"up"]
     running.kill()
     assert ended(running) == Exit(code=None, signal=signal.SIGKILL)
     assert running.cgroup
@@ -254,18 +263,23 @@ def test_start_gives_the_worker_the_paths_that_it_can_read(
 ) -> None:
     for name in ("w.pt", "w.json", "mine.py"):
         (tmp_path / name).write_text(name)
-    code = "import json; j = json.loads(input()); print(*[open(j[k]).read() for k in j if k in "
-    code += "('checkpoint', 'manifest', 'strategy_path')])"
-    command = (sys.executable, "-c", code)
-    monkeypatch.setattr(child_process, "module", lambda _: command)
+    code = "import json, sys; j = json.load(open(sys.argv[1] + '/job')); print(*[open(j[k]).read()"
+    code += " for k in j if k in ('checkpoint', 'manifest', 'strategy_path')])"
+    monkeypatch.setattr(
+        child_process, "module", lambda *words: (sys.executable, "-c", code, words[1])
+    )
     checkpoint, manifest, strategy = (str(tmp_path / n) for n in ("w.pt", "w.json", "mine.py"))
     load = LoadSpec(Job(cell(256 * MIB), checkpoint, manifest, strategy))
-    running = load.start(isolation, Path("/nowhere/listener"))
-    try:
-        assert lines(running) == ["w.pt w.json mine.py"]
-    finally:
-        running.close()
-        running.close()
+    (folder := tmp_path / "cell").mkdir()
+    with ExitStack() as opened:
+        load.enter(opened)
+        running = load.start(isolation, folder)
+        try:
+            ended(running)
+            assert load.printed and load.printed.text == b"w.pt w.json mine.py\n"
+        finally:
+            running.close()
+            running.close()
 
 
 def test_an_interrupt_during_the_start_leaves_nothing(
@@ -292,9 +306,10 @@ def test_an_interrupt_during_the_start_leaves_nothing(
 STARTING = """
     import os, signal, sys
     from weighin.cell import Cell, ModelSpec
+    from weighin.isolation.base import Streams
     from weighin.isolation.docker import DockerIsolation
     cell = Cell(ModelSpec("m", "x:y"), "mine", "docker")
-    DockerIsolation().start(cell, ["sleep", "600"])
+    DockerIsolation().start(cell, ["sleep", "600"], streams=Streams(*[os.open(os.devnull, 2)] * 3))
 """
 
 

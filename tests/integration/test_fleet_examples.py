@@ -76,8 +76,8 @@ def test_the_jobs_of_slurms_script_measure_the_suite_together(command: CommandLi
     assert len(records.read_text().splitlines()) == 2
     whole = command.folder / "runs/whole"
     whole.mkdir()
-    records = [path.read_text() for path in whole.parent.glob("shard-*/records.jsonl")]
-    (whole / "records.jsonl").write_text("".join(records))
+    texts = [path.read_text() for path in whole.parent.glob("shard-*/records.jsonl")]
+    (whole / "records.jsonl").write_text("".join(texts))
     results = run_folder.read(whole).results
     assert {result.cell.strategy for result in results} == {"baseline", "sequential", "streaming"}
     assert {result.outcome for result in results} == {"ok"}

@@ -1,6 +1,7 @@
 """A worker that plays a script: what it says, how it ends, and what was said to it."""
 
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ import pytest
 from weighin.cell import Job, decode_job
 from weighin.child_process import encode_event
 from weighin.isolation.base import Exit
+from weighin.phase_reporter import JOB, SOCKET
 from weighin.probes.cgroup import Counters
 from weighin.probes.process_table import ProcessTable
 from weighin.probes.sampler import Sampler
@@ -26,18 +28,6 @@ Step = bytes | Callable[[], None] | type[TimeoutError]
 
 ENVIRONMENT = {"torch": "2.13.0"}
 OK = Exit(0)
-
-
-class FakeChannel:
-    """The standard error of a played worker."""
-
-    def __init__(self, stderr_tail: bytes) -> None:
-        self.stderr_tail = stderr_tail
-        self.send: Callable[[bytes], None] = lambda _: None
-        self.closed = 0
-
-    def close(self) -> None:
-        self.closed += 1
 
 
 class KnownListener(Listener):
@@ -126,7 +116,8 @@ class FakeRunning:
     ) -> None:
         """``inside`` is all that a ``Watch`` sees of this worker (``play``)."""
         self.script = deque(script)
-        self.channel = FakeChannel(stderr_tail)
+        self.stderr_tail = stderr_tail
+        self.closed = 0
         self.listener: Any = None
         self.pid: Any = pid
         if inside:
@@ -167,7 +158,7 @@ class FakeRunning:
         self.script.clear()
 
     def close(self) -> None:
-        self.channel.close()
+        self.closed += 1
 
 
 class PlayedIsolation:
@@ -193,15 +184,14 @@ class PlayedIsolation:
         self.steps.append("prepare")
         progress("building")
 
-    def start(self, *_: Any) -> Any:
+    def start(self, *arguments: Any) -> Any:
+        _, command, _, streams, _ = arguments
         script = self._scripts.popleft() if len(self._scripts) > 1 else self._scripts[0]
-        running = FakeRunning(script, inside=self._inside, stderr_tail=self.stderr_tail)
-
-        def take(line: bytes) -> None:
-            self.jobs.append(job := decode_job(line))
-            running.listener = KnownListener.by_path.get(job.listener)
-
-        running.channel.send = take
+        running = FakeRunning(script, inside=self._inside)
+        folder = Path(command[-1])
+        self.jobs.append(decode_job((folder / JOB).read_text()))
+        running.listener = KnownListener.by_path.get(str(folder / SOCKET))
+        os.write(streams.stderr, self.stderr_tail)
         return running
 
     def remove_stale(self) -> list[str]:
@@ -233,7 +223,8 @@ def begin(name: str, t_ns: int = 0) -> bytes:
 
 
 def baseline(t_ns: int = 100, mib: int = 300) -> bytes:
-    return event("baseline", t_ns=t_ns, memory=memory(mib), import_ns=50, environment=ENVIRONMENT)
+    before = {"baseline_ns": t_ns, "baseline": memory(mib)}
+    return event("baseline", **before, import_ns=50, environment=ENVIRONMENT)
 
 
 def phase(name: str, peak_mib: int = 300, **changes: Any) -> bytes:
@@ -250,11 +241,11 @@ def phase(name: str, peak_mib: int = 300, **changes: Any) -> bytes:
 
 
 def loaded(load_ns: int = 1000) -> bytes:
-    return event("loaded", load_ns=load_ns)
+    return event("told", load_ns=load_ns)
 
 
 def ready(t_ns: int = 2000, touch_ns: int = 200) -> bytes:
-    return event("ready", t_ns=t_ns, touch_ns=touch_ns)
+    return event("ready", ready_at_ns=t_ns, touch_ns=touch_ns)
 
 
 def done(first_use_ns: int | None = 30, marks_ns: int = 4) -> bytes:
@@ -262,4 +253,4 @@ def done(first_use_ns: int | None = 30, marks_ns: int = 4) -> bytes:
 
 
 def failed(outcome: str, message: str) -> bytes:
-    return event("failed", outcome=outcome, message=message)
+    return event("told", outcome=outcome, message=message)

@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fakes
@@ -60,6 +61,7 @@ def followed(
     kind: Any = type("PlayedSpec", (LoadSpec,), {"before_load": lambda _: before_load()})
     spec = kind(job, settings=settings, on_phase=on_phase)
     spec.disk = disk
+    spec.printed = SimpleNamespace(text=running.stderr_tail)
     with tempfile.TemporaryDirectory() as folder:
         running.listener = KnownListener(Path(folder), ranks)
         watch = Watch(spec, running.listener, reference)
@@ -70,7 +72,7 @@ def followed(
         finally:
             watch.close()
     result = measuring.result_of(spec, watch, 0, 10**18)
-    return replace(result, environment=watch.ranks[0].environment), watch
+    return replace(result, environment=watch.ranks[0].told.environment), watch
 
 
 def watched(running: FakeRunning, say: Callable[[str], None] = lambda _: None) -> Result:

@@ -12,6 +12,7 @@ import pytest
 
 from weighin.errors import IsolationUnavailable
 from weighin.isolation import cgroup
+from weighin.isolation.base import Streams
 from weighin.isolation.cgroup import temporary_group
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
 from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, start_time, this_process
@@ -61,12 +62,19 @@ def test_a_group_that_cannot_be_removed_says_the_kernels_reason(
     (file := tmp_path / "weighin.1-1.0" / "cgroup.procs").parent.mkdir()
     file.touch()  # as in no cgroup: rmdir says ENOTEMPTY
     monkeypatch.setattr(cgroup, "PATIENCE_S", 0)
-    running = Started(("true",), groups=[file.parent])
+    running = Started(("true",), groups=[file.parent], is_worker=True)
     running.wait(60)
     with pytest.raises(IsolationUnavailable) as caught:
         running.close()
     assert caught.value.message == f"cannot remove the cgroup {file.parent}: Directory not empty"
     assert caught.value.repair == f"rmdir {file.parent}"
+
+
+def worker(pipes: leftovers.Piped, script: str, groups: list[Path]) -> Started:
+    command, streams = ("/bin/sh", "-c", script), Streams(*pipes.streams)
+    running = Started(command, groups=groups, streams=streams, is_worker=True)
+    pipes.started()
+    return running
 
 
 @pytest.mark.cgroup
@@ -86,17 +94,18 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
     for file in groups[0].glob("memory.memsw.limit_in_bytes"):
         file.write_text(str(96 << 20))
     script = f"echo in; read go; group={groups[0]}; limit={name}; {script}; echo done; read go"
-    running = Started(("/bin/sh", "-c", script), groups=groups)
+    pipes = leftovers.Piped()
+    running = worker(pipes, script, groups)
     try:
         assert running.pid
-        assert leftovers.printed(running) == [b"in"]
+        assert pipes.printed() == [b"in"]
         memory = Sampler(
             running.pid, running.members, MemoryCgroup(groups[0]), loading=[running.pid]
         )
         assert memory.pids()
         assert memory.escape == ""
-        running.channel.send(b"go\n")
-        assert leftovers.printed(running, 2) == [b"in", b"done"]
+        pipes.send(b"go\n")
+        assert pipes.printed(2) == [b"in", b"done"]
         memory.pids()
         assert escape in memory.escape
         assert bool(memory.escape) == bool(escape)
@@ -104,20 +113,24 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
         memory.close()
     finally:
         running.close()
+        pipes.close()
 
 
 @pytest.mark.cgroup
 def test_a_child_that_left_the_cgroup_ends_with_the_worker() -> None:
     groups = cgroup.make()
     script = f"sleep 60 & echo $! > {groups[0]}/../cgroup.procs; echo $!"
-    running = Started(("/bin/sh", "-c", script), groups=groups)
-    child = int(leftovers.printed(running)[0])
+    pipes = leftovers.Piped()
+    running = worker(pipes, script, groups)
+    child = int(pipes.printed()[0])
     running.close()
+    pipes.close()
     leftovers.wait_until(lambda: start_time(child) is None, "the child lives on")
 
 
 OWNS_A_GROUP = """
 import os, subprocess, sys
+from weighin.isolation.base import Streams
 from weighin.isolation.cgroup import temporary_group
 from weighin.isolation.process import WORKER_VARIABLE, ProcessTree
 environment = os.environ | {WORKER_VARIABLE: ProcessTree(adopts=False).mark}

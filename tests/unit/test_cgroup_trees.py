@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cgroup_trees import Kernel, installed
-from leftovers import printed, wait_until
+from leftovers import Piped, wait_until
 from scripts import JOB
 
 from weighin.cell import Cell
@@ -202,9 +202,12 @@ def test_a_worker_is_in_all_its_groups_before_its_first_instruction(
     kernel: Kernel,
 ) -> None:
     cell = replace(JOB.cell, ram_limit_bytes=64 * MIB, environment={"MODE": "fast"})
-    running = CgroupIsolation().start(cell, ("sh", "-c", 'echo "$$ $MODE"; exec cat'))
+    pipes = Piped()
+    command = ("sh", "-c", 'echo "$$ $MODE"; exec cat')
+    running = CgroupIsolation().start(cell, command, "", Streams(*pipes.streams))
+    pipes.started()
     try:
-        assert printed(running) == [f"{running.pid} fast".encode()]
+        assert pipes.printed() == [f"{running.pid} fast".encode()]
         groups = kernel.groups()
         assert {group.parent for group in groups} == set(roots(kernel))
         assert {(g / "cgroup.procs").read_text() for g in groups} == {"0"}  # it entered itself
@@ -212,6 +215,7 @@ def test_a_worker_is_in_all_its_groups_before_its_first_instruction(
         assert MemoryCgroup(running.cgroup).read("limit") == 64 * MIB
     finally:
         running.close()
+        pipes.close()
     assert kernel.groups() == []
 
 
@@ -219,7 +223,7 @@ def endings() -> dict[str, Callable[[list[Path]], None]]:
     """The ways in which the processes of a cell's groups are ended."""
 
     def kill_worker(groups: list[Path]) -> None:
-        running = Started(("true",), groups=groups)
+        running = Started(("true",), groups=groups, is_worker=True)
         assert running.reap() == Exit(0)
         running.kill()
         running.close()

@@ -77,10 +77,9 @@ def test_the_repeats_of_a_suite_are_bounded(tmp_path: Path) -> None:
     [
         b'{"event":"phase"}',
         b'{"event":"begin","name":7,"t_ns":1}',
-        b'{"event":"ready","t_ns":"x","touch_ns":{}}',
-        b'{"event":"baseline"}',
-        b'{"event":"note","text":"x","rank":5}',
-        b'{"event":"failed","outcome":"perfect","message":""}',
+        b'{"event":"ready","ready_at_ns":"x","touch_ns":{}}',
+        b'{"event":"told","notes":["x"],"id":5}',
+        b'{"event":"told","outcome":"perfect","message":""}',
         b'{"event":["unhashable"]}',
         b'{"event":"done","first_use_ns":null,"marks_ns":1,"more":1}',
     ],

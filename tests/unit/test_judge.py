@@ -9,7 +9,7 @@ from factories import make_cell
 from weighin.isolation.base import Exit
 from weighin.probes.cgroup import Counters
 from weighin.probes.gpu_memory import Trace
-from weighin.result import Cost, Memory, Outcome, Written
+from weighin.result import Outcome
 from weighin.run import listener as messages
 from weighin.run.judge import Evidence, judge, where
 from weighin.run.listener import Reported
@@ -22,14 +22,13 @@ def told(*lines: bytes) -> Reported:
     track = Reported()
     for line in lines:
         match messages.decode(line)[1]:
-            case messages.Baseline() as message:
-                track.take_baseline(message, Counters(usage_bytes=7))
             case messages.PhaseEnd() as message:
                 track.end(message, Counters(), resets_group=False)
             case messages.Begin() as message:
                 track.begin(message, Counters(), resets_group=False)
-            case messages.Message() as message:
+            case messages.Told() as message:
                 track.take(message)
+                track.current = None if message.baseline else track.current
     return track
 
 
@@ -277,48 +276,15 @@ def test_ready_is_the_load_and_one_reading_of_every_byte(
     lines: tuple[bytes, ...], load_ns: int | None, ready_ns: int | None
 ) -> None:
     track = told(*lines)
-    assert (track.load_ns, track.ready_ns) == (load_ns, ready_ns)
-
-
-@pytest.mark.parametrize(
-    ("lines", "cost"),
-    [
-        ((), Cost(0)),
-        (BASELINE, Cost(0, import_ns=50)),
-        (LOADED, Cost(0, import_ns=50, load_ns=1000)),
-        (READY, Cost(0, import_ns=50, load_ns=1000, touch_ns=200)),
-        (DONE, Cost(0, 50, 1000, 200, 30, 4)),
-    ],
-)
-def test_where_the_time_went(lines: tuple[bytes, ...], cost: Cost) -> None:
-    assert Cost(0, **told(*lines).times) == cost
-
-
-def test_the_baseline_has_the_cgroups_charge() -> None:
-    track = told(*BASELINE)
-    assert track.baseline == Memory(**fakes.memory(300) | {"cgroup_bytes": 7})
-    assert track.environment == fakes.ENVIRONMENT
-
-
-def test_looks_at_the_gpu_are_kept_in_their_order() -> None:
-    points: list[Any] = [[1, 10, 100], [2, 20, 200]]
-    track = told(fakes.event("cuda", points=points), fakes.event("cuda", points=[[3, 30, 300]]))
-    assert track.cuda_points == [(1, 10, 100), (2, 20, 200), (3, 30, 300)]
+    assert (track.told.load_ns, track.ready_ns) == (load_ns, ready_ns)
 
 
 def test_a_trace_comes_in_pieces() -> None:
     pieces: list[list[Any]] = [[[1, "alloc", 5]], [[2, "free_completed", 5]]]
     lines = [
-        fakes.event("trace", requested_bytes=3, reserved_bytes=4, events=piece) for piece in pieces
+        fakes.event("told", requested_bytes=3, reserved_bytes=4, events=piece) for piece in pieces
     ]
     assert told(*lines).trace == Trace(3, 4, [(1, "alloc", 5), (2, "free_completed", 5)])
-
-
-def test_a_save_tells_the_size_of_what_it_wrote() -> None:
-    sizes = {"file_bytes": 5, "disk_bytes": 8, "files": 2}
-    saved = told(*LOADED, fakes.event("ready", t_ns=1, touch_ns=2, written=sizes))
-    assert saved.written == Written(**sizes)
-    assert told(*READY).written is None
 
 
 def test_a_gap_that_counts_as_a_phase_does_not_move_the_rank_that_hangs() -> None:

@@ -27,7 +27,7 @@ def traced(requested_peak: int, run: Path) -> Any:
         fakes.baseline(),
         fakes.phase("read", peak_cuda_requested_bytes=requested_peak),
         fakes.loaded(),
-        event("trace", requested_bytes=0, reserved_bytes=0, events=events),
+        event("told", requested_bytes=0, reserved_bytes=0, events=events),
         ready(),
         done(),
     ]
@@ -252,4 +252,4 @@ def test_a_watch_that_fails_releases_its_worker(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="odd"):
         measure(Noting([*BASELINE, done()], inside=Broken()), tmp_path, JOB, [], None)
-    assert started[0].channel.closed == 1
+    assert started[0].closed == 1

@@ -14,6 +14,7 @@ import pytest
 from weighin import child_process
 from weighin.child_process import adopt_orphans
 from weighin.isolation import cgroup
+from weighin.isolation.base import Streams
 from weighin.isolation.process import Started
 from weighin.probes.cgroup import MemoryCgroup, start_time
 from weighin.probes.sampler import Sampler
@@ -41,7 +42,9 @@ def test_processes_that_left_the_workers_session_are_sampled(
     monkeypatch.setattr(child_process, "is_program", True)
     command = (sys.executable, "-c", CHILDREN)
     groups: list[Path] = cgroup.make() if name == "cgroup" else []
-    running = Started(command, groups=groups)
+    pipes = leftovers.Piped()
+    streams = Streams(*pipes.streams)
+    running = Started(command, groups=groups, streams=streams, is_worker=True)
     try:
         assert running.pid
         memory = Sampler(
@@ -50,7 +53,7 @@ def test_processes_that_left_the_workers_session_are_sampled(
             MemoryCgroup(groups[0]) if groups else None,
             loading=[running.pid],
         )
-        assert leftovers.printed(running, 2) == [b"held"] * 2
+        assert pipes.printed(2) == [b"held"] * 2
 
         def sees_both() -> bool:
             memory.read(1, memory.pids())
@@ -62,6 +65,8 @@ def test_processes_that_left_the_workers_session_are_sampled(
         memory.close()
     finally:
         running.close()
+        pipes.started()
+        pipes.close()
 
 
 BARE = """
@@ -81,10 +86,12 @@ def test_a_daemon_without_the_environment_ends_with_the_worker_and_others_childr
     bare = partial(subprocess.Popen, ["sleep", "99"], env={}, start_new_session=True)
     hosts = [bare()]
     time.sleep(0.05)  # several ticks of the kernel's clock, so that the worker starts later
-    running = Started((sys.executable, "-c", BARE))
+    pipes = leftovers.Piped()
+    streams = Streams(*pipes.streams)
+    running = Started((sys.executable, "-c", BARE), streams=streams, is_worker=True)
     if not is_program:
         hosts.append(bare())
-    daemon = int(leftovers.printed(running)[0])
+    daemon = int(pipes.printed()[0])
     try:
         running.wait(60)
         assert start_time(daemon) is not None
@@ -96,6 +103,8 @@ def test_a_daemon_without_the_environment_ends_with_the_worker_and_others_childr
             one.wait()
         if lives_on:
             os.kill(daemon, signal.SIGKILL)
+    pipes.started()
+    pipes.close()
     assert lives_on is not is_program
     assert not any(code is not None for code in hosts_ended)
     assert not adopt_orphans(adopt=False)

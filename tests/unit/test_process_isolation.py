@@ -6,14 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-from leftovers import lives, printed, wait_until
+from leftovers import Piped, lives, wait_until
 from scripts import JOB
 
 from weighin import child_process
@@ -285,7 +285,7 @@ def test_a_worker_of_which_a_process_is_another_users(
     tmp_path: Path, anothers: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
-    running = Started(("sh", "-c", f"cd {tmp_path}; {DAEMON} exit 4"))
+    running = Started(("sh", "-c", f"cd {tmp_path}; {DAEMON} exit 4"), is_worker=True)
     pid = daemon(tmp_path)
     anothers.add(pid)
     assert running.reap() == Exit(4)
@@ -304,7 +304,7 @@ def test_a_worker_that_cannot_start_leaves_no_adoption(
 ) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
     with pytest.raises(FileNotFoundError):
-        Started((str(tmp_path / "no-such-program"),))
+        Started((str(tmp_path / "no-such-program"),), is_worker=True)
     assert not adopt_orphans(adopt=False)
 
 
@@ -312,17 +312,24 @@ WORKER = ("sh", "-c", f'echo "$MODE,${{{PHASES_VARIABLE}-none}},$PYTHONPATH"; ex
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+def pipes() -> Iterator[Piped]:
+    with closing(Piped()) as pipes:
+        yield pipes
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch, pipes: Piped) -> Iterator[Started]:
     monkeypatch.setenv(PHASES_VARIABLE, "/of/another/program")
     cell = replace(JOB.cell, environment={"MODE": "fast"})
-    running = ProcessIsolation().start(cell, WORKER)
+    running = ProcessIsolation().start(cell, WORKER, "", Streams(*pipes.streams))
+    pipes.started()
     yield running
     running.close()
 
 
-def test_a_worker_gets_its_variables_and_then_what_is_sent(worker: Started) -> None:
-    worker.channel.send(b"a job\n")
-    variables, job = printed(worker, 2)
+def test_a_worker_gets_its_variables_and_then_what_is_sent(worker: Started, pipes: Piped) -> None:
+    pipes.send(b"a job\n")
+    variables, job = pipes.printed(2)
     mode, phases, path = variables.split(b",")
     assert (mode, phases) == (b"fast", b"none")
     assert path.split(b":")[0] == os.fsencode(Path(process.__file__).parents[2])
@@ -339,12 +346,13 @@ def test_a_worker_that_is_killed_or_closed_ends(worker: Started) -> None:
 
 
 def test_a_child_of_a_worker_in_its_own_session_ends_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipes: Piped
 ) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
     script = f"read go; cd {tmp_path}; {DAEMON} exit 4"
-    running = Started(("sh", "-c", script))
-    running.channel.send(b"\n")  # the mark is given to a process that has started
+    streams = Streams(*pipes.streams)
+    running = Started(("sh", "-c", script), streams=streams, is_worker=True)
+    pipes.send(b"\n")  # the mark is given to a process that has started
     pid = daemon(tmp_path)
     assert running.reap() == Exit(4)
     assert lives(pid)
@@ -439,12 +447,12 @@ def test_an_exit_as_a_shell_tells_it(ended: Exit, code: int | None, name: str) -
 
 
 def test_a_worker_that_does_not_end_is_an_error_and_its_children_end(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipes: Piped
 ) -> None:
     monkeypatch.setattr(child_process, "is_program", True)
-    running = Started(("sh", "-c", f"read go; cd {tmp_path}; {DAEMON} read go"))
-    assert running.channel
-    running.channel.send(b"\n")
+    command = ("sh", "-c", f"read go; cd {tmp_path}; {DAEMON} read go")
+    running = Started(command, streams=Streams(*pipes.streams), is_worker=True)
+    pipes.send(b"\n")
     pid = daemon(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Started, "reap", lambda _: Exit(None, still_runs=True))

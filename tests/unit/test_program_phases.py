@@ -398,7 +398,7 @@ def test_a_socket_that_is_removed_and_closed_meanwhile_raises_nothing(tmp_path: 
     listener.watch(None)
     reporter = Reporter(listener.environment[VARIABLE])
     begun = reporter.begin("read")
-    (tmp_path / "phases").unlink()
+    listener.inner.path.unlink()
     listener.close()
     reporter.end(begun)
     reporter.end(reporter.begin("again"))
@@ -414,7 +414,7 @@ def test_a_socket_that_is_removed_and_closed_meanwhile_raises_nothing(tmp_path: 
         b'{"event": "begin", "id": true, "name": "x"}\n',
         b'{"event": "begin", "id": 1, "name": ["x"]}\n',
         b'{"event": "end", "id": 1, "t_ns": 1.5}\n',
-        b'{"event": "loaded", "id": 1}\n',
+        b'{"event": "told", "id": 1}\n',
     ],
 )
 def test_a_message_of_another_shape_ends_its_connection_alone(
@@ -492,13 +492,13 @@ def test_a_program_that_plays_a_worker_changes_no_figure(tmp_path: Path) -> None
     listener.watching.peak_bytes = 7
     connection = Connection(listener.environment[VARIABLE], 10.0)
     memory = {"rss_bytes": 1, "anon_bytes": 1, "file_bytes": 0, "shmem_bytes": 0}
-    baseline = {"event": "baseline", "t_ns": 1, "memory": memory, "import_ns": 1, "environment": {}}
+    baseline = {"event": "baseline", "baseline_ns": 1, "baseline": memory, "import_ns": 1}
     connection.send(baseline, wait=True)
     connection.send({"event": "done", "first_use_ns": None, "marks_ns": 0}, wait=True)
     connection.drop()
     listener.close()
     (main,) = listener.inner.by_process.values()
-    assert (listener.peak_bytes, main.baseline, main.done) == (7, None, False)
+    assert (listener.peak_bytes, main.told.baseline, main.is_done) == (7, None, False)
 
 
 def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
@@ -514,7 +514,7 @@ def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
         answered.append(rank)
 
     for rank, connection in enumerate(connections):
-        connection.send({"event": "rank", "rank": rank}, wait=False)
+        connection.send({"event": "told", "rank": rank}, wait=False)
     first = threading.Thread(target=meet, args=(0,))
     first.start()
     wait_until(lambda: taken, "the message was not taken")

@@ -218,7 +218,7 @@ WRITTEN = Written(file_bytes=3 * GIB, disk_bytes=3 * GIB + 4096, files=2)
 
 
 def test_a_worker_that_saves_becomes_a_result() -> None:
-    ready = event("ready", t_ns=2000, touch_ns=200, written=asdict(WRITTEN))
+    ready = event("ready", ready_at_ns=2000, touch_ns=200, written=asdict(WRITTEN))
     script = [*BASELINE, phase("write", 500), loaded(), phase("sync", 400), ready, done(None)]
     result = watched(FakeRunning(script))
     assert (result.outcome, result.written, result.ready_ns) == (Outcome.OK, WRITTEN, 1200)

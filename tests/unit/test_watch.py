@@ -279,7 +279,7 @@ def test_only_a_forward_pass_that_fails_after_a_right_load_is_the_models_fault(
 
 def test_looks_at_the_gpu_join_the_samples_that_follow_them(sampler: type[FakeSampler]) -> None:
     sampler.seen = tuple(map(sample, (5, 10, 19, 20, 99)))
-    points = event("cuda", points=[[10, 1, 100], [20, 2, 200]])
+    points = event("told", points=[[10, 1, 100], [20, 2, 200]])
     _, seen = followed(FakeRunning([points], pid=1))
     assert [(s.cuda_allocated_bytes, s.cuda_driver_bytes) for s in seen.samples] == [
         (None, None), (1, 100), (1, 100), (2, 200), (2, 200),
@@ -310,7 +310,9 @@ def test_the_allocators_peaks_are_the_largest_of_the_load() -> None:
 def gpu_baseline() -> bytes:
     environment = fakes.ENVIRONMENT | {"gpu": "Example", "gpu_uuid": "GPU-ab"}
     memory = fakes.memory(300)
-    return event("baseline", t_ns=100, memory=memory, import_ns=50, environment=environment)
+    return event(
+        "baseline", baseline_ns=100, baseline=memory, import_ns=50, environment=environment
+    )
 
 
 def test_the_driver_is_asked_for_this_very_process(
@@ -319,7 +321,7 @@ def test_the_driver_is_asked_for_this_very_process(
     monkeypatch.setitem(sys.modules, "pynvml", Nvml([(7, 900), (1, 512)]))
     later_ns = time.monotonic_ns() + 10**12
     sampler.seen = (sample(50), sample(later_ns))
-    points = event("cuda", points=[[60, 300, 100_000]])
+    points = event("told", points=[[60, 300, 100_000]])
     result, seen = followed(FakeRunning([gpu_baseline(), points], pid=1))
     assert [(one.cuda_allocated_bytes, one.cuda_driver_bytes) for one in seen.samples] == [
         (None, None),
@@ -335,7 +337,7 @@ def test_without_nvml_the_figure_is_the_gpus_and_a_warning_says_why(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Nvml([(7, 900)]))
     sampler.seen = (sample(100), sample(110), sample(120))
-    points = event("cuda", points=[[105, 300, 100_000], [115, 200, 90_000]])
+    points = event("told", points=[[105, 300, 100_000], [115, 200, 90_000]])
     script = [gpu_baseline(), points, phase("a"), fakes.loaded(), ready(), done()]
     result = watched(FakeRunning(script, pid=1))
     assert result.peaks.cuda_driver_sampled_bytes == 100_000
@@ -346,14 +348,14 @@ def test_without_nvml_the_figure_is_the_gpus_and_a_warning_says_why(
 
 
 def test_what_the_worker_notes_becomes_a_warning() -> None:
-    note = event("note", text="a part of a GPU")
+    note = event("told", notes=["a part of a GPU"])
     assert watched(FakeRunning([*BASELINE, note, *DONE[len(BASELINE) :]])).warnings == (
         "a part of a GPU",
     )
 
 
 def test_a_refusal_of_the_gpu_keeps_the_allocators_summary() -> None:
-    refused = event("failed", outcome="cuda_oom", message="no room", summary="| a |\n| b |")
+    refused = event("told", outcome="cuda_oom", message="no room", summary="| a |\n| b |")
     result = watched(FakeRunning([*LOADED, refused], Exit(1)))
     assert (result.outcome, result.message) == (Outcome.CUDA_OOM, "no room")
     assert result.allocator_summary == "| a |\n| b |"

@@ -4,45 +4,25 @@ import contextlib
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from weighin.cell import Cell
-from weighin.child_process import Pipes, signal_each, wait_for_end
+from weighin.child_process import signal_each, wait_for_end
 from weighin.probes.cgroup import PeakMark
 
 
 class Streams(NamedTuple):
-    """Descriptors for a command's standard streams; None stands for the stream of this process."""
+    """Descriptors for a process's standard streams; None stands for the stream of this process."""
 
     stdin: int | None = None
     stdout: int | None = None
     stderr: int | None = None
 
 
-@contextlib.contextmanager
-def connected(streams: Streams | None) -> Iterator[tuple[Streams, Pipes | None]]:
-    """Yield ``streams``; if there are none, those of a worker, with this process's ends of them.
-
-    The worker must have started by the end of the ``with`` block, which closes the worker's ends.
-    """
-    if streams:
-        yield streams, None
-        return
-    (stdin, to), (err, stderr) = os.pipe(), os.pipe()
-    channel = Pipes(FileIO(to, "wb"), FileIO(err, "rb"))
-    try:
-        try:
-            yield Streams(stdin, stderr, stderr), channel
-        finally:
-            os.close(stdin)
-            os.close(stderr)
-    except BaseException:
-        channel.close()
-        raise
+OWN_STREAMS: Final = Streams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +59,6 @@ class Running(ABC):
     # What weighin cannot see; after ``close``, also the processes that it was not allowed to kill.
     unseen = ""
     shares_terminal = False  # whether the terminal itself sends Ctrl-C to the command
-    channel: Any = None  # the ``Pipes`` through which a worker gets its job; None for a command
     # The peak of the cgroup, if it was reset at the start; on cgroup v2, only this open file of the
     # kernel knows of the reset.
     mark: PeakMark | None = None
@@ -120,8 +99,6 @@ class Running(ABC):
             StillRunning, IsolationUnavailable: a process, cgroup or container remains; the others
                 were removed.
         """
-        if self.channel:
-            self.channel.close()  # first, because a copying of output might wait for it
         if self.mark:
             self.mark.close()
         if self.process is not None:
@@ -147,14 +124,13 @@ class Isolation(Protocol):
         cell: Cell,
         command: Sequence[str],
         folder: str = "",
-        streams: Streams | None = None,
+        streams: Streams = OWN_STREAMS,
         mounts: Iterable[str] = (),
     ) -> Running:
-        """Start a process of a cell; the cell's limits hold before its first instruction.
+        """Start the worker or the command of a cell; the cell's limits hold before its first instruction.
 
-        With ``streams``, it is a user's command, which runs in ``folder``; without, it is a worker, with
-        a ``channel``. A container sees ``folder``, where it may write, and ``mounts``, all at the same
-        paths as here.
+        A command runs in ``folder``. A container sees ``folder``, where it may write, and ``mounts``,
+        all at the same paths as here.
         """
 
     def remove_stale(self) -> list[str]:

@@ -134,12 +134,14 @@ def _enables_memory(folder: Path) -> bool:
         return False
     for _ in range(_TRIES):
         try:
-            if "memory" not in control.read_text().split():
-                control.write_text("+memory")
-            return True
+            if "memory" in control.read_text().split():
+                return True
+            control.write_text("+memory")
         except OSError as error:
             if error.errno != errno.EBUSY:
                 return False
+        else:
+            return True
         with suppress(OSError):
             leaf.mkdir(exist_ok=True)
             for pid in (folder / "cgroup.procs").read_text().split():

@@ -41,7 +41,7 @@ from weighin import child_process
 from weighin.cell import Cell, ModelSpec
 from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import visible
-from weighin.isolation.base import Exit, Isolation, Running, Streams, connected
+from weighin.isolation.base import OWN_STREAMS, Exit, Isolation, Running, Streams
 from weighin.probes import cgroup as groups
 from weighin.probes import environment
 from weighin.units import MIB
@@ -95,7 +95,9 @@ class DockerIsolation(Isolation):
         """Raise IsolationUnavailable unless a process in a container can be started and seen here."""
         if self._info.get("ID") not in _tried:
             check_engine(self._info)
-            self.start(Cell(ModelSpec("", ""), "check", self.name), [":"]).close()
+            with Path(os.devnull).open("r+b", buffering=0) as nothing:
+                streams = Streams(*[nothing.fileno()] * 3)
+                self.start(Cell(ModelSpec("", ""), "check", self.name), [":"], "", streams).close()
             _tried.add(self._info.get("ID"))
 
     def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
@@ -122,19 +124,20 @@ class DockerIsolation(Isolation):
         cell: Cell,
         command: Sequence[str],
         folder: str = "",
-        streams: Streams | None = None,
+        streams: Streams = OWN_STREAMS,
         mounts: Iterable[str] = (),
     ) -> Running:
-        image, mounts = self._image if streams else "", [*mounts]
-        if streams and folder in ("", "/"):
+        is_worker, mounts = cell.operation != "command", [*mounts]
+        image = "" if is_worker else self._image
+        if not is_worker and folder in ("", "/"):
             raise ConfigError(
                 f"the current folder {folder or '(deleted)'} cannot be mounted into a container",
                 "cd to the folder of the program",
             )
-        for path in mounts if streams else ():
+        for path in () if is_worker else mounts:
             if not Path(path).exists():
                 raise ConfigError(f"--mount {path}: there is no such file or folder")
-        variables = {"TERM": os.environ["TERM"]} if streams and "TERM" in os.environ else {}
+        variables = {"TERM": os.environ["TERM"]} if not is_worker and "TERM" in os.environ else {}
         shell: Sequence[str] = visible.SHELL
         if image:
             shell, files = visible.own_shell()
@@ -146,7 +149,7 @@ class DockerIsolation(Isolation):
             command = (*(described.get("Entrypoint") or ()), *command)
         else:
             variables |= {"PATH": os.environ.get("PATH", os.defpath), "HOME": _TMP}
-            if not streams:
+            if is_worker:
                 variables |= environment.settings()
                 variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
                 variables["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -154,9 +157,9 @@ class DockerIsolation(Isolation):
             binds = visible.binds([*visible.of_machine(), *libraries], [folder, *mounts])
         # Root in a container of a rootless engine is this user.
         user = "" if "name=rootless" in self._options else f"{os.getuid()}:{os.getgid()}"
-        where = {"user": user, "workdir": folder if streams else _TMP}
+        where = {"user": user, "workdir": _TMP if is_worker else folder}
         written = (folder, os.path.realpath(folder)) if folder else ()
-        host = {"security_opt": ["label=disable"], **({} if streams else _CLOSED)}
+        host = {"security_opt": ["label=disable"], **(_CLOSED if is_worker else {})}
         host["mounts"] = [Mount(t, s, "bind", read_only=t not in written) for t, s in binds.items()]
         container = self._create(cell, image or self._empty_image, shell, host, where)
         variables |= cell.environment
@@ -247,7 +250,7 @@ class DockerIsolation(Isolation):
 
 
 class DockerStarted(Running):
-    """A worker or, with ``streams``, a command in a container."""
+    """A worker or a command in a container."""
 
     def __init__(
         self,
@@ -256,7 +259,7 @@ class DockerStarted(Running):
         shell: Sequence[str],
         command: Sequence[str],
         variables: Mapping[str, str],
-        streams: Streams | None,
+        streams: Streams,
         limit_bytes: int | None,
         where: Mapping[str, str],
     ) -> None:
@@ -269,8 +272,7 @@ class DockerStarted(Running):
         passed = [f"{n}={value}" for n, value in variables.items() if n not in NOT_FOR_SHELLS]
         line = [*shell, "-c", _BARRIER, "sh", *apart, "--", *command]
         try:
-            with connected(streams) as (own, self.channel):
-                self._pump = _Pump(self, own)
+            self._pump = _Pump(self, streams)
             terminal = self._pump.is_terminal
             with explained("run a container"):
                 asked = {"stdin": 1, "stream": 1}

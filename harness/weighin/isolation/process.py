@@ -19,7 +19,7 @@ from weighin import child_process
 from weighin.cell import Cell
 from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, StillRunning
 from weighin.isolation import cgroup
-from weighin.isolation.base import Exit, Isolation, Running, Streams, connected
+from weighin.isolation.base import OWN_STREAMS, Exit, Isolation, Running, Streams
 from weighin.probes.cgroup import (
     is_left_behind,
     members_of,
@@ -66,10 +66,12 @@ class ProcessIsolation(Isolation):
         cell: Cell,
         command: Sequence[str],
         folder: str = "",
-        streams: Streams | None = None,
+        streams: Streams = OWN_STREAMS,
         _mounts: Iterable[str] = (),
     ) -> "Started":
-        return Started(command, cell.environment, self._groups(cell), folder, streams)
+        is_worker = cell.operation != "command"
+        groups = self._groups(cell)
+        return Started(command, cell.environment, groups, folder, streams, is_worker=is_worker)
 
     def _groups(self, _cell: Cell) -> list[Path]:
         return []
@@ -128,11 +130,10 @@ class CgroupIsolation(ProcessIsolation):
 
 
 class Started(Running):
-    """A worker or, with ``streams``, a command. It enters ``groups`` before its first instruction.
+    """A worker or a command. It enters ``groups`` before its first instruction.
 
-    A worker has pipes (``channel``), and a session and process group of its own, so that Ctrl-C in a
-    terminal does not reach it. A command has this process's session and process group, and may use
-    the terminal. Without cgroups, weighin adopts a command's orphans until ``close``, which removes
+    A worker has a session and process group of its own, so that Ctrl-C in a terminal does not reach
+    it. A command has this process's session and process group, and may use the terminal. Without cgroups, weighin adopts a command's orphans until ``close``, which removes
     the cgroups.
     """
 
@@ -144,7 +145,9 @@ class Started(Running):
         environment: Mapping[str, str] | None = None,
         groups: Sequence[Path] = (),
         folder: str = "",
-        streams: Streams | None = None,
+        streams: Streams = OWN_STREAMS,
+        *,
+        is_worker: bool = False,
     ) -> None:
         """Start the process.
 
@@ -155,18 +158,17 @@ class Started(Running):
         self._tree: ProcessTree | None = None
         variables = os.environ | dict(environment or {})
         if not groups:
-            self.unseen = _UNSEEN + (_UNSEEN_OF_COMMAND if streams else "")
-        if not groups or not streams:
-            self._tree = ProcessTree(adopts=bool(streams) or child_process.is_program)
+            self.unseen = _UNSEEN + ("" if is_worker else _UNSEEN_OF_COMMAND)
+        if not groups or is_worker:
+            self._tree = ProcessTree(adopts=not is_worker or child_process.is_program)
             variables[WORKER_VARIABLE] = self._tree.mark
-        if not streams:
+        if is_worker:
             # If weighin itself is measured, its worker must not report to the outer weighin.
             variables.pop(PHASES_VARIABLE, None)
             variables["PYTHONPATH"] = os.pathsep.join(child_process.CODE_PATH)
         try:
-            with connected(streams) as (own, self.channel):
-                where = folder if streams else ""
-                self._popen = _start(command, variables, groups, where, own, apart=not streams)
+            where = "" if is_worker else folder
+            self._popen = _start(command, variables, groups, where, streams, apart=is_worker)
         except BaseException:
             if self._tree:
                 self._tree.end()

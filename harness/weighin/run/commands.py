@@ -18,6 +18,7 @@ from weighin.errors import Interrupted
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.process import PASSED
+from weighin.phase_reporter import SOCKET
 from weighin.plan.start import files_in
 from weighin.plan.task import Planned, Progress, Run
 from weighin.probes import mounts
@@ -69,11 +70,11 @@ class CommandSpec(Spec):
         relaying = output.relaying(self.settings, self.cell, at_ready)
         self._output = opened.enter_context(relaying)
 
-    def start(self, isolation: Isolation, listener: Path) -> Running:
-        environment = self.cell.environment | {VARIABLE: str(listener)}
+    def start(self, isolation: Isolation, folder: Path) -> Running:
+        environment = self.cell.environment | {VARIABLE: str(folder / SOCKET)}
         cell = replace(self.cell, environment=environment)
         settings, streams = self.settings, self._output.streams
-        mounts = (*settings.mounts, str(listener.parent))
+        mounts = (*settings.mounts, str(folder))
         return isolation.start(cell, cell.command, settings.cwd, streams, mounts)
 
     def begun(self, running: Running) -> None:

@@ -82,7 +82,7 @@ def _of_load(end: Evidence) -> tuple[Outcome, str]:
         return Outcome.TIMEOUT, message + (f"; {end.stalled}" if end.stalled else "")
     if stopped:
         return Outcome.THRASHING, f"{verdict.why_killed(stopped)}; {where(ranks)}"
-    if all(each.done for each in ranks):
+    if all(each.is_done for each in ranks):
         if not end.oom_kills:
             return Outcome.OK, ""
         return Outcome.CHILD_KILLED, lost(end.oom_kills) + _killed_children(end)
@@ -114,8 +114,8 @@ def _of_load(end: Evidence) -> tuple[Outcome, str]:
 
 def _of_process(end: Evidence, reported: Reported, ended: Exit) -> tuple[Outcome, str]:
     oom_kills = end.oom_kills
-    if reported.failure:
-        outcome, message = reported.failure
+    if reported.told.outcome:
+        outcome, message = reported.told.outcome, reported.told.message
         if oom_kills and outcome in (Outcome.STRATEGY_FAILED, Outcome.USE_FAILED):
             outcome, message = Outcome.OOM_KILLED, f"{_LOST}; then it failed: {message}"
         return outcome, message
@@ -135,7 +135,7 @@ def _of_process(end: Evidence, reported: Reported, ended: Exit) -> tuple[Outcome
     last = f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else ""
     if oom_kills and ended.signal is None and not ended.still_runs:
         return Outcome.OOM_KILLED, f"{_LOST}; then it {how} {reported.where}{last}"
-    in_load = reported.baseline is not None and not ended.still_runs
+    in_load = reported.told.baseline is not None and not ended.still_runs
     outcome = Outcome.STRATEGY_FAILED if in_load else Outcome.MEASUREMENT_FAILED
     if in_load and reported.current != FORWARD and is_of_use(reported.current or ""):
         outcome = Outcome.USE_FAILED
@@ -150,12 +150,12 @@ def _only_forward_failed(end: Evidence) -> bool:
     number = culprit(end)
     reported, last = end.ranks[number], end.ends.get(number)
     last = last or (end.ended if len(end.ranks) == 1 else None)
-    told = reported.failure and not re.search(_LACK_OF_MEMORY, reported.failure[1])
+    told = reported.told.outcome and not re.search(_LACK_OF_MEMORY, reported.told.message)
     return (
-        all(each.ready_at_ns is not None for each in end.ranks)
+        all(each.told.ready_at_ns is not None for each in end.ranks)
         and reported.current == FORWARD
-        and all(each.done or each.current == FORWARD for each in end.ranks)
-        and bool(told if reported.failure else last and last.signal in _CRASHES)
+        and all(each.is_done or each.current == FORWARD for each in end.ranks)
+        and bool(told if reported.told.outcome else last and last.signal in _CRASHES)
     )
 
 
@@ -182,12 +182,12 @@ def _places(ranks: Sequence[Reported]) -> list[tuple[str, list[int]]]:
     """Return the ranks by their position in words, those with the fewest ended phases first."""
     numbers: dict[str, list[int]] = {}
     for number, reported in enumerate(ranks):
-        numbers.setdefault("ended" if reported.done else reported.where, []).append(number)
+        numbers.setdefault("ended" if reported.is_done else reported.where, []).append(number)
 
     def order(item: tuple[str, list[int]]) -> tuple[bool, int, int]:
         _, (first, *others) = item
         named = [phase for phase in ranks[first].phases if phase.name != UNNAMED]  # not a mere gap
-        return ranks[first].done, len(named), len(others)
+        return ranks[first].is_done, len(named), len(others)
 
     return sorted(numbers.items(), key=order)
 

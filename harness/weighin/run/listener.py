@@ -1,4 +1,4 @@
-"""Listen to what is measured: phases and their peaks, and what a worker reports of a load.
+"""Listen to what is measured: phases and their peaks, and what a worker tells of a load.
 
 ``weighin.phase_reporter`` sends the messages. A wrong one is refused, because any process of a command,
 and any strategy, could send one.
@@ -24,6 +24,7 @@ from weighin.phase_reporter import (
     AWAITED,
     LONGEST_MESSAGE,
     MET,
+    SOCKET,
     address,
     parse_faults,
     read_text,
@@ -31,15 +32,14 @@ from weighin.phase_reporter import (
 from weighin.probes.cgroup import Counters, grown, start_time
 from weighin.probes.gpu_memory import Trace
 from weighin.probes.process import memory_of, read_status
-from weighin.result import UNTIL_READY, Memory, Outcome, Phase, Use, Written, phases_of
+from weighin.result import UNTIL_READY, Memory, Outcome, Phase, Written, phases_of
 from weighin.text import one_line
 from weighin.worker.phases import named_by_strategy
 
-_SOCKET: Final = "phases"
 _MOST_CONNECTIONS: Final = 512
-_INTERVAL_S: Final = 0.02  # between two readings of a process in a phase, which may die inside it
 _DRAIN_S: Final = 1.0  # for messages that a worker sent before its end
 _ENDED: Final = -1  # the start time of a process that has ended, and whose messages wait
+_INTERVAL_S: Final = 0.02  # between two readings of a process in a phase, which may die inside it
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, user, group: struct ucred
 _LONGEST_NAME: Final = 64  # of a program's phase
 _LONGEST_TEXT: Final = 1000  # characters; an error's message has its file and line
@@ -48,11 +48,7 @@ _MOST_PHASES: Final = 1000  # of one program, because a training loop may have m
 _MOST_RENAMED: Final = 3  # in a warning
 
 
-class Message(Struct, forbid_unknown_fields=True, tag_field="event", tag=str.lower):
-    """A message, whose event is the name of its class in small letters, or the given tag."""
-
-
-class Begin(Message):
+class Begin(Struct, forbid_unknown_fields=True):
     name: str
     t_ns: int
     id: int = 0  # of a program's phase, whose end repeats it; from here on of a program alone
@@ -61,7 +57,7 @@ class Begin(Message):
     memory: Memory = Memory(0, 0, 0, 0)
 
 
-class PhaseEnd(Message, tag="phase"):
+class PhaseEnd(Struct, forbid_unknown_fields=True):
     """The end of a phase; in the packet, the fields of ``phase`` but those of the cgroup are its own."""
 
     phase: Phase
@@ -69,62 +65,7 @@ class PhaseEnd(Message, tag="phase"):
     resets: bool = True  # False if the process could not reset its mark at the begin
 
 
-class Rank(Message):
-    rank: int  # the number of a process that loads a model with others; its first message
-
-
-class Baseline(Message):
-    t_ns: int
-    memory: Memory
-    import_ns: int
-    environment: dict[str, Any]
-
-
-class Cuda(Message):
-    points: list[tuple[int, int, int]]  # time, allocated bytes, bytes that the driver counts
-
-
-class Note(Message):
-    text: str
-
-
-class AllocatorTrace(Message, tag="trace"):
-    requested_bytes: int  # at the start of the trace, as ``reserved_bytes``
-    reserved_bytes: int
-    events: list[tuple[int, str, int]]  # time, action, bytes; the next part of them
-
-
-class Loaded(Message):
-    load_ns: int  # without the time spent between phases
-
-
-class Ready(Message):
-    t_ns: int
-    touch_ns: int
-    written: Written | None = None  # of a save
-
-
-class Failed(Message):
-    outcome: Outcome
-    message: str
-    summary: str = ""  # of the allocator, if GPU memory ran out
-
-
-class Used(Message):
-    gradients: str
-    children_private_bytes: tuple[int, ...]
-
-
-class Done(Message):
-    first_use_ns: int | None
-    marks_ns: int
-
-
-class Shared(Message):
-    pss_bytes: int | None  # when all ranks are ready
-
-
-class Ended(Message):
+class Ended(Struct, forbid_unknown_fields=True):
     """How a rank ended, told by the process that started it."""
 
     rank: int
@@ -133,10 +74,41 @@ class Ended(Message):
     stderr_tail: str
 
 
-_KINDS = (
-    Begin | PhaseEnd | Rank | Baseline | Cuda | Note | AllocatorTrace | Loaded | Ready | Failed
-    | Used | Done | Shared | Ended
-)  # fmt: skip
+class Told(Struct, forbid_unknown_fields=True):
+    """What a worker tells of itself and its load, a part at a time; lists grow by each part."""
+
+    rank: int | None = None  # its number, if it loads a model with others; in its first message
+    notes: list[str] = []
+    # Before the load:
+    baseline: Memory | None = None
+    baseline_ns: int = 0  # when it was read
+    import_ns: int | None = None
+    environment: dict[str, Any] = {}
+    # The load, which is ready when every byte was read, or of a save, is on the disk:
+    load_ns: int | None = None  # without the time spent between phases
+    ready_at_ns: int | None = None
+    touch_ns: int | None = None  # from the load's end until it is ready
+    written: Written | None = None
+    pss_bytes: int | None = None  # of a rank, when all are ready
+    points: list[tuple[int, int, int]] = []  # time, CUDA bytes of its allocator, and of the driver
+    requested_bytes: int | None = None  # at the start of the allocator's trace
+    reserved_bytes: int = 0
+    events: list[tuple[int, str, int]] = []  # of the trace: time, action, bytes
+    # After the load:
+    gradients: str = ""
+    children_private_bytes: tuple[int, ...] = ()
+    first_use_ns: int | None = None
+    marks_ns: int | None = None  # spent between phases; the last thing that a good load tells
+    outcome: Outcome | None = None  # of a failed one
+    message: str = ""
+    summary: str = ""  # of the allocator, if GPU memory ran out
+
+
+_NOTHING: Final = {name: getattr(Told(), name) for name in Told.__struct_fields__}
+Message = Begin | PhaseEnd | Ended | Told
+_KINDS: Final = {"begin": Begin, "phase": PhaseEnd, "ended": Ended} | dict.fromkeys(
+    ("told", *MET), Told
+)
 
 
 def decode(packet: bytes) -> tuple[str, Message | None]:
@@ -149,17 +121,19 @@ def decode(packet: bytes) -> tuple[str, Message | None]:
     kind = ""
     try:
         fields = parse_json(packet)
-        kind = fields["event"]
-        for name in ("name", "text", "message"):
+        kind = fields.pop("event")
+        for name in ("name", "message"):
             if isinstance(text := fields.get(name), str):
                 fields[name] = one_line(text, _LONGEST_TEXT)
         json.dumps(fields, ensure_ascii=False).encode()  # fails for a lone surrogate
         if kind == "phase":
             own = {name: fields.pop(name) for name in ("id", "resets") if name in fields}
-            fields = {"event": kind, "phase": fields, **own}
-        message: Message = convert(fields, _KINDS)
+            fields = {"phase": fields, **own}
+        message: Message = convert(fields, _KINDS[kind])
     except (ValueError, TypeError, AttributeError, KeyError, ValidationError, RecursionError):
-        return kind, None
+        return str(kind), None
+    if isinstance(message, Told):
+        message.notes = [one_line(note, _LONGEST_TEXT) for note in message.notes]
     is_valid = all(0 <= number <= _LARGEST for number in _integers(fields))
     return kind, message if is_valid else None
 
@@ -185,7 +159,7 @@ class _Open:
 
 @dataclass(slots=True)
 class Reported:
-    """What one process has reported so far.
+    """What one process has reported so far: its phases, and as a worker, what it has ``told``.
 
     ``pid`` is 0 for a rank that has not reported anything. Only the phases of the first process
     (``is_main``) have the peaks of the cgroup. A worker's phases follow each other; the phases of a
@@ -195,22 +169,9 @@ class Reported:
     pid: int = 0
     is_main: bool = True
     is_program: bool = False
+    told: Told = field(default_factory=Told)
     current: str | None = None
-    baseline: Memory | None = None
-    baseline_ns: int = 0
-    ready_at_ns: int | None = None
-    times: dict[str, int | None] = field(default_factory=dict)
-    pss_bytes: int | None = None
     stderr_tail: str = ""
-    environment: dict[str, Any] = field(default_factory=dict)
-    cuda_points: list[tuple[int, int, int]] = field(default_factory=list)
-    written: Written | None = None
-    use: Use = field(default_factory=Use)
-    notes: list[str] = field(default_factory=list)
-    trace: Trace | None = None
-    failure: tuple[Outcome, str] | None = None
-    allocator_summary: str = ""
-    done: bool = False
     highest_rss_bytes: int = 0
     died_in: str | None = None
     is_refused: bool = False
@@ -220,7 +181,6 @@ class Reported:
     _in_phase: bool = False
     _open: dict[int, _Open] = field(default_factory=dict)
     _last: tuple[int, Memory, tuple[int, int]] = (0, Memory(0, 0, 0, 0), (0, 0))
-    _highest: dict[str, int] = field(default_factory=dict)
     _number_lost: int = 0
     _renamed: dict[str, str] = field(default_factory=dict)
     _resets: bool = True
@@ -234,11 +194,7 @@ class Reported:
 
     @property
     def is_worker(self) -> bool:
-        return not self.is_program and (self.current, self.baseline) != (None, None)
-
-    @property
-    def is_in_phase(self) -> bool:
-        return bool(self._open)
+        return not self.is_program and (self.current or self.told.baseline) is not None
 
     @property
     def where(self) -> str:
@@ -248,9 +204,13 @@ class Reported:
         return f"{'in' if self._in_phase else 'after'} phase {self.current!r}"
 
     @property
+    def is_done(self) -> bool:
+        return self.told.marks_ns is not None
+
+    @property
     def load_phases(self) -> Sequence[Phase]:
         """The load's ended phases, up to the phase in which the worker read every byte."""
-        return phases_of(self._phases) if self.baseline else ()
+        return phases_of(self._phases) if self.told.baseline else ()
 
     @property
     def cuda_phases(self) -> list[Phase]:
@@ -258,8 +218,11 @@ class Reported:
         return [phase for phase in self.load_phases if phase.name not in UNTIL_READY]
 
     @property
-    def load_ns(self) -> int | None:
-        return self.times.get("load_ns")
+    def trace(self) -> Trace | None:
+        told = self.told
+        if told.requested_bytes is None:
+            return None
+        return Trace(told.requested_bytes, told.reserved_bytes, told.events)
 
     @property
     def ready_ns(self) -> int | None:
@@ -267,41 +230,16 @@ class Reported:
 
         For a save, the time is the save time plus the time to sync every byte to the disk.
         """
-        load_ns, touch_ns = self.load_ns, self.times.get("touch_ns")
+        load_ns, touch_ns = self.told.load_ns, self.told.touch_ns
         return None if load_ns is None or touch_ns is None else load_ns + touch_ns
 
-    def take(self, message: Message) -> None:
-        """Store a message but for those of phases, and ``Baseline``."""
-        match message:
-            case Cuda():
-                self.cuda_points += message.points
-            case Note():
-                self.notes.append(message.text)
-            case AllocatorTrace():
-                self.trace = self.trace or Trace(message.requested_bytes, message.reserved_bytes)
-                self.trace.events += message.events
-            case Loaded():
-                self.times["load_ns"] = message.load_ns
-            case Ready():
-                self.ready_at_ns, self.written = message.t_ns, message.written
-                self.times["touch_ns"] = message.touch_ns
-            case Failed():
-                self.failure = message.outcome, message.message
-                self.allocator_summary = message.summary
-            case Used():
-                self.use = Use(None, message.gradients, message.children_private_bytes)
-            case Shared():
-                self.pss_bytes = message.pss_bytes
-            case Done():
-                self.times |= {"first_use_ns": message.first_use_ns, "marks_ns": message.marks_ns}
-                self.done = True
-
-    def take_baseline(self, message: Baseline, now: Counters) -> None:
-        """Store the memory before the load; later phases belong to the load."""
-        self.baseline = replace(message.memory, cgroup_bytes=now.usage_bytes)
-        self.baseline_ns, self.environment = message.t_ns, message.environment
-        self.times["import_ns"] = message.import_ns
-        self.current = None  # the phases before the baseline are weighin's own
+    def take(self, part: Told) -> None:
+        for name in part.__struct_fields__:
+            value = getattr(part, name)
+            if isinstance(value, list):
+                getattr(self.told, name).extend(value)
+            elif value != _NOTHING[name]:
+                setattr(self.told, name, value)
 
     def begin(self, begun: Begin, now: Counters, *, resets_group: bool) -> None:
         if not begun.id:
@@ -340,6 +278,10 @@ class Reported:
             phase.peak_rss_bytes = max(phase.peak_rss_bytes, peak_rss_bytes)
             if now.peak_bytes is not None:
                 phase.peak_cgroup_bytes = max(phase.peak_cgroup_bytes or 0, now.peak_bytes)
+
+    @property
+    def is_in_phase(self) -> bool:
+        return bool(self._open)
 
     def sample(self, now: Callable[[], Counters]) -> None:
         """Read the figures of a process in a phase, in which it may die."""
@@ -388,21 +330,19 @@ class Reported:
             peak_cgroup_bytes=one.peak_cgroup_bytes if self._resets_group else None,
             workingset_refault_file=grown(one.before.refaults, now.refaults),
         )
-        index = self._highest.get(phase.name)
-        is_higher = index is None or phase.peak_rss_bytes > self._phases[index].peak_rss_bytes
         if len(self._phases) < _MOST_PHASES:
-            if is_higher:
-                self._highest[phase.name] = len(self._phases)
             self._phases.append(phase)
             return
         self._number_lost += 1
-        if is_higher and index is not None:
-            self._phases[index] = phase
+        alike = [number for number, each in enumerate(self._phases) if each.name == phase.name]
+        highest = max(alike, key=lambda number: self._phases[number].peak_rss_bytes, default=None)
+        if highest is not None and phase.peak_rss_bytes > self._phases[highest].peak_rss_bytes:
+            self._phases[highest] = phase
 
     @property
     def warnings(self) -> list[str]:
         """Texts for the record: notes, and which figures of a program are missing or not exact."""
-        who, found = f"process {self.pid}", [*self.notes]
+        who, found = f"process {self.pid}", [*self.told.notes]
         if self.is_refused:
             then = "which weighin did not take"
             if not self.is_worker:
@@ -465,7 +405,7 @@ class Listener:
     """
 
     def __init__(self, folder: Path, ranks: int = 1) -> None:
-        self.path = folder / _SOCKET
+        self.path = folder / SOCKET
         self.by_process: dict[tuple[int, int], Reported] = {}
         self.ranks = [Reported() for _ in range(ranks)]
         self.error: BaseException | None = None
@@ -582,7 +522,7 @@ class Listener:
                 self._drop(connection)
             elif kind in AWAITED:
                 self._answer(connection)
-        elif isinstance(message, Rank):  # unless another process is this rank
+        elif isinstance(message, Told) and message.rank is not None:
             if message.rank >= len(self.ranks) or self.ranks[message.rank].pid:
                 self._drop(connection)
                 return

@@ -4,11 +4,13 @@ import compileall
 import ctypes
 import math
 import mmap
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from io import FileIO
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +22,9 @@ from weighin.checkpoint import cache, entries, staging
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
 from weighin.formats.pretrained_folder import files_of_adapter, folder_of
 from weighin.isolation import select, visible
-from weighin.isolation.base import Isolation, Running
+from weighin.isolation.base import Isolation, Running, Streams
 from weighin.loader.open_file import ask_for_huge_pages
+from weighin.phase_reporter import JOB
 from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.probes import environment, mounts, page_cache
 from weighin.probes.cgroup import grown
@@ -86,6 +89,10 @@ class LoadSpec(Spec):
 
     def enter(self, opened: ExitStack) -> None:
         job, cell = self._job, self.cell
+        printed, end = os.pipe()
+        self._end = opened.enter_context(FileIO(end, "wb"))
+        self.printed = child_process.Tail(printed)
+        opened.callback(self.printed.close)
         if pace := Pace(cell.disk_bytes_per_s, cell.disk_latency_ns, self._stall_from_bytes):
             folder = folder_of(Path(job.checkpoint))
             self.disk = Mount(folder, pace, entries.slow_disks())
@@ -104,13 +111,16 @@ class LoadSpec(Spec):
             self.facts["storage"] = mounts.describe(self.files[0])
             self.facts["read_ahead_bytes"] = mounts.read_ahead_bytes(Path(job.checkpoint))
 
-    def start(self, isolation: Isolation, listener: Path) -> Running:
-        job = replace(self._job, listener=str(listener))
-        mounts = chain(visible.of_job(job), job.mounts, [str(listener.parent)])
-        worker = child_process.module("weighin.worker")
-        self._running = running = isolation.start(job.cell, worker, job.target, None, mounts)
-        running.channel.send(encode_job(job))
-        return running
+    def start(self, isolation: Isolation, folder: Path) -> Running:
+        job = self._job
+        (folder / JOB).touch(0o600)  # --env may have secrets
+        (folder / JOB).write_text(encode_job(job))
+        mounts = chain(visible.of_job(job), job.mounts, [str(folder)])
+        worker = child_process.module("weighin.worker", str(folder))
+        with Path(os.devnull).open("rb") as nothing, self._end as end:
+            streams = Streams(nothing.fileno(), end.fileno(), end.fileno())
+            self._running = isolation.start(job.cell, worker, job.target, streams, mounts)
+        return self._running
 
     def before_load(self) -> None:
         if self._only_baseline:
@@ -154,14 +164,14 @@ class LoadSpec(Spec):
     ) -> dict[str, Any]:
         ranks, first = watch.ranks, watch.ranks[0]
         totals, before = watch.at_ready or watch.at_end, watch.at_baseline
-        is_whole = outcome is Outcome.OK or all(each.done for each in ranks)
+        is_whole = outcome is Outcome.OK or all(each.is_done for each in ranks)
         some, full = grown(before.some_ns, totals.some_ns), grown(before.full_ns, totals.full_ns)
-        loads = [each.load_ns for each in ranks]
+        loads, told = [each.told.load_ns for each in ranks], first.told
         slowest = max(ranks, key=lambda each: math.inf if each.ready_ns is None else each.ready_ns)
         return {
             "last_phase": None if is_whole else ranks[culprit(evidence)].current,
             "model_bytes": self._model_bytes,
-            "baseline": first.baseline,
+            "baseline": told.baseline,
             "peaks": _peaks(watch),
             "phases": first.phases,
             "load_ns": None if None in loads else largest(loads),
@@ -169,9 +179,12 @@ class LoadSpec(Spec):
             "faults": _faults(watch, grown(before.refaults, totals.refaults)),
             "pressure": None if some is full is None else Pressure(some, full),
             "touched_bytes_before": self._held_bytes,
-            "written": first.written,
-            "cost": dict(slowest.times),
-            "allocator_summary": first.allocator_summary,
+            "written": told.written,
+            "cost": {
+                name: getattr(slowest.told, name)
+                for name in ("import_ns", "load_ns", "touch_ns", "first_use_ns", "marks_ns")
+            },
+            "allocator_summary": told.summary,
             "sources_hash": self._sources_hash,
             "warnings": self._warnings(watch, evidence, outcome),
             "processes": watch.processes,
@@ -184,11 +197,11 @@ class LoadSpec(Spec):
             ended, samples = watch.exits.get(number), watch.rank_samples.get(number)
             yield Rank(
                 phase=reported.current,
-                load_ns=reported.load_ns,
+                load_ns=reported.told.load_ns,
                 ready_ns=reported.ready_ns,
                 peak_rss_bytes=largest(each.peak_rss_bytes for each in reported.load_phases),
-                pss_bytes=reported.pss_bytes,
-                exit_code=0 if reported.done else ended.shell_code if ended else None,
+                pss_bytes=reported.told.pss_bytes,
+                exit_code=0 if reported.is_done else ended.shell_code if ended else None,
                 samples_path=run_folder.samples_path(self.cell, number) if samples else None,
             )
 
@@ -229,18 +242,18 @@ def _peaks(watch: Watch) -> Peaks:
     ranks, first, sampler = watch.ranks, watch.ranks[0], watch.sampler
     phases = [phase for each in ranks for phase in each.load_phases]
     rss: list[int | None] = [phase.peak_rss_bytes for phase in phases]
-    if sampler and not (watch.at_ready or first.failure):
+    if sampler and not (watch.at_ready or first.told.outcome):
         # The worker died inside a phase, whose high-water mark only the last sample has.
         rss += sampler.last_peaks_rss_bytes
-    baseline_ns = max(each.baseline_ns for each in ranks)
-    last_ns = max(each.ready_at_ns or math.inf for each in ranks)
+    baseline_ns = max(each.told.baseline_ns for each in ranks)
+    last_ns = max(each.told.ready_at_ns or math.inf for each in ranks)
     seen: list[Memory | Sample] = []
     if len(ranks) == 1:  # the memory of one rank is not the memory of the cell
         seen += [phase.end for phase in phases]
-    if all(each.baseline for each in ranks):
+    if all(each.told.baseline for each in ranks):
         seen += [each for each in watch.samples if baseline_ns <= each.t_ns <= last_ns]
     number, private_bytes = sampler.others if sampler else (0, 0)
-    pss = [each.pss_bytes for each in ranks]
+    pss = [each.told.pss_bytes for each in ranks]
     on_gpu = first.cuda_phases
     unreclaimable = [each.anon_bytes + each.shmem_bytes for each in seen]
     return Peaks(
@@ -268,9 +281,9 @@ def _faults(watch: Watch, refaults: int | None) -> Faults | None:
     phases = [phase for each in ranks for phase in each.load_phases]
     minor = sum(phase.minor_faults for phase in phases)
     major = sum(phase.major_faults for phase in phases)
-    if ranks[0].baseline and not watch.at_ready and len(ranks) == 1:
+    if ranks[0].told.baseline and not watch.at_ready and len(ranks) == 1:
         # The worker died inside a phase, whose page faults only the samples have.
-        since_ns = phases[-1].end_ns if phases else ranks[0].baseline_ns
+        since_ns = phases[-1].end_ns if phases else ranks[0].told.baseline_ns
         seen = [each for each in watch.samples if each.t_ns >= since_ns]
     if seen:
         minor += seen[-1].minor_faults - seen[0].minor_faults
@@ -285,7 +298,8 @@ def _use(watch: Watch) -> Use | None:
     start_ns, end_ns = phases[0].start_ns, phases[-1].end_ns
     seen = [each.anon_bytes for each in watch.samples if start_ns <= each.t_ns <= end_ns]
     sampled = largest([*seen, *(phase.end.anon_bytes for phase in phases)])
-    return replace(watch.ranks[0].use, anon_sampled_bytes=sampled)
+    told = watch.ranks[0].told
+    return Use(sampled, told.gradients, told.children_private_bytes)
 
 
 class Loads:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from weighin.cell import Cell
 from weighin.checkpoint import staging
+from weighin.child_process import Tail
 from weighin.errors import HarnessError
 from weighin.files import no_link
 from weighin.isolation.base import Exit, Isolation, Running
@@ -76,6 +77,7 @@ class Spec:
         self.readiness: Readiness | None = None  # of a command that is a server
         self.facts: dict[str, Any] = {}  # about the cell's environment, for the record
         self.because: tuple[Outcome, str] | None = None  # the outcome if no figure may count
+        self.printed: Tail | None = None  # by a worker
 
     @property
     def is_load(self) -> bool:
@@ -85,8 +87,8 @@ class Spec:
     def enter(self, opened: ExitStack) -> None:
         """Prepare what the cell needs while it runs; ``opened`` closes it."""
 
-    def start(self, isolation: Isolation, listener: Path) -> Running:
-        """Start the cell, which must be able to reach the socket ``listener``."""
+    def start(self, isolation: Isolation, folder: Path) -> Running:
+        """Start the cell, which must be able to reach the socket in ``folder``."""
         raise NotImplementedError
 
     def begun(self, running: Running) -> None:
@@ -181,7 +183,7 @@ def measure(
         begun_ns = time.monotonic_ns()
         with interrupts.put_off(), ExitStack() as failing:
             failing.callback(watch.abandon)
-            running = spec.start(isolation, watch.listener.path)
+            running = spec.start(isolation, folder)
             failing.callback(running.close)
             failing.callback(watch.release)
             try:
@@ -204,7 +206,7 @@ def measure(
         result_of(spec, watch, end_ns - begun_ns, time.monotonic_ns() - start_ns, warnings),
         cached_bytes_at_start=cached_bytes,
         started_at=started_at,
-        environment={**(environment or {}), **spec.facts, **watch.ranks[0].environment},
+        environment={**(environment or {}), **spec.facts, **watch.ranks[0].told.environment},
     )
     return Measured(result, watch.samples, watch.ranks[0].trace, watch.rank_samples, trouble)
 
@@ -349,7 +351,7 @@ class Watch:
             if self.stopped or now_s >= ends_s:
                 self._kill()
                 return
-            if self._failed_ranks or all(each.done for each in self.ranks):
+            if self._failed_ranks or all(each.is_done for each in self.ranks):
                 ends_s = min(ends_s, now_s + (_RANKS_END_S if self._failed_ranks else _PATIENCE_S))
             if spec.readiness and self.sampler and self.sampler.oom_kills:
                 deadline = min(deadline, now_s + _AFTER_KILL_S) if ends_s == math.inf else deadline
@@ -408,7 +410,7 @@ class Watch:
 
     @property
     def _failed_ranks(self) -> dict[int, Exit]:
-        return {rank: each for rank, each in [*self.exits.items()] if not self.ranks[rank].done}
+        return {rank: each for rank, each in [*self.exits.items()] if not self.ranks[rank].is_done}
 
     # What the cell reports ------------------------------------------------------------------------
 
@@ -433,32 +435,34 @@ class Watch:
                 case listener.PhaseEnd():  # ranks share a cgroup, so its figures are of no single phase
                     usage = None if reported.is_program else self._counters().usage_bytes
                     reported.end(message, Counters(usage_bytes=usage), resets_group=False)
-                case listener.Baseline():
-                    self._take_baseline(reported, message)
                 case listener.Ended():
                     if 0 <= message.rank < len(self.ranks):
                         self.ranks[message.rank].stderr_tail = message.stderr_tail
                         self.exits[message.rank] = Exit(message.code, message.signal)
-                case _:
+                case listener.Told() if message.baseline:
+                    # A strategy's own process may send anything, and this resets the peak.
+                    if not reported.told.baseline and any(reported is each for each in self.ranks):
+                        self._take_baseline(reported, message)
+                case listener.Told():
                     reported.take(message)
-                    is_ready = all(each.ready_at_ns is not None for each in self.ranks)
-                    if isinstance(message, listener.Ready) and is_ready:
+                    is_ready = all(each.told.ready_at_ns is not None for each in self.ranks)
+                    if message.ready_at_ns is not None and is_ready:
                         self.at_ready = reported.before if is_alone else self._counters()
 
-    def _take_baseline(self, reported: Reported, message: listener.Baseline) -> None:
+    def _take_baseline(self, reported: Reported, message: listener.Told) -> None:
         """Store one rank's memory before the load; the ranks load only after all have reported it."""
-        if reported.baseline or not any(reported is each for each in self.ranks):
-            return  # a strategy's own process may send anything, and this resets the peak
-        is_last = all(each.baseline for each in self.ranks if each is not reported)
+        is_last = all(each.told.baseline for each in self.ranks if each is not reported)
         if is_last:
             self._spec.before_load()
         self.at_baseline = self._counters()
-        reported.take_baseline(message, self.at_baseline)
+        reported.take(message)
+        reported.current = None  # the phases before the baseline are weighin's own
         if not is_last:
             return
         for each in self.ranks:  # all ranks share one cgroup, so each has the charge of all
-            assert each.baseline
-            each.baseline = replace(each.baseline, cgroup_bytes=self.at_baseline.usage_bytes)
+            assert each.told.baseline
+            charge_bytes = self.at_baseline.usage_bytes
+            each.told.baseline = replace(each.told.baseline, cgroup_bytes=charge_bytes)
         self._watch_driver()
         if len(self.ranks) > 1:
             self._start_sampling()
@@ -467,14 +471,14 @@ class Watch:
 
     def _watch_driver(self) -> None:
         """Sample the worker's GPU memory with NVML; record whether NVML or CUDA gives the figure."""
-        environment, pid = self.ranks[0].environment, self.running.pid
+        environment, pid = self.ranks[0].told.environment, self.running.pid
         if "gpu" not in environment:
             return
         try:
             self._driver = DriverMemory(environment["gpu_uuid"], pid)
         except NvmlUnavailable as reason:
             environment["cuda_driver_source"] = "cudaMemGetInfo"
-            self.ranks[0].notes.append(
+            self.ranks[0].told.notes.append(
                 "the GPU memory that the driver reports is that of all processes on the GPU:"
                 f" {reason}"
             )
@@ -516,7 +520,7 @@ class Watch:
         driver = self._driver.stop() if self._driver else None
         if self.sampler:
             self.rank_samples = self.sampler.rank_samples
-            self.samples = with_cuda(self.sampler.stop(), self.ranks[0].cuda_points, driver)
+            self.samples = with_cuda(self.sampler.stop(), self.ranks[0].told.points, driver)
         if self.peak_mark:
             self.peak_mark.close()
         if self.listener.error:
@@ -573,7 +577,7 @@ class Watch:
             ready=server.ready_ns is not None if server else None,
             escape=escape,
             stalled=self._stalled,
-            stderr_tail=running.channel.stderr_tail if running.channel else b"",
+            stderr_tail=self._spec.printed.text if self._spec.printed else b"",
         )
 
 

@@ -3,8 +3,8 @@
 A cell that measures a save saves the model in phases, syncs the files, and reads them back to
 verify them.
 
-An isolation starts this module as ``python -m weighin.worker``; ``run/listener.py`` defines
-what it reports. Modules of weighin that are imported before torch would add weighin's own memory to the
+An isolation starts this module as ``python -m weighin.worker FOLDER``: the folder has the job, and a
+socket, to which it reports what ``run/listener.py`` defines. Modules of weighin that are imported before torch would add weighin's own memory to the
 figures. The worker therefore imports even pathlib, which takes 1 MiB, after torch.
 """
 
@@ -12,10 +12,10 @@ import contextlib
 import os
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from weighin.cell import FORWARD, Job, encode_job
+from weighin.cell import FORWARD, Job
 from weighin.child_process import Child, module
 from weighin.formats.pretrained_library import library_of, module_of
 from weighin.probes.process import read_rollup
@@ -38,7 +38,8 @@ _KEPT_BYTES = 4096  # of a rank's standard error
 
 
 def main() -> None:
-    lifeline = Lifeline()
+    folder, *ranks = sys.argv[1:]
+    lifeline = Lifeline(folder, *map(int, ranks))
     job = lifeline.job
     if job.cell.ranks > 1 and job.rank is None:
         start_ranks(job, lifeline)
@@ -149,8 +150,7 @@ class Worker:
 
         job, lifeline, marks = self.job, self.lifeline, self.marks
         if marks.cuda:
-            for note in marks.cuda.notes():
-                lifeline.send("note", text=note)
+            lifeline.send("told", notes=marks.cuda.notes())
             if job.trace:
                 marks.cuda.start_trace()
         marks.restart()
@@ -164,11 +164,10 @@ class Worker:
             raise StrategyFailed from error
         load_ns = time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
         marks.flush()
-        lifeline.send("loaded", load_ns=load_ns)
+        lifeline.send("told", load_ns=load_ns)
         if marks.cuda:
             marks.tell_trace()
-            for note in marks.cuda.notes_at_end():
-                lifeline.send("note", text=note)
+            lifeline.send("told", notes=marks.cuda.notes_at_end())
         return returned
 
     def save(self) -> None:
@@ -189,7 +188,7 @@ class Worker:
             saving.sync(target)
             end_ns = time.monotonic_ns()
         written = asdict(saving.sizes(target))
-        lifeline.send("ready", t_ns=end_ns, touch_ns=end_ns - start_ns, written=written)
+        lifeline.send("ready", ready_at_ns=end_ns, touch_ns=end_ns - start_ns, written=written)
         with marks.phase("verify"):
             saving.check(target, self.manifest, self.argument.dtype)
         lifeline.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
@@ -210,13 +209,13 @@ class Worker:
         with marks.phase("touch"):
             checksums = verify.touch(tensors)
             end_ns = time.monotonic_ns()
-        lifeline.send("ready", t_ns=end_ns, touch_ns=end_ns - start_ns)
+        lifeline.send("ready", ready_at_ns=end_ns, touch_ns=end_ns - start_ns)
         if job.rank is not None:
             lifeline.send("shared", pss_bytes=read_rollup()["Pss"])
             checksums |= verify.checksums_of_sharded(tensors)
-        for note in verify.check_values(checksums, self.manifest, load.dtype):
-            if not job.rank:  # only rank 0 sends notes
-                lifeline.send("note", text=note)
+        notes = verify.check_values(checksums, self.manifest, load.dtype)
+        if not job.rank:  # only rank 0 sends notes
+            lifeline.send("told", notes=notes)
         del tensors  # would keep the old buffers alive while a use converts the model
         lifeline.send("done", first_use_ns=self._use(model), marks_ns=marks.spent_ns)
 
@@ -230,7 +229,7 @@ class Worker:
         if cell.use:
             from weighin.worker import uses
 
-            self.lifeline.send("used", **uses.perform(model, self.job, inputs, marks))
+            self.lifeline.send("told", **uses.perform(model, self.job, inputs, marks))
         elif inputs and cell.passes:
             for _ in range(cell.passes):
                 with marks.phase(FORWARD):
@@ -292,8 +291,8 @@ def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:
     ranks: list[Child] = []
     for rank in range(job.cell.ranks):
         variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(Child(module("weighin.worker"), variables, sends=False))
-        ranks[rank].send(encode_job(replace(job, rank=rank)))
+        command = module("weighin.worker", lifeline.folder, str(rank))
+        ranks.append(Child(command, variables, sends=False))
         threading.Thread(target=wait, args=(rank, ranks[rank]), daemon=True).start()
     for _ in ranks:
         rank, code = ended.get()

@@ -12,13 +12,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from reprlib import repr as short_repr
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weighin.cell import Job, decode_job
-from weighin.child_process import Parent, end_with_parent
+from weighin.child_process import end_with_parent
 from weighin.phase_reporter import (
     AWAITED,
+    JOB,
+    SOCKET,
     Connection,
     memory_of,
     parse_faults,
@@ -41,25 +44,20 @@ BEFORE_LOAD = "before the load"
 """With these words begins the message of a failure that is not the strategy's."""
 
 
-class Lifeline(Parent):
-    """A worker's connection to weighin, without which it ends.
-
-    The job comes through standard input, whose end tells that weighin has ended.
+class Lifeline:
+    """A worker's connection to weighin, with which it ends: by a signal, also inside a long call of C; in
+    a container, the engine sends it.
     """
 
-    def __init__(self) -> None:
-        # If a strategy hangs while it holds the GIL, no thread can notice the end of standard input.
-        # The kernel then ends this process; in a container, the engine does.
+    def __init__(self, folder: str, rank: int | None = None) -> None:
+        """Read the job in ``folder``, and connect to the socket there."""
         end_with_parent()
-        super().__init__()
-        if (line := self.receive()) is None:
-            os._exit(_ORPHANED)
-        self.job: Job = decode_job(line)
-        self._connection = Connection(self.job.listener)
+        self.folder = folder
+        self.job: Job = replace(decode_job(read_text(f"{folder}/{JOB}")), rank=rank)
+        self._connection = Connection(f"{folder}/{SOCKET}")
         self._lock = threading.Lock()
-        threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
-        if self.job.rank is not None:
-            self.send("rank", rank=self.job.rank)
+        if rank is not None:
+            self.send("told", rank=rank)
 
     def send(self, event: str, **fields: Any) -> None:
         """Send a message; if it is in ``AWAITED``, return when weighin has answered."""
@@ -67,16 +65,8 @@ class Lifeline(Parent):
             with self._lock:
                 self._connection.send({"event": event, **fields}, wait=event in AWAITED)
         except OSError:  # weighin has ended
-            self._end()
-
-    def _listen(self) -> None:
-        while self.receive() is not None:
-            pass
-        self._end()
-
-    def _end(self) -> None:
-        sys.stderr.flush()
-        os._exit(_ORPHANED)
+            sys.stderr.flush()
+            os._exit(_ORPHANED)
 
 
 def named_by_strategy(name: object) -> str:
@@ -155,7 +145,7 @@ class Marks:
         of_gpu: dict[str, Any] = {}
         if self.cuda:
             of_gpu = self.cuda.peaks()
-            self._send_in_pieces("cuda", "points", self.cuda.take_timeline())
+            self._send_in_pieces("points", self.cuda.take_timeline())
         self._lifeline.send(
             "phase",
             name=name,
@@ -186,8 +176,8 @@ class Marks:
         }
         self._lifeline.send(
             "baseline",
-            t_ns=time.monotonic_ns(),
-            memory=self.memory(parse_status(read_text("/proc/self/status"))),
+            baseline_ns=time.monotonic_ns(),
+            baseline=self.memory(parse_status(read_text("/proc/self/status"))),
             import_ns=import_ns,
             environment=environment | (self.cuda.describe() if self.cuda else {}),
         )
@@ -195,11 +185,11 @@ class Marks:
     def tell_trace(self) -> None:
         """Send the events that the CUDA allocator recorded, if any."""
         if self.cuda and (trace := self.cuda.take_trace()) is not None:
-            self._send_in_pieces("trace", "events", trace.pop("events"), **trace)
+            self._send_in_pieces("events", trace.pop("events"), **trace)
 
-    def _send_in_pieces(self, event: str, name: str, items: list[Any], **fields: Any) -> None:
+    def _send_in_pieces(self, name: str, items: list[Any], **fields: Any) -> None:
         for start in range(0, max(1, len(items)), _PIECE):
-            self._lifeline.send(event, **fields, **{name: items[start : start + _PIECE]})
+            self._lifeline.send("told", **fields, **{name: items[start : start + _PIECE]})
 
 
 def _read_faults() -> tuple[int, int]:
@@ -235,6 +225,6 @@ def fail(lifeline: Lifeline, outcome: Outcome, message: str, summary: str = "") 
     import traceback
 
     traceback.print_exc()
-    lifeline.send("failed", outcome=outcome, message=message[:_LONGEST], summary=summary)
+    lifeline.send("told", outcome=outcome, message=message[:_LONGEST], summary=summary)
     sys.stderr.flush()
     os._exit(1)  # do not wait for the strategy's threads and exit handlers

@@ -46,7 +46,7 @@ def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn
     except BaseException as error:
         fail(lifeline, Outcome.STRATEGY_FAILED, describe(error))
     if message:
-        lifeline.send("failed", outcome=Outcome.STRATEGY_FAILED, message=message)
+        lifeline.send("told", outcome=Outcome.STRATEGY_FAILED, message=message)
     else:
         lifeline.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
     sys.stderr.flush()
@@ -77,8 +77,8 @@ def _measuring(device: str, lifeline: Lifeline, marks: Marks, import_ns: int) ->
     finally:
         load_ns = time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
         marks.close(BODY)
-        lifeline.send("loaded", load_ns=load_ns)
-        lifeline.send("ready", t_ns=time.monotonic_ns(), touch_ns=0)
+        lifeline.send("told", load_ns=load_ns)
+        lifeline.send("ready", ready_at_ns=time.monotonic_ns(), touch_ns=0)
         marks.is_over = True
 
 
