@@ -70,7 +70,7 @@ def task_of(seconds: float) -> Task:
     """Return a task that answers a cell with a published record after ``seconds``."""
     template = RECORDS.read_text().splitlines()[0]
 
-    def answer(assignment: Mapping[str, Any], _: Any) -> tuple[str, list[bytes]]:
+    def answer(assignment: Mapping[str, Any]) -> tuple[str, list[bytes]]:
         import time
 
         import ray

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,7 +28,7 @@ sys.meta_path.insert(0, Refuses())
 from ray import cloudpickle
 run = cloudpickle.loads(sys.stdin.buffer.read())
 sys.executable = "/bin/false"
-print(run.__globals__["run_here"]({"kind": "describe"}, {}, lambda *_: None)[-1].decode())
+print(run.__globals__["run_here"]({"kind": "describe"}, {})[-1].decode())
 """
 
 
@@ -53,9 +53,6 @@ class Silent(Cluster):
         living, self.living = self.living, self.living[1:]
         return {each: each for each in living}
 
-    def said(self) -> Iterator[Any]:
-        return iter(())
-
     def _future(self, *_: Any, **__: Any) -> Future[Any]:
         return Future()
 
@@ -71,7 +68,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_node_that_is_gone_is_not_awaited() -> None:
     silent = Silent("a", "b")
     silent._names = {"a": "first", "b": "second"}
-    examined = [each.as_json() for each in silent.examine(lambda _: None)]
+    examined = [each.as_json() for each in silent.examine()]
     assert [(each["name"], each["can_measure"]) for each in examined] == [
         ("first", False),
         ("second", False),
@@ -103,7 +100,7 @@ def test_an_exception_on_a_node_names_the_node(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("ray.get_runtime_context", Context)
     monkeypatch.setattr("psutil.Process", denied)
-    place, (event,) = cluster.run({"kind": "measure", "monitor": None}, None)  # type: ignore[arg-type]
+    place, (event,) = cluster.run({"kind": "measure", "monitor": None})
     told = json.loads(event)
     assert (place, told["event"], told["exit_code"]) == ("a", "error", 2)
     assert told["message"] == "weighin does not start on this node: PermissionError('environ')"

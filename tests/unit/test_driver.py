@@ -2,11 +2,10 @@
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Event
 from typing import Any
 
@@ -18,7 +17,7 @@ from weighin.errors import HarnessError, NoNodeLeft, RecordError
 from weighin.fleet import driver as drivers
 from weighin.fleet import node as fleet_node
 from weighin.fleet.driver import Driver
-from weighin.fleet.node import Answer, Step
+from weighin.fleet.node import Answer
 from weighin.isolation.process import ProcessIsolation
 from weighin.plan import loads
 from weighin.plan.task import Demand, Node, Planned, Progress, Run
@@ -55,7 +54,6 @@ class Crew:
         self.nodes = {node.id: node for node in nodes}
         self.pool = ThreadPoolExecutor(8)
         self.stopped: set[int] = set()
-        self.steps: SimpleQueue[Step] = SimpleQueue()
 
     def names(self) -> dict[str, str]:
         return {place: node.name for place, node in self.nodes.items()}
@@ -79,7 +77,6 @@ class Crew:
             raise HarnessError("stopped")
         cell = dict(assignment["cell"])
         node = self.nodes[able[0]]
-        self.steps.put((able[0], "loading", False))
         if (cell["ram_limit_bytes"] or 0) > node.free_ram_bytes:
             has = {name: getattr(node, name) for name in SHORT["short"]}
             return able[0], {"short": has}
@@ -92,10 +89,6 @@ class Crew:
         for each in [*futures]:
             each.cancelled_by.set()  # type: ignore[attr-defined]
         wait([*futures])
-
-    def said(self) -> Iterator[Step]:
-        while not self.steps.empty():
-            yield self.steps.get()
 
     def placed(self, result: Result, place: str) -> Result:
         return replace(result, environment=result.environment | {"node": place})
@@ -234,7 +227,7 @@ def test_a_node_that_is_to_stop_has_one_deadline_for_all_that_it_says(
 
     monkeypatch.setattr(fleet_node, "Child", Talks)
     monkeypatch.setattr(fleet_node, "_PATIENCE_S", 0.1)
-    (ended,) = fleet_node.run({}, {}, lambda *_: None, lambda: True)
+    (ended,) = fleet_node.run({}, {}, lambda: True)
     assert b'"code": -9' in ended
 
 
@@ -279,22 +272,6 @@ def test_a_node_that_cannot_go_on_gets_no_further_cell(tmp_path: Path) -> None:
     assert set(said) == {"no further cell for small: the disk is full"}
     with pytest.raises(NoNodeLeft, match="1 cell cannot run, no node is left: small: the disk is"):
         run(tmp_path / "alone", Crew(answer, SMALL), cells(None))
-
-
-def test_a_step_that_a_node_repeats_is_one_line_and_a_warning_is_one_too(tmp_path: Path) -> None:
-    said: list[str] = []
-
-    class Warns(Crew):
-        def measure(self, assignment: Mapping[str, Any], without: Collection[str], is_stopped: Callable[[], bool]) -> Answer:  # fmt: skip
-            answer = super().measure(assignment, without, is_stopped)
-            number = assignment["cell"]["repeat"]
-            for text in ("preparing process", f"warning {number}"):
-                self.steps.put((answer[0], text, True))
-            return answer
-
-    crew = Warns(measured, SMALL)
-    run(tmp_path, crew, cells(None, None), Progress(preparing=lambda text, _: said.append(text)))
-    assert said == ["small: preparing process", "small: warning 0", "small: warning 1"]
 
 
 def test_the_test_of_a_worker_gets_all_limits_of_the_run(tmp_path: Path) -> None:

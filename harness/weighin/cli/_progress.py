@@ -44,7 +44,6 @@ def progress(console: Console, cells: int | None) -> Iterator[Progress]:
             starting=live.start,
             phase=lambda phase: live.show(f"{live.cell}: {phase}"),
             narrowed=lambda text: live.print(f"  [bold]{escape(text)}[/]"),
-            nodes=lambda steps: live.show("\n".join(map(": ".join, steps.items()))),
             finished=live.finish,
         )
 

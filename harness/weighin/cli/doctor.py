@@ -39,7 +39,7 @@ def doctor(context: click.Context, /, **typed: Any) -> None:
         from weighin.fleet.cluster import connected
 
         with connected(settings["address"], settings["labels"]) as cluster:
-            nodes = cluster.examine(_console.note)
+            nodes = cluster.examine()
         tables = [of_machine.table(node) for node in nodes]
         document: dict[str, Any] = {"nodes": [node.as_json() for node in nodes]}
         is_fit = all(node.about["can_measure"] for node in nodes)

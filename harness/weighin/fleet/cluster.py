@@ -16,7 +16,7 @@ import psutil
 from weighin import install
 from weighin.child_process import Child
 from weighin.errors import ConfigError, HarnessError, extra
-from weighin.fleet.node import Answer, Step, answer, own_code
+from weighin.fleet.node import Answer, answer, own_code
 from weighin.fleet.node import run as run_here
 from weighin.plan.task import Node
 from weighin.result import Result
@@ -27,7 +27,6 @@ with extra("ray", "--engine ray"):
     import ray
     from ray import cloudpickle
     from ray.exceptions import RayError
-    from ray.util.queue import Empty, Queue
 
 if TYPE_CHECKING:
     from weighin.doctor import Examination
@@ -45,12 +44,11 @@ _ANSWER_S: Final = 120.0  # for what a node has; its examination may take longer
 for _name in (__name__, run_here.__module__, Child.__module__):  # a node may lack weighin
     cloudpickle.register_pickle_by_value(sys.modules[_name])
 
-Task = Callable[[Mapping[str, Any], Any], tuple[str, list[bytes]]]
-"""A function that Ray runs on a node: it takes an assignment and the queue of what nodes say, and returns
-the node's id and the events of the assignment."""
+Task = Callable[[Mapping[str, Any]], tuple[str, list[bytes]]]
+"""A function that Ray runs on a node: it takes an assignment, and returns the node's id and the events."""
 
 
-def run(assignment: Mapping[str, Any], said: Queue) -> tuple[str, list[bytes]]:
+def run(assignment: Mapping[str, Any]) -> tuple[str, list[bytes]]:
     """Run an assignment on the node to which Ray copied this function.
 
     The process of the assignment gets the environment with which the node was started. Ray's own
@@ -66,9 +64,7 @@ def run(assignment: Mapping[str, Any], said: Queue) -> tuple[str, list[bytes]]:
         events = [json.dumps({"event": "monitor", "is_on": is_on, "source": source}).encode()]
         if not is_on or assignment["kind"] == "examine":
             asked = {**assignment, "is_tested": place in assignment["is_tested"]}
-            # called without waiting, so that a cell does not end with the queue
-            put: Any = said.actor.put_nowait.remote  # type: ignore[attr-defined]
-            return place, events + run_here(asked, raylet, lambda *step: put((place, *step)))
+            return place, events + run_here(asked, raylet)
         why = f"Ray's memory monitor is on ({source}), and would kill cells before their limit does"
         fix = "stop Ray on these nodes (ray stop), and start Ray there without its memory monitor"
     except Exception as error:  # raised, it would not name the node
@@ -86,8 +82,6 @@ class Cluster:
     def __init__(self, labels: Mapping[str, str], task: Task) -> None:
         self._labels = dict(labels)
         self._task = ray.remote(num_cpus=0, resources={SLOT: 1})(task)
-        beside = {_NODE_ID: ray.get_runtime_context().get_node_id()}
-        self._said = Queue(actor_options={"num_cpus": 0, "label_selector": beside})
         config = ray._private.state.state.get_system_config()
         monitor = config.get(_MONITOR.removeprefix("RAY_"))
         self._about = {"weighin": own_code(), "monitor": monitor}
@@ -118,7 +112,7 @@ class Cluster:
         self, assignment: Mapping[str, Any], where: dict[str, str], gpus: float, tries: int
     ) -> Future[Any]:
         options = self._task.options(max_retries=tries - 1, num_gpus=gpus, label_selector=where)
-        task = options.remote({**self._about, **assignment}, self._said)
+        task = options.remote({**self._about, **assignment})
         future: Future[Any] = task.future()
         future.task = task  # type: ignore[attr-defined]
         return future
@@ -145,14 +139,7 @@ class Cluster:
                 ray.cancel(task)
             ray.wait(tasks, num_returns=len(tasks), timeout=_CANCELLING_S)
 
-    def said(self) -> Iterator[Step]:
-        with suppress(RayError, Empty):  # without what nodes say, the cells go on
-            while True:
-                yield self._said.get_nowait()
-
-    def ask(
-        self, kind: str, say: Callable[[str], object] = lambda _: None
-    ) -> dict[str, dict[str, Any]]:
+    def ask(self, kind: str) -> dict[str, dict[str, Any]]:
         """Ask all nodes at the same time; return, by id, the events of those that answered.
 
         It raises ConfigError if no node answers, or one cannot measure; ``examine`` gets its error.
@@ -165,9 +152,6 @@ class Cluster:
         try:
             while wait([tasks[each] for each in tasks if each in alive], _WAIT_S).not_done:
                 interrupts.check()
-                for who, text, _ in self.said():
-                    if text:
-                        say(f"{self._names.get(who, who)}: {text}")
                 alive = self.names() if time.monotonic() < end_s else {}
         finally:
             lost = [task for task in tasks.values() if not task.done()]
@@ -204,12 +188,12 @@ class Cluster:
             for place, events in self.ask("describe").items()
         ]
 
-    def examine(self, say: Callable[[str], object]) -> "list[Examination]":
+    def examine(self) -> "list[Examination]":
         """Test what each node can limit and measure."""
         from weighin.doctor import Capability, Examination, row  # runs need none of it
 
         examinations = []
-        for place, events in self.ask("examine", say).items():
+        for place, events in self.ask("examine").items():
             about = {"name": self._names[place], "id": place, "can_measure": False}
             if error := events.get("error"):
                 failed = Capability("examination", "bad", f"{error['message']}. {error['repair']}")

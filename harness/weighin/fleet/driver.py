@@ -8,12 +8,11 @@ files of its own, which weighin removes at the end of the run.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Event, current_thread
 from typing import TYPE_CHECKING, Any, Final
 
@@ -64,8 +63,6 @@ class Driver:
         self._short = self._lacking(Demand.lacks_now)  # a node that joins is asked by a cell
         self._running: dict[Future[Any], tuple[Planned, Demand, float]] = {}
         self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
-        self._steps: dict[str, str] = {}
-        self._lines = set[tuple[str, str]]()
 
     def run(self) -> Sequence[Result]:
         """Run every cell that has no record yet, and return the results of all cells."""
@@ -121,7 +118,6 @@ class Driver:
                 raise self._stuck()
             for done in wait(self._running, _WAIT_S, FIRST_COMPLETED).done:
                 self._take(done, *self._running.pop(done)[:2])
-            self._show()
 
     def _lacking(self, why: Callable[[Demand, Node], str]) -> dict[Demand, dict[str, str]]:
         """Return, for each demand, the nodes that cannot run such cells, each with the reason."""
@@ -151,17 +147,16 @@ class Driver:
 
     def _hand_out(self) -> None:
         for demand, cells in self._waiting.items():
-            able, out = (
-                self._able(demand),
-                [each == demand for _, each, _ in self._running.values()],
-            )
-            free = self._crew.slots * len(able) - sum(out)
+            able = self._able(demand)
+            out = sum(each == demand for _, each, _ in self._running.values())
+            free = self._crew.slots * len(able) - out
             for planned in [cells.popleft() for _ in range(min(len(cells), free))]:
                 told = {"cell": asdict(planned.cell), "is_tested": [*self._tested]}
                 gpus = min(self._crew.gpus.get(place, 0) for place in able)
                 without = self._left_out | self._short[demand].keys()
                 task = self._crew.submit({**self._assignment, **told}, without, gpus)
                 self._running[task] = planned, demand, gpus
+                self._progress.starting(planned.cell)
 
     def _take(self, done: Future[Any], planned: Planned, demand: Demand) -> None:
         cell = planned.cell
@@ -196,7 +191,6 @@ class Driver:
         self._progress.preparing(f"no further cell for {message}", None)
         self._trouble = HarnessError(message, error.repair, exit_code=error.exit_code)
         self._left_out.add(place)
-        self._steps.pop(self._names[place], None)
 
     def _stuck(self) -> HarnessError:
         left = sum(map(len, self._waiting.values()))
@@ -232,15 +226,6 @@ class Driver:
                 path.parent.mkdir(exist_ok=True)
                 path.write_bytes(content.encode())
 
-    def _show(self) -> None:
-        for who, text, is_line in self._crew.said():
-            name = self._names.get(who, who)
-            self._steps[name] = text
-            if is_line and (who, text) not in self._lines:  # a node prepares itself for each cell
-                self._lines.add((who, text))
-                self._progress.preparing(f"{name}: {text}", None)
-        self._progress.nodes({name: step for name, step in self._steps.items() if step})
-
 
 class Jobs:
     """The jobs that run cells for a ``Driver``, which sees them as one node."""
@@ -252,7 +237,6 @@ class Jobs:
         self._is_tested = False
         self._pool = ThreadPoolExecutor(jobs, "job")
         self._stopped = Event()
-        self._said: SimpleQueue[node.Step] = SimpleQueue()
 
     def submit(self, assignment: Mapping[str, Any], *_: object) -> Future[Any]:
         return self._pool.submit(self._run, assignment)
@@ -268,7 +252,6 @@ class Jobs:
         events = node.run(
             {**assignment, "is_tested": self._is_tested},  # as it is when the cell begins
             child_process.environment(inherit=False) | own,
-            lambda *step: self._said.put((job, *step)),
             self._stopped.is_set,
         )
         answer = node.answer(_HERE, events)
@@ -281,10 +264,6 @@ class Jobs:
     def stop(self, _: Iterable[Future[Any]]) -> None:
         self._stopped.set()
         self._pool.shutdown(cancel_futures=True)
-
-    def said(self) -> Iterator[node.Step]:
-        while not self._said.empty():
-            yield self._said.get()
 
     def names(self) -> dict[str, str]:
         return {_HERE: _HERE}

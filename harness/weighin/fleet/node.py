@@ -5,7 +5,6 @@ input open for as long as it wants the answer. When the input ends, this process
 and cleans up. Each line of standard output is an event (``weighin.child_process.encode_event``).
 
 began   nothing: weighin runs here
-step    text; is_line: whether it is worth a line of its own
 record  record: a line of records.jsonl; files: the run's others, by path
 short   ram_bytes, free_ram_bytes, gpu_bytes: less than the cell needs; the cell was not begun
 node    what the machine has
@@ -42,8 +41,6 @@ from weighin.suite import registry
 
 Answer = tuple[str, dict[str, dict[str, Any]]]
 """The id of a node, and its events by their kind; it sends one of a kind."""
-Step = tuple[str, str, bool]
-"""Who says something, what (nothing at the end), and whether it is worth a line of its own."""
 
 _PAUSE_S = 0.5  # Ray can cancel a task only between two lines of Python
 _PATIENCE_S = 30.0  # the measured processes of a stopped cell need a moment to end
@@ -53,7 +50,6 @@ _LOCK_PATIENCE_S: Final = 60.0  # after a driver is killed, its worker needs a m
 def run(
     assignment: Mapping[str, Any],
     variables: Mapping[str, str],
-    say: Callable[[str, bool], object],
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> list[bytes]:
     """Run an assignment in a process of its own, and return its events; the process ends with ``run``.
@@ -66,14 +62,9 @@ def run(
     try:
         process.send(json.dumps(assignment).encode() + b"\n")
         while not is_stopped():
-            try:
+            with contextlib.suppress(TimeoutError):
                 if (line := process.receive(_PAUSE_S)) is None:
                     break
-            except TimeoutError:
-                continue
-            if (event := json.loads(line))["event"] == "step":
-                say(event["text"], event["is_line"])
-            else:
                 events.append(line)
     finally:
         process.end_input()
@@ -85,7 +76,6 @@ def run(
         process.kill()
         code = process.wait()
         process.close()
-        say("", False)
     ended = {"event": "ended", "code": code, "stderr": last_line(process.stderr_tail)}
     return [*events, json.dumps(ended).encode()]
 
@@ -147,7 +137,7 @@ def _describe(assignment: Mapping[str, Any], driver: Parent) -> None:
     if assignment["kind"] == "examine":
         from weighin import doctor  # imports what measurements do not need
 
-        examined = doctor.examine(lambda text: driver.send("step", text=text, is_line=True))
+        examined = doctor.examine(lambda _: None)
         capabilities = [asdict(each) for each in (*examined.capabilities, doctor.nested())]
     total, free = cgroup.ram_bytes()
     driver.send(
@@ -165,17 +155,6 @@ def _describe(assignment: Mapping[str, Any], driver: Parent) -> None:
 def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
     """Measure the assignment's cell, as a run of one cell in a temporary folder of this machine."""
     cell, settings = assignment["cell"], assignment["settings"]
-    strategy = cell["strategy"]
-
-    def say(text: str, *, is_line: bool = False) -> None:
-        driver.send("step", text=text, is_line=is_line)
-
-    progress = Progress(
-        preparing=lambda text, share: say(text, is_line=share is None),
-        building=say,
-        starting=lambda _: say(strategy),
-        phase=lambda name: say(f"{strategy}: {name}"),
-    )
     if paths := settings.get("strategy_paths"):
         own = registry.strategies(cell["operation"])
         found = {name: path or str(own[name].path) for name, path in paths.items()}
@@ -197,7 +176,7 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
             driver.send("short", **has)
             return
         try:
-            runner.run(task, progress)
+            runner.run(task, Progress())
         finally:  # an error after the measurement, such as a full disk, must not lose the record
             if (records := folder / run_folder.RECORDS).exists():
                 files = {

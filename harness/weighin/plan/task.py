@@ -58,7 +58,6 @@ class Progress:
     starting: Callable[[Cell], None] = lambda _: None
     phase: Callable[[str], None] = lambda _name: None
     narrowed: Callable[[str], None] = lambda _said_of_a_search: None
-    nodes: Callable[[Mapping[str, str]], None] = lambda _step_by_name: None
     finished: Callable[[Result], None] = lambda _: None
 
 
