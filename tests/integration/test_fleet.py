@@ -129,7 +129,7 @@ def watched(nodes: Nodes) -> Iterator[Any]:
 
 
 @pytest.mark.nightly
-def test_a_node_with_rays_memory_monitor_is_refused_and_examined(
+def test_a_node_with_rays_memory_monitor_is_refused(
     command: CommandLine, nodes: Nodes, hold: Path, watched: Any
 ) -> None:
     ended = start(command, nodes).end()
@@ -146,19 +146,6 @@ def test_a_node_with_rays_memory_monitor_is_refused_and_examined(
         """ RAY_memory_monitor_refresh_ms=0 ray start --resources '{"weighin_slot": 1}'"""
     )
     assert not (command.folder / "run").exists()
-
-    ended = command.run("doctor", "--engine", "ray", "--address", nodes.address, "--json", "-")
-    assert (ended.code, ended.left) == (3, []), ended.err
-    examined = {node["id"]: node for node in json.loads(ended.out)["nodes"]}
-    assert {node["can_measure"] for node in examined.values()} == {True, False}
-    assert not examined[watched.node_id]["can_measure"]
-    for node in examined.values():
-        lines = {one["subject"]: one for one in node["capabilities"]}
-        assert node["holds_a_limit"]
-        assert lines["isolation cgroup enforces a limit"]["verdict"] == "yes"
-        assert lines["nested memory limits"]["verdict"] == "yes"
-        expected = "yes" if node["can_measure"] else "no"
-        assert lines["no memory monitor of Ray"]["verdict"] == expected
 
 
 def test_the_error_without_a_node_that_may_measure(

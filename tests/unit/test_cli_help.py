@@ -18,7 +18,6 @@ VERBS = {
         [
             "weighin doctor",
             "weighin doctor --json -",
-            "weighin doctor --engine ray --address head:6379",
         ],
     ),
     ("list",): (

@@ -65,18 +65,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_WAIT_S", 0.01)
 
 
-def test_a_node_that_is_gone_is_not_awaited() -> None:
-    silent = Silent("a", "b")
-    silent._names = {"a": "first", "b": "second"}
-    examined = [each.as_json() for each in silent.examine()]
-    assert [(each["name"], each["can_measure"]) for each in examined] == [
-        ("first", False),
-        ("second", False),
-    ]
-    assert "the node was lost" in examined[0]["capabilities"][0]["detail"]
-    assert silent.stopped == 2
-
-
 def test_a_node_that_did_not_answer_gets_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_ANSWER_S", 0.05)
     silent = Silent(*"ab" * 1000)
@@ -119,5 +107,5 @@ def test_a_signal_ends_the_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(interrupts, "check", check)
     silent = Silent("a", "a")
     with pytest.raises(Interrupted):
-        silent.ask("describe")
+        silent.find()
     assert silent.stopped == 1

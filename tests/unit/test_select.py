@@ -116,7 +116,7 @@ def test_auto_takes_what_works_on_every_node(machine: Callable[..., list[str]]) 
         select.choose("auto", limited=True, nodes=NODES)
     assert str(caught.value) == (
         "no isolation can enforce a RAM limit on every node: docker on big: no engine answers;"
-        " cgroup on small: no permission\nfind the fault (weighin doctor --engine ray), or name an"
+        " cgroup on small: no permission\nfind the fault (weighin doctor, on that node), or name an"
         " isolation that works on some nodes, and weighin measures only on those; without a RAM"
         " limit, these work: weighin recommend, predict, and bench without --ram"
     )

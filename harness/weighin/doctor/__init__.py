@@ -7,9 +7,9 @@ measure is tested in a temporary cgroup.
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from math import isclose
 from mmap import PAGESIZE, mmap
 from pathlib import Path
@@ -39,7 +39,6 @@ from weighin.units import MIB, format_bytes
 
 _PROBE = Path(__file__).with_name("oom_probe.py")
 _PROBE_LIMIT_BYTES = 384 * MIB
-_INNER_BYTES = 64 * MIB
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of WSL and of AMD
 _PACE = Pace(100_000_000, 5_000_000)
 _WORDS = {"good": "yes", "poor": "partly", "bad": "no"}
@@ -61,10 +60,9 @@ class Capability:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The rows of the table; ``about`` says which node of a cluster was tested."""
+    """The rows of the table."""
 
     capabilities: tuple[Capability, ...]
-    about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def holds_a_limit(self) -> bool:
@@ -75,7 +73,6 @@ class Examination:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            **self.about,
             "holds_a_limit": self.holds_a_limit,
             "capabilities": [
                 asdict(one) | {"verdict": _WORDS[one.verdict]} for one in self.capabilities
@@ -97,8 +94,7 @@ def examine(say: Callable[[str], None]) -> Examination:
 
 
 def table(examination: Examination) -> Table:
-    title = f"node {examination.about['name']}" if examination.about else None
-    shown = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
     for head in ("subject", "works", "detail"):
         shown.add_column(head)
     for one in examination.capabilities:
@@ -259,29 +255,6 @@ def pressure() -> Capability:
     if is_on:
         no = "missing: it needs a cgroup v2 tree, and none is mounted"
     return row("memory pressure (PSI)", is_on and tree is not None, yes, "poor", no)
-
-
-def nested() -> Capability:
-    """Test whether a cgroup with a limit can have child cgroups with smaller limits."""
-
-    def limited() -> Found:
-        with temporary_group() as group:
-            limit(group, 2 * _INNER_BYTES)
-            if (outer := MemoryCgroup(group)).version == 2:
-                (group / "cgroup.subtree_control").write_text("+memory")
-            (group / "inner").mkdir()
-            inner = MemoryCgroup(group / "inner")
-            try:
-                limit(inner.path, _INNER_BYTES)
-                is_limited = inner.read("limit") == _INNER_BYTES
-            finally:
-                inner.path.rmdir()
-        name = outer.file("limit").name
-        if is_limited:
-            return "good", f"{name} of a group inside a limited group"
-        return "bad", f"{name} of an inner group has no effect"
-
-    return tried("nested memory limits", limited)
 
 
 def _machine() -> Iterator[Capability]:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from math import inf
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import psutil
 
@@ -28,9 +27,6 @@ with extra("ray", "--engine ray"):
     from ray import cloudpickle
     from ray.exceptions import RayError
 
-if TYPE_CHECKING:
-    from weighin.doctor import Examination
-
 SLOT: Final = "weighin_slot"
 START: Final = f"""RAY_memory_monitor_refresh_ms=0 ray start --resources '{{"{SLOT}": 1}}'"""
 """The command that starts a node; add --head for the first node, and --address for the others."""
@@ -39,7 +35,7 @@ _NODE_ID: Final = "ray.io/node-id"
 _MONITOR: Final = "RAY_memory_monitor_refresh_ms"
 _WAIT_S: Final = 0.5
 _CANCELLING_S: Final = 45.0
-_ANSWER_S: Final = 120.0  # for what a node has; its examination may take longer
+_ANSWER_S: Final = 120.0  # for what a node has
 
 for _name in (__name__, run_here.__module__, Child.__module__):  # a node may lack weighin
     cloudpickle.register_pickle_by_value(sys.modules[_name])
@@ -55,23 +51,22 @@ def run(assignment: Mapping[str, Any]) -> tuple[str, list[bytes]]:
     workers have further variables, such as OMP_NUM_THREADS, that would change the measurement.
     Ray's memory monitor kills tasks when the node is short of memory, also a cell below its limit.
     """
-    place, events = ray.get_runtime_context().get_node_id(), list[bytes]()
+    place = ray.get_runtime_context().get_node_id()
     try:
         raylet = next(p for p in psutil.Process().parents() if p.name() == "raylet").environ()
         value = raylet.get(_MONITOR) if (of := assignment["monitor"]) is None else str(of)
-        is_on = value is None or value.strip() != "0"
+        if value is not None and value.strip() == "0":
+            return place, run_here(
+                {**assignment, "is_tested": place in assignment["is_tested"]}, raylet
+            )
         source = f"{_MONITOR} is not set: Ray's default" if value is None else f"{_MONITOR}={value}"
-        events = [json.dumps({"event": "monitor", "is_on": is_on, "source": source}).encode()]
-        if not is_on or assignment["kind"] == "examine":
-            asked = {**assignment, "is_tested": place in assignment["is_tested"]}
-            return place, events + run_here(asked, raylet)
         why = f"Ray's memory monitor is on ({source}), and would kill cells before their limit does"
         fix = "stop Ray on these nodes (ray stop), and start Ray there without its memory monitor"
     except Exception as error:  # raised, it would not name the node
         why = f"weighin does not start on this node: {error!r}"
         fix = "see to that node, and start Ray there again"
     told = {"message": why, "repair": f"{fix}: {START}", "exit_code": 2}
-    return place, [*events, json.dumps({"event": "error", **told}).encode()]
+    return place, [json.dumps({"event": "error", **told}).encode()]
 
 
 class Cluster:
@@ -139,16 +134,13 @@ class Cluster:
                 ray.cancel(task)
             ray.wait(tasks, num_returns=len(tasks), timeout=_CANCELLING_S)
 
-    def ask(self, kind: str) -> dict[str, dict[str, Any]]:
-        """Ask all nodes at the same time; return, by id, the events of those that answered.
-
-        It raises ConfigError if no node answers, or one cannot measure; ``examine`` gets its error.
-        """
-        end_s, alive = time.monotonic() + (inf if kind == "examine" else _ANSWER_S), self.names()
+    def find(self) -> list[Node]:
+        """Ask all nodes at the same time what they have; return those that can measure."""
+        end_s, alive = time.monotonic() + _ANSWER_S, self.names()
         tasks = {}
         for place in alive:
-            about = {"kind": kind, "is_tested": (), "gpu": (gpus := self.gpus[place]) > 0}
-            tasks[place] = self._future(about, {_NODE_ID: place}, gpus, tries=1)
+            about = {"kind": "describe", "is_tested": (), "gpu": self.gpus[place] > 0}
+            tasks[place] = self._future(about, {_NODE_ID: place}, self.gpus[place], tries=1)
         try:
             while wait([tasks[each] for each in tasks if each in alive], _WAIT_S).not_done:
                 interrupts.check()
@@ -156,60 +148,26 @@ class Cluster:
         finally:
             lost = [task for task in tasks.values() if not task.done()]
             self.stop(lost)
-        answers, refused = {}, []
+        found, refused = [], []
         for place, task in tasks.items():
             events: dict[str, Any] = {}
             with suppress(HarnessError):
                 events = {} if task in lost else self.answer(task)[1]
-            error = events.get("error")
-            if "node" in events:
-                answers[place] = events
-            elif kind == "examine":
-                why = events.get("ended", {}).get("stderr") or "the node was lost"
-                answers[place] = {"error": error or {"message": why, "repair": "see to that node"}}
-            elif error:
+            if has := events.get("node"):
+                del has["event"]
+                found.append(Node(place, self._names[place], **has))
+            elif error := events.get("error"):
                 refused.append((f"{self._names[place]}: {error['message']}", error["repair"]))
-        self._silent = tasks.keys() - answers.keys()
+        self._silent = tasks.keys() - {node.id for node in found}
         if refused:
             raise ConfigError("; ".join(message for message, _ in refused), refused[0][1])
-        if not answers:
+        if not found:
             raise ConfigError(
                 f"no node of the cluster has the resource {SLOT} and all labels of --label",
                 "start Ray with this resource on each machine on which weighin is to measure:"
                 f" {START} --address HOST:6379",
             )
-        return answers
-
-    def find(self) -> list[Node]:
-        """Return the cluster's nodes that can measure."""
-        names = ("ram_bytes", "free_ram_bytes", "isolations", "gpu_bytes", "no_soft_limit")
-        return [
-            Node(place, self._names[place], **{name: events["node"][name] for name in names})
-            for place, events in self.ask("describe").items()
-        ]
-
-    def examine(self) -> "list[Examination]":
-        """Test what each node can limit and measure."""
-        from weighin.doctor import Capability, Examination, row  # runs need none of it
-
-        examinations = []
-        for place, events in self.ask("examine").items():
-            about = {"name": self._names[place], "id": place, "can_measure": False}
-            if error := events.get("error"):
-                failed = Capability("examination", "bad", f"{error['message']}. {error['repair']}")
-                examinations.append(Examination((failed,), about))
-                continue
-            node, here, monitor = events["node"], own_code(), events["monitor"]
-            there, source = node["weighin"], monitor["source"]
-            on = f"on ({source}); start the node with the monitor off: {START}"
-            rows = (
-                *[Capability(**fields) for fields in node["capabilities"]],
-                row("the same weighin", there == here, there, "bad", f"{there}; here: {here}"),
-                row("no memory monitor of Ray", not monitor["is_on"], f"off ({source})", "bad", on),
-            )
-            can_measure = Examination(rows).holds_a_limit and not monitor["is_on"]
-            examinations.append(Examination(rows, about | {"can_measure": can_measure}))
-        return examinations
+        return found
 
     def placed(self, result: Result, place: str) -> Result:
         """Add to a result the node that measured it; no node, if the node was lost."""

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from weighin import __version__, child_process, install
@@ -107,7 +107,7 @@ def main() -> int:
         with interrupts.stoppable(interrupts.EndedBySignal):
             driver.send("began")
             there, here = assignment.get("weighin"), own_code()
-            if there and there != here and assignment["kind"] != "examine":
+            if there and there != here:
                 raise ConfigError(
                     f"this node has {here}, and the driver's machine {there}",
                     "install the same files of weighin on all nodes, because a table must not mix the"
@@ -133,22 +133,14 @@ def _describe(assignment: Mapping[str, Any], driver: Parent) -> None:
 
     found = {name: error(select.named(name).check) for name in select.NAMES}
     hard_only = error(lambda: select.check_soft_limit(select.named("cgroup")))
-    capabilities = []
-    if assignment["kind"] == "examine":
-        from weighin import doctor  # imports what measurements do not need
-
-        examined = doctor.examine(lambda _: None)
-        capabilities = [asdict(each) for each in (*examined.capabilities, doctor.nested())]
     total, free = cgroup.ram_bytes()
     driver.send(
         "node",
-        weighin=own_code(),
         ram_bytes=total,
         free_ram_bytes=free,
         isolations={n: f"{e.message} ({e.repair})" if e else "" for n, e in found.items()},
         no_soft_limit=hard_only.message if hard_only else "",
         gpu_bytes=[g.total_bytes for g in gpu_memory.look().gpus] if assignment["gpu"] else [],
-        capabilities=capabilities,
     )
 
 

@@ -18,7 +18,7 @@ _WITHOUT_LIMIT: Final = (
     "without a RAM limit, these work: weighin recommend, predict, and bench without --ram"
 )
 _ON_NODES: Final = (
-    "find the fault (weighin doctor --engine ray), or name an isolation that works on some nodes, and"
+    "find the fault (weighin doctor, on that node), or name an isolation that works on some nodes, and"
     " weighin measures only on those"
 )
 
