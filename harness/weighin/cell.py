@@ -185,7 +185,6 @@ class Job:
     strategy_path: str
     python_path: tuple[str, ...] = ()
     target: str = ""
-    trace: bool = False
     mounts: tuple[str, ...] = ()
     body: Body | None = None
     rank: int | None = None

@@ -1,7 +1,5 @@
 """With a GPU: the allocator's figures are the arithmetic of the model, and a limit is a limit."""
 
-from pathlib import Path
-
 import pytest
 from commands import CommandLine
 
@@ -40,12 +38,6 @@ def test_the_notebooks_methods_request_what_arithmetic_says(command: CommandLine
         assert peaks.cuda_requested_bytes <= peaks.cuda_allocated_bytes  # type: ignore[operator]
         assert peaks.cuda_allocated_bytes <= peaks.cuda_reserved_bytes  # type: ignore[operator]
         assert (peaks.cuda_driver_sampled_bytes or 0) > 0
-
-
-def test_a_trace_agrees_with_the_allocator(command: CommandLine) -> None:
-    result = measured(command, "baseline", "--trace")["baseline"]
-    assert not [one for one in result.warnings if "trace" in one]
-    assert Path(command.folder / "run" / (result.trace_path or "")).stat().st_size > 0
 
 
 def test_a_limit_ends_what_needs_two_copies(command: CommandLine) -> None:

@@ -38,7 +38,7 @@ VERBS = {
             "weighin bench gpt2-medium --use write,adamw -s baseline,streaming",
             "weighin bench gpt2-medium --disk 50MB/s,200MB/s --disk-latency 5ms",
             "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
-            "weighin bench gpt2-medium --device cuda --vram 1g --trace",
+            "weighin bench gpt2-medium --device cuda --vram 1g",
             "weighin bench --model my.nets:build --kwargs '{\"n\": 64}' --checkpoint w.pt",
             "weighin bench --suite ci --out results/ci",
             "weighin bench --suite ci --engine ray --address head:6379 --out results/ray",

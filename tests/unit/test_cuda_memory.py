@@ -39,7 +39,6 @@ class Allocator:
         }
         self.backend = "native"
         self.peaks = {0: 0, 1: 512, 2: 0}
-        self.traces: list[list[dict[str, Any]]] = [[], [], []]
         self.looks = 0
         self.looked = threading.Event()
         self.free_bytes = [900, 700]
@@ -83,14 +82,6 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
         torch.cuda,
         "set_per_process_memory_fraction",
         lambda fraction, device: allocator.calls.append(("fraction", fraction)),
-    )
-    monkeypatch.setattr(
-        torch.cuda.memory,
-        "_record_memory_history",
-        lambda enabled, **options: allocator.calls.append(("record", enabled)),
-    )
-    monkeypatch.setattr(
-        torch.cuda.memory, "_snapshot", lambda index: {"device_traces": allocator.traces}
     )
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocator.allocated)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: allocator.stats)
@@ -169,37 +160,6 @@ def test_a_limit_above_the_device_is_refused(allocator: Allocator) -> None:
 def test_without_a_limit_no_fraction_is_set(allocator: Allocator) -> None:
     CudaMemory(DEVICE)
     assert "fraction" not in dict(allocator.calls)
-
-
-def test_a_trace_has_the_events_of_its_device_on_the_monotonic_clock(allocator: Allocator) -> None:
-    memory = CudaMemory(DEVICE)
-    before_ns = time.monotonic_ns()
-    memory.start_trace()
-    now_us = time.time_ns() // 1000
-    allocator.traces = [
-        [{"action": "alloc", "size": 1, "time_us": now_us}],
-        [
-            {"action": "segment_alloc", "size": 2097152, "time_us": now_us, "addr": 1},
-            {"action": "alloc", "size": 300, "time_us": now_us + 5, "addr": 1},
-        ],
-        [],
-    ]
-    trace = memory.take_trace()
-    assert trace is not None
-    assert (trace["requested_bytes"], trace["reserved_bytes"]) == (1, 2097152)
-    assert [event[1:] for event in trace["events"]] == [
-        ("segment_alloc", 2097152),
-        ("alloc", 300),
-    ]
-    first, second = (event[0] for event in trace["events"])
-    assert second - first == 5000
-    assert abs(first - before_ns) < 1e9
-    assert [value for name, value in allocator.calls if name == "record"] == ["all", None]
-    assert memory.take_trace() is None
-
-
-def test_what_was_not_traced_has_no_trace(allocator: Allocator) -> None:
-    assert CudaMemory(DEVICE).take_trace() is None
 
 
 def test_the_device_is_described_as_the_drivers_tools_name_it(allocator: Allocator) -> None:

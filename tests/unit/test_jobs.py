@@ -113,7 +113,7 @@ def test_what_cannot_run_at_once() -> None:
         told = refused(run_with(GIB, **changes))
         assert told.startswith("--jobs with --checkpoint or --storage: all cells would read")
         assert told.endswith("\nleave --jobs out, or --checkpoint and --storage")
-    for own in ("steady", "trace"):
+    for own in ("steady",):
         assert refused(run_with(GIB, **{own: True})).startswith(
             "with --jobs, weighin measures only the memory of cells"
         )

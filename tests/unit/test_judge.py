@@ -8,7 +8,6 @@ from factories import make_cell
 
 from weighin.isolation.base import Exit
 from weighin.probes.cgroup import Counters
-from weighin.probes.gpu_memory import Trace
 from weighin.result import Outcome
 from weighin.run import listener as messages
 from weighin.run.judge import Evidence, judge, where
@@ -277,14 +276,6 @@ def test_ready_is_the_load_and_one_reading_of_every_byte(
 ) -> None:
     track = told(*lines)
     assert (track.told.load_ns, track.ready_ns) == (load_ns, ready_ns)
-
-
-def test_a_trace_comes_in_pieces() -> None:
-    pieces: list[list[Any]] = [[[1, "alloc", 5]], [[2, "free_completed", 5]]]
-    lines = [
-        fakes.event("told", requested_bytes=3, reserved_bytes=4, events=piece) for piece in pieces
-    ]
-    assert told(*lines).trace == Trace(3, 4, [(1, "alloc", 5), (2, "free_completed", 5)])
 
 
 def test_a_gap_that_counts_as_a_phase_does_not_move_the_rank_that_hangs() -> None:

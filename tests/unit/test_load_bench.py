@@ -99,7 +99,7 @@ def test_a_run_tests_a_worker_and_then_measures_each_cell(compiled: list[str]) -
         assert Path(job.strategy_path).name == f"{planned.cell.strategy}.py"
         assert job.python_path == ()
         assert job.mounts == ()
-        assert (job.trace, job.target, job.use_path) == (False, "", "")
+        assert (job.target, job.use_path) == ("", "")
     assert [each.outcome for each in results] == [Outcome.OK, Outcome.OK]
     assert results == list(run_folder.read(Path("run")).results) == told.finished
     assert (told.started, compiled) == (["baseline", "sequential"], ["compiled"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import fakes
 import pytest
-from fakes import PlayedIsolation, Silent, done, event, ready
+from fakes import PlayedIsolation, Silent, done, ready
 from scripts import BASELINE, JOB, measure, take
 
 from weighin.cell import Job
@@ -18,37 +18,6 @@ from weighin.probes.cgroup import Counters
 from weighin.result import Outcome
 from weighin.run import loads
 from weighin.units import MIB
-
-
-def traced(requested_peak: int, run: Path) -> Any:
-    """A cell whose allocator noted two events, and says this peak."""
-    events = [[1, "segment_alloc", 2048], [2, "alloc", 700]]
-    script = [
-        fakes.baseline(),
-        fakes.phase("read", peak_cuda_requested_bytes=requested_peak),
-        fakes.loaded(),
-        event("told", requested_bytes=0, reserved_bytes=0, events=events),
-        ready(),
-        done(),
-    ]
-    return measure(PlayedIsolation(script), run, replace(JOB, trace=True), [], None)
-
-
-def test_a_trace_is_written_beside_the_record(tmp_path: Path) -> None:
-    result = traced(700, tmp_path)
-    assert result.trace_path == f"traces/{JOB.cell.id}.csv"
-    assert (tmp_path / result.trace_path).read_text().splitlines() == [
-        "t_ns,action,bytes,requested_bytes,reserved_bytes",
-        "1,segment_alloc,2048,0,2048",
-        "2,alloc,700,700,2048",
-    ]
-    assert result.warnings == ()
-
-
-def test_a_trace_that_disagrees_with_the_allocator_is_doubted(tmp_path: Path) -> None:
-    assert traced(701, tmp_path).warnings == (
-        "the trace's largest requested bytes, 700, differ from the allocator's own peak, 701",
-    )
 
 
 def test_the_record_keeps_a_hash_of_the_code_that_decides_its_figures(tmp_path: Path) -> None:
@@ -69,13 +38,6 @@ def test_the_record_keeps_a_hash_of_the_code_that_decides_its_figures(tmp_path: 
     assert measured(job) not in (first, None)
     mine.unlink()  # the cell fails; the run goes on
     assert measured(job) is None
-
-
-def test_a_cell_without_a_trace_has_no_file(tmp_path: Path) -> None:
-    script = [fakes.baseline(), fakes.loaded(), ready(), done()]
-    result = measure(PlayedIsolation(script), tmp_path, JOB, [], None)
-    assert result.trace_path is None
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_steady_load_gets_its_memory_when_it_begins(
@@ -233,7 +195,7 @@ def test_a_result_has_what_the_parent_knows(tmp_path: Path) -> None:
     assert result.environment["cpu"] == "x"
     assert result.environment["torch"] == fakes.ENVIRONMENT["torch"]
     assert {"storage", "read_ahead_bytes"} <= result.environment.keys()
-    assert (result.samples_path, result.trace_path, result.stopped) == (None, None, None)
+    assert (result.samples_path, result.stopped) == (None, None)
     without = measure(PlayedIsolation(script), tmp_path, job, [], None)
     assert "storage" not in without.environment
 

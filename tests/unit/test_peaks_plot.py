@@ -20,7 +20,6 @@ from factories import (
 )
 
 from weighin.errors import RecordError
-from weighin.probes.gpu_memory import Trace, write_trace
 from weighin.records import run_folder
 from weighin.report import style
 from weighin.report.peaks_plot import draw_peaks
@@ -226,22 +225,7 @@ def gpu_lines(axes: Any) -> list[Any]:
     return [line for line in lines(axes) if line.get_label() == "GPU"]
 
 
-def test_a_traced_cell_shows_every_step_of_the_gpu(tmp_path: Path) -> None:
-    result = make_result(make_cell(device="cuda"))
-    result = replace(result, trace_path=f"traces/{result.cell.id}.csv")
-    start_ns = result.phases[0].start_ns
-    steps = [(start_ns + 10**9 * second, "alloc", GIB) for second in range(1, 4)]
-    write_trace(tmp_path / f"traces/{result.cell.id}.csv", Trace(0, 0, steps))
-    figure = draw_timeline(sampled(tmp_path, [result]), [result])
-    (line,) = gpu_lines(figure.axes[0])
-    # The panel begins with its first sample, 20 ms after the worker.
-    assert list(line.get_xdata()) == pytest.approx([1, 2, 3])
-    assert list(line.get_ydata()) == [1, 2, 3]
-    assert line.get_drawstyle() == "steps-post"
-    assert any("On the GPU: requested bytes, exact" in one.get_text() for one in figure.texts)
-
-
-def test_without_a_trace_the_samples_show_the_gpu(tmp_path: Path) -> None:
+def test_the_samples_show_the_gpu(tmp_path: Path) -> None:
     result = make_result(make_cell(device="cuda"))
     path = write_samples(tmp_path, result)
     head, *rows = path.read_text().splitlines()
@@ -258,9 +242,4 @@ def test_without_a_trace_the_samples_show_the_gpu(tmp_path: Path) -> None:
 
 def test_a_cell_without_a_gpu_has_no_such_line(tmp_path: Path) -> None:
     result = make_result()
-    assert gpu_lines(draw_timeline(sampled(tmp_path, [result]), [result]).axes[0]) == []
-
-
-def test_a_trace_that_is_gone_is_replaced_by_the_samples(tmp_path: Path) -> None:
-    result = replace(make_result(), trace_path="traces/gone.csv")
     assert gpu_lines(draw_timeline(sampled(tmp_path, [result]), [result]).axes[0]) == []

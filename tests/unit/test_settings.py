@@ -49,7 +49,6 @@ UNUSUAL: dict[str, Any] = {
     "timeout_s": 5,
     "stacks": True,
     "steady": True,
-    "trace": True,
     "description": "all",
     "kwargs": {"n": 1},
     "checkpoint": "/weights.pt",

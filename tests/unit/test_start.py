@@ -252,7 +252,6 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
     ("option", "why"),
     [
         ({"vram": "8g"}, "--vram limits GPU memory"),
-        ({"trace": True}, "--trace records the events of the CUDA allocator"),
     ],
 )
 def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
@@ -261,14 +260,12 @@ def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
     )
 
 
-def test_a_gpu_cell_has_its_limit_and_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_cell_has_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         gpu_memory, "look", lambda: gpu_memory.GpuAnswer((gpu_memory.Gpu("Example", 8 * GIB),))
     )
-    run = started(device="cuda", vram=["8g", "none"], trace=True)
+    run = started(device="cuda", vram=["8g", "none"])
     assert [one.cell.vram_limit_bytes for one in run.planned] == [8 * GIB, None]
-    assert run.settings.trace
-    assert resume(Path("run")).settings.trace
 
 
 def test_a_user_without_a_home_starts_and_resumes_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ _BESIDE_SUITE = _BESIDE_ALL | {
 }  # fmt: skip
 _OF_SUITE = (
     "operation", "ram_high", "isolation", "device", "dtype", "cache", "passes", "repeats", "timeout_s",
-    "steady", "trace",
+    "steady",
 )  # fmt: skip
 """Options that are also keys of a suite (YAML file), under the same name."""
 _BESIDE_KEYS = (

@@ -20,7 +20,7 @@ EXAMPLES = {
     "Measure the load and one use of the model after it, for each of two uses": "weighin bench gpt2-medium --use write,adamw -s baseline,streaming",
     "Load from disks slowed to 50 and to 200 MB/s, with 5 ms for each request": "weighin bench gpt2-medium --disk 50MB/s,200MB/s --disk-latency 5ms",
     "Load in four parallel processes": "weighin bench gpt2-medium --ranks 4 -s baseline,mmap_assign,shared_memory",
-    "Load onto a GPU under a limit of 1 GiB of GPU memory, and record each GPU allocation": "weighin bench gpt2-medium --device cuda --vram 1g --trace",
+    "Load onto a GPU under a limit of 1 GiB of GPU memory": "weighin bench gpt2-medium --device cuda --vram 1g",
     "Load your own model and checkpoint": "weighin bench --model my.nets:build --kwargs '{\"n\": 64}' --checkpoint w.pt",
     "Measure a suite, and write its records to a folder of your choice": "weighin bench --suite ci --out results/ci",
     "Measure a suite on the machines of a Ray cluster": "weighin bench --suite ci --engine ray --address head:6379 --out results/ray",
@@ -118,11 +118,6 @@ EXAMPLES = {
     metavar="SIZES",
     help="Limits on GPU memory, comma-separated: 8g, none (no limit). weighin measures every"
     " strategy under each limit.",
-)
-@click.option(
-    "--trace",
-    is_flag=True,
-    help="Record every event of PyTorch's CUDA caching allocator: each allocation, free and segment.",
 )
 @click.option(
     "--steady",

@@ -301,10 +301,9 @@ def check_jobs(task: Run, jobs: int) -> None:
             " of the other cells would be too small",
             "leave --jobs out, or --checkpoint and --storage",
         )
-    if task.settings.steady or task.settings.trace or any(cell.needs_gpu for cell in cells):
+    if task.settings.steady or any(cell.needs_gpu for cell in cells):
         raise ConfigError(
-            "with --jobs, weighin measures only the memory of cells on the CPU, without --steady"
-            " and --trace",
+            "with --jobs, weighin measures only the memory of cells on the CPU, without --steady",
             "leave --jobs out",
         )
     limits = [cell.ram_limit_bytes for cell in cells if cell.ram_limit_bytes is not None]

@@ -175,10 +175,9 @@ def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
     check_ram(settings.ram, nodes)
     if settings.device != "cpu":
         check_gpu(settings.device, settings.vram, nodes)
-    elif (has_limit := any(limit is not None for limit in settings.vram)) or settings.trace:
-        trace = "--trace records the events of the CUDA allocator"
+    elif any(limit is not None for limit in settings.vram):
         raise ConfigError(
-            f"{'--vram limits GPU memory' if has_limit else trace}, but the device is cpu",
+            "--vram limits GPU memory, but the device is cpu",
             "add --device cuda, or leave the option out",
         )
     # Commands must ask for a container, because it lacks this machine's programs.

@@ -5,7 +5,6 @@
     RUN/plan.json         the cells of the run and its settings, written once at the start
     RUN/records.jsonl     one Result per line, synced to disk before the next cell starts
     RUN/samples/*.csv     one file per cell, and one per rank; written after the record that names them
-    RUN/traces/*.csv      one file per cell with a trace of the CUDA allocator
     RUN/.room             while a cell runs: disk space reserved for the cell's record
 
 results/README.md documents every field of these files. The records of a stopped run look like those
@@ -345,14 +344,10 @@ def samples_path(cell: Cell, rank: int | None = None) -> str:
     return f"samples/{cell.id}.csv" if rank is None else f"samples/{cell.id}-rank{rank}.csv"
 
 
-def trace_path(cell: Cell) -> str:
-    return f"traces/{cell.id}.csv"
-
-
 def paths_of(cell: Cell) -> tuple[str, ...]:
     """Return the paths of all files that a cell's record can name."""
     of_ranks = (samples_path(cell, rank) for rank in range(cell.ranks) if cell.ranks > 1)
-    return samples_path(cell), trace_path(cell), *of_ranks
+    return samples_path(cell), *of_ranks
 
 
 def write_plan(

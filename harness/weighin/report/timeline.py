@@ -230,9 +230,7 @@ def _caption(
             "Of several ranks: the anonymous memory of each rank, in two shades in turn; above it in grey,"
             " file-backed and shared memory, counted once. Bands: the phases of rank 0."
         )
-    if any(track.result.trace_path for track in tracks):
-        lines.append("On the GPU: requested bytes, exact, from a trace of every allocator event.")
-    elif any(track.gpu for track in tracks):
+    if any(track.gpu for track in tracks):
         lines.append("On the GPU: allocated bytes, sampled.")
     if any(row["repeats"] > 1 for row in rows):
         lines[1] += " The first repeat of each."

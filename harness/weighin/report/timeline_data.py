@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from weighin.records.metrics import latest
-from weighin.records.run_folder import read_columns, read_samples
+from weighin.records.run_folder import read_samples
 from weighin.report import captions, style
 from weighin.report.rows import Row, values
 from weighin.result import Outcome, Phase, Result, Sample
@@ -20,7 +20,6 @@ CUT_OFF: Final = frozenset(Outcome) - {
 }  # fmt: skip
 # weighin itself ended these measurements, so their length says nothing about the strategy.
 _STOPPED: Final = (Outcome.TIMEOUT, Outcome.THRASHING)
-_TRACED: Final = ("t_ns", "requested_bytes")
 PARTS: Final = ("anon_bytes", "file_bytes", "shmem_bytes", "kernel_bytes")
 _Point = TypeVar("_Point")
 
@@ -34,8 +33,7 @@ class Track:
             cache that the kernel charged to the cgroup.
         zero_ns: the start of the first phase, or the time of the first sample if it is earlier.
         end_s: the time from ``zero_ns`` to the end of the measurement.
-        gpu: pairs of a time in nanoseconds and the GPU memory in bytes, from an exact trace or, without
-            a trace, from the samples.
+        gpu: pairs of a time in nanoseconds and the GPU memory in bytes.
         ranks: the samples of each rank, if several ranks loaded the model.
     """
 
@@ -165,7 +163,7 @@ def _track(label: str, run: Path, result: Result) -> Track:
         samples,
         zero,
         (end - zero) / 1e9,
-        _gpu(run, result, samples),
+        _gpu(samples),
         ranks if all(ranks) else (),
     )
 
@@ -180,11 +178,8 @@ def _of_group(sample: Sample) -> Sample:
     return replace(sample, file_bytes=file, rss_bytes=total, kernel_bytes=kernel)
 
 
-def _gpu(run: Path, result: Result, samples: Sequence[Sample]) -> list[tuple[int, int]]:
-    """Return the GPU memory over time from the exact trace, or without a trace from the samples."""
-    rows = read_columns(run, result.trace_path, _TRACED)
-    traced = [(t_ns, used) for t_ns, used in rows if None not in (t_ns, used)]
-    return traced or [
+def _gpu(samples: Sequence[Sample]) -> list[tuple[int, int]]:
+    return [
         (sample.t_ns, sample.cuda_allocated_bytes)
         for sample in samples
         if sample.cuda_allocated_bytes is not None

@@ -30,7 +30,6 @@ from weighin.phase_reporter import (
     read_text,
 )
 from weighin.probes.cgroup import Counters, grown, start_time
-from weighin.probes.gpu_memory import Trace
 from weighin.probes.process import memory_of, read_status
 from weighin.result import UNTIL_READY, Memory, Outcome, Phase, Written, phases_of
 from weighin.text import one_line
@@ -91,9 +90,6 @@ class Told(Struct, forbid_unknown_fields=True):
     written: Written | None = None
     pss_bytes: int | None = None  # of a rank, when all are ready
     points: list[tuple[int, int, int]] = []  # time, CUDA bytes of its allocator, and of the driver
-    requested_bytes: int | None = None  # at the start of the allocator's trace
-    reserved_bytes: int = 0
-    events: list[tuple[int, str, int]] = []  # of the trace: time, action, bytes
     # After the load:
     gradients: str = ""
     children_private_bytes: tuple[int, ...] = ()
@@ -216,13 +212,6 @@ class Reported:
     def cuda_phases(self) -> list[Phase]:
         """The load's phases before the checksums, which themselves allocate GPU memory."""
         return [phase for phase in self.load_phases if phase.name not in UNTIL_READY]
-
-    @property
-    def trace(self) -> Trace | None:
-        told = self.told
-        if told.requested_bytes is None:
-            return None
-        return Trace(told.requested_bytes, told.reserved_bytes, told.events)
 
     @property
     def ready_ns(self) -> int | None:

@@ -232,9 +232,6 @@ class LoadSpec(Spec):
             )
         if evidence.oom_kills and outcome not in (Outcome.OOM_KILLED, Outcome.CHILD_KILLED):
             warnings.append(lost(evidence.oom_kills))
-        if trace := watch.ranks[0].trace:
-            peaks = [phase.peak_cuda_requested_bytes for phase in watch.ranks[0].cuda_phases]
-            warnings += trace.doubts(largest(peaks))
         return warnings
 
 
@@ -416,7 +413,6 @@ class Loads:
             strategy_path=str(planned.strategy.path),
             python_path=self._python_path(planned.cell),
             mounts=settings.mounts,
-            trace=settings.trace,
             use_path=settings.use_paths.get(planned.cell.use, ""),
         )
 

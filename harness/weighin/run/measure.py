@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
 from weighin.checkpoint import staging
@@ -30,7 +30,7 @@ from weighin.probes.cgroup import (
     pressure_file_of,
     read_machine_oom_kills,
 )
-from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, Trace, with_cuda, write_trace
+from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, with_cuda
 from weighin.probes.sampler import Sampler, write_samples
 from weighin.records import run_folder, verdict
 from weighin.records.metrics import largest
@@ -54,7 +54,6 @@ _RANKS_END_S: Final = 0.5  # for other ranks to fail after one, so that the firs
 _TEST_S: Final = 0.5  # between two tests whether the cell thrashes
 _TEST_SHARE: Final = 10  # and at least so many times a test, which is slow in a thrashing container
 _AFTER_KILL_S: Final = 1.0  # from the kill of a process of a server, which will not be ready
-_Table = TypeVar("_Table")
 
 
 class Spec:
@@ -119,7 +118,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A cell's result, and the samples and trace that are written after its record.
+    """A cell's result, and the samples that are written after its record.
 
     ``trouble`` is an error after the measurement, for example when the worker is removed. The run
     records the result first, and then ``finish`` raises the error.
@@ -127,26 +126,21 @@ class Measured:
 
     result: Result
     samples: Sequence[Sample] = ()
-    trace: Trace | None = None
     rank_samples: Mapping[int, Sequence[Sample]] = field(default_factory=dict)  # by number
     trouble: HarnessError | None = None
 
     def finish(self, run: Path) -> None:
-        """Write the samples and the trace into the run's folder, then raise ``trouble``, if any; raise
+        """Write the samples into the run's folder, then raise ``trouble``, if any; raise
         RecordError if a file cannot be written, whose partial content is removed.
         """
-        _write(run, self.result.samples_path, write_samples, self.samples)
+        _write(run, self.result.samples_path, self.samples)
         for number, rank in enumerate(self.result.ranks):
-            _write(run, rank.samples_path, write_samples, self.rank_samples.get(number, ()))
-        if self.trace:
-            _write(run, self.result.trace_path, write_trace, self.trace)
+            _write(run, rank.samples_path, self.rank_samples.get(number, ()))
         if self.trouble:
             raise self.trouble
 
 
-def _write(
-    run: Path, name: str | None, write: Callable[[Path, _Table], None], table: _Table
-) -> None:
+def _write(run: Path, name: str | None, samples: Sequence[Sample]) -> None:
     if name is None:
         return
     path = run / name
@@ -154,7 +148,7 @@ def _write(
         no_link(path.parent, run)
         path.unlink(missing_ok=True)
         try:
-            write(path, table)
+            write_samples(path, samples)
         except OSError:
             path.unlink(missing_ok=True)
             raise
@@ -208,7 +202,7 @@ def measure(
         started_at=started_at,
         environment={**(environment or {}), **spec.facts, **watch.ranks[0].told.environment},
     )
-    return Measured(result, watch.samples, watch.ranks[0].trace, watch.rank_samples, trouble)
+    return Measured(result, watch.samples, watch.rank_samples, trouble)
 
 
 def result_of(
@@ -245,7 +239,6 @@ def result_of(
         warnings=(*figures.pop("warnings"), *doubts, *warnings),
         samples_path=run_folder.samples_path(cell) if watch.samples else None,
         stopped=None if judged is Outcome.OOM_KILLED else watch.stopped,
-        trace_path=run_folder.trace_path(cell) if watch.ranks[0].trace else None,
         **figures,
     )
 

@@ -390,8 +390,6 @@ class Settings(Strict):
     """Whether the stacks of Python processes are read near the peak. Each reading stops the command for an instant."""
     steady: Annotated[bool, MODELS] = False
     """Whether free memory is written before each load, so that times vary less in virtual machines."""
-    trace: Annotated[bool, MODELS] = False
-    """Whether every event of PyTorch's CUDA allocator is recorded."""
     description: Annotated[str, MODELS, COMMANDS] = ""
     """One line for `weighin list suites`."""
 

@@ -8,7 +8,6 @@ socket, to which it reports what ``run/listener.py`` defines. Modules of weighin
 figures. The worker therefore imports even pathlib, which takes 1 MiB, after torch.
 """
 
-import contextlib
 import os
 import sys
 import time
@@ -59,9 +58,6 @@ def main() -> None:
             worker.check(worker.load())
     except BaseException as error:
         outcome, message = classify(error, job.strategy_path)
-        if marks.cuda:
-            with contextlib.suppress(Exception):  # a failed GPU may raise a second error
-                marks.tell_trace()
         summary = marks.cuda.summary() if marks.cuda and outcome is Outcome.CUDA_OOM else ""
         fail(lifeline, outcome, message, summary)
     os._exit(0)  # skip the interpreter's shutdown, which takes time
@@ -151,8 +147,6 @@ class Worker:
         job, lifeline, marks = self.job, self.lifeline, self.marks
         if marks.cuda:
             lifeline.send("told", notes=marks.cuda.notes())
-            if job.trace:
-                marks.cuda.start_trace()
         marks.restart()
         marked_ns, start_ns = marks.spent_ns, time.monotonic_ns()
         try:
@@ -166,7 +160,6 @@ class Worker:
         marks.flush()
         lifeline.send("told", load_ns=load_ns)
         if marks.cuda:
-            marks.tell_trace()
             lifeline.send("told", notes=marks.cuda.notes_at_end())
         return returned
 

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 
-from weighin.probes.gpu_memory import TRACE_EVENTS
 from weighin.units import format_bytes, format_exact
 
 _SAMPLE_INTERVAL_S: Final = 0.005
@@ -36,8 +35,6 @@ class CudaMemory:
         torch.cuda.set_device(device.index or 0)
         self.device = torch.device("cuda", device.index or 0)
         self._timeline: list[tuple[int, int, int]] = []
-        self._clock_offset_ns: int | None = None
-        self._traced_from = (0, 0)
         torch.zeros(1, device=self.device)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
@@ -69,34 +66,6 @@ class CudaMemory:
         """
         samples, self._timeline = self._timeline, []
         return samples
-
-    def start_trace(self) -> None:
-        """Make the allocator record every later event, without tracebacks."""
-        stats = torch.cuda.memory_stats(self.device)
-        self._traced_from = (
-            stats["requested_bytes.all.current"],
-            stats["reserved_bytes.all.current"],
-        )
-        self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
-        torch.cuda.memory._record_memory_history("all", context=None, max_entries=TRACE_EVENTS)
-
-    def take_trace(self) -> dict[str, Any] | None:
-        """End the trace of the allocator, and return the trace; None if no trace was started.
-
-        The item ``events`` has tuples (t_ns, action, bytes); ``requested_bytes`` and
-        ``reserved_bytes`` are the amounts before the first event.
-        """
-        if self._clock_offset_ns is None:
-            return None
-        traces = torch.cuda.memory._snapshot(self.device.index)["device_traces"]
-        torch.cuda.memory._record_memory_history(None)
-        offset_ns, self._clock_offset_ns = self._clock_offset_ns, None
-        events = [
-            (event["time_us"] * 1000 - offset_ns, event["action"], event["size"])
-            for event in traces[self.device.index]
-        ]
-        requested, reserved = self._traced_from
-        return {"requested_bytes": requested, "reserved_bytes": reserved, "events": events}
 
     def summary(self) -> str:
         return torch.cuda.memory_summary(self.device, abbreviated=True)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _SHORTEST_GAP_NS = 1_000_000  # a shorter gap between two phases counts to the second phase
 _ORPHANED = 125
-_PIECE = 1000  # the most points or events in one message
+_PIECE = 1000  # the most points in one message
 _LONGEST = 8000  # characters of a failure; a longer message would not fit into a packet
 
 BEFORE_LOAD = "before the load"
@@ -145,7 +145,9 @@ class Marks:
         of_gpu: dict[str, Any] = {}
         if self.cuda:
             of_gpu = self.cuda.peaks()
-            self._send_in_pieces("points", self.cuda.take_timeline())
+            points = self.cuda.take_timeline()
+            for start in range(0, len(points), _PIECE):
+                self._lifeline.send("told", points=points[start : start + _PIECE])
         self._lifeline.send(
             "phase",
             name=name,
@@ -181,15 +183,6 @@ class Marks:
             import_ns=import_ns,
             environment=environment | (self.cuda.describe() if self.cuda else {}),
         )
-
-    def tell_trace(self) -> None:
-        """Send the events that the CUDA allocator recorded, if any."""
-        if self.cuda and (trace := self.cuda.take_trace()) is not None:
-            self._send_in_pieces("events", trace.pop("events"), **trace)
-
-    def _send_in_pieces(self, name: str, items: list[Any], **fields: Any) -> None:
-        for start in range(0, max(1, len(items)), _PIECE):
-            self._lifeline.send("told", **fields, **{name: items[start : start + _PIECE]})
 
 
 def _read_faults() -> tuple[int, int]:
