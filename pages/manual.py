@@ -36,9 +36,9 @@ _COMPLETION = (
 _ENVIRONMENT = {
     "WEIGHIN_CACHE": "Folder for the checkpoints that weighin generates. Default: the user's cache"
     " folder.",
-    "WEIGHIN_LOCK": "File that a run of weighin locks while it measures, so that only one run at"
-    " a time measures on a machine. A run with a lock file of its own removes only what earlier"
-    " runs with the same lock file left when they were killed.",
+    "WEIGHIN_LOCK": "Name of a lock that a run of weighin holds while it measures, so that only one"
+    " run at a time measures on a machine. A run with a lock of its own removes only what earlier"
+    " runs with the same lock left when they were killed.",
     "TMPDIR": "Folder into which the measured processes of `weighin bench --operation save` write"
     " their checkpoints.",
     "NO_COLOR": "If set, the output has no colours.",

@@ -3,7 +3,6 @@
 ``--require docker,cgroup`` turns such a skip into a failure, for machines that must have an engine.
 """
 
-import atexit
 import gc
 import os
 import random
@@ -36,9 +35,7 @@ os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
 # Each process of a test run has a lock of its own, because tests measure nothing that another run
 # could disturb. A process of xdist inherits the lock of the process that started it.
 if "WEIGHIN_LOCK" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
-    lock = Path(tempfile.gettempdir()) / f"weighin-test-{os.getpid()}.lock"
-    os.environ["WEIGHIN_LOCK"] = str(lock)
-    atexit.register(lock.unlink, missing_ok=True)
+    os.environ["WEIGHIN_LOCK"] = f"weighin-test-{os.getpid()}"
 
 # An environment in which someone installed torchvision may have a build that does not fit torch.
 # transformers would import it, and no test needs it but those of the zoo, which have their own.

@@ -4,13 +4,14 @@ A table has the commands and what they answer. To add a command, add a line ``$ 
 table, and let ``pytest --rewrite`` write the answer. ``FILES`` are the files that the commands name.
 """
 
-import fcntl
 import json
 import re
 import shlex
 import shutil
+import socket
 from pathlib import Path
 from typing import Final
+from zlib import crc32
 
 import pytest
 from command_line import Ended, weighin
@@ -148,13 +149,13 @@ def _plain(ended: Ended, folder: Path) -> str:
 
 
 def test_a_second_run_on_the_machine_is_refused(inputs: Path) -> None:
-    lock = inputs / "lock"
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        ended = weighin(*BENCH, "-s", "baseline", WEIGHIN_LOCK=str(lock))
+    lock = str(inputs / "lock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
+        held.bind(f"\0weighin-measuring-{crc32(lock.encode()):08x}")
+        ended = weighin(*BENCH, "-s", "baseline", WEIGHIN_LOCK=lock)
     assert (ended.code, ended.out) == (4, "")
     assert ended.err.endswith(
-        f"error: another run is measuring on this machine (it holds the lock file {lock})\nwait for"
+        f"error: another run is measuring on this machine (it holds the lock {lock})\nwait for"
         " its end: weighin bench --wait; parallel runs would distort each other's figures\n"
     )
 

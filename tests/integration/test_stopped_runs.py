@@ -173,7 +173,7 @@ def test_a_second_run_is_refused_while_one_measures(command: CommandLine, hold: 
     second = command.run("bench", "tied-tiny", "--isolation", "process", "--out", "second")
     assert (second.code, second.out) == (4, "")
     assert second.err == (
-        f"{NOT_LIMITED}error: another run is measuring on this machine (it holds the lock file"
+        f"{NOT_LIMITED}error: another run is measuring on this machine (it holds the lock"
         f" {os.environ['WEIGHIN_LOCK']})\nwait for its end: weighin bench --wait; parallel runs"
         " would distort each other's figures\n"
     )
@@ -181,7 +181,7 @@ def test_a_second_run_is_refused_while_one_measures(command: CommandLine, hold: 
     waiting = command.start(
         *("bench", "tied-tiny", "--isolation", "process", "--out", "third", "--wait")
     )
-    line = f"waiting for another run on this machine to end (it holds the lock file {os.environ['WEIGHIN_LOCK']})"
+    line = f"waiting for another run on this machine to end (it holds the lock {os.environ['WEIGHIN_LOCK']})"
     assert waiting.process.stderr
     while waiting.process.stderr.readline() != f"{line}\n":
         assert waiting.process.poll() is None

@@ -1,5 +1,6 @@
 """``--wait`` of bench and floor: a run that waits for another one's end, and one that does not."""
 
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from click.testing import CliRunner
 
 from weighin.cli import app
 from weighin.errors import HarnessError
-from weighin.files import try_lock
 from weighin.isolation.process import CgroupIsolation
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.run import loads, runner
@@ -55,12 +55,14 @@ def test_with_wait_it_starts_when_the_first_has_ended(
 ) -> None:
     is_held, may_end = threading.Event(), threading.Event()
 
-    def end_first_if_held(file: int) -> bool:
-        if not (is_free := try_lock(file)):
+    is_taken = runner._is_taken
+
+    def end_first_if_held(lock: socket.socket) -> bool:
+        if not (is_free := is_taken(lock)):
             may_end.set()  # not after a time, which a busy machine may need to come here
         return is_free
 
-    monkeypatch.setattr("weighin.run.runner.try_lock", end_first_if_held)
+    monkeypatch.setattr(runner, "_is_taken", end_first_if_held)
 
     def first() -> None:
         with runner.only_run():
@@ -73,7 +75,7 @@ def test_with_wait_it_starts_when_the_first_has_ended(
     result = typed(verb, "--wait")
     thread.join(30)
     assert isinstance(result.exception, LockIsFree)
-    line = f"waiting for another run on this machine to end (it holds the lock file {tmp_path / 'lock'})"
+    line = f"waiting for another run on this machine to end (it holds the lock {tmp_path / 'lock'})"
     assert line in result.stderr.splitlines()
 
 

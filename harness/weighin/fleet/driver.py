@@ -244,9 +244,9 @@ class Jobs:
     def _run(self, assignment: Mapping[str, Any]) -> node.Answer:
         job = current_thread().name  # job_0, job_1
         own = {
-            # The driver holds this machine's lock. A job has the same lock file in every run, and
-            # removes what the job of a dead run with this lock file left.
-            LOCK_VARIABLE: f"{runner.lock_path()}.{job}",
+            # The driver holds this machine's lock. A job has the same lock in every run, and removes
+            # what the job of a dead run with this lock left.
+            LOCK_VARIABLE: f"{runner.lock_name()}.{job}",
             "WEIGHIN_CACHE": str(self._caches / job),
         }
         events = node.run(

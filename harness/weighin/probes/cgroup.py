@@ -16,7 +16,7 @@ from weighin.probes import mounts
 from weighin.probes.mounts import Mounted
 
 LOCK_VARIABLE: Final = "WEIGHIN_LOCK"
-"""The environment variable with the path of a lock file that replaces the machine's default one."""
+"""The environment variable with the name of a lock that replaces the machine's default one."""
 _UNLIMITED: Final = 2**60  # a larger number means on v1 that there is no limit
 _V1: Final = {  # files; what resets the peak, and what removes a limit
     "stat": "memory.stat",
@@ -126,9 +126,10 @@ def owned_name(number: int) -> str:
 
 
 def is_left_behind(name: str) -> bool:
-    """Return whether the process of this pid namespace that made ``name`` (``owned_name``) has ended;
-    for a process with a lock file of its own, so that tests see what they left, only of names with this
-    lock.
+    """Return whether the process of this pid namespace that made ``name`` (``owned_name``) has ended.
+
+    For a process with a lock of its own, only the names made with this lock count, so that
+    tests can look at what they left.
     """
     owner, _, number = name.rpartition(".")
     lock = "".join(number.partition("-")[1:])
@@ -136,7 +137,7 @@ def is_left_behind(name: str) -> bool:
 
 
 def lock_suffix() -> str:
-    """Return "-" and a digest of the lock file's path; empty for the machine's default lock file."""
+    """Return "-" and a digest of the lock's name; empty for the machine's default lock."""
     lock = os.environ.get(LOCK_VARIABLE)
     return f"-{zlib.crc32(os.fsencode(lock)):08x}" if lock else ""
 

@@ -75,15 +75,14 @@ class CommandSpec(Spec):
         cell = replace(self.cell, environment=environment)
         settings, streams = self.settings, self._output.streams
         mounts = (*settings.mounts, str(folder))
-        return isolation.start(cell, cell.command, settings.cwd, streams, mounts)
-
-    def begun(self, running: Running) -> None:
-        """From now on, take signals in a thread: only there Linux says whether a terminal sent one."""
+        running = isolation.start(cell, cell.command, settings.cwd, streams, mounts)
+        # From now on, take signals in a thread: only there Linux says whether a terminal sent one.
         self._receiver = running.send_signal
         self._shares_terminal = running.shares_terminal
         self._listening = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._listening.start()
         self._output.start()
+        return running
 
     def end_rest(self, running: Running) -> None:
         self._rest = end_rest(running, self.settings.grace_s, _SETTLE_S)

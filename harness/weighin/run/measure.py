@@ -90,9 +90,6 @@ class Spec:
         """Start the cell, which must be able to reach the socket in ``folder``."""
         raise NotImplementedError
 
-    def begun(self, running: Running) -> None:
-        """Do what can be done only when the cell runs."""
-
     def before_load(self) -> None:
         """Do what is to be done when the worker waits for the begin of its load."""
 
@@ -182,7 +179,6 @@ def measure(
             failing.callback(watch.release)
             try:
                 watch.begin(running)
-                spec.begun(running)
                 watch.wait()
                 end_ns = watch.server_ready_ns or time.monotonic_ns()
                 watch.end()

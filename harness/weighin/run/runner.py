@@ -5,10 +5,8 @@ Only one run measures on a machine at a time, because two runs distort each othe
 
 from __future__ import annotations
 
-import contextlib
 import os
-import stat
-import tempfile
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 
 from weighin.checkpoint import entries
 from weighin.errors import (
-    ConfigError,
     HarnessError,
     Interrupted,
     IsolationUnavailable,
@@ -31,7 +28,7 @@ from weighin.files import try_lock
 from weighin.isolation import cgroup
 from weighin.plan import start
 from weighin.plan.task import Planned, Progress, Run, skipped
-from weighin.probes.cgroup import LOCK_VARIABLE
+from weighin.probes.cgroup import LOCK_VARIABLE, lock_suffix
 from weighin.records import floor, run_folder
 from weighin.result import Result
 from weighin.run import commands, interrupts
@@ -44,8 +41,6 @@ if TYPE_CHECKING:
 Following = Callable[[Sequence[Result]], Planned | None]
 """A function that gets the run's results so far and returns the next cell; None ends the run."""
 
-_FOLDERS: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 (never written, links not followed)
-_NAME: Final = "weighin-measuring.lock"
 _LONGEST_PAUSE_S: Final = 1.0  # because polling disturbs the measuring run
 
 
@@ -200,54 +195,44 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
         raise
 
 
-def lock_path() -> Path:
-    """Return the lock file's path: one for all users, unless ``LOCK_VARIABLE`` names another one."""
-    if named := os.environ.get(LOCK_VARIABLE):
-        return Path(named)
-    for folder in _FOLDERS:
-        with contextlib.suppress(OSError):
-            if folder.stat().st_mode & stat.S_IWOTH:  # any user may create the file
-                return folder / _NAME
-    return Path(tempfile.gettempdir()) / _NAME
-
-
 @contextmanager
 def only_run(
     patience_s: float = 0, waiting: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
-    """Wait up to ``patience_s`` seconds for the machine's lock; hold it during the ``with`` block.
+    """Hold the machine's lock during the ``with`` block; wait up to ``patience_s`` seconds for it.
 
-    If weighin has to wait, it calls ``waiting`` with the reason. Raises HarnessError if another run
-    still holds the lock after ``patience_s``, and ConfigError if the lock file cannot be opened.
+    The lock is the name of a socket, which any user can take, and which the kernel frees at the end
+    of the process. If weighin has to wait, it calls ``waiting`` with the reason. Raises HarnessError if
+    another run still holds the lock after ``patience_s``.
     """
-    path = lock_path()
-    try:
-        file = _open(path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot open the lock file {path}: {error.strerror}",
-            f"see who owns the lock file (ls -l), or name another lock file: {LOCK_VARIABLE}=/path"
-            " weighin ...",
-        ) from None
-    try:
+    holds = f"it holds the lock {lock_name()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
         deadline, pause_s = time.monotonic() + patience_s, 0.0
-        while not try_lock(file):
+        while not _is_taken(lock):
             if time.monotonic() >= deadline:
                 raise HarnessError(
-                    f"another run is measuring on this machine (it holds the lock file {path})",
+                    f"another run is measuring on this machine ({holds})",
                     "wait for its end: weighin bench --wait; parallel runs would distort each"
                     " other's figures",
                     exit_code=4,
                 )
             if not pause_s:
-                waiting(
-                    f"waiting for another run on this machine to end (it holds the lock file {path})"
-                )
+                waiting(f"waiting for another run on this machine to end ({holds})")
             pause_s = min(max(2 * pause_s, 0.05), _LONGEST_PAUSE_S)
             time.sleep(pause_s)
         yield
-    finally:
-        os.close(file)
+
+
+def lock_name() -> str:
+    return os.environ.get(LOCK_VARIABLE) or "weighin"
+
+
+def _is_taken(lock: socket.socket) -> bool:
+    try:
+        lock.bind(f"\0weighin-measuring{lock_suffix()}")
+    except OSError:  # another process has this name
+        return False
+    return True
 
 
 @contextmanager
@@ -268,17 +253,3 @@ def only_writer(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(locked)
-
-
-def _open(path: Path) -> int:
-    """Open the lock file for reading, or create it if it does not exist."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):  # Linux refuses O_CREAT in a sticky folder
-        return os.open(path, flags)
-    try:
-        file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:  # another process created it first
-        return os.open(path, flags)
-    os.fchmod(file, 0o644)  # despite the umask, because other users must be able to open the file
-    return file
