@@ -1,9 +1,8 @@
 """A command from its start to its Result: how it ended, what it left, and what the kernel told of it."""
 
 import os
-import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,6 @@ from weighin.run import measure as watch
 from weighin.run.commands import CommandSpec
 from weighin.run.measure import Measured, measure, remove_leftovers
 from weighin.units import MIB
-
-NO_CGROUP = (
-    "a plain process has no cgroup of its own, so these are not seen: kernel memory, huge pages, and"
-    " files in memory that no process maps (memfd, /dev/shm)"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -88,66 +82,6 @@ def result_of(take: Take) -> Callable[..., Result]:
     return lambda *arguments, **options: take(*arguments, **options)[0].result
 
 
-def test_a_command_that_succeeds(take: Take, tmp_path: Path, temporary: Path) -> None:
-    measured, asked_to_end = take('echo "$MODE" > mode', cell={"environment": {"MODE": "m"}})
-    result = measured.result
-    assert (result.outcome, result.message, asked_to_end) == (Outcome.OK, "", False)
-    assert (tmp_path / "mode").read_text() == "m\n"
-    assert result.cell.environment == {"MODE": "m"}
-    assert result.exit_code == 0
-    assert result.ready_ns and result.load_ns == result.ready_ns
-    assert result.cost and result.cost.load_ns == result.load_ns
-    assert result.ready_ns < result.cost.wall_ns < 600 * 10**9
-    assert result.warnings == (NO_CGROUP,)
-    assert result.environment == {"machine": "this"}
-    assert result.started_at.endswith("+00:00") and len(result.started_at) == 29
-    assert (result.cached_bytes_at_start, result.peaks.cgroup_bytes) == (None, None)
-    assert (result.oom_kills, result.limit_events, result.pressure) == (None, None, None)
-    assert (result.faults, result.stopped, result.last_phase) == (None, None, None)
-    assert result.samples_path == (f"samples/{result.cell.id}.csv" if measured.samples else None)
-    assert result.ran
-    assert (result.ran.signal, result.ran.survived, result.ran.ended) == (None, True, ())
-    assert (measured.trouble, list(temporary.iterdir())) == (None, [])
-
-
-def test_memory_of_a_command_is_sampled(result_of: Callable[..., Result]) -> None:
-    result = result_of("exec sleep 0.3")
-    assert result.samples_path and result.ran
-    peaks = result.peaks
-    assert peaks.anon_sampled_bytes and peaks.unreclaimable_sampled_bytes
-    assert peaks.shmem_sampled_bytes == 0
-    assert result.ran.needed_bytes == peaks.unreclaimable_sampled_bytes >= peaks.anon_sampled_bytes
-    assert result.ran.needed_is_sampled
-    assert result.ran.peak_ns and result.ran.pid in {each.pid for each in result.ran.processes}
-
-
-@pytest.mark.parametrize(
-    ("script", "message", "exit_code", "number"),
-    [
-        ("exit 3", "exit code 3", 3, None),
-        ("kill -TERM $$", "ended by SIGTERM", 143, 15),
-        (
-            "kill -KILL $$",
-            "killed by SIGKILL, not for lack of memory: the kernel counts no kill, so another"
-            " process sent SIGKILL",
-            137,
-            9,
-        ),
-    ],
-)
-def test_a_command_that_fails(
-    result_of: Callable[..., Result],
-    script: str,
-    message: str,
-    exit_code: int,
-    number: int | None,
-) -> None:
-    result = result_of(script)
-    assert (result.outcome, result.message) == (Outcome.COMMAND_FAILED, message)
-    assert result.exit_code == exit_code
-    assert result.ran and (result.ran.signal, result.ran.survived) == (number, number != 9)
-
-
 def test_a_command_that_is_killed_when_the_machine_has_no_memory(
     result_of: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,23 +92,6 @@ def test_a_command_that_is_killed_when_the_machine_has_no_memory(
         Outcome.OOM_KILLED,
         "killed by the kernel when the whole machine ran out of memory",
     )
-
-
-def test_a_command_that_takes_too_long_is_killed(result_of: Callable[..., Result]) -> None:
-    result = result_of("sleep 60 & exec sleep 60", timeout_s=0.2)
-    assert (result.outcome, result.message) == (Outcome.TIMEOUT, "still running after 0.2 s")
-    assert result.stopped and result.stopped.timeout_s == 0.2
-    assert result.stopped.after_ns >= 200_000_000
-    assert (result.exit_code, result.load_ns) == (137, result.ready_ns)
-    assert result.ran and (result.ran.signal, result.ran.ended) == (9, ())
-
-
-def test_what_a_command_leaves_running_is_ended_and_named(
-    result_of: Callable[..., Result],
-) -> None:
-    result = result_of("sleep 61 & exit 0", grace_s=30.0)
-    assert (result.outcome, result.exit_code) == (Outcome.OK, 0)
-    assert result.ran and result.ran.ended == ("sleep 61",)
 
 
 def test_files_are_dropped_from_the_page_cache_before_the_start(
@@ -232,22 +149,6 @@ def test_the_newest_marks_of_the_output_are_kept(
     assert result.warnings[1:] == warnings
 
 
-def descriptors() -> int:
-    """Return how many files this process has open."""
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
-@pytest.mark.usefixtures("no_garbage")
-def test_a_command_that_cannot_start_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
-    before = descriptors()
-    with pytest.raises(ConfigError, match="cannot start 'sh'"):
-        cell = Cell.of_command("mine", ("sh",), "process")
-        settings = settings_of(cell, cwd=str(tmp_path / "none"))
-        measure(ProcessIsolation(), CommandSpec(cell, settings))
-    assert descriptors() == before
-    assert list(temporary.iterdir()) == []
-
-
 def test_a_command_that_cannot_be_removed_has_its_result_and_its_trouble(take: Take) -> None:
     trouble = StillRunning("it does not end")
 
@@ -265,65 +166,11 @@ def test_a_command_that_cannot_be_removed_has_its_result_and_its_trouble(take: T
     assert measured.trouble is trouble
 
 
-@pytest.fixture
-def usual_signals() -> Iterator[None]:
-    """Let a signal reach Python, also where the tests were started in the background."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def signalling(number: int) -> Watched:
-    """Return an isolation whose command sends a signal to this process when it is waited for."""
-
-    def prepare(running: Any) -> None:
-        wait = running.wait
-
-        def waiting(timeout_s: float) -> bool:
-            running.wait = wait
-            os.kill(os.getpid(), number)
-            return bool(wait(timeout_s))
-
-        running.wait = waiting
-
-    return Watched(prepare)
-
-
-@pytest.mark.usefixtures("usual_signals")
-def test_a_signal_that_is_ignored_stays_ignored(take: Take) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    measured, asked_to_end = take("sleep 0.2", signalling(signal.SIGHUP))
-    assert (measured.result.outcome, asked_to_end) == (Outcome.OK, False)
-
-
 def test_folders_of_killed_runs_are_removed(temporary: Path) -> None:
     for name in ("weighin-run-1", "another"):
         (temporary / name).mkdir()
     assert remove_leftovers() == [f"folder {temporary}/weighin-run-1"]
     assert [path.name for path in temporary.iterdir()] == ["another"]
-
-
-@pytest.mark.parametrize(
-    ("script", "outcome", "message", "exit_code"),
-    [
-        ("echo up; exec sleep 60", Outcome.OK, "", 143),
-        ("trap '' TERM; echo up; while :; do sleep 60; done", Outcome.OK, "", 137),
-        ("sleep 60", Outcome.TIMEOUT, "not ready after 0.5 s", 137),
-        ("exit 2", Outcome.COMMAND_FAILED, "exit code 2 before the server was ready", 2),
-        ("exit 0", Outcome.COMMAND_FAILED, "exit code 0 before the server was ready", 0),
-    ],
-)
-def test_a_server_is_measured_until_it_is_ready(
-    result_of: Callable[..., Result], script: str, outcome: Outcome, message: str, exit_code: int
-) -> None:
-    waits = outcome is Outcome.TIMEOUT
-    result = result_of(script, ready="^up", timeout_s=0.5 if waits else 60.0, grace_s=0.3)
-    assert (result.outcome, result.message, result.exit_code) == (outcome, message, exit_code)
-    if outcome is Outcome.OK:  # the time of its end is not its own
-        assert result.ready_ns and result.cost and result.ready_ns < result.cost.wall_ns
-        assert result.ran and result.ran.ended == ()
 
 
 def _writing(kernel: Kernel, *figures: tuple[str, str, object]) -> str:
