@@ -151,10 +151,8 @@ def test_a_limit_below_that_of_an_import_is_refused(ranks: int, limit: int, said
     """The baseline has 200 MiB of anonymous and 50 MiB of shared memory; page cache does not count."""
     imported = fakes.event(
         "baseline",
-        t_ns=1,
-        memory=memory(300, shmem_bytes=50 * MIB),
-        import_ns=1,
-        environment={},
+        baseline_ns=1,
+        baseline=memory(300, shmem_bytes=50 * MIB),
     )
     run = asked([imported], DONE)
     (planned,) = run.planned

@@ -30,7 +30,6 @@ TOLD: list[dict[str, Any]] = [
     },
     {"event": "told", "points": [[1, 2, 3]]},
     {"event": "told", "notes": ["slow"]},
-    {"event": "told", "requested_bytes": 1, "reserved_bytes": 2, "events": [[1, "alloc", 2]]},
     {"event": "told", "load_ns": 1},
     {"event": "ready", "ready_at_ns": 1, "touch_ns": 2,
      "written": {"file_bytes": 1, "disk_bytes": 2, "files": 3}},
