@@ -162,11 +162,9 @@ def test_the_shards_of_two_ranks_are_refused(tmp_path: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) == 2
     for file in files:
-        for act in (
-            lambda file=file: Conversion(file, tmp_path / "made.pt").write(),
-            lambda file=file: inspect(file),
-        ):
-            with pytest.raises(CheckpointError, match="a shard of torch's distributed checkpoint"):
-                act()
+        with pytest.raises(CheckpointError, match="a shard of torch's distributed checkpoint"):
+            Conversion(file, tmp_path / "made.pt").write()
+        with pytest.raises(CheckpointError, match="a shard of torch's distributed checkpoint"):
+            inspect(file)
         print(f"{file.name}: refused")
     assert not (tmp_path / "made.pt").exists()

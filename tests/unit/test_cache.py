@@ -17,7 +17,7 @@ import pytest
 from filelock import FileLock
 
 from weighin.cell import ModelSpec
-from weighin.checkpoint import cache, entries
+from weighin.checkpoint import cache
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 
 TIED = ModelSpec(
@@ -55,13 +55,13 @@ def in_process(
 
     def run(
         request: dict[str, Any], *, permit: Callable[[int], None], **_: object
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         calls.append(request)
-        monkeypatch.setattr(maker._Meter, "permit", lambda self, needed: permit(needed))
+        monkeypatch.setattr(maker.Meter, "permit", lambda self, needed: permit(needed))
         parent = SimpleNamespace(send=lambda *_, **__: None)
         return maker.answer(request, parent)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cache, "run_maker", run)
+    monkeypatch.setattr(cache, "run_child", run)
     return calls
 
 
@@ -173,10 +173,10 @@ def test_a_disk_one_byte_too_small_is_refused_before_anything_is_written(
     asked: list[int] = []
     real = cache._check_space
 
-    def check(task: Any, needed: int) -> None:
+    def check(entry: Path, what: str, needed: int) -> None:
         asked.append(needed)
         free[0] = needed - 1 if len(asked) == 1 else needed
-        real(task, needed)
+        real(entry, what, needed)
 
     monkeypatch.setattr(cache, "_check_space", check)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=free[0]))
@@ -221,7 +221,7 @@ def test_a_harness_that_is_killed_takes_its_maker_along_and_frees_the_lock(
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         maker = int(wait_for(slow_folder / "pid"))
         (entry,) = (root / "models").iterdir()
-        assert names(entry)[0].startswith(entries.TEMPORARY)
+        assert names(entry)[0].startswith(cache._TEMPORARY)
         parent.kill()
     deadline = time.monotonic() + 60
     while Path(f"/proc/{maker}/cmdline").exists() and Path(f"/proc/{maker}/cmdline").read_bytes():
@@ -311,5 +311,5 @@ def test_another_code_of_a_users_model_is_another_checkpoint(tmp_path: Path, roo
         spec = ModelSpec("edited", "edited_nets:build")
         made.append(cache.ensure(spec, "pt", python_path=[str(tmp_path)]))
     assert [one.made for one in made] == [True, False, True]
-    assert [one.manifest().entry("weight").shape for one in made] == [(2, 3), (2, 3), (40, 3)]
+    assert [one.manifest().tensors[0].shape for one in made] == [(2, 3), (2, 3), (40, 3)]
     assert len(names(root / "models")) == 2

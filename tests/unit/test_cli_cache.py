@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from test_cli_help import shown
 
-from weighin.checkpoint import cache, entries
+from weighin.checkpoint import cache
 from weighin.cli import app
 from weighin.cli import cache as verbs
 from weighin.errors import HarnessError
@@ -21,7 +21,7 @@ def _cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = cache.folder() / "models" / f"{name}-0123abcd"
         (folder / "pt").mkdir(parents=True)
         (folder / "pt" / "model.pt").write_bytes(bytes(size))
-        entries.write_marker(folder, "pt")
+        cache.write_marker(folder, "pt")
 
 
 def names() -> list[str]:

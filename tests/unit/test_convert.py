@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from weighin import child_process
 from weighin.checkpoint import convert as converting
 from weighin.checkpoint import reader
+from weighin.checkpoint.child import run_child
 from weighin.checkpoint.convert import Conversion, sentence
-from weighin.checkpoint.subprocess_client import run_maker
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError
 from weighin.stream import formats
@@ -51,7 +51,7 @@ Conversion(Path(sys.argv[1]), Path(sys.argv[2]), "per_param").write()
 PEAK_SOURCE = """
 import sys, threading, time, torch
 from pathlib import Path
-from weighin.checkpoint import checksum, generate, reader
+from weighin.checkpoint import checksum, reader, truth
 from weighin.checkpoint.convert import Conversion
 
 def anonymous():
@@ -286,7 +286,7 @@ def test_the_command_says_what_it_made(source: Path) -> None:
         "seconds": done["seconds"],
         "verified": True,
         "quantised": None,
-        "left_out": (),
+        "left_out": [],
     }
 
 
@@ -309,7 +309,7 @@ def test_shards_are_sized_as_hugging_face_writes_it(source: Path, size: str, sha
 def test_the_command_refuses_before_it_starts_anything(
     source: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: str, said: str
 ) -> None:
-    monkeypatch.setattr(converting, "run_maker", None)
+    monkeypatch.setattr(converting, "run_child", None)
     result = CliRunner().invoke(app, ["convert", str(source), f"{source}.new", option, value])
     assert said in str(result.exception)
 
@@ -324,7 +324,7 @@ def test_an_interrupted_command_leaves_nothing(
         (left / "half").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(converting, "run_maker", run)
+    monkeypatch.setattr(converting, "run_child", run)
     with pytest.raises(KeyboardInterrupt):
         Conversion(source, source.with_name("new")).run(Console())
     assert names(source.parent) == ["model.pt"]
@@ -334,10 +334,10 @@ def test_a_stop_that_comes_when_the_target_is_complete_ends_well(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*arguments: Any, **options: Any) -> None:
-        run_maker(*arguments, **options)
+        run_child(*arguments, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(converting, "run_maker", run)
+    monkeypatch.setattr(converting, "run_child", run)
     target = source.with_name("new.pt")
     done = Conversion(source, target).run(Console())
     assert done["bytes"] == target.stat().st_size

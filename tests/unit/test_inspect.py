@@ -46,19 +46,21 @@ def run(*arguments: str) -> str:
 @pytest.mark.parametrize("layout", formats.NAMES)
 def test_every_layout_is_inspected_alike(tmp_path: Path, layout: str) -> None:
     found = inspect.inspect(make(tmp_path / "m", layout))
-    assert found.layout == layout
-    assert [(t.name, t.shape, t.dtype, t.bytes, t.shared_with) for t in found.tensors] == [
+    assert found["layout"] == layout
+    assert [
+        (t["name"], t["shape"], t["dtype"], t["bytes"], t["shared_with"]) for t in found["tensors"]
+    ] == [
         ("embedding.weight", (10, 4), "float32", 160, None),
         ("blocks.0.a", (6,), "bfloat16", 12, None),
         ("blocks.0.steps", (), "int64", 8, None),
         ("head.weight", (10, 4), "float32", 160, "embedding.weight"),
     ]
-    assert [found.totals[key] for key in ("numbers", "bytes", "largest")] == [
+    assert [found["totals"][key] for key in ("numbers", "bytes", "largest")] == [
         47,
         180,
         "embedding.weight",
     ]
-    assert sum(size for _, size in found.files) > 180
+    assert sum(file["bytes"] for file in found["files"]) > 180
 
 
 def test_the_table(tmp_path: Path) -> None:
@@ -129,7 +131,7 @@ def test_of_a_file_of_100_gib_hardly_anything_is_read_and_without_torch(tmp_path
         "import sys; from pathlib import Path; from weighin.checkpoint import inspect as inspecting;"
         "read = lambda: int(Path('/proc/self/io').read_text().split()[1]); before = read();"
         f"found = inspecting.inspect(Path({str(path)!r})); inspecting.tables(found);"
-        "assert 'torch' not in sys.modules; assert found.totals['bytes'] == 100 * 1024**3;"
+        "assert 'torch' not in sys.modules; assert found['totals']['bytes'] == 100 * 1024**3;"
         "print(read() - before)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -161,7 +163,7 @@ def test_the_header_of_each_shard_is_opened_once(
 
 def needs(layout: str, sizes: dict[str, int]) -> dict[str, tuple[int | None, int | None]]:
     found = expected([*strategies().values(), StrategyInfo("mine", Path("mine.py"), "", ("pt",), ("cpu",))], layout, sizes)  # fmt: skip
-    return {one.strategy: (one.anonymous_bytes, one.mapped_bytes) for one in found}
+    return {one["strategy"]: (one["anonymous_bytes"], one["mapped_bytes"]) for one in found}
 
 
 def test_expected_peaks_are_the_arithmetic_of_the_docstrings() -> None:

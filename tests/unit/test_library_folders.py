@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from weighin import load_pretrained
 from weighin.checkpoint.convert import Conversion
-from weighin.checkpoint.index import index
+from weighin.checkpoint.truth import index
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.pretrained_folder import find_weights, own_dtype
 from weighin.formats.pretrained_library import DIFFUSERS, LIBRARIES, TIMM, library_in
@@ -107,7 +107,7 @@ def test_the_manifest_of_a_part_has_the_values_that_diffusers_loads(tmp_path: Pa
     (tmp_path / "out").mkdir()
     manifest = index(
         spec, checkpoint=checkpoint, fmt="safetensors", folder=tmp_path / "out", dtype="bfloat16"
-    ).manifest
+    )
     reference = of_library(folder, torch.bfloat16)
     tensors = {**dict(reference.named_buffers()), **reference.state_dict()}
     assert {one.name for one in manifest.tensors} == tensors.keys()

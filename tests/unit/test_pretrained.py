@@ -13,7 +13,7 @@ from factories import planned
 from weighin import load_pretrained
 from weighin.checkpoint import cache
 from weighin.checkpoint.convert import Conversion
-from weighin.checkpoint.index import index
+from weighin.checkpoint.truth import index
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.hub_cache import cached_snapshot
 from weighin.formats.pretrained_folder import (
@@ -156,7 +156,7 @@ def test_a_file_outside_of_a_folder_is_indexed_by_the_models_own_keys(
     entry.mkdir()
     torch.save(model.state_dict(), file)
     made = index(spec, checkpoint=file, fmt="pt", folder=entry)
-    names = {one.name for one in made.manifest.tensors if one.kind != "non_persistent_buffer"}
+    names = {one.name for one in made.tensors if one.kind != "non_persistent_buffer"}
     assert names == set(model.state_dict())
 
 

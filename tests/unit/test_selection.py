@@ -10,7 +10,7 @@ from torch import nn
 
 from weighin import load_streaming
 from weighin.cell import ModelSpec
-from weighin.checkpoint import index, inspect
+from weighin.checkpoint import inspect, truth
 from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
 from weighin.formats.pretrained_library import Selection
@@ -121,7 +121,7 @@ def test_an_error_about_flat_names_proposes_what_would_fit(tmp_path: Path) -> No
         " in load_streaming: strip_prefix='module._orig_mod.'; in a suite: strip_prefix: module._orig_mod."
     )
     assert complaint(lambda: load_streaming(nn.Linear(3, 2), path)).repair == repair
-    indexed = lambda: index.index(SPEC, checkpoint=path, fmt="pt", folder=tmp_path)  # noqa: E731
+    indexed = lambda: truth.index(SPEC, checkpoint=path, fmt="pt", folder=tmp_path)  # noqa: E731
     assert complaint(indexed).repair == repair
     other = {f"ema.{name}": one for name, one in model.state_dict().items()} | wrapped
     saved(path, other)
@@ -140,7 +140,7 @@ def test_a_converted_selection_holds_the_plain_state_dict(tmp_path: Path) -> Non
     path = saved(tmp_path / "train.pt", checkpoint)
     selection = Selection("model", "module.")
     (tmp_path / "out").mkdir()
-    index.index(SPEC, checkpoint=path, fmt="pt", folder=tmp_path / "out", selection=selection)
+    truth.index(SPEC, checkpoint=path, fmt="pt", folder=tmp_path / "out", selection=selection)
     model.load_state_dict(torch.load(tmp_path / "out/pt/model.pt", weights_only=True))
     Conversion(path, tmp_path / "plain.pt", verify=True, selection=selection).write()
     expected = {name.removeprefix("module."): one for name, one in checkpoint["model"].items()}
@@ -148,7 +148,7 @@ def test_a_converted_selection_holds_the_plain_state_dict(tmp_path: Path) -> Non
     assert [*plain] == [*expected]
     assert all(torch.equal(plain[name], expected[name]) for name in expected)
     found = inspect.inspect(path, selection)
-    assert [one.name for one in found.tensors] == ["weight", "bias"]
+    assert [one["name"] for one in found["tensors"]] == ["weight", "bias"]
 
 
 def test_a_key_never_selects_a_module(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from weighin import install
 from weighin.cell import ModelSpec
-from weighin.checkpoint import cache, generate
+from weighin.checkpoint import cache, truth
 from weighin.checkpoint.checksum import pieces_of
 from weighin.construction.skeleton import resolve_builder
 from weighin.errors import CheckpointError, ConfigError, FormatLimit
@@ -69,7 +69,7 @@ def test_the_strategy_loads_a_tied_model_with_the_right_values(
     tmp_path: Path, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     pytest.importorskip("tensorizer", reason=install.command("loaders"))
-    made = generate.make(SPEC, seed=0, fmt="tensorizer", folder=tmp_path)
+    made = truth.make(SPEC, seed=0, fmt="tensorizer", folder=tmp_path)
     cpu = torch.device("cpu")
     path = formats.checkpoint_in(tmp_path, "tensorizer")
     load = WorkerLoad(
@@ -83,8 +83,8 @@ def test_the_strategy_loads_a_tied_model_with_the_right_values(
     )
     model = import_strategy(registry.strategy("tensorizer").path)(load)
     tensors = verify.named_tensors(model)
-    verify.check_structure(tensors, made.manifest, cpu, dtype)
-    verify.check_values(verify.touch(tensors), made.manifest, dtype)
+    verify.check_structure(tensors, made, cpu, dtype)
+    verify.check_values(verify.touch(tensors), made, dtype)
     assert formats.detect(path) == "tensorizer"
     assert formats.files(path) == [path]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from factories import make_result
 
-from weighin.checkpoint import entries
+from weighin.checkpoint import cache
 from weighin.errors import ConfigError, Interrupted
 from weighin.plan import start as plans
 from weighin.plan.start import resume, start
@@ -145,7 +145,7 @@ def own_run(**options: Any) -> Run:
 
 
 def known_plans() -> Path:
-    return entries.folder() / "plans.sha256"
+    return cache.folder() / "plans.sha256"
 
 
 @pytest.fixture
@@ -240,5 +240,5 @@ def test_storage_moves_the_cache_only_while_its_run_measures(
     monkeypatch.setenv("WEIGHIN_CACHE", str(here / "cache"))
     task = own_run(storage="elsewhere")
     runner.run(replace(task, planned=[replace(task.planned[0], skip="too long")]), Progress())
-    assert entries.folder() == here / "cache"
+    assert cache.folder() == here / "cache"
     assert stopped(task) == "resume it: weighin bench --resume run"

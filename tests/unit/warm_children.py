@@ -28,8 +28,7 @@ _PRELOADED: Final = (
     "torch",
     "transformers.modeling_utils",
     "weighin.checkpoint.convert",
-    "weighin.checkpoint.generate",
-    "weighin.checkpoint.index",
+    "weighin.checkpoint.truth",
 )
 """What most of the children import; a package that is not installed is left out."""
 

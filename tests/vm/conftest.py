@@ -12,7 +12,7 @@ from pathlib import Path
 import machine as machines
 import pytest
 
-from weighin.checkpoint import cache, entries
+from weighin.checkpoint import cache
 from weighin.suite.registry import model
 from weighin.units import MIB
 
@@ -30,7 +30,7 @@ def checkpoints(disk: Path) -> Path:
             made = cache.ensure(model(name), "pt")
             seconds = int(made.path.stat().st_mtime)
             os.utime(made.path, (seconds, seconds))
-            entries.write_marker(made.manifest_path.parent, made.format)
+            cache.write_marker(made.manifest_path.parent, made.format)
     return folder
 
 

@@ -20,8 +20,8 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from weighin.cell import ModelSpec
-from weighin.checkpoint.index import index
 from weighin.checkpoint.manifest import Manifest
+from weighin.checkpoint.truth import index
 from weighin.stream import formats as layouts
 from weighin.suite import registry
 from weighin.worker import verify
@@ -100,7 +100,7 @@ def truth(case: Case, pt: Path, fmt: str, folder: Path) -> Truth:
         made = index(spec, checkpoint=pt, fmt=fmt, folder=folder)
     finally:
         torch.set_num_threads(threads)
-    return Truth(pt if fmt == "pt" else layouts.checkpoint_in(folder, fmt), made.manifest)
+    return Truth(pt if fmt == "pt" else layouts.checkpoint_in(folder, fmt), made)
 
 
 def _try_strategy(
@@ -256,7 +256,7 @@ def _spoilers(model: nn.Module, truth: Truth) -> Iterator[tuple[str, Callable[[]
 
     The first fault is undone before the second is planted.
     """
-    lost = [e for e in truth.manifest.tensors if e.kind == "non_persistent_buffer" and e.numel]
+    lost = [e for e in truth.manifest.tensors if e.kind == "non_persistent_buffer" and e.bytes]
     if lost:
         owner, leaf = _owner(model, lost[0].name)
         kept = owner._buffers[leaf]
@@ -264,7 +264,7 @@ def _spoilers(model: nn.Module, truth: Truth) -> Iterator[tuple[str, Callable[[]
         yield "lost buffer", lambda: owner._buffers.update({leaf: torch.zeros_like(kept) + 123})
         owner._buffers[leaf] = kept
     tied = [
-        e for e in truth.manifest.tensors if e.shared_with and e.kind == "parameter" and e.numel
+        e for e in truth.manifest.tensors if e.shared_with and e.kind == "parameter" and e.bytes
     ]
     if tied:
         yield "broken tie", lambda: _untie(model, tied[0].name, tied[0].shared_with or "")

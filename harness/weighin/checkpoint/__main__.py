@@ -1,11 +1,11 @@
-"""Generate, index (compare with a model) or convert a checkpoint: ``python -m weighin.checkpoint``.
+"""Make, index (compare with a model) or convert a checkpoint: ``python -m weighin.checkpoint``.
 
-The module ``subprocess_client`` runs this module as a subprocess. The first line of standard input
-is the request in JSON; its field ``verb`` is make, index or convert. The subprocess answers with
-events, one JSON object on each line of standard output. Before it writes any tensor, it sends
-``size``, with ``needed_bytes``, and waits for a line on standard input. Events ``progress`` have
-``done_bytes`` and ``total_bytes``. The last event is ``done``, with ``seconds``, or ``error``, with
-``type``, ``message`` and ``repair``. The kernel kills the subprocess when its parent ends.
+``child.run_child`` starts this module. The first line of its standard input is the request in JSON; the
+field ``verb`` is make, index or convert. The child answers with events, one JSON object on each line of
+standard output. Before it writes any tensor, it sends ``size``, with ``needed_bytes``, and waits for a line
+on standard input. Events ``progress`` have ``done_bytes`` and ``total_bytes``. The last event is ``done``,
+with what a conversion tells, or ``error``, with ``type``, ``message`` and ``repair``. The kernel kills the
+child when its parent ends.
 """
 
 import json
@@ -25,52 +25,47 @@ _PROGRESS_EVERY_S: Final = 0.1
 
 
 def main() -> int:
+    """Answer the request of the parent, in the child."""
     end_with_parent()
     parent = Parent()
     if (request := parent.receive()) is None:  # the parent has ended
         return 1
     try:
-        seconds = answer(json.loads(request), parent)
-    except OSError as error:
-        repair = "check that the folder is writable and has free space"
-        return _fail(parent, CheckpointError(str(error), repair))
+        try:
+            parent.send("done", **answer(json.loads(request), parent))
+        except OSError as error:
+            repair = "check that the folder is writable and has free space"
+            raise CheckpointError(str(error), repair) from error
     except HarnessError as error:
-        return _fail(parent, error)
-    parent.send("done", seconds=seconds)
+        kind = type(error).__name__
+        parent.send("error", type=kind, message=error.message, repair=error.repair)
+        return error.exit_code
     return 0
 
 
-def _fail(parent: Parent, error: HarnessError) -> int:
-    parent.send("error", type=type(error).__name__, message=error.message, repair=error.repair)
-    return error.exit_code
-
-
-def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, float]:
-    """Make, index or convert a checkpoint; return the seconds of each stage."""
-    import_start = time.monotonic()
-    import torch  # noqa: F401 (its import is a stage of its own)
-
+def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
+    """Make, index or convert a checkpoint; return the fields of the event ``done``."""
     if request["verb"] == "convert":
         from weighin.checkpoint.convert import Conversion
     else:
-        from weighin.checkpoint import generate, index
-
-    import_s = time.monotonic() - import_start
-    meter = _Meter(parent, rounds=2 if request.get("verify") else 1)
+        from weighin.checkpoint import truth  # imports torch
+    meter = Meter(parent, rounds=2 if request.get("verify") else 1)
     hooks: dict[str, Any] = {"permit": meter.permit, "progress": meter.wrote}
     if request["verb"] == "convert":
-        return {"import": import_s} | Conversion.of_request(request).write(**hooks)
-    spec = ModelSpec(**request["model"])
-    hooks |= {"fmt": request["format"], "folder": Path(request["out"])}
-    if request["verb"] == "make":
-        return {"import": import_s, **generate.make(spec, seed=request["seed"], **hooks).seconds}
-    checkpoint = Path(request["checkpoint"])
-    hooks |= {"dtype": request["dtype"], "selection": Selection(**request["selection"])}
-    indexed = index.index(spec, checkpoint=checkpoint, **hooks)
-    return {"import": import_s, **indexed.seconds}
+        done = Conversion.of_request(request).write(**hooks)
+    else:
+        spec = ModelSpec(**request["model"])
+        hooks |= {"fmt": request["format"], "folder": Path(request["out"])}
+        if request["verb"] == "make":
+            truth.make(spec, seed=request["seed"], **hooks)
+        else:
+            hooks |= {"dtype": request["dtype"], "selection": Selection(**request["selection"])}
+            truth.index(spec, checkpoint=Path(request["checkpoint"]), **hooks)
+        done = {}
+    return done
 
 
-class _Meter:
+class Meter:
     """Asks the parent for permission to write, and reports the progress at most ten times a second.
 
     ``rounds`` is 2 if every byte is written and then read back, and so counts twice; else 1.

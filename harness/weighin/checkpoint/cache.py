@@ -1,32 +1,46 @@
-"""Provide checkpoints to load; a cache keeps those that weighin generated or converted.
+"""Provide checkpoints to load; the cache keeps those that weighin generated or converted.
 
-This module runs in weighin's own process, which does not import torch; a subprocess writes the
-checkpoints. ``weighin.checkpoint.entries`` lists the files of the cache.
+An entry of the cache has the checkpoint of one model in one or more formats, with values that were
+generated from one seed or read from one checkpoint of the user::
+
+    $WEIGHIN_CACHE/models/gpt2-xl-1f2e3d4c/   one entry
+        manifest.json     the tensors that the model must have after a load
+        pt.json           marker: format pt is complete; its files, their sizes and mtimes
+        pt/model.pt
+        per_param.json
+        per_param/...
+        .making-XXXX/     the folder of a running or killed child
+    $WEIGHIN_CACHE/locks/gpt2-xl-1f2e3d4c.lock
+    $WEIGHIN_CACHE/plans.sha256    the digests of the plans that weighin wrote (``weighin.plan.start``)
+
+weighin writes a format again if its marker or the manifest is missing or damaged, or if a file's
+size or modification time differs from the marker. The checkpoint files are read-only, so that a
+strategy (code that loads a checkpoint) cannot change them, unless it runs as root. This module runs in
+weighin's own process, which does not import torch; a child writes the checkpoints.
 """
 
+import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from weighin.cell import ModelSpec
-from weighin.checkpoint import entries
-from weighin.checkpoint.entries import CachedCheckpoint, clear, folder, list_entries
+from weighin.checkpoint.child import run_child
 from weighin.checkpoint.manifest import Manifest, read_manifest
-from weighin.checkpoint.subprocess_client import run_maker
-from weighin.errors import CheckpointError, ConfigError
-from weighin.files import rename
+from weighin.errors import CheckpointError, ConfigError, UnknownName
+from weighin.files import rename, write_text
 from weighin.formats.pretrained_folder import files_of_adapter
 from weighin.formats.pretrained_library import WHOLE, Selection, library_of
 from weighin.stream import formats
 from weighin.suite import packages, user_code
 from weighin.units import format_bytes
-
-__all__ = ["CachedCheckpoint", "Prepared", "Report", "clear", "ensure", "folder", "list_entries"]
 
 Report = Callable[[str, float | None], None]
 """A function that shows the current step's text, and its share done: 0 to 1, None if unknown."""
@@ -35,6 +49,9 @@ _DECIDING: Final = ("peft", "compressed-tensors", "bitsandbytes", "gptqmodel")
 """Packages that compute weights of a folder with an adapter or with quantised weights."""
 
 _VALUES: Final = 1  # increase this version when the same seed gives other values
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]")
+_TEMPORARY: Final = ".making-"
+_MANIFEST: Final = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +77,18 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
-    """The arguments of one call of ``ensure``; ``entry`` is the checkpoint's folder in the cache.
+class CachedCheckpoint:
+    """A checkpoint in the cache. ``last_used_s`` is in seconds since the epoch.
 
-    With ``in_place``, measurements load the user's file; the cache has only this file's manifest.
+    ``size_bytes`` is the size of the checkpoint's files. If the cache has only the manifest of a user's
+    own file, ``size_bytes`` is 0 and ``format`` is "index".
     """
 
-    model: ModelSpec
-    fmt: str
-    entry: Path
-    checkpoint: Path | None
-    dtype: str
-    seed: int
-    python_path: tuple[str, ...]
-    report: Report
-    selection: Selection
-    in_place: bool
+    name: str
+    format: str
+    size_bytes: int
+    last_used_s: float
+    path: Path
 
 
 def ensure(
@@ -102,10 +115,81 @@ def ensure(
     Raises:
         UnknownName: no format has this name.
         ConfigError: the model's builder is invalid, or the cache is not writable or too full.
-        CheckpointError: the user's checkpoint is damaged or does not fit the model, or the subprocess
-            was killed.
+        CheckpointError: the user's checkpoint is damaged or does not fit the model, or the child was
+            killed.
     """
     formats.known(fmt)
+    origin, in_place = _origin(model, dtype, python_path), False
+    if checkpoint is not None:
+        checkpoint = checkpoint.expanduser()
+        in_place = fmt == formats.detect(checkpoint) and not selection
+        checkpoint = checkpoint.absolute()  # links stay: config.json is beside the link
+        if in_place and library_of(model.builder) is None:
+            in_place = formats.read(checkpoint).only_tensors
+        origin += [str(checkpoint), *selection.options]
+        for file in [*formats.files(checkpoint), *files_of_adapter(model)]:
+            state = file.stat()
+            origin += [file.name, state.st_size, state.st_mtime_ns]
+    else:
+        origin += [seed, _VALUES]
+    digest = sha256(json.dumps(origin, sort_keys=True, default=str).encode()).hexdigest()
+    safe = _UNSAFE.sub("_", model.name).lstrip(".") or "model"
+    entry = folder() / "models" / f"{safe[:100]}-{digest[:8]}"
+    report = progress or (lambda _text, _share: None)
+    verb = "reading" if in_place else "converting" if checkpoint else "making"
+    text = f"{verb} the checkpoint of {model.name}"
+    request = {
+        "verb": "index" if checkpoint else "make",
+        "model": asdict(model),
+        "dtype": dtype,
+        "seed": seed,
+        "checkpoint": str(checkpoint),
+        "selection": asdict(selection),
+        "format": fmt,
+    }
+
+    def make() -> None:
+        """Let a child write into a temporary folder, then move the files into the cache."""
+        report(text, None)
+        temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=entry))
+        try:
+            run_child(
+                request | {"out": str(temporary)},
+                permit=lambda needed: _check_space(
+                    entry, f"{fmt} checkpoint of {model.name}", needed
+                ),
+                report=lambda done, total: report(text, min(done / max(total, 1), 1.0)),
+                python_path=python_path,
+            )
+            _publish(entry, temporary, fmt, in_place=in_place)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    with _locked(
+        entry, lambda: report(f"waiting for another weighin process that uses {entry.name}", None)
+    ):
+        entry.mkdir(parents=True, exist_ok=True)
+        for leftover in entry.glob(f"{_TEMPORARY}*"):  # of a child that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        damage = None if in_place else _damage(entry, fmt)
+        if damage is None and _cached_manifest(entry) is None:
+            damage = f"{_MANIFEST} is damaged" if (entry / _MANIFEST).exists() else ""
+        if damage is not None:
+            try:
+                make()
+            except BaseException:
+                if not any(entry.iterdir()):
+                    entry.rmdir()
+                raise
+        manifest = entry / _MANIFEST
+        os.utime(manifest if in_place else entry / f"{fmt}.json")  # the time of this use
+    was = f"the cached checkpoint in {entry / fmt} was replaced: {damage}"
+    path = checkpoint if in_place and checkpoint else formats.checkpoint_in(entry, fmt)
+    return Prepared(path, manifest, fmt, damage is not None, in_place, (was,) if damage else ())
+
+
+def _origin(model: ModelSpec, dtype: str, python_path: Sequence[str]) -> list[object]:
+    """Return what determines the tensors' values, except for the seed or the user's files."""
     origin: list[object] = [model.builder, model.kwargs]
     library = library_of(model.builder)
     if not user_code.is_ours(model.builder):
@@ -115,28 +199,7 @@ def ensure(
     elif library:
         names = ["torch", library.name, *_DECIDING]
         origin += [dtype, *packages.versions(names).items()]
-    in_place = False
-    if checkpoint is not None:
-        checkpoint = checkpoint.expanduser()
-        in_place = fmt == formats.detect(checkpoint) and not selection
-        checkpoint = checkpoint.absolute()  # links stay: config.json is beside the link
-        if in_place and library is None:
-            in_place = formats.read(checkpoint).only_tensors
-        origin += [str(checkpoint), *selection.options]
-        for file in [*formats.files(checkpoint), *files_of_adapter(model)]:
-            state = file.stat()
-            origin += [file.name, state.st_size, state.st_mtime_ns]
-    else:
-        origin += [seed, _VALUES]
-    entry = folder() / "models" / entries.entry_name(model.name, *origin)
-    report = progress or (lambda _text, _share: None)
-    task = _Task(
-        model, fmt, entry, checkpoint, dtype, seed, tuple(python_path), report, selection, in_place
-    )
-    with entries.locked(
-        entry, lambda: report(f"waiting for another weighin process that uses {entry.name}", None)
-    ):
-        return _ensure_locked(task)
+    return origin
 
 
 def _digest(code: Path) -> str:
@@ -147,94 +210,193 @@ def _digest(code: Path) -> str:
     return sha256(b"".join(contents)).hexdigest()
 
 
-def _ensure_locked(task: _Task) -> Prepared:
-    task.entry.mkdir(parents=True, exist_ok=True)
-    entries.remove_leftovers(task.entry)
-    warnings: tuple[str, ...] = ()
-    damage = None if task.in_place else entries.damage(task.entry, task.fmt)
-    if damage is None and _cached_manifest(task.entry) is None:
-        missing = not (task.entry / "manifest.json").exists()
-        damage = "" if missing else "manifest.json is damaged"
-    if damage:
-        warnings = (f"the cached checkpoint in {task.entry / task.fmt} was replaced: {damage}",)
-    if damage is not None:
-        try:
-            _make(task)
-        except BaseException:
-            if not any(task.entry.iterdir()):
-                task.entry.rmdir()
-            raise
-    manifest_path = task.entry / "manifest.json"
-    if task.in_place:
-        assert task.checkpoint is not None
-        path, used = task.checkpoint, manifest_path
-    else:
-        path, used = formats.checkpoint_in(task.entry, task.fmt), task.entry / f"{task.fmt}.json"
-    os.utime(used)  # records the time of this use
-    made = damage is not None
-    return Prepared(path, manifest_path, task.fmt, made, task.in_place, warnings)
-
-
-def _make(task: _Task) -> None:
-    """Let the subprocess write into a temporary folder, then move the files into the cache."""
-    verb = "reading" if task.in_place else "converting" if task.checkpoint else "making"
-    text = f"{verb} the checkpoint of {task.model.name}"
-    task.report(text, None)
-    temporary = Path(tempfile.mkdtemp(prefix=entries.TEMPORARY, dir=task.entry))
-    try:
-        run_maker(
-            _request(task, temporary),
-            permit=lambda needed: _check_space(task, needed),
-            report=lambda done, total: task.report(text, min(done / max(total, 1), 1.0)),
-            python_path=task.python_path,
-        )
-        _publish(task, temporary)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _request(task: _Task, out: Path) -> dict[str, Any]:
-    return {
-        "verb": "index" if task.checkpoint else "make",
-        "model": asdict(task.model),
-        "dtype": task.dtype,
-        "seed": task.seed,
-        "checkpoint": str(task.checkpoint),
-        "selection": asdict(task.selection),
-        "format": task.fmt,
-        "out": str(out),
-    }
-
-
-def _publish(task: _Task, temporary: Path) -> None:
+def _publish(entry: Path, temporary: Path, fmt: str, *, in_place: bool) -> None:
     """Move the new files into the cache; write the marker last, to mark only complete formats."""
-    new = read_manifest(temporary / "manifest.json")
-    old = _cached_manifest(task.entry)
+    new = read_manifest(temporary / _MANIFEST)
+    old = _cached_manifest(entry)
     if old is not None and old.tensors != new.tensors:
         # Another torch version or processor gave other values: discard formats with old values.
-        for marker in task.entry.glob("*.json"):
-            if marker.name != "manifest.json":
-                entries.discard(task.entry, marker.stem)
-    entries.discard(task.entry, task.fmt)
-    rename(temporary / "manifest.json", task.entry / "manifest.json")
-    if not task.in_place:
-        rename(temporary / task.fmt, task.entry / task.fmt)
-        entries.write_marker(task.entry, task.fmt)
+        for marker in _markers(entry):
+            discard(entry, marker.stem)
+    discard(entry, fmt)
+    rename(temporary / _MANIFEST, entry / _MANIFEST)
+    if not in_place:
+        rename(temporary / fmt, entry / fmt)
+        write_marker(entry, fmt)
 
 
 def _cached_manifest(entry: Path) -> Manifest | None:
     try:
-        return read_manifest(entry / "manifest.json")
+        return read_manifest(entry / _MANIFEST)
     except CheckpointError:
         return None
 
 
-def _check_space(task: _Task, needed_bytes: int) -> None:
-    free = shutil.disk_usage(task.entry).free
+def _check_space(entry: Path, what: str, needed_bytes: int) -> None:
+    free = shutil.disk_usage(entry).free
     if free < needed_bytes:
         raise ConfigError(
-            f"the {task.fmt} checkpoint of {task.model.name} needs {format_bytes(needed_bytes)} in"
-            f" {folder()}, but only {format_bytes(free)} are free",
+            f"the {what} needs {format_bytes(needed_bytes)} in {folder()}, but only"
+            f" {format_bytes(free)} are free",
             "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or empty the cache:"
             " weighin cache clear",
         )
+
+
+def folder() -> Path:
+    """Return the cache's folder: $WEIGHIN_CACHE, or a folder in the user's cache directory.
+
+    Raises:
+        ConfigError: the folder is below a home folder that does not exist.
+    """
+    chosen = os.environ.get("WEIGHIN_CACHE")
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(chosen or f"{caches}/weighin").expanduser().absolute()
+    except RuntimeError as error:  # such as a user who is not in /etc/passwd, without HOME
+        raise ConfigError(
+            f"there is no folder for weighin's cache: {str(error).rstrip('.').lower()}",
+            "name a folder: WEIGHIN_CACHE=/path weighin ...",
+        ) from None
+
+
+def slow_disks() -> Path:
+    """Return the folder in which the slow disks of all runs are mounted."""
+    return folder() / "disks"
+
+
+@contextmanager
+def used(chosen: Path) -> Iterator[None]:
+    """Make ``chosen`` the cache's folder within the context, also of processes that start in it."""
+    before = os.environ.get("WEIGHIN_CACHE")
+    os.environ["WEIGHIN_CACHE"] = str(chosen.expanduser().absolute())
+    try:
+        yield
+    finally:
+        del os.environ["WEIGHIN_CACHE"]
+        if before is not None:
+            os.environ["WEIGHIN_CACHE"] = before
+
+
+def write_marker(entry: Path, fmt: str) -> None:
+    """Mark an entry's files of format ``fmt`` as complete, and make these files read-only.
+
+    The marker records the current sizes and modification times (in ns) of the files.
+    """
+    files = {}
+    for file in sorted((entry / fmt).iterdir()):
+        file.chmod(0o444)
+        files[file.name] = (file.stat().st_size, file.stat().st_mtime_ns)
+    write_text(entry / f"{fmt}.json", json.dumps({"format": fmt, "files": files}))
+
+
+def _damage(entry: Path, fmt: str) -> str | None:
+    """Return a text that says what is damaged in format ``fmt`` of an entry of the cache.
+
+    The result is None if the manifest exists and each file has the size and modification time in
+    the marker, and "" if the entry has no marker of this format.
+    """
+    try:
+        files: dict[str, list[int]] = json.loads((entry / f"{fmt}.json").read_text())["files"]
+        recorded = [(name, size, mtime_ns) for name, (size, mtime_ns) in files.items()]
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return "its marker is damaged"
+    for name, size, mtime_ns in recorded:
+        try:
+            state = (entry / fmt / name).stat()
+        except OSError:
+            return f"{name} is missing"
+        if state.st_size != size:
+            return f"{name} has {state.st_size:,} bytes, not {size:,}"
+        if state.st_mtime_ns != mtime_ns:
+            return f"{name} was changed after it was made"
+    return None if (entry / _MANIFEST).is_file() else f"{_MANIFEST} is missing"
+
+
+def discard(entry: Path, fmt: str) -> None:
+    """Remove the marker, and then the files, of format ``fmt`` from an entry of the cache."""
+    (entry / f"{fmt}.json").unlink(missing_ok=True)
+    shutil.rmtree(entry / fmt, ignore_errors=True)
+
+
+@contextmanager
+def _locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Lock one entry within the context; the kernel releases the lock if the process is killed.
+
+    If another process has the lock, ``_locked`` calls ``waiting`` once and then waits.
+
+    Raises:
+        ConfigError: the cache is not writable.
+    """
+    path = folder() / "locks" / f"{entry.name}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to the cache {folder()}: {error.strerror}",
+            "choose another folder: WEIGHIN_CACHE=/path weighin ...",
+        ) from error
+    from filelock import FileLock, Timeout  # imports asyncio, which takes 0.05 s
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        waiting()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def list_entries() -> list[CachedCheckpoint]:
+    """Return all checkpoints of the cache, the most recently used first."""
+    checkpoints = [stored for entry in _entries() for stored in _checkpoints(entry)]
+    return sorted(checkpoints, key=lambda stored: stored.last_used_s, reverse=True)
+
+
+def clear(name: str | None = None) -> list[CachedCheckpoint]:
+    """Remove from the cache all entries of the model ``name``, or the one entry called ``name``. If
+    ``name`` is None, remove all entries.
+
+    ``clear`` waits for children that are writing to these entries, removes nothing else in the
+    cache's folder, and returns the removed checkpoints.
+
+    Raises:
+        UnknownName: no entry and no model in the cache has this name.
+    """
+    chosen = [e for e in _entries() if name is None or name in {e.name, e.name.rpartition("-")[0]}]
+    if name is not None and not chosen:
+        raise UnknownName("cached model", name, {e.name.rpartition("-")[0] for e in _entries()})
+    removed: list[CachedCheckpoint] = []
+    for entry in chosen:
+        with _locked(entry, lambda: None):
+            removed += _checkpoints(entry)
+            for marker in entry.glob("*.json"):  # first: a format without a marker is incomplete
+                marker.unlink(missing_ok=True)
+            shutil.rmtree(entry, ignore_errors=True)
+    return removed
+
+
+def _entries() -> Iterator[Path]:
+    models = folder() / "models"
+    if models.is_dir():
+        # A symbolic link could lead out of the cache.
+        yield from sorted(e for e in models.iterdir() if e.is_dir() and not e.is_symlink())
+
+
+def _markers(entry: Path) -> list[Path]:
+    return [path for path in sorted(entry.glob("*.json")) if path.name != _MANIFEST]
+
+
+def _checkpoints(entry: Path) -> Iterator[CachedCheckpoint]:
+    markers = _markers(entry)
+    for marker in markers:
+        files = entry / marker.stem
+        size = sum(file.stat().st_size for file in files.iterdir()) if files.is_dir() else 0
+        yield CachedCheckpoint(entry.name, marker.stem, size, marker.stat().st_mtime, files)
+    if not markers and (manifest := entry / _MANIFEST).is_file():
+        yield CachedCheckpoint(entry.name, "index", 0, manifest.stat().st_mtime, manifest)

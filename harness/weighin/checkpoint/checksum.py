@@ -42,8 +42,8 @@ def checksum(tensor: torch.Tensor) -> str:
     as many rows (of the first dimension) at a time as fit into 4 MiB, or one larger row.
     """
     running = RunningChecksum(tensor.numel() * tensor.element_size())
-    for part in _contiguous_parts(tensor):
-        running.update(part)
+    for piece in pieces_of(tensor, CHUNK_BYTES // tensor.element_size()):
+        running.update(piece)
     return running.hexdigest()
 
 
@@ -62,24 +62,62 @@ class RunningChecksum:
         return f"{self._value:016x}"
 
 
-def _contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+class Checksums:
+    """The checksums of a tensor in its own dtype and, if floating-point, in all ``CELL_DTYPES``.
+
+    With ``is_kept``, the tensor keeps its own dtype in every model, and has only the checksum in
+    this dtype.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, *, is_kept: bool = False) -> None:
+        names = CELL_DTYPES if dtype.is_floating_point and not is_kept else ()
+        self._dtypes = {name: getattr(torch, name) for name in names}
+        self._dtypes.setdefault(dtype_name(dtype), dtype)
+        self._running = {
+            name: RunningChecksum(numel * kind.itemsize) for name, kind in self._dtypes.items()
+        }
+
+    def of(
+        self, pieces: Iterable[torch.Tensor], sums: dict[str, dict[str, str]], name: str
+    ) -> Iterator[torch.Tensor]:
+        """Yield the pieces of the tensor ``name``, and then put the tensor's checksums into ``sums``.
+
+        Several threads may call this function with the same ``sums`` and different names.
+        """
+        for piece in pieces:
+            for kind, running in self._running.items():
+                running.update(piece.to(self._dtypes[kind]))
+            yield piece
+        sums[name] = {kind: running.hexdigest() for kind, running in self._running.items()}
+
+
+def pieces_of(tensor: torch.Tensor, elements: int = PIECE_ELEMENTS) -> Iterator[torch.Tensor]:
+    """Yield a tensor's elements in row-major order, as flat tensors of ``elements`` elements.
+
+    Only the last piece may be shorter. The pieces of a contiguous tensor are views.
+    """
     tensor = tensor.detach()
-    if tensor.numel() == 0:
-        return
     if tensor.is_contiguous():
-        yield tensor.reshape(-1).view(torch.uint8)
-        return
-    # Chunk boundaries affect the checksum, so they must be the same as in a contiguous copy.
-    row_bytes = tensor[0].numel() * tensor.element_size()
-    rows = max(1, CHUNK_BYTES // row_bytes)
-    rest = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    for start in range(0, len(tensor), rows):
-        piece = tensor[start : start + rows].contiguous().view(-1).view(torch.uint8)
-        piece = torch.cat([rest, piece]) if len(rest) else piece
-        whole = len(piece) // CHUNK_BYTES * CHUNK_BYTES
-        yield piece[:whole]
-        rest = piece[whole:]
-    yield rest
+        flat = tensor.view(-1)
+        yield from (flat[at : at + elements] for at in range(0, flat.numel(), elements))
+    elif tensor.numel():
+        rows = max(1, elements // tensor[0].numel())
+        stretches = (tensor[at : at + rows] for at in range(0, len(tensor), rows))
+        yield from cut((stretch.contiguous().view(-1) for stretch in stretches), elements)
+
+
+def cut(
+    stretches: Iterable[torch.Tensor], elements: int = PIECE_ELEMENTS
+) -> Iterator[torch.Tensor]:
+    """Yield the elements of flat tensors in pieces of ``elements``; the last piece may be shorter."""
+    rest: torch.Tensor | None = None
+    for stretch in stretches:
+        rest = stretch if rest is None or not len(rest) else torch.cat([rest, stretch])
+        while len(rest) >= elements:
+            yield rest[:elements]
+            rest = rest[elements:]
+    if rest is not None and len(rest):
+        yield rest
 
 
 def _chunks(raw: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -120,59 +158,3 @@ def _lane_weights(device: torch.device) -> torch.Tensor:
 
 def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
-
-
-class Checksums:
-    """The checksums of a tensor in its own dtype and, if floating-point, in all ``CELL_DTYPES``.
-
-    With ``is_kept``, the tensor keeps its own dtype in every model, and has only the checksum in
-    this dtype.
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, *, is_kept: bool = False) -> None:
-        names = CELL_DTYPES if dtype.is_floating_point and not is_kept else ()
-        self._dtypes = {name: getattr(torch, name) for name in names}
-        self._dtypes.setdefault(dtype_name(dtype), dtype)
-        self._running = {
-            name: RunningChecksum(numel * kind.itemsize) for name, kind in self._dtypes.items()
-        }
-
-    def update(self, piece: torch.Tensor) -> None:
-        for name, running in self._running.items():
-            running.update(piece.to(self._dtypes[name]))
-
-    def result(self) -> dict[str, str]:
-        return {name: running.hexdigest() for name, running in self._running.items()}
-
-
-def tensor_checksums(tensor: torch.Tensor) -> dict[str, str]:
-    """Return the checksums of a tensor by dtype.
-
-    The computation needs 64 MiB of memory, or memory for a copy if the tensor is not contiguous.
-    """
-    sums = Checksums(tensor.numel(), tensor.dtype)
-    if tensor.numel() and not tensor.is_contiguous():
-        return {name: checksum(tensor.to(kind)) for name, kind in sums._dtypes.items()}
-    for piece in pieces_of(tensor):
-        sums.update(piece)
-    return sums.result()
-
-
-def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a contiguous tensor's elements as flat views of at most ``PIECE_ELEMENTS`` elements."""
-    flat = tensor.detach().reshape(-1)
-    for start in range(0, flat.numel(), PIECE_ELEMENTS):
-        yield flat[start : start + PIECE_ELEMENTS]
-
-
-def checksummed(
-    pieces: Iterable[torch.Tensor], running: Checksums, sums: dict[str, dict[str, str]], name: str
-) -> Iterator[torch.Tensor]:
-    """Yield the pieces of the tensor ``name``, and then put the tensor's checksums into ``sums``.
-
-    Several threads may call this function with the same ``sums`` and different names.
-    """
-    for piece in pieces:
-        running.update(piece)
-        yield piece
-    sums[name] = running.result()

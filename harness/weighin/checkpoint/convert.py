@@ -1,16 +1,15 @@
 """Write a checkpoint in another format or dtype: ``weighin convert``.
 
-``Conversion.run`` starts a subprocess, which calls ``Conversion.write``, and shows its progress. The
-subprocess reads and writes tensors in pieces of 16 MiB (of float32); with ``model_keys`` it first loads
-the whole model. It writes the new files to a hidden folder next to the target, and gives the complete
-files the target's name. If it is killed before that, the source is unchanged and no target exists; the
-next conversion to the same target removes the hidden folder.
+``Conversion.run`` starts a child, which calls ``Conversion.write``, and shows its progress. The child
+reads and writes tensors in pieces of 16 MiB (of float32); with ``model_keys`` it first loads the whole
+model. It writes the new files to a hidden folder next to the target, and gives the complete files the
+target's name. If it is killed before that, the source is unchanged and no target exists; the next
+conversion to the same target removes the hidden folder.
 """
 
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from weighin.checkpoint import staging
-from weighin.checkpoint.subprocess_client import run_maker
+from weighin.checkpoint.child import run_child
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import rename
 from weighin.formats import sentence_parts
@@ -37,16 +36,19 @@ from weighin.formats.pretrained_folder import (
     variant_of,
 )
 from weighin.formats.pretrained_library import AS_SAVED, WHOLE, FolderChoice, Selection
-from weighin.formats.quantised import Quantised, in_checkpoint
+from weighin.formats.quantised import in_checkpoint
 from weighin.stream import formats
 from weighin.stream import gguf_files as gguf
 from weighin.stream.folders import MAX_SHARD_BYTES
-from weighin.stream.slices import Plans, Progress, Slices, TensorPlan, TensorSlice, check_converts
+from weighin.stream.slices import Plans, Progress, Slice, TensorPlan, check_converts
 from weighin.text import first_names, one_line, plain
 from weighin.units import GIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import torch
+
+    Source = tuple[Plans, Callable[[str], Iterator[torch.Tensor]], dict[str, Any]]
+    """The tensors to write, the reader of their values, and what to tell the user of the source."""
 
 AUTO: Final = "auto"
 _FOLDER: Final = "sharded"  # the format for a target without a file's suffix
@@ -84,7 +86,7 @@ class Conversion:
     choice: FolderChoice = AS_SAVED
 
     def run(self, console: Console, complete: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Convert in a subprocess, show the progress, and return the fields of ``--json``.
+        """Convert in a child, show the progress, and return the fields of ``--json``.
 
         ``run`` calls ``complete`` when the target is complete, and ignores a Ctrl-C that comes when the
         target already has its name.
@@ -99,42 +101,39 @@ class Conversion:
             "target": str(self.target),
             "fmt": format_for(self.target, self.fmt),
         }
-        slices = Slices() if self.model_keys else formats.read(self.source, self.selection)
+        done: dict[str, Any] = {}
         started = monotonic()
         with _shown(console, f"{self.source.name} to {self.target.name}") as report:
             try:
-                seconds = run_maker(request, permit=self._check_space, report=report)["write"]
+                done = run_child(request, permit=self._check_space, report=report)
                 complete()
             except BaseException as error:
-                try:  # the files of a subprocess that was killed
+                try:  # the files of a child that was killed
                     staging.remove_dead(self.target)
                 except (ConfigError, OSError) as left:
                     error.add_note(str(left))
                 if not isinstance(error, KeyboardInterrupt) or not self.target.exists():
                     raise
-                seconds = monotonic() - started
-        quantised = in_checkpoint(self.source, slices)
         return {
             "source": str(self.source),
             "source_format": source_format,
             "target": str(self.target),
             "format": formats.detect(self.target),
             "bytes": sum(file.stat().st_size for file in formats.files(self.target)),
-            "seconds": seconds,
+            "seconds": done.get("seconds", monotonic() - started),
             "verified": self.verify,
-            "quantised": asdict(quantised) if quantised else None,
-            "left_out": tuple(slices.values),
+            "quantised": done.get("quantised"),
+            "left_out": done.get("left_out", []),
         }
 
     @classmethod
     def of_request(cls, request: Mapping[str, Any]) -> "Conversion":
-        """Return the conversion that ``run`` sent to the subprocess."""
-        fields = {name: value for name, value in request.items() if name != "verb"}
+        """Return the conversion that ``run`` sent to the child."""
         return cls(
-            **fields
-            | {"source": Path(fields["source"]), "target": Path(fields["target"])}
-            | {"selection": Selection(**fields["selection"])}
-            | {"choice": FolderChoice(**fields["choice"])}
+            **{name: value for name, value in request.items() if name != "verb"}
+            | {"source": Path(request["source"]), "target": Path(request["target"])}
+            | {"selection": Selection(**request["selection"])}
+            | {"choice": FolderChoice(**request["choice"])}
         )
 
     def _check_space(self, needed_bytes: int) -> None:
@@ -167,8 +166,8 @@ class Conversion:
 
     def write(
         self, permit: Callable[[int], None] = lambda _: None, progress: Progress | None = None
-    ) -> dict[str, float]:
-        """Convert in this process, and return the seconds of each stage.
+    ) -> dict[str, Any]:
+        """Convert in this process; return the seconds that the writing took, and what is told of the source.
 
         ``write`` calls ``permit`` with an upper bound of the bytes to write, before the first byte.
 
@@ -180,13 +179,13 @@ class Conversion:
         import torch
 
         from weighin.checkpoint.checksum import RunningChecksum
-        from weighin.checkpoint.generate import RECORD_BYTES
+        from weighin.checkpoint.reader import RECORD_BYTES
         from weighin.construction.skeleton import map_large_tensors
+        from weighin.stream.write import write
 
-        started = monotonic()
         self.check_target()
         map_large_tensors()
-        tensors, source_pieces = self._loaded() if self.model_keys else self._read()
+        tensors, source_pieces, told = self._loaded() if self.model_keys else self._read()
         torch.set_num_threads(1)  # the format's writers run in several threads of their own
         plans = {plan.name: plan for plan in tensors}
         sums: dict[str, str] = {}  # several threads set one item each
@@ -200,31 +199,22 @@ class Conversion:
                 yield converted
             sums[name] = running.hexdigest()
 
-        from weighin.stream.write import write  # imports torch
-
-        fmt = format_for(self.target, self.fmt)
-        permit(
-            RECORD_BYTES * len(tensors)
-            + sum(plan.nbytes for plan in tensors if plan.shared_with is None)
-        )
-        read = monotonic()
+        fmt, most = format_for(self.target, self.fmt), self.max_shard_bytes
+        stored = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
+        permit(RECORD_BYTES * len(tensors) + stored)
+        started = monotonic()
         with staging.growing_beside(self.target) as temporary:
             new = temporary / self.target.name
-            most = self.max_shard_bytes
             write(fmt, new, tensors, pieces, progress, max_shard_bytes=most)
-            written = monotonic()
+            seconds = monotonic() - started
             if self.verify:
                 _verify(new, tensors, sums, progress)
             self.check_target()
             rename(new, self.target)
-        return {
-            "read": read - started,
-            "write": written - read,
-            "verify": monotonic() - written,
-        }
+        return {"seconds": seconds} | told
 
-    def _read(self) -> "tuple[Plans, Callable[[str], Iterator[torch.Tensor]]]":
-        """Return the tensors to write, by their names in the file, and the reader of their values."""
+    def _read(self) -> "Source":
+        """Return the tensors of the file, by their names in it."""
         import torch
 
         from weighin.checkpoint import reader
@@ -235,9 +225,10 @@ class Conversion:
                 f"{self.source}: holds no tensors", "convert the checkpoint of a model with weights"
             )
         formats.refuse_empty(self.source, slices)
+        found = in_checkpoint(self.source, slices)
         if self.dtype:
             check_converts(self.source, slices, "leave --dtype out")
-        if self.dtype and (found := in_checkpoint(self.source, slices)):
+        if self.dtype and found:
             raise CheckpointError(
                 f"{self.source}: {found.summary}; the tensors are codes and scales, which a"
                 " conversion to another dtype would make useless",
@@ -246,10 +237,11 @@ class Conversion:
             )
         places = {where.name: where for where in slices}
         dtype = getattr(torch, self.dtype) if self.dtype else None
-        return reader.plans(slices, dtype), lambda name: reader.read_pieces(places[name])
+        told = {"quantised": found.as_json() if found else None, "left_out": [*slices.values]}
+        return reader.plans(slices, dtype), lambda name: reader.read_pieces(places[name]), told
 
-    def _loaded(self) -> "tuple[Plans, Callable[[str], Iterator[torch.Tensor]]]":
-        """Return the tensors to write, by their names in the loaded model, and the reader of values.
+    def _loaded(self) -> "Source":
+        """Return the tensors of the loaded model, by their names in its state dict.
 
         Raises:
             ConfigError: the source is neither a GGUF file nor in a Hugging Face folder, or as
@@ -296,7 +288,8 @@ class Conversion:
             # transformers dequantises fp8 into bfloat16, whatever the dtype of the model
             kind = dtype if dtype and one.is_floating_point() else one.dtype
             plans.append(TensorPlan(name, tuple(one.shape), kind, first if first != name else None))
-        return plans, lambda name: pieces_of(tensors[name].contiguous())
+        told = {"quantised": None, "left_out": [name for name in state if name not in tensors]}
+        return plans, lambda name: pieces_of(tensors[name].contiguous()), told
 
 
 def _verify(new: Path, tensors: Plans, sums: Mapping[str, str], progress: Progress | None) -> None:
@@ -304,28 +297,24 @@ def _verify(new: Path, tensors: Plans, sums: Mapping[str, str], progress: Progre
     from weighin.checkpoint.reader import checksum_of, plans
     from weighin.stream.write import run_parallel
 
-    slices = formats.read(new)
-    if plans(slices) != list(tensors):
-        raise _wrong(new, "other names, shapes, dtypes or ties than the source")
     wrong: list[str] = []
-    lock = threading.Lock()
 
-    def check(where: TensorSlice) -> None:
+    def check(where: Slice) -> None:
         if checksum_of(where, progress) != sums[where.name]:
-            with lock:
-                wrong.append(where.name)
+            wrong.append(where.name)
 
-    tied = {plan.name for plan in tensors if plan.shared_with is not None}
-    run_parallel(partial(check, where) for where in slices if where.name not in tied)
-    if wrong:
-        raise _wrong(new, f"other values than the source in {', '.join(sorted(wrong)[:3])}")
-
-
-def _wrong(new: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{new.name}: the written checkpoint has {what}; it was removed",
-        "test this machine's disk and memory for faults, then run weighin convert again",
-    )
+    slices = formats.read(new)
+    what = "other names, shapes, dtypes or ties than the source"
+    is_same = plans(slices) == list(tensors)
+    if is_same:
+        tied = {plan.name for plan in tensors if plan.shared_with is not None}
+        run_parallel(partial(check, where) for where in slices if where.name not in tied)
+        what = f"other values than the source in {', '.join(sorted(wrong)[:3])}"
+    if wrong or not is_same:
+        raise CheckpointError(
+            f"{new.name}: the written checkpoint has {what}; it was removed",
+            "test this machine's disk and memory for faults, then run weighin convert again",
+        )
 
 
 def format_for(target: Path, fmt: str) -> str:
@@ -369,7 +358,7 @@ def sentence(done: Mapping[str, Any]) -> str:
     if done["verified"]:
         text += ", every tensor's checksum verified"
     if done["quantised"]:
-        text += f"; {Quantised.of_argument(done['quantised']).summary}"
+        text += f"; {done['quantised']['summary']}"
     if done["left_out"]:
         names = one_line(first_names(map(plain, done["left_out"])))
         text += f"; left out, because they are no tensors: {names}"
@@ -378,9 +367,8 @@ def sentence(done: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _shown(console: Console, text: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a line with the share done, the speed and the remaining time; yield its update function.
-
-    The yielded function takes the number of bytes done and the total.
+    """Show the share done, the speed and the remaining time; yield a function that updates them, which
+    takes the number of bytes done and the total.
     """
     started = monotonic()
     with Bar(

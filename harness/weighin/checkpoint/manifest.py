@@ -4,9 +4,8 @@ The module does not import torch, so that weighin's own process can read manifes
 """
 
 import json
-import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Final, Literal
 
@@ -44,24 +43,11 @@ class TensorEntry:
     checksums: dict[str, str]
     file_checksums: dict[str, str] | None = None
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def floating(self) -> bool:
-        """Whether the tensor is floating-point. A load converts its dtype, unless ``is_kept``."""
-        return "float" in self.dtype
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the tensor keeps its own dtype, whatever the model's dtype."""
-        return self.kind != "non_persistent_buffer" and set(self.checksums) == {self.dtype}
-
     def bytes_as(self, dtype: str) -> int:
         """Return the tensor's size in bytes in a model whose floating-point tensors have ``dtype``."""
-        converts = self.floating and not self.is_kept
-        return self.numel * ITEM_BYTES[dtype] if converts else self.bytes
+        is_kept = self.kind != "non_persistent_buffer" and set(self.checksums) == {self.dtype}
+        is_converted = "float" in self.dtype and not is_kept
+        return prod(self.shape) * ITEM_BYTES[dtype] if is_converted else self.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +66,9 @@ class Manifest:
     tensors: tuple[TensorEntry, ...]
     keys: str = ""
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        """The size of all tensors in the checkpoint in bytes; tied tensors count once."""
-        return sum(e.bytes for e in self._once() if e.kind != "non_persistent_buffer")
-
-    @property
-    def largest_bytes(self) -> int:
-        """The size of the largest tensor in the checkpoint in bytes."""
-        return max((e.bytes for e in self.tensors if e.kind != "non_persistent_buffer"), default=0)
-
     def model_bytes(self, dtype: str = "float32") -> int:
         """Return the size in bytes of all parameters and buffers when loaded in ``dtype``."""
-        return sum(entry.bytes_as(dtype) for entry in self._once())
-
-    def entry(self, name: str) -> TensorEntry:
-        """Return the tensor called ``name``; raise KeyError if the manifest has no such tensor."""
-        for entry in self.tensors:
-            if entry.name == name:
-                return entry
-        raise KeyError(name)
-
-    def _once(self) -> Iterator[TensorEntry]:
-        return (entry for entry in self.tensors if entry.shared_with is None)
+        return sum(one.bytes_as(dtype) for one in self.tensors if one.shared_with is None)
 
     def write(self, path: Path) -> None:
         """Write the manifest as JSON; a concurrent reader sees a complete file, old or new."""

@@ -4,22 +4,23 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from math import prod
 from typing import Final
 
 import torch
 
-from weighin.checkpoint.checksum import PIECE_ELEMENTS, RunningChecksum, pieces_of
+from weighin.checkpoint.checksum import PIECE_ELEMENTS, RunningChecksum, cut, pieces_of
 from weighin.errors import CheckpointError
 from weighin.loader.direct_io import PIECE_BYTES, PieceReader
 from weighin.stream.foreign import AGAIN
-from weighin.stream.slices import Progress, TensorPlan, TensorSlice, ties
+from weighin.stream.slices import Progress, Slice, TensorPlan, ties
 
-_ROWS_ELEMENTS: Final = PIECE_ELEMENTS  # of a strided tensor or a tensor in parts, copied at a time
+RECORD_BYTES: Final = 4096  # an upper bound of a tensor's header and name in a file
 _COMPUTING: Final = threading.Lock()  # a computed tensor is in memory as a whole, so one at a time
 
 
-def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
+def read_pieces(where: Slice) -> Iterator[torch.Tensor]:
     """Yield the elements in row-major order, in pieces (flat tensors) of ``PIECE_ELEMENTS``.
 
     Only the last piece may be shorter. The next piece may overwrite the previous one, so finish
@@ -38,73 +39,51 @@ def read_pieces(where: TensorSlice) -> Iterator[torch.Tensor]:
     elif where.encoding:
         from weighin.stream.gguf_files import decoded  # imports numpy
 
-        yield from _cut(decoded(where, PIECE_ELEMENTS))
+        yield from cut(decoded(where, PIECE_ELEMENTS))
     elif where.parts:
-        yield from _cut(_rows(where))
+        yield from cut(_rows(where))
     elif where.contiguous:
         yield from _contiguous(where)
-    else:
-        yield from _gathered(where)
+    else:  # for example transposed
+        yield from pieces_of(_mapped(where))
 
 
-def read_into(where: TensorSlice, target: torch.Tensor) -> torch.Tensor:
-    """Read a tensor into ``target``, which must be contiguous, and return ``target``.
-
-    Raises:
-        CheckpointError: the file is too short, or its disk fails.
+def checksum_of(
+    where: Slice, progress: Progress | None = None, dtype: torch.dtype | None = None
+) -> str:
+    """Return the checksum of a tensor, or of its values in ``dtype``; call ``progress`` with the size
+    in bytes of each piece read.
     """
-    at = 0
+    kind = dtype or where.dtype
+    running = RunningChecksum(prod(where.shape) * kind.itemsize)
     for piece in read_pieces(where):
-        target.view(-1)[at : at + len(piece)] = piece
-        at += len(piece)
-    return target
-
-
-def checksum_of(where: TensorSlice, progress: Progress | None = None) -> str:
-    """Return a tensor's checksum; call ``progress`` with the size in bytes of each piece read."""
-    running = RunningChecksum(where.nbytes)
-    for piece in read_pieces(where):
-        running.update(piece)
+        running.update(piece.to(kind))
         if progress is not None:
             progress(piece.nbytes)
     return running.hexdigest()
 
 
-def widest_dtype(slices: Sequence[TensorSlice]) -> torch.dtype:
+def widest_dtype(slices: Sequence[Slice]) -> torch.dtype:
     """Return the widest floating-point dtype in a checkpoint; float32 if there is none."""
     kinds = [where.dtype for where in slices if where.dtype.is_floating_point]
     return max(kinds, key=lambda kind: kind.itemsize, default=torch.float32)
 
 
-def _contiguous(where: TensorSlice) -> Iterator[torch.Tensor]:
+def _contiguous(where: Slice) -> Iterator[torch.Tensor]:
     piece_bytes = PIECE_ELEMENTS * where.dtype.itemsize
     buffer = torch.empty(min(piece_bytes, where.nbytes), dtype=torch.uint8)
-    reader = PieceReader()
-    try:
+    with closing(PieceReader()) as reader:
         for start in range(0, where.nbytes, piece_bytes):
             piece = buffer[: where.nbytes - start]
             memory = memoryview(piece.numpy().data)
             for at in range(0, len(memory), PIECE_BYTES):
                 reader.read(where.file, memory[at : at + PIECE_BYTES], where.offset + start + at)
             yield piece.view(where.dtype)
-    finally:
-        reader.close()
 
 
-def _gathered(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield a strided (for example transposed) tensor's elements, copied from a mapped file."""
-    tensor = _mapped(where)
-    rows = max(1, _ROWS_ELEMENTS // max(1, tensor[0].numel()))
-    yield from _cut(
-        tensor[first : first + rows].reshape(-1).contiguous()
-        for first in range(0, len(tensor), rows)
-    )
-
-
-def _rows(where: TensorSlice) -> Iterator[torch.Tensor]:
-    """Yield a tensor's elements from its ``parts``; copy ``_ROWS_ELEMENTS`` or a row at a time."""
-    row_elements = prod(where.shape[1:])
-    rows = max(1, _ROWS_ELEMENTS // max(1, row_elements))
+def _rows(where: Slice) -> Iterator[torch.Tensor]:
+    """Yield a tensor's elements from its ``parts``; copy ``PIECE_ELEMENTS`` or a row at a time."""
+    rows = max(1, PIECE_ELEMENTS // max(1, prod(where.shape[1:])))
     for first in range(0, where.shape[0], rows):
         last = min(first + rows, where.shape[0])
         block = torch.empty((last - first, *where.shape[1:]), dtype=where.dtype)
@@ -122,19 +101,7 @@ def _rows(where: TensorSlice) -> Iterator[torch.Tensor]:
         yield block.reshape(-1)
 
 
-def _cut(stretches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield all elements in pieces of ``PIECE_ELEMENTS``; the last piece may be shorter."""
-    rest: torch.Tensor | None = None
-    for stretch in stretches:
-        rest = stretch if rest is None else torch.cat([rest, stretch])
-        while len(rest) >= PIECE_ELEMENTS:
-            yield rest[:PIECE_ELEMENTS]
-            rest = rest[PIECE_ELEMENTS:]
-    if rest is not None and len(rest):
-        yield rest
-
-
-def _mapped(where: TensorSlice) -> torch.Tensor:
+def _mapped(where: Slice) -> torch.Tensor:
     """Map a tensor's range of the file into memory, and return the tensor in this mapping."""
     start = where.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     length = where.offset - start + where.span * where.dtype.itemsize
@@ -152,7 +119,7 @@ def _mapped(where: TensorSlice) -> torch.Tensor:
     return flat.as_strided(where.shape, where.stride)
 
 
-def plans(slices: Sequence[TensorSlice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
+def plans(slices: Sequence[Slice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
     """Return the ``TensorPlan`` of each tensor; tensors with the same elements in a file are tied.
 
     ``dtype`` is the new dtype of floating-point tensors; None keeps their own dtypes. Two views of

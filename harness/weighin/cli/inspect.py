@@ -1,16 +1,12 @@
 """``weighin inspect``: list the tensors of a checkpoint."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from weighin.cli import _arguments, _console, _options
 from weighin.cli._verb import Verb
-
-if TYPE_CHECKING:
-    from weighin.checkpoint.inspect import Inspected
 
 EXAMPLES = {
     "Show the tensors of a checkpoint and their sizes": "weighin inspect model.pt",
@@ -64,14 +60,13 @@ def inspect(context: click.Context, /, **_: Any) -> None:
         parts = inspecting.pipeline_tables(document, sort=typed["sort"])
     else:
         with remembering():  # the notes are of the headers that inspect reads
-            found = _inspected(typed)
-        document = found.as_json()
-        parts = inspecting.tables(found, sort=typed["sort"], show_all=typed["show_all"])
+            document = _inspected(typed)
+        parts = inspecting.tables(document, sort=typed["sort"], show_all=typed["show_all"])
     shown = [escape(part) if isinstance(part, str) else part for part in parts]
     _console.deliver(typed["json_file"], document, lambda: _console.show(*shown, folds=False))
 
 
-def _inspected(typed: dict[str, Any]) -> "Inspected":
+def _inspected(typed: dict[str, Any]) -> dict[str, Any]:
     from weighin.checkpoint.inspect import inspect
     from weighin.suite import registry
 
@@ -95,4 +90,4 @@ def _inspected(typed: dict[str, Any]) -> "Inspected":
         _console.working("building the model without values"),
         client.generated(chosen.specs[0], chosen.python_path) as path,
     ):
-        return replace(inspect(path), path=Path(chosen.specs[0].title))
+        return inspect(path) | {"path": chosen.specs[0].title}

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from weighin import slow_disk
 from weighin.cell import Cell, Job
-from weighin.checkpoint import cache, entries
+from weighin.checkpoint import cache
 from weighin.errors import HarnessError
 from weighin.isolation import cgroup, select, visible
 from weighin.isolation.base import Isolation
@@ -87,7 +87,7 @@ def examine(say: Callable[[str], None]) -> Examination:
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say)]
     folders = map(_removed, remove_leftovers())
-    mounts = map(_removed, slow_disk.remove_stale(entries.slow_disks()))
+    mounts = map(_removed, slow_disk.remove_stale(cache.slow_disks()))
     say(f"reading directly from a disk of {_PACE}")
     disk = tried("slow disks (--disk, --disk-latency)", _slow_disk, "poor")
     return Examination((*folders, *mounts, *limits, disk, *_figures(), *_machine()))
@@ -168,7 +168,7 @@ def _slow_disk() -> Found:
     cache.folder().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache.folder()) as folder:
         (Path(folder) / "file").write_bytes(bytes(MIB))
-        with closing(slow_disk.Mount(Path(folder), _PACE, entries.slow_disks())) as disk:
+        with closing(slow_disk.Mount(Path(folder), _PACE, cache.slow_disks())) as disk:
             latency_s = _page_read_s(disk.folder / "file")
     verdict: Verdict = "good" if isclose(latency_s, 0.005, rel_tol=0.1) else "poor"
     found = f"asked for {_PACE}: a direct read of a page took {latency_s * 1e3:.2f} ms through FUSE"

@@ -78,7 +78,7 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
         if apart := _kept_apart(config, slices):
             kwargs["apart"] = apart
         if found := quantised.of_folder(folder.path, folder.config, slices):
-            kwargs["quantised"] = found.as_argument()
+            kwargs["quantised"] = found.as_json()
     return ModelSpec(name_of(folder.path.resolve()), folder.library.builder, kwargs)
 
 

@@ -184,8 +184,6 @@ def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operati
     if not info.loads(found):
         able = "streaming and transformers" if found.dequantises else "transformers"
         return f"the weights are {found.summary}; only {able} can load them"
-    if missing := packages.missing(found.packages):
-        return f"{info.name} {missing}, because the weights are quantised with {found.method}"
     return ""
 
 

@@ -23,7 +23,7 @@ from typing import Final, Literal
 from urllib.parse import urlsplit
 
 from weighin.cell import SYNTHESISED, Cell
-from weighin.checkpoint import entries
+from weighin.checkpoint import cache
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
@@ -274,7 +274,7 @@ def remember(plan: bytes) -> None:
     """Note in the cache that this user's weighin wrote the plan."""
     # Without a cache, also of a user without a home, the run can be resumed with --trust.
     with suppress(OSError, ConfigError):
-        entries.folder().mkdir(parents=True, exist_ok=True)
+        cache.folder().mkdir(parents=True, exist_ok=True)
         with _own_plans("a") as file:
             file.write(_digest(plan))
 
@@ -297,7 +297,7 @@ def _own_plans(mode: Literal["r", "a"]) -> FileIO:
     """Open the cache's file of digests; raise OSError if others may have written it."""
     careful = os.O_NOFOLLOW | os.O_NONBLOCK
     file = FileIO(
-        entries.folder() / _PLANS,
+        cache.folder() / _PLANS,
         mode,
         opener=lambda path, flags: os.open(path, flags | careful, 0o600),
     )

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from weighin import child_process
 from weighin.cell import Cell, ModelSpec
-from weighin.checkpoint import entries, staging
+from weighin.checkpoint import cache, staging
 from weighin.child_process import decode_event
 from weighin.errors import ConfigError, HarnessError, UnknownName
 from weighin.formats import quantised
@@ -175,7 +175,7 @@ class _Source:
         cell = replace(planned.cell, ranks=1)
         fields = {
             "cell": asdict(cell),
-            "read_ahead_bytes": read_ahead_bytes(self.checkpoint or entries.folder()),
+            "read_ahead_bytes": read_ahead_bytes(self.checkpoint or cache.folder()),
         }
         key = f"{cell.model}{cell.format}"
         if key not in self.made:

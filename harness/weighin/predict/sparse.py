@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 
 from weighin.cell import ModelSpec
-from weighin.checkpoint import generate, reader
-from weighin.checkpoint.checksum import tensor_checksums
-from weighin.checkpoint.generate import describe, in_checkpoint
+from weighin.checkpoint import reader, truth
+from weighin.checkpoint.checksum import CELL_DTYPES
 from weighin.checkpoint.manifest import Manifest
 from weighin.construction.skeleton import build_skeleton, resolve_builder
 from weighin.formats import quantised
 from weighin.formats.pretrained_folder import own_dtype, refuse_part
-from weighin.formats.pretrained_library import WHOLE, Selection, library_of, module_of
+from weighin.formats.pretrained_library import TIMM, WHOLE, Selection, library_of, module_of
 from weighin.models import pretrained
 from weighin.stream import formats
 from weighin.stream import gguf_files as gguf
@@ -51,8 +50,8 @@ def make_sparse(
     if source is not None and library_of(model.builder) is None:
         tensors = reader.plans(slices)
     else:
-        described = describe(model, real_buffers="non_persistent", dtype=kind)
-        tensors = generate.plans(in_checkpoint(described))
+        described = truth.describe(model, real_buffers="non_persistent", dtype=kind)
+        tensors = truth.plans(described)
         kept = {one.name for one in described if one.is_kept}
     if dtype is not None:
         kind = getattr(torch, dtype)
@@ -85,8 +84,8 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
     """
     refuse_part(source, selection)
     slices = formats.read(source, selection)
-    if slices.format == gguf.NAME or quantised.of_model(model):
-        return
+    if slices.format == gguf.NAME or quantised.of_model(model) or model.builder == TIMM.builder:
+        return  # the load alone tells
     builder = resolve_builder(model.builder)
     built = build_skeleton(builder, model.kwargs, real_buffers="non_persistent")
     wanted = built.state_dict(keep_vars=True)
@@ -131,8 +130,8 @@ def write_manifest(model: ModelSpec, dtype: str, folder: Path) -> Path:
     therefore make some large models impossible.
     """
     kind = getattr(torch, dtype)
-    described = describe(model, real_buffers="non_persistent", dtype=kind)
-    blank = tensor_checksums(torch.zeros(1))
+    described = truth.describe(model, real_buffers="non_persistent", dtype=kind)
+    blank = dict.fromkeys(CELL_DTYPES, "0" * 16)
     entries = tuple(one.entry(blank) for one in described)
     path = folder / "manifest.json"
     folder.mkdir(parents=True, exist_ok=True)

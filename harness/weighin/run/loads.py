@@ -18,7 +18,7 @@ from typing import Any, Final
 import weighin
 from weighin import child_process, slow_disk
 from weighin.cell import FORK, SAVE, Cell, Job, encode_job, is_of_use
-from weighin.checkpoint import cache, entries, staging
+from weighin.checkpoint import cache, staging
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
 from weighin.formats.pretrained_folder import files_of_adapter, folder_of
 from weighin.isolation import select, visible
@@ -95,7 +95,7 @@ class LoadSpec(Spec):
         opened.callback(self.printed.close)
         if pace := Pace(cell.disk_bytes_per_s, cell.disk_latency_ns, self._stall_from_bytes):
             folder = folder_of(Path(job.checkpoint))
-            self.disk = Mount(folder, pace, entries.slow_disks())
+            self.disk = Mount(folder, pace, cache.slow_disks())
             opened.callback(self.disk.close)
             inside = self.disk.folder / Path(job.checkpoint).relative_to(folder)
             self._job = job = replace(job, checkpoint=str(inside))
@@ -366,7 +366,7 @@ class Loads:
             )
             return replace(measured, trouble=measured.trouble or trouble)
         if spec.changed:  # it is generated, so it can be made again
-            entries.discard(checkpoint.manifest_path.parent, checkpoint.format)
+            cache.discard(checkpoint.manifest_path.parent, checkpoint.format)
             self._checkpoints[key] = self._ensure(planned)
         return measured
 
@@ -512,7 +512,7 @@ def save_folder(model_bytes: int) -> Iterator[Path]:
 def remove_leftovers() -> list[str]:
     """Remove what killed runs of loads left on this machine; return one line for each folder."""
     saves = [f"files of a save in {folder}" for folder in staging.remove_orphans(_saving())]
-    return saves + slow_disk.remove_stale(entries.slow_disks())
+    return saves + slow_disk.remove_stale(cache.slow_disks())
 
 
 def _state(file: Path) -> tuple[int, int, int, int] | None:

@@ -2,21 +2,21 @@
 
 transformers, diffusers, timm, sentence-transformers and peft decide what the model is; see
 ``reading`` for how transformers gets the bytes. diffusers and sentence-transformers map a file, and
-their mapped weights are copied at the end. timm's constructor is deferred, and its load runs on tensors
-without values.
+their mapped weights are copied at the end. timm copies mapped weights into a model that was built without
+weights.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from weighin import install
-from weighin.construction.skeleton import construct
+from weighin.construction.skeleton import construct, without_weights
 from weighin.errors import CheckpointError, ConfigError, HarnessError
 from weighin.formats import quantised, sentence_parts
 from weighin.formats.hub_cache import cached_snapshot, path_of
@@ -35,14 +35,13 @@ from weighin.formats.pretrained_folder import (
     refuse_adapter,
 )
 from weighin.formats.pretrained_library import DIFFUSERS, TIMM, FolderChoice, Selection
-from weighin.loader.load import load_renamed
 from weighin.models.description import chosen_class, described_gguf
 from weighin.models.pretrained import arguments_to_dequantise, merged, pretrained_class
 from weighin.stream import foreign, formats
 from weighin.stream import gguf_files as gguf
 from weighin.stream.foreign import lacks, misfit, no_model
 from weighin.stream.reading import Load, reading
-from weighin.stream.slices import Slices, TensorSlice
+from weighin.stream.slices import Slice
 from weighin.text import first_names, one_line, plain
 
 _log = logging.getLogger("weighin")
@@ -51,9 +50,21 @@ _REPAIR: Final = (
     "install another version of transformers (the folder was written with the transformers_version in"
     " config.json), or correct config.json"
 )
-_SENTENCES: Final = "sentence-transformers"
-_NOT_OURS: Final = (HarnessError, MemoryError, torch.OutOfMemoryError)
-"""Errors of a library's load that say enough as they are."""
+
+
+class _Wanted(NamedTuple):
+    """The dtype of the model, or None for its own, its device, and the number of reading threads."""
+
+    dtype: torch.dtype | str | None
+    device: torch.device
+    threads: int | None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype for a library that builds models in float32."""
+        kind = self.dtype or torch.float32
+        named: torch.dtype = getattr(torch, kind) if isinstance(kind, str) else kind
+        return named
 
 
 def load_pretrained(
@@ -112,7 +123,8 @@ def load_pretrained(
         path = cached_snapshot(str(folder), revision) or path
     if is_pipeline(path):
         raise no_model(path)
-    place, selection = torch.device(device), Selection(key, strip_prefix)
+    wanted = _Wanted(None if dtype == "auto" else dtype, torch.device(device), threads)
+    selection = Selection(key, strip_prefix)
     if find_weights(path, variant) is None and gguf.matches(path):
         if selection or variant or trust_remote_code:
             raise ConfigError(
@@ -120,8 +132,7 @@ def load_pretrained(
                 " have nothing to select, and variant and trust_remote_code no meaning",
                 "leave them out: they choose the model in a folder or in a training checkpoint",
             )
-        model = _of_gguf(gguf.file_of(path), model_class, dtype, place, threads)
-        return _with_adapter(model, adapter)
+        return _with_adapter(_of_gguf(gguf.file_of(path), model_class, wanted), adapter)
     is_bare = bool(model_class or adapter)  # the transformer alone
     if sentence_parts.matches(path) or (sentence_parts.has_more_parts(path) and not is_bare):
         if selection or variant or is_bare or trust_remote_code:
@@ -132,19 +143,7 @@ def load_pretrained(
                 " arguments dtype, device, threads and revision",
                 f"give the folder of one part: {path / names[0]}",
             )
-        return _of_sentences(path, dtype, place, threads)
-    found = _folder(path, FolderChoice(variant, model_class, revision, trust_remote_code))
-    if found.library is TIMM:
-        return _of_timm(found, type(folder)(path), dtype, place, threads, selection)
-    if found.library is DIFFUSERS:
-        return _of_diffusers(found, selection, dtype, place, threads)
-    model = _of_transformers(found, selection, dtype, place, threads, merges=bool(adapter))
-    if not Path(folder).exists():  # the id of a model of the Hub
-        model.config._name_or_path = model.name_or_path = str(folder)
-    return _with_adapter(model, adapter)
-
-
-def _folder(path: Path, choice: FolderChoice) -> PretrainedFolder:
+        return _of_sentences(path, wanted)
     if not is_pretrained(path):
         if broken := foreign.broken_link(path / CONFIG):
             raise broken
@@ -153,7 +152,28 @@ def _folder(path: Path, choice: FolderChoice) -> PretrainedFolder:
             f"{path}: not a Hugging Face folder: it has no config.json",
             "give a folder that model.save_pretrained(FOLDER) wrote",
         )
-    return read_folder(path, choice)
+    found = read_folder(path, FolderChoice(variant, model_class, revision, trust_remote_code))
+    if found.library is TIMM:
+        return _of_timm(found, type(folder)(path), selection, wanted)
+    if found.library is DIFFUSERS:
+        return _of_diffusers(found, selection, wanted)
+    model = _of_transformers(found, selection, wanted, merges=bool(adapter))
+    if not Path(folder).exists():  # the id of a model of the Hub
+        model.config._name_or_path = model.name_or_path = str(folder)
+    return _with_adapter(model, adapter)
+
+
+@contextmanager
+def _says(what: str, repair: str = _REPAIR) -> Iterator[None]:
+    """Turn an error of a library into ours, with the library's own words."""
+    try:
+        yield
+    except (HarnessError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} fails: {type(error).__name__}: {one_line(str(error))}", repair
+        ) from error
 
 
 def _with_adapter(model: Any, adapter: Path | str) -> Any:
@@ -164,13 +184,7 @@ def _with_adapter(model: Any, adapter: Path | str) -> Any:
 
 
 def _of_transformers(
-    found: PretrainedFolder,
-    selection: Selection,
-    dtype: torch.dtype | str | None,
-    device: torch.device,
-    threads: int | None,
-    *,
-    merges: bool,
+    found: PretrainedFolder, selection: Selection, wanted: _Wanted, *, merges: bool
 ) -> Any:
     path, checkpoint = found.path, found.checkpoint
     dtype_of(found.config)  # raises for a dtype that transformers cannot read
@@ -187,18 +201,16 @@ def _of_transformers(
         auto_class(found.config, name)  # raises ConfigError if there is no code of this class
     code = {"folder": str(path.absolute()), "sha256": digest(path)} if in_code else None
     kind = pretrained_class(name, code, found.config)
-    arguments = from_pretrained_arguments(checkpoint)
-    load = Load(slices, threads, ignores_adapter=True)
+    load = Load(slices, wanted.threads, ignores_adapter=True)
     try:
-        arguments |= arguments_to_dequantise(checkpoint)
-        model = _called(kind, arguments, load, checkpoint, dtype, device)
+        arguments = from_pretrained_arguments(checkpoint) | arguments_to_dequantise(checkpoint)
+        model = _called(kind, arguments, load, checkpoint, wanted)
     except (ConfigError, ImportError) as error:
         if codes is None:
             raise
         raise ConfigError(
             f"{path}: the model is {codes.summary}; from_pretrained fails: {one_line(str(error))}",
-            f"install the packages that transformers names (it needs {codes.needed}), or correct"
-            " quantization_config in config.json",
+            "install the packages that transformers names, or correct quantization_config in config.json",
         ) from error
     unexpected = {name for info in load.infos for name in info.unexpected_keys}
     _check_codes(model, checkpoint, slices, unexpected, codes)
@@ -214,38 +226,32 @@ def _of_transformers(
 
 
 def _called(
-    kind: Any,
-    arguments: Mapping[str, Any],
-    load: Load,
-    checkpoint: Path,
-    dtype: torch.dtype | str | None,
-    device: torch.device,
+    kind: Any, arguments: Mapping[str, Any], load: Load, checkpoint: Path, wanted: _Wanted
 ) -> Any:
     """Call ``from_pretrained``, and turn any of its errors into ours, with transformers' own words."""
+    device = wanted.device
     places = {} if device.type == "cpu" else {"device_map": {"": device}}
+    called = f"{checkpoint}: {kind.__name__}.from_pretrained"
     try:
-        with reading(load):
-            return kind.from_pretrained(**arguments, dtype=dtype or "auto", **places)
-    except _NOT_OURS:
-        raise
+        with _says(called), reading(load):
+            return kind.from_pretrained(**arguments, dtype=wanted.dtype or "auto", **places)
     except ImportError as error:
         raise ConfigError(
             f"{kind.__name__}.from_pretrained fails: {one_line(str(error))}",
             "install the package that transformers names",
         ) from error
-    except Exception as error:
+    except CheckpointError as error:
         info = load.infos[-1] if load.infos else None
-        reason = f"{type(error).__name__}: {one_line(str(error))}"
         if info and info.mismatched_keys:
             names = sorted(plain(str(name)) for name, *_ in info.mismatched_keys)
             raise misfit(checkpoint, kind.__name__, {"of another shape": names}) from error
         if info and info.conversion_errors:
             name, text = next(iter(info.conversion_errors.items()))
-            said = text.partition("\nError")[0].splitlines()[-1]
-            reason = f"it cannot convert {plain(name)}: {one_line(said)}"
-        raise CheckpointError(
-            f"{checkpoint}: {kind.__name__}.from_pretrained fails: {reason}", _REPAIR
-        ) from error
+            said = one_line(text.partition("\nError")[0].splitlines()[-1])
+            raise CheckpointError(
+                f"{called} fails: it cannot convert {plain(name)}: {said}", _REPAIR
+            ) from error
+        raise
 
 
 def _check_complete(model: Any, checkpoint: Path, load: Load) -> None:
@@ -259,7 +265,7 @@ def _check_complete(model: Any, checkpoint: Path, load: Load) -> None:
 def _check_codes(
     model: Any,
     checkpoint: Path,
-    slices: Sequence[TensorSlice],
+    slices: Sequence[Slice],
     unexpected: set[str],
     found: quantised.Quantised | None,
 ) -> None:
@@ -271,7 +277,11 @@ def _check_codes(
     if not unexpected:
         return
     if found and (
-        left := [one.where.name for one in quantised.find_codes(slices) if one.scales in unexpected]
+        left := [
+            name
+            for name, (_, scales) in quantised.find_codes(slices).items()
+            if scales in unexpected
+        ]
     ):
         raise CheckpointError(
             f"{checkpoint}: {found.summary}; quantization_config in config.json does not describe"
@@ -296,27 +306,15 @@ def _check_codes(
             )
 
 
-def _of_gguf(
-    file: Path,
-    model_class: str,
-    dtype: torch.dtype | str | None,
-    device: torch.device,
-    threads: int | None,
-) -> Any:
+def _of_gguf(file: Path, model_class: str, wanted: _Wanted) -> Any:
     kind = pretrained_class(model_class or described_gguf(file)["architecture"])
-    load = Load(gguf.read(file), threads, ignores_adapter=True)
-    model = _called(kind, from_pretrained_arguments(file), load, file, dtype, device)
+    load = Load(gguf.read(file), wanted.threads, ignores_adapter=True)
+    model = _called(kind, from_pretrained_arguments(file), load, file, wanted)
     _check_complete(model, file, load)
     return model
 
 
-def _of_diffusers(
-    found: PretrainedFolder,
-    selection: Selection,
-    dtype: torch.dtype | str | None,
-    device: torch.device,
-    threads: int | None,
-) -> Any:
+def _of_diffusers(found: PretrainedFolder, selection: Selection, wanted: _Wanted) -> Any:
     from weighin.models import pretrained_diffusers  # few loads need this import
 
     if selection:
@@ -324,62 +322,54 @@ def _of_diffusers(
             f"{found.path}: key and strip_prefix select weights only for a model of transformers or timm",
             "leave them out",
         )
-    kind = torch.float32 if dtype in (None, "auto") else dtype
-    name = str(found.library.class_in(found.config))
+    name, file = str(found.library.class_in(found.config)), found.checkpoint
     kwargs = {"architecture": name, "config": found.config}
-    wanted = getattr(torch, kind) if isinstance(kind, str) else kind
-    try:
-        with reading(Load((), threads)):
-            model, missing = pretrained_diffusers.reference(kwargs, found.checkpoint, wanted)
-    except _NOT_OURS:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{found.checkpoint}: {name}.from_pretrained fails: {type(error).__name__}:"
-            f" {one_line(str(error))}",
-            _REPAIR,
-        ) from error
+    with _says(f"{file}: {name}.from_pretrained"), reading(Load((), wanted.threads)):
+        model, missing = pretrained_diffusers.reference(kwargs, file, wanted.torch_dtype)
     if missing:
-        raise lacks(found.checkpoint, missing, type(model).__name__)
-    return own(model, formats.files(found.checkpoint)).to(device).eval()
+        raise lacks(file, missing, type(model).__name__)
+    return own(model, formats.files(file)).to(wanted.device).eval()
 
 
 def _of_timm(
-    found: PretrainedFolder,
-    home: Path | str,
-    dtype: torch.dtype | str | None,
-    device: torch.device,
-    threads: int | None,
-    selection: Selection,
+    found: PretrainedFolder, home: Path | str, selection: Selection, wanted: _Wanted
 ) -> Any:
-    from weighin.models import pretrained_timm  # few loads need this import
+    from weighin.models.pretrained_timm import model_and_load  # few loads need this import
 
-    wanted = "float32" if dtype in (None, "auto") else dtype
-    kind = getattr(torch, wanted) if isinstance(wanted, str) else wanted
-    build = partial(
-        pretrained_timm.from_config, str(found.library.class_in(found.config)), found.config
-    )
-    model = load_renamed(
-        lambda: construct(build, kind),
-        found.checkpoint,
-        lambda model, slices: Slices(
-            replace(one, name=name)
-            for name, one in pretrained_timm.named_as_in(model, slices).items()
-        ),
-        device=device,
-        threads=threads,
-        selection=selection,
-    )
-    pretrained_timm.finish(model, home)
-    return model
+    loads = []
+
+    def build() -> torch.nn.Module:
+        model, load = model_and_load(str(found.library.class_in(found.config)), found.config)
+        loads.append(load)
+        return model
+
+    slices = formats.read(found.checkpoint, selection)
+    model: Any = without_weights(partial(construct, build, wanted.torch_dtype), real_buffers="all")
+    loads[-1](_mapped(slices), found.checkpoint)
+    model.pretrained_cfg["file"] = str(home)
+    del model.keeps_dtypes
+    return model.to(wanted.device)
 
 
-def _of_sentences(
-    folder: Path, dtype: torch.dtype | str | None, device: torch.device, threads: int | None
-) -> Any:
+def _mapped(slices: Sequence[Slice]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file in a mapping of it, as safetensors and ``torch.load`` do."""
+
+    @cache
+    def bytes_of(file: Path) -> torch.Tensor:
+        return torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+
+    state = {}
+    for one in slices:
+        flat = bytes_of(one.file)[one.offset : one.offset + one.span * one.dtype.itemsize]
+        flat = flat.clone() if one.offset % one.dtype.itemsize else flat
+        state[one.name] = flat.view(one.dtype).as_strided(one.shape, one.stride)
+    return state
+
+
+def _of_sentences(folder: Path, wanted: _Wanted) -> Any:
     """Return the model that ``SentenceTransformer(folder, device=device)`` returns.
 
-    ``dtype`` goes to the package's ``model_kwargs``; "auto" and None choose the package's own default.
+    The dtype goes to the package's ``model_kwargs``; None chooses the package's own default.
     """
     files, parts = sentence_parts.read(folder).files, sentence_parts.own_folders(folder)
     names = ", ".join(parts)
@@ -389,23 +379,15 @@ def _of_sentences(
     except ImportError as error:
         raise ConfigError(
             f"{what} needs the package sentence-transformers, which cannot be imported: {error}",
-            install.command(_SENTENCES),
+            install.command("sentence-transformers"),
         ) from None
-    options: dict[str, Any] = {} if dtype in (None, "auto") else {"model_kwargs": {"dtype": dtype}}
-    load = Load((), threads)
-    try:
-        with reading(load):
-            model = package.SentenceTransformer(
-                str(folder), device=str(device), local_files_only=True, **options
-            )
-    except _NOT_OURS:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{what} is a model that sentence-transformers {package.__version__} cannot load:"
-            f" {type(error).__name__}: {one_line(str(error))}",
-            f"give the folder of one part: {folder / parts[0]}",
-        ) from error
+    options: dict[str, Any] = {"model_kwargs": {"dtype": wanted.dtype}} if wanted.dtype else {}
+    load = Load((), wanted.threads)
+    call = f"{what} is a model that sentence-transformers {package.__version__} cannot load: it"
+    with _says(call, f"give the folder of one part: {folder / parts[0]}"), reading(load):
+        model = package.SentenceTransformer(
+            str(folder), device=str(wanted.device), local_files_only=True, **options
+        )
     _check_complete(model, folder, load)
     return own(model, files)
 

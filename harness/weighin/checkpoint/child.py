@@ -1,4 +1,4 @@
-"""Run ``python -m weighin.checkpoint`` as a subprocess, and turn its errors into exceptions."""
+"""Run ``python -m weighin.checkpoint``, the child that makes, indexes or converts a checkpoint."""
 
 import json
 import re
@@ -11,56 +11,51 @@ from weighin.child_process import decode_event, printed_lines
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError, UnknownName
 from weighin.units import format_bytes
 
-_ERRORS: Final = {kind.__name__: kind for kind in (ConfigError, CheckpointError, FormatLimit)}
+_ERRORS: Final = {kind.__name__: kind for kind in (ConfigError, CheckpointError, FormatLimit)} | {
+    UnknownName.__name__: ConfigError
+}
+_REFUSED: Final = re.compile(
+    r"can't allocate memory: you tried to allocate (\d+) bytes|^MemoryError()"
+)
+"""The last line of a process that got no memory, of torch or of Python."""
 _LAST_LINES: Final = 3
 
 
-def run_maker(
+def run_child(
     request: Mapping[str, Any],
     *,
     permit: Callable[[int], None],
     report: Callable[[int, int], None],
     python_path: Iterable[str] = (),
-) -> dict[str, float]:
-    """Run ``python -m weighin.checkpoint`` with a request; return the seconds of each stage.
+) -> dict[str, Any]:
+    """Run a child with a request; return the fields of its event ``done``.
 
-    ``run_maker`` calls ``permit`` with the number of bytes to write, before the subprocess writes
-    any tensor; to refuse, ``permit`` raises an exception. ``run_maker`` calls ``report`` with the
-    numbers of bytes done and in total. The subprocess ends before this function returns.
+    ``run_child`` calls ``permit`` with the number of bytes to write, before the child writes any
+    tensor; to refuse, ``permit`` raises an exception. ``run_child`` calls ``report`` with the
+    numbers of bytes done and in total. The child ends before this function returns.
 
     Raises:
-        HarnessError: the subprocess sent an error, or ended without an answer (for example killed).
+        HarnessError: the child sent an error, or ended without an answer (for example killed).
     """
     command = child_process.module("weighin.checkpoint")
     with child_process.Child(command, child_process.environment(python_path)) as child:
         child.send(json.dumps(request).encode() + b"\n")
-        done: dict[str, float] | None = None
+        done: dict[str, Any] | None = None
         while (line := child.receive()) is not None:
             event = decode_event(line) or {"event": ""}
             if event["event"] == "error":
-                raise _error(event)
+                raise _ERRORS.get(event["type"], HarnessError)(event["message"], event["repair"])
             if event["event"] == "size":
                 permit(event["needed_bytes"])
                 child.send(b"\n")
             elif event["event"] == "progress":
                 report(event["done_bytes"], event["total_bytes"])
             elif event["event"] == "done":
-                done = event["seconds"]
+                done = event
         code = child.wait()
         if done is None:
             raise _died(code, child.stderr_tail)
         return done
-
-
-_REFUSED: Final = re.compile(
-    r"can't allocate memory: you tried to allocate (\d+) bytes|^MemoryError()"
-)
-"""The last line of a process that got no memory, of torch or of Python."""
-
-
-def _error(fields: dict[str, Any]) -> HarnessError:
-    kind = ConfigError if fields["type"] == UnknownName.__name__ else _ERRORS.get(fields["type"])
-    return (kind or HarnessError)(fields["message"], fields["repair"])
 
 
 def _died(code: int, stderr_tail: bytes) -> CheckpointError:
