@@ -103,11 +103,8 @@ def refused(folder: Path, **config: Any) -> ConfigError:
 
 def test_code_in_another_repository_is_not_fetched(folder: Path) -> None:
     error = refused(folder, auto_map={"AutoModel": "owner/name--other.TinyForCausalLM"})
-    assert error.message == (
-        f"{folder}: the code other.TinyForCausalLM of the model is not in this folder, but in the"
-        " repository owner/name"
-    )
-    assert "add other.py" in error.repair
+    assert error.message.startswith(f"{folder}: the code 'other.TinyForCausalLM' of the model")
+    assert error.message.endswith("is not in this folder, but in the repository owner/name")
 
 
 def test_another_repositorys_code_that_is_in_the_folder_is_run(folder: Path) -> None:
@@ -120,7 +117,7 @@ def test_another_repositorys_code_that_is_in_the_folder_is_run(folder: Path) -> 
 @pytest.mark.parametrize("place", ["../../evil", "a.b", ""])
 def test_code_is_a_module_of_the_folder_itself(folder: Path, place: str) -> None:
     error = refused(folder, auto_map={"AutoModel": f"{place}.TinyForCausalLM"})
-    assert "in 'auto_map' is not module.class" in error.message
+    assert "which 'auto_map' in config.json names as module.class, is not in" in error.message
 
 
 @pytest.mark.parametrize("code", [5, "x", {"folder": 1, "sha256": "a"}, {"folder": "a"}])

@@ -274,19 +274,11 @@ def described_gguf(file: Path) -> dict[str, Any]:
             install.command("gguf", "hf"),
         ) from None
 
-    def configuration(library: Any) -> Any:
-        return library.AutoConfig.from_pretrained(
-            file.parent, gguf_file=file.name, local_files_only=True
-        )
-
     name = gguf.architecture(file)
     try:
-        try:
-            config = configuration(transformers)
-        except ImportError as error:
-            from weighin.models.pretrained import imported_again  # imports torch
-
-            config = configuration(imported_again("transformers", error))
+        config = transformers.AutoConfig.from_pretrained(
+            file.parent, gguf_file=file.name, local_files_only=True
+        )
         known = _classes_of(config.model_type)
         autos = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
         named = config.architectures or [one for auto in autos for one in known.get(auto, ())]

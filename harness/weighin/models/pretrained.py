@@ -28,14 +28,13 @@ from weighin.formats.pretrained_folder import (
     folder_of,
     from_pretrained_arguments,
 )
-from weighin.formats.pretrained_library import ARGUMENT, DIFFUSERS
+from weighin.formats.pretrained_library import ARGUMENT, DIFFUSERS, TRANSFORMERS, Library
 from weighin.formats.quantised import dequantising
 from weighin.stream.foreign import misfit
 from weighin.text import one_line
 
 _FLAG: Final = "_is_hf_initialized"  # transformers sets this attribute
 _TOKENS: Final = 8
-_IMPORTERS: Final = ("transformers", "diffusers", "peft")  # of torchvision
 _MISMATCHED: Final = "ignore_mismatched_sizes"  # an option that the error of from_pretrained names
 _PIPELINES: Final = "diffusers.pipelines"
 _SAMPLES: Final = 16_000  # one second of sound
@@ -161,30 +160,18 @@ def pretrained_class(
         ConfigError: transformers is not installed, cannot be imported, or has no such class; or the
             code in the folder has changed, or cannot be imported.
     """
-    if code:
-        stay_offline()
+    transformers = imported(TRANSFORMERS)
     try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"the package transformers, which this model needs, cannot be imported: {error}",
-            install.command("hf"),
-        ) from None
-    package: Any = transformers
-    name = "PreTrainedModel" if code else architecture
-    try:
-        kind = getattr(package, name, None)
-    except ImportError as error:
-        package = imported_again("transformers", error)
-        kind = getattr(package, name, None)
-    quiet(package)
+        kind = getattr(transformers, "PreTrainedModel" if code else architecture, None)
+    except (ImportError, RuntimeError) as error:
+        raise import_failed(TRANSFORMERS.name, error) from error
     if code:
         return _class_in(code, architecture, config or {})
-    if kind is None and find_spec("diffusers"):
+    if kind is None and find_spec(DIFFUSERS.name):
         kind = class_of_pipelines(architecture)  # for example StableDiffusionSafetyChecker
-    if not isinstance(kind, type) or not issubclass(kind, package.PreTrainedModel):
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise ConfigError(
-            f"transformers {package.__version__} has no model class {architecture!r}",
+            f"transformers {transformers.__version__} has no model class {architecture!r}",
             "install the version in config.json's transformers_version, or a newer one",
         )
     return kind
@@ -198,7 +185,7 @@ def class_of_pipelines(name: str) -> Any:
     Raises:
         ConfigError: diffusers is not installed.
     """
-    diffusers_package()
+    imported(DIFFUSERS)
     root = Path(import_module(_PIPELINES).__path__[0])
     definition = re.compile(rf"^class {re.escape(name)}\(", re.MULTILINE)
     for file in sorted(root.rglob("*.py")):
@@ -208,68 +195,38 @@ def class_of_pipelines(name: str) -> Any:
     return None
 
 
-def diffusers_package() -> Any:
-    """Import diffusers without its messages."""
-    stay_offline()
+def imported(library: Library) -> Any:
+    """Import a library. In a process that weighin started, such as ``python -m weighin.worker``, keep it
+    from the network, and silence its messages; in a user's own process, each load does so.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    is_own_process = spec is not None and spec.name.partition(".")[0] == "weighin"
+    if is_own_process:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it at its import
     try:
-        import diffusers
+        package: Any = import_module(library.name)
     except ImportError as error:
         raise ConfigError(
-            f"the package diffusers, which this model needs, cannot be imported: {error}",
-            install.command(DIFFUSERS.extra),
+            f"the package {library.name}, which this model needs, cannot be imported: {error}",
+            install.command(library.extra),
         ) from None
-    quiet(diffusers)
-    return diffusers
-
-
-def quiet(package: Any) -> None:
-    """Silence a library for good, unless this is a user's own process: there, only each load does."""
-    if _is_own_process():
+    except RuntimeError as error:
+        raise import_failed(library.name, error) from error
+    if is_own_process and library in (TRANSFORMERS, DIFFUSERS):
         package.utils.logging.set_verbosity_error()
         package.utils.logging.disable_progress_bar()
+    return package
 
 
-def stay_offline() -> None:
-    """Keep huggingface_hub, which reads this at its import, from the network in a process of weighin.
+def import_failed(package: str, error: BaseException) -> ConfigError:
+    """Return the error for a package that cannot be imported, with the cause and advice.
 
-    In a user's own process, each load asks for local files alone.
+    The libraries import torchvision, which fails if it was built for another torch.
     """
-    if _is_own_process():
-        os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-def _is_own_process() -> bool:
-    """Tell whether weighin has started this process, as ``python -m weighin.worker``."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec is not None and spec.name.partition(".")[0] == "weighin"
-
-
-def imported_again(package: str, error: Exception) -> Any:
-    """After the import of a package failed with ``error``, import the package again as if
-    torchvision were not installed.
-
-    transformers and diffusers need torchvision only for image processors, which no load needs; one
-    that was built for another torch fails. Because this function changes ``sys.modules``, it works only
-    in a process that weighin started, such as ``python -m weighin.worker``.
-
-    Raises:
-        ConfigError: torchvision is not the cause, or weighin did not start this process.
-    """
-    failed = import_failed(package, error)
-    if not (_is_of_torchvision(error) and _is_own_process()):
-        raise failed from error
-    for name in [name for name in sys.modules if name.partition(".")[0] in _IMPORTERS]:
-        del sys.modules[name]
-    modules: dict[str, Any] = sys.modules
-    modules["torchvision"] = None  # makes "import torchvision" fail
-    return import_module(package)
-
-
-def import_failed(package: str, error: Exception) -> ConfigError:
-    """Return the error for a package that cannot be imported, with the cause and advice."""
-    cause = _cause(error)
-    reason = one_line(f"{type(cause).__name__}: {cause}")
-    if not _is_of_torchvision(error):
+    while (earlier := error.__cause__ or error.__context__) is not None:
+        error = earlier
+    reason = one_line(f"{type(error).__name__}: {error}")
+    if "torchvision::" not in str(error):  # an operator that torchvision did not define
         return ConfigError(
             f"{package} cannot be imported: {reason}",
             f"install it again: pip install --force-reinstall {package}",
@@ -280,16 +237,6 @@ def import_failed(package: str, error: Exception) -> ConfigError:
         "install the build for this torch, from the index that torch came from; transformers and"
         " diffusers work without torchvision, too: pip uninstall torchvision",
     )
-
-
-def _is_of_torchvision(error: Exception) -> bool:
-    return "torchvision::" in str(_cause(error))  # an operator that torchvision did not define
-
-
-def _cause(error: BaseException) -> BaseException:
-    while (earlier := error.__cause__ or error.__context__) is not None:
-        error = earlier
-    return error
 
 
 def reference(
@@ -397,16 +344,13 @@ def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, A
         )
     named = str(config[AUTO_MAP][auto_class(config, architecture)])
     repository, divided, reference = named.rpartition("--")
-    if not (match := re.fullmatch(r"(\w+)\.\w+", reference)):
-        raise ConfigError(
-            f"{folder}: {one_line(reference, 80)!r} in '{AUTO_MAP}' is not module.class",
-            f"correct '{AUTO_MAP}' in config.json",
-        )
-    if not (folder / f"{match[1]}.py").is_file():
+    module = reference.partition(".")[0]
+    if not (folder / f"{module}.py").is_file() or not re.fullmatch(r"\w+\.\w+", reference):
         where = f", but in the repository {repository}" if divided else ""
         raise ConfigError(
-            f"{folder}: the code {reference} of the model is not in this folder{where}",
-            f"add {match[1]}.py and the modules that it imports to the folder: weighin uses no network",
+            f"{folder}: the code {one_line(reference, 80)!r} of the model, which '{AUTO_MAP}' in"
+            f" config.json names as module.class, is not in this folder{where}",
+            "add the module and those that it imports to the folder: weighin uses no network",
         )
     try:
         kind = get_class_from_dynamic_module(reference, str(folder), local_files_only=True)

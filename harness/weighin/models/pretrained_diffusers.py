@@ -12,7 +12,7 @@ import torch
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.pretrained_folder import folder_of, variant_of
 from weighin.formats.pretrained_library import DIFFUSERS
-from weighin.models.pretrained import class_of_pipelines, diffusers_package, imported_again, quiet
+from weighin.models.pretrained import class_of_pipelines, import_failed, imported
 from weighin.stream.slices import TensorSlice
 
 _QUANTISED: Final = "quantization_config"
@@ -59,14 +59,11 @@ def diffusers_class(architecture: str) -> Any:
     Raises:
         ConfigError: diffusers is not installed, cannot be imported, or has no such class.
     """
-    diffusers = diffusers_package()
+    diffusers = imported(DIFFUSERS)
     try:
-        kind = getattr(diffusers, architecture, None)
+        kind = getattr(diffusers, architecture, None) or class_of_pipelines(architecture)
     except (ImportError, RuntimeError) as error:
-        diffusers = imported_again("diffusers", error)
-        kind = getattr(diffusers, architecture, None)
-    quiet(diffusers)
-    kind = kind or class_of_pipelines(architecture)
+        raise import_failed(DIFFUSERS.name, error) from error
     if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
         raise ConfigError(
             f"diffusers {diffusers.__version__} has no model class {architecture!r}",

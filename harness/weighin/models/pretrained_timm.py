@@ -10,11 +10,10 @@ from typing import Any, Final
 
 import torch
 
-from weighin import install
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.pretrained_folder import folder_of
 from weighin.formats.pretrained_library import TIMM
-from weighin.models.pretrained import import_failed
+from weighin.models.pretrained import imported
 from weighin.text import first_names
 
 State = Mapping[str, torch.Tensor]
@@ -91,7 +90,7 @@ def _created(
     """Create the model of a folder; ``load`` stands in for timm's function that loads the weights, which
     is its first argument.
     """
-    timm = _timm()
+    timm = imported(TIMM)
     from timm.models import _builder
 
     if not timm.is_model(architecture):
@@ -123,20 +122,7 @@ def _created(
 
 def import_class(kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001 (an interface)
     """Import timm, so that no later phase of the load contains this import."""
-    _timm()
-
-
-def _timm() -> Any:
-    try:
-        import timm
-    except ImportError as error:
-        raise ConfigError(
-            f"the package timm, which this model needs, cannot be imported: {error}",
-            install.command(TIMM.extra),
-        ) from None
-    except RuntimeError as error:  # torchvision of another build, without which timm does not work
-        raise import_failed("timm", error) from None
-    return timm
+    imported(TIMM)
 
 
 def _check_complete(
