@@ -1,6 +1,5 @@
 """Formats, manifests and offsets; and one line for whatever is not a checkpoint."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +86,6 @@ def test_offsets_lead_to_the_values(tmp_path: Path) -> None:
     assert (places["transposed"].shape, places["transposed"].stride) == ((3, 2), (1, 3))
 
 
-def test_a_record_that_a_zip_program_compressed_is_refused(tmp_path: Path) -> None:
-    import zipfile
-
-    path, packed = tmp_path / "model.pt", tmp_path / "packed.pt"
-    torch.save({"weight": torch.zeros(1000)}, path)
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as to:
-        for record in source.infolist():
-            to.writestr(record.filename, source.read(record))
-    with pytest.raises(CheckpointError, match=r"record 'model/.*' is compressed"):
-        formats.read(packed)
-
-
 def legacy(path: Path) -> None:
     torch.save({"w": torch.zeros(2)}, path, _use_new_zipfile_serialization=False)
 
@@ -122,8 +109,3 @@ def test_a_file_of_one_tensor(tmp_path: Path) -> None:
     torch.save([1], tmp_path / "l.pt")
     with pytest.raises(CheckpointError, match="holds a list, not a tensor"):
         read_one(tmp_path / "l.pt", "l")
-
-
-def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
-    MANIFEST.write(tmp_path / "manifest.json")
-    assert json.loads((tmp_path / "manifest.json").read_text())["tensors"][0]["shape"] == [3, 5]

@@ -1,11 +1,9 @@
 """dcp: torch's own loader reads what we write, we read what torch writes, and run none of it."""
 
-import os
 import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,14 +23,7 @@ from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
 from weighin.stream import formats
 from weighin.stream.slices import TensorPlan
-from weighin.stream.write import DCP_DATA, write
-
-
-class Command:
-    """Would end the tests if pickle itself read it."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (os.system, (f"kill {os.getpid()}",))
+from weighin.stream.write import write
 
 
 @pytest.fixture
@@ -119,67 +110,6 @@ def split(metadata: Metadata) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (
-            lambda m: place(m, relative_path="../x"),
-            "the file that holds 'b' lies outside the folder: '../x'",
-        ),
-        (
-            lambda m: place(m, relative_path="/etc/passwd"),
-            "the file that holds 'b' lies outside the folder: ",
-        ),
-        (lambda m: place(m, relative_path="no"), "no: cannot be read: No such file or directory"),
-        (lambda m: place(m, relative_path="x" * 10_000), "cannot be read: File name too long"),
-        (lambda m: place(m, relative_path=3), "damaged: invalid shape or offset of 'b'"),
-        (lambda m: place(m, offset=-1), "damaged: invalid shape or offset of 'b'"),
-        (lambda m: place(m, offset=2**70), "damaged: invalid shape or offset of 'b'"),
-        (lambda m: place(m, offset=2**62), "truncated: 'b' ends at byte"),
-        (lambda m: place(m, offset=1), "__0_0.distcp: "),
-        (lambda m: place(m, length=0), "__0_0.distcp: "),
-        (lambda m: place(m, transform_descriptors=["zip"]), "'b' was transformed (compressed)"),
-        (lambda m: m.storage_data.clear(), "damaged: 'b' has no dtype or no offset"),
-        (lambda m: m.state_dict_metadata.clear(), "damaged: it has no tensors or no offsets"),
-        (split, "the part of 'b' at (5, 0) is missing"),
-        (
-            lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata["b"]}),
-            "damaged: a key is not a string: 3",
-        ),
-        (
-            lambda m: m.state_dict_metadata.update({2**40_000: m.state_dict_metadata["b"]}),
-            "damaged: a key is not a string: an integer of 40,001 bits",
-        ),
-        (
-            lambda m: m.state_dict_metadata.update(
-                {MetadataIndex("b"): m.state_dict_metadata["b"]}
-            ),
-            "damaged: a key is not a string: torch.distributed.checkpoint.metadata.MetadataIndex",
-        ),
-        (
-            lambda m: m.storage_data.update({3: m}),
-            "damaged: an offset belongs to no key",
-        ),
-        (
-            lambda m: vars(m.state_dict_metadata["b"]).update(size=torch.Size([7, 10])),
-            "'b' has the shape (10, 7) and the dtype torch.float32 here, but (7, 10) and torch.float32 in .metadata",
-        ),
-        (
-            lambda m: m.__dict__.update(planner_data=Command()),
-            "the pickle holds more than tensors, and weighin did NOT execute it: it refers to posix.system",
-        ),
-    ],
-)
-def test_wrong_metadata_is_named_and_never_run(
-    ours: Path, harm: Callable[[Any], object], message: str
-) -> None:
-    change(ours, harm)
-    with pytest.raises(CheckpointError) as caught:
-        formats.read(ours)
-    assert message in caught.value.message
-    assert str(ours) in caught.value.message
-
-
-@pytest.mark.parametrize(
     "text",
     [
         b"",
@@ -196,13 +126,6 @@ def test_what_is_no_metadata_is_refused_in_little_memory(ours: Path, text: bytes
         CheckpointError,
         match=r"\.metadata: (damaged|the pickle from byte 0 cannot be read|not metadata)",
     ):
-        formats.read(ours)
-
-
-def test_a_truncated_file_of_data_is_named(ours: Path) -> None:
-    file = ours / DCP_DATA
-    os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: truncated: 'scalar' ends at byte"):
         formats.read(ours)
 
 

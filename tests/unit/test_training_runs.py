@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from training_runs import Model, small_model, write_universal, write_zero
 
 from weighin.checkpoint.reader import read_pieces
-from weighin.cli.app import app
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.pretrained_library import WHOLE, Selection
 from weighin.stream import formats
@@ -194,18 +192,6 @@ def test_a_tag_cannot_lead_out_of_the_run(tmp_path: Path, model: Model, tag: str
     (run / "elsewhere").write_text("")
     with pytest.raises(CheckpointError):
         formats.read(run)
-
-
-def test_a_format_of_training_runs_is_not_written(tmp_path: Path, model: Model) -> None:
-    step = write_zero(tmp_path / "run", model, 3, 1)
-    with pytest.raises(
-        HarnessError, match="weighin reads the format deepspeed, but does not write it"
-    ):
-        formats.suffix_of("deepspeed")
-    ended = CliRunner().invoke(
-        app, ["convert", str(step), f"{tmp_path}/new", "--format", "deepspeed"]
-    )
-    assert isinstance(ended.exception, HarnessError)
 
 
 def test_a_selected_part_is_loaded_in_a_format_that_weighin_writes(

@@ -358,7 +358,8 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
     found = Checkpoint()
     values: dict[str, object] = {}
     archives: dict[tuple[str, int], Slice] = {}
-    planned = metadata.get("planner_data")
+    paths = metadata.get("planner_data")  # the keys of each tensor in nested dicts
+    sizes: dict[str, int] = {}  # of the state dicts in nested dicts, but those of optimizers
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise _dcp_damaged(path, f"a key is not a string: {shown(name)}")
@@ -368,9 +369,14 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
             values[name] = Opaque("pickled object")
         else:
             found.append(_dcp_tensor(path, name, tensor, places.get(name, []), archives))
-    if values and not key and (sizes := _dcp_sizes(planned, found)):
+            keys = paths.get(name) if isinstance(paths, dict) else None
+            if isinstance(keys, tuple) and 1 < len(keys) <= _DEEPEST:
+                place = ".".join(one if isinstance(one, str) else shown(one) for one in keys[:-1])
+                if "optim" not in place.lower():
+                    sizes[place] = sizes.get(place, 0) + found[-1].nbytes
+    if values and not key and (nested := largest(sizes)):
         what = f"not a flat state dict of tensors: {shown(next(iter(values)))} is not a tensor"
-        raise CheckpointError(f"{path}: {what}", with_key(sizes))
+        raise CheckpointError(f"{path}: {what}", with_key(nested))
     found.values, found.files = values, (path, *sorted(folder.glob("*.distcp")))
     return found
 
@@ -399,23 +405,6 @@ def _fields(value: Any) -> Any:
     """Return a dict of the attributes that the pickle sets on an object; {} if it sets none."""
     state = value.contents[-1] if isinstance(value, Opaque) else None
     return state if isinstance(state, dict) else {}
-
-
-def _dcp_sizes(paths: Any, tensors: Sequence[Slice]) -> dict[str, int]:
-    """Return the dotted keys of the three largest state dicts in nested dicts, with their bytes.
-
-    ``paths`` maps each tensor's name to the tuple of its keys in the dicts. A tuple of one key
-    means that the tensor is in no nested dict. State dicts of optimizers are left out.
-    """
-    sizes: dict[str, int] = {}
-    for one in tensors:
-        path = paths.get(one.name) if isinstance(paths, dict) else None
-        if not isinstance(path, tuple) or not 1 < len(path) <= _DEEPEST:
-            continue
-        place = ".".join(part if isinstance(part, str) else shown(part) for part in path[:-1])
-        if "optim" not in place.lower():
-            sizes[place] = sizes.get(place, 0) + one.nbytes
-    return largest(sizes)
 
 
 def _dcp_tensor(  # noqa: PLR0912 (one for each fault)
