@@ -133,12 +133,10 @@ class Cell:
 
     @property
     def after_load(self) -> str:
-        """The name of the use after the load, such as "sgd"; "none" if the model is not used."""
         return self.use or (FORWARD if self.passes else NONE)
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether the load, the save or the use of the model needs a GPU."""
         return self.device.startswith("cuda") or self.use == TO_DEVICE
 
     @property

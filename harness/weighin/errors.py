@@ -153,7 +153,6 @@ def extra(name: str, purpose: str) -> Iterator[None]:
 
 
 def explain(error: OSError) -> HarnessError:
-    """Return a HarnessError for an OSError, with its path (if any), its reason and a repair."""
     from shlex import quote  # imported here to save a worker's memory
 
     reason = error.strerror or str(error) or type(error).__name__

@@ -90,7 +90,6 @@ def bounded(value: Any) -> Any:
 
 
 def _inside(value: dict[Any, Any] | list[Any]) -> list[Any]:
-    """Return those values of a dict, or items of a list, that are dicts or lists."""
     items = value.values() if isinstance(value, dict) else value
     return [item for item in items if isinstance(item, dict | list)]
 
@@ -144,7 +143,6 @@ def sync_folder(folder: "Path") -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder; return False if another process has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -153,6 +151,5 @@ def try_lock(descriptor: int) -> bool:
 
 
 def drop_written(descriptor: int) -> None:
-    """Sync a file's written data to the disk, and drop the file's pages from the page cache."""
     os.fdatasync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -109,7 +109,6 @@ class Sample:
 
     @property
     def kernel_needed_bytes(self) -> int:
-        """The kernel's own memory that it cannot reclaim, with TCP sockets."""
         own = (self.kernel_bytes or 0) - (self.kernel_reclaimable_bytes or 0)
         return max(own, 0) + (self.socket_bytes or 0)
 
@@ -238,8 +237,6 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of a command; its sizes are those at the command's highest memory use."""
-
     pid: int
     parent_pid: int
     command: str
@@ -256,8 +253,6 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One process that the kernel killed for lack of memory, according to the kernel's log."""
-
     pid: int
     command: str
     is_main: bool
@@ -324,8 +319,6 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Why weighin killed a running cell: the time-out, or the proof that the cell thrashed."""
-
     after_ns: int
     timeout_s: float | None = None
     reference_ns: int | None = None
@@ -336,8 +329,6 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The complete record of one cell: one line of ``records.jsonl``."""
-
     schema: int
     cell: Cell
     outcome: Outcome
@@ -380,14 +371,12 @@ class Result:
 
     @property
     def import_bytes(self) -> int | None:
-        """The anonymous and shared memory of all ranks before the load."""
         if self.baseline is None:
             return None
         return (self.baseline.anon_bytes + self.baseline.shmem_bytes) * self.cell.ranks
 
     @property
     def use_phases(self) -> tuple[Phase, ...]:
-        """The phases of the model's use after the load; each forward pass is one phase."""
         return tuple(phase for phase in self.phases if is_of_use(phase.name))
 
     @property

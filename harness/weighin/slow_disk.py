@@ -85,7 +85,6 @@ class Pace:
         return self != Pace()
 
     def __str__(self) -> str:
-        """Return the rate and the latency as texts for the command line: "200MB/s, 5ms"."""
         rate = format_rate(self.bytes_per_s) if self.bytes_per_s else ""
         latency = format_latency(self.latency_ns) if self.latency_ns else ""
         return ", ".join(filter(None, (rate, latency)))
@@ -234,7 +233,6 @@ def _fusermount() -> str | None:
 
 
 def _may_allow_others() -> bool:
-    """Return whether FUSE can let other users, such as the user of a container, read a mount."""
     if os.geteuid() == 0:
         return True
     try:
@@ -245,8 +243,6 @@ def _may_allow_others() -> bool:
 
 
 class _PassThrough:
-    """The operations of the FUSE file system, which ``mfusepy`` calls in several threads."""
-
     use_ns = True
 
     def __init__(self, source: str, pace: Pace) -> None:
@@ -331,7 +327,6 @@ class _PassThrough:
 
 
 def main() -> None:
-    """Mount a folder, and answer requests until the file system is unmounted."""
     parser = argparse.ArgumentParser(prog="python -m weighin.slow_disk", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", help="the folder to mount a second time")

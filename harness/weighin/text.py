@@ -63,7 +63,6 @@ def shown(name: object) -> str:
 
 
 def short(value: object) -> str:
-    """Return a value for a message, cut if its text is long."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
 

@@ -66,7 +66,6 @@ class Examination:
 
     @property
     def holds_a_limit(self) -> bool:
-        """Whether at least one isolation enforces a RAM limit on this machine."""
         return any(
             "enforces a limit" in one.subject and one.verdict == "good" for one in self.capabilities
         )
@@ -142,7 +141,6 @@ def _isolation(isolation: Isolation, say: Callable[[str], None]) -> Iterator[Cap
 
 
 def _prove(isolation: Isolation, say: Callable[[str], None]) -> Found:
-    """Run a worker that allocates more than its limit, and check that the kernel kills the worker."""
     isolation.prepare(say)
     spec, probe = model("gpt2-tiny"), read_strategy(_PROBE)
     checkpoint = cache.ensure(spec, "pt")
@@ -180,7 +178,6 @@ def _slow_disk() -> Found:
 
 
 def _page_read_s(file: Path) -> float:
-    """Return the median time of a direct read of one page, in s."""
     descriptor, page, times_s = os.open(file, os.O_RDONLY | os.O_DIRECT), mmap(-1, PAGESIZE), []
     for number in range(30):
         start_s = monotonic()
@@ -191,7 +188,6 @@ def _page_read_s(file: Path) -> float:
 
 
 def _figures() -> Iterator[Capability]:
-    """Yield a row for each kind of memory figure in records, and a row for the cold page cache."""
     yield row(
         "peak RSS of each phase",
         os.access("/proc/self/clear_refs", os.W_OK),
@@ -224,7 +220,6 @@ def _figures() -> Iterator[Capability]:
 
 
 def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
-    """Yield a row each for the peak, OOM kills, refaults and the soft limit of a cgroup."""
     name, kills = cgroup.file("peak").name, cgroup.file("oom").name
     with closing(PeakMark(cgroup)) as mark:
         now = mark.counters()
@@ -245,7 +240,6 @@ def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
 
 
 def pressure() -> Capability:
-    """Test whether memory pressure can be measured: PSI needs a cgroup v2 tree."""
     tree, hierarchy = pressure_hierarchy(), memory_hierarchy()
     is_on = Path("/proc/pressure/memory").exists()
     yes = "exact: memory.pressure of the cell's cgroup"
@@ -286,7 +280,6 @@ def _machine() -> Iterator[Capability]:
 
 
 def gpu() -> Capability:
-    """Test, in a subprocess, whether torch can use a GPU."""
     if not any(Path(file).exists() for file in _GPU_FILES):
         return Capability("CUDA GPU", "poor", "none: cells load to the CPU only")
     seen = gpu_memory.look()

@@ -125,7 +125,6 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
 def _plan_commands(
     settings: Settings, nodes: Sequence[Node]
 ) -> tuple[list[Planned], Isolation, str]:
-    """Return a new run's cells and isolation, and a note on the isolation."""
     # Else the program is in the image or on another node.
     is_here = not (settings.isolation == "docker" or settings.image or nodes)
     for command in settings.commands:
@@ -163,7 +162,6 @@ def _plan_commands(
 
 
 def check_patterns(settings: Settings) -> None:
-    """Raise ConfigError for a regular expression or an address that cannot be used."""
     patterns = [("--mark", mark) for command in settings.commands for mark in command.marks]
     for option, pattern in [*patterns, ("--ready", settings.ready)]:
         if not pattern:
@@ -236,7 +234,6 @@ def check_trust(
 
 
 def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
-    """Describe, a line each, the code that a plan names and that is neither ours nor installed."""
     address = settings.engine.get("address")  # Ray unpickles, and so runs, what a cluster sends
     found: list[tuple[str, object]] = [("Ray cluster", None if address == "auto" else address)]
     listed = set[str]()
@@ -271,7 +268,6 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
 
 
 def remember(plan: bytes) -> None:
-    """Note in the cache that this user's weighin wrote the plan."""
     # Without a cache, also of a user without a home, the run can be resumed with --trust.
     with suppress(OSError, ConfigError):
         cache.folder().mkdir(parents=True, exist_ok=True)

@@ -51,8 +51,6 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Callbacks that report a run's progress, named after what begins or happens."""
-
     preparing: Callable[[str, float | None], None] = lambda _step, _share_done: None
     building: Callable[[str], None] = lambda _line_of_docker: None
     starting: Callable[[Cell], None] = lambda _: None
@@ -92,7 +90,6 @@ class Run:
         return self.results
 
     def unlimited_result(self, cell: Cell) -> Result | None:
-        """Return the result of the same cell without a limit; None for a cell that has no limit."""
         if cell.ram_limit_bytes is None:
             return None
         return unlimited_of(results_of(searched(cell), self.results))
@@ -107,7 +104,6 @@ class Run:
 
 
 def skipped(planned: Planned, known_environment: dict[str, Any]) -> Result:
-    """Return the result of a cell that is not run: outcome ``skipped``, message ``planned.skip``."""
     return Result(
         schema=SCHEMA,
         cell=planned.cell,
@@ -120,8 +116,6 @@ def skipped(planned: Planned, known_environment: dict[str, Any]) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine that runs cells (measurements), or this machine with several jobs."""
-
     id: str
     name: str
     ram_bytes: int
@@ -133,8 +127,6 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The properties of a cell that decide which nodes can run the cell."""
-
     ram_limit_bytes: int | None
     device: str
     vram_limit_bytes: int | None
@@ -202,7 +194,6 @@ def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
 
 
 def check_ram(limits: Sequence[int | None], nodes: Sequence[Node]) -> None:
-    """Raise ConfigError if a RAM limit is larger than the RAM of every machine."""
     if nodes:
         most, who, repair = max(node.ram_bytes for node in nodes), "any node", "add a larger node"
     else:
@@ -216,7 +207,6 @@ def check_ram(limits: Sequence[int | None], nodes: Sequence[Node]) -> None:
 
 
 def check_gpu(device: str, vram_limits: Sequence[int | None], nodes: Sequence[Node]) -> None:
-    """Raise IsolationUnavailable if no machine has the GPU ``device`` with enough memory."""
     if not nodes:
         gpu_memory.check(device, vram_limits)
     for vram in vram_limits if nodes else ():

@@ -79,7 +79,6 @@ def members_of(group: Path) -> list[int]:
 
 
 def parent_of(pid: int) -> int | None:
-    """Return the pid of a process's parent; None if the process has ended."""
     return _number(pid, 1)
 
 
@@ -90,7 +89,6 @@ def is_exiting(pid: int) -> bool:
 
 
 def _number(pid: int, index: int) -> int | None:
-    """Return field ``index`` after the name in /proc/PID/stat; None if the process has ended."""
     try:
         text = read_kernel(Path(f"/proc/{pid}/stat"))
     except (FileNotFoundError, ProcessLookupError):
@@ -143,7 +141,6 @@ def lock_suffix() -> str:
 
 
 def memory_hierarchy() -> tuple[int, Path] | None:
-    """Return (cgroup version, mount point) of the hierarchy with the memory controller, or None."""
     version1, version2 = hierarchies(mounts.read())
     if version1:
         return 1, version1
@@ -158,7 +155,6 @@ def pressure_hierarchy() -> Path | None:
 
 
 def hierarchies(found: Sequence[Mounted]) -> tuple[Path | None, Path | None]:
-    """Return the mount points of cgroup v1's memory controller and of cgroup v2; None if missing."""
     version1 = (one.place for one in found if one.kind == "cgroup" and "memory" in one.options)
     version2 = (one.place for one in found if one.kind == "cgroup2")
     return next(version1, None), next(version2, None)
@@ -203,7 +199,6 @@ def _folder(mount: Path, group: str) -> Path:
 
 
 def parse_group(text: str, version: int) -> str | None:
-    """Return the path of the v1 memory cgroup or the v2 cgroup in the text of /proc/PID/cgroup."""
     for line in filter(None, text.split("\n")):
         number, controllers, path = line.split(":", 2)
         if number == "0" if version == 2 else "memory" in controllers.split(","):
@@ -219,7 +214,6 @@ def _group_of(pid: int, version: int) -> str | None:
 
 
 def read_machine_oom_kills() -> int | None:
-    """Return how many processes of the machine the OOM killer has killed since boot."""
     return parse_numbers(_read(Path("/proc/vmstat"))).get("oom_kill")
 
 
@@ -248,7 +242,6 @@ class MemoryCgroup:
         return int(text) if text.isdigit() else None
 
     def numbers(self, name: str) -> dict[str, int]:
-        """Return the number of each name in a file of lines "name number"."""
         return parse_numbers(_read(self.file(name)))
 
     def read_stat(self) -> dict[str, int]:
@@ -269,7 +262,6 @@ class MemoryCgroup:
         return numbers
 
     def read_oom_kills(self) -> int | None:
-        """Return how many processes the OOM killer has killed in this cgroup, not in child groups."""
         return self.numbers("oom").get("oom_kill")
 
     def raise_limit(self) -> None:
@@ -307,8 +299,6 @@ def room_in(folder: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What the kernel has counted for a cgroup so far; without a cgroup, all numbers are None."""
-
     usage_bytes: int | None = None
     peak_bytes: int | None = None
     kernel_peak_bytes: int | None = None  # only on v1
@@ -321,7 +311,6 @@ class Counters:
 
 
 def grown(before: int | None, after: int | None) -> int | None:
-    """Return the growth of a counter; None if one of the two readings is missing."""
     return None if before is None or after is None else after - before
 
 
@@ -366,7 +355,6 @@ class PeakMark:
         )
 
     def reset(self) -> bool:
-        """Reset the mark to the current charge; return whether the kernel can do so."""
         if self.resets:
             try:
                 os.pwrite(self._file, self.cgroup.words["reset"].encode(), 0)

@@ -35,7 +35,6 @@ SETTINGS = (
 
 
 def settings() -> dict[str, str]:
-    """Return the variables of this process, without the values of secrets."""
     return {
         name: "***" if _SECRET.search(name) else masked(value)
         for name, value in sorted(os.environ.items())
@@ -44,7 +43,6 @@ def settings() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return the hardware, kernel and settings of this machine that affect measurements."""
     hierarchy = memory_hierarchy()
     cpu = re.search(r"^model name\s*: (.*\S)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     pages = text_of(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
@@ -92,7 +90,6 @@ def _digest(path: Path, _changed_ns: int) -> str:
 
 
 def free_ram_bytes() -> int:
-    """Return the kernel's estimate of the RAM that is available without swapping."""
     return int(psutil.virtual_memory().available)
 
 

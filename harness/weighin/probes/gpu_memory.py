@@ -39,8 +39,6 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuAnswer:
-    """The CUDA devices of this machine; ``why`` there is none, and what to do (``repair``)."""
-
     gpus: tuple[Gpu, ...] = ()
     why: str = ""
     repair: str = ""
@@ -67,7 +65,6 @@ def look() -> GpuAnswer:
 
 
 def check(device: str, limits: Sequence[int | None]) -> None:
-    """Raise IsolationUnavailable if ``device`` does not exist or has less memory than a limit."""
     seen = look()
     index = int(device.partition(":")[2] or 0)
     if not seen.gpus:
@@ -126,7 +123,6 @@ class DriverMemory:
         self._thread.start()
 
     def stop(self) -> list[tuple[int, int]]:
-        """End the sampling and return the samples: (monotonic ns, bytes)."""
         self._stop.set()
         self._thread.join()
         self._nvml.nvmlShutdown()
@@ -177,7 +173,6 @@ def _latest(points: Sequence[_Point], t_ns: int) -> _Point | None:
 
 
 def main() -> None:
-    """Send the devices that torch finds to the process that called ``look``."""
     end_with_parent()
     parent = Parent()
     import torch

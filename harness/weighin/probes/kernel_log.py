@@ -49,7 +49,6 @@ def position() -> int | None:
 
 
 def has_our_pids() -> bool:
-    """Return whether this process is in the machine's own pid namespace, whose pids the log has."""
     return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_NAMESPACE
 
 
@@ -158,7 +157,6 @@ def parse_kills(
 
 
 def _up_to(path: str, group: str | None) -> str | None:
-    """Return ``path`` up to the end of ``group``; None if ``path`` does not contain ``group``."""
     if group is None:
         return None
     before, found, _ = f"{path}/".partition(f"{group}/")

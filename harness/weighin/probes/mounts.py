@@ -44,7 +44,6 @@ class Mounted(NamedTuple):
 
 
 def read() -> list[Mounted]:
-    """Return all mounts of this process's namespace, in the order in which they were mounted."""
     return parse(os.fsdecode(MOUNTS.read_bytes()))
 
 
@@ -77,7 +76,6 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def file_system_of(found: Iterable[Mounted], path: Path) -> str:
-    """Return the file system's type for a ``path`` without symbolic links; "unknown" if none fits."""
     above = [one for one in found if path.is_relative_to(one.place)]
     above.sort(key=lambda one: len(one.place.parts))  # the last mount at a folder hides the others
     return above[-1].kind if above else "unknown"

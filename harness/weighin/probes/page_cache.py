@@ -56,12 +56,10 @@ def drop(files: Iterable[Path]) -> int | None:
 
 
 def cached(files: Iterable[Path]) -> int | None:
-    """Return how many bytes of ``files`` are in the page cache; None if they cannot be counted."""
     return _sum([_cached(file) for file in files])
 
 
 def cached_bytes(descriptor: int) -> int | None:
-    """Return how many bytes of an open file are in the page cache; None if they cannot be counted."""
     pages = _cached_pages(descriptor, 0, os.fstat(descriptor).st_size)
     return None if pages is None else pages * mmap.PAGESIZE
 
@@ -95,7 +93,6 @@ def _cached(file: Path) -> int | None:
 
 
 def _sum(sizes: Collection[int | None]) -> int | None:
-    """Return the sum of all sizes; None if any size is None."""
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
@@ -108,7 +105,6 @@ def _cached_pages(descriptor: int, start: int, length: int) -> int | None:
 
 
 def _cachestat_pages(descriptor: int, start: int, length: int) -> int | None:
-    """Count the cached pages with cachestat; return None before Linux 6.5 or without permission."""
     stretch, counts = _CachestatRange(start, length), _Cachestat()
     failed = _libc.syscall(
         ctypes.c_long(_SYS_CACHESTAT), descriptor, ctypes.byref(stretch), ctypes.byref(counts), 0
@@ -117,7 +113,6 @@ def _cachestat_pages(descriptor: int, start: int, length: int) -> int | None:
 
 
 def _mincore_pages(descriptor: int, start: int, length: int) -> int | None:
-    """Count the cached pages with mincore; return None if it fails, or lacks permission to tell."""
     pages = _mincore(descriptor, start, length)
     if not pages:
         return pages

@@ -13,7 +13,6 @@ from weighin.units import KIB
 
 
 def read_status(pid: int | str = "self") -> dict[str, int]:
-    """Return the memory fields of /proc/PID/status, in bytes."""
     return parse_status(read_text(f"/proc/{pid}/status"))
 
 
@@ -59,5 +58,4 @@ def read_shares(pid: int | str = "self") -> Shares | None:
 
 
 def memory_of(status: dict[str, int]) -> Memory:
-    """Return the result of ``read_status`` as ``Memory``; its fields of cgroup and GPU stay None."""
     return Memory(**phase_reporter.memory_of(status))

@@ -119,8 +119,6 @@ def _weight(seen: _Seen) -> tuple[int, int]:
 
 
 class ProcessTable:
-    """The processes of one command."""
-
     def __init__(self) -> None:
         self._running: dict[int, _Seen] = {}
         self._ended: list[_Seen] = []
@@ -132,7 +130,6 @@ class ProcessTable:
         """The most anonymous memory of a single process."""
 
     def look(self, pids: Collection[int], t_ns: int) -> None:
-        """Record that the processes ``pids`` run at the time ``t_ns``."""
         for pid in self._running.keys() - pids:
             self._ended.append(self._running.pop(pid))
         for pid in pids:
@@ -195,7 +192,6 @@ class ProcessTable:
         return {pid: seen.readings[0] for pid, seen in self._running.items() if seen.readings}
 
     def processes(self) -> tuple[Process, ...]:
-        """Return the 200 processes with the most memory, sorted by their start."""
         known = (*self._ended, *self._running.values())
         largest = heapq.nlargest(_MOST_PROCESSES, known, key=_weight)
         largest.sort(key=lambda seen: seen.start_ns)
@@ -229,14 +225,12 @@ def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
 
 
 def _large_size(path: str) -> int:
-    """Return the size of a regular file, in bytes; 0 for a small one, a folder, socket or device."""
     found = os.stat(path)  # noqa: PTH116 (quicker than Path.stat)
     is_large = stat.S_ISREG(found.st_mode) and found.st_size >= _SMALLEST_BYTES
     return found.st_size if is_large else 0
 
 
 def _mapped(pid: int) -> dict[str, int]:
-    """Return the mapped bytes of each data file, by path, from /proc/PID/maps."""
     mapped: dict[str, int] = {}
     programs: set[str] = set()
     for line in read_kernel(Path(f"/proc/{pid}/maps")).split("\n"):

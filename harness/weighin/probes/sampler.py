@@ -127,7 +127,6 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
     def _open(self, *paths: str | Path) -> list[int]:
-        """Open small files of the kernel; one that is gone gets a number whose readings fail."""
         files = []
         for path in paths:
             try:
@@ -169,7 +168,6 @@ class Sampler:
         return self.samples
 
     def raise_limit(self) -> None:
-        """Remove the limit, so that a killed process that thrashes can exit quickly."""
         self._is_lifted = True
         if self._cgroup:
             self._cgroup.raise_limit()
@@ -287,7 +285,6 @@ class Sampler:
             self.oom_kills = max(ever or 0, sum(self._kills.values()))
 
     def read(self, t_ns: int, pids: list[int]) -> Sample | None:
-        """Return the memory now; None if the cgroup was removed, or nothing runs any more."""
         charge = self._charge(self._cgroup) if self._cgroup else None
         if self._loading:
             if len(self._loading) == 1:
@@ -298,7 +295,6 @@ class Sampler:
         return self._of_tree(t_ns, pids)
 
     def _charge(self, cgroup: MemoryCgroup) -> tuple[int, dict[str, int]] | None:
-        """Return what the kernel charges the cgroup with, in bytes, and its parts by v2's names."""
         try:
             usage, text = map(_pread, self._files)
             return int(usage), cgroup.parse_stat(text)
@@ -409,7 +405,6 @@ def _usage(sample: Sample) -> int:
 
 
 def _used(sample: Sample) -> int:
-    """Return a sample's total usage less what the kernel can reclaim, in bytes."""
     return max(_usage(sample) - sample.reclaimable_bytes, 0)
 
 
@@ -433,7 +428,6 @@ def _anon(status: dict[int, dict[str, int]]) -> int:
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write samples as CSV, one line per sample; a missing value is an empty field."""
     names = [field.name for field in fields(Sample)]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)

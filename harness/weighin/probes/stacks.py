@@ -58,7 +58,6 @@ class StackTaker:
         cgroup: Path | None = None,
         share: float = _SHARE,
     ) -> None:
-        """``pids`` returns the pids of the command; ``cgroup`` is its memory cgroup."""
         self.frozen_ns = 0
         self._pids = pids
         self._limit = room_in(cgroup) if cgroup else None
@@ -85,7 +84,6 @@ class StackTaker:
 
     @property
     def why(self) -> str:
-        """Why no stack was read; empty if one was."""
         return "" if self.stacks else self._error
 
     def look(self, t_ns: int, usage_bytes: int) -> None:
@@ -128,7 +126,6 @@ class StackTaker:
         self.frozen_ns += int((time.monotonic() - start_s) * 1e9)
 
     def _keep(self) -> None:
-        """Keep what a reading has found, when it has ended."""
         if self._reading:
             self._reading.join()
             t_ns, usage_bytes = self._taken_ns, self._taken_bytes
@@ -187,7 +184,6 @@ class StackTaker:
         return []
 
     def _note_failure(self, pid: int, error: str) -> None:
-        """Store why py-spy failed, and exclude a program that is not Python from later readings."""
         with contextlib.suppress(OSError):
             name = _program_of(pid)
             if "ermission" in error:
@@ -202,7 +198,6 @@ class StackTaker:
 
 
 def _find_program() -> str | None:
-    """Return the path of py-spy in the folder of this Python, or else in PATH."""
     return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
 
 
@@ -211,7 +206,6 @@ def _program_of(pid: int) -> str:
 
 
 def _threads_in(pid: int, states: str) -> set[int]:
-    """Return the ids of the threads whose state in /proc is one of these letters."""
     found = set()
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():

@@ -113,7 +113,6 @@ def read_all(texts: Iterable[str]) -> tuple[Frame, ...]:
 
 
 def own(frames: Iterable[Frame]) -> Frame | None:
-    """Return the innermost frame outside of libraries; None if all frames belong to libraries."""
     return next((frame for frame in frames if not frame.is_library), None)
 
 
@@ -131,7 +130,6 @@ class Place:
 
     @property
     def inner(self) -> tuple[Frame, ...]:
-        """The frames that the line called."""
         return self.frames[: self.at]
 
     @property
@@ -154,7 +152,6 @@ class Place:
 
     @property
     def waits(self) -> bool:
-        """Whether the thread only waits for a child process or for another thread."""
         first = self.frames[0]
         return bool(
             _WAITING.fullmatch(first.short_name)
@@ -180,12 +177,10 @@ class Place:
         return keeps or bool(_IN_PLACE.fullmatch(self.stack.code))
 
     def runs(self, files: Iterable[str]) -> bool:
-        """Return whether a function of one of these files runs."""
         return any(file in frame.path for frame in self.frames for file in files)
 
 
 def _place_of(stack: Stack) -> Place | None:
-    """Return a stack's innermost line outside of libraries, or without one, the innermost line."""
     frames = read_all(stack.frames)
     return Place(stack, frames, frames.index(own(frames) or frames[0])) if frames else None
 
@@ -249,7 +244,6 @@ class Facts:
 
     @cached_property
     def present(self) -> list[Process]:
-        """The processes that ran when the command used most memory."""
         return [process for process in self.ran.processes if process.anon_bytes is not None]
 
     @cached_property
@@ -292,7 +286,6 @@ class Facts:
         return sorted(found, key=lambda place: (place.stack.usage_bytes, place.stack.t_ns))
 
     def process(self, pid: int) -> Process | None:
-        """Return the last process that had the pid ``pid``."""
         return next((one for one in reversed(self.ran.processes) if one.pid == pid), None)
 
     def grown(self, pid: int, holds: Callable[[Place], bool]) -> int:
@@ -415,7 +408,6 @@ def _need(facts: Facts) -> str:
 
 
 def _kinds(facts: Facts, needed: int) -> str:
-    """Name the kinds of memory that were read, each with its size if there are several."""
     killed_with = max((kill.anon_bytes or 0 for kill in facts.ran.kills), default=0)
     sizes = {
         "anonymous": min(max(facts.at_peak.anon_bytes, killed_with), needed),
@@ -436,7 +428,6 @@ def _kinds(facts: Facts, needed: int) -> str:
 
 
 def _where(facts: Facts, place: Place | None) -> str:
-    """Name the line of code and the process that took most of the memory."""
     holder, by, of = facts.holder, "", ""
     if facts.needed_bytes < _LEAST_BYTES and not facts.killed:
         place = None
@@ -456,7 +447,6 @@ def _where(facts: Facts, place: Place | None) -> str:
 
 
 def _cache(facts: Facts) -> str:
-    """Name the size of the page cache, its files, and the files that were cold at the start."""
     most, cold = facts.result.peaks.file_sampled_bytes, facts.ran.cold
     if facts.result.peaks.cgroup_bytes is None or most is None:
         return ""
@@ -481,7 +471,6 @@ def _two_copies(facts: Facts) -> Cause | None:
         return None
 
     def since(does: Callable[[Place], bool]) -> int:
-        """Return how much the process's memory grew since a line of it first did something."""
         mine = (one.stack for one in facts.places if one.stack.pid == place.stack.pid and does(one))
         first_bytes = min((stack.usage_bytes for stack in mine), default=facts.held_bytes)
         return facts.held_bytes - first_bytes

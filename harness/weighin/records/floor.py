@@ -46,8 +46,6 @@ _BESIDE_BYTES: Final = 16 * MIB
 
 
 class Aim(StrEnum):
-    """The two kinds of floors: the load survives (does not thrash), or the load only ends."""
-
     SURVIVES = "survives"
     ENDS = "ends"
 
@@ -89,13 +87,11 @@ class Floor:
 
     @property
     def above_import_per_model(self) -> float | None:
-        """The floor minus ``import_bytes``, divided by the model's size; None if one is unknown."""
         if self.bytes is None or self.import_bytes is None or not self.model_bytes:
             return None
         return (self.bytes - self.import_bytes) / self.model_bytes
 
     def times(self, under: Typical | None) -> float | None:
-        """The time under a limit as a multiple of the time without a limit; None if one is unknown."""
         spent_ns = under.spent_ns if under else None
         unlimited_ns = self.unlimited.spent_ns if self.unlimited else None
         return spent_ns / unlimited_ns if spent_ns and unlimited_ns else None
@@ -183,7 +179,6 @@ def remaining_ns(
 
 
 def finest_step(cell: Cell) -> int:
-    """Return the smallest step between the limits to try, in bytes; a command may need little."""
     return MIB if cell.operation == "command" else 8 * MIB
 
 

@@ -46,8 +46,6 @@ _OF_MACHINE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One setting that differs from the baseline file; None means that the setting was absent."""
-
     name: str
     was: Setting
     now: Setting
@@ -94,7 +92,6 @@ def policy_of(name: str, chosen: Mapping[str, Policy]) -> Policy:
 def differences(
     was: Mapping[str, Setting], now: Mapping[str, Setting], chosen: Mapping[str, Policy]
 ) -> list[Difference]:
-    """Return the settings that differ and whose policy is not "ignore", sorted by name."""
     changed = [
         Difference(name, was.get(name), now.get(name), policy_of(name, chosen))
         for name in sorted({*was, *now})

@@ -65,8 +65,6 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan of a run; ``settings`` holds every setting that a resumed run must use again."""
-
     schema: int
     cells: tuple[Cell, ...]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +85,6 @@ class Shard:
 
 
 def parse_shard(text: str) -> Shard:
-    """Return the shard in the text of --shard, such as "2/8"; or raise ConfigError."""
     match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
     if match and 1 <= int(match[1]) <= int(match[2]):
         return Shard(int(match[1]), int(match[2]))
@@ -112,7 +109,6 @@ class Coverage:
     shard: Shard | None = None
 
     def __str__(self) -> str:
-        """Return "1 of 2 cells of shard 1/3 measured" or "1 of 2 searches for a floor finished"."""
         what = f"cells of shard {self.shard} measured" if self.shard else "cells measured"
         what = "searches for a floor finished" if self.is_search else what
         return f"{self.planned - len(self.pending)} of {self.planned} {what}"
@@ -144,15 +140,12 @@ def resume_command(verb: str, run: Path) -> str:
 
 
 def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
-    """Return the cells without a result, in order; a result's cell must be equal in all fields."""
     measured = {result.cell.id for result in results}
     return [cell for cell in cells if cell.id not in measured]
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The results of a run in the order of measurement, with warnings for the user."""
-
     results: tuple[Result, ...]
     warnings: tuple[str, ...] = ()
     coverage: Coverage | None = None  # without a readable plan, None
@@ -302,7 +295,6 @@ def read_whole(run: Path) -> Records:
 
 
 def of_results(run: Path, results: Sequence[Result]) -> Records:
-    """Return the records of a run that has just been measured, without reading them again."""
     plan = read_plan(run) if (run / PLAN).exists() else None
     return _records(run, plan, results, [], None)
 
@@ -340,12 +332,10 @@ def _records(
 
 
 def samples_path(cell: Cell, rank: int | None = None) -> str:
-    """Return the path, relative to a run's folder, of the samples of a cell or one of its ranks."""
     return f"samples/{cell.id}.csv" if rank is None else f"samples/{cell.id}-rank{rank}.csv"
 
 
 def paths_of(cell: Cell) -> tuple[str, ...]:
-    """Return the paths of all files that a cell's record can name."""
     of_ranks = (samples_path(cell, rank) for rank in range(cell.ranks) if cell.ranks > 1)
     return samples_path(cell), *of_ranks
 
@@ -427,7 +417,6 @@ def _encode(value: Result | Plan, name: str, indent: int | None = None) -> bytes
 
 
 def read_file(run: Path, name: str) -> bytes:
-    """Return the content of a file of a run; raise RecordError if it is missing, or leads elsewhere."""
     path = run / name
     try:
         return read_bytes(path, _MOST_BYTES, within=run)
@@ -446,7 +435,6 @@ def read_file(run: Path, name: str) -> bytes:
 
 @contextmanager
 def writing(path: Path, and_so: str = "", repair: str = _NAME_ANOTHER) -> Iterator[None]:
-    """Turn an OSError in the ``with`` block into a RecordError whose message ends with ``and_so``."""
     try:
         yield
     except OSError as error:

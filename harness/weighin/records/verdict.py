@@ -53,8 +53,6 @@ _FAILED: Final = 2  # between a cell that thrashes and one that the kernel kille
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, and as text (``reason``) the measured numbers that led to the verdict."""
-
     verdict: Verdict
     reason: str
 
@@ -123,8 +121,6 @@ def _killed(result: Result) -> str:
 
 
 def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
-    """Return the verdict on each cell by its id; the reference times come from the same results."""
-
     def height(result: Result) -> float:
         limit = result.cell.ram_limit_bytes
         return float("inf") if limit is None else limit
@@ -157,7 +153,6 @@ class Typical:
 
     @property
     def words(self) -> str:
-        """The text for a table: "killed", or the time or outcome, then "thrashes" for this verdict."""
         verdict, spent_ns = self.judgement and self.judgement.verdict, self.spent_ns
         text = str(self.result.outcome) if spent_ns is None else format_seconds(spent_ns)
         if verdict is Verdict.KILLED:
@@ -190,7 +185,6 @@ def used_ns(result: Result | None) -> int | None:
 
 
 def refaults(result: Result) -> int | None:
-    """Return how many pages the load and the use read again after an eviction; None if unknown."""
     loading = result.faults.workingset_refault_file if result.faults else None
     if loading is None:
         return None
@@ -198,7 +192,6 @@ def refaults(result: Result) -> int | None:
 
 
 def highest_charge(result: Result) -> int | None:
-    """Return the cgroup's peak during the load and the use, in bytes; None if unknown."""
     if result.peaks.cgroup_bytes is None:
         return None
     using = [phase.peak_cgroup_bytes or 0 for phase in result.use_phases]
@@ -206,7 +199,6 @@ def highest_charge(result: Result) -> int | None:
 
 
 def _size_read(result: Result) -> int:
-    """Return the model's size, or the size of the files mapped by the imports if that is larger."""
     return max(result.model_bytes or 0, result.baseline.file_bytes if result.baseline else 0)
 
 
