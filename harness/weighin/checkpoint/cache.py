@@ -111,12 +111,6 @@ def ensure(
     (except for models of transformers, diffusers and timm). ``dtype`` is that of the loads: the library
     of a Hugging Face folder says how its model is in this dtype. ``python_path`` lists the folders from
     which a user's builder is imported.
-
-    Raises:
-        UnknownName: no format has this name.
-        ConfigError: the model's builder is invalid, or the cache is not writable or too full.
-        CheckpointError: the user's checkpoint is damaged or does not fit the model, or the child was
-            killed.
     """
     formats.known(fmt)
     origin, in_place = _origin(model, dtype, python_path), False
@@ -244,11 +238,7 @@ def _check_space(entry: Path, what: str, needed_bytes: int) -> None:
 
 
 def folder() -> Path:
-    """Return the cache's folder: $WEIGHIN_CACHE, or a folder in the user's cache directory.
-
-    Raises:
-        ConfigError: the folder is below a home folder that does not exist.
-    """
+    """Return the cache's folder: $WEIGHIN_CACHE, or a folder in the user's cache directory."""
     chosen = os.environ.get("WEIGHIN_CACHE")
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
@@ -326,9 +316,6 @@ def _locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Lock one entry within the context; the kernel releases the lock if the process is killed.
 
     If another process has the lock, ``_locked`` calls ``waiting`` once and then waits.
-
-    Raises:
-        ConfigError: the cache is not writable.
     """
     path = folder() / "locks" / f"{entry.name}.lock"
     try:
@@ -364,9 +351,6 @@ def clear(name: str | None = None) -> list[CachedCheckpoint]:
 
     ``clear`` waits for children that are writing to these entries, removes nothing else in the
     cache's folder, and returns the removed checkpoints.
-
-    Raises:
-        UnknownName: no entry and no model in the cache has this name.
     """
     chosen = [e for e in _entries() if name is None or name in {e.name, e.name.rpartition("-")[0]}]
     if name is not None and not chosen:

@@ -89,10 +89,7 @@ class Conversion:
         """Convert in a child, show the progress, and return the fields of ``--json``.
 
         ``run`` calls ``complete`` when the target is complete, and ignores a Ctrl-C that comes when the
-        target already has its name.
-
-        Raises:
-            HarnessError: the conversion failed; ``run`` has removed its unfinished files.
+        target already has its name. After an error, it removes the unfinished files.
         """
         source_format = formats.detect(self.source)
         request = asdict(self) | {
@@ -170,11 +167,6 @@ class Conversion:
         """Convert in this process; return the seconds that the writing took, and what is told of the source.
 
         ``write`` calls ``permit`` with an upper bound of the bytes to write, before the first byte.
-
-        Raises:
-            ConfigError: for the reasons of ``check_target``, or another process is writing the target.
-            CheckpointError: the source cannot be read, has no tensors, has quantised codes that
-                ``dtype`` would make useless, or ``verify`` finds a difference.
         """
         import torch
 
@@ -241,12 +233,7 @@ class Conversion:
         return reader.plans(slices, dtype), lambda name: reader.read_pieces(places[name]), told
 
     def _loaded(self) -> "Source":
-        """Return the tensors of the loaded model, by their names in its state dict.
-
-        Raises:
-            ConfigError: the source is neither a GGUF file nor in a Hugging Face folder, or as
-                ``load_pretrained`` raises.
-        """
+        """Return the tensors of the loaded model, by their names in its state dict."""
         import torch
 
         from weighin.checkpoint.checksum import pieces_of
@@ -265,10 +252,7 @@ class Conversion:
             if folder != self.source:
                 from_pretrained_arguments(self.source)  # raises if another file would be read
             if not model_class and sentence_parts.has_more_parts(folder):
-                from weighin.models.description import chosen_class
-
-                found = read_folder(folder, choice)  # the transformer alone
-                model_class, _ = found.named_class or chosen_class(found)
+                model_class = read_folder(folder, choice).wanted  # the transformer alone
         state = load_pretrained(
             gguf.file_of(self.source) if is_gguf else folder,
             dtype=dtype or "auto",
@@ -320,12 +304,8 @@ def _verify(new: Path, tensors: Plans, sums: Mapping[str, str], progress: Progre
 def format_for(target: Path, fmt: str) -> str:
     """Return the format to write into ``target``; for ``AUTO``, the format for the target's suffix.
 
-    With ``AUTO``, a target without the suffix of a checkpoint file becomes a folder of shards.
-
-    Raises:
-        UnknownName: no format has the name ``fmt``.
-        ConfigError: programs expect another format than ``fmt`` in a file with the target's suffix,
-            or, with ``AUTO``, the suffix is that of no format.
+    With ``AUTO``, a target without the suffix of a checkpoint file becomes a folder of shards. Refused are
+    another format than programs expect in a file of this suffix, and, with ``AUTO``, an unknown suffix.
     """
     suffix = next((one for one in _SUFFIXES if target.name.lower().endswith(one)), "")
     expected = _SUFFIXES.get(suffix, ())

@@ -107,10 +107,6 @@ def describe(
     """Return a model's tensors, built in ``dtype``: its state dict, then non-persistent buffers.
 
     Without ``dtype``, the model has the dtype of its published files; without files, float32.
-
-    Raises:
-        ConfigError: the builder is invalid, the model has no tensors or is lazy, or its state dict
-            contains more than parameters and persistent buffers.
     """
     builder, dtype = spec.builder, dtype or getattr(torch, own_dtype(spec))
     build = resolve_builder(builder)
@@ -176,9 +172,6 @@ def make(
 
     The tensors have the dtype of the model's published files, or float32 without such files.
     ``make`` calls ``permit`` with an upper bound of the bytes to write, before it writes anything.
-
-    Raises:
-        ConfigError: for the same reasons as ``describe``.
     """
     formats.suffix_of(fmt)  # raises for a format that is not written
     map_large_tensors()
@@ -220,9 +213,6 @@ def index(
     own library. ``index`` converts the checkpoint if its format is not ``fmt``, if it holds objects
     other than tensors, or if ``selection`` is not ``WHOLE``. ``index`` calls ``permit`` with an upper
     bound of the bytes to write.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read, or does not fit the model.
     """
     formats.known(fmt)
     map_large_tensors()
@@ -297,10 +287,6 @@ def _index_folder(
 
     If the format of the folder's weights is not ``fmt``, write the state dict, too: in the widest
     dtype of the files, or in float32 for a GGUF file. This needs memory for the loaded model.
-
-    Raises:
-        CheckpointError: the library cannot load the folder or would initialise missing weights at
-            random, or ``fmt`` is not the format of quantised weights.
     """
     slices = formats.read(checkpoint)
     own = slices.format

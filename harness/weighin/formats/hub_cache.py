@@ -74,11 +74,7 @@ def path_of(path: Path, revision: str = "") -> Path:
 
 
 def _snapshot_of(entry: Path, revision: str) -> Path:
-    """Return the snapshot of a revision; ``entry`` is the model's folder "models--owner--name".
-
-    Raises:
-        CheckpointError: the cache does not have this revision.
-    """
+    """Return the snapshot of a revision; ``entry`` is the model's folder "models--owner--name"."""
     snapshots, wanted = entry / "snapshots", revision or "main"
     references = {
         path.relative_to(entry / "refs").as_posix(): path

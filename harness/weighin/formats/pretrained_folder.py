@@ -61,12 +61,8 @@ _VARIANT: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class PretrainedFolder:
-    """A folder that ``save_pretrained`` of transformers or diffusers wrote, or a folder of timm.
-
-    Attributes:
-        config: the content of ``config.json``.
-        checkpoint: the file with the weights. For weights in shards, the folder itself, or the
-            index if the index has an unusual name.
+    """A folder of transformers, diffusers or timm; ``config`` is the content of ``config.json``, and
+    ``checkpoint`` what ``find_weights`` returns.
     """
 
     path: Path
@@ -86,7 +82,7 @@ class PretrainedFolder:
 
     @property
     def architectures(self) -> list[str]:
-        """The classes that ``config.json`` names; a folder mostly names one, or none."""
+        """The classes that ``config.json`` names: mostly one, or none."""
         named = self.config.get("architectures")
         return [one for one in named if isinstance(one, str)] if isinstance(named, list) else []
 
@@ -114,11 +110,8 @@ class PretrainedFolder:
 
 
 def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder:
-    """Return the content of a Hugging Face folder, with the weights that ``choice`` selects.
-
-    Raises:
-        CheckpointError: the folder has no weights of the chosen variant, or ``config.json`` is
-            damaged or unreadable.
+    """Return a Hugging Face folder with the weights that ``choice`` selects; CheckpointError if it has
+    none of the variant, or ``config.json`` is damaged.
     """
     try:
         text = read_bytes(path / CONFIG)
@@ -146,9 +139,6 @@ def dtype_of(config: Mapping[str, Any]) -> str | None:
 
     A dict maps parts of the model to dtypes; transformers takes the dtype under the key "", or
     float32 without this key. Dtypes in the configurations of parts have no effect.
-
-    Raises:
-        ConfigError: the named dtype is not in ``MODEL_DTYPES``.
     """
     names = [config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None]
     if not names:
@@ -203,10 +193,7 @@ def is_pretrained_checkpoint(checkpoint: Path) -> bool:
 
 
 def refuse_part(checkpoint: Path, selection: Selection) -> None:
-    """Raise CheckpointError for any ``selection`` in a checkpoint that ``from_pretrained`` reads.
-
-    weighin compares a load of it with ``from_pretrained``, which always loads the whole checkpoint.
-    """
+    """Raise CheckpointError for any ``selection`` in a checkpoint that ``from_pretrained`` reads."""
     if selection and is_pretrained_checkpoint(checkpoint):
         raise CheckpointError(
             f"{checkpoint}: --key and --strip-prefix do not apply to this folder: weighin compares"
@@ -219,9 +206,7 @@ def refuse_part(checkpoint: Path, selection: Selection) -> None:
 def path_of(path: Path, revision: str = "") -> Path:
     """Return the path of the checkpoint that a user's path, or a model's id on the Hub, refers to.
 
-    An id gives the snapshot that ``hub_cache.path_of`` finds. The usual index of shards gives its
-    folder, unless a load of that folder reads other weights. Any other path stays as it is. The
-    errors are those of ``hub_cache.path_of`` and ``find_weights``.
+    The usual index of shards gives its folder, unless a load of that folder reads other weights.
     """
     path = hub_cache.path_of(path, revision)
     usual = path.name.endswith(_INDEX) and any(path.name in each.weights for each in LIBRARIES)
@@ -250,9 +235,6 @@ def find_weights(path: Path, variant: str = "") -> Path | None:
     The result is the file of weights. For shards, the result is the folder itself, or the index if
     the index has an unusual name. If ``config.json`` has the key ``transformers_weights``, the
     weights are those that this key names, whatever the variant.
-
-    Raises:
-        CheckpointError: ``transformers_weights`` names a missing file or an impossible one.
     """
     if (explicit := _explicit(path)) is not None:
         return path if explicit == path / f"model.safetensors.{_INDEX}" else explicit
@@ -261,11 +243,7 @@ def find_weights(path: Path, variant: str = "") -> Path | None:
 
 
 def weights_in(path: Path, variant: str = "") -> Path:
-    """Return the path that ``find_weights`` finds in a Hugging Face folder.
-
-    Raises:
-        CheckpointError: the folder has no weights of this variant, or as for ``find_weights``.
-    """
+    """Return the path that ``find_weights`` finds; raise CheckpointError if it finds none."""
     if found := find_weights(path, variant):
         return found
     if variant and (usual := find_weights(path)):
@@ -282,10 +260,7 @@ def index_in(path: Path) -> Path:
 
 
 def _candidates(path: Path, variant: str = "") -> Iterator[Path]:
-    """Yield the folder's files of weights and indexes of shards that belong to a variant.
-
-    Files with names that the folder's library (by ``config.json``) uses come before other files.
-    """
+    """Yield a variant's files of weights and indexes of shards, those of the folder's library first."""
     libraries = (library_in(object_in(path / CONFIG)), *LIBRARIES)
     names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
     return (path / name for name in names if (path / name).is_file())
@@ -320,10 +295,8 @@ def variant_of(checkpoint: Path) -> str:
 
 
 def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
-    """Return the arguments with which ``from_pretrained`` reads this checkpoint of a folder.
-
-    Raises:
-        CheckpointError: ``from_pretrained`` would read another file of the folder, or no file.
+    """Return the arguments with which ``from_pretrained`` reads this checkpoint of a folder; raise
+    CheckpointError if it would read another file of the folder, or no file.
     """
     folder, variant = folder_of(checkpoint), variant_of(checkpoint)
     arguments = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
@@ -361,12 +334,7 @@ def arguments_of(model: ModelSpec, checkpoint: Path) -> dict[str, Any] | None:
 
 
 def code_of(model: ModelSpec) -> dict[str, str] | None:
-    """Return the folder and the digest of the model's own Python code; None if the code of the
-    model is in an installed package.
-
-    Raises:
-        ConfigError: the model's argument ``code`` is damaged, as after an edit of the run's plan.
-    """
+    """Return the folder and the digest of the model's own Python code; None for code of a package."""
     code = model.kwargs.get("code") if model.builder == BUILDER else None
     if code is None:
         return None
@@ -393,10 +361,8 @@ def digest(folder: Path) -> str:
 
 
 def auto_class(config: Mapping[str, Any], architecture: str) -> str:
-    """Return the auto class of transformers that loads the model, such as "AutoModelForCausalLM".
-
-    Raises:
-        ConfigError: ``auto_map`` names no code for the class ``architecture``.
+    """Return the auto class of transformers that loads the model, such as "AutoModelForCausalLM";
+    raise ConfigError if ``auto_map`` names no code for the class ``architecture``.
     """
     for auto, reference in _models_in_code(config).items():
         if reference.rpartition(".")[2] == architecture:
@@ -424,12 +390,7 @@ def adapter_of(spec: ModelSpec) -> Path | None:
 
 
 def with_adapter(spec: ModelSpec, adapter: Path) -> ModelSpec:
-    """Return a copy of ``spec`` whose model has the adapter in a folder merged into its weights.
-
-    Raises:
-        CheckpointError: as for ``check_adapter``.
-        ConfigError: ``spec`` is no model of transformers; weighin merges into no other model.
-    """
+    """Return a copy of ``spec`` whose model has the adapter in a folder merged into its weights."""
     if spec.builder != BUILDER:
         raise ConfigError(
             f"{spec.title} is no model of transformers, so --adapter={adapter} would be ignored",

@@ -73,12 +73,8 @@ def read(path: Path) -> Slices:
 
 
 def _parts(path: Path) -> list[tuple[str, Path]]:
-    """Return each part's prefix of the tensors in the whole model, such as "2.", and its weights.
-
-    The order is that of ``modules.json``. Weights in shards are the part's folder.
-
-    Raises:
-        CheckpointError: a part's weights have unusual names or lie deeper, or its path is invalid.
+    """Return each part's prefix of the tensors in the whole model, such as "2.", and its weights, in the
+    order of ``modules.json``. Weights in shards are the part's folder.
     """
     found = []
     for index, module in enumerate(json_in(path / MODULES, MIB)):

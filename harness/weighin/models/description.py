@@ -50,16 +50,7 @@ _NAME_IT: Final = "name the class: --class CLASS (in Python: model_class='CLASS'
 
 
 def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:
-    """Return the ``ModelSpec`` of a folder's model, with the class and configuration as arguments.
-
-    ``selection`` chooses the weights in the folder's checkpoint.
-
-    Raises:
-        CheckpointError: the weights cannot be read, or from_pretrained adds the folder's adapter to the
-            weights.
-        ConfigError: a model cannot have the dtype that ``config.json`` names, or the class is
-            unknown, or is in code of the folder that may not run.
-    """
+    """Return the ``ModelSpec`` of a folder's model, with the class and configuration as arguments."""
     refuse_adapter(folder.path)
     if (kind := folder.named_class) is None:
         answer = _ask({"path": str(folder.path), "choice": asdict(folder.choice)})
@@ -83,13 +74,7 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
 
 
 def spec_of_gguf(file: Path) -> ModelSpec:
-    """Return the ``ModelSpec`` of a GGUF file, like that of a Hugging Face folder.
-
-    Raises:
-        CheckpointError: the file is damaged or one of several parts, or transformers does not know the
-            model's architecture.
-        ConfigError: a package is missing, or transformers cannot be imported.
-    """
+    """Return the ``ModelSpec`` of a GGUF file, like that of a Hugging Face folder."""
     answer = _ask({"path": str(file), "choice": None})
     return ModelSpec(file.stem, BUILDER, answer)
 
@@ -100,10 +85,7 @@ def _kept_apart(config: Mapping[str, Any], slices: Sequence[TensorSlice]) -> lis
     ``from_pretrained`` does not tie an output head to the embedding if the file has different
     values for the two. ``_kept_apart`` compares the matrices of equal shape that have a row for each
     token of the vocabulary, but no two matrices of numbered layers; only where the class ties two of
-    them, the model's builder unties them. The result is empty if ``config.json`` ties no tensors.
-
-    Raises:
-        CheckpointError: a file cannot be read.
+    them, the model's builder unties them.
     """
     parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
     if not any(part.get("tie_word_embeddings", True) for part in parts):
@@ -132,10 +114,6 @@ def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
     ``auto`` means the first of these dtypes that exists: the library's fixed dtype; the dtype in
     ``config.json``; the dtype in the index of shards; that of the first floating-point tensor in
     the first file of weights (of a safetensors file, the first by name); float32.
-
-    Raises:
-        CheckpointError: the weights cannot be read.
-        ConfigError: a model cannot have this dtype.
     """
     if named := folder.library.fixed_dtype or dtype_of(folder.config):
         return named
@@ -190,11 +168,7 @@ def chosen_class(folder: PretrainedFolder) -> tuple[str, bool]:
     defines the class. This function imports transformers.
 
     Without ``trust_remote_code``, the folder's code may not run. The result is then transformers'
-    own class for the model type, if there is one.
-
-    Raises:
-        ConfigError: neither ``config.json`` nor the user names a class, transformers has no class
-            for this model type, or the folder's code defines the class and may not run.
+    own class for the model type, if there is one, else ConfigError.
     """
     config, choice, wanted, names = (
         folder.config,
@@ -252,9 +226,6 @@ def _classes_of(model_type: object) -> dict[str, tuple[str, ...]]:
 def described_gguf(file: Path) -> dict[str, Any]:
     """Return the builder's arguments for the model in a GGUF file: the class, and the configuration
     that transformers makes of the file's metadata. This function imports transformers.
-
-    Raises:
-        CheckpointError, ConfigError: for the same reasons as ``spec_of_gguf``.
     """
     found = gguf.read(file)
     gguf.check_decoded(found)

@@ -48,19 +48,15 @@ def from_config(
     quantised: object = None,  # noqa: ARG001 (load_pretrained dequantises and merges)
     adapter: str = "",  # noqa: ARG001
 ) -> torch.nn.Module:
-    """Return the model in evaluation mode, in torch's default dtype.
-
-    Buffers keep the dtypes that the constructor gives them, as with ``from_pretrained``.
+    """Return the model in evaluation mode, in torch's default dtype; buffers keep the dtypes that the
+    constructor gives them, as with ``from_pretrained``.
 
     Args:
         architecture: the name of the class in transformers, such as "LlamaForCausalLM".
         config: the content of ``config.json``.
         code: the folder with the class's code and a digest of the code, if the class is not in
-            transformers; see ``weighin.formats.pretrained_folder``.
+            transformers.
         apart: the pairs of tensors that differ in the files; see ``weighin.models.description``.
-
-    Raises:
-        ConfigError: for the reasons of ``pretrained_class``, or transformers refuses ``config``.
     """
     kind = pretrained_class(architecture, code, config)
     dtype_of(config)  # raises for a dtype that transformers cannot read
@@ -155,10 +151,6 @@ def pretrained_class(
     """Return a model class by its name: a class of transformers, or of the code in a folder.
 
     ``config`` is the content of the folder's ``config.json``; only ``code`` needs it.
-
-    Raises:
-        ConfigError: transformers is not installed, cannot be imported, or has no such class; or the
-            code in the folder has changed, or cannot be imported.
     """
     transformers = imported(TRANSFORMERS)
     try:
@@ -178,12 +170,8 @@ def pretrained_class(
 
 
 def class_of_pipelines(name: str) -> Any:
-    """Return a class that diffusers defines in a pipeline's module; None if there is no such class.
-
-    An example is ``StableDiffusionSafetyChecker``.
-
-    Raises:
-        ConfigError: diffusers is not installed.
+    """Return a class that diffusers defines in a pipeline's module, such as
+    ``StableDiffusionSafetyChecker``; None if there is no such class.
     """
     imported(DIFFUSERS)
     root = Path(import_module(_PIPELINES).__path__[0])
@@ -245,9 +233,6 @@ def reference(
     """Return the model that ``from_pretrained`` loads, and the names of weights not in the checkpoint.
 
     ``kwargs`` are the arguments with which ``from_config`` builds this model.
-
-    Raises:
-        CheckpointError: ``from_pretrained`` raises an error for this checkpoint.
     """
     kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
     arguments = from_pretrained_arguments(checkpoint) | arguments_to_dequantise(checkpoint)
@@ -281,10 +266,7 @@ def reference(
 
 
 def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
-    """Return the arguments with which ``from_pretrained`` dequantises on every device.
-
-    The result is empty if the folder is not quantised, or ``from_pretrained`` cannot dequantise it.
-    """
+    """Return the arguments with which ``from_pretrained`` dequantises on every device, if it can."""
     named = dequantising(folder_of(checkpoint))
     if not named:
         return {}
@@ -293,12 +275,7 @@ def arguments_to_dequantise(checkpoint: Path) -> dict[str, Any]:
 
 
 def merged(model: Any, adapter: Path | str) -> Any:
-    """Let peft merge the adapter in the folder ``adapter`` into ``model``, and return the result.
-
-    Raises:
-        ConfigError: peft is not installed.
-        CheckpointError: the folder has no adapter, or peft cannot load it into this model.
-    """
+    """Let peft merge the adapter in the folder ``adapter`` into ``model``, and return the result."""
     check_adapter(Path(adapter))
     try:
         from peft import PeftModel
@@ -393,9 +370,8 @@ def computed_keys(model: Any) -> set[str]:
 
 
 def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Compute in float32 the tensors that no checkpoint has, as ``from_pretrained`` does.
-
-    The constructor has computed them in ``dtype``, and so has also rounded intermediate results.
+    """Compute in float32 the tensors that no checkpoint has, as ``from_pretrained`` does, and not, as
+    the constructor has, in ``dtype``.
     """
     if dtype == torch.float32:
         return

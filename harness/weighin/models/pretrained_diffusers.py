@@ -19,17 +19,9 @@ _QUANTISED: Final = "quantization_config"
 
 
 def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module:
-    """Return the model in evaluation mode, in torch's default dtype.
-
-    Non-persistent buffers keep the dtypes that the constructor gives them, as with
+    """Return the model of a class such as "UNet2DConditionModel" in evaluation mode, in torch's default
+    dtype; non-persistent buffers keep the dtypes that the constructor gives them, as with
     ``from_pretrained``.
-
-    Args:
-        architecture: the name of the class in diffusers, such as "UNet2DConditionModel".
-        config: the content of ``config.json``.
-
-    Raises:
-        ConfigError: diffusers is not installed, or has no such class, or the weights are quantised.
     """
     _refuse_quantised(architecture, config)
     kind = diffusers_class(architecture)
@@ -54,11 +46,7 @@ def _refuse_quantised(architecture: str, config: Mapping[str, Any]) -> None:
 
 
 def diffusers_class(architecture: str) -> Any:
-    """Return a model class of diffusers by its name.
-
-    Raises:
-        ConfigError: diffusers is not installed, cannot be imported, or has no such class.
-    """
+    """Return a model class of diffusers by its name."""
     diffusers = imported(DIFFUSERS)
     try:
         kind = getattr(diffusers, architecture, None) or class_of_pipelines(architecture)
@@ -87,12 +75,7 @@ def named_as_in(model: Any, slices: Sequence[TensorSlice]) -> dict[str, TensorSl
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
-    """Return the model that ``from_pretrained`` loads, and the names of weights that the files lack.
-
-    Raises:
-        CheckpointError: ``from_pretrained`` cannot load the folder.
-        ConfigError: for the same reasons as ``from_config``.
-    """
+    """Return the model that ``from_pretrained`` loads, and the names of weights that the files lack."""
     _refuse_quantised(**kwargs)
     kind, folder = diffusers_class(kwargs["architecture"]), folder_of(checkpoint)
     try:

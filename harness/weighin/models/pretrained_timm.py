@@ -22,16 +22,8 @@ _replacing: Final = Lock()
 
 
 def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module:
-    """Return the model in training mode, as timm does, and in torch's default dtype.
-
-    The model is built in float32 and then converted.
-
-    Args:
-        architecture: the name of the model in timm, such as "vit_tiny_patch16_224".
-        config: the content of ``config.json``.
-
-    Raises:
-        ConfigError: timm is not installed, or has no such model.
+    """Return a model such as "vit_tiny_patch16_224" in training mode, as timm does, built in float32 and
+    then converted to torch's default dtype.
     """
     return model_and_load(architecture, config)[0]
 
@@ -146,11 +138,7 @@ def _check_complete(
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
-    """Return the model that timm loads, and an empty list, because timm leaves no weight out.
-
-    Raises:
-        CheckpointError: timm cannot load the file.
-    """
+    """Return the model that timm loads, and an empty list, because timm leaves no weight out."""
     try:
         model = _created(kwargs["architecture"], folder_of(checkpoint))
     except RuntimeError as error:
