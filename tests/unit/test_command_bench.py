@@ -10,7 +10,7 @@ import pytest
 from ran_commands import SECOND_NS, make_command, make_ran, settings_of
 
 from weighin.cell import Cell
-from weighin.errors import ConfigError, Interrupted
+from weighin.errors import Interrupted
 from weighin.isolation.process import ProcessIsolation
 from weighin.plan.task import Planned, Progress, Run
 from weighin.records import run_folder
@@ -42,18 +42,6 @@ def asked(*scripts: str, marks: Sequence[list[str]] = (), **changes: Any) -> Run
     return Run(Path("run"), planned, ProcessIsolation(), settings, is_new=True)
 
 
-def test_a_run_of_commands_has_a_record_of_each() -> None:
-    run = asked("exit 0", "exit 3")
-    results = runner.run(run, Progress())
-    assert [each.cell for each in results] == [each.cell for each in run.planned]
-    assert [each.outcome for each in results] == [Outcome.OK, Outcome.COMMAND_FAILED]
-    assert list(run_folder.read(run.folder).results) == results
-    assert results[0].environment["isolation"] == {}
-    assert results[0].environment["ram_bytes"] and results[0].environment["weighin"]
-    samples = {path.name for path in Path("run/samples").iterdir()}
-    assert samples == {Path(each.samples_path).name for each in results if each.samples_path}
-
-
 def test_a_run_of_commands_may_run_inside_another() -> None:
     with runner.only_run():
         (result,) = runner.run(asked("exit 0"), Progress())
@@ -67,14 +55,6 @@ def test_a_stop_before_the_first_cell_leaves_no_folder(monkeypatch: pytest.Monke
     with pytest.raises(Interrupted):
         runner.run(run, Progress())
     assert not run.folder.exists()
-
-
-def test_a_run_that_is_resumed_has_the_earlier_results_too() -> None:
-    run = asked("exit 0", "exit 3")
-    first = runner.run(replace(run, planned=run.planned[:1]), Progress())
-    both = runner.run(replace(run, is_new=False), Progress())
-    assert both[0] == first[0]
-    assert [each.exit_code for each in both] == [0, 3]
 
 
 def test_each_record_is_parsed_once_by_a_run_and_once_by_the_run_that_resumes_it(
@@ -99,29 +79,6 @@ def test_each_record_is_parsed_once_by_a_run_and_once_by_the_run_that_resumes_it
     assert (every[:4], len(every)) == (first, 6)
     assert len(parsed) == 4 + 6
     assert run_folder.of_results(run.folder, every) == run_folder.read(run.folder)
-
-
-def test_the_folder_of_a_run_whose_first_command_cannot_start_is_removed() -> None:
-    run = asked("exit 0", cwd="/none")
-    run_folder.write_plan(run.folder, [each.cell for each in run.planned])
-    with pytest.raises(ConfigError, match="cannot start 'sh' in /none"):
-        runner.run(run, Progress())
-    assert not run.folder.exists()
-    run_folder.write_plan(run.folder, [each.cell for each in run.planned])
-    with pytest.raises(ConfigError, match="cannot start 'sh' in /none"):
-        runner.run(replace(run, is_new=False), Progress())
-    assert run.folder.exists()
-
-
-def test_the_settings_of_a_run_reach_its_commands() -> None:
-    run = asked("echo a; echo b", "echo a; echo b", marks=[["^a"], ["^b"]])
-    first, second = runner.run(run, Progress())
-    assert first.ran and [mark.text for mark in first.ran.marks] == ["a"]
-    assert second.ran and [mark.text for mark in second.ran.marks] == ["b"]
-    Path("run").rename("first")
-    run = asked("exec sleep 60", timeout_s=0.1)
-    (result,) = runner.run(run, Progress())
-    assert (result.outcome, result.message) == (Outcome.TIMEOUT, "still running after 0.1 s")
 
 
 def test_a_signal_that_a_command_got_ends_the_run_before_the_next() -> None:

@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import termios
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from ran_commands import make_command, settings_of
 
 from weighin.result import Mark
-from weighin.run.output import MOST_MARKS, Relay, relaying
+from weighin.run.output import Relay, relaying
 
 NOTHING = "[^\\s\\S]"  # a search that finds nothing
 PASSED_ON = """
@@ -62,23 +61,6 @@ def to_files(folder: Path, program: str, **how: Any) -> tuple[bytes, bytes, tupl
     return (folder / "out").read_bytes(), (folder / "err").read_bytes(), marks
 
 
-def test_every_byte_is_passed_on_unchanged(tmp_path: Path) -> None:
-    program = (
-        "import os\n"
-        "part = bytes(range(256)) * 1000\n"
-        "for n in range(100): os.write(1, part); os.write(2, b'%d\\r' % n)\n"
-        "os.write(1, b'no end')"
-    )
-    out, err, _ = to_files(tmp_path, program)
-    assert out == bytes(range(256)) * 100_000 + b"no end"
-    assert err == b"".join(b"%d\r" % n for n in range(100))
-
-
-def test_a_pipe_and_a_file_are_no_terminal_for_the_command(tmp_path: Path) -> None:
-    out, _, _ = to_files(tmp_path, "import sys; print(sys.stdout.isatty(), sys.stderr.isatty())")
-    assert out == b"False False\n"
-
-
 def test_lines_that_match_are_marks_in_the_order_of_time(tmp_path: Path) -> None:
     program = PASSED_ON + (
         f"print('epoch 1', flush=True); passed_on('{tmp_path}/out', 'epoch 1'); time.sleep(0.1)\n"
@@ -120,15 +102,6 @@ def test_a_progress_bar_is_many_lines_each_at_its_own_time(tmp_path: Path) -> No
     assert ended_ns - marks[2].t_ns >= 80_000_000  # it came before the pause, not at the end
 
 
-def test_the_newest_marks_are_kept_and_all_are_counted(tmp_path: Path) -> None:
-    with (tmp_path / "out").open("wb") as out:
-        _, marks, number = relay(
-            f"for n in range({MOST_MARKS + 500}): print('step', n)", [out.fileno()] * 2, ["step"]
-        )
-    assert number == MOST_MARKS + 500
-    assert [mark.text for mark in marks] == [f"step {n}" for n in range(500, MOST_MARKS + 500)]
-
-
 def test_a_mark_is_one_short_line_that_can_be_printed(tmp_path: Path) -> None:
     _, _, (mark,) = to_files(tmp_path, "print('mark\\x07' + 'x' * 500_000)", marks=["mark"])
     assert mark.text.startswith("mark?xxx")
@@ -140,47 +113,6 @@ def test_the_order_of_output_and_errors_in_one_file_is_kept(tmp_path: Path) -> N
     with (tmp_path / "both").open("wb") as both:
         relay(program, [both.fileno()] * 2)
     assert (tmp_path / "both").read_bytes() == b"".join(b"%d " % n for n in range(1000))
-
-
-def test_a_slow_reader_gets_everything(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    got: list[bytes] = []
-
-    def read() -> None:
-        while data := os.read(reading, 4096):
-            got.append(data)
-            time.sleep(0.001)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    with (tmp_path / "err").open("wb") as err:
-        relay("import os; os.write(1, b'x' * 1_000_000)", (writing, err.fileno()))
-    os.close(writing)
-    reader.join()
-    os.close(reading)
-    assert b"".join(got) == b"x" * 1_000_000
-
-
-def test_a_command_whose_reader_leaves_gets_sigpipe(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-
-    def leave() -> None:
-        os.read(reading, 10)
-        os.close(reading)
-
-    program = "import signal\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\nwhile True: print('y')"
-    with (tmp_path / "err").open("wb") as err:
-        code, _, _ = relay(program, (writing, err.fileno()), during=leave)
-    os.close(writing)
-    assert code == -signal.SIGPIPE
-
-
-def test_a_stream_that_is_closed_stays_closed(tmp_path: Path) -> None:
-    with (tmp_path / "out").open("wb") as out:
-        closed = os.open(os.devnull, os.O_WRONLY)
-        os.close(closed)
-        _, marks, _ = relay("print('seen')", (out.fileno(), closed), ["seen"])
-    assert [mark.text for mark in marks] == ["seen"]
 
 
 def test_output_that_another_process_keeps_open_does_not_delay_the_end(tmp_path: Path) -> None:
@@ -211,20 +143,6 @@ class Terminal:
     def close(self) -> None:
         os.close(self._main)
         os.close(self.descriptor)
-
-
-def test_a_command_in_a_terminal_sees_a_terminal_of_its_size() -> None:
-    terminal = Terminal()
-    program = (
-        "import os, sys, time\n"
-        "print(sys.stdout.isatty(), sys.stderr.isatty(), tuple(os.get_terminal_size(1)))\n"
-        "print('epoch 1', file=sys.stderr)"
-    )
-    _, marks, _ = relay(program, [terminal.descriptor] * 2, ["epoch"])
-    shown = terminal.read()
-    terminal.close()
-    assert shown == b"True True (100, 30)\r\nepoch 1\r\n"
-    assert [mark.text for mark in marks] == ["epoch 1"]
 
 
 def test_a_command_is_told_when_its_terminal_changes_its_size() -> None:

@@ -12,13 +12,11 @@ import urllib3.exceptions
 from docker.errors import APIError, DockerException
 
 from weighin.errors import IsolationUnavailable
-from weighin.isolation import docker as docker_isolation
 from weighin.isolation.docker import (
     DockerIsolation,
     check_engine,
     connect,
     explained,
-    first_line,
     remove,
 )
 
@@ -183,20 +181,6 @@ def test_an_image_that_cannot_be_had() -> None:
     assert lines == ["pulling some:image"]
 
 
-@pytest.mark.parametrize(
-    ("base", "pulled"),
-    [
-        ("debian", ("debian", "latest")),
-        ("localhost:5000/debian", ("localhost:5000/debian", "latest")),
-        ("localhost:5000/debian:12", ("localhost:5000/debian", "12")),
-    ],
-)
-def test_a_pull_asks_for_one_tag(base: str, pulled: tuple[str, str]) -> None:
-    with pytest.raises(IsolationUnavailable):
-        with_image(base, engine := NoImages()).prepare()
-    assert engine.pulled == pulled
-
-
 class StoppedEngine:
     """An engine that answered when the worker started, and is gone since."""
 
@@ -234,55 +218,3 @@ def test_without_an_address_the_engine_is_to_be_started(
         "no Docker engine answers at unix:///var/run/docker.sock\n"
         "start the Docker engine: sudo systemctl start docker"
     )
-
-
-def test_an_engine_that_has_gone_is_told_from_one_that_refuses() -> None:
-    cause = urllib3.exceptions.ProtocolError("Connection aborted.", ConnectionResetError(1, "gone"))
-    assert "has stopped" in said(requests.exceptions.ConnectionError(cause))
-    for error in (requests.exceptions.ReadTimeout("late"), api_error("no space left on device")):
-        assert "has stopped" not in said(error)
-
-
-class Removing:
-    """An engine that gives these answers to a request to remove a container: errors, or None."""
-
-    def __init__(self, *answers: Exception | None) -> None:
-        self.answers = [*answers]
-
-    def remove_container(self, name: str, **options: object) -> None:
-        assert (name, options) == ("weighin-1", {"v": True, "force": True})
-        if error := self.answers.pop(0):
-            raise error
-
-
-GONE = docker.errors.NotFound("no such container")
-UNDER_WAY = api_error("removal of container weighin-1 is already in progress", 409)
-
-
-@pytest.mark.parametrize("answers", [[None], [GONE], [UNDER_WAY, UNDER_WAY, GONE]])
-def test_a_removal_is_tried_until_the_container_is_gone(answers: list[Exception | None]) -> None:
-    client: Any = Removing(*answers)
-    remove(client, "weighin-1")
-    assert client.answers == []
-
-
-@pytest.mark.parametrize("error", [UNDER_WAY, api_error("device busy")])
-def test_a_container_that_the_engine_cannot_remove_is_an_error(
-    error: APIError, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(docker_isolation, "_REMOVE_S", 0)
-    client: Any = Removing(error)
-    with pytest.raises(IsolationUnavailable, match="could not remove the container weighin-1"):
-        remove(client, "weighin-1")
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (api_error("\n  first \nsecond"), "first"),
-        (DockerException(""), "DockerException"),
-        (DockerException("words"), "words"),
-    ],
-)
-def test_the_first_line_of_an_engines_message(error: BaseException, line: str) -> None:
-    assert first_line(error) == line

@@ -7,15 +7,13 @@ import socket
 import struct
 import subprocess
 import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from leftovers import wait_until
 
 from weighin import child_process
-from weighin.isolation import docker as docker_isolation
 from weighin.isolation.base import Streams
 from weighin.isolation.docker import _Pump
 
@@ -56,9 +54,6 @@ class Wires:
         self.pump.close()
 
 
-Plug = Callable[..., Wires]
-
-
 @pytest.fixture
 def pipes() -> Iterator[tuple[list[int], int, int, int]]:
     """Ends for a pump, and then the user's: of what is typed, of the output and of the errors."""
@@ -72,47 +67,6 @@ def pipes() -> Iterator[tuple[list[int], int, int, int]]:
 
 
 Pipes = tuple[list[int], int, int, int]
-
-
-def rest(file: int) -> bytes:
-    os.set_blocking(file, False)
-    try:
-        return os.read(file, 1 << 20)
-    except BlockingIOError:
-        return b""
-
-
-def test_output_and_errors_stay_apart(pipes: Pipes) -> None:
-    files, _, out, err = pipes
-    wires = Wires(*files)
-    wires.pump.begin()
-    wires.say((1, b"one\n"), (2, b"noise"), (1, b""), (1, bytes(30_000)), (1, b"two"))
-    wires.end()
-    assert (rest(out), rest(err)) == (b"one\n" + bytes(30_000) + b"two", b"noise")
-
-
-def test_input_is_passed_on_with_its_end(pipes: Pipes) -> None:
-    files, keys, *_ = pipes
-    wires = Wires(*files)
-    os.close(files[0])
-    wires.pump.begin()
-    os.write(keys, b"typed\n")
-    assert wires.engine.recv(100) == b"typed\n"
-    os.close(keys)
-    assert wires.engine.recv(100) == b""
-    wires.end()
-
-
-def test_output_that_nobody_reads_is_a_broken_pipe_for_the_command(pipes: Pipes) -> None:
-    files, _, out, err = pipes
-    wires = Wires(*files)
-    os.close(out)
-    os.close(files[1])
-    wires.pump.begin()
-    wires.say((1, b"y\n"), (2, b"still heard"))
-    wait_until(lambda: wires.signals, "no signal")
-    wires.end()
-    assert (wires.signals, rest(err)) == ([signal.SIGPIPE], b"still heard")
 
 
 def test_a_pump_that_never_began_leaves_no_descriptor(pipes: Pipes) -> None:
@@ -148,33 +102,10 @@ def screen() -> Iterator[Screen]:
     os.close(screen.terminal)
 
 
-def test_a_terminal_is_raw_until_the_command_has_ended(screen: Screen) -> None:
-    assert screen.pump.is_terminal
-    screen.pump.begin()
-    assert screen.mode() != screen.usual
-    os.write(screen.user, b"a\x03")  # Ctrl-C is a key of the command
-    assert screen.engine.recv(2, socket.MSG_WAITALL) == b"a\x03"
-    screen.engine.sendall(b"\x01\x00not a frame")
-    screen.end()
-    assert screen.mode() == screen.usual
-    assert os.read(screen.user, 100) == b"\x01\x00not a frame"
-
-
 def test_a_terminal_that_is_closed_is_as_it_was(screen: Screen) -> None:
     screen.pump.begin()
     screen.pump.close()
     assert screen.mode() == screen.usual
-
-
-def test_the_commands_terminal_has_the_size_of_the_users(
-    screen: Screen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(docker_isolation, "_RESIZE_S", 0.01)
-    screen.pump.begin()
-    assert screen.sizes == [(40, 120)]
-    screen.set_size(50, 80)
-    wait_until(lambda: len(screen.sizes) > 1, "the new size was not passed on")
-    assert screen.sizes == [(40, 120), (50, 80)]
 
 
 @pytest.mark.parametrize("is_file", [0, 1, 2])

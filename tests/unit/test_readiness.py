@@ -1,18 +1,15 @@
 """How a server that is waited for is named."""
 
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
-from leftovers import wait_until
 
 from weighin.errors import ConfigError
 from weighin.plan.start import check_patterns as check
-from weighin.run import output
-from weighin.run.output import Readiness, answers
+from weighin.run.output import answers
 from weighin.settings.definition import Settings
 
 
@@ -81,65 +78,3 @@ def test_a_server_answers_unless_it_says_that_it_cannot(
 def test_where_nobody_listens_there_is_no_answer(server: Server) -> None:
     server.close()
     assert not answers(server.url)
-
-
-class Command:
-    """A command that ends after so many waits; ``ends`` is None for one that never does."""
-
-    def __init__(self, ends: int | None = None) -> None:
-        self.left = ends
-        self.waits: list[float] = []
-        self.signals: list[int] = []
-        self.kills = 0
-
-    def wait(self, timeout_s: float) -> bool:
-        self.waits.append(timeout_s)
-        if self.left is None:
-            time.sleep(min(timeout_s, 0.002))
-            return False
-        self.left -= 1
-        return self.left < 0
-
-    def send_signal(self, number: int) -> None:
-        self.signals.append(number)
-
-    def kill(self) -> None:
-        self.kills += 1
-
-
-def test_the_figures_are_read_once_when_the_server_is_ready() -> None:
-    reads: list[int] = []
-    one = Readiness(Settings(ready="up"))
-    one.begin(lambda: reads.append(1))
-    one.now()
-    first = one.ready_ns
-    one.now()
-    assert (one.ready_ns, reads) == (first, [1])
-
-
-def test_an_address_is_asked_until_it_answers(server: Server) -> None:
-    url = f"{server.url}/200"
-    server.close()
-    one = Readiness(Settings(ready_url=url))
-    one.begin(lambda: None)
-    assert one.ready_ns is None
-    one.end()
-
-
-def test_an_address_that_answers_is_ready(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = iter([False, False, True])
-    monkeypatch.setattr(output, "answers", lambda _: next(given))
-    one = Readiness(Settings(ready_url=server.url))
-    one.begin(lambda: None)
-    wait_until(lambda: one.ready_ns, "it is not ready")
-    one.end()
-    assert next(given, None) is None
-
-
-def test_an_address_that_answers_before_the_start_is_refused(server: Server) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Readiness(Settings(ready_url=server.url))
-    assert str(caught.value) == (
-        f"a server answers at {server.url} before the command starts\n"
-        "stop that server, or start the command on another port and write that port into --ready-url"
-    )

@@ -1,6 +1,6 @@
 """Each way in which a loaded model can be wrong has its own complaint."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -81,74 +81,11 @@ def verify(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     check_values(touch(tensors), MANIFEST, dtype)
 
 
-def test_the_right_model_passes() -> None:
-    verify(Model())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_right_model_in_half_precision_passes(dtype: torch.dtype) -> None:
     model = Model().to(dtype)
     assert model.step.dtype == torch.int64
     verify(model, dtype)
-
-
-def untie(model: Any) -> None:
-    model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
-
-
-def retype(model: Any) -> None:
-    model.step = model.step.to(torch.float32)
-
-
-def add(count: int) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        for number in range(count):
-            model.register_buffer(f"extra{number}", torch.ones(1))
-
-    return change
-
-
-def damage(model: Any) -> None:
-    with torch.no_grad():
-        model.embedding.weight[3, 1] += 1e-3
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda m: delattr(m, "mask"), "1 tensor missing from the model: mask"),
-        (add(1), "1 tensor not in the checkpoint: extra0"),
-        (add(2), "2 tensors not in the checkpoint: extra0, extra1"),
-        (add(5), "5 tensors not in the checkpoint: extra0, extra1, extra2, ..."),
-        (
-            lambda m: m.to("meta"),
-            "4 tensors left on the meta device, without values:"
-            " embedding.weight, head.weight, mask, ...",
-        ),
-        (
-            lambda m: setattr(m, "mask", torch.ones(4, 1)),
-            "1 tensor of another shape than in the checkpoint: mask",
-        ),
-        (
-            lambda m: m.to(torch.float16),
-            "3 tensors not of dtype float32: embedding.weight, head.weight, mask",
-        ),
-        (retype, "1 tensor not of dtype int64: step"),
-        (untie, "1 tensor no longer tied to the tensor that they share: head.weight"),
-        (
-            damage,
-            "2 tensors with other values than in the checkpoint: embedding.weight, head.weight",
-        ),
-        (lambda m: m.mask.fill_(9), "1 tensor with other values than in the checkpoint: mask"),
-        (lambda m: m.step.add_(1), "1 tensor with other values than in the checkpoint: step"),
-    ],
-)
-def test_a_wrong_model_is_named(change: Callable[[Any], object], complaint: str) -> None:
-    model = Model()
-    change(model)
-    with pytest.raises(WrongWeights) as caught:
-        verify(model)
-    assert str(caught.value) == complaint
 
 
 def test_a_tensor_on_another_device() -> None:
@@ -158,20 +95,6 @@ def test_a_tensor_on_another_device() -> None:
     assert str(caught.value) == (
         "4 tensors not on cuda:1: embedding.weight, head.weight, mask, ..."
     )
-
-
-def test_rows_that_changed_places_are_other_values() -> None:
-    model = Model()
-    with torch.no_grad():
-        model.embedding.weight.copy_(model.embedding.weight.flip(0).clone())
-    with pytest.raises(WrongWeights):
-        verify(model)
-
-
-def test_another_parameter_on_the_same_memory_is_tied() -> None:
-    model: Any = Model()
-    model.head.weight = nn.Parameter(model.embedding.weight.detach()[:, :])
-    verify(model)
 
 
 class Gives(nn.Module):
