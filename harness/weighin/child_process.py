@@ -222,10 +222,8 @@ class Child:
 def ask(
     command: Sequence[str], variables: Mapping[str, str], timeout_s: float = inf
 ) -> tuple[dict[str, Any] | None, str]:
-    """Run a command to its end, and return the last event that it sent.
-
-    If it failed or sent no event, return None and why: the last line that it printed to standard
-    error, or else its exit code. After ``timeout_s``, kill the command and raise TimeoutError.
+    """Run a command to its end, and return the last event that it sent; if it failed or sent none, None and
+    why. After ``timeout_s``, kill it and raise TimeoutError.
     """
     deadline = monotonic() + timeout_s
     with Child(command, variables) as child:
@@ -239,10 +237,8 @@ def ask(
 
 
 class Parent(Lines):
-    """The connection of this process to the process that started it, which takes its events.
-
-    Events go to the original standard output. Descriptor 1 becomes standard error, so that prints of
-    a strategy or a model do not mix with the events.
+    """The connection of this process to the process that started it, which takes its events from the original
+    standard output; what is printed goes to standard error.
     """
 
     def __init__(self) -> None:
@@ -329,10 +325,7 @@ def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: 
 
 
 def wait_status(process: int) -> int | None:
-    """Return the status of a process that has ended and was reaped; None before Linux 6.15.
-
-    ``process`` is its pidfd; the process need not be a child of this one.
-    """
+    """Return the status of a process (its pidfd, also of no child) that was reaped; None before Linux 6.15."""
     import fcntl  # imported here to save a worker's memory
 
     told = bytearray(struct.pack("=QQ", _PIDFD_INFO_EXIT, 0) + bytes(48))

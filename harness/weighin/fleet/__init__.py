@@ -1,6 +1,1 @@
-"""Run the cells (measurements) of a plan: on this machine, or on the nodes of a Ray cluster.
-
-``engine`` chooses where. If several cells run at once, ``driver`` hands them to threads and alone writes
-the run's folder. A thread runs a cell in a process of ``node``: on this machine (``Jobs``), or as
-a Ray task (``cluster``).
-"""
+"""Where the cells (measurements) of a plan run: ``engine`` chooses, ``driver`` hands out, ``node`` runs one."""

@@ -1,9 +1,8 @@
 """Hand out a plan's cells, several at once, and write their records: only the driver's process does.
 
-The cells run on the nodes of a ``Cluster``, or as ``Jobs`` of this machine. A job is a thread that
-runs one cell (measurement) at a time. Two cells that read one file would share its pages in the page
-cache, and the kernel charges a page to the cell that read it first. Each job therefore has checkpoint
-files of its own, which weighin removes at the end of the run.
+The cells run on the nodes of a ``Cluster``, or as ``Jobs`` of this machine, threads that run one cell at
+a time. Each job has checkpoint files of its own until the end of the run: the kernel charges a page of
+a shared file to the cell that read it first.
 """
 
 import time

@@ -133,8 +133,8 @@ class Started(Running):
     """A worker or a command. It enters ``groups`` before its first instruction.
 
     A worker has a session and process group of its own, so that Ctrl-C in a terminal does not reach
-    it. A command has this process's session and process group, and may use the terminal. Without cgroups, weighin adopts a command's orphans until ``close``, which removes
-    the cgroups.
+    it. A command has this process's, and may use the terminal. Without cgroups, weighin adopts a
+    command's orphans until ``close``.
     """
 
     shares_terminal = True

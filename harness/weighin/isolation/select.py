@@ -50,12 +50,9 @@ def choose(
 ) -> tuple[Isolation, str]:
     """Return a working isolation, and a note for the user; raise IsolationUnavailable if none works.
 
-    ``auto`` takes the first of ``NAMES`` that works, without ``containers`` not Docker, and the note
-    tells why better ones do not. If ``limited``, it must enforce a RAM limit.
-
-    ``nodes`` has, for each machine of a cluster that is to run the cells instead of this one, the
-    reason why an isolation does not work there; empty if it works. ``auto`` takes what works on all
-    of them. A named isolation need only work on one, and the note names those that take no part.
+    ``auto`` takes the first of ``NAMES`` that works, without ``containers`` not Docker. If ``limited``, it
+    must enforce a RAM limit. ``nodes`` has, for each machine that runs the cells instead of this one, why
+    an isolation does not work there: ``auto`` takes what works on all, a named one need work only on one.
     """
     refused: list[IsolationUnavailable] = []
     for candidate in (name,) if name != "auto" else NAMES if containers else NAMES[1:]:

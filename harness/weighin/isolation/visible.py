@@ -31,10 +31,8 @@ _SYSTEM: Final = (
 
 
 def of_machine() -> tuple[str, ...]:
-    """Return the paths of this machine's programs, of this Python, of its packages and of weighin.
-
-    Packages are those in ``sys.path`` and editable ones, but never the root, the home or the current
-    folder merely because they are in ``sys.path``.
+    """Return the paths of this machine's programs, of this Python, of its packages (in ``sys.path``, or editable)
+    and of weighin; never the root, the home or the current folder for being in ``sys.path``.
     """
     whole = {"/", os.path.realpath(os.path.expanduser("~"))}  # noqa: PTH111
     with contextlib.suppress(FileNotFoundError):  # the current folder was deleted

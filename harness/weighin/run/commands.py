@@ -45,11 +45,7 @@ _COMMAND_LENGTH: Final = 120
 
 
 class CommandSpec(Spec):
-    """A command, with this process's streams; it gets the signals that this process gets.
-
-    Attributes:
-        asked_to_end: whether weighin received SIGINT, SIGTERM or SIGHUP meanwhile.
-    """
+    """A command, with this process's streams and signals; ``asked_to_end`` by SIGINT, SIGTERM or SIGHUP."""
 
     def __init__(self, cell: Cell, settings: Settings) -> None:
         self._own = settings.command(cell.strategy)
@@ -234,10 +230,8 @@ class CommandSpec(Spec):
 
 
 def end_rest(running: Running, grace_s: float, settle_s: float) -> tuple[str, ...]:
-    """End the processes of a command that outlive its first process, and return their command lines.
-
-    A process that ends by itself within ``settle_s`` is not listed. The other processes get SIGTERM,
-    and SIGKILL after ``grace_s``; one that this user may not signal is neither listed nor waited for.
+    """End the processes of a command that outlive its first process; return the command lines of those that
+    got a signal: one that this user may not signal, or that ends in ``settle_s``, is not among them.
     """
     names, spared = [], {running.pid}
 
@@ -265,10 +259,8 @@ def end_rest(running: Running, grace_s: float, settle_s: float) -> tuple[str, ..
 
 
 def left(started_s: float, last: Sample | None) -> str:
-    """Say which files of a tmpfs that changed since ``started_s`` take memory; empty below 1 MiB.
-
-    ``last`` is the cgroup's sample after the end of all processes, with the shared memory that they
-    left. Without it (and a cgroup), a file may be another program's.
+    """Say which files of a tmpfs that changed since ``started_s`` take memory; empty below 1 MiB. Without
+    ``last``, the cgroup's sample after the end of all processes, a file may be another program's.
     """
     if last and last.shmem_bytes <= MIB:
         return ""
@@ -292,10 +284,8 @@ def left(started_s: float, last: Sample | None) -> str:
 
 
 def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
-    """Return the source code of the innermost frame in the user's own program; empty without one.
-
-    Paths are relative to ``folder``, the command's working folder. A file that was written after
-    ``started_s`` (seconds since the epoch) gives no code, because other code may have run.
+    """Return the source code of the innermost frame in the user's own program; empty without one, and of a
+    file that was written after ``started_s``, because other code may have run.
     """
     from weighin.records.explanation import own, read_all  # 0.01 s, with its expressions
 
@@ -308,10 +298,7 @@ def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
 
 
 class Commands:
-    """Measures the commands of a run.
-
-    ``stopped`` tells whether weighin received SIGINT, SIGTERM or SIGHUP during a command.
-    """
+    """Measures the commands of a run; ``stopped`` after SIGINT, SIGTERM or SIGHUP during a command."""
 
     def __init__(self, task: Run, progress: Progress) -> None:
         """Prepare the isolation; raise ConfigError if a cell's limit exceeds that of an outer cgroup."""
@@ -322,12 +309,8 @@ class Commands:
     def take(self, planned: Planned) -> Measured:
         """Run one command and return its measurement.
 
-        In a search for the smallest limit, a command may run for hours under a limit that is too
-        small. Without --timeout, its time-out is therefore 10 times its time without a limit, plus 30 s.
-
-        Raises:
-            Interrupted: a signal ended the run, during an earlier command or during this one. What
-                a signal broke off is no result, unless it is all that there is to measure.
+        Without --timeout, a search gives it 10 times its time without a limit, plus 30 s. Interrupted: a
+        signal broke the run off, whose result counts only if it is all that there is to measure.
         """
         if self.stopped:
             raise Interrupted(_STOPPED)

@@ -34,10 +34,8 @@ _state = _State()
 
 @contextmanager
 def stoppable(error: type[BaseException] = Interrupted) -> Iterator[None]:
-    """In the ``with`` block, raise ``error`` at the first signal, and ignore later signals.
-
-    Blocks may be nested. A signal that this process ignores stays ignored: SIGHUP under nohup, SIGINT
-    in a script's background.
+    """In the ``with`` block, raise ``error`` at the first signal, and ignore later ones. Blocks may be
+    nested. A signal that this process ignores stays ignored: SIGHUP under nohup, SIGINT in the background.
     """
     outer, _state.error = _state.error, error
     if outer is None:

@@ -71,10 +71,8 @@ def void(outcome: Outcome, why: str, now: Outcome, because: str) -> tuple[Outcom
 
 
 def _of_load(end: Evidence) -> tuple[Outcome, str]:
-    """Judge a load or a save.
-
-    A time-out counts before a kill, unlike that of a command: a strategy that has lost a child and
-    waits for it forever is at fault itself, and the message says in which phase it waits.
+    """Judge a load or a save. A time-out counts before a kill, unlike that of a command: a strategy that has
+    lost a child and waits for it forever is at fault itself.
     """
     ranks, stopped = end.ranks, end.stopped
     if stopped and stopped.timeout_s is not None:
@@ -143,10 +141,7 @@ def _of_process(end: Evidence, reported: Reported, ended: Exit) -> tuple[Outcome
 
 
 def _only_forward_failed(end: Evidence) -> bool:
-    """Tell whether the model's own forward pass failed, by an error or a crash, and nothing else.
-
-    A signal from outside and a lack of memory are failures of the cell.
-    """
+    """Tell whether the model's own forward pass, and nothing else, failed by an error or a crash of its own."""
     number = culprit(end)
     reported, last = end.ranks[number], end.ends.get(number)
     last = last or (end.ended if len(end.ranks) == 1 else None)
@@ -160,10 +155,8 @@ def _only_forward_failed(end: Evidence) -> bool:
 
 
 def culprit(end: Evidence) -> int:
-    """Return the number of the rank that decides the outcome of a cell that failed.
-
-    The choice is the first rank that the kernel killed for lack of memory, else the first rank that
-    failed, else the rank with the fewest ended phases.
+    """Return the number of the rank that decides the outcome of a cell that failed: the first that the kernel
+    killed for lack of memory, else the first that failed, else the one with the fewest ended phases.
     """
     killed = [rank for rank, each in end.ends.items() if each.signal == signal.SIGKILL]
     if killed and end.oom_kills != 0:
@@ -217,10 +210,8 @@ def _killed_children(end: Evidence) -> str:
 
 
 def _of_command(end: Evidence) -> tuple[Outcome, str]:
-    """Judge a command.
-
-    Any kill for lack of memory makes the outcome ``oom_killed``, even if the first process ended
-    well, because a pipeline that lost a process may print a wrong result.
+    """Judge a command: any kill for lack of memory counts, even if the first process ended well, because a
+    pipeline that lost a process may print a wrong result.
     """
     ended, kills, stopped = end.ended, end.kills or (), end.stopped
     if end.ready and not end.oom_kills:

@@ -108,11 +108,8 @@ _KINDS: Final = {"begin": Begin, "phase": PhaseEnd, "ended": Ended} | dict.fromk
 
 
 def decode(packet: bytes) -> tuple[str, Message | None]:
-    """Return the kind and the content of a message; None as the content of a wrong one.
-
-    A message is wrong if its kind is unknown, if a field is missing, unknown or of a wrong type, or
-    if a number is negative or too large for a record. Of a phase and of memory, unknown fields are
-    ignored. Texts are cut to one printable line.
+    """Return the kind and the content of a message; None as the content of a wrong one: of an unknown kind or
+    field, of a wrong type, or with a number that no record can hold. Texts are cut to one printable line.
     """
     kind = ""
     try:
@@ -158,8 +155,7 @@ class Reported:
     """What one process has reported so far: its phases, and as a worker, what it has ``told``.
 
     ``pid`` is 0 for a rank that has not reported anything. Only the phases of the first process
-    (``is_main``) have the peaks of the cgroup. A worker's phases follow each other; the phases of a
-    program may be nested, and overlap.
+    (``is_main``) have the peaks of the cgroup. Those of a program may be nested, and overlap.
     """
 
     pid: int = 0
@@ -215,10 +211,7 @@ class Reported:
 
     @property
     def ready_ns(self) -> int | None:
-        """The load time plus the time to read every byte once; None if either is unknown.
-
-        For a save, the time is the save time plus the time to sync every byte to the disk.
-        """
+        """The time until every byte of a load was read once, or every byte of a save is on the disk; None if unknown."""
         load_ns, touch_ns = self.told.load_ns, self.told.touch_ns
         return None if load_ns is None or touch_ns is None else load_ns + touch_ns
 
@@ -292,10 +285,8 @@ class Reported:
             self._add(self._open.popitem()[1], now)
 
     def _add(self, one: _Open, now: Counters, told: Phase | None = None) -> None:
-        """Add a program's phase, as the process ``told`` its end, or else as it was read last.
-
-        After 1000 phases, it can only replace the phase of its name that has the highest peak RSS, if
-        its own peak RSS is higher.
+        """Add a program's phase, as the process ``told`` its end, or else as it was read last; after 1000 phases,
+        only in the place of the highest of its name, if its own peak RSS is higher.
         """
         begun = one.begun
         if told:  # with a time that may be invalid: keep it between begin and now
@@ -418,18 +409,14 @@ class Listener:
     def watch(
         self, take: Callable[[Reported, Message], None], counters: Callable[[], Counters]
     ) -> None:
-        """Start the thread that calls ``take`` with each message, and then answers it.
-
-        ``counters`` reads the cgroup of what is measured.
-        """
+        """Start the thread that calls ``take`` with each message, and then answers it."""
         self._take, self._counters = take, counters
         self._thread = threading.Thread(target=self._listen, name="messages", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Take the messages that were sent before now, end all phases, and stop listening.
-
-        Call ``close`` before the cgroup is removed. A second call does nothing.
+        """Take the messages that were sent before now, and end all phases: before the cgroup is removed. A second
+        call does nothing.
         """
         if self._server.fileno() < 0:
             return

@@ -52,11 +52,7 @@ _Key = tuple[str, str, str]
 
 
 class LoadSpec(Spec):
-    """A load, a save or a test's body; ``changed`` are the checkpoint's files that changed meanwhile.
-
-    If the cell's cache is "warm", the worker reads the files again before the load, so that the kernel
-    charges their pages to the cell's own cgroup.
-    """
+    """A load, a save or a test's body; ``changed`` are the checkpoint's files that changed meanwhile."""
 
     def __init__(
         self,
@@ -371,10 +367,8 @@ class Loads:
         return measured
 
     def _key(self, planned: Planned) -> _Key:
-        """Return the title and the format of the checkpoint that a cell reads, and the load's dtype.
-
-        If the load keeps the weights quantised, "with its codes" follows the title. A save reads the
-        user's checkpoint in the format that it has, or else a generated checkpoint in the format pt.
+        """Return the title and the format of the checkpoint that a cell reads, and the load's dtype. A save reads
+        the user's checkpoint in its format, or else a generated one in the format pt.
         """
         cell = planned.cell
         if cell.operation == "load":
@@ -419,9 +413,8 @@ class Loads:
     def _check_limits(self, able: Sequence[Planned]) -> None:
         """Raise ConfigError if a limit is below the memory of a rank before the load, x ranks.
 
-        A worker without a limit shows this memory. It also reads torch's libraries into the page cache,
-        so that the first cell's cgroup is not charged for them. If it fails, the error stops the run
-        before its first record.
+        A worker without a limit shows this memory. It also reads torch's libraries into the page cache, for
+        which the first cell's cgroup would be charged. If it fails, the run stops before its first record.
         """
         checkpoint, isolation = self._checkpoints[self._key(able[0])], self._task.isolation
         assert isinstance(checkpoint, cache.Prepared)
@@ -469,14 +462,12 @@ def compile_code() -> None:
 
 @contextmanager
 def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
-    """Write to fresh memory, keep it until the end of the block, and yield its size: ``wanted_bytes``, or
-    less, so that ``spare_bytes`` of memory remain free.
+    """Hold fresh memory until the end of the block, and yield its size: ``wanted_bytes``, or less, so that
+    ``spare_bytes`` of memory remain free.
 
-    Some virtual machines report a free page to their host after 2 s (free page reporting, balloons).
-    The host must provide a reported page again, so that the page's allocation takes three times as
-    long. weighin therefore holds memory until no report is due, and frees the memory as the load
-    begins. For 2 s, the load then gets unreported pages. The held memory changes no memory figure of
-    the load. To hold memory takes about 0.1 s per GiB, and several times as long for reported pages.
+    Some virtual machines report a page that was free for 2 s to their host (free page reporting,
+    balloons), whose next allocation takes three times as long. Memory that is held until no report is
+    due, and freed as the load begins, is not reported for 2 s. It changes no figure of memory.
     """
     free = environment.free_ram_bytes() - spare_bytes
     size = min(wanted_bytes, int(free * _LARGEST_SHARE))

@@ -57,10 +57,8 @@ _AFTER_KILL_S: Final = 1.0  # from the kill of a process of a server, which will
 
 
 class Spec:
-    """One cell to measure, and in which a load (or save) and a command differ.
-
-    The ``files`` are dropped from the page cache before the start. ``on_phase`` is called with the name
-    of each phase of a load that begins.
+    """One cell to measure, and in which a load (or save) and a command differ. Its ``files`` are dropped from
+    the page cache first; ``on_phase`` gets the name of each phase of a load that begins.
     """
 
     def __init__(
@@ -115,10 +113,8 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A cell's result, and the samples that are written after its record.
-
-    ``trouble`` is an error after the measurement, for example when the worker is removed. The run
-    records the result first, and then ``finish`` raises the error.
+    """A cell's result, and the samples that are written after its record; then ``trouble`` is raised, an error
+    after the measurement.
     """
 
     result: Result
@@ -204,10 +200,7 @@ def measure(
 def result_of(
     spec: Spec, watch: "Watch", spent_ns: int, wall_ns: int, warnings: Sequence[str] = ()
 ) -> Result:
-    """Return the record of a cell that has ended.
-
-    ``spent_ns`` is the time from a command's start to its end, or until the server was ready.
-    """
+    """Return the record of a cell that has ended, ``spent_ns`` after a command's start, or when it was ready."""
     cell, evidence = spec.cell, watch.evidence()
     judged, message = judge(evidence)
     figures = spec.figures(watch, evidence, judged, spent_ns)

@@ -105,9 +105,9 @@ class _Channel:
 class Relay:
     """Passes the output of one command on to ``targets``, descriptors of standard output and error.
 
-    A line that matches ``marks`` or ``ready`` is recorded as a ``Mark``, with the time of its last
-    character. ``at_ready`` is called in a thread, at the first line or prompt that matches
-    ``ready``. Without any pattern, the command writes to the targets directly.
+    A line that matches ``marks`` or ``ready`` becomes a ``Mark``, with the time of its last character. At
+    the first line or prompt that matches ``ready``, a thread calls ``at_ready``. Without any pattern, the
+    command writes to the targets directly.
     """
 
     def __init__(
@@ -134,10 +134,8 @@ class Relay:
         self._resizing = contextlib.ExitStack()
 
     def _open(self, target: int) -> int | None:
-        """Return the descriptor with which the command writes to ``target``; None for a closed
-        target.
-
-        Standard output and error share one channel if both are the same file.
+        """Return the descriptor with which the command writes to ``target``, one for both if output and errors are
+        the same file; None for a closed target.
         """
         for channel in self._channels:
             if os.path.sameopenfile(channel.target, target):

@@ -45,10 +45,8 @@ _LONGEST_PAUSE_S: Final = 1.0  # because polling disturbs the measuring run
 
 
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
-    """Run, in the plan's order, each cell that has no record, and return the results of all cells.
-
-    If ``following`` is given, this function chooses each cell, and the plan only determines which
-    checkpoints are prepared. An error inside a cell becomes its outcome, and the run continues.
+    """Run, in the plan's order, each cell that has no record, and return the results of all cells. If
+    ``following`` is given, it chooses each cell. An error inside a cell becomes its outcome.
     """
     with only_writer(task.folder), discarding(task), interrupts.stoppable():
         return _run(task, progress, following)
@@ -112,10 +110,8 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
 
 
 def search(task: Run, progress: Progress) -> list[Result]:
-    """Search for floors: the smallest RAM limits under which the planned cells work.
-
-    For each cell, the search ends when the largest failing limit and the smallest working limit are
-    at most about ``within`` times the floor apart.
+    """Search for floors, the smallest RAM limits under which the planned cells work, until the largest failing
+    and the smallest working limit are at most about ``within`` times the floor apart.
     """
     within, aim = task.settings.within, task.settings.aim
     assert within is not None
@@ -199,11 +195,8 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
 def only_run(
     patience_s: float = 0, waiting: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
-    """Hold the machine's lock during the ``with`` block; wait up to ``patience_s`` seconds for it.
-
-    The lock is the name of a socket, which any user can take, and which the kernel frees at the end
-    of the process. If weighin has to wait, it calls ``waiting`` with the reason. Raises HarnessError if
-    another run still holds the lock after ``patience_s``.
+    """Hold the machine's lock during the ``with`` block: the name of a socket, which any user can take, and
+    which the kernel frees. Wait for it up to ``patience_s``, after ``waiting`` got the reason.
     """
     holds = f"it holds the lock {lock_name()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:

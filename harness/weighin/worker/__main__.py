@@ -1,11 +1,9 @@
-"""Run one cell: import torch, load the model in phases, read every byte, verify and use the model.
-
-A cell that measures a save saves the model in phases, syncs the files, and reads them back to
-verify them.
+"""Run one cell: import torch, load the model in phases, read every byte, verify and use the model; or save
+it in phases, sync the files, and read them back.
 
 An isolation starts this module as ``python -m weighin.worker FOLDER``: the folder has the job, and a
-socket, to which it reports what ``run/listener.py`` defines. Modules of weighin that are imported before torch would add weighin's own memory to the
-figures. The worker therefore imports even pathlib, which takes 1 MiB, after torch.
+socket, to which it reports what ``run/listener.py`` defines. What it imports before torch adds to the
+figures, so that even pathlib, which takes 1 MiB, is imported after torch.
 """
 
 import os
