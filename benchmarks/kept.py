@@ -50,7 +50,7 @@ def measure(out: Path, isolations: list[str], repeats: int) -> None:
                 run = folder / f"{isolation}-{known.id.replace(' ', '-').replace('/', '-')}"
                 cold = ("--cold", str(read)) if known.file_bytes else ()
                 command = known.command(programs, read)
-                named = ("--name", known.id, "--out", str(run), "--mount", str(folder))
+                named = ("--name", known.id, "--out", str(run), "--set", f"mounts={folder}")
                 _weighin("run", *common, *named, *cold, "--no-stacks", "--", *command)
                 with commands.open("a") as file:
                     file.write((run / "records.jsonl").read_text())

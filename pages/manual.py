@@ -15,7 +15,7 @@ import click
 
 from weighin import __version__
 from weighin.cli._verb import Verb, Verbs, summary
-from weighin.cli.app import app
+from weighin.cli.app import app, keys_of_a_suite
 from weighin.errors import MEANINGS
 
 _SETTINGS = """\
@@ -39,7 +39,7 @@ _ENVIRONMENT = {
     "WEIGHIN_LOCK": "Name of a lock that a run of weighin holds while it measures, so that only one"
     " run at a time measures on a machine. A run with a lock of its own removes only what earlier"
     " runs with the same lock left when they were killed.",
-    "TMPDIR": "Folder into which the measured processes of `weighin bench --operation save` write"
+    "TMPDIR": "Folder into which the measured processes of `weighin bench --set operation=save` write"
     " their checkpoints.",
     "NO_COLOR": "If set, the output has no colours.",
 }
@@ -106,6 +106,13 @@ def _sections() -> Iterator[str]:
         " --yes) are accepted only on the command line."
     )
     yield from _literal("", _SETTINGS.splitlines())
+    yield '.SH "KEYS OF A SUITE"'
+    yield _text(
+        "A suite is a YAML file with these keys; --set KEY=VALUE sets them on the command line."
+        " Options and --set override a suite, which overrides pyproject.toml."
+    )
+    for key, meaning in keys_of_a_suite():
+        yield from (".TP", f"\\fB{_text(key)}\\fR", _text(meaning))
     yield '.SH "EXIT STATUS"'
     for code, meaning in MEANINGS.items():
         yield from (".TP", f"\\fB{code}\\fR", _text(meaning))

@@ -24,6 +24,6 @@ run=$folder/shard-$shard
 
 mkdir -p "$folder"
 if [ -e "$run/plan.json" ]; then
-    exec weighin bench --resume "$run" --wait
+    exec weighin bench --resume "$run" --set wait=true
 fi
-exec weighin bench --suite "$suite" --shard "$shard/$count" --out "$run" --wait
+exec weighin bench --suite "$suite" --set "shard=$shard/$count" --out "$run" --set wait=true

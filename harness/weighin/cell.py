@@ -27,7 +27,7 @@ TO_DEVICE: Final = "to-device"
 SAVE: Final = "save"
 FORK: Final = "fork"
 USES: Final = {
-    FORWARD: "Run forward passes with the model's example inputs (--passes).",
+    FORWARD: "Run forward passes with the model's example inputs (passes).",
     "write": "Write every weight once, in place.",
     "sgd": "Train one step with SGD without momentum (foreach=False).",
     "adamw": "Train one step with AdamW (foreach=False), which creates AdamW's two states per weight.",

@@ -221,7 +221,7 @@ LAYOUTS: Final = [
         "only a variant, which nobody asks for",
         GROUP,
         _variant(),
-        refused("name the variant: --variant fp16"),
+        refused("name the variant: --set variant=fp16"),
     ),
     Layout(
         "another variant than the folder has",
@@ -267,7 +267,7 @@ LAYOUTS: Final = [
         "no architectures, and a model type that is not known",
         GROUP,
         _without_class(model_type="mine"),
-        refused("name the class: --class", all_but("inspect")),
+        refused("name the class: --set model_class", all_but("inspect")),
     ),
     Layout(
         "an index that names a tensor of no shard",
@@ -366,7 +366,7 @@ LAYOUTS: Final = [
         "a model in the Hub's cache of which only a tag is there",
         GROUP,
         _of_cache("v1.0"),
-        refused("--revision v1.0"),
+        refused("--set revision=v1.0"),
     ),
     Layout(
         "a model in the Hub's cache whose file was removed",

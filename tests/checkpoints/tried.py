@@ -142,7 +142,7 @@ class _Run:
     def bench(self) -> dict[str, Verdict]:
         shutil.rmtree(self.folder / "run", ignore_errors=True)
         ended = self._cli(
-            *("bench", "--isolation", "process", "--out", "run", "--wait"),
+            *("bench", "--isolation", "process", "--out", "run", "--set", "wait=true"),
             *("--strategies", ",".join(STRATEGIES)),
         )
         path = self.folder / "run" / "records.jsonl"

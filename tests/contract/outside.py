@@ -242,7 +242,7 @@ def examined() -> Iterator[None]:
     found = (
         Capability("isolation docker", "bad", "no Docker engine answers"),
         Capability("isolation cgroup enforces a limit", "good", "a probe was killed"),
-        Capability("soft limit (--ram-high)", "poor", "cgroup v1 has no memory.high"),
+        Capability("soft limit (ram_high)", "poor", "cgroup v1 has no memory.high"),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "examine", lambda *_, **__: doctor.Examination(found))

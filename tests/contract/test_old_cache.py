@@ -15,7 +15,7 @@ from command_line import Checkpoint, checkpoint, weighin
 from old_files import BUILDER, KWARGS, put_cache
 from snapshots import Compare
 
-MODEL = ("--model", BUILDER, "--kwargs", json.dumps(KWARGS), "--isolation", "process")
+MODEL = ("--model", BUILDER, "--set", f"kwargs={json.dumps(KWARGS)}", "--isolation", "process")
 
 
 pytestmark = pytest.mark.usefixtures("warm")

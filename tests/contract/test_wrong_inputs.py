@@ -21,7 +21,7 @@ from snapshots import Compare
 TABLES: Final = sorted(Path(__file__).with_name("snapshots").glob("wrong_inputs/*.txt"))
 _LONGEST: Final = 160  # characters of a line: lists of known names grow
 BENCH: Final = (
-    "bench", "--model", BUILDER, "--kwargs", json.dumps(KWARGS), "--isolation", "process",
+    "bench", "--model", BUILDER, "--set", f"kwargs={json.dumps(KWARGS)}", "--isolation", "process",
 )  # fmt: skip
 VARIES: Final = {
     r"(weighin: Killed by SIGKILL).*": r"\1",
@@ -46,6 +46,7 @@ FILES: Final = {
     "suites/tab.yaml": "models:\tx\n\tram: 8g\n",
     "suites/unknown.yaml": "models: gpt2-tiny\nrams: 8g\n",
     "suites/value.yaml": "models: gpt2-tiny\nrepeats: many\n",
+    "suites/permission.yaml": "models: gpt2-tiny\ntrust_remote_code: true\n",
     "suites/none.yaml": "description: nothing\n",
     "suites/model.yaml": "models: gpt2-tinny\n",
     "suites/strategy.yaml": "models: gpt2-tiny\nstrategies: streeming\n",
@@ -156,7 +157,7 @@ def test_a_second_run_on_the_machine_is_refused(inputs: Path) -> None:
     assert (ended.code, ended.out) == (4, "")
     assert ended.err.endswith(
         f"error: another run is measuring on this machine (it holds the lock {lock})\nwait for"
-        " its end: weighin bench --wait; parallel runs would distort each other's figures\n"
+        " its end: weighin bench --set wait=true; parallel runs would distort each other's figures\n"
     )
 
 

@@ -77,5 +77,5 @@ FAULTS: Final = [
     Fault("another pid namespace (cgroup)", "Environment", ("bench", "gpt2-tiny", "--isolation", "cgroup", *_BENCH[4:]), outcomes=_RIGHT, needs="cgroup", before=("unshare", "--pid", "--fork", "--mount-proc")),
     Fault("a limit above that of the parent group", "Environment", ("bench", "gpt2-tiny", "--isolation", "cgroup", "--ram", "900t", *_BENCH[4:]), "2", "more than", needs="cgroup"),
     Fault("tmpfs is called no cold cache", "Environment", _BENCH, outcomes={"streaming": ("ok", "could not be dropped from the page cache")}, needs="root", variables={"WEIGHIN_CACHE": "HERE/small"}, before=_mounting("mkdir small && mount -t tmpfs -o size=200m none small")),
-    Fault("arguments of a named model", "Environment", ("bench", "gpt2-tiny", "--kwargs", '{"n_layers": 2}', *_BENCH[2:]), "0|2", makes="models/gpt2-tiny_n_layers_2_-.*/.*"),
+    Fault("arguments of a named model", "Environment", ("bench", "gpt2-tiny", "--set", "kwargs.n_layers=2", *_BENCH[2:]), "0|2", makes="models/gpt2-tiny_n_layers_2_-.*/.*"),
 ]  # fmt: skip

@@ -79,13 +79,12 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "no repeat": (
         "bench gpt2-tiny --repeats 0",
         2,
-        "error: --repeats: input should be greater than or equal to 1, got 0\n",
+        "error: --repeats: input should be greater than or equal to 1, got '0'\n",
     ),
-    "arguments that are no JSON": (
-        "bench gpt2-tiny --kwargs {width",
+    "arguments that are no YAML": (
+        "bench gpt2-tiny --set kwargs={width",
         2,
-        "error: --kwargs is not JSON: Expecting property name enclosed in double quotes: line 1"
-        " column 2 (char 1)\nwrite --kwargs '{\"width\": 64}'\n",
+        "error: --set kwargs, line 1: not YAML: expected ',' or '}', but got '<stream end>'\n",
     ),
     "no checkpoint there": (
         "bench gpt2-tiny --checkpoint nowhere.pt --isolation process",
@@ -99,11 +98,11 @@ REFUSED: dict[str, tuple[str, int, str]] = {
         " builder's name, or install the module's package\n",
     ),
     "arguments that the model does not take": (
-        'bench gpt2-tiny --kwargs {"widht":3} --isolation process',
+        "bench gpt2-tiny --set kwargs.widht=3 --isolation process",
         2,
         f"{NOT_LIMITED}making the checkpoint of gpt2-tiny(widht=3)\n"
         "error: builder weighin.models.gpt2:gpt2 failed: GPTModel.__init__() got an unexpected keyword argument"
-        " 'widht'\ncorrect the model's arguments: `kwargs` in the model's YAML file, or --kwargs\n",
+        " 'widht'\ncorrect the model's arguments: `kwargs` in the model's YAML file, or --set kwargs.NAME=VALUE\n",
     ),
     "resuming what is no run": (
         "bench --resume .",

@@ -121,7 +121,7 @@ def test_a_command_sees_its_folder_and_few_variables(
     (outside := command.folder.parent / "outside").write_text("and me\n")
     script = f"cat given {outside}; echo new > made; touch {outside}; env | cut -d= -f1 | sort"
     of_image = ("--image", image) if in_image else ()
-    options = ("--mount", str(outside), "--env", "MODE=fast", *of_image)
+    options = ("--set", f"mounts={outside}", "--env", "MODE=fast", *of_image)
     ended = run(command, "sh", "-c", script, options=options)
     outside.unlink()
     given, *names = ended.out.split("and me\n")
@@ -264,7 +264,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_known_amounts(known: Known, programs: Path, command: CommandLine) -> None:
     """The peak has page cache too: that of a file that was read nowhere before."""
     (file := command.folder / "file").write_bytes(bytes(known_commands.FILE_BYTES))
-    options = ("--mount", str(programs), "--no-stacks", "--cold", str(file))
+    options = ("--set", f"mounts={programs}", "--no-stacks", "--cold", str(file))
     os.sync()
     ended = run(command, *known.command(programs, file), options=options)
     assert (ended.code, ended.left) == (0, []), ended.err
@@ -290,7 +290,7 @@ def test_phases_of_a_program_in_a_container(command: CommandLine) -> None:
         "with weighin.phase('rest'): time.sleep(0.05)"
     )
     harness = str(ROOT / "harness")
-    options = ("--mount", harness, "--env", f"PYTHONPATH={harness}")
+    options = ("--set", f"mounts={harness}", "--env", f"PYTHONPATH={harness}")
     ended = run(command, "python3", "-c", code, options=options)
     assert (ended.code, ended.left) == (0, []), ended.err
     phases = {each["name"]: each for each in record(command)["phases"]}

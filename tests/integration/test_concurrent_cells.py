@@ -44,8 +44,8 @@ def test_cells_of_several_ranks_can_run_at_once(command: CommandLine) -> None:
             "1200m",
             "--isolation",
             "cgroup",
-            "--jobs",
-            "2",
+            "--set",
+            "jobs=2",
         ),
         *("--strategies", "streaming,baseline", "--out", "run"),
         patience_s=300,
@@ -73,7 +73,7 @@ def records(command: CommandLine) -> list[dict[str, Any]]:
 def start_two(command: CommandLine) -> Started:
     """Start four cells, two at once, and return when two workers wait."""
     started = command.start(
-        *("bench", "gpt2-tiny", "--ram", "1g,900m", "--isolation", "cgroup", "--jobs", "2"),
+        *("bench", "gpt2-tiny", "--ram", "1g,900m", "--isolation", "cgroup", "--set", "jobs=2"),
         *("--strategies", "streaming,pausing.py", "--out", "run"),
     )
     leftovers.wait_until(
@@ -105,9 +105,7 @@ def test_two_cells_run_at_once_and_their_records_say_so(command: CommandLine, ho
     assert begun < datetime.fromisoformat(first["started_at"]) + took
     for record in found:
         assert record["environment"]["concurrent_cells"] == 2
-        assert record["warnings"] == [
-            "up to 2 cells ran at once (--jobs): times are not comparable"
-        ]
+        assert record["warnings"] == ["up to 2 cells ran at once (jobs): times are not comparable"]
         assert record["cached_bytes_at_start"] == 0
         assert (command.folder / "run" / record["samples_path"]).stat().st_size > 100
     assert not [*command.cache.glob("jobs*")]

@@ -41,7 +41,7 @@ def test_the_notebooks_methods_request_what_arithmetic_says(command: CommandLine
 
 
 def test_a_limit_ends_what_needs_two_copies(command: CommandLine) -> None:
-    results = measured(command, "baseline,mmap_assign", "--vram", "1g")
+    results = measured(command, "baseline,mmap_assign", "--set", "vram=1g")
     assert results["baseline"].outcome is Outcome.CUDA_OOM
     assert results["baseline"].last_phase == "read"
     assert "Allocated memory" in results["baseline"].allocator_summary

@@ -28,4 +28,4 @@ def test_a_limit_is_proven_by_a_probe_that_is_killed(command: CommandLine) -> No
         "note: running a probe into a limit of 384.000 MiB with cgroup",
         "note: reading directly from a disk of 100MB/s, 5ms",
     ]
-    assert " ms through FUSE" in verdicts["slow disks (--disk, --disk-latency)"][1]
+    assert " ms through FUSE" in verdicts["slow disks (--disk, disk_latency)"][1]

@@ -71,7 +71,7 @@ def hold(command: CommandLine) -> Path:
 
 def start(command: CommandLine, nodes: Nodes) -> Started:
     return command.start(
-        *("bench", "--suite", "suite.yaml", "--engine", "ray", "--address", nodes.address),
+        *("bench", "--suite", "suite.yaml", "--engine", "ray", "--set", f"address={nodes.address}"),
         *("--out", "run"),
     )
 
@@ -152,12 +152,12 @@ def test_the_error_without_a_node_that_may_measure(
     command: CommandLine, nodes: Nodes, hold: Path
 ) -> None:
     ended = command.run(
-        *("bench", "--suite", "suite.yaml", "--engine", "ray", "--address", nodes.address),
-        *("--label", "ray.io/accelerator-type=H100"),
+        *("bench", "--suite", "suite.yaml", "--engine", "ray", "--set", f"address={nodes.address}"),
+        *("--set", "labels.ray.io/accelerator-type=H100"),
     )
     assert (ended.code, ended.out) == (2, "")
     assert ended.err == (
-        "error: no node of the cluster has the resource weighin_slot and all labels of --label\nstart Ray with this resource on each machine on which weighin is to measure: RAY_memory_monitor_refresh_ms=0 ray start"
+        "error: no node of the cluster has the resource weighin_slot and all labels of the run\nstart Ray with this resource on each machine on which weighin is to measure: RAY_memory_monitor_refresh_ms=0 ray start"
         """ --resources '{"weighin_slot": 1}' --address HOST:6379\n"""
     )
 
@@ -209,7 +209,9 @@ def test_all_cells_are_measured_though_a_node_and_the_driver_are_lost(
     assert "the node was lost" in err
     leftovers.wait_until(lambda: nodes.left() == [], "a cell outlived its driver", 60)
     before = records(command)
-    ended = command.run("bench", "--resume", "run", "--address", nodes.address, patience_s=600)
+    ended = command.run(
+        "bench", "--resume", "run", "--set", f"address={nodes.address}", patience_s=600
+    )
     assert (ended.code, ended.left, nodes.left()) == (0, [], []), ended.err
     assert records(command)[: len(before)] == before
     assert_complete(
@@ -281,7 +283,7 @@ def test_a_driver_that_was_killed_is_resumed_where_it_was(
     leftovers.wait_until(lambda: nodes.left() == [], "a cell outlived its driver", 60)
     before = records(command)
     hold.chmod(0o644)
-    ended = command.run("bench", "--resume", "run", "--address", nodes.address)
+    ended = command.run("bench", "--resume", "run", "--set", f"address={nodes.address}")
     assert (ended.code, ended.left, nodes.left()) == (0, [], []), ended.err
     assert records(command)[: CELLS - 2] == before
     assert_complete(command)

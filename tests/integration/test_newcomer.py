@@ -28,7 +28,7 @@ COMMANDS = {
     "own-pt": "weighin bench ./weights.pt --strategies streaming --isolation process",
     "own-safetensors": "weighin predict weights.safetensors --strategies streaming",
     "own-folder": "weighin bench ./folder --strategies streaming --isolation process",
-    "own-builder": "weighin bench --model nets.py:build --kwargs '{\"width\": 64}'"
+    "own-builder": "weighin bench --model nets.py:build --set kwargs.width=64"
     " --strategies streaming --isolation process",
     "own-strategy": "weighin bench gpt2-tiny --strategies ./mine.py --isolation process",
     "missing-path": "weighin recommend ./gone.pt --ram 8g",

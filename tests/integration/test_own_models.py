@@ -39,7 +39,7 @@ def benched(command: CommandLine, name: str, text: str) -> Ended:
         {"line.weight": torch.ones(4, 4), "line.bias": torch.ones(4)}, command.folder / "own.pt"
     )
     return command.run(
-        "bench", "--model", f"{name}:build", "--kwargs", '{"width": 4}', "--checkpoint", "own.pt",
+        "bench", "--model", f"{name}:build", "--set", 'kwargs={"width": 4}', "--checkpoint", "own.pt",
         "-s", "load_assign", "--isolation", "process", "--dtype", "bf16", "--out", f"of_{name}",
     )  # fmt: skip
 
@@ -92,7 +92,7 @@ def test_a_module_is_found_where_it_lives(command: CommandLine, isolation: str, 
     name = "lib/parts/nets.py:build" if place == "file" else "parts.nets:build"
     settings: dict[str, Any] = {} if place == "file" else {"PYTHONPATH": f"{ROOT / 'harness'}:lib"}
     ended = command.run(
-        "bench", "--model", name, "--kwargs", '{"width": 2}', "--isolation", isolation,
+        "bench", "--model", name, "--set", 'kwargs={"width": 2}', "--isolation", isolation,
         "-s", "load_assign", "--out", "run", **settings,
     )  # fmt: skip
     assert ended.code == 0, ended.err
@@ -110,8 +110,8 @@ def test_a_container_sees_a_package_with_compiled_code_and_what_is_mounted(
     (package / "__init__.py").write_text(f"import numpy.linalg._umath_linalg\n{text}")
     (package / "fast.so").touch()
     ended = command.run(
-        "bench", "--model", "mynets:build", "--kwargs", '{"width": 4}', "--isolation", "docker",
-        "--mount", "width.txt", "-s", "load_assign", "--out", "run",
+        "bench", "--model", "mynets:build", "--set", 'kwargs={"width": 4}', "--isolation", "docker",
+        "--set", "mounts=width.txt", "-s", "load_assign", "--out", "run",
         PYTHONPATH=f"{ROOT / 'harness'}:{package.parent}",
     )  # fmt: skip
     assert ended.code == 0, ended.err
@@ -130,7 +130,7 @@ def training_checkpoint(folder: Path) -> Path:
     return path
 
 
-LINEAR = ("--model", "torch.nn:Linear", "--kwargs", '{"in_features": 4, "out_features": 4}')
+LINEAR = ("--model", "torch.nn:Linear", "--set", 'kwargs={"in_features": 4, "out_features": 4}')
 
 
 @pytest.mark.slow
@@ -145,15 +145,15 @@ def test_a_training_checkpoint_is_measured_with_the_options_that_the_errors_prop
     assert "select the weights: --key model" in " ".join(refused.err.split())
     refused = command.run(*bench, "--key", "model")
     assert refused.code == 2
-    assert "--strip-prefix module." in " ".join(refused.err.split())
-    ended = command.run(*bench, "--key", "model", "--strip-prefix", "module.")
+    assert "--set strip_prefix=module." in " ".join(refused.err.split())
+    ended = command.run(*bench, "--key", "model", "--set", "strip_prefix=module.")
     assert ended.code == 0, ended.err
     assert outcomes(command.folder / "run") == ["ok", "ok"]
-    ended = command.run("predict", *options, "--key", "model", "--strip-prefix", "module.")
+    ended = command.run("predict", *options, "--key", "model", "--set", "strip_prefix=module.")
     assert ended.code == 0, ended.err
     ended = command.run("predict", "--check", "run", "--trust")
     assert ended.code == 0, ended.err
-    ended = command.run("recommend", "train.pt", "--key", "model", "--strip-prefix", "module.")
+    ended = command.run("recommend", "train.pt", "--key", "model", "--set", "strip_prefix=module.")
     assert ended.code == 0, ended.err
     assert "weighin convert" not in ended.out  # the code takes the part itself
     assert "strip_prefix='module.'" in ended.out
@@ -196,7 +196,7 @@ def test_strategies_with_a_key_load_the_training_checkpoint_itself(command: Comm
     }
     (command.folder / "suite.yaml").write_text(json.dumps(suite))
     ended = command.run(
-        "bench", "--suite", "suite.yaml", "--kwargs", arguments, "--checkpoint", "train.pt",
+        "bench", "--suite", "suite.yaml", "--set", f"kwargs={arguments}", "--checkpoint", "train.pt",
         "--key", "model", "--out", "run", patience_s=300,
     )  # fmt: skip
     assert ended.code == 0, ended.err

@@ -35,7 +35,7 @@ def pause(command: CommandLine, out: str) -> Iterator[Started]:
     """Start a run whose cell has a slow disk and waits."""
     (command.folder / "pausing.py").write_text(PAUSING)
     started = command.start(
-        *("bench", "gpt2-tiny", "--disk-latency", "20ms", "--isolation", "process"),
+        *("bench", "gpt2-tiny", "--set", "disk_latency=20ms", "--isolation", "process"),
         *("--strategies", "./pausing.py", "--out", out),
     )
     try:
@@ -120,8 +120,8 @@ def test_doctor_unmounts_what_a_killed_run_left(command: CommandLine) -> None:
 @pytest.mark.slow
 def test_a_run_on_two_disks_is_recorded_with_its_storage(command: CommandLine) -> None:
     ended = command.run(
-        *("bench", "gpt2-tiny", "--disk", "20MB/s", "--disk-latency", "4ms,none"),
-        *("--storage", "slow storage", "--strategies", "streaming", "--isolation", "process"),
+        *("bench", "gpt2-tiny", "--disk", "20MB/s", "--set", "disk_latency=4ms,none"),
+        *("--set", "storage=slow storage", "--strategies", "streaming", "--isolation", "process"),
         *("--out", "run"),
     )
     assert (ended.code, ended.left) == (0, []), ended.err
@@ -141,7 +141,7 @@ def test_a_machine_that_cannot_be_slow_says_why(command: CommandLine) -> None:
     (command.folder / "sitecustomize.py").write_text(without)
     path = f"{command.folder}{os.pathsep}{command.environment['PYTHONPATH']}"
     ended = command.run(
-        *("bench", "gpt2-tiny", "--disk-latency", "5ms", "-s", "baseline"),
+        *("bench", "gpt2-tiny", "--set", "disk_latency=5ms", "-s", "baseline"),
         *("--isolation", "process", "--out", "run"),
         PYTHONPATH=path,
     )

@@ -91,7 +91,7 @@ def test_a_server_that_does_not_end_is_killed_after_the_grace(
 ) -> None:
     ended = weighin.run(
         "run", "--no-stacks", "--isolation", "process", "--out", "r", "--ready", "^ready",
-        "--grace", "0.3", "--", *server(port, end="stubborn"),
+        "--set", "grace_s=0.3", "--", *server(port, end="stubborn"),
     )  # fmt: skip
     assert (ended.code, ended.left) == (0, [])
     found = record(weighin.folder / "r")

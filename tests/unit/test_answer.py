@@ -353,5 +353,5 @@ def test_the_conversion_of_a_folder_is_with_the_class_the_trust_and_the_adapter_
     resaved = replace(found.candidates[0], format="per_param", asks=("saved as per_param",))
     asked = replace(found, candidates=(resaved,))
     command = next(note for note in asked.notes if "weighin convert" in note)
-    chosen = f"--keys model --class BertModel --trust-remote-code --adapter {tmp_path / 'lora'}"
+    chosen = f"--keys model --set model_class=BertModel --trust-remote-code --adapter {tmp_path / 'lora'}"
     assert command.endswith(chosen)

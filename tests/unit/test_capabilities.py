@@ -15,7 +15,7 @@ from weighin.probes.cgroup import PeakMark
 
 KILLS = Capability("kills for lack of memory", "good", "exact: oom_kill in memory.events.local")
 REFAULTS = Capability("refaults", "good", "exact: workingset_refault_file in memory.stat")
-SOFT = Capability("soft limit (--ram-high)", "good", "memory.high, with --isolation cgroup")
+SOFT = Capability("soft limit (ram_high)", "good", "memory.high, with --isolation cgroup")
 
 
 def findings(folder: Path, kernel: str) -> list[Capability]:
@@ -28,7 +28,7 @@ def test_version_1(tmp_path: Path) -> None:
         Capability("cgroup peak", "good", exact),
         Capability("kills for lack of memory", "good", "exact: oom_kill in memory.oom_control"),
         REFAULTS,
-        Capability("soft limit (--ram-high)", "poor", "cgroup v1 has no memory.high"),
+        Capability("soft limit (ram_high)", "poor", "cgroup v1 has no memory.high"),
     ]
 
 

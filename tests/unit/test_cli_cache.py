@@ -10,7 +10,7 @@ from test_cli_help import shown
 
 from weighin.checkpoint import cache
 from weighin.cli import app
-from weighin.cli import cache as verbs
+from weighin.cli import checkpoints as verbs
 from weighin.errors import HarnessError
 
 

@@ -25,7 +25,7 @@ def test_each_line_says_yes_partly_or_no() -> None:
         " isolation docker                    no       no Docker engine answers at unix:///var/run/docker.sock. start",
         "                                              one",
         " isolation cgroup enforces a limit   yes      a probe was killed, cgroup peak 384.000 MiB",
-        " soft limit (--ram-high)             partly   cgroup v1 has no memory.high",
+        " soft limit (ram_high)               partly   cgroup v1 has no memory.high",
         "",
     ]
 

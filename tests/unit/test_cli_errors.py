@@ -64,66 +64,6 @@ def test_an_error_is_two_lines_and_an_exit_code(
     assert run() == (code, text)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("gpt2-xl", "--model", "b"), "two models are given in place of one: 'gpt2-xl' and 'b'\ngive one of the two models, or list both models in a suite file: --suite FILE"),
-        (
-            ("--kwargs", "{width: 64}"),
-            "--kwargs is not JSON: Expecting property name enclosed in double quotes:"
-            " line 1 column 2 (char 1)\nwrite --kwargs '{\"width\": 64}'",
-        ),
-        (("--kwargs", "[1]"), "--kwargs is not a JSON object\nwrite --kwargs '{\"width\": 64}'"),
-        (("--ram", "8GB"), "--ram: '8GB' is ambiguous: GB is 1000-based for some tools and 1024-based for others\nwrite 8GiB (1024-based), or the number of bytes"),
-        (("--device", "gpu"), "--device: 'gpu' is not a device\nwrite cpu, cuda or cuda:1"),
-        (("--timeout", "0"), "--timeout: input should be greater than 0, got 0.0"),
-        (("--suite", "gone.yaml"), "cannot read gone.yaml: No such file or directory"),
-        (("--resume", "gone"), "gone contains no plan.json, so it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
-    ],
-)  # fmt: skip
-def test_options_that_cannot_be_used(
-    run: Callable[..., tuple[object, str]], arguments: tuple[str, ...], text: str
-) -> None:
-    assert run("bench", *arguments) == (2, f"error: {text}\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (
-            ("gpt2-xl", "--suite", "x.yaml", "--ram", "8g", "-s", "baseline"),
-            "a suite sets all models and limits: MODEL, --ram, --strategies would be ignored\nwrite"
-            " these settings into the suite file, or leave --suite out",
-        ),
-        (
-            ("--resume", "run", "--repeats", "3", "--suite", "x.yaml"),
-            "a resumed run keeps its settings: --repeats, --suite would be ignored\n"
-            "leave these options out, or start a new run without --resume",
-        ),
-    ],
-)
-def test_options_that_would_be_ignored_are_refused(
-    run: Callable[..., tuple[object, str]], arguments: tuple[str, ...], text: str
-) -> None:
-    assert run("bench", *arguments) == (2, f"error: {text}\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("--within", "x"), "--within: cannot read 'x' as a share\nwrite a percentage, such as --within 1%"),
-        (("--within", "0%"), "--within 0% is not between 0% and 10%\nwrite a percentage in this range, such as --within 1%"),
-        (("--within", "30%"), "--within 30% is not between 0% and 10%\nwrite a percentage in this range, such as --within 1%"),
-        (("--resume", "gone"), "gone contains no plan.json, so it is not the folder of a run\nname the folder that weighin bench printed at its end, such as results/RUN"),
-        (("--resume", "run", "gpt2-xl", "--within", "2%"), "a resumed run keeps its settings: MODEL, --within would be ignored\nleave these options out, or start a new run without --resume"),
-    ],
-)  # fmt: skip
-def test_options_of_a_floor_that_cannot_be_used(
-    run: Callable[..., tuple[object, str]], arguments: tuple[str, ...], text: str
-) -> None:
-    assert run("floor", *arguments) == (2, f"error: {text}\n")
-
-
 def test_a_floor_needs_an_isolation_that_can_enforce_a_limit(
     run: Callable[..., tuple[object, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

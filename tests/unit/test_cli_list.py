@@ -41,7 +41,7 @@ def test_an_entry_has_its_facts_below_it() -> None:
     facts = [line.strip() for line in text.splitlines()]
     assert "reads pt; loads to cpu, cuda" in facts
     assert "needs runai-model-streamer" in facts
-    assert "strategies for saves (--operation save)" in text
+    assert "strategies for saves (--set operation=save)" in text
 
 
 def test_a_model_of_transformers_shows_its_class_and_dtype() -> None:

@@ -10,6 +10,7 @@ from test_cli_help import VERBS
 
 from pages.manual import manual
 from weighin import errors
+from weighin.cli._verb import Verb, summary
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "weighin.1"
@@ -21,10 +22,11 @@ def test_the_committed_page_is_that_of_these_verbs() -> None:
 
 def test_every_verb_example_and_exit_code_is_in_it() -> None:
     text = manual().replace("\\-", "-")
-    for verb, (summary, examples) in VERBS.items():
-        assert f'.SS "weighin {" ".join(verb)} ' in text
-        assert f"\n{summary}\n" in text
-        assert all(f"\n{example}\n" in text for example in examples)
+    for words, verb in VERBS.items():
+        assert isinstance(verb, Verb)
+        assert f'.SS "weighin {" ".join(words)} ' in text
+        assert f"\n{summary(verb)}\n" in text
+        assert all(f"\n{example}\n" in text for example in verb.examples.values())
     assert all(f"\\fB{code}\\fR\n" in text for code in errors.MEANINGS)
 
 

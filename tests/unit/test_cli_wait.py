@@ -72,7 +72,7 @@ def test_with_wait_it_starts_when_the_first_has_ended(
     thread = threading.Thread(target=first)
     thread.start()
     is_held.wait(30)
-    result = typed(verb, "--wait")
+    result = typed(verb, "--set", "wait=true")
     thread.join(30)
     assert isinstance(result.exception, LockIsFree)
     line = f"waiting for another run on this machine to end (it holds the lock {tmp_path / 'lock'})"
@@ -84,5 +84,5 @@ def test_a_run_that_is_resumed_can_wait_too() -> None:
     with runner.only_run():
         result = CliRunner().invoke(app.app, ["bench", "--resume", "run"])
     assert isinstance(result.exception, HarnessError)
-    result = CliRunner().invoke(app.app, ["bench", "--resume", "run", "--wait"])
+    result = CliRunner().invoke(app.app, ["bench", "--resume", "run", "--set", "wait=true"])
     assert isinstance(result.exception, LockIsFree)

@@ -12,7 +12,7 @@ from weighin.records import run_folder
 from weighin.records.run_folder import parse_shard
 from weighin.settings.definition import COMMANDS, MODELS, Settings, read_suite
 
-KEYS = "known keys: commands, ram, isolation, image, repeats, timeout_s, stacks, description"
+KEYS = f"known keys: {', '.join(Settings.keys(COMMANDS))}"
 KEYS_OF_A_COMMAND = "known keys: name, command, cold, marks, environment"
 TWO = """
 commands:
@@ -77,7 +77,10 @@ def test_a_command_is_a_list_or_a_line_that_is_split_as_a_shell_does(tmp_path: P
             "commands: {name: a, command: x}\nram: 8",
             "ram: 8B is less than any program needs\ndid you mean 8g?",
         ),
-        ("commands: {name: a, command: x}\ndtype: float32", f"dtype: unknown key\n{KEYS}"),
+        (
+            "commands: {name: a, command: x}\ndtype: float32",
+            f"dtype: it has no effect on commands\n{KEYS}",
+        ),
     ],
 )
 def test_a_wrong_suite_of_commands(tmp_path: Path, text: str, expected: str) -> None:

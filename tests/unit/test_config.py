@@ -11,6 +11,8 @@ from weighin.settings.definition import (
     COMMANDS,
     DEFAULT_SAVING,
     DEFAULT_STRATEGIES,
+    MODELS,
+    Settings,
     check_suite,
     read_model,
     read_suite,
@@ -19,7 +21,7 @@ from weighin.suite.registry import data_folder, model
 from weighin.units import GIB, MIB
 
 CONFIGS = data_folder("configs")
-SUITE_KEYS = "known keys: models, operation, strategies, ram, vram, ram_high, device, isolation, dtype, cache, format, uses, passes, ranks, disk, disk_latency, repeats, environment, timeout_s, steady, description"
+SUITE_KEYS = f"known keys: {', '.join(Settings.keys(MODELS))}"
 MODEL_KEYS = "known keys: name, builder, kwargs, description"
 SIZE_HINT = "write a size such as 8GiB, 8g, 6500m or 4096"
 

@@ -153,7 +153,7 @@ def test_a_limit_loses_no_byte_on_its_way_through_a_fraction(
 
 def test_a_limit_above_the_device_is_refused(allocator: Allocator) -> None:
     allocator.total_bytes = 4 * GIB
-    with pytest.raises(ValueError, match=r"^--vram 8GiB is more than cuda:1 has \(4.000 GiB\)$"):
+    with pytest.raises(ValueError, match=r"^vram=8GiB is more than cuda:1 has \(4.000 GiB\)$"):
         CudaMemory(DEVICE, 8 * GIB)
 
 

@@ -254,7 +254,7 @@ def test_paths_that_cannot_be_mounted(tmp_path: Path) -> None:
     cell, isolation = Cell.of_command("x", ("x",), "docker"), DockerIsolation("some:image")
     with pytest.raises(ConfigError, match="the current folder / cannot be mounted"):
         isolation.start(cell, cell.command, "/", Streams())
-    with pytest.raises(ConfigError, match=f"--mount {tmp_path}/no: there is no such file"):
+    with pytest.raises(ConfigError, match=f"mounts: {tmp_path}/no: there is no such file"):
         isolation.start(cell, cell.command, str(tmp_path), Streams(), [f"{tmp_path}/no"])
 
 

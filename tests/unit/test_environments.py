@@ -7,7 +7,6 @@ import pytest
 from factories import make_cell, planned
 
 from weighin.cell import Cell, ModelSpec, decode_job, encode_job
-from weighin.cli import _arguments
 from weighin.errors import ConfigError
 from weighin.plan.loads import _check_preloaded, plan_cell
 from weighin.predict.client import predict
@@ -65,18 +64,8 @@ def test_a_suite_lists_one_environment_or_several(given: Any, read: list[dict[st
     ],
 )
 def test_a_wrong_environment(given: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--env: {message}"):
+    with pytest.raises(ConfigError, match=f"^--set environment: {message}"):
         check_suite({"models": "gpt2-small", "environment": given})
-
-
-def test_the_command_line_sets_variables() -> None:
-    assert _arguments.environment(["A=1", "B=x=y", "C="]) == {"A": "1", "B": "x=y", "C": ""}
-
-
-@pytest.mark.parametrize("text", ["A", "=1", ""])
-def test_a_variable_without_a_value_or_a_name_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--env: .* sets nothing"):
-        _arguments.environment([text])
 
 
 def test_each_environment_is_measured_with_each_strategy() -> None:

@@ -402,7 +402,7 @@ def test_times_of_cells_that_ran_at_once_are_not_judged(where: str) -> None:
     at_once = replace(was, environment=was.environment | {CONCURRENT: 2})
     before, after = ([at_once], [now]) if where == "was" else ([was], [at_once])
     judgement = judged(before, after)
-    assert judgement.notes == ("times are not judged: several cells ran at once (--jobs)",)
+    assert judgement.notes == ("times are not judged: several cells ran at once (jobs)",)
     assert "ready" not in verdicts(judgement)
 
 

@@ -8,7 +8,7 @@ from factories import make_cell, make_result
 from test_cli_help import shown
 
 from weighin import errors
-from weighin.cli._measuring import broken, exit_code_of
+from weighin.cli.measure import broken, exit_code_of
 from weighin.result import Outcome
 from weighin.units import GIB
 

@@ -9,7 +9,7 @@ from fakes import PlayedIsolation
 from ran_commands import make_command, settings_of
 from test_floor import CELL, above, lived, search
 
-from weighin.cli._arguments import share
+from weighin.cli.measure import share
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import cgroup
 from weighin.plan import start as plans

@@ -94,10 +94,10 @@ def test_a_variant_is_loaded_inspected_and_converted(
         "model.fp16.safetensors" if shard == "1GB" else "model.safetensors.index.fp16.json"
     )
     assert (variant_of(checkpoint), folder_of(checkpoint)) == ("fp16", folder)
-    _, err = say("convert", folder, tmp_path / "made.safetensors", "--variant", "fp16")
+    _, err = say("convert", folder, tmp_path / "made.safetensors", "--set", "variant=fp16")
     made = load_file(tmp_path / "made.safetensors")
     assert all(torch.equal(made[name], one) for name, one in wanted.state_dict().items()), err
-    out, _ = say("inspect", folder, "--variant", "fp16")
+    out, _ = say("inspect", folder, "--set", "variant=fp16")
     assert "float16" in out
     assert "float32" not in out
 
@@ -108,9 +108,9 @@ def test_a_variant_that_a_folder_lacks_is_refused(tmp_path: Path, say: Say) -> N
         load_pretrained(tmp_path / "model", variant="bf16")
     assert str(caught.value) == (
         f"{tmp_path / 'model'}: has no weights of the variant 'bf16', only model.safetensors\n"
-        "leave --variant out"
+        "leave variant out"
     )
-    for options in (("--variant", "fp16"), ("--class", "BertModel")):
+    for options in (("--set", "variant=fp16"), ("--set", "model_class=BertModel")):
         _, err = say("predict", "gpt2-tiny", *options)
         assert "gpt2-tiny is no Hugging Face folder of transformers, so --" in err
 
@@ -192,7 +192,7 @@ def test_a_class_is_loaded_as_its_from_pretrained_loads_it(
     spec = registry.model(str(folder), choice=FolderChoice(model_class=asked))
     assert spec.kwargs["architecture"] == type(wanted).__name__
     target = tmp_path / "made.safetensors"
-    say("convert", folder, target, "--keys", "model", "--class", asked, "--verify")
+    say("convert", folder, target, "--keys", "model", "--set", f"model_class={asked}", "--verify")
     assert load_file(target).keys() <= wanted.state_dict().keys()
 
 
@@ -241,7 +241,10 @@ def test_a_folder_whose_class_nothing_names_asks_for_it(tmp_path: Path) -> None:
     change(folder, lambda c: (c.pop("architectures"), c.update(model_type="visual_bert_mine")))
     with pytest.raises(ConfigError) as caught:
         load_pretrained(folder)
-    assert "name the class: --class CLASS (in Python: model_class='CLASS')" in caught.value.repair
+    assert (
+        "name the class: --set model_class=CLASS (in Python: model_class='CLASS')"
+        in caught.value.repair
+    )
     assert_equal(
         load_pretrained(folder, model_class="BertModel"), auto("BertModel").from_pretrained(folder)
     )
@@ -329,7 +332,7 @@ def test_a_revision_of_a_model_in_the_cache(
         assert spec.name == "owner/name"
         assert checkpoint == hub / "snapshots" / (commit * 40) / "model.safetensors"
     target = hub.parent / "made.safetensors"
-    say("convert", hub, target, "--revision", revision or "main")
+    say("convert", hub, target, "--set", f"revision={revision or 'main'}")
     assert all(torch.equal(load_file(target)[key], one) for key, one in wanted.state_dict().items())
 
 
@@ -351,8 +354,8 @@ def test_a_snapshot_with_only_a_tag_names_the_tag(hub: Path, say: Say) -> None:
     )
     assert "hf download owner/name" in caught.value.repair
     _, err = say("inspect", "owner/name")
-    assert "--revision refs/pr/1" in err
-    out, _ = say("inspect", "owner/name", "--revision", "v1.0")
+    assert "--set revision=refs/pr/1" in err
+    out, _ = say("inspect", "owner/name", "--set", "revision=v1.0")
     assert "model.safetensors" in out
 
 
@@ -391,13 +394,15 @@ def test_a_model_without_an_owner_is_found_in_the_cache(hub: Path, say: Say) -> 
     wanted = auto("BertModel").from_pretrained(entry / "snapshots" / ("b" * 40))
     assert_equal(load_pretrained("bert"), wanted)
     assert registry.model("bert").name == "bert"
-    assert "lacks the revision v3" in say("inspect", "bert", "--revision", "v3")[1]
+    assert "lacks the revision v3" in say("inspect", "bert", "--set", "revision=v3")[1]
     assert "no model is called 'bertha'" in say("inspect", "bertha")[1]
 
 
 def test_a_revision_of_a_plain_folder_is_refused(tmp_path: Path) -> None:
     bert().save_pretrained(tmp_path / "model")
-    with pytest.raises(HarnessError, match="not a model in the cache of the Hub, so --revision v1"):
+    with pytest.raises(
+        HarnessError, match="not a model in the cache of the Hub, so the revision v1"
+    ):
         load_pretrained(tmp_path / "model", revision="v1")
 
 

@@ -87,6 +87,5 @@ def test_a_gpu_beyond_the_last(answer: Answer, count: int, found: str, repair: s
 def test_a_limit_beyond_the_gpu(answer: Answer) -> None:
     answer(gpus(GIB, 2 * GIB))
     assert complaint("cuda", [None, 2 * GIB]) == (
-        "--vram 2GiB is more than Example has (1.000 GiB)\n"
-        "give a smaller limit, or leave out --vram"
+        "vram=2GiB is more than Example has (1.000 GiB)\ngive a smaller limit, or leave out vram"
     )

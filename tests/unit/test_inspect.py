@@ -195,7 +195,7 @@ def test_the_checkpoint_that_weighin_would_generate_is_inspected(
     (tmp_path / "nets.py").write_text(
         "import torch\n\n\ndef build(width):\n    return torch.nn.Linear(width, 2)\n"
     )
-    output = run("--model", "nets.py:build", "--kwargs", '{"width": 3}')
+    output = run("--model", "nets.py:build", "--set", 'kwargs={"width": 3}')
     assert "nets:build(width=3): format pt, 2 tensors, 8 elements" in output
 
 
@@ -214,8 +214,8 @@ def test_the_checkpoint_that_weighin_would_generate_is_inspected(
             "to load gpt2-tiny with your own weights: --model gpt2-tiny --checkpoint m.pt",
         ),
         (
-            ["m.pt", "--kwargs", '{"a": 1}'],
-            "m.pt takes no arguments, so --kwargs would be ignored\nleave --kwargs out",
+            ["m.pt", "--set", 'kwargs={"a": 1}'],
+            "m.pt takes no arguments, so kwargs would be ignored\nleave kwargs out",
         ),
     ],
 )

@@ -17,7 +17,6 @@ from click.testing import CliRunner
 from nightly import nightly
 from safetensors.torch import save_file
 
-from weighin.cli import _arguments
 from weighin.cli import recommend as verb
 from weighin.cli.app import app
 from weighin.formats.pretrained_folder import CONFIG
@@ -77,7 +76,7 @@ def _of(one: Planned) -> Prediction:
 def advices(*words: str) -> Iterator[tuple[str, Advice]]:
     """Yield the answer to ``weighin recommend WORDS`` in which each strategy in turn is the best."""
     context = verb.recommend.make_context("recommend", [*words], **app.context_settings)
-    question = verb._question(_arguments.read(context))
+    question = verb.question_of(context)
     known = gather(question, lambda _: None)
     for planned, prediction in zip(known.planned, known.predictions, strict=True):
         one = replace(known, planned=(planned,), predictions=(prediction,))
@@ -129,14 +128,14 @@ def _prefixed(prefix: str, kind: type[Net] = Net) -> State:
 
 FILES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "weights.pt": (_state, ()),
-    "wrapped.pt": (lambda: _prefixed("module."), ("--strip-prefix", "module.")),
+    "wrapped.pt": (lambda: _prefixed("module."), ("--set", "strip_prefix=module.")),
     "prefixed.pt": (lambda: _prefixed("model."), ("--key", "model")),
     "train.pt": (lambda: {"model": _state(), "epoch": 3}, ("--key", "model")),
     "nested.pt": (lambda: {"state": {"model": _state()}}, ("--key", "state.model")),
     "dotted.pt": (lambda: {"state.model": _state()}, ("--key", "state.model")),
     "both.pt": (
         lambda: {"model": _prefixed("module."), "epoch": 3},
-        ("--key", "model", "--strip-prefix", "module."),
+        ("--key", "model", "--set", "strip_prefix=module."),
     ),
     "class.pt": (
         lambda: {"model": _state(), "args": Namespace(lr=0.1)},
@@ -145,7 +144,7 @@ FILES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "weights.safetensors": (lambda: _state(Untied), ()),
     "wrapped.safetensors": (
         lambda: _prefixed("module.", Untied),
-        ("--strip-prefix", "module."),
+        ("--set", "strip_prefix=module."),
     ),
     "prefixed.safetensors": (lambda: _prefixed("model.", Untied), ("--key", "model")),
 }
@@ -222,23 +221,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _reference(made: Path, chosen: dict[str, str], dtype: str) -> torch.nn.Module:
-    kind = getattr(transformers, chosen.get("--class", "LlamaForCausalLM"))
-    more = {"variant": chosen["--variant"]} if "--variant" in chosen else {}
+    kind = getattr(transformers, chosen.get("model_class", "LlamaForCausalLM"))
+    more = {"variant": chosen["variant"]} if "variant" in chosen else {}
     model: torch.nn.Module = kind.from_pretrained(
         made / "base", dtype=getattr(torch, dtype), **more
     )
-    if "--adapter" in chosen:
-        model = peft.PeftModel.from_pretrained(model, chosen["--adapter"]).merge_and_unload()
+    if "adapter" in chosen:
+        model = peft.PeftModel.from_pretrained(model, chosen["adapter"]).merge_and_unload()
     return model
 
 
 CHOICES = [
     dict(pair for pair in pairs if pair)
     for pairs in product(
-        (None, ("--variant", "fp16")), (None, ("--class", "LlamaModel")), (None, ("--adapter", ""))
+        (None, ("variant", "fp16")), (None, ("model_class", "LlamaModel")), (None, ("adapter", ""))
     )
 ]
-CHOSEN = [one for one in CHOICES if not {"--class", "--adapter"} <= one.keys()]
+CHOSEN = [one for one in CHOICES if not {"model_class", "adapter"} <= one.keys()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -249,7 +248,7 @@ def test_the_code_for_a_folder_loads_what_was_chosen(
     monkeypatch.chdir(tmp_path)
     chosen = {key: value or str(made / "adapter") for key, value in choice.items()}
     wanted = _reference(made, chosen, dtype)
-    words = [word for pair in chosen.items() for word in pair]
+    words = [word for key, value in chosen.items() for word in ("--set", f"{key}={value}")]
 
     def build() -> torch.nn.Module:
         kind: Any = type(wanted)
@@ -258,13 +257,13 @@ def test_the_code_for_a_folder_loads_what_was_chosen(
 
     tried = set()
     for strategy, advice in advices(str(made / "base"), *words, "--dtype", dtype):
-        if "--class" in chosen and not registry.strategy(strategy).maps_keys:
+        if "model_class" in chosen and not registry.strategy(strategy).maps_keys:
             continue  # cannot load the names of another class, which the real prediction says
         assert_equal(loaded(advice, build), wanted)
         tried.add(strategy)
-    by_library = {"peft_merge"} if "--adapter" in chosen else {"transformers"}
+    by_library = {"peft_merge"} if "adapter" in chosen else {"transformers"}
     assert tried >= OWN | by_library
-    assert "--adapter" in chosen or "--class" in chosen or len(tried) > 10
+    assert "adapter" in chosen or "model_class" in chosen or len(tried) > 10
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -325,7 +324,7 @@ def test_the_code_for_a_revision_loads_that_revision(
     for revision, commit, seed in (("main", "0123", 1), ("old", "4567", 5)):
         _llama(seed).save_pretrained(entry / "snapshots" / commit)
         (entry / "refs" / revision).write_text(commit)
-    words = ("Some/Model", "--revision", "old")
+    words = ("Some/Model", "--set", "revision=old")
     tried = set()
     for strategy, advice in advices(*words):
         if strategy in ("streaming", "transformers"):
@@ -373,10 +372,10 @@ def test_the_code_for_a_gguf_file_beside_another_loads_this_file(
 def test_every_choice_of_recommend_is_one_of_these_tests() -> None:
     """A new option that chooses what is loaded needs a case here."""
     names = {one.name for one in verb.recommend.params}
-    limits = {"ram", "vram", "ranks", "disk", "disk_latency", "use", "allow", "results", "every"}
+    limits = {"ram", "vram", "ranks", "disk", "disk_latency", "uses", "allow", "results", "every"}
     limits |= {"json_file", "help"}
     assert names - limits == {
-        "model", "model_option", "kwargs", "checkpoint", "key", "strip_prefix", "variant", "model_class",
-        "revision", "adapter", "trust_remote_code", "device", "dtype",
+        "model", "models", "assigned", "checkpoint", "key", "adapter", "trust_remote_code", "device",
+        "dtype",
     }  # fmt: skip
     assert registry.strategies()

@@ -15,10 +15,16 @@ from weighin.settings.yaml_file import read_mapping
 TYPED = {
     ("run", "--ready-url", "http://[::1", "--", "true"): "is not an HTTP address",
     ("run", "--ready-url", "http://a:b", "--", "true"): "is not an HTTP address",
-    ("run", "--timeout", "nan", "--", "true"): "nan is not a number of seconds",
-    ("run", "--timeout", "-1", "--", "true"): "-1.0 is not in the range",
-    ("run", "--grace", "-1", "--", "true"): "-1.0 is not in the range",
-    ("bench", "gpt2-tiny", "--timeout", "inf"): "inf is not in the range",
+    ("run", "--timeout", "nan", "--", "true"): "input should be a finite number, got 'nan'",
+    (
+        "run",
+        "--timeout",
+        "-1",
+        "--",
+        "true",
+    ): "input should be greater than or equal to 0, got '-1'",
+    ("run", "--set", "grace_s=-1", "--", "true"): "input should be greater than or equal to 0",
+    ("bench", "gpt2-tiny", "--timeout", "inf"): "input should be a finite number, got 'inf'",
     ("bench", "gpt2-tiny", "-s", "./deep.py"): "deep.py is not Python: ",
     (
         "bench",

@@ -40,7 +40,7 @@ def test_two_caches_share_one_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert caught.value.exit_code == 4
     assert str(caught.value) == (
         f"another run is measuring on this machine (it holds the lock {path})\nwait for its"
-        " end: weighin bench --wait; parallel runs would distort each other's figures"
+        " end: weighin bench --set wait=true; parallel runs would distort each other's figures"
     )
     first.communicate("\n")
     with runner.only_run():

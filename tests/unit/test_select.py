@@ -240,8 +240,8 @@ def test_a_soft_limit_that_cannot_be_set_is_refused(
     with pytest.raises(IsolationUnavailable) as caught:
         select.check_soft_limit(KINDS[name]())
     assert str(caught.value) == (
-        f"a soft limit (--ram-high) needs --isolation cgroup on cgroup v2, but this run has {here}\n"
-        "leave out --ram-high, or use a machine with cgroup v2 and --isolation cgroup"
+        f"a soft limit (ram_high) needs --isolation cgroup on cgroup v2, but this run has {here}\n"
+        "leave out ram_high, or use a machine with cgroup v2 and --isolation cgroup"
     )
 
 

@@ -117,7 +117,7 @@ def test_an_error_about_flat_names_proposes_what_would_fit(tmp_path: Path) -> No
     wrapped = {f"module._orig_mod.{name}": one for name, one in model.state_dict().items()}
     path = saved(tmp_path / "c.pt", wrapped)
     repair = (
-        "all names begin with 'module._orig_mod.': --strip-prefix module._orig_mod.;"
+        "all names begin with 'module._orig_mod.': --set strip_prefix=module._orig_mod.;"
         " in load_streaming: strip_prefix='module._orig_mod.'; in a suite: strip_prefix: module._orig_mod."
     )
     assert complaint(lambda: load_streaming(nn.Linear(3, 2), path)).repair == repair

@@ -27,8 +27,8 @@ def test_a_text_that_is_no_shard(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_shard(text)
     assert str(caught.value) == (
-        f"--shard: cannot read {text!r}\n"
-        "write the shard's number, from 1, and the number of shards: --shard 2/8"
+        f"cannot read {text!r} as a shard\n"
+        "write the shard's number, from 1, and the number of shards: 2/8"
     )
 
 
@@ -59,6 +59,6 @@ def test_more_shards_than_cells_are_an_error(
     with pytest.raises(ConfigError) as caught:
         started("4/4")
     assert str(caught.value) == (
-        "--shard 4/4: the plan has only 3 cells\ndivide the plan into 3 shards at most"
+        "shard 4/4: the plan has only 3 cells\ndivide the plan into 3 shards at most"
     )
     assert not Path("run").exists()

@@ -204,7 +204,7 @@ def test_a_strategy_that_selects_other_weights_than_the_run_starts_nothing(here:
     alone = [{"name": "baseline", "options": {"key": "model"}}]
     assert complaint(lambda: started(strategies=alone)).startswith(
         "strategy baseline has the options --key=model, but the run has neither --key nor"
-        " --strip-prefix\n"
+        " strip_prefix\n"
     )
     assert complaint(lambda: training("model", format="safetensors")) == (
         "streaming with the option --key=model reads your checkpoint itself, whose format is pt, not"
@@ -251,7 +251,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
 @pytest.mark.parametrize(
     ("option", "why"),
     [
-        ({"vram": "8g"}, "--vram limits GPU memory"),
+        ({"vram": "8g"}, "vram limits GPU memory"),
     ],
 )
 def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:

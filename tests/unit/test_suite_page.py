@@ -115,8 +115,8 @@ def test_a_model_of_a_suite_selects_the_weights_in_its_checkpoint(here: Path) ->
         (
             f"{{{TRAINED}, key: model, strip_prefix: m.}}",
             Selection("ema"),
-            "the suite selects a part of the checkpoint with --key=model --strip-prefix=m., and the command line selects another part with --key=ema\n"
-            "leave --key and --strip-prefix out",
+            "the suite selects a part of the checkpoint with --key=model --set strip_prefix=m., and the command line selects another part with --key=ema\n"
+            "leave --key and strip_prefix out",
         ),
         (
             "{name: mine, builder: 'nets:build', key: model}",
@@ -133,8 +133,8 @@ def test_a_model_of_a_suite_selects_the_weights_in_its_checkpoint(here: Path) ->
         (
             "gpt2-tiny",
             Selection("ema"),
-            "--key and --strip-prefix select weights in your own checkpoint, but none is given\nadd"
-            " --checkpoint PATH, or leave --key and --strip-prefix out",
+            "--key and strip_prefix select weights in your own checkpoint, but none is given\nadd"
+            " --checkpoint PATH, or leave --key and strip_prefix out",
         ),
     ],
 )

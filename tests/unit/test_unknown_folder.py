@@ -61,7 +61,7 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
         (
             {"config.json": CONFIG, "model.fp16.safetensors": ""},
             "only fp16 variants of the weights: model.fp16.safetensors",
-            "name the variant: --variant fp16 (in Python: variant='fp16')",
+            "name the variant: --set variant=fp16 (in Python: variant='fp16')",
         ),
         (
             {
@@ -72,7 +72,7 @@ CONFIG = '{"architectures": ["LlamaForCausalLM"]}'
             },
             "only fp16 variants of the weights: model.fp16-00001-of-00002.safetensors,"
             " model.fp16-00002-of-00002.safetensors",
-            "name the variant: --variant fp16 (in Python: variant='fp16')",
+            "name the variant: --set variant=fp16 (in Python: variant='fp16')",
         ),
         (
             {"config.json": CONFIG, "model-00001-of-00002.safetensors": ""},
@@ -150,7 +150,7 @@ def test_the_variant_that_the_advice_names_makes_it_a_model(tmp_path: Path) -> N
     save_file({"a": torch.zeros(2)}, file)
     with pytest.raises(CheckpointError) as caught:
         registry.model(str(tmp_path))
-    assert caught.value.repair == "name the variant: --variant fp16 (in Python: variant='fp16')"
+    assert caught.value.repair == "name the variant: --set variant=fp16 (in Python: variant='fp16')"
     chosen = registry.model_and_checkpoint(str(tmp_path), choice=FolderChoice(variant="fp16"))
     assert chosen[1] == file
 

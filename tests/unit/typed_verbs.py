@@ -67,7 +67,7 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 EXAMINATION = doctor.Examination((
     Capability("isolation docker", "bad", "no Docker engine answers at unix:///var/run/docker.sock. start one"),
     Capability("isolation cgroup enforces a limit", "good", "a probe was killed, cgroup peak 384.000 MiB"),
-    Capability("soft limit (--ram-high)", "poor", "cgroup v1 has no memory.high"),
+    Capability("soft limit (ram_high)", "poor", "cgroup v1 has no memory.high"),
 ))  # fmt: skip
 
 

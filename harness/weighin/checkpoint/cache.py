@@ -120,7 +120,9 @@ def ensure(
         checkpoint = checkpoint.absolute()  # links stay: config.json is beside the link
         if in_place and library_of(model.builder) is None:
             in_place = formats.read(checkpoint).only_tensors
-        origin += [str(checkpoint), *selection.options]
+        origin.append(str(checkpoint))
+        origin += [f"--key={selection.key}"] if selection.key else []
+        origin += [f"--strip-prefix={selection.strip_prefix}"] if selection.strip_prefix else []
         for file in [*formats.files(checkpoint), *files_of_adapter(model)]:
             state = file.stat()
             origin += [file.name, state.st_size, state.st_mtime_ns]

@@ -1,286 +1,182 @@
-"""Options of the command line that several verbs share, with their help texts."""
+"""Options of the command line: those that are settings (``weighin.settings.definition`` defines them),
+and others that several verbs share.
 
-from collections.abc import Callable
-from math import isfinite
+A verb's settings come from four sources, of which a later one overrides the earlier ones: the verb's
+own defaults, ``[tool.weighin]`` in pyproject.toml, the suite, and the command line.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, get_origin
 
 import click
+from click.core import ParameterSource
 
-from weighin.units import LONGEST_S
+from weighin.cli import _console, _pyproject
+from weighin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from weighin.settings.definition import Option as Written
+    from weighin.settings.definition import Settings
 
 PATH = click.Path(path_type=Path)
+DEFAULT_MODEL: Final = "gpt2-small"
+_BESIDE_RESUME: Final = ("resume", "trust", "json_file", "check")
+_SET_BESIDE_RESUME: Final = ("address", "wait")
+_OF_COMMAND: Final = "command."
+NOT_MEASURED: Final = {
+    "ram": [None], "vram": [None], "ram_high": None, "disk": [None], "disk_latency": [None], "cache": "cold",
+    "operation": "load", "repeats": 1, "passes": 1, "steady": False, "jobs": 1,
+}  # fmt: skip
+"""Keys of a suite that no prediction, recommendation or search uses, with the values to take instead."""
+
+Decorator = Callable[[Any], Any]
 
 
-class _Seconds(click.FloatRange):
-    """A time-out, or another time that weighin waits."""
+class Option(click.Option):
+    """An option in one of the groups of a verb's help.
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        seconds = float(super().convert(value, param, ctx))
-        if not isfinite(seconds):
-            self.fail(f"{value} is not a number of seconds", param, ctx)
-        return seconds
+    ``key`` is the setting that it sets, or "command.KEY" for a key of a command; empty if none.
+    ``usual`` is the setting's default, which the help shows unless pyproject.toml has another one.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        group: str = "Options",
+        key: str = "",
+        usual: str = "",
+        **attributes: Any,
+    ) -> None:
+        super().__init__(*arguments, **attributes)
+        self.group = group
+        self.key = key
+        self._usual = usual
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        extra = super().get_help_extra(ctx)
+        shown = ctx.lookup_default(self.name or "") or self._usual
+        if self.key and shown:
+            extra["default"] = shown if isinstance(shown, str) else ",".join(shown)
+        return extra
 
 
-SECONDS = _Seconds(min=0, max=LONGEST_S)
+def option(*names: str, **attributes: Any) -> Decorator:
+    return click.option(*names, cls=Option, **attributes)
 
-Kind = Literal["models", "strategies", "suites"]
+
+def several(*options: Decorator) -> Decorator:
+    """Return a decorator that adds ``options`` to a click command, in the given order."""
+
+    def decorate(function: Any) -> Any:
+        for each in reversed(options):
+            function = each(function)
+        return function
+
+    return decorate
 
 
-def completed(kind: Kind) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+def settings(verb: str, **defaults: str) -> Decorator:
+    """Return a decorator that adds every setting which is an option of ``verb``, and ``--set``.
+
+    ``defaults`` are shown in place of the settings' own.
+    """
+    from weighin.settings.definition import (
+        WHAT,
+        Command,
+        Load,
+        Measure,
+        Model,
+        Strict,
+        SuiteCommand,
+        option_of,
+    )
+
+    parts: dict[type[Strict], str] = {
+        Measure: "",
+        Load: "",
+        Model: "",
+        Command: "",
+        SuiteCommand: _OF_COMMAND,
+    }
+    found = [
+        _as_option(start + name, field, written, defaults)
+        for part, start in parts.items()
+        for name, field in part.model_fields.items()
+        if (written := option_of(field)) and verb in written.verbs.split()
+    ]
+    others = option(
+        "--set",
+        "assigned",
+        multiple=True,
+        metavar="KEY=VALUE",
+        group=WHAT,
+        help="Set any other key of a suite: `weighin help suite` lists them. Repeatable.",
+    )
+    return several(*found, others)
+
+
+def _as_option(
+    key: str, field: "FieldInfo", written: "Written", defaults: Mapping[str, str]
+) -> Decorator:
+    from weighin.settings.definition import names_of
+
+    name = key.removeprefix(_OF_COMMAND)
+    is_flag = field.annotation is bool
+    repeatable = " Repeatable." if written.is_repeatable and name != "strategies" else ""
+    return option(
+        *names_of(name, written),
+        name,
+        key=key,
+        group=written.group,
+        default=None,
+        is_flag=is_flag,
+        multiple=written.is_repeatable,
+        metavar=None if is_flag else written.metavar,
+        shell_complete=_completed(name) if name in ("models", "strategies") else None,
+        usual=defaults.get(name) or _default(field),
+        help=f"{field.description}{repeatable}",
+    )
+
+
+def _default(field: "FieldInfo") -> str:
+    """Return what the help shows as a setting's default; empty if the text says it, or it is none."""
+    if field.default_factory or field.annotation is bool or field.is_required():
+        return ""
+    values = field.default if isinstance(field.default, list) else [field.default]
+    texts = [
+        "none" if value is None and isinstance(field.default, list) else str(value or "")
+        for value in values
+    ]
+    return ",".join(filter(None, texts)) if get_origin(field.annotation) is not dict else ""
+
+
+def _completed(kind: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
     """Return a function with which click completes the last name of a comma-separated list."""
 
-    def complete(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    def complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
         from weighin.suite import registry
 
-        if kind == "strategies":
-            known = [*registry.strategies(context.params.get("operation") or "load"), "all"]
-        else:
-            known = list(registry.models() if kind == "models" else registry.suites())
+        known = {
+            "strategies": lambda: [*registry.strategies(), "all"],
+            "models": registry.models,
+            "suites": registry.suites,
+        }[kind]()
         before, comma, last = incomplete.rpartition(",")
         return [before + comma + name for name in known if name.startswith(last)]
 
     return complete
 
 
-def several(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a decorator that adds ``options`` to a click command. The command's help lists them in
-    the given order.
-    """
-
-    def decorate(function: Any) -> Any:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-MODEL_HELP = (
-    "A name that `weighin list models` lists, the path of a Hugging Face folder or of a checkpoint"
-    " (weights.pt, model.safetensors, an index of shards, a folder), a builder, or from:CHECKPOINT."
-    " The text on --model explains builders and from:CHECKPOINT. ./NAME is always a path. Default:"
-    " gpt2-small."
+model = click.argument(
+    "model",
+    required=False,
+    shell_complete=_completed("models"),
+    help="The model, as --model. ./NAME is always a path. Default: gpt2-small.",
 )
-
-model_option = click.option(
-    "--model",
-    "model_option",
-    metavar="NAME",
-    shell_complete=completed("models"),
-    help="The model, in place of the argument MODEL. A builder is a function that returns the"
-    " model, given as package.module:callable or path/nets.py:callable (weighin also looks for"
-    " modules in the current folder and on PYTHONPATH). from:CHECKPOINT is a model without code:"
-    " weighin makes it from the names and shapes of the checkpoint's tensors. A checkpoint's path"
-    " alone means from:PATH, unless the checkpoint lies in a Hugging Face folder.",
-)
-kwargs = click.option(
-    "--kwargs",
-    metavar="JSON",
-    default="{}",
-    help="Arguments with which weighin calls the model's builder, as a JSON object.",
-)
-
-
-def checkpoint(help: str) -> Callable[[Any], Any]:  # noqa: A002 (click's word)
-    return click.option("--checkpoint", type=PATH, metavar="PATH", help=help)
-
-
-selection = several(
-    click.option(
-        "--key",
-        default="",
-        metavar="KEY",
-        help="The key under which a training checkpoint holds the model's weights (state dict),"
-        " beside other objects such as an optimizer. For example, --key model, or --key"
-        " state.model for a dict in a dict. Without --key, weighin takes the whole checkpoint as"
-        " the model's state dict.",
-    ),
-    click.option(
-        "--strip-prefix",
-        default="",
-        metavar="PREFIX",
-        help="A prefix that weighin removes from the tensor names in the checkpoint, because the"
-        " names in the model lack it. DistributedDataParallel adds the prefix `module.` to names,"
-        " and torch.compile adds `_orig_mod.`",
-    ),
-)
-model = several(
-    click.argument(
-        "model",
-        required=False,
-        shell_complete=completed("models"),
-        help=MODEL_HELP,
-    ),
-    model_option,
-    kwargs,
-)
-generated = checkpoint(
-    "The file or folder with your own weights. Default: random weights, which weighin generates"
-    " from --seed."
-)
-only_structure = checkpoint(
-    "The file or folder with your own weights. weighin reads only the tensors' names, shapes and"
-    " dtypes."
-)
-strategies = click.option(
-    "--strategies",
-    "--strategy",
-    "-s",
-    "strategies",
-    multiple=True,
-    metavar="NAMES",
-    shell_complete=completed("strategies"),
-    help="Comma-separated strategy names or files, or `all`. Default for loads: baseline,"
-    " sequential, meta_copy, mmap_assign, per_param and streaming. Default for saves: all"
-    " strategies that can save.",
-)
-isolation = click.option(
-    "--isolation",
-    default="auto",
-    metavar="NAME",
-    help="How to isolate each measured process: docker (a container), cgroup (a memory cgroup) or"
-    " process (a plain process). auto takes the first of docker, cgroup and process that works on"
-    " this machine and can enforce the run's limits. Only docker and cgroup can enforce a RAM"
-    " limit.",
-)
-device = click.option(
-    "--device",
-    default="cpu",
-    metavar="DEVICE",
-    help="The device that holds the model after the load: cpu, cuda or cuda:1.",
-)
-dtype = click.option(
-    "--dtype",
-    default="auto",
-    metavar="DTYPE",
-    help="The dtype that the model's floating-point tensors have after the load: float32, bf16,"
-    " fp16 or auto. With auto, a Hugging Face folder or a built-in model of transformers gets the"
-    " dtype in its config.json, and any other model gets float32.",
-)
-formats = click.option(
-    "--format",
-    "fmt",
-    metavar="NAMES",
-    help="File formats of the checkpoint, comma-separated. Default: the first format in the list"
-    " FORMATS of each strategy's file.",
-)
-seed = click.option(
-    "--seed", default=0, metavar="N", help="Seed of the random weights that weighin generates."
-)
-environment = click.option(
-    "--env",
-    "env",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="An environment variable of the measured process, such as MALLOC_ARENA_MAX=2. Repeatable.",
-)
-suite = click.option(
-    "--suite",
-    metavar="NAME",
-    shell_complete=completed("suites"),
-    help="A suite, which is a YAML file that sets models, strategies and limits in place of the"
-    " options above: a name that `weighin list suites` lists, or the path of a file.",
-)
-ranks = click.option(
-    "--ranks",
-    default="1",
-    metavar="NUMBERS",
-    help="How many processes load the model in parallel, under one common limit. Give several"
-    " numbers, such as 1,4, to get separate results for each number. Each process gets the"
-    " environment variables of torchrun, and all processes form one torch.distributed process"
-    " group.",
-)
-trust = click.option(
-    "--trust",
-    is_flag=True,
-    help="Allow weighin to execute the commands, builders and strategies that the files of a resumed"
-    " or checked run name, because the files of another person's run could name harmful code."
-    " Without --trust, weighin executes only code of weighin itself and of installed packages, and"
-    " resumes the runs that you started here yourself.",
-)
-folder_choice = several(
-    click.option(
-        "--variant",
-        default="",
-        metavar="NAME",
-        help="The variant of the weights in a Hugging Face folder: --variant fp16 loads"
-        " model.fp16.safetensors. Default: the weights without a variant in the file name, such as"
-        " model.safetensors.",
-    ),
-    click.option(
-        "--revision",
-        default="",
-        metavar="NAME",
-        help="The branch, tag or commit of a model in the cache of the Hugging Face Hub. Default:"
-        " main.",
-    ),
-    click.option(
-        "--class",
-        "model_class",
-        default="",
-        metavar="CLASS",
-        help="The class of transformers with which to load a Hugging Face folder, for example"
-        " BertModel or AutoModelForCausalLM. Default: the class that config.json names, or else the"
-        " class that transformers' AutoModel chooses.",
-    ),
-    click.option(
-        "--trust-remote-code",
-        is_flag=True,
-        help="Run the model's code that comes with a Hugging Face folder (auto_map in config.json)."
-        " The code runs with your rights, so read it first. Without --trust-remote-code, weighin"
-        " loads the folder with transformers' own class for the model type, and refuses the folder"
-        " if there is none.",
-    ),
-)
-adapter = click.option(
-    "--adapter",
-    default="",
-    metavar="FOLDER",
-    help="A folder with an adapter that peft saved, such as LoRA. peft merges it into the loaded"
-    " model of the Hugging Face folder or GGUF file.",
-)
-mounts = click.option(
-    "--mount",
-    "mounts",
-    multiple=True,
-    type=PATH,
-    metavar="PATH",
-    help="A file or folder that the model or the command reads. weighin mounts it read-only in"
-    " Docker containers, at its path on this machine. Repeatable.",
-)
-wait = click.option(
-    "--wait",
-    is_flag=True,
-    help="If another run of weighin is measuring on this machine, wait for the end of that run."
-    " Without --wait, weighin exits with code 4.",
-)
-resume = click.option(
-    "--resume",
-    type=PATH,
-    metavar="FOLDER",
-    help="Continue the stopped run in this folder: weighin makes the missing measurements.",
-)
-shard = click.option(
-    "--shard",
-    metavar="I/N",
-    help="Measure only every N-th cell (measurement) of the run, beginning with the I-th cell:"
-    " --shard 2/8 measures cells 2, 10, 18, and so on.",
-)
-markdown = click.option(
-    "--markdown",
-    type=PATH,
-    metavar="FILE",
-    help="Write the result as Markdown to this file.",
-)
-json = click.option(
-    "--json",
-    "json_file",
-    metavar="FILE",
-    help="Write the result as JSON to this file. With --json -, weighin prints the JSON in place of"
-    " the tables.",
-)
-
 command = click.argument(
     "command",
     nargs=-1,
@@ -288,115 +184,263 @@ command = click.argument(
     metavar="-- COMMAND ...",
     help="The command with its arguments. For a line of shell code: -- sh -c 'LINE'.",
 )
-image = click.option(
-    "--image",
-    default="",
-    metavar="IMAGE",
-    help="Run the command in a container of this Docker image, as docker run does: the image's"
-    " entrypoint gets the command as its arguments, and the container uses the Docker engine's"
-    " network. In the container, the current folder has the same path as on this machine, and the"
-    " command runs with your user id. Of the shell's environment variables, the container gets only"
-    " TERM; --env sets others. With --isolation docker and without --image, the container sees this"
-    " machine's own programs, this Python and its packages, and also gets PATH.",
+suite = option(
+    "--suite",
+    metavar="NAME",
+    group="What to load",
+    shell_complete=_completed("suites"),
+    help="A YAML file of settings: its path, or a name of `weighin list suites`. Options beside it override its keys.",
 )
-cold = click.option(
-    "--cold",
-    multiple=True,
-    metavar="PATH",
-    help="A file or folder that weighin drops from the page cache before each start of the"
-    " command. Without --cold, pages that another program has read before are missing in the"
-    " command's figures, because the kernel charges a page to the program that read it first."
-    " Repeatable.",
+resume = option(
+    "--resume",
+    type=PATH,
+    metavar="FOLDER",
+    group="Where to write",
+    help="Go on with the stopped run in this folder.",
 )
-label = click.option(
-    "--name",
-    "label",
-    default="",
-    metavar="LABEL",
-    help="The name that the command gets in tables, such as --name train.",
+trust = option(
+    "--trust",
+    is_flag=True,
+    group="Where to write",
+    help="Run the commands, builders and strategies that another person's run names. Read them first.",
 )
-server = several(
-    click.option(
-        "--ready",
-        default="",
-        metavar="REGEX",
-        help="Measure the command as a server: weighin stops the server when a line of its output"
-        " matches this regular expression. The figures cover the time from the command's start to"
-        " that line.",
-    ),
-    click.option(
-        "--ready-url",
-        default="",
-        metavar="URL",
-        help="Measure the command as a server: weighin stops the server when this address answers"
-        " a GET request with a status below 500. The figures cover the time from the command's"
-        " start to that answer.",
-    ),
-    click.option(
-        "--grace",
-        "grace_s",
-        type=SECONDS,
-        default=10.0,
-        metavar="SECONDS",
-        help="How many seconds weighin waits between SIGTERM and SIGKILL when it ends a server that"
-        " is ready, or a process that outlives the command.",
-    ),
+markdown = option(
+    "--markdown", type=PATH, metavar="FILE", help="Write the result as Markdown to this file."
 )
-
-engine = several(
-    click.option(
-        "--engine",
-        default="local",
-        metavar="NAME",
-        help="Where to measure. local: on this machine, one measurement after the other. ray: on"
-        " the nodes of a Ray cluster that have the Ray resource weighin_slot, with one measurement"
-        " at a time on each node.",
-    ),
-    click.option(
-        "--address",
-        metavar="ADDRESS",
-        help="The address of the Ray cluster for --engine ray, as HOST:PORT. Default: auto, the"
-        " cluster to which this machine belongs.",
-    ),
-    click.option(
-        "--label",
-        "labels",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="With --engine ray, measure only on nodes of the cluster that have this label, such"
-        " as ray.io/accelerator-type=H100. Repeatable.",
-    ),
+json = option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    group="Where to write",
+    help="Write the result as JSON to this file; with -, print it in place of the tables.",
 )
 
 
-def out(default: str) -> Callable[[Any], Any]:
-    return click.option(
+def out(default: str) -> Decorator:
+    return option(
         "--out",
         "folder",
         type=PATH,
         metavar="FOLDER",
-        help="The folder for the run's records and report. The folder must not contain a run yet."
-        f" Default: results/{default}.",
+        group="Where to write",
+        help=f"The run's new folder. Default: results/{default}.",
     )
 
 
-def use(default: str) -> Callable[[Any], Any]:
-    return click.option(
-        "--use",
-        default=default,
-        metavar="NAMES",
-        help="What to do with the model after the load, comma-separated: names that `weighin list"
-        " uses` lists, files of your own (./mine.py) with a function use(model), or none. Every"
-        " strategy gets separate results for each use.",
-    )
+def is_typed(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
-def timeout(seconds: float) -> Callable[[Any], Any]:
-    return click.option(
-        "--timeout",
-        "timeout_s",
-        type=SECONDS,
-        default=seconds,
-        metavar="SECONDS",
-        help="Seconds after which weighin kills a measured process that has not ended.",
-    )
+def refuse(context: click.Context, names: Iterable[str], reason: str, repair: str) -> None:
+    """Raise ConfigError if the user typed a parameter in ``names``: none of them has an effect, for
+    the given reason.
+    """
+    ignored = [
+        one.opts[0] if isinstance(one, click.Option) else one.name.upper()
+        for one in context.command.params
+        if one.name in names and is_typed(context, one.name)
+    ]
+    if ignored:
+        raise ConfigError(f"{reason}: {', '.join(ignored)} would be ignored", repair)
+
+
+def check(context: click.Context) -> None:
+    """Raise ConfigError for an option without an effect beside --resume, beside --check of `weighin
+    predict`, or without them.
+    """
+    names = {one.name for one in context.command.params if one.name}
+    if names & {"resume"} and is_typed(context, "resume"):
+        others = assigned(context).keys() - {*_SET_BESIDE_RESUME}
+        ignored = names - {*_BESIDE_RESUME} - ({"assigned"} if not others else set())
+        reason = "a resumed run keeps its settings"
+        repair = "leave these options out, or start a new run without --resume"
+    elif names & {"check"} and is_typed(context, "check"):
+        ignored, reason = names - {*_BESIDE_RESUME}, "--check predicts what a run measured"
+        repair = "leave these options out, or predict without --check"
+    else:
+        ignored, reason = {"trust"}, "code that you name yourself runs without --trust"
+        repair = "leave --trust out: only --resume, and --check of weighin predict, use it"
+    refuse(context, ignored, reason, repair)
+
+
+def read(
+    context: click.Context,
+    *,
+    model: str = "",
+    strategies: Iterable[str] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+) -> "Settings":
+    """Return a verb's settings, of models or of the typed commands, from all four sources.
+
+    ``defaults`` are the verb's own where no suite is named. ``model`` and ``strategies`` stand in place
+    of the typed ones. ``fixed`` are settings that the verb determines itself, so that nobody can type
+    them.
+
+    Raises:
+        ConfigError: a key or a value is invalid, or it has no effect.
+    """
+    from weighin.settings import definition
+
+    verb = context.command.name or ""
+    of_file, typed, of_command = _written(context)
+    words, named = context.params.get("command"), context.params.get("suite")
+    is_of_commands = verb == "run" or words is not None
+    kind = definition.COMMANDS if is_of_commands else definition.MODELS
+    if is_of_commands:
+        reason = "weighin measures a command, and loads no model"
+        refuse(context, ("model",), reason, "leave the model out, or -- and the command after it")
+        if named and not words:
+            reason = "the suite says of each of its commands"
+            refuse(context, of_command, reason, "write it into the suite file, or type the command")
+        typed |= _commands(words or (), of_command, has_suite=bool(named))
+    else:
+        reason = "weighin loads a model, and runs no command"
+        repair = "add the command after --; for a variable of a load: --set environment.NAME=VALUE"
+        refuse(context, of_command, reason, repair)
+        if chosen := model or one_model(context):
+            typed["models"] = [chosen]
+    if strategies:
+        typed["strategies"] = [*strategies]
+    for key in fixed.keys() & typed.keys():
+        name = definition.typed_as(key, verb)
+        raise ConfigError(f"{name}: it has no effect on weighin {verb}", f"leave {name} out")
+    start = {} if named else {**defaults}
+    if not (is_of_commands or named):
+        start["models"] = [DEFAULT_MODEL]
+    path = context.find_root().meta.get(_pyproject.TABLE)
+    of_file = {
+        key: value for key, value in of_file.items() if key in definition.Settings.keys(kind)
+    }
+    sources: list[definition.Source] = [("", start), (f"{path}: {_pyproject.TABLE}.", of_file)]
+    if named:
+        from weighin.suite.registry import suite_file
+
+        file = suite_file(named)
+        sources.append((f"{file}: ", definition.read_suite_file(file, kind)))
+    sources.append((lambda key: definition.typed_as(key, verb), typed))
+    return definition.merge(sources, kind).model_copy(update=dict(fixed))
+
+
+def _written(context: click.Context) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the settings of pyproject.toml, the typed ones, and those of a command."""
+    of_file, typed = dict(_pyproject.keys_of(context)), assigned(context)
+    of_command: dict[str, Any] = {}
+    for each in context.command.params:
+        if not isinstance(each, Option) or not each.key:
+            continue
+        source = context.get_parameter_source(each.name or "")
+        key = each.key.removeprefix(_OF_COMMAND)
+        value = _value(each, context.params[each.name or ""])
+        if each.key != key:
+            of_command |= {key: value} if value else {}
+        elif source is ParameterSource.COMMANDLINE:
+            typed.setdefault(key, value)
+        elif source is ParameterSource.DEFAULT_MAP:
+            of_file[key] = value
+    return of_file, typed, of_command
+
+
+def _commands(words: Iterable[str], about: dict[str, Any], *, has_suite: bool) -> dict[str, Any]:
+    """Return the typed command as the key ``commands``; nothing if a suite has the commands."""
+    from weighin.plan.start import label_of
+    from weighin.settings.definition import SuiteCommand
+
+    if not (words := list(words)):
+        if not has_suite:
+            raise ConfigError(
+                "no command was given",
+                "write the command after --: weighin run --ram 4g -- python x.py",
+            )
+        return {}
+    # Not validated, because a command line may set any variable, and a program may have any name.
+    name = about.pop("name", "") or label_of(words)
+    return {"commands": [SuiteCommand.model_construct(name=name, command=words, **about)]}
+
+
+def _value(each: Option, value: Any) -> Any:
+    """Return an option's value as a setting: names and values of NAME=VALUE, a list, or the value."""
+    if each.multiple and each.metavar and "=" in each.metavar:
+        return dict(pairs(each.opts[0], value))
+    if each.multiple:
+        return ",".join(value) if each.key == "strategies" else list(value)
+    return value
+
+
+def pairs(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the key and the value of each text "KEY=VALUE"; raise ConfigError if it has none."""
+    for text in texts:
+        key, divided, value = text.partition("=")
+        if not (key and divided):
+            raise ConfigError(f"{name}: {text!r} sets nothing", f"write {name} KEY=VALUE")
+        yield key, value
+
+
+def assigned(context: click.Context) -> dict[str, Any]:
+    """Return the settings of --set: ``seed=3``, ``kwargs.width=64``, ``ram=[8g, none]``.
+
+    A value that begins with a bracket, and an argument of a model's builder, are YAML.
+    """
+    found: dict[str, Any] = {}
+    for name, text in pairs("--set", context.params.get("assigned", ())):
+        key, dot, inner = name.partition(".")
+        value: Any = text
+        if text[:1] in ("[", "{") or key == "kwargs":
+            from weighin.settings.yaml_file import parse  # only if it is needed
+
+            value = parse(text, f"--set {key}")
+        if dot:
+            outer = found.get(key)
+            value = (outer if isinstance(outer, dict) else {}) | {inner: value}
+        found[key] = value
+    return found
+
+
+def one_model(context: click.Context) -> str:
+    """Return the model that the user typed as an argument or with --model; empty if they typed none."""
+    typed = [
+        context.params.get(name) if is_typed(context, name) else None
+        for name in ("model", "models")
+    ]
+    argument, named = typed
+    if argument and named and argument != named:
+        repair = "give one of the two models, or list both models in a suite file: --suite FILE"
+        if Path(argument).exists():
+            repair = (
+                f"to load {named} with your own weights: --model {named} --checkpoint {argument}"
+            )
+        raise ConfigError(
+            f"two models are given in place of one: {argument!r} and {named!r}", repair
+        )
+    return argument or named or ""
+
+
+def model_of(context: click.Context) -> str:
+    """Return the typed model, that of pyproject.toml, or the default one."""
+    return one_model(context) or context.params.get("models") or DEFAULT_MODEL
+
+
+def note_default(context: click.Context) -> None:
+    """Print a note if the user gave no model or suite: for verbs whose output does not name it."""
+    if not (one_model(context) or context.params.get("models") or context.params.get("suite")):
+        _console.note(f"no model given: {DEFAULT_MODEL}")
+
+
+def pipeline(context: click.Context) -> Path | None:
+    """Return the folder of a diffusers pipeline that the user gave in place of a model.
+
+    Return None for anything else, for a pipeline without weights, and with --suite.
+    """
+    from weighin.formats import pipeline as pipelines
+    from weighin.formats.pretrained_folder import path_of
+
+    name = one_model(context) or context.params.get("models")
+    if not name or context.params.get("suite"):
+        return None
+    path = path_of(Path(name), str(assigned(context).get("revision", "")))
+    return path if pipelines.is_pipeline(path) and pipelines.read(path).models else None
+
+
+def names(texts: Iterable[str]) -> list[str]:
+    """Split each text at its commas, and return all names: for ["a,b", "c"], ["a", "b", "c"]."""
+    return [name.strip() for text in texts for name in text.split(",") if name.strip()]

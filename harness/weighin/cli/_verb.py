@@ -2,30 +2,70 @@
 
 import re
 import shutil
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from os.path import normpath
 from shlex import join
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import click
 
-from weighin.cli import _settings, _wrap
 from weighin.errors import EXPLAINED, ConfigError, WholePipeline
 
-_WIDEST = 100  # columns
+WIDEST: Final = 100  # columns: longer lines are hard to read
 _WORDS = "weighin.words"
 """Key in a click context's ``meta`` for the words that were typed after the verb."""
 _TOKEN = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
 """Matches a word of a shell command; spaces inside quotes are part of the word."""
+_GROUPS = ("What to load", "Limits", "How to measure", "Where to write", "Options")
+_FORMER = {
+    "class": "model_class",
+    "env": "environment.NAME",
+    "grace": "grace_s",
+    "label": "labels.KEY",
+    "mount": "mounts",
+}
+"""Options of earlier versions whose setting has another name."""
+_BESIDE_WIDTH = 70
+"""In a terminal with fewer columns than this, the definition of a long term is below the term."""
+_LONGEST_BESIDE = 30
+"""In a wide terminal, a term of at most this many columns has its definition beside it."""
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Return the lines of one paragraph; a word that is longer than ``width`` stays whole."""
+    return textwrap.wrap(
+        " ".join(text.split()), max(width, 1), break_long_words=False, break_on_hyphens=False
+    )
+
+
+def definitions(rows: Sequence[tuple[str, str]], width: int, indent: int = 2) -> Iterator[str]:
+    """Yield lines of at most ``width`` columns for (term, definition) pairs.
+
+    A definition begins in the line of its term, or in the next line if the term is too long.
+    """
+    longest = max((len(term) for term, _ in rows), default=0)
+    limit = _LONGEST_BESIDE if width >= _BESIDE_WIDTH else width // 4
+    column = indent + min(longest, limit) + 2
+    if longest > limit and width < _BESIDE_WIDTH:
+        column = indent + 4
+    for term, definition in rows:
+        head = " " * indent + term
+        lines = wrap(definition, width - column)
+        if lines and len(head) + 2 <= column:
+            yield head.ljust(column) + lines.pop(0)
+        else:
+            yield head
+        yield from (" " * column + line for line in lines)
 
 
 class _Formatter(click.HelpFormatter):
     """Formats help without breaking words, even in narrow terminals."""
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
-        first, *rest = _wrap.wrap(f"{prefix or 'Usage: '}{prog} {args}", self.width)
+        first, *rest = wrap(f"{prefix or 'Usage: '}{prog} {args}", self.width)
         self.write("\n".join([first, *(f"    {line}" for line in rest)]) + "\n")
 
     def write_heading(self, heading: str) -> None:
@@ -34,13 +74,13 @@ class _Formatter(click.HelpFormatter):
     def write_text(self, text: str) -> None:
         indent = " " * self.current_indent
         paragraphs = [
-            "\n".join(indent + line for line in _wrap.wrap(paragraph, self.width - len(indent)))
+            "\n".join(indent + line for line in wrap(paragraph, self.width - len(indent)))
             for paragraph in text.split("\n\n")
         ]
         self.write("\n\n".join(paragraphs) + "\n")
 
     def write_dl(self, rows: Iterable[tuple[str, str]], *_columns: int, **_spacing: int) -> None:
-        lines = _wrap.definitions(list(rows), self.width, self.current_indent)
+        lines = definitions(list(rows), self.width, self.current_indent)
         self.write("".join(f"{line}\n" for line in lines))
 
     def write_command(self, command: str) -> None:
@@ -61,8 +101,8 @@ class _Formatter(click.HelpFormatter):
 
 class _Context(click.Context):
     def make_formatter(self) -> _Formatter:
-        """Return a formatter for the terminal's width, at most ``_WIDEST`` columns."""
-        return _Formatter(width=min(shutil.get_terminal_size().columns, _WIDEST))
+        """Return a formatter for the terminal's width, at most ``WIDEST`` columns."""
+        return _Formatter(width=min(shutil.get_terminal_size().columns, WIDEST))
 
 
 class Verb(click.Command):
@@ -83,38 +123,69 @@ class Verb(click.Command):
     ) -> None:
         attributes.setdefault("context_settings", {"show_default": True})
         super().__init__(*arguments, **attributes)
-        for one in self.params:
-            if isinstance(one, click.Option) and one.default == "":
-                one.show_default = False
         self.examples = examples
         self.codes = codes
 
-    def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what the verb does, examples, the options by groups, and the exit codes."""
         assert isinstance(formatter, _Formatter)
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
         if self.examples:
             with formatter.section("Examples"):
                 for meaning, command in self.examples.items():
                     formatter.write_text(f"{meaning}:")
                     with formatter.indentation():
                         formatter.write_command(command)
+        self.format_options(ctx, formatter)
         if self.codes:
             _write_codes(formatter)
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        params = self.get_params(ctx)
+        arguments = [one for one in params if isinstance(one, click.Argument)]
+        groups = {"Arguments": arguments} | {
+            group: [
+                one
+                for one in params
+                if isinstance(one, click.Option) and getattr(one, "group", "Options") == group
+            ]
+            for group in _GROUPS
+        }
+        for group, members in groups.items():
+            if records := [found for one in members if (found := one.get_help_record(ctx))]:
+                with formatter.section(group):
+                    formatter.write_dl(records)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[_WORDS] = list(args)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            self._refuse_former(error.option_name)
+            raise
+
+    def _refuse_former(self, option: str) -> None:
+        """Raise ConfigError for an option that is a key of --set."""
+        if not any(one.name == "assigned" for one in self.params):
+            return
+        from weighin.settings.definition import Settings
+
+        name = option.lstrip("-").replace("-", "_")
+        key = _FORMER.get(name, name)
+        of_other = self.name != "bench" and name in ("ram", "repeats", "cache")  # floor sets them
+        if key.partition(".")[0] in Settings.model_fields and not of_other:
+            raise ConfigError(
+                f"weighin {self.name} has no option {option}",
+                f"set the key of a suite: --set {key}=VALUE",
+            )
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the verb. If it raises an error, extend the error's repair.
-
-        For a value from pyproject.toml, the repair names this file. If the user gave a pipeline in
-        place of a model, the repair shows the typed command with the pipeline's largest model.
+        """Run the verb. If the user gave a pipeline in place of a model, the error's repair shows the
+        typed command with the pipeline's largest model.
         """
         try:
             return super().invoke(ctx)
-        except ConfigError as error:
-            _settings.name_source(ctx, error)
-            raise
         except WholePipeline as error:
             words = [
                 error.largest if normpath(word) == normpath(error.folder) else word
@@ -167,7 +238,8 @@ class _Commands(Mapping[str, click.Command]):
 class Verbs(click.Group):
     """A group of verbs. ``panels`` has the headings of the help, and the verbs under each heading.
 
-    ``load`` imports a verb by name. A verb is imported only at its first use, to save time.
+    ``load`` imports a verb by name. A verb is imported only at its first use, to save time. ``topics``
+    are terms and their meanings, which `weighin help TOPIC` shows.
     """
 
     context_class = _Context
@@ -178,6 +250,7 @@ class Verbs(click.Group):
         panels: Mapping[str, Sequence[str]],
         load: Callable[[str], click.Command],
         codes: bool = False,
+        topics: Mapping[str, Callable[[], Sequence[tuple[str, str]]]] = MappingProxyType({}),
         **attributes: Any,
     ) -> None:
         super().__init__(name, **attributes)
@@ -185,8 +258,14 @@ class Verbs(click.Group):
         self.commands = cast("dict[str, click.Command]", _Commands(names, load))
         self.panels = panels
         self.codes = codes
+        self.topics = topics
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args[:1] == ["help"] and len(args) == 2 and (topic := self.topics.get(args[1])):
+            formatter = ctx.make_formatter()
+            formatter.write_dl(topic())
+            click.echo(formatter.getvalue().rstrip("\n"))
+            ctx.exit()
         if args[:1] == ["help"]:
             args = [*args[1:], "--help"]  # `weighin help VERB` is `weighin VERB --help`
         return super().parse_args(ctx, args)

@@ -15,7 +15,7 @@ from typing import Final, NoReturn
 import click
 
 from weighin import __version__, child_process
-from weighin.cli import _console, _settings
+from weighin.cli import _console, _pyproject
 from weighin.cli._verb import Verbs
 from weighin.errors import HarnessError, Interrupted, explain
 from weighin.run import interrupts
@@ -29,10 +29,25 @@ PANELS: Final[dict[str, Sequence[str]]] = {
 }
 
 
+_MODULES: Final = {
+    **dict.fromkeys(("bench", "run", "floor"), "measure"),
+    **dict.fromkeys(("inspect", "convert", "cache"), "checkpoints"),
+}
+"""The modules of several verbs; any other verb has a module of its own name."""
+
+
 def _load(name: str) -> click.Command:
-    module = import_module(f"weighin.cli.{name}")
+    module = import_module(f"weighin.cli.{_MODULES.get(name, name)}")
     verb: click.Command = module.list_ if name == "list" else getattr(module, name)
     return verb
+
+
+def keys_of_a_suite() -> list[tuple[str, str]]:
+    """Return each key of a suite with its meaning."""
+    from weighin.settings.definition import COMMANDS, MODELS, Settings
+
+    keys = Settings.keys(MODELS) | Settings.keys(COMMANDS)
+    return [(key, Settings.model_fields[key].description or "") for key in keys]
 
 
 @click.command(
@@ -41,6 +56,7 @@ def _load(name: str) -> click.Command:
     panels=PANELS,
     load=_load,
     codes=True,
+    topics={"suite": keys_of_a_suite},
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},  # every verb inherits these options
 )
@@ -49,8 +65,7 @@ def _load(name: str) -> click.Command:
 def app(context: click.Context) -> None:
     """Measure the memory and time of loading a PyTorch checkpoint, and choose a way to load it."""
     assert isinstance(context.command, Verbs)
-    path, context.default_map = _settings.read(context.command.commands)
-    context.meta[_settings.TABLE] = path
+    _pyproject.read(context, context.command.commands)
 
 
 def main() -> NoReturn:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighin.cli import _arguments, _console, _options
+from weighin.cli import _console, _options
 from weighin.cli._verb import Verb
 from weighin.errors import ConfigError
 
@@ -126,7 +126,7 @@ def check(context: click.Context, /, **typed: Any) -> None:
         result = checks.check(
             measured,
             baseline,
-            metrics=_arguments.names([typed["metrics"]]),
+            metrics=_options.names([typed["metrics"]]),
             partial=typed["partial"],
             budgets=typed["budget"],
             expected=typed["expect"],

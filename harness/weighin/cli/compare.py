@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from weighin.cli import _arguments, _console, _options
+from weighin.cli import _console, _options
 from weighin.cli._verb import Verb
 
 EXAMPLES = {
@@ -46,7 +46,7 @@ def compare(
     from weighin.gate import tables
 
     with _console.working(f"comparing the figures of {len(runs)} runs"):
-        comparison = comparing.compare(runs, _arguments.names([metrics]), by)
+        comparison = comparing.compare(runs, _options.names([metrics]), by)
     _console.note(*comparison.warnings)
     shown = tables.compared_terminal(comparison)
     _console.deliver(json_file, comparison.as_json(), lambda: _console.show(shown))

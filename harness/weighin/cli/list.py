@@ -7,8 +7,8 @@ from typing import Any, Final
 import click
 
 from weighin.cell import USES
-from weighin.cli import _console, _options, _wrap
-from weighin.cli._verb import Verb
+from weighin.cli import _console, _options
+from weighin.cli._verb import WIDEST, Verb, definitions, wrap
 from weighin.errors import HarnessError, UnknownName
 
 EXAMPLES = {
@@ -17,13 +17,11 @@ EXAMPLES = {
     "List the isolations, and whether this machine has them": "weighin list isolations",
     "Print JSON": "weighin list --json -",
 }
-_WIDEST = 100  # columns: longer lines are hard to read
-
 KINDS: Final = ("strategies", "models", "uses", "suites", "isolations")
 
 _HEADINGS: Final = {
     "strategies": "strategies",
-    "saving": "strategies for saves (--operation save)",
+    "saving": "strategies for saves (--set operation=save)",
     "models": "models",
     "uses": "uses after a load (--use NAME)",
     "suites": "suites (--suite NAME)",
@@ -48,7 +46,7 @@ _ISOLATIONS: Final = {
 def list_(kind: str, json_file: str | None) -> None:
     """List the strategies, models, uses, suites and isolations."""
     found = _document(kind)
-    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    width = min(shutil.get_terminal_size().columns, WIDEST)
     _console.deliver(json_file, found, lambda: _console.line("\n".join(_lines(found, width))))
 
 
@@ -85,9 +83,9 @@ def _lines(listed: dict[str, Any], width: int) -> Iterator[str]:
         indent = " " * (longest + 4)
         for entry in entries:
             name = entry["name"].ljust(longest)
-            yield from _wrap.definitions([(name, entry["summary"])], width)
+            yield from definitions([(name, entry["summary"])], width)
             for fact in _facts(kind, entry):
-                yield from (indent + line for line in _wrap.wrap(fact, width - len(indent)))
+                yield from (indent + line for line in wrap(fact, width - len(indent)))
 
 
 def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighin.cli import _arguments, _console, _options
+from weighin.cli import _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
@@ -19,54 +19,34 @@ if TYPE_CHECKING:
     """The predictions, the document for --json, and the tables and texts to print."""
 
 EXAMPLES = {
-    "Predict the memory of each of the six strategies": "weighin predict gpt2-xl",
+    "Predict the memory of each of six ways of loading": "weighin predict gpt2-xl",
     "Predict a load onto a GPU that this machine need not have": "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
-    "Predict eight processes that load in parallel": "weighin predict gpt2-xl --ranks 8 -s baseline,mmap_assign",
-    "Predict the load and a use of the model, for each of two uses": "weighin predict gpt2-xl --use write,adamw -s baseline,mmap_assign",
     "Predict each measurement of a suite, and print JSON": "weighin predict --suite notebook --json -",
     "Compare the predictions with the records of a run": "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
 }
-_PREDICTED = {
-    **{key: [None] for key in ("ram", "vram", "disk", "disk_latency")},
-    **{"ram_high": None, "cache": "cold", "operation": "load", "repeats": 1, "passes": 1},
-}
-"""Suite keys that do not affect a prediction, with the values that replace the suite's values."""
 
 
 @click.command(cls=Verb, examples=EXAMPLES)
 @_options.model
-@_options.folder_choice
-@_options.adapter
-@_options.only_structure
-@_options.selection
-@_options.strategies
-@_options.device
-@_options.dtype
-@click.option(
+@_options.settings("predict", uses="none")
+@_options.suite
+@_options.option(
     "--checkpoint-dtype",
     metavar="DTYPE",
-    help="Without --checkpoint, weighin assumes a checkpoint with this floating-point dtype."
-    " Without --checkpoint-dtype, weighin assumes the dtype in which `weighin bench` writes the"
-    " model's checkpoint.",
+    group="What to load",
+    help="The floating-point dtype of the assumed checkpoint. Default: that of the one which `weighin bench` would write.",
 )
-@_options.formats
-@_options.use("none")
-@_options.ranks
-@_options.suite
-@click.option(
+@_options.option(
+    "--phases", is_flag=True, help="Show the predicted peaks of each phase of the load, too."
+)
+@_options.option(
     "--check",
     type=_options.PATH,
     metavar="FOLDER",
     multiple=True,
-    help="Predict the measurements of the run in this folder, and compare predicted and measured"
-    " figures. Repeatable.",
+    help="Predict what the run in this folder measured, and compare both. Repeatable.",
 )
 @_options.trust
-@click.option(
-    "--phases",
-    is_flag=True,
-    help="Show the predicted peaks of each phase of the load, beside the peaks of the whole load.",
-)
 @_options.json
 @click.pass_context
 def predict(context: click.Context, /, **_: Any) -> None:
@@ -80,14 +60,15 @@ def predict(context: click.Context, /, **_: Any) -> None:
     """
     from weighin.predict import tables
 
-    typed = _arguments.read(context)
+    _options.check(context)
+    typed = context.params
     parts: Iterable[RenderableType]
     if typed["check"]:
         predictions, document, parts = _check(typed)
-    elif path := _arguments.pipeline(typed):
-        predictions, document, parts = _pipeline(context, path, typed)
+    elif path := _options.pipeline(context):
+        predictions, document, parts = _pipeline(context, path)
     else:
-        predictions = _predictions(typed)
+        predictions = _predictions(context)
         document = tables.as_json(predictions)
         parts = tables.tables(predictions, phases=typed["phases"])
     _console.deliver(typed["json_file"], document, lambda: _console.show(*parts))
@@ -96,8 +77,10 @@ def predict(context: click.Context, /, **_: Any) -> None:
         context.exit(2)
 
 
-def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
-    """Return the predictions for the options; progress texts begin with ``name``."""
+def _predictions(
+    context: click.Context, part: str = "", model: str = "", strategies: "Sequence[str]" = ()
+) -> "list[Prediction]":
+    """Return the predictions for the options, or for a part of a pipeline, which is ``model``."""
     from weighin.cell import FORWARD
     from weighin.errors import ConfigError
     from weighin.formats import quantised
@@ -105,7 +88,16 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
     from weighin.predict import client
     from weighin.suite import chosen_models, registry, uses
 
-    settings = _arguments.settings(typed, _arguments.noted_model(typed))
+    typed = context.params
+    if not model:
+        _options.note_default(context)
+    settings = _options.read(
+        context,
+        model=model,
+        strategies=strategies,
+        defaults={"uses": ["none"]},
+        fixed=_options.NOT_MEASURED,
+    )
     chosen = chosen_models.choose(settings)
     _console.note(*chosen.notes)
     for spec in chosen.specs:
@@ -121,7 +113,7 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
         )
     use_paths = uses.chosen(settings.uses)
     planned = loads.cells_of(
-        settings.model_copy(update=_PREDICTED),
+        settings,
         chosen.specs,
         registry.chosen(settings, chosen.own_format),
         "process",
@@ -129,7 +121,7 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
         own_formats=chosen.own_formats,
     )
     stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
-    prefix = f"{name}, " if name else ""
+    prefix = f"{part}, " if part else ""
     with _console.working("importing torch") as status:
         return client.predict(
             planned,
@@ -145,30 +137,26 @@ def _predictions(typed: dict[str, Any], name: str = "") -> "list[Prediction]":
         )
 
 
-def _pipeline(context: click.Context, path: "Path", typed: dict[str, Any]) -> "_Answer":
+def _pipeline(context: click.Context, path: "Path") -> "_Answer":
     """Predict the memory of each part of a diffusers pipeline, and of all parts together."""
     from weighin.formats import pipeline
     from weighin.predict import tables
     from weighin.suite.registry import library_at
 
-    _arguments.refuse(
-        context, ("use",), "--use needs one model, not a pipeline", "give the folder of one part"
+    _options.refuse(
+        context, ("uses",), "--use needs one model, not a pipeline", "give the folder of one part"
     )
+    names = _options.names(context.params["strategies"])
     parts = {}
     for part in pipeline.read(path).models:
-        names = _arguments.names(typed["strategies"])
-        ours = {
-            "model": str(part.path),
-            "model_option": None,
-            "strategies": tables.strategies_for(names, library_at(part.path)),
-        }
-        parts[part.name] = _predictions(typed | ours, part.name)
+        chosen = tables.strategies_for(names, library_at(part.path))
+        parts[part.name] = _predictions(context, part.name, str(part.path), _options.names(chosen))
     answers = tables.combined(parts)
     predictions = [each for of_part in parts.values() for each in of_part]
     document = tables.as_json(predictions)
     document["pipeline"] = tables.pipeline_as_json(str(path), parts, answers)
     shown = [
-        *tables.tables(predictions, phases=typed["phases"]),
+        *tables.tables(predictions, phases=context.params["phases"]),
         *tables.pipeline_table(path.resolve().name, answers),
     ]
     return predictions, document, shown

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from weighin.cli import _arguments, _console, _options
+from weighin.cli import _console, _options
 from weighin.cli._verb import Verb
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def report(run: Path, formats: str, json_file: str | None) -> None:
     if records.damage and not records.results:
         raise records.damage
     _console.note(*records.warnings)
-    chosen = _arguments.names([formats])
+    chosen = _options.names([formats])
     show_run(run, records, chosen, json_file=json_file)
     if records.damage:
         raise records.damage  # the report has the readable records only, so the exit code is not 0

@@ -196,7 +196,7 @@ def _call(builder: Builder, kwargs: Mapping[str, Any]) -> nn.Module:
     except TypeError as error:
         raise ConfigError(
             f"builder {_name(builder)} failed: {error}",
-            "correct the model's arguments: `kwargs` in the model's YAML file, or --kwargs",
+            "correct the model's arguments: `kwargs` in the model's YAML file, or --set kwargs.NAME=VALUE",
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(

@@ -88,7 +88,7 @@ def examine(say: Callable[[str], None]) -> Examination:
     folders = map(_removed, remove_leftovers())
     mounts = map(_removed, slow_disk.remove_stale(cache.slow_disks()))
     say(f"reading directly from a disk of {_PACE}")
-    disk = tried("slow disks (--disk, --disk-latency)", _slow_disk, "poor")
+    disk = tried("slow disks (--disk, disk_latency)", _slow_disk, "poor")
     return Examination((*folders, *mounts, *limits, disk, *_figures(), *_machine()))
 
 
@@ -236,7 +236,7 @@ def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
     why = "missing: this counter needs Linux 5.9; only major page faults are available"
     yield row("refaults", now.refaults is not None, exact, "poor", why)
     soft, can_be_soft = "memory.high, with --isolation cgroup", cgroup.file("soft").exists()
-    yield row("soft limit (--ram-high)", can_be_soft, soft, "poor", "cgroup v1 has no memory.high")
+    yield row("soft limit (ram_high)", can_be_soft, soft, "poor", "cgroup v1 has no memory.high")
 
 
 def pressure() -> Capability:

@@ -163,7 +163,7 @@ class Cluster:
             raise ConfigError("; ".join(message for message, _ in refused), refused[0][1])
         if not found:
             raise ConfigError(
-                f"no node of the cluster has the resource {SLOT} and all labels of --label",
+                f"no node of the cluster has the resource {SLOT} and all labels of the run",
                 "start Ray with this resource on each machine on which weighin is to measure:"
                 f" {START} --address HOST:6379",
             )
@@ -180,9 +180,9 @@ def connected(address: str, labels: Mapping[str, str], task: Task = run) -> Iter
     """Connect this process to the cluster, and disconnect it at the end."""
     if address.startswith("ray://"):
         raise ConfigError(
-            f"--address {address} is the address of Ray's client server, through which weighin"
+            f"address={address} is the address of Ray's client server, through which weighin"
             " cannot receive the events of a measurement",
-            "run weighin on a machine of the cluster, with --address auto or HOST:6379",
+            "run weighin on a machine of the cluster, with address=auto or HOST:6379",
         )
     # Ray prints on standard output that a node was lost; the driver says so itself, on standard error.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
@@ -192,7 +192,7 @@ def connected(address: str, labels: Mapping[str, str], task: Task = run) -> Iter
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ConfigError(
-            f"no Ray cluster answers at --address {address}: {one_line(str(error), 200)}",
+            f"no Ray cluster answers at address={address}: {one_line(str(error), 200)}",
             f"start a Ray cluster: {START.replace('ray start', 'ray start --head')}",
         ) from None
     try:

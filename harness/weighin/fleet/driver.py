@@ -273,7 +273,7 @@ class Jobs:
 
     def placed(self, result: Result, _: str) -> Result:
         """Add the number of jobs, and a warning that times are not comparable, to a result."""
-        told = f"up to {self.slots} cells ran at once (--jobs): times are not comparable"
+        told = f"up to {self.slots} cells ran at once (jobs): times are not comparable"
         environment = result.environment | {CONCURRENT: self.slots}
         return replace(result, environment=environment, warnings=(*result.warnings, told))
 
@@ -295,27 +295,27 @@ def check_jobs(task: Run, jobs: int) -> None:
     cells = [each.cell for each in task.planned if not each.skip]
     if task.settings.checkpoint or task.settings.checkpoints or task.settings.storage:
         raise ConfigError(
-            "--jobs with --checkpoint or --storage: all cells would read the same files. The kernel"
+            "jobs with --checkpoint or storage: all cells would read the same files. The kernel"
             " charges a page of a file only to the cell that read it first, so that the figures"
             " of the other cells would be too small",
-            "leave --jobs out, or --checkpoint and --storage",
+            "leave jobs out, or --checkpoint and storage",
         )
     if task.settings.steady or any(cell.needs_gpu for cell in cells):
         raise ConfigError(
-            "with --jobs, weighin measures only the memory of cells on the CPU, without --steady",
-            "leave --jobs out",
+            "with jobs, weighin measures only the memory of cells on the CPU, without steady",
+            "leave jobs out",
         )
     limits = [cell.ram_limit_bytes for cell in cells if cell.ram_limit_bytes is not None]
     if len(limits) < len(cells):
         raise ConfigError(
-            "--jobs needs a RAM limit for each cell, because cells that run at once could take"
+            "jobs needs a RAM limit for each cell, because cells that run at once could take"
             " memory from each other",
-            "add --ram, or leave --jobs out",
+            "add --ram, or leave jobs out",
         )
     needed, (_, free) = sum(sorted(limits)[-jobs:]), cgroup.ram_bytes(task.isolation.name)
     if needed > free:
         raise ConfigError(
-            f"--jobs {jobs}: the RAM limits of {jobs} cells are {format_bytes(needed)} together,"
+            f"jobs={jobs}: the RAM limits of {jobs} cells are {format_bytes(needed)} together,"
             f" but only {format_bytes(free)} of RAM are free",
-            "give a smaller number to --jobs, or smaller limits to --ram",
+            "give a smaller number to jobs, or smaller limits to --ram",
         )

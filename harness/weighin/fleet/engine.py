@@ -1,6 +1,6 @@
 """Choose where the cells (measurements) of a plan run: ``local``, this machine, or ``ray``, a cluster.
 
-What only --jobs and a cluster need is imported when it is asked for, because it takes 60 ms.
+What only several jobs and a cluster need is imported when it is asked for, because it takes 60 ms.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,40 +19,24 @@ Perform = Callable[[Run, Progress], Sequence[Result]]
 """A function that runs every cell without a record, and returns the results of all cells."""
 
 
-def settings(
-    name: str, address: str | None, labels: Sequence[str], jobs: int = 1
-) -> dict[str, Any]:
+def settings(name: str, address: str, labels: Mapping[str, str], jobs: int = 1) -> dict[str, Any]:
     """Return an engine's settings for plan.json; empty if this machine runs the cells one by one."""
     if name not in NAMES:
         raise UnknownName("engine", name, NAMES)
-    if jobs < 1:
-        raise ConfigError(
-            f"--jobs {jobs} would measure no cell",
-            "give the number of cells to measure at once: --jobs 2",
-        )
     if name == "local":
         if address or labels:
-            option = "--address" if address else "--label"
+            key = "address" if address else "labels"
             raise ConfigError(
-                f"{option} has an effect only with --engine ray",
-                f"add --engine ray, or leave {option} out",
+                f"{key} has an effect only with --engine ray",
+                f"add --engine ray, or leave {key} out",
             )
         return {"name": name, "jobs": jobs} if jobs > 1 else {}
     if jobs > 1:
         raise ConfigError(
-            "--jobs is for one machine, because each node of a cluster runs one cell at a time",
-            "leave --jobs out",
+            "jobs is for one machine, because each node of a cluster runs one cell at a time",
+            "leave jobs out",
         )
-    pairs = [label.partition("=") for label in labels]
-    for key, divided, value in pairs:
-        if not (key and divided and value):
-            raise ConfigError(
-                f"--label: {key!r} is not of the form KEY=VALUE",
-                "write --label ray.io/accelerator-type=H100",
-                option="--label",
-            )
-    named = {key: value for key, _, value in pairs}
-    return {"name": name, "address": address or "auto", "labels": named}
+    return {"name": name, "address": address or "auto", "labels": dict(labels)}
 
 
 @contextmanager

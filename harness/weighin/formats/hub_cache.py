@@ -62,9 +62,9 @@ def path_of(path: Path, revision: str = "") -> Path:
     if path.exists():
         if revision:
             raise ConfigError(
-                f"{path}: not a model in the cache of the Hub, so --revision {revision} would be"
+                f"{path}: not a model in the cache of the Hub, so the revision {revision} would be"
                 " ignored",
-                "leave --revision out, or give the model's id: OWNER/NAME",
+                "leave revision out, or give the model's id: OWNER/NAME",
             )
         return path
     try:
@@ -93,7 +93,7 @@ def _snapshot_of(entry: Path, revision: str) -> Path:
     repair = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     if usable := [each for each in known if each not in (wanted, "main")]:
         repair = (
-            f"--revision {one_line(usable[0])} (in Python: revision={usable[0]!r}), or {repair}"
+            f"--set revision={one_line(usable[0])} (in Python: revision={usable[0]!r}), or {repair}"
         )
     raise CheckpointError(
         f"{name}: the Hub's cache lacks the revision {one_line(wanted)} of this model; it has:"

@@ -196,7 +196,7 @@ def refuse_part(checkpoint: Path, selection: Selection) -> None:
     """Raise CheckpointError for any ``selection`` in a checkpoint that ``from_pretrained`` reads."""
     if selection and is_pretrained_checkpoint(checkpoint):
         raise CheckpointError(
-            f"{checkpoint}: --key and --strip-prefix do not apply to this folder: weighin compares"
+            f"{checkpoint}: --key and strip_prefix do not apply to this folder: weighin compares"
             " each load with from_pretrained, which always loads a whole folder",
             "write the selected weights into a new folder, and copy config.json there: weighin"
             f" convert {checkpoint} NEW/model.safetensors {' '.join(selection.options)}",
@@ -249,7 +249,7 @@ def weights_in(path: Path, variant: str = "") -> Path:
     if variant and (usual := find_weights(path)):
         raise CheckpointError(
             f"{path}: has no weights of the variant {variant!r}, only {usual.name}",
-            "leave --variant out",
+            "leave variant out",
         )
     raise no_model(path)
 

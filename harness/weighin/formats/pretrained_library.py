@@ -128,12 +128,12 @@ class FolderChoice:
     def options(self) -> tuple[str, ...]:
         """The choices as options of the command line, without --trust-remote-code."""
         values = {
-            "variant": self.variant,
-            "class": self.model_class,
-            "revision": self.revision,
-            "adapter": self.adapter,
+            "--set variant": self.variant,
+            "--set model_class": self.model_class,
+            "--set revision": self.revision,
+            "--adapter": self.adapter,
         }
-        return tuple(f"--{name}={value}" for name, value in values.items() if value)
+        return tuple(f"{name}={value}" for name, value in values.items() if value)
 
 
 AS_SAVED: Final = FolderChoice()
@@ -159,8 +159,10 @@ class Selection:
 
     @property
     def options(self) -> tuple[str, ...]:
+        """The words of a command line that select this part."""
         key = (f"--key={self.key}",) if self.key else ()
-        return (*key, f"--strip-prefix={self.strip_prefix}") if self.strip_prefix else key
+        prefix = ("--set", f"strip_prefix={self.strip_prefix}") if self.strip_prefix else ()
+        return (*key, *prefix)
 
 
 WHOLE: Final = Selection()

@@ -331,7 +331,7 @@ def evaluate(
             tolerances = {n: t for n, t in tolerances.items() if METRICS[n].unit != "ns"}
             if len(tolerances) < len(rules.tolerances):
                 notes.append(
-                    "times are not judged: several cells ran at once (--jobs)"
+                    "times are not judged: several cells ran at once (jobs)"
                     if concurrent
                     else "times are not judged: the baseline was measured on another machine or with other settings"
                 )
@@ -340,8 +340,8 @@ def evaluate(
     for budget in rules.budgets:
         if CONCURRENT in environment and budget.metric.unit == "ns":
             raise ConfigError(
-                f"the budget {str(budget)!r} limits a time, but times are not comparable: several cells ran at once (--jobs)",
-                "measure without --jobs, or leave the budget out",
+                f"the budget {str(budget)!r} limits a time, but times are not comparable: several cells ran at once (jobs)",
+                "measure without jobs, or leave the budget out",
             )
         lines += _budget(budget, series)
         ok = [name for name, one in series.items() if budget.covers(name) and one.is_ok]

@@ -136,7 +136,7 @@ class DockerIsolation(Isolation):
             )
         for path in () if is_worker else mounts:
             if not Path(path).exists():
-                raise ConfigError(f"--mount {path}: there is no such file or folder")
+                raise ConfigError(f"mounts: {path}: there is no such file or folder")
         variables = {"TERM": os.environ["TERM"]} if not is_worker and "TERM" in os.environ else {}
         shell: Sequence[str] = visible.SHELL
         if image:

@@ -98,9 +98,9 @@ def check_soft_limit(isolation: Isolation) -> None:
         return
     here = f"cgroup v{hierarchy[0]}" if hierarchy else "no memory controller"
     raise IsolationUnavailable(
-        "a soft limit (--ram-high) needs --isolation cgroup on cgroup v2, but this run has"
+        "a soft limit (ram_high) needs --isolation cgroup on cgroup v2, but this run has"
         f" --isolation {isolation.name} and {here}",
-        "leave out --ram-high, or use a machine with cgroup v2 and --isolation cgroup",
+        "leave out ram_high, or use a machine with cgroup v2 and --isolation cgroup",
     )
 
 

@@ -46,7 +46,7 @@ from weighin.stream.slices import TensorSlice, are_equal
 from weighin.text import few, one_line
 
 _NUMBERED: Final = re.compile(r"\.\d+\.")
-_NAME_IT: Final = "name the class: --class CLASS (in Python: model_class='CLASS')"
+_NAME_IT: Final = "name the class: --set model_class=CLASS (in Python: model_class='CLASS')"
 
 
 def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:

@@ -64,7 +64,7 @@ def plan(
     mounts = (*map(Path, settings.mounts), *folders, *adapters)
     for path in mounts:
         if not path.exists():
-            raise ConfigError(f"--mount {path}: there is no such file or folder")
+            raise ConfigError(f"mounts: {path}: there is no such file or folder")
     found = {
         "checkpoint": checkpoint,
         "checkpoints": {title: str(path.absolute()) for title, path in chosen.checkpoints.items()},
@@ -199,7 +199,7 @@ def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list
 
 
 def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:
-    """Raise ConfigError if a strategy's own --key or --strip-prefix differs from the run's, or if
+    """Raise ConfigError if a strategy's own --key or strip_prefix differs from the run's, or if
     the strategy reads another format than the user's checkpoint has.
     """
     for each in planned:
@@ -209,7 +209,7 @@ def _check_own_selections(planned: list[Planned], selection: Selection, own: str
         if each.selection != selection:
             raise ConfigError(
                 f"strategy {each.cell.strategy} has the options {options}, but the run has"
-                f" {asked or 'neither --key nor --strip-prefix'}",
+                f" {asked or 'neither --key nor strip_prefix'}",
                 f"add --checkpoint PATH {options}, or change the strategy's options",
             )
         if each.cell.format != own:

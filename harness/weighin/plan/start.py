@@ -74,7 +74,7 @@ def start(
     ours = settings.shard.of(planned) if settings.shard else planned
     if not ours:
         raise ConfigError(
-            f"--shard {settings.shard}: the plan has only {len(planned)} cells",
+            f"shard {settings.shard}: the plan has only {len(planned)} cells",
             f"divide the plan into {len(planned)} shards at most",
         )
     cells = [each.cell for each in planned]

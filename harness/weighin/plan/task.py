@@ -148,7 +148,7 @@ class Demand:
                 return f"{node.name} has no {self.device}"
             if vram_bytes > node.gpu_bytes[index]:
                 has, vram = format_bytes(node.gpu_bytes[index]), format_exact(vram_bytes)
-                return f"the GPU of {node.name} has {has}, less than --vram {vram}"
+                return f"the GPU of {node.name} has {has}, less than its limit {vram}"
         return ""
 
     def lacks_now(self, node: Node) -> str:
@@ -169,7 +169,7 @@ def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
         check_gpu(settings.device, settings.vram, nodes)
     elif any(limit is not None for limit in settings.vram):
         raise ConfigError(
-            "--vram limits GPU memory, but the device is cpu",
+            "vram limits GPU memory, but the device is cpu",
             "add --device cuda, or leave the option out",
         )
     # Commands must ask for a container, because it lacks this machine's programs.
@@ -186,9 +186,9 @@ def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
         for node in nodes:
             if isolation.name != "cgroup" or node.no_soft_limit:
                 raise IsolationUnavailable(
-                    f"a soft limit (--ram-high) does not work on {node.name}:"
+                    f"a soft limit (ram_high) does not work on {node.name}:"
                     f" {node.no_soft_limit or f'the isolation is {isolation.name}'}",
-                    "leave out --ram-high, or use nodes with cgroup v2 and --isolation cgroup",
+                    "leave out ram_high, or use nodes with cgroup v2 and --isolation cgroup",
                 )
     return isolation, note
 

@@ -79,9 +79,9 @@ def check(device: str, limits: Sequence[int | None]) -> None:
     gpu = seen.gpus[index]
     if (limit := max(filter(None, limits), default=0)) > gpu.total_bytes:
         raise IsolationUnavailable(
-            f"--vram {format_exact(limit)} is more than {gpu.name} has"
+            f"vram={format_exact(limit)} is more than {gpu.name} has"
             f" ({format_bytes(gpu.total_bytes)})",
-            "give a smaller limit, or leave out --vram",
+            "give a smaller limit, or leave out vram",
         )
 
 

@@ -153,7 +153,7 @@ class Advice:
             if _folder(asked):
                 options += ["--keys", "model"]
                 if _is_chosen(model := asked.model.kwargs):
-                    options += ["--class", model["architecture"]]
+                    options += ["--set", f"model_class={model['architecture']}"]
                 options += ["--trust-remote-code"] * ("code" in model)
                 if adapter := adapter_of(asked.model):
                     options += ["--adapter", str(adapter)]

@@ -89,9 +89,8 @@ def parse_shard(text: str) -> Shard:
     if match and 1 <= int(match[1]) <= int(match[2]):
         return Shard(int(match[1]), int(match[2]))
     raise ConfigError(
-        f"--shard: cannot read {text!r}",
-        "write the shard's number, from 1, and the number of shards: --shard 2/8",
-        option="--shard",
+        f"cannot read {text!r} as a shard",
+        "write the shard's number, from 1, and the number of shards: 2/8",
     )
 
 

@@ -205,7 +205,7 @@ def only_run(
             if time.monotonic() >= deadline:
                 raise HarnessError(
                     f"another run is measuring on this machine ({holds})",
-                    "wait for its end: weighin bench --wait; parallel runs would distort each"
+                    "wait for its end: weighin bench --set wait=true; parallel runs would distort each"
                     " other's figures",
                     exit_code=4,
                 )

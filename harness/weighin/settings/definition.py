@@ -7,6 +7,7 @@ key.
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
@@ -24,6 +25,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from weighin.cell import FORWARD, Cell, ModelSpec
@@ -56,6 +58,13 @@ def _as_list(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 
+def _listed(value: object) -> list[object]:
+    """Return a list; a text is divided at its commas, as in ``8g,none``."""
+    if isinstance(value, str):
+        return [word.strip() for word in value.split(",") if word.strip()]
+    return _as_list(value)
+
+
 def _read(parse: Callable[[str], int], value: object, info: ValidationInfo) -> object:
     """Read a limit, rate or latency: a number, a text for ``parse``, or "none" (no limit).
 
@@ -67,6 +76,13 @@ def _read(parse: Callable[[str], int], value: object, info: ValidationInfo) -> o
         return value
     try:
         return parse(str(value))
+    except ConfigError as error:
+        raise ValueError(error.message, error.repair) from None
+
+
+def _as_shard(value: object) -> object:
+    try:
+        return parse_shard(value) if isinstance(value, str) else value
     except ConfigError as error:
         raise ValueError(error.message, error.repair) from None
 
@@ -109,11 +125,33 @@ IN_PLAN: Final = "plan"
 """The context in which pydantic validates the settings of a plan."""
 MODELS: Final = "a suite of models"
 COMMANDS: Final = "a suite of commands"
-"""Marks a setting that is also a key of such a suite."""
-_OTHER: Final = {MODELS: ("commands", "run"), COMMANDS: ("models", "bench")}
-"""For each kind of suite, the key of the other kind, and the verb that measures the other kind."""
-_OPTIONS: Final = {"environment": "env", "uses": "use"}
-"""The name of an option, where a suite's key differs."""
+WHAT: Final = "What to load"
+LIMITS: Final = "Limits"
+HOW: Final = "How to measure"
+WHERE: Final = "Where to write"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Makes a setting an option of these verbs, in one group of their help, and not only a key of
+    ``--set KEY=VALUE``.
+
+    Attributes:
+        metavar: what the help shows for the value; empty for a flag.
+        names: how the option is typed; by default as the key, with hyphens.
+        is_repeatable: whether the option may be typed several times.
+    """
+
+    group: str
+    verbs: str
+    metavar: str = ""
+    names: tuple[str, ...] = ()
+    is_repeatable: bool = False
+
+
+_MODELS_OWN: Final = "bench floor predict recommend inspect convert"
+_LOADS: Final = "bench floor predict recommend"
+_MEASURED: Final = "bench floor run"
 _One = TypeVar("_One")
 _Kind = TypeVar("_Kind", bound=BaseModel)
 _Dtype = Annotated[
@@ -126,13 +164,9 @@ _Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
 _Limit = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_bytes))]
 _DEVICE: Final = matching(r"cpu|cuda(:\d+)?", "a device", "write cpu, cuda or cuda:1")
 _Path = Annotated[Path, PlainSerializer(str)]
-_Shard = Annotated[
-    Shard,
-    BeforeValidator(lambda value: parse_shard(value) if isinstance(value, str) else value),
-    PlainSerializer(str),
-]
+_Shard = Annotated[Shard, BeforeValidator(_as_shard), PlainSerializer(str)]
 _Ranks = Annotated[int, Field(ge=1, le=64)]
-_Some = Annotated[list[_One], BeforeValidator(_as_list), Field(min_length=1)]
+_Some = Annotated[list[_One], BeforeValidator(_listed), Field(min_length=1)]
 _Rate = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_rate))]
 _Seconds = Annotated[float, Field(le=LONGEST_S, allow_inf_nan=False)]
 _Latency = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_seconds))]
@@ -153,6 +187,10 @@ class Strict(BaseModel):
             field.alias or name: field.is_required() for name, field in cls.model_fields.items()
         }
 
+    @classmethod
+    def unknown(cls, _key: str, _context: str | None) -> str:
+        return "unknown key"
+
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, content: object, info: ValidationInfo) -> object:
@@ -164,7 +202,7 @@ class Strict(BaseModel):
             from difflib import get_close_matches  # here to save time: most files are right
 
             near = get_close_matches(unknown[0], keys, n=1)
-            message, key = "unknown key", unknown[0]
+            message, key = cls.unknown(unknown[0], info.context), unknown[0]
             hint = f"did you mean {near[0]!r}? " if near else ""
         elif lacking := [
             key for key, is_needed in keys.items() if is_needed and key not in content
@@ -197,7 +235,7 @@ class SuiteModel(Strict):
     key: str = ""
     """The key of the weights in a checkpoint that also holds other data, as `--key`: `model`, `state.net`."""
     strip_prefix: str = ""
-    """The prefix that each name in the checkpoint has before the model's name, as `--strip-prefix`: `module.`."""
+    """The prefix that each name in the checkpoint has before the model's name: `module.`."""
     folder: str = ""
     """A Hugging Face folder, in place of `builder`, `kwargs` and `checkpoint`."""
     adapter: str = ""
@@ -254,23 +292,32 @@ def _check_name(name: str, info: ValidationInfo) -> str:
 class SuiteCommand(Strict):
     """One command of a suite, or the command of a command line."""
 
-    name: Annotated[str, AfterValidator(_check_name)]
-    """The label of the command in reports and in a baseline. Each command has its own."""
+    name: Annotated[str, AfterValidator(_check_name), Option(HOW, "run floor", "NAME")]
+    """What the command is called in reports and baselines. Each command has its own name."""
     command: Annotated[list[str], BeforeValidator(_as_command), Field(min_length=1)]
     """The program and its arguments: a list, or one text that is split as a shell splits it."""
-    cold: Annotated[list[str], BeforeValidator(_as_list)] = []
-    """Files and folders to drop from the page cache before each start, as `--cold`."""
-    marks: Annotated[list[str], BeforeValidator(_as_list)] = []
-    """Regular expressions: each line of output that contains one is a mark on the timeline, as `--mark`."""
-    environment: _Environment = {}
-    """Environment variables of the command, such as `{OMP_NUM_THREADS: 1}`."""
+    cold: Annotated[
+        list[str],
+        BeforeValidator(_as_list),
+        Option(HOW, "run floor", "PATH", is_repeatable=True),
+    ] = []
+    """Drop this file or folder from the page cache before each start: else the pages that another program read before are missing in the figures."""
+    marks: Annotated[
+        list[str],
+        BeforeValidator(_as_list),
+        Option(HOW, "run", "REGEX", ("--mark",), is_repeatable=True),
+    ] = []
+    """Mark each line of output that matches this regular expression on the timeline."""
+    environment: Annotated[
+        _Environment, Option(HOW, "run floor", "NAME=VALUE", ("--env",), is_repeatable=True)
+    ] = {}
+    """Environment variables of the command: OMP_NUM_THREADS=1."""
 
 
 def _by_name(value: object) -> object:
     """Read a list of mappings; replace an entry that is no mapping, but a name, by {"name": entry}."""
-    return [
-        item if isinstance(item, dict | BaseModel) else {"name": item} for item in _as_list(value)
-    ]
+    items = value if isinstance(value, list) else [value]
+    return [item if isinstance(item, dict | BaseModel) else {"name": item} for item in items]
 
 
 _NOT_SLOW = "weighin slows the disk down only for a load, not for a save"
@@ -330,110 +377,160 @@ def _check_timeout(value: float, info: ValidationInfo) -> float:
     return value
 
 
-class Settings(Strict):
-    """A matrix of measurements (cells), each ``repeats`` times, and how they are measured.
+class Model(Strict):
+    """The models, and which of the files of a model are loaded."""
 
-    A suite of models measures each model x limit x strategy x ..., and a suite of commands each
-    command x limit. plan.json has all settings, so that a stopped run can be resumed.
-    """
+    models: Annotated[
+        list[SuiteModel],
+        BeforeValidator(_by_name),
+        Field(min_length=1),
+        Option(WHAT, "bench floor predict recommend inspect", "NAME", ("--model",)),
+    ] = []
+    """The model: a name of `weighin list models`, a path, from:CHECKPOINT (no code is needed), or the function that builds it: package.module:function, path/nets.py:function. A suite may list several, also as mappings with the keys of a model."""
+    checkpoint: Annotated[_Path | None, Option(WHAT, _LOADS, "PATH")] = None
+    """Your own weights, a file or folder. Without them, weighin generates random weights."""
+    key: Annotated[str, Option(WHAT, _MODELS_OWN, "KEY")] = ""
+    """Where a training checkpoint holds the model's weights: model, or state.net."""
+    adapter: Annotated[str, Option(WHAT, "bench floor predict recommend convert", "FOLDER")] = ""
+    """An adapter that peft saved, such as LoRA, to merge into the model."""
+    trust_remote_code: Annotated[bool, Option(WHAT, _MODELS_OWN)] = False
+    """Run the Python code in a Hugging Face folder, with your rights: read it first."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of the function that builds the model: `--set kwargs.width=64`."""
+    strip_prefix: str = ""
+    """What each name in the checkpoint has before the model's name: `module.` of DistributedDataParallel, `_orig_mod.` of torch.compile."""
+    variant: str = ""
+    """The variant of a Hugging Face folder's weights: `fp16` loads model.fp16.safetensors."""
+    model_class: str = ""
+    """The class of transformers that loads a Hugging Face folder. Default: that in config.json, or AutoModel's choice."""
+    revision: str = ""
+    """The branch, tag or commit of a model in the cache of the Hugging Face Hub. Default: main."""
 
-    models: Annotated[_Some[SuiteModel], BeforeValidator(_by_name), MODELS] = []
-    """Names of `weighin list models`, paths of Hugging Face folders or of checkpoints, `from:PATH`, builders, or mappings with the keys of a model."""
-    commands: Annotated[_Some[SuiteCommand], AfterValidator(_check_commands), COMMANDS] = []
+
+class Command(Strict):
+    """The commands, and how they run."""
+
+    commands: Annotated[_Some[SuiteCommand], AfterValidator(_check_commands)] = []
     """The commands: mappings with the keys of a command."""
-    operation: Annotated[Literal["load", "save"], MODELS] = "load"
+    image: Annotated[str, Option(HOW, "run floor", "IMAGE")] = ""
+    """Run the command in a container of this image, as docker run does: with the image's entrypoint, your user id and the current folder."""
+    ready: Annotated[str, Option(HOW, "run floor", "REGEX")] = ""
+    """Measure a server until a line of its output matches this regular expression, and stop it then."""
+    ready_url: Annotated[str, Option(HOW, "run floor", "URL")] = ""
+    """Measure a server until a GET request to this address is answered with a status below 500, and stop it then."""
+    grace_s: Annotated[_Seconds, Field(ge=0)] = 10.0
+    """Seconds from SIGTERM to SIGKILL when weighin stops a server, or a process that outlives the command."""
+    stacks: Annotated[bool, Option(HOW, "run", names=("--stacks/--no-stacks",))] = False
+    """Read the stacks of Python processes near the peak, to name the line that allocated the memory. Each reading stops the command for an instant; with several repeats, there are none."""
+
+
+class Load(Strict):
+    """What is done, and which ways of loading are measured."""
+
+    operation: Literal["load", "save"] = "load"
     """Whether the strategies load a checkpoint or save one."""
-    strategies: Annotated[_Some[SuiteStrategy], BeforeValidator(_by_name), MODELS] = Field(
+    strategies: Annotated[
+        _Some[SuiteStrategy],
+        BeforeValidator(lambda value: _by_name(_listed(value))),
+        Option(WHAT, "bench floor predict", "NAMES", ("--strategies", "--strategy", "-s"), True),
+    ] = Field(
         default_factory=lambda known: [
             SuiteStrategy(name=name)
             for name in (DEFAULT_SAVING if known.get("operation") == "save" else DEFAULT_STRATEGIES)
         ]
     )
-    """Names of `weighin list strategies`, paths of files (`./mine.py`), `all`, or mappings with the keys of a strategy."""
-    ram: Annotated[_Some[_Limit], AfterValidator(_check_limits), MODELS, COMMANDS] = [None]
-    """RAM limits, such as `[8g, 6500m, none]`."""
-    vram: Annotated[_Some[_Limit], AfterValidator(_check_limits), MODELS] = [None]
-    """Limits of GPU memory, such as `[8g, none]`."""
-    ram_high: Annotated[_Limit, AfterValidator(_check_limits), MODELS] = None
-    """Soft RAM limit (cgroup v2), above which the kernel throttles a cell."""
-    device: Annotated[str, _DEVICE, MODELS] = "cpu"
-    """The device that holds the model: `cpu`, `cuda` or `cuda:1`."""
-    isolation: Annotated[_Isolation, MODELS, COMMANDS] = "auto"
-    """How a cell is limited and measured; for commands, `auto` takes no container. Name an isolation in a gate: figures of different isolations are not comparable."""
-    image: Annotated[str, COMMANDS] = ""
-    """The image of the container in which the commands run. Without this key, the commands run on this machine."""
-    dtype: Annotated[_Dtype, MODELS] = "auto"
-    """The dtype of the loaded model. `auto` is the dtype in a Hugging Face folder's config.json, or else float32."""
-    cache: Annotated[Literal["cold", "warm"], MODELS] = "cold"
-    """Whether the checkpoint is out of the page cache at the start of a load, or was read beforehand."""
-    format: Annotated[list[str], BeforeValidator(_as_list), MODELS] = []
-    """The formats of the checkpoint. Without this key, each strategy reads its own format."""
-    uses: Annotated[_Some[str], MODELS] = [FORWARD]
-    """What is done with the model after a load: names of `weighin list uses`, paths of files (`./mine.py`), or `none`."""
-    passes: Annotated[int, MODELS] = 1
-    """The number of forward passes of the use `forward`."""
-    ranks: Annotated[_Some[_Ranks], MODELS] = [1]
-    """The numbers of processes that load the model at once."""
-    disk: Annotated[_Some[_Rate], MODELS] = [None]
-    """Rates of the checkpoint's disk, such as `[50MB/s, none]`."""
-    disk_latency: Annotated[_Some[_Latency], MODELS] = [None]
-    """Latencies of the checkpoint's disk, such as `[1ms, none]`."""
-    repeats: Annotated[int, Field(ge=1, le=10_000), MODELS, COMMANDS] = 1
-    """How many times each cell is measured."""
-    environment: Annotated[_Some[_Environment], MODELS] = [{}]
-    """Environment variables of the worker, such as `{MALLOC_ARENA_MAX: 2}`."""
-    timeout_s: Annotated[_Seconds, AfterValidator(_check_timeout), MODELS, COMMANDS] = Field(
-        default_factory=lambda known: 0.0 if known.get("commands") else 600.0
-    )
-    """Seconds after which a cell is stopped; for commands, 0 for none."""
-    stacks: Annotated[bool, COMMANDS] = False
-    """Whether the stacks of Python processes are read near the peak. Each reading stops the command for an instant."""
-    steady: Annotated[bool, MODELS] = False
-    """Whether free memory is written before each load, so that times vary less in virtual machines."""
-    description: Annotated[str, MODELS, COMMANDS] = ""
-    """One line for `weighin list suites`."""
-
-    kwargs: dict[str, Any] = {}
-    """Further arguments of every model's builder (the function that returns the model)."""
-    checkpoint: _Path | None = None
-    """The user's checkpoint of all models; none for a generated one."""
-    key: str = ""
-    """The key of the weights in the user's checkpoint."""
-    strip_prefix: str = ""
-    """The prefix that each name in the user's checkpoint has before the model's name."""
-    variant: str = ""
-    """The variant of the weights of a Hugging Face folder."""
-    model_class: str = ""
-    """The class of transformers that loads a Hugging Face folder."""
-    revision: str = ""
-    """The revision of a model in the Hub's cache."""
-    trust_remote_code: bool = False
-    """Whether Python code in a Hugging Face folder may run."""
-    adapter: str = ""
-    """A folder with an adapter of LoRA to merge into the models."""
+    """Ways of loading: names of `weighin list strategies`, files (./mine.py), or all. Default: six, or for saves all."""
+    device: Annotated[str, _DEVICE, Option(LIMITS, _LOADS, "DEVICE")] = "cpu"
+    """Where the model is loaded to: cpu, cuda or cuda:1."""
+    dtype: Annotated[_Dtype, Option(WHAT, _LOADS, "DTYPE")] = "auto"
+    """The loaded model's dtype: float32, bfloat16, float16, or auto, that of a Hugging Face folder's config.json, else float32."""
+    cache: Annotated[Literal["cold", "warm"], Option(HOW, "bench", "STATE")] = "cold"
+    """Whether the checkpoint is out of the page cache when the load begins (cold), or was read just before (warm)."""
+    format: Annotated[
+        list[str], BeforeValidator(_listed), Option(WHAT, "bench floor predict", "NAMES")
+    ] = []
+    """Formats of the checkpoint: pt, safetensors, sharded ... Default: what each strategy reads."""
+    passes: int = 1
+    """The number of forward passes of the use forward: each reads a mapped model that is larger than the limit again."""
+    uses: Annotated[_Some[str], Option(HOW, _LOADS, "NAMES", ("--use",))] = [FORWARD]
+    """What the model is used for after the load: names of `weighin list uses` such as adamw, files (./mine.py) with a function use(model), or none."""
+    ranks: Annotated[_Some[_Ranks], Option(HOW, _LOADS, "NUMBERS")] = [1]
+    """How many processes load the model at once, under one limit, as torchrun starts them: 1,4."""
+    disk: Annotated[_Some[_Rate], Option(LIMITS, "bench recommend", "RATES")] = [None]
+    """Rates to which the checkpoint's disk is slowed down: 50MB/s,none. It needs FUSE and weighin[disk]."""
+    disk_latency: Annotated[_Some[_Latency], Option(LIMITS, "recommend", "TIMES")] = [None]
+    """How much later the checkpoint's disk answers each request: 1ms,none. It needs FUSE and weighin[disk]."""
+    vram: Annotated[
+        _Some[_Limit], AfterValidator(_check_limits), Option(LIMITS, "recommend", "SIZES")
+    ] = [None]
+    """Limits of GPU memory without the CUDA context's own: 8g,none."""
+    ram_high: Annotated[_Limit, AfterValidator(_check_limits)] = None
+    """A soft RAM limit (cgroup v2), above which the kernel slows the process down and reclaims its memory."""
+    environment: Annotated[list[_Environment], BeforeValidator(_as_list), Field(min_length=1)] = [
+        {}
+    ]
+    """Environment variables of the load: `--set environment.MALLOC_ARENA_MAX=1`. A list measures each entry."""
     seed: int = 0
     """The random seed of generated weights."""
     storage: _Path | None = None
-    """The folder for generated and converted checkpoints; none for weighin's cache."""
-    mounts: tuple[str, ...] = ()
-    """The paths of this machine that a container mounts read-only at the same path."""
+    """A folder for generated and converted checkpoints, on the disk that you want to measure. Default: weighin's cache ($WEIGHIN_CACHE)."""
+    steady: bool = False
+    """Write to free memory before each load, so that times vary less in virtual machines."""
+    jobs: Annotated[int, Field(ge=1, exclude=True)] = 1
+    """How many cells are measured at once on this machine, if only memory matters and not time. Their RAM limits must fit together."""
+
+
+class Measure(Strict):
+    """How each cell is limited, measured and repeated."""
+
+    ram: Annotated[
+        _Some[_Limit], AfterValidator(_check_limits), Option(LIMITS, "bench run recommend", "SIZES")
+    ] = [None]
+    """RAM limits: 8g, 6500m, none. Several, as in 8g,4g, are measured one after the other."""
+    isolation: Annotated[_Isolation, Option(LIMITS, _MEASURED, "NAME")] = "auto"
+    """What enforces the limits: docker, cgroup, process (no limit), or auto, the first that works; for commands, auto takes no container. A gate should name one: their figures differ."""
+    repeats: Annotated[int, Field(ge=1, le=10_000), Option(HOW, "bench run", "N")] = 1
+    """How often each cell is measured: all once, then all again."""
+    timeout_s: Annotated[
+        _Seconds,
+        AfterValidator(_check_timeout),
+        Option(LIMITS, _MEASURED, "SECONDS", ("--timeout",)),
+    ] = Field(default_factory=lambda known: 0.0 if known.get("commands") else 600.0)
+    """Seconds after which a measured process is killed; for commands, 0 for never."""
+    mounts: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
+    """Files and folders that a container may read, at the same path: `--set mounts=[/data]`."""
+    description: str = ""
+    """One line for `weighin list suites`."""
+    engine: Annotated[
+        dict[str, Any],
+        BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value),
+        Option(HOW, "bench run", "NAME"),
+    ] = {}
+    """Where to measure: local, on this machine, or ray, on the nodes of a Ray cluster that have the resource weighin_slot."""
+    address: Annotated[str, Field(exclude=True)] = ""
+    """With the engine ray, the cluster's address, HOST:PORT. Default: auto, the cluster of this machine."""
+    labels: Annotated[dict[str, str], Field(exclude=True)] = {}
+    """With the engine ray, the labels that a node must have: `ray.io/accelerator-type=H100`."""
+    shard: _Shard | None = None
+    """The part of the cells that this run measures: 2/8 is every eighth, beginning with the second."""
+    wait: Annotated[bool, Field(exclude=True)] = False
+    """If another run is measuring on this machine, wait for its end instead of ending with code 4."""
+
+
+class Settings(Measure, Load, Command, Model):
+    """A matrix of measurements (cells), each ``repeats`` times, and how they are measured.
+
+    A suite of models measures each model x limit x strategy x ..., and a suite of commands each
+    command x limit. plan.json has all settings, so that a stopped run can be resumed. The settings
+    below are those that nobody writes: a run finds them.
+    """
+
     cwd: str = ""
     """The working folder of commands."""
-    ready: str = ""
-    """A regular expression: a server is ready when a line of its output matches."""
-    ready_url: str = ""
-    """A server is ready when it answers at this URL with an HTTP status below 500."""
-    grace_s: Annotated[_Seconds, Field(ge=0)] = 10.0
-    """The seconds from SIGTERM to SIGKILL for a command that weighin stops."""
     within: Annotated[float | None, Field(gt=0, le=COARSEST)] = None
     """The precision of a search of `weighin floor`, as a share of the floor; none for another run."""
     aim: Aim = Aim.ENDS
     """The kind of floor (smallest limit) that is searched."""
-    engine: dict[str, Any] = {}
-    """The name and settings of the engine that distributes the cells; empty for this machine."""
-    shard: _Shard | None = None
-    """The part of the plan that this run measures, such as 2/8; none for the whole plan."""
-
     checkpoints: dict[str, str] = {}
     """The user's checkpoint of each model, by the model's title, if a suite names several."""
     strategy_paths: dict[str, str] = {}
@@ -446,12 +543,19 @@ class Settings(Strict):
     @classmethod
     def keys(cls, context: str | None = None) -> dict[str, bool]:
         """Return the keys of a suite of models (``MODELS``) or of commands (``COMMANDS``), or all."""
-        needed = {MODELS: "models", COMMANDS: "commands"}.get(context or "")
-        return {
-            name: name == needed
-            for name, field in cls.model_fields.items()
-            if not needed or context in field.metadata
-        }
+        if context not in _KINDS:
+            return dict.fromkeys(cls.model_fields, False)
+        needed, parts = _KINDS[context]
+        names = {name for part in parts for name in part.model_fields}
+        return {name: name == needed for name in cls.model_fields if name in names}
+
+    @classmethod
+    def unknown(cls, key: str, context: str | None) -> str:
+        """Say why a key is none: often it is one of the other kind of suite."""
+        for kind in _KINDS.keys() - {context}:
+            if context in _KINDS and key in cls.keys(kind):
+                return f"it has no effect on {'commands' if context == COMMANDS else 'a model'}"
+        return "unknown key"
 
     @field_validator(*_NO_EFFECT["operation", "save"])
     @classmethod
@@ -465,13 +569,18 @@ class Settings(Strict):
 
     @field_validator("passes")
     @classmethod
-    def _check_passes(cls, value: int, info: ValidationInfo) -> int:
+    def _check_passes(cls, value: int) -> int:
         if value < 1:
             raise ValueError(
                 "0 forward passes mean no use of the model",
                 "write --use none (in a suite, uses: none)",
             )
-        if value > 1 and FORWARD not in info.data.get("uses", [FORWARD]):
+        return value
+
+    @field_validator("uses")
+    @classmethod
+    def _check_uses(cls, value: list[str], info: ValidationInfo) -> list[str]:
+        if info.data.get("passes", 1) > 1 and FORWARD not in value:
             raise ValueError(
                 "passes applies to the use forward, which is not among the uses", "leave passes out"
             )
@@ -507,6 +616,13 @@ class Settings(Strict):
         return Path(own) if own else self.checkpoint
 
 
+_KINDS: Final[dict[str | None, tuple[str, tuple[type[Strict], ...]]]] = {
+    MODELS: ("models", (Model, Load, Measure)),
+    COMMANDS: ("commands", (Command, Measure)),
+}
+"""For each kind of suite, the key that it needs, and whose keys it has."""
+
+
 class _ModelFile(Strict):
     name: str
     builder: Annotated[str, matching(r"[\w.]+:\w+", "a builder", "write package.module:function")]
@@ -524,22 +640,78 @@ def read_model(path: Path) -> ModelSpec:
 
 def read_suite(path: Path, kind: str = MODELS) -> Settings:
     """Read a suite's YAML file; raise ConfigError as ``read_model``, or if it is of the other kind."""
+    return validate(Settings, read_suite_file(path, kind), str(path), kind)
+
+
+def read_suite_file(path: Path, kind: str = MODELS) -> dict[str, Any]:
+    """Return the keys and values of a suite's file; raise ConfigError if it is of the other kind."""
     from weighin.settings.yaml_file import read_mapping
 
     content = read_mapping(path)
     if {"models", "commands"} <= content.keys():
         raise ConfigError(f"{path}: a suite has models or commands, not both", "write two suites")
-    other, verb = _OTHER[kind]
+    other, verb = ("commands", "run") if kind == MODELS else ("models", "bench")
     if other in content:
         raise ConfigError(
             f"{path} is a suite of {other}",
             f"measure the suite with weighin {verb}: weighin {verb} --suite {shlex.quote(str(path))}",
         )
-    return validate(Settings, content, str(path), kind)
+    if "trust_remote_code" in content:
+        raise ConfigError(
+            f"{path}: trust_remote_code is a permission, which no file can give",
+            "give it on the command line: --trust-remote-code",
+        )
+    return content
 
 
 def check_suite(options: Mapping[str, Any]) -> Settings:
-    return validate(Settings, options, "")
+    return validate(Settings, options, typed_as)
+
+
+Source = tuple[str | Callable[[str], str], Mapping[str, Any]]
+"""Settings, and where they were written: a file, or a function from a key to what was typed."""
+
+
+def merge(sources: Sequence[Source], kind: str = MODELS) -> Settings:
+    """Return the settings of several sources, of which a later one overrides the earlier ones.
+
+    A source that names models takes none of the other keys of ``Model`` from the earlier ones, because
+    a checkpoint or an argument is one model's own.
+    """
+    content: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    for place, given in sources:
+        for name in Model.model_fields if "models" in given else ():
+            content.pop(name, None)
+        content |= given
+        written |= {
+            key: place(key) if callable(place) else f"{place}{key}" for key in map(str, given)
+        }
+    files = [place for place, _ in sources if isinstance(place, str) and place]
+    # A key that nobody wrote is missing in the suite, the last of the files.
+    return validate(
+        Settings, content, lambda key: written.get(key, "".join(files[-1:]) + key), kind
+    )
+
+
+def option_of(field: FieldInfo) -> Option | None:
+    return next((each for each in field.metadata if isinstance(each, Option)), None)
+
+
+def names_of(key: str, option: Option) -> tuple[str, ...]:
+    return option.names or (f"--{key.replace('_', '-')}",)
+
+
+def typed_as(key: str, verb: str = "") -> str:
+    """Return how a setting is typed: ``--ram``, or ``--set passes`` if the verb has no such option.
+
+    Without ``verb``, an option of any verb counts.
+    """
+    field = Settings.model_fields.get(key)
+    option = option_of(field) if field else None
+    if option and (not verb or verb in option.verbs.split()):
+        return names_of(key, option)[0].partition("/")[0]
+    return f"--set {key}"
 
 
 def read_plan(settings: Mapping[str, Any], cells: Sequence[Cell], place: Path) -> Settings:
@@ -565,18 +737,21 @@ def read_plan(settings: Mapping[str, Any], cells: Sequence[Cell], place: Path) -
 
 
 def validate(
-    kind: type[_Kind], content: Mapping[str, Any], file: str, context: str | None = None
+    kind: type[_Kind],
+    content: Mapping[str, Any],
+    place: str | Callable[[str], str],
+    context: str | None = None,
 ) -> _Kind:
     """Validate ``content`` as a ``kind``; raise ConfigError that names an invalid key or value.
 
-    ``file`` is the file that error messages name; empty for options of a command line.
+    ``place`` is the file that an error names, or a function that returns how a key was written.
     """
     try:
         return kind.model_validate(content, context=context)
     except ValidationError as error:
         first = error.errors()[0]
     more, repair = first.get("ctx", {}), ""
-    key = ".".join(part for part in (*first["loc"], more.get("key")) if isinstance(part, str))
+    top, *inner = [part for part in (*first["loc"], more.get("key")) if isinstance(part, str)]
     if first["type"] == "value_error":
         message, repair = more["error"].args
     elif first["type"] == "key":
@@ -585,7 +760,5 @@ def validate(
         message, repair = "empty", "write at least one value, or leave the key out"
     else:
         message = f"{first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
-    if file:
-        raise ConfigError(f"{file}: {key}: {message}", repair)
-    option = f"--{_OPTIONS.get(key, key.removesuffix('_s').replace('_', '-'))}"
-    raise ConfigError(f"{option}: {message}", repair, option=option)
+    named = place(top) if callable(place) else f"{place}: {top}"
+    raise ConfigError(f"{'.'.join((named, *inner))}: {message}", repair)

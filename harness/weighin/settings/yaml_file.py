@@ -31,20 +31,27 @@ def read_mapping(path: Path) -> dict[str, Any]:
     the file and, for wrong YAML, the line.
     """
     try:
-        content = bounded(yaml.load(read_bytes(path, MIB).decode(), _Loader))  # noqa: S506 (a safe one)
+        text = read_bytes(path, MIB).decode()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
+    content = parse(text, str(path))
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: not a mapping of keys to values")
+    return content
+
+
+def parse(text: str, place: str) -> Any:
+    """Return the value of a YAML text; raise ConfigError that names its ``place``."""
+    try:
+        return bounded(yaml.load(text, _Loader))  # noqa: S506 (a safe one)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise ConfigError(f"{path}{line}: not YAML: {problem}") from None
+        raise ConfigError(f"{place}{line}: not YAML: {problem}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: too many nested values") from None
+        raise ConfigError(f"{place}: too many nested values") from None
     except ValueError as error:  # a number or a date that Python does not accept, or a file above the limits of ``bounded``
-        raise ConfigError(f"{path}: {one_line(str(error))}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: not a mapping of keys to values")
-    return content
+        raise ConfigError(f"{place}: {one_line(str(error))}") from None

@@ -154,7 +154,7 @@ _FOLDERS: Final = (
      "show its results: weighin report {path}"),
     (r"\w*model\.(\w+)(?:-\d+-of-\d+)?\.(?:safetensors|bin)",
      "only {0} variants of the weights: {found}",
-     "name the variant: --variant {0} (in Python: variant={0!r})"),
+     "name the variant: --set variant={0} (in Python: variant={0!r})"),
     (r"(\w*model)-\d+-of-\d+(\.safetensors|\.bin)", "shards without their index {0}{1}.index.json",
      "add the index: {path}/{0}{1}.index.json"),
     (r".*\.distcp", "shards without their index .metadata", "add the index: {path}/.metadata"),
@@ -550,7 +550,7 @@ def misfit(
 
 
 def selecting(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the advice to select the model's tensors by --key or --strip-prefix; else empty.
+    """Return the advice to select the model's tensors by --key or strip_prefix; else empty.
 
     ``stored`` maps the checkpoint's names to shapes; ``wanted`` maps the model's names to shapes.
     """
@@ -564,7 +564,7 @@ def selecting(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[
             continue
         if len(inside) == len(stored):
             return (
-                f"all names begin with {shown(prefix)}: --strip-prefix {prefix}; in load_streaming:"
+                f"all names begin with {shown(prefix)}: --set strip_prefix={prefix}; in load_streaming:"
                 f" strip_prefix={shown(prefix)}; in a suite: strip_prefix: {prefix}"
             )
         key = prefix.removesuffix(".")

@@ -208,7 +208,7 @@ def _stripped(path: Path, found: Checkpoint, prefix: str) -> Checkpoint:
     if len({one.name for one in renamed}) != len(renamed):
         raise CheckpointError(
             f"{path}: two tensors would have the same name without the prefix {shown(prefix)}",
-            "leave --strip-prefix out, or convert the checkpoint with your own code",
+            "leave strip_prefix out, or convert the checkpoint with your own code",
         )
     return renamed
 

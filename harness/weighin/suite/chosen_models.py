@@ -75,7 +75,7 @@ class ChosenModels:
 def choose(settings: Settings) -> ChosenModels:
     """Return the models of a run, with the checkpoint that a model's path or --checkpoint names.
 
-    The key and the prefix of the weights are those of --key and --strip-prefix, unless a model's
+    The key and the prefix of the weights are those of --key and strip_prefix, unless a model's
     entry has them. The choice of weights and of a class applies to every model that is a Hugging
     Face folder.
 
@@ -112,7 +112,7 @@ def choose(settings: Settings) -> ChosenModels:
         else:
             own = weights or own
     if selection and own is None:
-        options, path = ("--key and --strip-prefix", "--checkpoint PATH")
+        options, path = ("--key and strip_prefix", "--checkpoint PATH")
         if not typed:
             options, path = "key and strip_prefix of a model", "checkpoint: PATH"
         raise ConfigError(
@@ -154,7 +154,7 @@ def _selection(settings: Settings, typed: Selection) -> Selection:
         raise ConfigError(
             f"the suite selects a part of the checkpoint with {' '.join(first.options)}, and the"
             f" command line selects another part with {' '.join(typed.options)}",
-            "leave --key and --strip-prefix out",
+            "leave --key and strip_prefix out",
         )
     return first or typed
 

@@ -304,7 +304,7 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
     if name.startswith(_FROM) or path.exists():
         if kwargs:
             raise ConfigError(
-                f"{name} takes no arguments, so --kwargs would be ignored", "leave --kwargs out"
+                f"{name} takes no arguments, so kwargs would be ignored", "leave kwargs out"
             )
         return path
     if "://" in name:
@@ -349,7 +349,7 @@ def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
     if is_pretrained(path):
         return weights_in(path, choice.variant)
     if choice.variant:
-        raise _no_folder(str(path), (f"--variant={choice.variant}",))
+        raise _no_folder(str(path), (f"--set variant={choice.variant}",))
     return path
 
 
@@ -376,7 +376,7 @@ def notes_on(
         taken = f"{architecture}, which AutoModel chooses" if architecture else "that of AutoModel"
         notes.append(
             f"config.json names no class in 'architectures', so weighin takes {taken}; to take another"
-            " class: --class CLASS"
+            " class: --set model_class=CLASS"
         )
     if parts := sentence_parts.own_folders(path):
         notes.append(

@@ -203,5 +203,5 @@ def _check_arguments(builder: str, taken: ast.arguments, kwargs: Mapping[str, An
         if names:
             raise ConfigError(
                 f"builder {builder!r} {verb} the argument {names[0]!r}",
-                "correct the model's arguments: `kwargs` in the model's YAML file, or --kwargs",
+                "correct the model's arguments: `kwargs` in the model's YAML file, or --set kwargs.NAME=VALUE",
             )

@@ -123,7 +123,7 @@ class CudaMemory:
         _, total = torch.cuda.mem_get_info(self.device)
         if limit_bytes > total:
             raise ValueError(
-                f"--vram {format_exact(limit_bytes)} is more than {self.device} has"
+                f"vram={format_exact(limit_bytes)} is more than {self.device} has"
                 f" ({format_bytes(total)})"
             )
         # torch multiplies by the fraction and truncates; the next larger float gives exactly the limit.

@@ -1,5 +1,6 @@
 """Read defaults of options from ``[tool.weighin]`` in pyproject.toml.
 
+A key is the name of an option, or a key of a suite for the verbs that take ``--set``.
 ``[tool.weighin]`` holds defaults for ``bench``, ``floor``, ``predict`` and ``recommend``.
 ``[tool.weighin.VERB]`` holds defaults for one verb, which override ``[tool.weighin]``. The command
 line overrides both tables. The settings file is the nearest pyproject.toml with a table
@@ -8,7 +9,6 @@ this user, nor root, nor the owner of the current folder. Relative paths in the 
 file's folder. Options such as ``--trust`` and ``--yes`` are accepted only on the command line.
 """
 
-import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -25,12 +25,16 @@ _ONLY_TYPED: Final = (
     "version", "yes",
 )  # fmt: skip
 
+_KEYS: Final = f"{TABLE} keys"
+_PATHS: Final = ("checkpoint", "storage", "mounts", "adapter")
+"""Settings that are paths; those that may be something else are told by their text."""
+
 Defaults = dict[str, dict[str, Any]]
 """Maps each verb to its parameters' defaults, by parameter name, as click's ``default_map``."""
 
 
-def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
-    """Return the settings file's path and the defaults in it; (None, {}) if there is no such file.
+def read(context: click.Context, verbs: Mapping[str, click.Command]) -> None:
+    """Let the context of ``weighin`` know the settings file, if there is one.
 
     Raises:
         ConfigError: the file is unreadable or not TOML, or a key is unknown or has a wrong type.
@@ -38,22 +42,19 @@ def read(verbs: Mapping[str, click.Command]) -> tuple[Path | None, Defaults]:
     try:
         here = Path.cwd()
     except FileNotFoundError:  # the current folder was deleted
-        return None, {}
+        return
     for folder in (here, *here.parents):
         path = (Path() if folder == here else folder) / "pyproject.toml"
         if _counts(path) and (table := _table(path)) is not None:
-            return path, _defaults(table, path, verbs)
-    return None, {}
+            context.meta[TABLE] = path
+            context.default_map, context.meta[_KEYS] = _defaults(table, path, verbs)
+            return
 
 
-def name_source(context: click.Context, error: ConfigError) -> None:
-    """Name the settings file in an error's repair if the wrong option's value is from the file."""
-    path = context.find_root().meta.get(TABLE)
-    for param in context.command.params:
-        source = context.get_parameter_source(param.name or "")
-        if error.option in param.opts and source is click.core.ParameterSource.DEFAULT_MAP:
-            place = f"{error.option} is set in [{TABLE}] of {path}"
-            error.repair = f"{error.repair}; {place}" if error.repair else place
+def keys_of(context: click.Context) -> dict[str, Any]:
+    """Return the settings in the file that are keys of a suite, but no options of the verb."""
+    found: dict[str, Any] = context.find_root().meta.get(_KEYS, {}).get(context.command.name, {})
+    return found
 
 
 def options_of(verb: click.Command) -> dict[str, click.Parameter]:
@@ -96,29 +97,41 @@ def _table(path: Path) -> dict[str, Any] | None:
     return table
 
 
-def _defaults(table: dict[str, Any], path: Path, verbs: Mapping[str, click.Command]) -> Defaults:
+def _defaults(
+    table: dict[str, Any], path: Path, verbs: Mapping[str, click.Command]
+) -> tuple[Defaults, Defaults]:
+    """Return the defaults of each verb's options, and the verb's other settings."""
+    from weighin.settings.definition import COMMANDS, MODELS, Settings
+
     options = {name: found for name, verb in verbs.items() if (found := options_of(verb))}
-    shared = {key for name in _SHARED_BY for key in options[name]}
-    listed = shared | options.keys()
+    settable = {
+        name: {_normal(key): key for key in Settings.keys(COMMANDS if name == "run" else MODELS)}
+        for name in options
+        if any(param.name == "assigned" for param in verbs[name].params)
+    }
+    known = {name: {*options[name], *settable.get(name, ())} - {*_ONLY_TYPED} for name in options}
+    shared = {key for name in _SHARED_BY for key in known[name]}
     tables: dict[str, dict[str, Any]] = {}
     common: dict[str, Any] = {}
     for key, value in table.items():
         is_table = isinstance(value, dict) and _normal(key) not in shared
-        _check_key(key, options if is_table else shared, listed, path, TABLE)
+        _check_key(key, options if is_table else shared, shared | options.keys(), path, TABLE)
         (tables if is_table else common)[key] = value
     for name, values in tables.items():
         for key in values:
-            _check_key(key, options[name], options[name], path, f"{TABLE}.{name}")
-    defaults: Defaults = {}
+            _check_key(key, known[name], known[name], path, f"{TABLE}.{name}")
+    defaults: Defaults = {name: {} for name in options}
+    others: Defaults = {name: {} for name in options}
     for name, params in options.items():
         given = [(TABLE, *item) for item in common.items() if name in _SHARED_BY]
         given += [(f"{TABLE}.{name}", *item) for item in tables.get(name, {}).items()]
-        defaults[name] = {
-            param.name or "": _value(param, value, f"{path}: {place}.{key}", path.parent)
-            for place, key, value in given  # a verb's own values come last, and override
-            if (param := params.get(_normal(key)))
-        }
-    return defaults
+        for place, key, value in given:  # a verb's own values come last, and override
+            if param := params.get(_normal(key)):
+                read = _value(param, value, f"{path}: {place}.{key}", path.parent)
+                defaults[name][param.name or ""] = read
+            elif setting := settable.get(name, {}).get(_normal(key)):
+                others[name][setting] = _path_in(value, path.parent) if setting in _PATHS else value
+    return defaults, others
 
 
 def _check_key(
@@ -143,37 +156,42 @@ def _check_key(
 
 def _value(param: click.Parameter, value: object, place: str, folder: Path) -> object:
     """Return a TOML value in the form in which click passes it from the command line."""
-    key = _normal(place.rpartition(".")[2])
     if getattr(param, "is_flag", False):
         if not isinstance(value, bool):
             raise ConfigError(f"{place}: not true or false, but {value!r}", "write true or false")
         return value
-    if key == "kwargs" and isinstance(value, dict):
-        return json.dumps(value)
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
         raise ConfigError(
             f"{place}: not a text, not a number, and not a list of texts or numbers",
             'write a value such as "8g", 3 or ["8g", "4g"]',
         )
+    key = _normal(place.rpartition(".")[2])
     texts = [_located(str(item), key, param, folder) for item in items]
     return texts if param.multiple else ",".join(texts)
 
 
+def _path_in(value: Any, folder: Path) -> Any:
+    """Return a path of the settings file, or each of a list, relative to the current folder."""
+    if isinstance(value, list):
+        return [_path_in(each, folder) for each in value]
+    if not isinstance(value, str) or folder == Path.cwd():
+        return value
+    return os.path.relpath(folder / Path(value).expanduser())
+
+
 def _located(text: str, key: str, param: click.Parameter, folder: Path) -> str:
     """Return a text of the settings file; make a path relative to the current folder."""
-    is_path = isinstance(param.type, click.Path)
-    if key == "strategies" or (key == "suite" and not is_path):
-        is_path = "/" in text or text.endswith((".py", ".yaml", ".yml"))
+    is_path = isinstance(param.type, click.Path) or param.name in _PATHS
     start = "from:" if key == "model" and text.startswith("from:") else ""
-    if key == "model":
+    if key in ("strategies", "suite", "use"):
+        is_path = "/" in text or text.endswith((".py", ".yaml", ".yml"))
+    elif key == "model":
         from weighin.stream import foreign  # imported here to save time
 
         is_path = bool(start) or ".py:" in text or foreign.looks_like_path(text)
         is_path = is_path or ("/" in text and (folder / text).exists())
-    if not is_path or folder == Path.cwd():
-        return text
-    return start + os.path.relpath(folder / Path(text.removeprefix(start)).expanduser())
+    return start + _path_in(text.removeprefix(start), folder) if is_path else text
 
 
 def _normal(key: str) -> str:

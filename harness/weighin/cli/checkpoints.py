@@ -1,0 +1,293 @@
+"""``weighin inspect``, ``convert`` and ``cache``: look into checkpoints, write them, and list or delete
+those that weighin generated.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from weighin.cli import _console, _options
+from weighin.cli._verb import Verb, Verbs
+from weighin.errors import ConfigError, UnknownName
+from weighin.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from weighin.checkpoint.cache import CachedCheckpoint
+
+DECLINED_EXIT = 1
+
+
+@click.command(
+    cls=Verb,
+    examples={
+        "Show the tensors of a checkpoint and their sizes": "weighin inspect model.pt",
+        "Show all tensors of a folder, the largest first": "weighin inspect shards --sort size --all",
+        "Show the entry 'model' of a training checkpoint": "weighin inspect training.pt --key model",
+    },
+)
+@_options.model
+@_options.option(
+    "--sort",
+    default="file",
+    metavar="ORDER",
+    help="The order of the tensors: file (as in the file), name or size.",
+)
+@_options.option("--all", "show_all", is_flag=True, help="Show every tensor of a long list.")
+@_options.settings("inspect")
+@_options.json
+@click.pass_context
+def inspect(context: click.Context, /, **typed: Any) -> None:
+    """List the tensors of a checkpoint, and estimate the memory of loading it.
+
+    Of a path, no tensor data is read and no code is run, and torch is not imported. Of a built-in
+    model or a builder, you see the checkpoint that `weighin bench` would generate; of the folder of a
+    diffusers pipeline, its parts and their sizes.
+    """
+    from rich.markup import escape
+
+    from weighin.checkpoint import inspect as inspecting
+    from weighin.stream.foreign import remembering
+
+    if path := _options.pipeline(context):
+        reason = "for a pipeline, weighin inspect lists parts, not tensors"
+        repair = "leave these options out, or give the folder of one part"
+        _options.refuse(context, ("show_all", "key"), reason, repair)
+        document = inspecting.inspect_pipeline(path)
+        parts = inspecting.pipeline_tables(document, sort=typed["sort"])
+    else:
+        with remembering():  # the notes are of the headers that inspect reads
+            document = _inspected(context)
+        parts = inspecting.tables(document, sort=typed["sort"], show_all=typed["show_all"])
+    shown = [escape(part) if isinstance(part, str) else part for part in parts]
+    _console.deliver(typed["json_file"], document, lambda: _console.show(*shown, folds=False))
+
+
+def _inspected(context: click.Context) -> dict[str, Any]:
+    from weighin.checkpoint.inspect import inspect
+    from weighin.suite import registry
+
+    _options.note_default(context)
+    settings = _options.read(context)
+    name, choice, selection = settings.models[0].source, settings.choice, settings.selection
+    if path := registry.path_of(name, settings.kwargs, choice.revision):
+        weights = (
+            registry.weights_of(path, replace(choice, revision="")) if choice.variant else path
+        )
+        inspected = inspect(weights, selection)
+        if not selection:
+            _console.note(*registry.notes_on(weights, choice))
+        return inspected
+    from weighin.predict import client
+    from weighin.suite.chosen_models import choose
+
+    chosen = choose(settings)
+    with (
+        _console.working("building the model without values"),
+        client.generated(chosen.specs[0], chosen.python_path) as path,
+    ):
+        return inspect(path) | {"path": chosen.specs[0].title}
+
+
+@click.command(
+    cls=Verb,
+    examples={
+        "Write the tensors as bfloat16, and read the new file back to verify it": "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
+        "Rename the tensors of a Hugging Face folder as from_pretrained does": "weighin convert ./folder model.safetensors --keys model",
+        "Add the weights of a LoRA adapter": "weighin convert ./folder merged.safetensors --adapter ./adapter",
+    },
+)
+@click.argument(
+    "source",
+    type=_options.PATH,
+    help="The checkpoint to convert, in any format that weighin reads. It stays as it is.",
+)
+@click.argument(
+    "target",
+    type=_options.PATH,
+    help="The file or folder to write, which must not exist yet.",
+)
+@_options.option(
+    "--format",
+    "fmt",
+    default="auto",
+    metavar="NAME",
+    group="Where to write",
+    help="The format to write: pt, safetensors, sharded, per_module, per_param, dcp ... or auto, by the"
+    " name of TARGET: safetensors for .safetensors, pt for .pt, .pth, .bin and .ckpt, else shards.",
+)
+@_options.option(
+    "--dtype",
+    metavar="DTYPE",
+    group="Where to write",
+    help="Convert floating-point tensors to bf16, fp16 or fp32. Default: none is converted.",
+)
+@_options.option(
+    "--max-shard-size",
+    default="5GiB",
+    metavar="SIZE",
+    group="Where to write",
+    help="The size of a shard, such as 20MB (1000-based) or 2GiB. A larger tensor has its own shard.",
+)
+@_options.option(
+    "--verify",
+    is_flag=True,
+    group="Where to write",
+    help="Read the written checkpoint back, and compare every tensor's checksum.",
+)
+@_options.option(
+    "--keys",
+    type=click.Choice(["file", "model"]),
+    default="file",
+    group="What to load",
+    help="The names of the written tensors: those in SOURCE (file), or those of the model, for which"
+    " tensors are stacked, joined and renamed as from_pretrained does. That takes memory for the whole"
+    " model.",
+)
+@_options.settings("convert")
+@_options.json
+@click.pass_context
+def convert(context: click.Context, /, **typed: Any) -> None:
+    """Write a checkpoint in another format or dtype, in pieces of 16 MiB to save memory.
+
+    With --keys model or --adapter, the whole model is loaded first.
+    """
+    from weighin.checkpoint.convert import Conversion, sentence
+    from weighin.formats.pretrained_folder import path_of
+    from weighin.run import interrupts
+    from weighin.settings.definition import DTYPES
+    from weighin.suite.registry import notes_on, weights_of
+    from weighin.units import parse_bytes
+
+    settings = _options.read(context)
+    source, choice, selection = typed["source"], settings.choice, settings.selection
+    # The tensor names in an adapter are those of the model's modules, not those in SOURCE.
+    keys = "model" if choice.adapter else typed["keys"]
+    if choice.model_class and keys == "file":
+        raise ConfigError(
+            "model_class applies only to --keys model; --keys file keeps the source's tensor names",
+            "add --keys model, or leave model_class out",
+        )
+    if (dtype := typed["dtype"]) and dtype not in DTYPES:
+        raise UnknownName("dtype", dtype, DTYPES)
+    conversion = Conversion(
+        source=weights_of(source, choice) if choice.variant else path_of(source, choice.revision),
+        target=typed["target"],
+        fmt=typed["fmt"],
+        dtype=DTYPES[dtype] if dtype else "",
+        max_shard_bytes=parse_bytes(typed["max_shard_size"], decimal=True),
+        verify=typed["verify"],
+        selection=selection,
+        model_keys=keys == "model",
+        choice=choice,
+    )
+    if not selection:
+        _console.note(*notes_on(conversion.source, choice))
+    done = conversion.run(_console.err(), interrupts.ignore)
+    _console.deliver(typed["json_file"], done, lambda: _console.line(sentence(done)))
+
+
+@click.command(
+    "list",
+    cls=Verb,
+    examples={"List the checkpoints that weighin generated": "weighin cache list"},
+)
+@_options.json
+def cache_list(json_file: str | None) -> None:
+    """List the generated checkpoints, with their sizes on the disk."""
+    from weighin.checkpoint import cache
+
+    stored = cache.list_entries()
+    document = {"folder": str(cache.folder()), "checkpoints": _described(stored)}
+    _console.deliver(json_file, document, lambda: _console.show(_table(stored)))
+
+
+@click.command(
+    "clear",
+    cls=Verb,
+    codes=True,
+    examples={
+        "Delete the generated checkpoints of one model": "weighin cache clear gpt2-xl",
+        "Delete all of them without a question": "weighin cache clear --yes",
+    },
+)
+@click.argument(
+    "model", required=False, help="The model of which to delete all. Default: all models."
+)
+@_options.option("--yes", "-y", is_flag=True, help="Delete the checkpoints without asking.")
+@_options.json
+@click.pass_context
+def cache_clear(
+    context: click.Context, model: str | None, yes: bool, json_file: str | None
+) -> None:
+    """Delete generated checkpoints after a question. Your own checkpoints are never deleted."""
+    from weighin.checkpoint import cache
+
+    stored = cache.list_entries()
+    chosen = [one for one in stored if model in (None, one.name, one.name.rpartition("-")[0])]
+    if model is not None and not chosen:
+        raise UnknownName("cached model", model, {one.name.rpartition("-")[0] for one in stored})
+    size = format_bytes(sum(one.size_bytes for one in chosen))
+    counted = f"{len(chosen)} checkpoint{'s' * (len(chosen) != 1)}"
+    if chosen and not yes:
+        if not _has_terminal():
+            raise ConfigError(
+                f"{counted} ({size}) would be deleted, but without a terminal weighin cannot ask"
+                " you first",
+                "to delete them without a question, add --yes",
+            )
+        _console.err().print(_table(chosen))
+        if not click.confirm(f"Delete {counted} ({size})?", err=True):
+            _console.note("nothing was deleted")
+            context.exit(DECLINED_EXIT)
+    removed = cache.clear(model) if chosen else []
+    freed = sum(stored.size_bytes for stored in removed)
+    document = {"freed_bytes": freed, "deleted": _described(removed)}
+    text = f"deleted {counted}, freed {format_bytes(freed)}"
+    _console.deliver(json_file, document, lambda: _console.line(text))
+
+
+cache = Verbs(
+    "cache",
+    help="List or delete the checkpoints that weighin generated.",
+    panels={"Commands": ("list", "clear")},
+    load={"list": cache_list, "clear": cache_clear}.__getitem__,
+    no_args_is_help=True,
+)
+
+
+def _has_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _table(stored: "Sequence[CachedCheckpoint]") -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    from weighin.checkpoint import cache
+
+    table = Table("model", "format", "size", "last used", box=SIMPLE_HEAD, pad_edge=False)
+    table.title = f"checkpoints in {escape(str(cache.folder()))}"
+    for one in stored:
+        used = datetime.fromtimestamp(one.last_used_s).strftime("%Y-%m-%d %H:%M")
+        table.add_row(escape(one.name), one.format, format_bytes(one.size_bytes), used)
+    return table
+
+
+def _described(stored: "Sequence[CachedCheckpoint]") -> list[dict[str, Any]]:
+    return [
+        {
+            "name": one.name,
+            "format": one.format,
+            "bytes": one.size_bytes,
+            "last_used": datetime.fromtimestamp(one.last_used_s, UTC).isoformat(timespec="seconds"),
+            "path": str(one.path),
+        }
+        for one in stored
+    ]

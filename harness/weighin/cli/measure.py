@@ -1,0 +1,358 @@
+"""``weighin bench``, ``run`` and ``floor``: measure loads, saves and commands."""
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from weighin.cli import _console, _options
+from weighin.cli._verb import Verb, VerbOfModelOrCommand
+from weighin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weighin.fleet.engine import Perform
+    from weighin.plan.task import Run
+    from weighin.result import Result
+    from weighin.settings.definition import Settings
+
+_FLOOR_TIMEOUT_S = 300.0
+
+
+@click.command(
+    cls=Verb,
+    codes=True,
+    examples={
+        "Load gpt2-xl in six ways, three times each, under 8 GiB of RAM": "weighin bench gpt2-xl --ram 8g --repeats 3",
+        "Load your own model and checkpoint in two ways": "weighin bench --model nets.py:build --checkpoint w.pt -s baseline,streaming",
+        "Measure a suite with other limits, and a key that has no option": "weighin bench --suite ci --ram 2g,none --set seed=3",
+    },
+)
+@_options.model
+@_options.settings("bench", timeout_s="600")
+@_options.suite
+@_options.out("DATE-MODEL-RAM")
+@_options.json
+@_options.resume
+@_options.trust
+@click.pass_context
+def bench(context: click.Context, /, **_: Any) -> None:
+    """Measure memory and time of loading a model with each strategy in its own limited process."""
+    from weighin.cli._progress import progress
+    from weighin.cli.report import show_run
+    from weighin.records import run_folder
+    from weighin.run.runner import resumable
+
+    with _planned(context) as (task, perform):
+        limits = [planned.cell.ram_limit_bytes for planned in task.planned]
+        if not task.isolation.limits or not any(limits):
+            _console.note(
+                "this run has no RAM limit: weighin measures peaks, but only a run with --ram shows"
+                " whether a strategy fits"
+            )
+        with progress(_console.err(), len(task.planned)) as shown, resumable("bench", task):
+            results = perform(task, shown)
+    everything = run_folder.of_results(task.folder, results)
+    show_run(task.folder, everything, json_file=context.params["json_file"])
+    _end(context, results)
+
+
+@click.command(
+    cls=Verb,
+    codes=True,
+    context_settings={"show_default": True, "allow_interspersed_args": False},
+    examples={
+        "Measure a command under a RAM limit of 4 GiB": "weighin run --ram 4g -- python train.py",
+        "Run it three times under each of two limits, with w.pt out of the page cache": "weighin run --ram 8g,4g --repeats 3 --cold w.pt -- python load.py w.pt",
+        "Run it in a container of this image": "weighin run --ram 16g --image vllm/vllm-openai -- vllm serve ./model",
+        "Measure each command of a suite": "weighin run --suite commands --out results/commands",
+    },
+)
+@_options.command
+@_options.settings("run", timeout_s="0", stacks="stacks")
+@_options.suite
+@_options.out("DATE-NAME-RAM")
+@_options.json
+@_options.resume
+@_options.trust
+@click.pass_context
+def run(context: click.Context, /, **_: Any) -> None:
+    """Run a command under limits; show its peak memory, the peak's cause, and why it was killed.
+
+    The command keeps its standard streams, terminal, folder and environment. With one
+    limit and no repeats, weighin exits with the command's own exit code.
+    """
+    from weighin.plan.task import Progress
+    from weighin.run.runner import resumable
+
+    if context.params["json_file"] == _console.STDOUT:
+        raise ConfigError(
+            "--json -: the command writes to standard output, too",
+            "write the JSON to a file: --json result.json",
+        )
+    with _planned(context) as (task, perform), resumable("run", task):
+        results = list(perform(task, Progress()))
+    if len(results) > 1:
+        from weighin.cli.report import show_run
+        from weighin.records import run_folder
+
+        everything = run_folder.of_results(task.folder, results)
+        show_run(task.folder, everything, json_file=context.params["json_file"])
+        _end(context, results)
+    else:
+        _end_of_command(context, task, results[0])
+
+
+@click.command(
+    cls=VerbOfModelOrCommand,
+    codes=True,
+    examples={
+        "Find the smallest RAM limit under which each of six ways loads the model": "weighin floor gpt2-medium",
+        "Find it for a load and a step of training after it, with a precision of 2 %": "weighin floor gpt2-small --use adamw -s baseline,mmap_assign --within 2%",
+        "Find it for a command": "weighin floor --cold weights.pt -- python load.py weights.pt",
+        "Find it for a server, which is ready when it answers": "weighin floor --ready-url http://127.0.0.1:8000/health -- vllm serve ./model",
+    },
+)
+@_options.model
+@_options.command
+@_options.option(
+    "--within",
+    default="1%",
+    metavar="SHARE",
+    group="Limits",
+    help="How close the search comes: this far above a limit that fails, or 8 MiB (for a command: 1 MiB).",
+)
+@_options.option(
+    "--thrashing",
+    is_flag=True,
+    group="Limits",
+    help="Accept a load that reads the same pages again and again, as long as it ends before --timeout.",
+)
+@_options.settings("floor", uses="none", timeout_s="300")
+@_options.out("DATE-MODEL-floor")
+@_options.json
+@_options.resume
+@_options.trust
+@click.pass_context
+def floor(context: click.Context, /, **_: Any) -> None:
+    """Find the smallest RAM limit under which each strategy loads a model, and measure that load.
+
+    With --use, the limit must also suffice for the use of the model after the load.
+
+    weighin stops a load that thrashes (reads evicted pages again and again): for example, a load
+    that has read more than 3 times the model's size again, or that has lost time for lack of memory
+    and takes more than 10 times as long as without a limit.
+
+    With a command after --, find the smallest limit under which the command ends with exit code 0, or
+    (--ready) is ready. The command runs about ten times, with an empty standard input; only the run
+    without a limit shows the command's output. Without --timeout, a limit fails if the command takes
+    longer than 10 times its time without a limit plus 30 s.
+    """
+    from weighin.cli._progress import progress
+    from weighin.report import findings, floors
+    from weighin.report.run_json import of_floors
+    from weighin.report.writing import write_report
+    from weighin.run import runner
+
+    task = _search(context)
+    _console.note(runner.longest(task))
+    folder, json_file = task.folder, context.params["json_file"]
+    with progress(_console.err(), None) as shown, runner.resumable("floor", task):
+        results = runner.search(task, shown)
+    if json_file != _console.STDOUT:
+        _console.show(findings.terminal(floors.found(results)))
+    files = write_report(folder)
+    _console.files(files, json_file)
+    if json_file:
+        _console.write_json(json_file, of_floors(folder, results, files))
+    _end(context, results)
+
+
+@contextmanager
+def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
+    """Yield the new run that the user typed, or the run of --resume, and what performs it."""
+    from weighin.fleet import engine
+    from weighin.plan import start
+
+    _options.check(context)
+    typed, verb = context.params, context.command.name
+    automatic = "cgroup" if verb == "run" else "auto"
+    if typed["resume"]:
+        _enter_scope("auto", automatic)
+        task = start.resume(typed["resume"], trusted=typed["trust"])
+        place: Mapping[str, Any] = task.settings.engine
+        if address := _options.assigned(context).get("address"):
+            place = engine.settings(place.get("name", "local"), address, place.get("labels", {}))
+        with engine.opened(place) as (_, perform):
+            yield _patient(context, task), perform
+        return
+    settings = new_settings(context)
+    name = settings.engine.get("name", "local")
+    place = engine.settings(name, settings.address, settings.labels, settings.jobs)
+    if name == "local":
+        _enter_scope(settings.isolation, automatic)
+    with engine.opened(place) as (nodes, perform):
+        if place and verb == "run":
+            _console.note(
+                "on a node of the cluster, the command's standard input is empty, and its output is"
+                " not shown"
+            )
+        settings = settings.model_copy(update={"engine": place})
+        task, note = start.start(settings, typed["folder"], nodes)
+        _console.note(note)
+        yield _patient(context, task), perform
+
+
+def new_settings(context: click.Context) -> "Settings":
+    """Return the settings of a new run; those of commands with the current folder and whole paths."""
+    is_of_commands = context.command.name == "run"
+    settings = _options.read(context, defaults={"stacks": True} if is_of_commands else {})
+    if is_of_commands and settings.repeats > 1 and not context.params["suite"]:
+        # The reading of stacks takes time, which repeats would measure.
+        settings = settings.model_copy(update={"stacks": False})
+    return _in_this_folder(settings) if is_of_commands else settings
+
+
+def _in_this_folder(settings: "Settings") -> "Settings":
+    try:
+        folder = os.getcwd()  # noqa: PTH109 (pathlib takes time to import)
+    except FileNotFoundError:  # the folder was deleted, where a command can still run
+        folder = ""
+    commands = [
+        each.model_copy(update={"cold": [str(Path(path).absolute()) for path in each.cold]})
+        for each in settings.commands
+    ]
+    mounts = tuple(str(Path(path).absolute()) for path in settings.mounts)
+    return settings.model_copy(update={"commands": commands, "cwd": folder, "mounts": mounts})
+
+
+def _search(context: click.Context) -> "Run":
+    """Return the search for floors that the user typed, or the search of --resume."""
+    from weighin.plan import start
+    from weighin.records.floor import Aim
+
+    _options.check(context)
+    typed = context.params
+    is_of_command = typed["command"] is not None
+    settings = None
+    if not typed["resume"]:
+        usual = {} if is_of_command else {"uses": ["none"], "timeout_s": _FLOOR_TIMEOUT_S}
+        fixed = {"ram": [None], "repeats": 1, "engine": {}, "shard": None}
+        fixed |= {} if is_of_command else _options.NOT_MEASURED
+        settings = _options.read(context, defaults=usual, fixed=fixed)
+    automatic = "cgroup" if is_of_command else "auto"
+    _enter_scope(settings.isolation if settings else "auto", automatic)
+    if settings:
+        settings = _in_this_folder(settings) if is_of_command else settings
+        aim = Aim.ENDS if typed["thrashing"] else Aim.SURVIVES
+        more = {"within": share(typed["within"]), "aim": aim}
+        task, note = start.start(settings.model_copy(update=more), typed["folder"])
+        _console.note(note)
+    else:
+        task = start.resume(typed["resume"], trusted=typed["trust"], search=True)
+    return _patient(context, task)
+
+
+def _patient(context: click.Context, task: "Run") -> "Run":
+    """Return a run that waits for another one on the machine, if the user asks for it."""
+    is_patient = task.settings.wait
+    if context.params["resume"]:
+        is_patient = _options.assigned(context).get("wait", "").lower() in ("true", "yes", "1")
+    return replace(task, patience_s=math.inf if is_patient else 0)
+
+
+def _enter_scope(isolation: str, automatic: str) -> None:
+    """If the isolation is a cgroup that this user can create only in a systemd scope, start this
+    command line again in such a scope.
+    """
+    from weighin.isolation import cgroup, select
+
+    isolation = automatic if isolation == "auto" else isolation
+    if select.wants_cgroup(isolation) and cgroup.needs_scope():
+        cgroup.enter_scope(sys.argv[1:])
+
+
+def share(text: str) -> float:
+    """Return the number in the text of --within: 0.01 for "1%" or "0.01".
+
+    Raises:
+        ConfigError: the text is not a number, or not between 0% and ``COARSEST``.
+    """
+    from weighin.records.floor import COARSEST
+
+    try:
+        within = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise ConfigError(
+            f"--within: cannot read {text!r} as a share",
+            "write a percentage, such as --within 1%",
+        ) from None
+    if not 0 < within <= COARSEST:
+        raise ConfigError(
+            f"--within {within * 100:g}% is not between 0% and {COARSEST:.0%}",
+            "write a percentage in this range, such as --within 1%",
+        )
+    return within
+
+
+def _end_of_command(context: click.Context, task: "Run", result: "Result") -> None:
+    """Say what one command needed, and exit with its code."""
+    from weighin.records import explanation
+
+    notes = result.ran.notes if result.ran else ()
+    lines = [*explanation.answer(task.folder, result), *(f"note: {each}" for each in notes)]
+    for line in [*lines, f"weighin report {quote(str(task.folder))}"]:
+        _console.tell(f"weighin: {line}")
+    if json_file := context.params["json_file"]:
+        from weighin.report.run_json import of_run
+
+        _console.write_json(json_file, of_run(task.folder, [result], ()))
+    # A late shell whose child was killed just before it may end with 0.
+    failed = 128 + signal.SIGKILL if result.outcome == "timeout" else 1
+    context.exit(0 if result.outcome == "ok" else result.exit_code or failed)
+
+
+def _end(context: click.Context, results: Sequence["Result"]) -> None:
+    """Print each failed strategy, use or command; exit with the run's exit code if it is not 0."""
+    for text in broken(results):
+        _console.error(text)
+    if code := exit_code_of(results):
+        context.exit(code)
+
+
+def exit_code_of(results: "Iterable[Result]") -> int:
+    """Return a run's exit code: 5 if an outcome is in ``BROKEN``, else 4 if a measurement could not
+    be made, else 0.
+
+    After only one measurement, ``weighin run`` exits with the command's own code instead.
+    """
+    from weighin.result import BROKEN, Outcome
+
+    outcomes = {result.outcome for result in results}
+    if outcomes & {*BROKEN}:
+        return 5
+    return 4 if Outcome.MEASUREMENT_FAILED in outcomes else 0
+
+
+def broken(results: "Iterable[Result]") -> list[str]:
+    """Return a line with the strategy, RAM limit, outcome and message of each result whose outcome
+    is in ``BROKEN``; equal lines appear once.
+    """
+    from weighin.result import BROKEN
+    from weighin.units import format_exact
+
+    lines = []
+    for result in results:
+        if result.outcome in BROKEN:
+            limit = result.cell.ram_limit_bytes
+            under_limit = f" under {format_exact(limit)}" if limit else ""
+            message = f": {result.message}" if result.message else ""
+            lines.append(f"{result.cell.strategy}{under_limit}: {result.outcome}{message}")
+    return list(dict.fromkeys(lines))
