@@ -569,7 +569,7 @@ def _tensor(
             f"a tensor in storage {shown(source.key)} has {len(shape)} sizes and {len(stride)} strides"
         )
     item_bytes = ITEM_BYTES[kind]
-    if prod([max(size, 1) for size in shape]) * item_bytes > LARGEST:
+    if (prod(shape) or prod([max(size, 1) for size in shape])) * item_bytes > LARGEST:
         raise Malformed(f"a tensor in storage {shown(source.key)} has an impossible shape")
     place, end = 0, 0  # of a tensor without elements
     if 0 not in shape:
