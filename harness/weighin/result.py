@@ -350,7 +350,6 @@ class Result:
     written: Written | None = None
     cost: Cost | None = None
     samples_path: str | None = None
-    trace_path: str | None = None
     allocator_summary: str = ""
     started_at: str = ""
     environment: dict[str, Any] = field(default_factory=dict)

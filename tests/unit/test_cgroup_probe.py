@@ -49,7 +49,7 @@ def test_a_mount_point_of_any_bytes_ends_nothing(
         b"27 1 0:25 / " + name + b"/unified rw - cgroup2 cgroup2 rw\n"
     )
     monkeypatch.setattr(mounts, "MOUNTS", table)
-    assert mounts.describe(tmp_path)["file_system"] == "ext4"
+    assert mounts.file_system_of(tmp_path) == "ext4"
     assert cgroup.memory_hierarchy() == (1, Path("/sys/fs/cgroup/memory"))
     assert cgroup.pressure_hierarchy() == Path(os.fsdecode(name)) / "unified"
 

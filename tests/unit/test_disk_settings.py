@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from test_matrix import cells_of
 
 from weighin.errors import ConfigError
-from weighin.probes import mounts
 from weighin.records.metrics import through_first_pass_ns
 from weighin.records.series import name_of
 from weighin.report import slow_disks, writing
@@ -114,41 +113,6 @@ def test_a_disk_that_would_have_no_effect_is_refused(
     with pytest.raises(ConfigError) as caught:
         check_suite({"models": "m"} | options)
     assert str(caught.value) == complaint
-
-
-MOUNTS = """\
-20 1 254:0 / / rw,relatime - ext4 /dev/vda rw
-21 20 0:30 / /mnt/my\\040share rw - nfs4 host:/share rw
-22 20 0:31 / /mnt/my\\040share/deep rw - fuse.sshfs host: rw
-23 20 0:32 / /mnt/my\\040share/deep rw - tmpfs tmpfs rw
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("/home/x", "ext4"),
-        ("/mnt/my share/model.pt", "nfs4"),
-        ("/mnt/my share/deep/model.pt", "tmpfs"),  # mounted over the one below
-        ("/mnt/my shared", "ext4"),
-    ],
-)
-def test_a_path_lies_on_the_deepest_mount_above_it(path: str, expected: str) -> None:
-    assert mounts.file_system_of(mounts.parse(MOUNTS), Path(path)) == expected
-
-
-def test_a_partition_lies_on_its_disk(tmp_path: Path) -> None:
-    disk = tmp_path / "devices" / "vda"
-    (disk / "vda1").mkdir(parents=True)
-    (disk / "vda1" / "partition").touch()
-    (tmp_path / "dev" / "block").mkdir(parents=True)
-    (tmp_path / "dev" / "block" / "254:0").symlink_to(disk)
-    (tmp_path / "dev" / "block" / "254:1").symlink_to(disk / "vda1")
-    assert [mounts.disk_of(number, tmp_path) for number in ("254:0", "254:1", "0:31")] == [
-        "vda",
-        "vda",
-        "",
-    ]
 
 
 def loaded(strategy: str, rate: int | None, latency_ns: int | None) -> Result:

@@ -1,29 +1,14 @@
-"""Read the kernel's table of mounts, and find the file system and the disk of a path."""
+"""Read the kernel's table of mounts, and find the file system of a path."""
 
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from weighin.units import KIB
 
 MOUNTS: Final = Path("/proc/self/mountinfo")
 _READ_AHEAD_BYTES: Final = 128 * KIB  # the default of Linux
-_SYSFS: Final = Path("/sys")
-_KINDS: Final = {
-    "overlay": "overlay",
-    "tmpfs": "tmpfs",
-    "ramfs": "tmpfs",
-    "nfs": "NFS",
-    "nfs4": "NFS",
-    "9p": "shared by the host",
-    "virtiofs": "shared by the host",
-    "cifs": "network",
-    "smb3": "network",
-    "ceph": "network",
-    "lustre": "network",
-}
 
 
 class Mounted(NamedTuple):
@@ -59,35 +44,12 @@ def parse(text: str) -> list[Mounted]:
     return found
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """Return the file system and the whole disk of ``path``, or of its nearest folder that exists; in
-    memory or on a network, there is no ``device``.
-    """
-    nearest, number = device_of(path)
-    name, device = file_system_of(read(), nearest.resolve()), disk_of(number)
-    is_fuse = name.partition(".")[0] in ("fuse", "fuseblk")
-    rotational = text_of(_SYSFS / "class/block" / device / "queue/rotational") if device else None
-    return {
-        "file_system": name,
-        "kind": "FUSE" if is_fuse else _KINDS.get(name, "local"),
-        "device": device or None,
-        "rotational": rotational == "1" if rotational else None,
-    }
-
-
-def file_system_of(found: Iterable[Mounted], path: Path) -> str:
-    above = [one for one in found if path.is_relative_to(one.place)]
+def file_system_of(path: Path) -> str:
+    """Return the type of the file system of ``path``, or of its nearest folder that exists."""
+    place = device_of(path)[0].resolve()
+    above = [one for one in read() if place.is_relative_to(one.place)]
     above.sort(key=lambda one: len(one.place.parts))  # the last mount at a folder hides the others
     return above[-1].kind if above else "unknown"
-
-
-def disk_of(number: str, sysfs: Path = _SYSFS) -> str:
-    """Return the disk's name for the device number of a disk or of its partition; "" for others."""
-    folder = sysfs / "dev/block" / number
-    if not folder.exists():
-        return ""
-    resolved = folder.resolve()
-    return resolved.parent.name if (resolved / "partition").exists() else resolved.name
 
 
 def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:

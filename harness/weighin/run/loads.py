@@ -104,7 +104,7 @@ class LoadSpec(Spec):
             opened.enter_context(self._held)
             self._held_bytes = self._held.enter_context(held(3 * size, spare))
         if self.files:
-            self.facts["storage"] = mounts.describe(self.files[0])
+            self.facts["storage"] = {"file_system": mounts.file_system_of(self.files[0])}
             self.facts["read_ahead_bytes"] = mounts.read_ahead_bytes(Path(job.checkpoint))
 
     def start(self, isolation: Isolation, folder: Path) -> Running:
