@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from factories import MODEL_BYTES, make_cell, make_result
-from hypothesis import given
-from hypothesis import strategies as st
 from test_matrix import cells_of
 
 from weighin.errors import ConfigError
@@ -18,15 +16,11 @@ from weighin.records.metrics import through_first_pass_ns
 from weighin.records.series import name_of
 from weighin.report import slow_disks, writing
 from weighin.report.findings import markdown
-from weighin.report.rows import series, values
 from weighin.result import Result
 from weighin.settings.definition import check_suite
 from weighin.units import (
     MIB,
-    format_latency,
-    format_rate,
     parse_rate,
-    parse_seconds,
 )
 
 MS = 1_000_000
@@ -52,16 +46,6 @@ def test_a_text_that_is_no_rate_is_refused_with_examples() -> None:
         parse_rate("fast")
     assert caught.value.message == "cannot read 'fast' as a rate"
     assert caught.value.repair == "write a rate such as 200MB/s, 1.5GB/s or 100MiB/s"
-
-
-@given(st.integers(100_000, 10**12))
-def test_a_rate_that_is_printed_can_be_read(rate: int) -> None:
-    assert parse_rate(format_rate(rate)) == rate
-
-
-@given(st.integers(1, 10**12))
-def test_a_latency_that_is_printed_can_be_read(latency_ns: int) -> None:
-    assert parse_seconds(format_latency(latency_ns)) == latency_ns
 
 
 def test_a_disk_makes_another_series_and_no_disk_keeps_its_name() -> None:
@@ -146,14 +130,6 @@ def test_a_table_has_a_column_for_each_disk(results: list[Result]) -> None:
     assert lines[0] == "| strategy | 50MB/s, 1ms | 50MB/s, 20ms | 200MB/s, 1ms | 200MB/s, 20ms |"
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| mmap_assign", "| streaming"]
     assert lines[2].count(" s") == 4
-
-
-def test_the_long_table_names_the_disk_and_has_the_figure(results: list[Result]) -> None:
-    rows = series(results)
-    assert values(rows, "disk") == ["50MB/s", "200MB/s"]
-    assert values(rows, "disk_latency") == ["1ms", "20ms"]
-    assert all(row["ready_and_pass_s"] > row["ready_s"] for row in rows)
-    assert values(series([make_result()]), "ready_and_pass_s") == [None]
 
 
 def test_there_is_a_picture_over_each_of_both(results: list[Result], tmp_path: Path) -> None:

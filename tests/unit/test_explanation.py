@@ -15,7 +15,7 @@ from factories import make_result
 from weighin.probes.sampler import write_samples
 from weighin.records.explanation import answer, explain
 from weighin.report.run_json import of_run
-from weighin.result import Kill, Mark, OpenFile, Outcome, Peaks, Sample
+from weighin.result import Kill, Mark, OpenFile, Outcome, Peaks
 from weighin.units import GIB, MIB
 
 
@@ -213,31 +213,3 @@ def test_a_command_of_which_nothing_was_seen_is_said_with_its_end_alone() -> Non
         "The command needs at least 5.0 MiB of memory, as sampled.",
     ]
     assert explain(made(Outcome.SKIPPED)) == ["Ended: skipped."]
-
-
-def at_peak(**sizes: int) -> Sample:
-    """Return a sample of a cgroup; sizes are in MiB."""
-    named = {f"{name}_bytes": size * MIB for name, size in sizes.items()}
-    return replace(Sample(1, 0, 0, 0, 0, 0, 0, 0), **named)
-
-
-@pytest.mark.parametrize(
-    ("sample", "needed", "kinds"),
-    [
-        (at_peak(anon=1, kernel=150), 151, "kernel memory"),
-        (at_peak(anon=40, kernel=60), 100, "anonymous and kernel memory (40 MiB and 60 MiB)"),
-        (at_peak(kernel=90, kernel_reclaimable=85), 60, "memory that the kernel cannot reclaim (samples saw 5.0 MiB kernel)"),
-        (at_peak(socket=70), 70, "kernel memory"),
-        (at_peak(file=100, locked=100), 100, "locked memory"),
-        (at_peak(anon=200, freed=200), 200, "anonymous memory"),
-        (at_peak(anon=5), 60, "memory that the kernel cannot reclaim (samples saw 5.0 MiB anonymous)"),
-        (at_peak(), 60, "memory"),
-    ],
-)  # fmt: skip
-def test_a_need_is_named_by_the_kinds_that_were_read(
-    sample: Sample, needed: int, kinds: str
-) -> None:
-    result = made(Outcome.OK, needed=needed * MIB, at_peak=sample, needed_is_sampled=False)
-    result = replace(result, peaks=Peaks(cgroup_bytes=(needed + 1) * MIB))
-    (_, line) = explain(result)[:2]
-    assert line.startswith(f"The command needs {needed} MiB of {kinds}")

@@ -117,11 +117,6 @@ def test_the_kernels_memory_at_a_kill_for_the_own_limit(
     assert found.kernel_bytes == kernel_bytes
 
 
-def test_the_main_process_is_told_from_its_children() -> None:
-    (found,) = parse_kills(V2_5_15.splitlines(), "/hello-cg", 1284158)
-    assert found.is_main
-
-
 def test_a_process_without_a_group_is_found_by_its_pid() -> None:
     (found,) = parse_kills(MACHINE_6_8.splitlines(), None, 1, {2621226})
     assert (found.limit_of, found.is_main) == ("machine", False)
@@ -134,11 +129,6 @@ def test_the_kernel_leaves_out_the_cause_after_ten_kills(text: str, limit_of: st
     (found,) = parse_kills([line], "/hello-cg", pid)
     assert (found.limit_of, found.is_main) == (limit_of, True)
     assert parse_kills([line], "/hello-cg", 1) == ()
-
-
-def test_a_kill_whose_second_line_is_missing_has_no_sizes() -> None:
-    (found,) = parse_kills(V2_5_15.splitlines()[:1], "/hello-cg", 1284158)
-    assert found == Kill(1284158, "stress-ng-vm", True)
 
 
 def test_a_log_that_may_not_be_read_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from ran_commands import make_command, settings_of
 
-from weighin.errors import ConfigError, HarnessError, RecordError
-from weighin.isolation.process import CgroupIsolation, ProcessIsolation
+from weighin.errors import ConfigError, RecordError
+from weighin.isolation.process import ProcessIsolation
 from weighin.plan.start import foreign, label_of, resume, start
 from weighin.probes import environment
 from weighin.records import run_folder
@@ -54,13 +54,6 @@ def asked(*command: str, name: str = "x", **options: Any) -> Settings:
     return check_suite({"commands": [own], "isolation": "process", "cwd": "/"} | options)
 
 
-def complaint(settings: Settings) -> str:
-    with pytest.raises(HarnessError) as caught:
-        start(settings, Path("run"))
-    assert not Path("run").exists()
-    return str(caught.value)
-
-
 def test_a_command_becomes_a_plan_of_one_cell_for_each_repeat_and_limit() -> None:
     settings = asked("sh", "x", repeats=2, own={"environment": {"A": "1"}})
     run, note = start(settings, Path("run"))
@@ -102,35 +95,6 @@ def test_a_folder_without_a_name_is_named_after_the_labels() -> None:
     assert run.folder.parent == Path("results")
     assert run.folder.name.partition("-")[2] == f"{'a' * 50}-{'b' * 9}"
     assert [planned.cell.strategy for planned in run.planned] == ["a" * 50, "b" * 50]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"own": {"command": ["no-such-program"]}}, "no-such-program"),
-        ({"own": {"environment": {"PATH": "/none"}}}, "there is no program 'sh'"),
-        ({"own": {"cold": ["none"]}}, "--cold none: there is no such file or folder"),
-        ({"own": {"marks": ["("]}}, "--mark '(' is not a regular expression"),
-        ({"ready": "("}, "--ready '(' is not a regular expression"),
-        (
-            {"ready": "a", "ready_url": "http://x/"},
-            "--ready and --ready-url cannot be combined",
-        ),
-        (
-            {"image": "a:b"},
-            "--image a:b needs --isolation docker, but the command line has --isolation process",
-        ),
-        ({"ram": ["none", "17g"]}, "--ram 17GiB is more than this machine has (16.000 GiB)"),
-        ({"ram": "1g"}, "--isolation process cannot enforce a RAM limit"),
-        ({"within": 0.05}, "--isolation process cannot enforce a RAM limit"),
-    ],
-)
-def test_a_command_that_cannot_start_plans_nothing(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
-    monkeypatch.setattr(CgroupIsolation, "check", lambda _: None)
-    assert message in complaint(asked(**options))
 
 
 def test_a_planned_command_is_restored_only_if_it_is_trusted() -> None:

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from weighin.checkpoint import cache
 from weighin.errors import HarnessError, RecordError
-from weighin.formats.pretrained_library import Selection
-from weighin.isolation.process import CgroupIsolation, ProcessIsolation
+from weighin.isolation.process import ProcessIsolation
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
 from weighin.probes import environment, gpu_memory
@@ -85,20 +84,6 @@ def test_the_plan_holds_what_a_resumed_run_must_repeat(here: Path) -> None:
     assert plan["cells"][0]["model"]["kwargs"]["n_layers"] == 2
 
 
-def test_a_run_of_nothing_but_skipped_cells_is_refused_and_says_why(here: Path) -> None:
-    (here / "mine.py").write_text(LOAD)
-    strategies = ["./mine.py", "per_module"]
-    said = complaint(lambda: started(strategies=strategies, format=["pt_legacy"], repeats=2))
-    assert said == (
-        "weighin skips every measurement of the run: mine does not read pt_legacy, only pt;"
-        " per_module does not read pt_legacy, only per_module\nchoose another strategy, format or"
-        " device: weighin list strategies shows the formats and devices of each strategy"
-    )
-    assert not Path("run").exists()
-    run = started(strategies=["./mine.py", "load_assign"], format=["pt_legacy"])
-    assert [one.skip for one in run.planned] == ["mine does not read pt_legacy, only pt", ""]
-
-
 def test_a_resumed_run_is_the_run_that_was_planned(here: Path) -> None:
     (here / "mine.py").write_text(LOAD)
     run = started(
@@ -152,48 +137,10 @@ def test_a_run_is_named_after_its_time_and_its_models(
     assert (run.folder.parent, rest) == (Path("results"), name)
 
 
-def test_a_folder_that_holds_a_run_is_left_alone() -> None:
-    started()
-    assert complaint(started) == (
-        "run already contains a run\n"
-        "to resume that run: weighin bench --resume run; for a new run, name another folder with --out"
-    )
-
-
-def test_a_limit_above_the_machine_says_nothing() -> None:
-    assert complaint(lambda: started(ram=["8g", "16385m"], isolation="cgroup")) == (
-        "--ram 16385MiB is more than this machine has (16.000 GiB)\n"
-        "give a smaller limit, or leave out --ram"
-    )
-
-
-def test_a_limit_that_nothing_would_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
-    monkeypatch.setattr(CgroupIsolation, "check", lambda _: None)
-    assert complaint(lambda: started(ram="8g")) == (
-        "--isolation process cannot enforce a RAM limit\nuse --isolation cgroup; without a RAM"
-        " limit, these work: weighin recommend, predict, and bench without --ram"
-    )
-
-
-def test_an_option_that_the_strategy_would_ignore_starts_nothing(here: Path) -> None:
-    strategies = [{"name": "streaming", "options": {"thraeds": 8}}]
-    assert complaint(lambda: started(strategies=strategies)) == (
-        "no option of streaming is called 'thraeds'\n"
-        "did you mean 'threads'? known: granularity, key, strip_prefix, threads;"
-        ' a strategy declares its options in its file: OPTIONS = ("thraeds",)'
-    )
-    assert not (here / "run").exists()
-
-
 def training(key: str, **options: Any) -> Run:
     strategy = {"name": "streaming", "options": {"key": key}}
     torch.save({"model": torch.nn.Linear(4, 4).state_dict(), "epoch": 1}, "train.pt")
     return started(strategies=[strategy], checkpoint=Path("train.pt"), key="model", **options)
-
-
-def test_a_strategy_may_select_what_the_run_selects() -> None:
-    assert [each.selection for each in training("model").planned] == [Selection("model")]
 
 
 def test_a_strategy_that_selects_other_weights_than_the_run_starts_nothing(here: Path) -> None:
@@ -235,28 +182,6 @@ def test_a_plan_that_somebody_else_wrote_is_not_resumed(
     assert (
         caught.value.repair
         == "start a new run, because this run cannot be resumed without the path"
-    )
-
-
-def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        gpu_memory, "look", lambda: gpu_memory.GpuAnswer(why="no GPU", repair="buy one")
-    )
-    assert complaint(lambda: started(device="cuda")) == "--device cuda: no GPU\nbuy one"
-    assert not (here / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("option", "why"),
-    [
-        ({"vram": "8g"}, "vram limits GPU memory"),
-    ],
-)
-def test_what_is_of_a_gpu_needs_one(option: dict[str, Any], why: str) -> None:
-    assert complaint(lambda: started(**option)) == (
-        f"{why}, but the device is cpu\nadd --device cuda, or leave the option out"
     )
 
 
