@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from weighin.checkpoint import cache
-from weighin.construction.skeleton import build_skeleton, resolve_builder
+from weighin.stream.construct import build_skeleton, resolve_builder
 from weighin.suite import registry
 
 

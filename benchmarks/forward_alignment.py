@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_model
 
-from weighin.loader.load import load_streaming
 from weighin.models.gpt2 import gpt2
+from weighin.stream.model import load_streaming
 
 _POWERS = (64, 32, 16, 8, 4, 2, 1)
 

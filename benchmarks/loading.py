@@ -34,9 +34,9 @@ from typing import Any, cast
 
 from weighin.cell import ModelSpec
 from weighin.checkpoint import cache
-from weighin.loader.open_file import ask_for_huge_pages
 from weighin.probes import page_cache
 from weighin.run import loads
+from weighin.stream.bytes import ask_for_huge_pages
 from weighin.suite import registry
 
 RAW = {"warm": "pread, 2 threads", "cold": "O_DIRECT, 4 threads"}
@@ -220,7 +220,7 @@ def _run_one(job: dict[str, Any]) -> tuple[float, float]:
     import torch
 
     from weighin.checkpoint.manifest import read_manifest
-    from weighin.construction.skeleton import resolve_builder
+    from weighin.stream.construct import resolve_builder
     from weighin.worker.loading import WorkerLoad, import_strategy
     from weighin.worker.verify import check_values, named_tensors, touch
 

@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from weighin.loader.load import load_streaming
 from weighin.models.stack import stack
+from weighin.stream.model import load_streaming
 
 
 def _nested(layers: int, experts: int, width: int) -> nn.Module:

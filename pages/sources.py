@@ -23,12 +23,10 @@ _PACKAGE: Final = Path(weighin.__file__).resolve().parent
 _WORKER: Final = "weighin.worker.__main__"
 _DECIDING: Final = (
     "worker",
-    "loader",
     "checkpoint",
     "formats",
     "stream",
     "models",
-    "construction",
 )  # folders here
 # A test's body is not a strategy, and the code of saves takes no part in a load.
 _NOT_FOLLOWED: Final[dict[Operation, tuple[str, ...]]] = {

@@ -15,10 +15,10 @@ for strategies.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weighin.loader.load import load_streaming
     from weighin.program_phases import phase
     from weighin.strategy import Load, Save
     from weighin.stream.hugging_face import load_pretrained
+    from weighin.stream.model import load_streaming
 
 __version__ = "1.0.0"
 
@@ -26,7 +26,7 @@ _PUBLIC = {
     "Load": "weighin.strategy",
     "Save": "weighin.strategy",
     "load_pretrained": "weighin.stream.hugging_face",
-    "load_streaming": "weighin.loader.load",
+    "load_streaming": "weighin.stream.model",
     "phase": "weighin.program_phases",
 }
 __all__ = ["Load", "Save", "__version__", "load_pretrained", "load_streaming", "phase"]

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:  # for types only, because this module must not import torch at run time
     import torch
 
-    from weighin.construction.skeleton import without_weights
-    from weighin.construction.tensors import assign, retie, share_missing, tied_names
     from weighin.formats.pretrained_folder import from_pretrained_arguments
-    from weighin.loader.load import load_streaming
     from weighin.models.pretrained import arguments_to_dequantise, pretrained_class
     from weighin.models.pretrained_diffusers import diffusers_class
+    from weighin.stream.construct import without_weights
     from weighin.stream.folders import MAX_SHARD_BYTES, file_name
     from weighin.stream.formats import files
     from weighin.stream.hugging_face import load_pretrained
+    from weighin.stream.model import load_streaming
+    from weighin.stream.tensors import assign, retie, share_missing, tied_names
 
 __all__ = [
     "MAX_SHARD_BYTES", "Load", "Save", "arguments_to_dequantise", "assign", "diffusers_class",
@@ -37,18 +37,18 @@ __all__ = [
 HELPERS = {
     "MAX_SHARD_BYTES": "weighin.stream.folders",
     "arguments_to_dequantise": "weighin.models.pretrained",
-    "assign": "weighin.construction.tensors",
+    "assign": "weighin.stream.tensors",
     "diffusers_class": "weighin.models.pretrained_diffusers",
     "file_name": "weighin.stream.folders",
     "files": "weighin.stream.formats",
     "from_pretrained_arguments": "weighin.formats.pretrained_folder",
     "load_pretrained": "weighin.stream.hugging_face",
-    "load_streaming": "weighin.loader.load",
+    "load_streaming": "weighin.stream.model",
     "pretrained_class": "weighin.models.pretrained",
-    "retie": "weighin.construction.tensors",
-    "share_missing": "weighin.construction.tensors",
-    "tied_names": "weighin.construction.tensors",
-    "without_weights": "weighin.construction.skeleton",
+    "retie": "weighin.stream.tensors",
+    "share_missing": "weighin.stream.tensors",
+    "tied_names": "weighin.stream.tensors",
+    "without_weights": "weighin.stream.construct",
 }
 """Maps each name to the module that has it. That module is imported at the name's first use."""
 

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from weighin import load_pretrained
 from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.inspect import inspect
-from weighin.construction.tensors import tied_names
 from weighin.errors import CheckpointError
 from weighin.formats.pretrained_library import FolderChoice
 from weighin.models.pretrained import pretrained_class
+from weighin.stream.tensors import tied_names
 
 SIZES: Final = {
     "LlamaForCausalLM": {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from commands import NOT_LIMITED, CommandLine
 
-from weighin.construction.skeleton import resolve_builder
+from weighin.stream.construct import resolve_builder
 from weighin.suite.registry import model
 
 

@@ -7,7 +7,7 @@ from commands import ROOT, CommandLine
 
 
 def test_a_run_leaves_bytecode_also_where_python_leaves_none(command: CommandLine) -> None:
-    compiled = Path(cache_from_source(str(ROOT / "harness" / "weighin" / "loader" / "load.py")))
+    compiled = Path(cache_from_source(str(ROOT / "harness" / "weighin" / "stream" / "model.py")))
     compiled.unlink(missing_ok=True)
     ended = command.run(
         *("bench", "gpt2-tiny", "--strategies", "baseline", "--isolation", "process"),

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weighin.errors import CheckpointError
-from weighin.loader.load import load_streaming
 from weighin.slow_disk import Mount, Pace
+from weighin.stream.model import load_streaming
 
 LATENCY_NS = 20_000_000
 PATIENCE_S = 60.0

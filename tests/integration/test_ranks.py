@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from weighin.loader.load import load_streaming
 from weighin.stream import formats
+from weighin.stream.model import load_streaming
 
 RANK = """
 import sys

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
-import weighin.loader.load, weighin.stream.hugging_face
+import weighin.stream.model, weighin.stream.hugging_face
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # SIGBUS would leave a core file
 """

@@ -12,10 +12,9 @@ from cgroup_trees import LAYOUTS, Kernel, installed
 from warm_children import Forks
 
 from weighin import child_process
-from weighin.loader import direct_io
-from weighin.loader.direct_io import TimedRead
 from weighin.probes import page_cache, sampler
 from weighin.stream import folders, torch_files
+from weighin.stream.bytes import DISK_THREADS, Readers
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,7 +45,7 @@ def _not_the_program() -> Iterator[None]:
 
 @pytest.fixture
 def torch_threads_restored() -> Iterator[None]:
-    """Give torch the number of threads back that it had: our loader and converter set another."""
+    """Give torch the number of threads back that it had: our converter sets another."""
     import torch  # some tests of this folder run where an import of torch takes half a minute
 
     threads = torch.get_num_threads()
@@ -82,7 +81,6 @@ def all_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def disk_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the disk answer at once, however busy this machine is."""
-    quick = [TimedRead(4096, 60_000)]
-    monkeypatch.setattr(direct_io, "first_reads", lambda *_: iter(quick))
+    monkeypatch.setattr("weighin.stream.bytes.choose", lambda *_: Readers(DISK_THREADS))
     for module in (torch_files, folders):
         monkeypatch.setattr(module, "LATE_S", inf)

@@ -20,19 +20,17 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from weighin.errors import CheckpointError
-from weighin.loader import fill, memory
-from weighin.loader.direct_io import PIECE_BYTES
-from weighin.loader.load import Granularity, load_streaming
-from weighin.loader.memory import Fill, allocate
-from weighin.stream import formats
-from weighin.stream.slices import Slices, TensorSlice
+from weighin.stream import filling, formats
+from weighin.stream.bytes import PIECE_BYTES, Readers, allocate
+from weighin.stream.model import Granularity, load_streaming
+from weighin.stream.slices import Checkpoint, Slice
 from weighin.units import MIB
 
 Cut = Callable[[torch.Tensor], list[tuple[tuple[int, ...], torch.Tensor]]]
 PEAK_SOURCE = """
 import sys, threading, time, torch
 from pathlib import Path
-from weighin.loader.load import load_streaming
+from weighin.stream.model import load_streaming
 
 def anonymous():
     for line in open("/proc/self/status"):
@@ -132,8 +130,7 @@ def test_blocks_become_the_tensor_that_they_tile(
     right = Model().state_dict()
     path = write(tmp_path / "split", right, CUTS[name])
     assert all(len(one.parts) > 1 for one in formats.read(path) if len(one.shape) > 1)
-    monkeypatch.setattr(memory, "PIECE_BYTES", most)
-    monkeypatch.setattr(fill, "READ_BYTES", most)
+    monkeypatch.setattr(filling, "_readers", lambda *_: Readers(2, most, late=True))
     found = load_streaming(Model, path).state_dict()
     for key, tensor in right.items():
         assert torch.equal(found[key], tensor), key
@@ -175,23 +172,16 @@ def test_names_of_the_same_blocks_stay_tied(tmp_path: Path) -> None:
     assert torch.equal(model.get_parameter("0.weight"), torch.arange(35.0).reshape(5, 7))
 
 
-def a_slice(file: Path, shape: tuple[int, ...], stride: tuple[int, ...]) -> TensorSlice:
-    return TensorSlice("w", shape, stride, "float32", file, 64, 64, 4096)
-
-
-def test_a_block_with_gaps_is_refused_with_its_place(
+def test_blocks_with_gaps_become_the_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = a_slice(tmp_path / "__0_0.distcp", (4, 2), (4, 2))
-    parts = (replace(where, start=(0, 0)), replace(where, start=(0, 2)))
+    torch.arange(16.0).numpy().tofile(tmp_path / "data")
+    where = Slice("weight", (4, 2), (4, 1), "float32", tmp_path / "data", 0, 0, 64)
+    parts = (replace(where, start=(0, 0)), replace(where, start=(0, 2), offset=8))
     whole = replace(where, shape=(4, 4), stride=(4, 1), parts=parts)
-    monkeypatch.setattr(formats, "read", lambda *_: Slices([whole]))
-    with pytest.raises(CheckpointError) as caught:
-        load_streaming(torch.nn.Linear(4, 4), tmp_path)
-    assert str(caught.value) == (
-        f"{tmp_path}/__0_0.distcp: the part of 'w' at byte 64 has gaps between its elements\n"
-        f"rewrite the checkpoint with each tensor in one block: weighin convert {tmp_path} WHOLE --format dcp"
-    )
+    monkeypatch.setattr(formats, "read", lambda *_: Checkpoint([whole]))
+    model = load_streaming(torch.nn.Linear(4, 4, bias=False), tmp_path)
+    assert torch.equal(model.get_parameter("weight"), torch.arange(16.0).view(4, 4))
 
 
 def test_a_file_of_blocks_that_ends_too_early_is_named_before_anything_is_read(
@@ -219,28 +209,6 @@ def test_blocks_take_no_more_memory_than_the_model(
     assert 120 * MIB < int(done.stdout) < 128 * 1.005 * MIB + 16 * MIB
 
 
-@pytest.mark.parametrize("source", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_no_piece_and_nothing_that_it_becomes_outgrows_a_buffer(
-    dtype: torch.dtype, source: str
-) -> None:
-    """A reader's own buffer has that size; cpu tensors themselves are filled by larger reads."""
-    numel = PIECE_BYTES + 5
-    where = TensorSlice("w", (numel,), (1,), source, Path("f"), 66, 66, 4 * numel)
-    stretch = Fill(where, torch.empty(numel, dtype=dtype))
-    tall = torch.empty(2 * numel, dtype=dtype)
-    parts = tuple(replace(where, shape=(numel, 1), stride=(1, 1), start=(0, at)) for at in (0, 1))
-    split = replace(where, shape=(numel, 2), stride=(2, 1), parts=parts)
-    for one in (stretch, Fill(split, tall.view(numel, 2))):
-        pieces = list(one.pieces(fill.READ_BYTES))
-        assert sum(p.target.numel() for p in pieces) == one.memory.numel()
-        assert all(p.target.nbytes <= fill.READ_BYTES for p in pieces)
-        for piece in pieces:
-            buffered = list(piece.parts(PIECE_BYTES))
-            assert all(part.source_bytes <= PIECE_BYTES for part in buffered)
-            assert sum(part.source_bytes for part in buffered) == piece.source_bytes
-
-
 @pytest.mark.parametrize(("offset", "lead"), [(0, 0), (4096 + 72, 64), (8192, 0), (74, 64)])
 def test_memory_begins_where_its_stretch_begins_in_a_page_of_the_file(
     offset: int, lead: int
@@ -249,17 +217,3 @@ def test_memory_begins_where_its_stretch_begins_in_a_page_of_the_file(
     memory = allocate(MIB, torch.float32, torch.device("cpu"), offset)
     assert memory.data_ptr() % (2 * MIB) == lead
     assert memory.fill_(1).sum() == MIB
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_huge_page_is_filled_by_two_pieces(dtype: torch.dtype) -> None:
-    """Each of two threads would clear it."""
-    numel = 5 * fill.READ_BYTES // 4
-    where = TensorSlice("w", (numel,), (1,), "float32", Path("f"), 66, 66, 4 * numel)
-    memory = allocate(numel, dtype, torch.device("cpu"))
-    pieces = list(Fill(where, memory).pieces(fill.READ_BYTES))
-    assert [p.target.data_ptr() % (2 * MIB) for p in pieces] == [0] * len(pieces)
-    assert 1 < len(pieces) <= 1 + -(-memory.nbytes // fill.READ_BYTES)
-    assert [p.offset - 66 for p in pieces] == [
-        (p.target.data_ptr() - memory.data_ptr()) // dtype.itemsize * 4 for p in pieces
-    ]

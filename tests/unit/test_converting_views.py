@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from weighin.checkpoint.convert import Conversion
-from weighin.loader.load import load_streaming
 from weighin.stream import formats
+from weighin.stream.model import load_streaming
 
 BASE = torch.arange(1000.0)
 VIEWS = {

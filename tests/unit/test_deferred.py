@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from weighin.construction.deferred import WriteLog
-from weighin.construction.skeleton import without_weights
 from weighin.probes.process import memory_of, read_status
+from weighin.stream.construct import WriteLog, without_weights
 from weighin.units import MIB
 
 

@@ -10,8 +10,8 @@ from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.pretrained_library import Selection
-from weighin.loader.load import load_streaming
 from weighin.stream import formats
+from weighin.stream.model import load_streaming
 from weighin.stream.safetensors_files import DTYPES
 from weighin.stream.slices import ITEM_BYTES, NOT_CONVERTED, TensorSlice
 

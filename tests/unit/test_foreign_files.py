@@ -22,7 +22,7 @@ import os, sys
 from pathlib import Path
 import torch
 from weighin.probes import page_cache
-from weighin.loader.load import load_streaming
+from weighin.stream.model import load_streaming
 
 class Model(torch.nn.Module):
     def __init__(self, sizes):

@@ -12,11 +12,11 @@ from weighin.cell import ModelSpec
 from weighin.checkpoint import truth
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Manifest, TensorEntry, read_manifest
-from weighin.construction.skeleton import construct
 from weighin.errors import CheckpointError, ConfigError
 from weighin.models.gpt2 import gpt2
 from weighin.models.tied import tied
 from weighin.stream import formats
+from weighin.stream.construct import construct
 
 pytestmark = pytest.mark.usefixtures("torch_threads_restored")
 

@@ -15,9 +15,9 @@ from weighin import install
 from weighin.checkpoint.reader import read_pieces
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError
-from weighin.loader.load import load_streaming
 from weighin.stream import formats
 from weighin.stream import gguf_files as layout
+from weighin.stream.model import load_streaming
 
 gguf = pytest.importorskip("gguf", reason=install.command("gguf"))
 np = pytest.importorskip("numpy")

@@ -17,8 +17,8 @@ from harms import CASES, DATA, PLANS, Given, Harm
 
 from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
-from weighin.loader.load import load_streaming
 from weighin.stream import formats
+from weighin.stream.model import load_streaming
 from weighin.stream.slices import TensorPlan
 from weighin.stream.write import write as write_checkpoint
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weighin.loader.load import load_streaming
 from weighin.run import loads
+from weighin.stream.model import load_streaming
 from weighin.units import MIB
 
 

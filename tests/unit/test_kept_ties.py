@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from weighin import load_pretrained
-from weighin.construction.tensors import tied_names
 from weighin.errors import CheckpointError
 from weighin.models.pretrained import pretrained_class
+from weighin.stream.tensors import tied_names
 
 DRAWS: Final = int(os.environ.get("WEIGHIN_DRAWS", "12"))
 Size = Callable[[], int]

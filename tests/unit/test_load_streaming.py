@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from weighin.checkpoint.checksum import pieces_of
-from weighin.construction.skeleton import without_weights
 from weighin.errors import CheckpointError
-from weighin.loader.load import Granularity, load_streaming
 from weighin.models.tied import tied
 from weighin.stream import formats
+from weighin.stream.construct import without_weights
+from weighin.stream.model import Granularity, load_streaming
 from weighin.stream.slices import TensorPlan
 from weighin.stream.write import write as write_checkpoint
 

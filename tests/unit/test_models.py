@@ -10,10 +10,10 @@ import torch
 import yaml
 
 from weighin import install
-from weighin.construction.skeleton import construct, resolve_builder
 from weighin.formats.pretrained_folder import BUILDER, is_folder, own_dtype
 from weighin.models import gpt2, llama, stack, tied
 from weighin.models.synthesised import from_table
+from weighin.stream.construct import construct, resolve_builder
 from weighin.suite import registry
 from weighin.units import MIB
 

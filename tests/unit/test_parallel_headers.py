@@ -1,12 +1,11 @@
 """A disk that answers late is read by many threads, in small reads, with no more buffers than others."""
 
+import itertools
 import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,75 +16,69 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from weighin.loader import direct_io, fill
-from weighin.loader.direct_io import (
+from weighin.probes import page_cache
+from weighin.stream import filling, folders, formats, torch_files
+from weighin.stream.bytes import (
     DISK_THREADS,
+    MOST_THREADS,
     PIECE_BYTES,
-    DiskReaders,
-    PieceReader,
+    Disk,
+    Reader,
     Readers,
-    TimedRead,
     choose,
 )
-from weighin.loader.load import Granularity, load_streaming
-from weighin.probes import page_cache
-from weighin.stream import folders, formats, torch_files
+from weighin.stream.model import Granularity, load_streaming
 
 KIB, MIB = 1024, 1024**2
 MS = 1_000_000
-LATE = (TimedRead(4 * KIB, 20 * MS), TimedRead(128 * KIB, 21 * MS))
+LATE_MS = (20, 21)
+LATE = choose(20 * MS, 21 * MS)
 
 
 @pytest.mark.parametrize(
-    ("reads", "threads", "piece_kib"),
+    ("small_ns", "sample_ns", "threads", "piece_kib"),
     [
-        pytest.param([(4096, 52_000)], 16, 1024, id="a local SSD"),
-        pytest.param([(4096, 499_999)], 16, 1024, id="just in time"),
-        pytest.param([(4096, 8 * MS), (128 * KIB, 300_000)], 16, 1024, id="late once, by chance"),
-        pytest.param([(4096, 1 * MS), (128 * KIB, 1_300_000)], 16, 504, id="1 ms"),
-        pytest.param([(4096, 2 * MS), (128 * KIB, 2_500_000)], 32, 248, id="2 ms"),
-        pytest.param([(4096, 5 * MS), (128 * KIB, 5_200_000)], 64, 120, id="5 ms"),
-        pytest.param([(4096, 20 * MS), (128 * KIB, 20 * MS)], 64, 120, id="20 ms"),
-        pytest.param([(4096, 600_000), (128 * KIB, 30 * MS)], 64, 120, id="slow, not only late"),
+        pytest.param(52_000, 52_000, 16, 512, id="a local SSD"),
+        pytest.param(499_999, 499_999, 16, 512, id="just in time"),
+        pytest.param(8 * MS, 300_000, 16, 512, id="late once, by chance"),
+        pytest.param(1 * MS, 1_300_000, 16, 504, id="1 ms"),
+        pytest.param(2 * MS, 2_500_000, 32, 248, id="2 ms"),
+        pytest.param(5 * MS, 5_200_000, 64, 120, id="5 ms"),
+        pytest.param(20 * MS, 20 * MS, 64, 120, id="20 ms"),
+        pytest.param(600_000, 30 * MS, 64, 120, id="slow, not only late"),
     ],
 )
 def test_the_first_reads_choose_the_readers(
-    reads: list[tuple[int, int]], threads: int, piece_kib: int
+    small_ns: int, sample_ns: int, threads: int, piece_kib: int
 ) -> None:
-    chosen = choose([TimedRead(*read) for read in reads])
+    chosen = choose(small_ns, sample_ns)
     assert (chosen.threads, chosen.piece_bytes) == (threads, piece_kib * KIB)
 
 
-@given(st.lists(st.builds(TimedRead, st.integers(1, 2**40), st.integers(1, 10**12)), min_size=1))
-def test_the_buffers_of_all_threads_are_largest_for_a_disk_in_time(reads: list[TimedRead]) -> None:
-    chosen = choose(reads)
+@given(st.integers(1, 10**12), st.integers(1, 10**12))
+def test_the_buffers_of_all_threads_are_largest_for_a_disk_in_time(
+    small_ns: int, sample_ns: int
+) -> None:
+    chosen = choose(small_ns, sample_ns)
     assert chosen.threads * chosen.piece_bytes <= DISK_THREADS * PIECE_BYTES
     assert chosen.piece_bytes % 4096 == 0 < chosen.piece_bytes
-    assert DISK_THREADS <= chosen.threads <= direct_io.MOST_THREADS
+    assert DISK_THREADS <= chosen.threads <= MOST_THREADS
 
 
-def test_one_load_looks_at_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, disk, reader = answering(monkeypatch, LATE), DiskReaders(None), PieceReader()
-    assert disk.of(reader, tmp_path, 0, 128 * KIB - 1) == Readers(16)  # too small to tell
-    assert disk.of(reader, tmp_path, 1000, MIB) == choose(LATE)
-    assert disk.of(reader, tmp_path, 5, MIB) == choose(LATE)
-    assert DiskReaders(1).of(reader, tmp_path, 0, MIB) == Readers(1)
-    assert looks == [(1000 + (MIB - 128 * KIB) // 2) // 4096 * 4096]  # one request, and not two
-    wanted = DiskReaders(3).of(reader, tmp_path, 0, MIB)  # as the caller wants
-    assert wanted == replace(choose(LATE), threads=3)
-
-
-def test_a_local_file_is_looked_at_by_one_small_read_and_a_late_one_by_two(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert page_cache.drop([saved]) == 0
-    clock = iter([0, 100_000])
-    monkeypatch.setattr("weighin.loader.direct_io.time.monotonic_ns", lambda: next(clock))
-    with closing(PieceReader()) as reader:
-        assert list(direct_io.first_reads(reader, saved, MIB)) == [(4096, 100_000)]
-        clock = iter([0, 5 * MS, 5 * MS, 11 * MS])
-        late = list(direct_io.first_reads(reader, saved, MIB))
-    assert late == [(4096, 5 * MS), (128 * KIB, 6 * MS)]
+def test_one_load_looks_at_the_disk_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, disk, reader = answering(monkeypatch, *LATE_MS), Disk(None), Reader()
+    assert disk.readers(reader, saved, 0, 128 * KIB - 1) == Readers(16)  # too small to tell
+    assert disk.readers(reader, saved, 1000, MIB) == LATE
+    assert disk.readers(reader, saved, 5, MIB) == LATE
+    assert Disk(1).readers(reader, saved, 0, MIB) == Readers(1)
+    middle = (1000 + (MIB - 128 * KIB) // 2) // 4096 * 4096  # one request, and not two
+    assert looks == [(middle, 4096), (middle, 128 * KIB)]
+    wanted = Disk(3).readers(reader, saved, 0, MIB)  # as the caller wants
+    assert wanted == LATE._replace(threads=3)
+    looks = answering(monkeypatch, 0.1)
+    assert Disk(None).readers(reader, saved, 0, MIB) == Readers(16)
+    assert len(looks) == 1
+    reader.close()
 
 
 class Layers(nn.Module):
@@ -115,15 +108,20 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return saved_as(tmp_path_factory.mktemp("late") / f"model.{request.param}")
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, reads: Sequence[TimedRead]) -> list[int]:
-    """Let every disk answer its first reads in these times; return the list of the reads' offsets."""
-    looks: list[int] = []
+def answering(monkeypatch: pytest.MonkeyPatch, *times_ms: float) -> list[tuple[int, int]]:
+    """Let every disk answer its first reads in these times; return the reads' offsets and sizes."""
+    looks: list[tuple[int, int]] = []
+    piece = Reader.piece
 
-    def first_reads(_reader: PieceReader, _file: Path, offset: int) -> Iterator[TimedRead]:
-        looks.append(offset)
-        yield from reads
+    def noting(reader: Reader, file: Path, offset: int, size: int) -> memoryview:
+        if threading.current_thread() is threading.main_thread():
+            looks.append((offset, size))
+        return piece(reader, file, offset, size)
 
-    monkeypatch.setattr(direct_io, "first_reads", first_reads)
+    around = [moment for time_ms in times_ms for moment in (0, round(time_ms * MS))]
+    clock = itertools.cycle(around)
+    monkeypatch.setattr(Reader, "piece", noting)
+    monkeypatch.setattr("weighin.stream.bytes.time.monotonic_ns", lambda: next(clock))
     return looks
 
 
@@ -137,7 +135,7 @@ def test_a_model_from_a_late_disk_is_right(
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
     right = Layers().state_dict()
-    looks = answering(monkeypatch, LATE)
+    looks = answering(monkeypatch, *LATE_MS)
     monkeypatch.setattr(page_cache, "cached_share", lambda *_: float(not cold))
     found = load_streaming(
         Layers if fresh else Layers(), saved, dtype=dtype, granularity=granularity
@@ -145,7 +143,7 @@ def test_a_model_from_a_late_disk_is_right(
     for name, tensor in right.items():
         wanted = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
         assert torch.equal(found[name], wanted), name
-    assert len(looks) == cold
+    assert len(looks) == 2 * cold
 
 
 class Flights:
@@ -185,10 +183,10 @@ def test_many_reads_are_under_way_at_once_if_the_disk_answers_late(
 ) -> None:
     path, count = tmp_path / "model.safetensors", 2896  # 32 MiB
     save_file({"weight": torch.zeros(count, count)}, path)
-    monkeypatch.setattr(fill, "READ_BYTES", MIB)
+    monkeypatch.setattr(filling, "READ_BYTES", MIB)
     assert page_cache.drop([path]) == 0
     if not latency_s:  # as most disks do; but nobody knows how busy this one is
-        answering(monkeypatch, [TimedRead(4096, 60_000)])
+        answering(monkeypatch, 0.06)
     flights = Flights(under_way, latency_s)
     monkeypatch.setattr(os, "preadv", flights.preadv)
     load_streaming(lambda: nn.Linear(count, count, bias=False), path)
@@ -200,7 +198,7 @@ def test_small_tensors_are_read_at_once_too(
 ) -> None:
     path = tmp_path / "model.safetensors"
     save_file({f"{number}.weight": torch.randn(100, 100) for number in range(500)}, path)
-    answering(monkeypatch, LATE)
+    answering(monkeypatch, *LATE_MS)
     flights = Flights(64, 0.0)
     monkeypatch.setattr(os, "preadv", flights.preadv)
 

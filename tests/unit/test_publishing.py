@@ -78,29 +78,29 @@ def test_a_record_is_stale_by_git_for_its_files_alone(copy: Path) -> None:
     change(copy, "harness/weighin/report/tables.py")
     git(copy, "commit", "--quiet", "-a", "-m", "a page")
     assert not standing(results, copy).is_stale
-    change(copy, "harness/weighin/loader/reads.py")
+    change(copy, "harness/weighin/stream/filling.py")
     git(copy, "commit", "--quiet", "-a", "-m", "the loader")
-    change(copy, "harness/weighin/loader/load.py")
+    change(copy, "harness/weighin/stream/model.py")
     assert str(standing(results, copy)) == (
-        "OLDER than the current code: streaming (load.py, reads.py changed)"
+        "OLDER than the current code: streaming (filling.py, model.py changed)"
     )
     git(copy, "commit", "--quiet", "-a", "-m", "the loader again")
     change(copy, "harness/weighin/worker/verify.py")
     git(copy, "commit", "--quiet", "-a", "-m", "the worker")
     assert str(standing(results, copy)) == (
         "OLDER than the current code: baseline, sequential (verify.py changed);"
-        " streaming (load.py, reads.py, verify.py changed)"
+        " streaming (filling.py, model.py, verify.py changed)"
     )
-    for name in ("loader/fill.py", "loader/memory.py"):
+    for name in ("stream/bytes.py", "stream/construct.py"):
         change(copy, f"harness/weighin/{name}")
     assert str(standing(results[2:], copy)) == (
-        "OLDER than the current code: streaming (fill.py, load.py, memory.py and 2 more changed)"
+        "OLDER than the current code: streaming (bytes.py, construct.py, filling.py and 2 more changed)"
     )
 
 
 def test_a_record_is_not_stale_for_a_comment(copy: Path) -> None:
     head = git(copy, "rev-parse", "HEAD")
-    with (copy / "harness/weighin/loader/load.py").open("a") as file:
+    with (copy / "harness/weighin/stream/model.py").open("a") as file:
         file.write("# a comment\n")
     git(copy, "commit", "--quiet", "-a", "-m", "a comment")
     assert not standing([measured("streaming", head)], copy).is_stale
@@ -127,12 +127,12 @@ def test_the_status_names_what_is_stale_with_commit_and_day(copy: Path) -> None:
     for name, strategy in {"a": "baseline", "b": "streaming"}.items():
         run_folder.append(folder / name, measured(strategy, head))
     (folder / "runs.yaml").write_text("a: bench a\nb: bench b\nc: floor c\n")
-    change(copy, "harness/weighin/loader/load.py")
+    change(copy, "harness/weighin/stream/model.py")
     git(copy, "add", ".")
     git(copy, "commit", "--quiet", "-m", "second")
     assert publish.status(publish.read(copy), copy) == [
         f"a: measured 2025-01-02 with weighin commit {head[:10]}: measured with the current code",
-        f"b: measured 2025-01-02 with weighin commit {head[:10]}: OLDER than the current code: streaming (load.py changed)",
+        f"b: measured 2025-01-02 with weighin commit {head[:10]}: OLDER than the current code: streaming (model.py changed)",
         "c: never measured",
         "2 of 3 are older than the current code or were never measured: b, c",
     ]

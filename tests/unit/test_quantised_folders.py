@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from weighin import load_pretrained, load_streaming
 from weighin.checkpoint.truth import index
 from weighin.cli.app import app
-from weighin.construction.skeleton import construct, resolve_builder
 from weighin.errors import CheckpointError, HarnessError
 from weighin.formats import quantised
 from weighin.formats.pretrained_folder import read_folder
@@ -29,6 +28,7 @@ from weighin.models.pretrained import from_config, pretrained_class
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.stream import formats
+from weighin.stream.construct import construct, resolve_builder
 from weighin.suite import registry
 from weighin.worker import verify
 from weighin.worker.loading import WorkerLoad, import_strategy

@@ -12,10 +12,10 @@ from factories import planned
 from weighin.cell import ModelSpec
 from weighin.checkpoint import truth
 from weighin.checkpoint.manifest import Manifest
-from weighin.construction.skeleton import resolve_builder
 from weighin.errors import ConfigError
 from weighin.predict.client import predict
 from weighin.stream import formats
+from weighin.stream.construct import resolve_builder
 from weighin.suite import registry
 from weighin.worker import verify
 from weighin.worker.loading import WorkerLoad, import_strategy

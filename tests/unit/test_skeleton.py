@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from weighin.construction.skeleton import build_skeleton, reset_buffers, resolve_builder
 from weighin.errors import ConfigError
 from weighin.models.gpt2 import gpt2
 from weighin.models.tied import tied
+from weighin.stream.construct import build_skeleton, reset_buffers, resolve_builder
 
 TIED = {"vocab_size": 64, "emb_dim": 16, "n_layers": 2, "n_heads": 2}
 GPT2 = {"vocab_size": 64, "context_length": 8, "emb_dim": 16, "n_layers": 2, "n_heads": 2}
@@ -160,7 +160,7 @@ def test_a_buffer_that_is_computed_from_a_parameter_is_given_back() -> None:
 def test_a_gpt2_xl_skeleton_costs_little_memory_and_no_imports() -> None:
     code = """
 import sys, torch
-from weighin.construction.skeleton import build_skeleton, map_large_tensors
+from weighin.stream.construct import build_skeleton, map_large_tensors
 from weighin.models.gpt2 import gpt2
 def peak_kib():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM"))

@@ -11,10 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weighin.errors import CheckpointError
-from weighin.loader import direct_io
-from weighin.loader.load import load_streaming
-from weighin.loader.open_file import OpenedFile
 from weighin.probes import page_cache
+from weighin.stream.bytes import Reader
+from weighin.stream.model import load_streaming
 
 
 def layers(count: int = 60) -> nn.Sequential:
@@ -45,15 +44,11 @@ def assert_equal(found: nn.Module, right: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])
-@pytest.mark.parametrize("state", ["cached", "not cached", "no vectored read"])
-def test_small_tensors_get_the_values_of_the_file(
-    kind: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("state", ["cached", "not cached"])
+def test_small_tensors_get_the_values_of_the_file(kind: str, state: str, tmp_path: Path) -> None:
     right, path = saved(tmp_path, kind)
     if state == "not cached":
         page_cache.drop([path])
-    if state == "no vectored read":
-        monkeypatch.setattr(OpenedFile, "read_scattered", lambda *_: False)
     target = layers()
     with torch.no_grad():
         for tensor in itertools.chain(target.parameters(), target.buffers()):
@@ -78,13 +73,13 @@ def test_sixty_small_tensors_take_few_reads(
 ) -> None:
     model, path = nn.Sequential(*(nn.Linear(20, 20) for _ in range(60))), tmp_path / "model.pt"
     torch.save(model.state_dict(), path)
-    read, calls = OpenedFile.read_scattered, []
+    scatter, calls = Reader.scatter, []
 
-    def counted(*arguments: Any) -> bool:
+    def counted(*arguments: Any) -> None:
         calls.append(arguments)
-        return read(*arguments)
+        scatter(*arguments)
 
-    monkeypatch.setattr(OpenedFile, "read_scattered", counted)
+    monkeypatch.setattr(Reader, "scatter", counted)
     load_streaming(model, path)
     assert len(calls) == 1
 
@@ -93,12 +88,12 @@ def test_a_file_that_was_cut_during_the_load_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, path = saved(tmp_path, "safetensors")
-    scatter = direct_io.PieceReader.scatter
+    scatter = Reader.scatter
 
     def cut(*arguments: object) -> None:
         os.truncate(path, 5000)
         scatter(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(direct_io.PieceReader, "scatter", cut)
+    monkeypatch.setattr(Reader, "scatter", cut)
     with pytest.raises(CheckpointError, match="truncated: it ends before byte"):
         load_streaming(model, path)

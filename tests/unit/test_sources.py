@@ -34,7 +34,7 @@ def test_a_strategy_is_decided_by_itself_the_model_and_the_worker() -> None:
         "harness/weighin/worker/loading.py",
         "harness/weighin/worker/verify.py",
     } <= found
-    assert not {"harness/weighin/loader/load.py", "harness/weighin/worker/pytest_body.py"} & found
+    assert not {"harness/weighin/stream/model.py", "harness/weighin/worker/pytest_body.py"} & found
     assert not [
         name for name in found if name.startswith(("harness/weighin/report", "harness/weighin/run"))
     ]
@@ -42,7 +42,7 @@ def test_a_strategy_is_decided_by_itself_the_model_and_the_worker() -> None:
 
 def test_a_strategy_is_decided_by_the_loader_and_the_layouts_that_it_imports() -> None:
     found = deciding("streaming")
-    assert {"harness/weighin/loader/load.py", "harness/weighin/loader/reads.py"} <= found
+    assert {"harness/weighin/stream/model.py", "harness/weighin/stream/filling.py"} <= found
     assert "harness/weighin/stream/torch_files.py" in found
     assert "harness/weighin/models/llama.py" not in found
 
@@ -91,7 +91,7 @@ def test_no_source_is_imported_for_it() -> None:
         "from weighin.cell import Cell\n"
         "info = registry.strategy('streaming')\n"
         "sources.deciding(info.path, Cell(registry.model('gpt2-tiny'), 'streaming', 'process'))\n"
-        "print('torch' in sys.modules, 'weighin.loader.load' in sys.modules)"
+        "print('torch' in sys.modules, 'weighin.stream.model' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -101,7 +101,7 @@ def test_no_source_is_imported_for_it() -> None:
 
 def test_a_helper_of_strategies_is_the_module_that_it_comes_from(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
-    loader = "harness/weighin/loader/load.py"
+    loader = "harness/weighin/stream/model.py"
 
     def names() -> set[str]:
         found = sources.deciding(mine, cell("mine"))
@@ -112,10 +112,10 @@ def test_a_helper_of_strategies_is_the_module_that_it_comes_from(tmp_path: Path)
         ("from weighin.strategy import Load", False),
         ("from other.strategy import load_streaming", False),
         ("from .strategy import load_streaming", False),
-        ("import weighin.loader.load", True),
-        ("if TYPE_CHECKING:\n    import weighin.loader.load", False),
-        ("if typing.TYPE_CHECKING:\n    pass\nelse:\n    import weighin.loader.load", True),
-        ("if os:\n    import weighin.loader.load", True),
+        ("import weighin.stream.model", True),
+        ("if TYPE_CHECKING:\n    import weighin.stream.model", False),
+        ("if typing.TYPE_CHECKING:\n    pass\nelse:\n    import weighin.stream.model", True),
+        ("if os:\n    import weighin.stream.model", True),
     ):
         mine.write_text(f"{line}\ndef load(job): ...\n")
         assert (loader in names()) == is_reached, line

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from weighin.errors import CheckpointError
-from weighin.loader.load import load_streaming
+from weighin.stream.model import load_streaming
 
 Call = tuple[str, list[str], dict[str, Any]]
 
@@ -126,28 +126,3 @@ def test_a_load_counts_as_one_change_of_each_tensor(tmp_path: Path) -> None:
     by_torch_itself.load_state_dict(torch.load(path))
     versions = [one._version for one in by_us.parameters()]
     assert versions == [one._version for one in by_torch_itself.parameters()]
-
-
-def test_a_load_of_many_layers_calls_no_function_of_torch_for_each_pair_of_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers, path = 1500, tmp_path / "model.pt"
-    target = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(layers)))
-    target[3].register_load_state_dict_post_hook(lambda *_: None)  # else nobody compares keys
-    torch.save(target.state_dict(), path)
-    compared = 0
-
-    class Key(str):
-        __slots__ = ()
-
-        def startswith(self, *arguments: Any) -> bool:
-            nonlocal compared
-            compared += 1
-            return super().startswith(*arguments)
-
-    from weighin.loader import state_dict
-
-    keys = state_dict.LazyState.__iter__
-    monkeypatch.setattr(state_dict.LazyState, "__iter__", lambda self: map(Key, keys(self)))
-    load_streaming(target, path)
-    assert 0 < compared < 10 * layers

@@ -13,10 +13,10 @@ from weighin import install
 from weighin.cell import ModelSpec
 from weighin.checkpoint import cache, truth
 from weighin.checkpoint.checksum import pieces_of
-from weighin.construction.skeleton import resolve_builder
 from weighin.errors import CheckpointError, ConfigError, FormatLimit
 from weighin.stream import formats
 from weighin.stream import write as writing
+from weighin.stream.construct import resolve_builder
 from weighin.stream.slices import TensorPlan
 from weighin.stream.write import write as write_file
 from weighin.suite import registry

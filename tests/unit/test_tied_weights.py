@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from weighin.construction.tensors import retie, tied_names
+from weighin.stream.tensors import retie, tied_names
 
 
 class Tied(nn.Module):

@@ -110,7 +110,7 @@ def test_what_is_ours_needs_no_trust(operation: str) -> None:
     assert resume(Path("run")).planned
 
 
-@pytest.mark.parametrize("builder", ["weighin.models.stack:nn", "weighin.construction.skeleton:os"])
+@pytest.mark.parametrize("builder", ["weighin.models.stack:nn", "weighin.stream.construct:os"])
 def test_a_function_of_our_package_that_is_no_model_is_foreign(builder: str) -> None:
     planned()
     forge(lambda plan: plan["cells"][0]["model"].update(builder=builder))

@@ -14,8 +14,8 @@ from torch import nn
 
 from weighin.checkpoint.convert import Conversion
 from weighin.errors import HarnessError
-from weighin.loader.load import load_streaming
 from weighin.stream import formats
+from weighin.stream.model import load_streaming
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ class Conversion:
 
         from weighin.checkpoint.checksum import RunningChecksum
         from weighin.checkpoint.reader import RECORD_BYTES
-        from weighin.construction.skeleton import map_large_tensors
+        from weighin.stream.construct import map_large_tensors
         from weighin.stream.write import write
 
         self.check_target()

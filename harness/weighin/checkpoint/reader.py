@@ -12,7 +12,7 @@ import torch
 
 from weighin.checkpoint.checksum import PIECE_ELEMENTS, RunningChecksum, cut, pieces_of
 from weighin.errors import CheckpointError
-from weighin.loader.direct_io import PIECE_BYTES, PieceReader
+from weighin.stream.bytes import PIECE_BYTES, Reader
 from weighin.stream.foreign import AGAIN
 from weighin.stream.slices import Progress, Slice, TensorPlan, ties
 
@@ -72,7 +72,7 @@ def widest_dtype(slices: Sequence[Slice]) -> torch.dtype:
 def _contiguous(where: Slice) -> Iterator[torch.Tensor]:
     piece_bytes = PIECE_ELEMENTS * where.dtype.itemsize
     buffer = torch.empty(min(piece_bytes, where.nbytes), dtype=torch.uint8)
-    with closing(PieceReader()) as reader:
+    with closing(Reader()) as reader:
         for start in range(0, where.nbytes, piece_bytes):
             piece = buffer[: where.nbytes - start]
             memory = memoryview(piece.numpy().data)

@@ -26,15 +26,6 @@ from weighin.checkpoint.checksum import (
 )
 from weighin.checkpoint.manifest import Kind, Manifest, TensorEntry
 from weighin.checkpoint.reader import RECORD_BYTES, checksum_of, read_pieces, widest_dtype
-from weighin.construction.skeleton import (
-    RealBuffers,
-    build_skeleton,
-    constructed_buffers,
-    map_large_tensors,
-    non_persistent_buffers,
-    resolve_builder,
-)
-from weighin.construction.tensors import named_tensors
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.pretrained_folder import (
     BUILDER,
@@ -47,6 +38,13 @@ from weighin.formats.quantised import of_model, refuse_codes
 from weighin.models.pretrained import written_after_load
 from weighin.stream import formats
 from weighin.stream import gguf_files as gguf
+from weighin.stream.construct import (
+    RealBuffers,
+    build_skeleton,
+    constructed_buffers,
+    map_large_tensors,
+    resolve_builder,
+)
 from weighin.stream.foreign import NOT_MEASURED, lacks, misfit, selecting
 from weighin.stream.slices import (
     Pieces,
@@ -56,6 +54,7 @@ from weighin.stream.slices import (
     check_converts,
     dtype_name,
 )
+from weighin.stream.tensors import named_tensors, non_persistent_buffers
 from weighin.stream.write import run_parallel, write
 from weighin.text import one_line, plain
 

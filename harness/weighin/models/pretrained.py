@@ -16,7 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weighin import install
-from weighin.construction.tensors import storage_key
 from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.pretrained_folder import (
     AUTO_MAP,
@@ -31,6 +30,7 @@ from weighin.formats.pretrained_folder import (
 from weighin.formats.pretrained_library import ARGUMENT, DIFFUSERS, TRANSFORMERS, Library
 from weighin.formats.quantised import dequantising
 from weighin.stream.foreign import misfit
+from weighin.stream.tensors import storage_key
 from weighin.text import one_line
 
 _FLAG: Final = "_is_hf_initialized"  # transformers sets this attribute

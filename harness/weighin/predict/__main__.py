@@ -28,12 +28,12 @@ import torch  # before any fork; a worker imports it too
 
 from weighin.cell import FORWARD, Cell, Job, ModelSpec
 from weighin.checkpoint.manifest import read_manifest
-from weighin.construction.skeleton import Builder, resolve_builder
 from weighin.errors import HarnessError
 from weighin.formats.pretrained_library import library_of, module_of
 from weighin.predict.dispatch import CannotFollow
 from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory
+from weighin.stream.construct import Builder, resolve_builder
 from weighin.text import one_line
 from weighin.worker import uses
 from weighin.worker.loading import example_inputs, settle_math

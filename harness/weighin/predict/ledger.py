@@ -17,12 +17,12 @@ from typing import Final, Literal
 
 import torch
 
-from weighin.construction.tensors import extent as extent_in_storage
-from weighin.loader.memory import MAP_NORESERVE
 from weighin.predict.allocators import CachingAllocator, Chunk, CudaBlock, Extents, Heap
 from weighin.predict.prediction import PredictedPhase
 from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory
+from weighin.stream.bytes import MAP_NORESERVE
+from weighin.stream.tensors import extent as extent_in_storage
 from weighin.units import KIB
 
 _ATTRIBUTE: Final = "_weighin_block"

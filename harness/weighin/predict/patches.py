@@ -184,44 +184,30 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     """In a prediction, replace the reads of ``load_streaming``. They fill tensors that exist
     already, so that only their buffers need further memory.
     """
-    from weighin.loader import fill
-    from weighin.loader.direct_io import PIECE_BYTES, DiskReaders
-    from weighin.loader.memory import Fill
+    from weighin.stream import filling
+    from weighin.stream.bytes import DISK_THREADS, HUGE_PAGE_BYTES, PIECE_BYTES, Disk
 
-    @contextmanager
-    def being_filled(stretches: Sequence[Fill], disk: DiskReaders) -> Iterator[None]:
-        yield
-        buffers = fill.buffer_bytes(stretches, disk.threads, gpu=False)
-        all_buffers = fill.buffer_bytes(stretches, disk.threads, gpu=ledger.cuda is not None)
-        pinned = (all_buffers - buffers) // PIECE_BYTES
-        with ledger.holding(buffers), ledger.pinning(pinned, PIECE_BYTES):
-            for stretch in stretches:
+    def fill(fills: Sequence[filling.Fill], disk: Disk) -> None:
+        stored = [one for one in fills if not one.where.fill]
+        computed = [one for one in fills if one.where.fill]
+        buffers = filling.buffer_bytes(stored, disk.threads)
+        pinned = 2 * (disk.threads or DISK_THREADS) if ledger.cuda is not None else 0
+        with ledger.holding(buffers), ledger.pinning(pinned if stored else 0, PIECE_BYTES):
+            for where, out, members in stored:
                 fresh = ledger.work["fresh_bytes"]
-                for tensor in stretch.members:
+                for tensor in members or (out,):
                     ledger.write(tensor)
-                # Huge pages cause few page faults, but zeroing them takes as long as a write.
-                ledger.work["fresh_bytes"] = fresh
-                ledger.work["written_bytes"] += stretch.memory.nbytes
-                ledger.work["read_direct_bytes"] += stretch.source_bytes
+                if out.nbytes >= HUGE_PAGE_BYTES:
+                    # Huge pages cause few page faults, but zeroing them takes as long as a write.
+                    ledger.work["fresh_bytes"] = fresh
+                    ledger.work["written_bytes"] += out.nbytes
+                ledger.work["read_direct_bytes"] += where.nbytes
+        with ledger.holding(filling.cache_threads() * _OF_A_STEP_BYTES if computed else 0):
+            for where, out, _ in computed:
+                ledger.write(out)
+                ledger.work["read_direct_bytes"] += where.storage_bytes
 
-    def compute(fills: Sequence[Fill], _threads: int | None) -> None:
-        with ledger.holding(fill.cache_threads() * _OF_A_STEP_BYTES if fills else 0):
-            for one in fills:
-                ledger.write(one.memory)
-                ledger.work["read_direct_bytes"] += one.source.storage_bytes
-
-    def fill_groups(groups: Sequence[fill.Group], disk: DiskReaders) -> None:
-        with ledger.holding(fill.group_buffer_bytes(groups, disk.threads)):
-            for group in groups:
-                for tensor in group.tensors:
-                    ledger.write(tensor)
-                    ledger.work["read_direct_bytes"] += tensor.nbytes
-
-    with (
-        patch.object(fill, "being_filled", being_filled),
-        patch.object(fill, "fill_groups", fill_groups),
-        patch.object(fill, "compute", compute),
-    ):
+    with patch.object(filling, "fill", fill):
         yield
 
 
@@ -259,15 +245,15 @@ def _truncated() -> Any:
 
 def _trim(ledger: Ledger) -> Any:
     """Patch ``give_back_heap`` to record in the ledger that ``malloc_trim`` released pages."""
-    from weighin.construction import skeleton
+    from weighin.stream import construct
 
-    original: Callable[[], None] = skeleton.give_back_heap
+    original: Callable[[], None] = construct.give_back_heap
 
     def give_back_heap() -> None:
         original()
         ledger.trimmed()
 
-    return patch.object(skeleton, "give_back_heap", give_back_heap)
+    return patch.object(construct, "give_back_heap", give_back_heap)
 
 
 @contextmanager

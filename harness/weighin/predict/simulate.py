@@ -17,8 +17,6 @@ from unittest.mock import patch
 import torch
 
 from weighin.cell import FORK, TRAINING, Cell, phase_of
-from weighin.construction.operations import tensors_in
-from weighin.construction.tensors import tied_names
 from weighin.predict.allocators import CachingAllocator, Extents
 from weighin.predict.dispatch import CannotFollow, Operations
 from weighin.predict.ledger import Ledger, extent
@@ -26,6 +24,7 @@ from weighin.predict.patches import declared, gguf_reads, pretended, safetensors
 from weighin.predict.prediction import ABOVE_PEAK_BYTES, PredictedUse, Prediction, Work, reasons
 from weighin.predict.process import PRELOADED
 from weighin.result import WINDOWS_IN_FLIGHT, Memory
+from weighin.stream.tensors import tensors_in, tied_names
 from weighin.units import MIB
 from weighin.worker.loading import Inputs, WorkerLoad, import_strategy
 from weighin.worker.uses import CHILDREN, Function

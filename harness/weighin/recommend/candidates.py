@@ -11,10 +11,10 @@ from typing import Final
 from weighin.cell import Cell
 from weighin.formats.pretrained_folder import is_folder
 from weighin.formats.pretrained_library import LIBRARIES
-from weighin.loader.direct_io import TimedRead, choose
 from weighin.predict.prediction import Prediction
 from weighin.recommend.prior_runs import Evidence
 from weighin.slow_disk import LARGEST_READ_BYTES, Pace
+from weighin.stream.bytes import choose
 from weighin.suite.packages import name_of
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB, MIB, format_bytes, format_exact
@@ -314,15 +314,15 @@ def behind(speeds: Speeds, pace: Pace) -> Speeds:
     if not pace:
         return speeds
     # As many threads as ``load_streaming`` uses for such a disk.
-    sizes = (4096, LARGEST_READ_BYTES)
-    timed = [TimedRead(size, round(_request_s(pace, size) * 1e9)) for size in sizes]
+    small_ns, sample_ns = (
+        round(_request_s(pace, size) * 1e9) for size in (4096, LARGEST_READ_BYTES)
+    )
+    threads = choose(small_ns, sample_ns).threads
     mapped = READ_AHEAD * (os.cpu_count() or 1)  # one thread per processor reads a mapped model
     return replace(
         speeds,
         read_bytes_per_s=min(speeds.read_bytes_per_s, rate(pace, READ_AHEAD)),
-        read_direct_bytes_per_s=min(
-            speeds.read_direct_bytes_per_s, rate(pace, choose(timed).threads)
-        ),
+        read_direct_bytes_per_s=min(speeds.read_direct_bytes_per_s, rate(pace, threads)),
         map_bytes_per_s=min(speeds.map_bytes_per_s, rate(pace, mapped)),
         archive_s=speeds.archive_s + _OPENING * (pace.latency_ns or 0) / 1e9,
     )

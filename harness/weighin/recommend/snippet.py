@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # for reset_buffers, which is not run here
     import torch
 
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
-_KEPT: Final = ("weighin.loader.load", "weighin.construction.skeleton")
+_KEPT: Final = ("weighin.stream.model", "weighin.stream.construct")
 """The written code imports these modules, because they are too large to paste."""
 
 _INSTALLED: Final = ("safetensors", "weighin")
@@ -189,7 +189,7 @@ def _import(node: ast.Import | ast.ImportFrom, used: Container[str]) -> tuple[li
         source = HELPERS.get(alias.name, module) if module == "weighin.strategy" else module
         if source in _KEPT:
             kept.append(f"from {module} import {alias.name}")
-        elif source == "weighin.construction.tensors":
+        elif source == "weighin.stream.tensors":
             written += _sources(source, alias.name) if alias.name in used else []
         elif source != "weighin.strategy":  # weighin.strategy has only types, no code to paste
             raise CannotWriteOut(

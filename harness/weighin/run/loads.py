@@ -23,7 +23,6 @@ from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessErr
 from weighin.formats.pretrained_folder import files_of_adapter, folder_of
 from weighin.isolation import select, visible
 from weighin.isolation.base import Isolation, Running, Streams
-from weighin.loader.open_file import ask_for_huge_pages
 from weighin.phase_reporter import JOB
 from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.probes import environment, mounts, page_cache
@@ -36,6 +35,7 @@ from weighin.run.measure import Measured, Spec, Watch, measure
 from weighin.settings.definition import Settings
 from weighin.slow_disk import LARGEST_READ_BYTES, Mount, Pace
 from weighin.stream import formats
+from weighin.stream.bytes import ask_for_huge_pages
 from weighin.suite import packages, user_code
 from weighin.suite.registry import data_folder
 from weighin.text import few

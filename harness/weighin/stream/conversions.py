@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.functional import pad
 
-from weighin.loader.direct_io import PieceReader
-from weighin.loader.memory import memory_of
+from weighin.stream.bytes import Reader, memory_of
 from weighin.stream.slices import TensorSlice, dtype_name
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def rows_of(where: TensorSlice, first: int, last: int) -> TensorSlice:
     )
 
 
-def _read(reader: PieceReader, where: TensorSlice) -> torch.Tensor:
+def _read(reader: Reader, where: TensorSlice) -> torch.Tensor:
     """Read a contiguous tensor of the file."""
     out = torch.empty(where.shape, dtype=where.dtype)
     if out.nbytes:
@@ -194,7 +193,7 @@ def _fp8(operation: Any, dtype: torch.dtype, codes: "Job", scale: "Job") -> Sour
     missing = (width - columns) // in_byte
 
     def fill(out: torch.Tensor) -> None:
-        with closing(PieceReader()) as reader, torch.no_grad():
+        with closing(Reader()) as reader, torch.no_grad():
             scales = _read(reader, scale.where)
             for first, last in _whole_blocks(rows, unit, PIECE_ELEMENTS // max(1, width)):
                 part = _read(reader, rows_of(where, first, last))
@@ -252,7 +251,7 @@ def _of_mxfp4(layer_name: str, model: Any, jobs: "Jobs") -> dict[str, list[Sourc
     step = max(1, PIECE_ELEMENTS // max(1, 2 * groups * size))
 
     def fill(out: torch.Tensor) -> None:
-        with closing(PieceReader()) as reader, torch.no_grad():
+        with closing(Reader()) as reader, torch.no_grad():
             for expert, first in product(range(experts), range(0, rows, step)):
                 last = min(first + step, rows)
                 some = [

@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from weighin import install
-from weighin.construction.skeleton import construct, without_weights
 from weighin.errors import CheckpointError, ConfigError, HarnessError
 from weighin.formats import quantised, sentence_parts
 from weighin.formats.hub_cache import cached_snapshot, path_of
@@ -39,6 +38,7 @@ from weighin.models.description import chosen_class, described_gguf
 from weighin.models.pretrained import arguments_to_dequantise, merged, pretrained_class
 from weighin.stream import foreign, formats
 from weighin.stream import gguf_files as gguf
+from weighin.stream.construct import construct, without_weights
 from weighin.stream.foreign import lacks, misfit, no_model
 from weighin.stream.reading import Load, reading
 from weighin.stream.slices import Slice

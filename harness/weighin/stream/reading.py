@@ -18,7 +18,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from math import prod
 from pathlib import Path
@@ -28,12 +28,11 @@ from typing import Any, Final
 import torch
 
 from weighin.errors import CheckpointError
-from weighin.loader import fill as filling
-from weighin.loader.direct_io import DiskReaders
-from weighin.loader.memory import HUGE_PAGE_BYTES, Fill, allocate, file_order, is_readable
-from weighin.stream import conversions, formats
+from weighin.stream import conversions, filling, formats
+from weighin.stream.bytes import Disk, allocate
+from weighin.stream.filling import Fill, empty
 from weighin.stream.safetensors_files import DTYPES
-from weighin.stream.slices import TensorSlice, are_equal, row_major
+from weighin.stream.slices import TensorSlice, are_equal
 
 _CPU: Final = torch.device("cpu")
 _NAMES: Final = {torch_name: name for name, torch_name in DTYPES.items()}
@@ -101,7 +100,7 @@ class Load:
         self.ignores_adapter = ignores_adapter
         self.infos: list[Any] = []
         self.defers = False
-        self._disk = DiskReaders(threads)
+        self._disk = Disk(threads)
         self._files: dict[Path, list[TensorSlice]] = {}
         for one in slices:
             self._files.setdefault(one.file, []).append(one)
@@ -125,30 +124,24 @@ class Load:
         if not self.defers:
             return self.read(*_of(job))
         if (out := self._shared.get(key)) is None:
-            out = _empty(*_of(job))
+            out = empty(*_of(job))
             self.fill(where, out)
             if self._uses[where.place] > 1:
                 self._shared[key] = out
         return out
 
     def read(self, where: TensorSlice, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        out = _empty(where, dtype, device)
-        if is_readable(where) or where.fill:
-            self._run([Fill(where, out)])
-        else:
-            self._read_span(where, out)
+        out = empty(where, dtype, device)
+        filling.fill([Fill(where, out)], self._disk)
         return out
 
     def fill(self, where: TensorSlice, out: torch.Tensor) -> None:
-        """Remember to fill ``out``, unless the tensor has gaps in the file: such a tensor is read now."""
-        if is_readable(where) or where.fill:
-            self._fills.append(Fill(where, out))
-        else:
-            self._read_span(where, out)
+        """Remember to fill ``out``."""
+        self._fills.append(Fill(where, out))
 
     def finish(self) -> None:
         fills, self._fills = self._fills, []
-        self._run(fills)
+        filling.fill(fills, self._disk)
 
     def count(self, tensors: Sequence[Any]) -> None:
         """Count the names of each place in the files: names of one place share one tensor."""
@@ -169,18 +162,6 @@ class Load:
                 seen.add(tensor.data_ptr())
         self._shared.clear()
 
-    def _read_span(self, where: TensorSlice, out: torch.Tensor) -> None:
-        flat = torch.empty(where.span, dtype=where.dtype)
-        self._run([Fill(replace(where, shape=(where.span,), stride=(1,)), flat)])
-        out.copy_(flat.as_strided(where.shape, where.stride))
-
-    def _run(self, fills: Sequence[Fill]) -> None:
-        plain = [one for one in fills if one.source.fill is None]
-        plain.sort(key=lambda one: one.source.read_order)
-        with torch.no_grad(), filling.being_filled(plain, self._disk):
-            pass
-        filling.compute([one for one in fills if one.source.fill], self._disk.threads)
-
 
 def _of(job: Job) -> tuple[TensorSlice, torch.dtype, torch.device]:
     return job.where, job.dtype, job.device
@@ -193,16 +174,6 @@ def _dtype_of(place: Any) -> torch.dtype:
 
 def _ties(model: Any) -> dict[str, str]:
     return getattr(model, "all_tied_weights_keys", None) or {}
-
-
-def _empty(where: TensorSlice, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for a tensor, in the file's order of dimensions if the tensor has no gaps."""
-    shape = where.shape
-    stride = where.stride if file_order(where) is not None else row_major(shape)
-    if prod(shape) * dtype.itemsize < HUGE_PAGE_BYTES or device.type != "cpu":
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    offset = where.offset if dtype == where.dtype else 0
-    return allocate(prod(shape), dtype, device, offset).as_strided(shape, stride)
 
 
 class SafeFile:

@@ -79,7 +79,7 @@ class Worker:
             from pathlib import Path
 
             from weighin.checkpoint.manifest import read_manifest
-            from weighin.construction.skeleton import resolve_builder
+            from weighin.stream.construct import resolve_builder
             from weighin.worker import loading
 
             sys.path[:0] = job.python_path

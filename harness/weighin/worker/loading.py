@@ -16,8 +16,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from weighin.cell import ModelSpec
-from weighin.construction.skeleton import Builder, construct, reset_buffers
 from weighin.phase_reporter import read_text
+from weighin.stream.construct import Builder, construct, reset_buffers
 from weighin.worker.phases import named_by_strategy
 
 _WARM_PIECE_BYTES = 1024**2

@@ -19,11 +19,11 @@ from weighin.checkpoint.manifest import Manifest
 from weighin.checkpoint.reader import checksum_of
 from weighin.errors import CheckpointError
 from weighin.files import sync_folder
-from weighin.loader.load import load_streaming
 from weighin.probes import page_cache
 from weighin.result import Written
 from weighin.strategy import Load
 from weighin.stream import formats
+from weighin.stream.model import load_streaming
 from weighin.worker.phases import Marks, named_by_strategy
 from weighin.worker.verify import WrongWeights, complain, wanted_dtype
 

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from weighin.cell import FORK, SAVE, TO_DEVICE, TRAINING, Job, phase_of
-from weighin.construction.operations import tensors_in
 from weighin.probes.process import read_rollup
+from weighin.stream.tensors import tensors_in
 from weighin.worker.loading import Inputs, import_strategy
 from weighin.worker.phases import Marks, UseFailed
 from weighin.worker.verify import named_tensors

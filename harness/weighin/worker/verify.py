@@ -7,9 +7,9 @@ import torch
 
 from weighin.checkpoint.checksum import checksum
 from weighin.checkpoint.manifest import Manifest, TensorEntry
-from weighin.construction.operations import tensors_in
-from weighin.construction.tensors import named_tensors as tensors_by_name
 from weighin.stream.slices import dtype_name
+from weighin.stream.tensors import named_tensors as tensors_by_name
+from weighin.stream.tensors import tensors_in
 from weighin.text import first_names
 from weighin.worker.loading import Inputs
 

@@ -1,6 +1,5 @@
 """Reading past the page cache gives the file's bytes, wherever they begin and whatever is cached."""
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -16,10 +15,8 @@ from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
 from weighin.errors import CheckpointError
-from weighin.loader import direct_io, open_file
-from weighin.loader.direct_io import PIECE_BYTES, PieceReader, address_of
-from weighin.loader.open_file import ALIGNMENT, OpenedFile
 from weighin.probes import page_cache
+from weighin.stream.bytes import ALIGNMENT, PIECE_BYTES, Reader, address_of
 
 SIZE = 3 * PIECE_BYTES + 12_345
 CONTENT = os.urandom(SIZE)
@@ -33,18 +30,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def reader() -> Iterator[PieceReader]:
-    reader = PieceReader()
+def reader() -> Iterator[Reader]:
+    reader = Reader()
     yield reader
     reader.close()
 
 
-def read(reader: PieceReader, file: Path, offset: int, size: int) -> bytes:
+def read(reader: Reader, file: Path, offset: int, size: int) -> bytes:
     """Return a stretch, read into place and, which must be the same, into the reader's buffer."""
     target = bytearray(size)
     reader.read(file, memoryview(target), offset)
     piece = reader.piece(file, offset, size)
-    assert ctypes.addressof(ctypes.c_char.from_buffer(piece)) % 8 == 0
     assert bytes(piece) == bytes(target)
     return bytes(target)
 
@@ -52,7 +48,7 @@ def read(reader: PieceReader, file: Path, offset: int, size: int) -> bytes:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(offset=st.integers(0, SIZE - 1), size=st.integers(1, PIECE_BYTES), cold=st.booleans())
 def test_any_stretch_cold_or_cached(
-    reader: PieceReader, file: Path, offset: int, size: int, cold: bool
+    reader: Reader, file: Path, offset: int, size: int, cold: bool
 ) -> None:
     size = min(size, SIZE - offset)
     if cold:
@@ -60,85 +56,10 @@ def test_any_stretch_cold_or_cached(
     assert read(reader, file, offset, size) == CONTENT[offset : offset + size]
 
 
-@pytest.mark.usefixtures("all_cached")
-@pytest.mark.parametrize("linux", ["of now", "before 5.14"])
-@pytest.mark.parametrize(("offset", "size"), [(0, SIZE), (4097, 2 * PIECE_BYTES), (SIZE - 5, 5)])
-def test_what_is_large_and_cached_is_copied_from_where_it_lies(
-    reader: PieceReader,
-    file: Path,
-    offset: int,
-    size: int,
-    linux: str,
-    monkeypatch: MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(direct_io, "COPIED_BYTES", size)
-    monkeypatch.setattr(direct_io, "copies_by_mapping", lambda: True)
-    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("it was read"))
-    if linux != "of now":
-        for advice in ("_MADV_POPULATE_READ", "_MADV_POPULATE_WRITE"):
-            monkeypatch.setattr(open_file, advice, 9999)
-    target = memoryview(mmap.mmap(-1, SIZE + 99))[99:][:size]
-    reader.read(file, target, offset)
-    assert target == CONTENT[offset : offset + size]
-
-
-@pytest.mark.parametrize(
-    ("cpuinfo", "by_mapping"),
-    [
-        ("vendor_id\t: GenuineIntel\nflags\t\t: fpu erms fsrm avx2\n\nvendor_id : other\n", True),
-        ("vendor_id\t: GenuineIntel\nflags\t\t: fpu\n", True),
-        ("processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu erms fsrm avx2\n\n", False),
-        ("processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu erms\n\n", True),
-        ("processor\t: 0\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\n\n", False),
-        ("\n", False),
-        (None, False),
-    ],
-)
-def test_the_processor_says_which_way_of_copying_is_fast(
-    cpuinfo: str | None, by_mapping: bool, tmp_path: Path
-) -> None:
-    if cpuinfo is not None:
-        (tmp_path / "cpuinfo").write_text(cpuinfo)
-    assert direct_io.copies_by_mapping(tmp_path / "cpuinfo") == by_mapping
-
-
-@pytest.mark.usefixtures("all_cached")
-@pytest.mark.parametrize("by_mapping", [True, False])
-def test_what_is_large_and_cached_comes_the_way_that_is_fast(
-    reader: PieceReader, file: Path, by_mapping: bool, monkeypatch: MonkeyPatch
-) -> None:
-    looked: list[int] = []
-    looking = OpenedFile.looking
-    monkeypatch.setattr(direct_io, "COPIED_BYTES", PIECE_BYTES)
-    monkeypatch.setattr(direct_io, "copies_by_mapping", lambda: by_mapping)
-
-    def noting(file: OpenedFile, *how: Any) -> Any:
-        looked.append(how[1])
-        return looking(file, *how)
-
-    monkeypatch.setattr(OpenedFile, "looking", noting)
-    target = memoryview(bytearray(SIZE))
-    reader.read(file, target, 0)
-    assert target == CONTENT
-    assert looked == ([SIZE] if by_mapping else [])
-
-
-@pytest.mark.usefixtures("all_cached")
-def test_a_file_that_ends_within_a_copy_is_an_error(
-    reader: PieceReader, file: Path, monkeypatch: MonkeyPatch
-) -> None:
-    monkeypatch.setattr(direct_io, "COPIED_BYTES", 4096)
-    monkeypatch.setattr(direct_io, "copies_by_mapping", lambda: True)
-    with pytest.raises(CheckpointError) as caught:
-        reader.read(file, memoryview(bytearray(5000)), SIZE - 4999)
-    assert caught.value.message == f"{file}: truncated: it ends before byte {SIZE + 1:,}"
-    assert caught.value.repair == "copy or download the file again"
-
-
 @tried_again(EVICTED)
 @pytest.mark.parametrize("cached_bytes", [0, PIECE_BYTES, SIZE])
 def test_a_stretch_longer_than_a_piece_whatever_of_it_is_cached(
-    reader: PieceReader, file: Path, cached_bytes: int
+    reader: Reader, file: Path, cached_bytes: int
 ) -> None:
     page_cache.drop([file])
     with file.open("rb", buffering=0) as source:
@@ -153,7 +74,7 @@ def test_a_stretch_longer_than_a_piece_whatever_of_it_is_cached(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(offset=st.integers(0, SIZE - 1), size=st.integers(1, SIZE), cold=st.booleans())
 def test_any_stretch_into_memory_that_lies_as_it_does_in_the_file(
-    reader: PieceReader, file: Path, offset: int, size: int, cold: bool
+    reader: Reader, file: Path, offset: int, size: int, cold: bool
 ) -> None:
     """All but its head and its tail comes from the disk without a buffer between."""
     size = min(size, SIZE - offset)
@@ -175,7 +96,7 @@ def test_any_stretch_into_memory_that_lies_as_it_does_in_the_file(
     size=st.integers(2 * PIECE_BYTES, 3 * PIECE_BYTES),
 )
 def test_a_stretch_that_lies_otherwise_than_its_memory_is_read_at_once(
-    reader: PieceReader, file: Path, offset: int, start: int, size: int
+    reader: Reader, file: Path, offset: int, start: int, size: int
 ) -> None:
     """A disk wants large reads; what is beside the target is left alone."""
     read_bytes: list[int] = []
@@ -202,7 +123,7 @@ def test_a_stretch_that_lies_otherwise_than_its_memory_is_read_at_once(
 
 
 def test_a_file_that_ends_within_an_aligned_read_is_an_error(
-    reader: PieceReader, tmp_path: Path
+    reader: Reader, tmp_path: Path
 ) -> None:
     short = tmp_path / "short"
     short.write_bytes(CONTENT[: 3 * ALIGNMENT + 5])
@@ -212,14 +133,14 @@ def test_a_file_that_ends_within_an_aligned_read_is_an_error(
         reader.read(short, memoryview(area), 0)
 
 
-def test_a_cold_read_leaves_no_page_in_the_cache(reader: PieceReader, file: Path) -> None:
+def test_a_cold_read_leaves_no_page_in_the_cache(reader: Reader, file: Path) -> None:
     page_cache.drop([file])
     for offset in range(0, 3 * PIECE_BYTES, PIECE_BYTES):
         read(reader, file, offset, PIECE_BYTES)
     assert page_cache.cached([file]) == 0
 
 
-def test_a_stretch_that_is_cached_in_part(reader: PieceReader, file: Path) -> None:
+def test_a_stretch_that_is_cached_in_part(reader: Reader, file: Path) -> None:
     page_cache.drop([file])
     with file.open("rb", buffering=0) as other:
         os.posix_fadvise(other.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
@@ -230,7 +151,7 @@ def test_a_stretch_that_is_cached_in_part(reader: PieceReader, file: Path) -> No
 
 
 @pytest.mark.parametrize("cold", [True, False])
-def test_the_end_of_the_file(reader: PieceReader, file: Path, cold: bool) -> None:
+def test_the_end_of_the_file(reader: Reader, file: Path, cold: bool) -> None:
     if cold:
         page_cache.drop([file])
     assert read(reader, file, SIZE - 5, 5) == CONTENT[-5:]
@@ -239,9 +160,16 @@ def test_the_end_of_the_file(reader: PieceReader, file: Path, cold: bool) -> Non
 
 
 def test_where_the_file_system_refuses_direct_reads(file: Path, monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(open_file, "_open_direct", lambda _: -1)
+    opened = os.open
+
+    def refusing(path: Any, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opened(path, flags)
+
+    monkeypatch.setattr(os, "open", refusing)
     page_cache.drop([file])
-    reader = PieceReader()
+    reader = Reader()
     assert read(reader, file, 777, PIECE_BYTES) == CONTENT[777 : 777 + PIECE_BYTES]
     reader.close()
     # What was read ahead of the stretch may stay.
@@ -256,7 +184,7 @@ def test_tmpfs_reads_as_any_other(tmp_path: Path) -> None:
     path = shm / f"weighin-test-{os.getpid()}"
     path.write_bytes(CONTENT[:100_000])
     try:
-        reader = PieceReader()
+        reader = Reader()
         assert read(reader, path, 3, 99_997) == CONTENT[3:100_000]
         reader.close()
     finally:
@@ -264,7 +192,7 @@ def test_tmpfs_reads_as_any_other(tmp_path: Path) -> None:
 
 
 def test_a_thousand_files_take_no_more_descriptors_and_buffers_than_one(
-    reader: PieceReader, tmp_path: Path
+    reader: Reader, tmp_path: Path
 ) -> None:
     for number in range(50):
         file = tmp_path / str(number)
@@ -275,7 +203,7 @@ def test_a_thousand_files_take_no_more_descriptors_and_buffers_than_one(
     assert [path for path in found if path.is_relative_to(tmp_path)] == [file]
 
 
-def test_a_file_that_cannot_be_opened_is_named(reader: PieceReader, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_is_named(reader: Reader, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         reader.read(tmp_path / "gone", memoryview(bytearray(5)), 0)
     assert caught.value.message == f"{tmp_path / 'gone'}: cannot be read: No such file or directory"
@@ -283,7 +211,7 @@ def test_a_file_that_cannot_be_opened_is_named(reader: PieceReader, tmp_path: Pa
 
 @pytest.mark.parametrize("cold", [True, False])
 def test_a_disk_that_fails_is_named(
-    reader: PieceReader, file: Path, cold: bool, monkeypatch: MonkeyPatch
+    reader: Reader, file: Path, cold: bool, monkeypatch: MonkeyPatch
 ) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -312,7 +240,7 @@ def test_a_disk_may_give_less_than_it_was_asked_for(
         return min(os_preadv(descriptor, buffers, at), short_bytes)
 
     page_cache.drop([file])
-    reader = PieceReader()
+    reader = Reader()
     with MonkeyPatch.context() as patch:
         patch.setattr(os, "preadv", preadv)
         with mmap.mmap(-1, SIZE + ALIGNMENT) as area, memoryview(area) as whole:
@@ -324,7 +252,7 @@ def test_a_disk_may_give_less_than_it_was_asked_for(
 
 
 def test_a_short_read_that_may_go_on_leaves_no_page_in_the_cache(
-    file: Path, reader: PieceReader, monkeypatch: MonkeyPatch
+    file: Path, reader: Reader, monkeypatch: MonkeyPatch
 ) -> None:
     os_preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *how: min(os_preadv(*how), 100_352))

@@ -1,7 +1,6 @@
 """Walk the tensors of a model, tell which memory they use and share, and tie or move them."""
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -17,16 +16,9 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
         module = todo.pop()
         if id(module) not in found:
             found[id(module)] = module
-            if not module._modules:
-                continue
-            todo += [child for child in reversed(module._modules.values()) if child is not None]
+            if module._modules:
+                todo += [child for child in reversed(module._modules.values()) if child is not None]
     return list(found.values())
-
-
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers by full name; a tied tensor appears under each of its names."""
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    return tensors | dict(model.named_buffers(remove_duplicate=False))
 
 
 def tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
@@ -36,6 +28,33 @@ def tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
             for tensor in tensors.values():
                 if tensor is not None:
                     yield tensor
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return all parameters and buffers by full name; a tied tensor appears under each of its names."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return tensors | dict(model.named_buffers(remove_duplicate=False))
+
+
+def non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """Yield (full name, (module, the buffer's name in the module)) of each non-persistent buffer."""
+    for prefix, module in model.named_modules():
+        # Iterate in the order of registration: the order of a set differs between processes.
+        for leaf, buffer in module._buffers.items():
+            if leaf in module._non_persistent_buffers_set and buffer is not None:
+                yield (f"{prefix}.{leaf}" if prefix else leaf), (module, leaf)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value: one tensor, or nested tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -106,6 +125,16 @@ def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
             setattr(model.get_submodule(owner), attribute, tensor)
 
 
+def share_missing(state: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
+    """Add the missing names of tied weights to a state dict; each group has the names of one tensor.
+
+    Formats that cannot store shared tensors, such as safetensors, store only one name of each group.
+    """
+    for names in groups:
+        present = [name for name in names if name in state]
+        state |= {name: state[present[0]] for name in names if present and name not in state}
+
+
 def assign(
     model: torch.nn.Module, state: dict[str, torch.Tensor], device: torch.device | str
 ) -> None:
@@ -124,68 +153,37 @@ def assign(
     retie(model, tied)
 
 
-def share_missing(state: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
-    """Add the missing names of tied weights to a state dict; each group has the names of one tensor.
-
-    Formats that cannot store shared tensors, such as safetensors, store only one name of each group.
-    """
-    for names in groups:
-        present = [name for name in names if name in state]
-        state |= {name: state[present[0]] for name in names if present and name not in state}
-
-
 @contextmanager
-def real_memory(model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Move parameters and persistent buffers from the meta device to uninitialised CPU memory.
+def real_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Replace parameters and persistent buffers on the meta device by uninitialised CPU tensors.
 
-    A tensor stays the same Python object, so that all references to the tensor stay valid. Only a
-    tensor with weak references is replaced by a new object. If the body of the ``with`` statement
-    raises, the tensors return to the meta device.
+    Tied tensors stay tied. If the body of the ``with`` statement raises, the model gets the tensors on
+    the meta device back.
 
     Args:
         dtypes: maps tensor names to new dtypes; a tensor without an entry keeps its dtype.
     """
-    places: dict[int, tuple[torch.Tensor, list[tuple[torch.nn.Module, str]]]] = {}
-    names: dict[int, str] = {}
+    made: dict[int, torch.Tensor] = {}
+    undo: list[tuple[nn.Module, str, torch.Tensor]] = []
     for prefix, module in model.named_modules():
         for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is None or not tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
+            if tensor is None or not tensor.is_meta or nn.parameter.is_lazy(tensor):
                 continue
-            if leaf not in module._non_persistent_buffers_set:
-                places.setdefault(id(tensor), (tensor, []))[1].append((module, leaf))
-                names.setdefault(id(tensor), f"{prefix}.{leaf}" if prefix else leaf)
-    undo: list[Callable[[], None]] = []
-    for key, (tensor, owners) in places.items():
-        real = _real(tensor, dtypes.get(names[key], tensor.dtype))
-        undo.append(_put(tensor, real, owners))
+            if leaf in module._non_persistent_buffers_set:
+                continue
+            if id(tensor) not in made:
+                kind = dtypes.get(f"{prefix}.{leaf}" if prefix else leaf, tensor.dtype)
+                data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
+                made[id(tensor)] = data
+                if isinstance(tensor, nn.Parameter):
+                    real = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+                    real.__dict__.update(tensor.__dict__)
+                    made[id(tensor)] = real
+            undo.append((module, leaf, tensor))
+            setattr(module, leaf, made[id(tensor)])
     try:
         yield
     except BaseException:
-        for restore in undo:
-            restore()
-        raise
-
-
-def _put(
-    old: torch.Tensor, new: torch.Tensor, owners: list[tuple[torch.nn.Module, str]]
-) -> Callable[[], None]:
-    """Replace the tensor ``old`` in its modules by ``new``; return a function that undoes this."""
-
-    def put(tensor: torch.Tensor) -> None:
-        for module, leaf in owners:
+        for module, leaf, tensor in undo:
             setattr(module, leaf, tensor)
-
-    if weakref.getweakrefs(old):  # as those of nn.RNN, which updates them in __setattr__
-        put(new)
-        return lambda: put(old)
-    torch.utils.swap_tensors(old, new)
-    return lambda: torch.utils.swap_tensors(old, new)
-
-
-def _real(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
-    if not isinstance(tensor, torch.nn.Parameter):
-        return data
-    real = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
-    real.__dict__.update(tensor.__dict__)
-    return real
+        raise

@@ -1,1 +1,0 @@
-"""Construct models without writing their weights, and find out which tensors share memory."""

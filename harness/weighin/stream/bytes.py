@@ -1,0 +1,379 @@
+"""Read parts of files into memory, from the page cache or past it with ``O_DIRECT``.
+
+A part of a file that is in the page cache is copied from there. Any other part is read with
+``O_DIRECT``. Such a read is faster than one through the page cache, and adds no page that counts as
+memory of the process's cgroup. If the file system refuses ``O_DIRECT``, the file is read through the
+page cache, and its pages are dropped after each read.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import time
+import weakref
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from weighin.errors import CheckpointError
+from weighin.probes import page_cache
+from weighin.stream.foreign import AGAIN, unreadable
+
+ALIGNMENT: Final = 4096
+"""The alignment of O_DIRECT reads in bytes: most file systems need 512, and few need more than 4096."""
+
+PIECE_BYTES: Final = 512 * 1024
+"""The size in bytes of a read through a buffer: such reads keep a disk busy if several threads make
+them, and the buffer fits into a processor's cache."""
+
+DISK_THREADS: Final = 16
+"""The number of threads that read from a local disk. 16 threads keep the disk busy even while some of
+them convert values or wait for a small read."""
+
+MOST_THREADS: Final = 64
+"""The largest number of threads that read from a disk."""
+
+LATE_NS: Final = 500_000
+"""The time in nanoseconds from which a small read, and its disk, count as late. A local disk takes
+50,000 to 200,000 ns for a small read."""
+
+MOST_UNUSED_BYTES: Final = 4096
+"""The largest gap, in bytes of the file, between two targets that one call of ``scatter`` fills."""
+
+HUGE_PAGE_BYTES: Final = 2 * 1024**2
+
+TENSOR_ALIGNMENT: Final = 64
+"""The alignment of torch's own allocations in bytes. The alignment affects how some operations round."""
+
+MAP_NORESERVE: Final = 0x4000
+"""A flag of linux/mman.h: the kernel does not count the mapping's size as committed memory."""
+
+_NEARLY_CACHED: Final = (
+    15 / 16
+)  # read through the cache, which gets only the missing pages from the disk
+_LEAST_STRAIGHT_BYTES: Final = 64 * 1024  # smaller targets are as fast through the buffer
+_DROPPED_BYTES: Final = 1024**2  # read through the page cache before the pages are dropped
+_WANTED_BYTES_PER_S: Final = 10**9  # the wanted rate of all threads together
+_LATE_BUFFERS_BYTES: Final = 8 * 1024**2  # of all threads together
+_SMALL_BYTES: Final = 4096
+_SAMPLE_BYTES: Final = 128 * 1024  # one request of FUSE
+_REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+_unused: Final = memoryview(bytearray(MOST_UNUSED_BYTES))  # receives gaps from all threads
+_preadv: Final = ctypes.CDLL(None).preadv  # os.preadv needs an object for each buffer
+_preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+_preadv.restype = ctypes.c_ssize_t
+
+
+class Reader:
+    """Reads parts of files on one thread, with one open file at a time and one buffer.
+
+    If a file cannot be opened or is too short, or its disk fails, a read raises a CheckpointError
+    that names the file.
+
+    Args:
+        piece_bytes: the largest number of bytes that one call of ``piece`` reads. The buffer takes
+            RAM only after a read has used it.
+    """
+
+    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
+        self.piece_bytes = piece_bytes
+        room = piece_bytes + 3 * ALIGNMENT  # a direct read begins and ends at a page
+        self._buffer = memoryview(mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE))
+        self._path = Path()
+        self._direct = self._opened = -1
+
+    def read(self, file: Path, target: memoryview, offset: int) -> None:
+        """Fill ``target`` with the file's bytes from ``offset`` on, by one system call if possible.
+
+        A direct read transfers whole pages of a file to whole pages of memory. The kernel writes
+        directly to the pages that lie wholly in a large target; the first and last bytes pass through
+        the buffer. If the offset within a page differs in memory and in the file, the bytes are
+        afterwards moved by less than a page.
+        """
+        if self.cached_share(file, offset, len(target)) >= _NEARLY_CACHED:
+            self._through_cache(target, offset, drops=False)
+            return
+        address, end = address_of(target), offset + len(target)
+        first, low, last = _down(offset), _up(offset), _up(end)
+        page = -address % ALIGNMENT
+        size = _down(max(0, min(end - low, len(target) - page)))
+        if size < _LEAST_STRAIGHT_BYTES:
+            low, size = last, 0
+            if last - first > len(self._buffer):
+                self._through_cache(target, offset, drops=True)
+                return
+        head, straight = self._buffer[: low - first], target[page : page + size]
+        tail = self._buffer[low - first : last - first - size]
+        buffers = [buffer for buffer in (head, straight, tail) if buffer]
+        if not self._read_direct(buffers, first, end - first):
+            self._through_cache(target, offset, drops=True)
+            return
+        before = low - offset
+        if size and page != before:
+            ctypes.memmove(address + before, address + page, size)
+        target[:before] = head[offset - first :][: len(target)]
+        if rest := target[before + size :]:
+            rest[:] = tail[: len(rest)]
+
+    def piece(self, file: Path, offset: int, size: int) -> memoryview:
+        """Read ``size`` bytes from ``offset`` on, at most ``piece_bytes``, into the reader's buffer.
+
+        The next read overwrites the returned bytes. Their address within a page is that in the file.
+        """
+        skip = offset % ALIGNMENT
+        piece = self._buffer[skip : skip + size]
+        if self.cached_share(file, offset, size) >= _NEARLY_CACHED:
+            self._through_cache(piece, offset, drops=False)
+        elif not self._read_direct([self._buffer[: _up(skip + size)]], offset - skip, skip + size):
+            self._through_cache(piece, offset, drops=True)
+        return piece
+
+    def scatter(self, file: Path, places: Sequence[tuple[int, int, int]]) -> None:
+        """Fill small targets by one read.
+
+        Args:
+            places: (offset in the file, address, size) of at most 500 targets in the file's order.
+                The gaps between targets have at most ``MOST_UNUSED_BYTES``. All targets lie within
+                ``piece_bytes`` of the file.
+        """
+        start, size = places[0][0], places[-1][0] + places[-1][2] - places[0][0]
+        if self.cached_share(file, start, size) >= _NEARLY_CACHED:
+            buffers, end = array("Q"), start
+            for offset, address, length in places:
+                if offset > end:
+                    buffers.extend((address_of(_unused), offset - end))
+                buffers.extend((address, length))
+                end = offset + length
+            if _preadv(self._cached, buffers.buffer_info()[0], len(buffers) // 2, start) == size:
+                return
+        content = address_of(self.piece(file, start, size)) - start
+        for offset, address, length in places:
+            ctypes.memmove(address, content + offset, length)
+
+    def cached_share(self, file: Path, offset: int, size: int) -> float:
+        """Return the share of the pages of a range that the kernel reports as cached, from 0 to 1."""
+        if file is not self._path and file != self._path:
+            self.close()
+            self._path = file
+            with suppress(
+                OSError
+            ):  # tmpfs, some network file systems; others fail at the first read
+                self._direct = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        any_descriptor = self._direct if self._direct >= 0 else self._cached
+        return page_cache.cached_share(any_descriptor, offset, size)
+
+    def close(self) -> None:
+        """Close the open file. The buffer's memory is freed when nothing refers to the buffer."""
+        for descriptor in (self._direct, self._opened):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._path, self._direct, self._opened = Path(), -1, -1
+
+    @property
+    def _cached(self) -> int:
+        """The descriptor for reads through the page cache.
+
+        It is opened at its first use, because opening a file may cost a round trip to a server.
+        """
+        if self._opened < 0:
+            try:
+                self._opened = os.open(self._path, os.O_RDONLY)
+            except OSError as error:
+                raise unreadable(self._path, error) from error
+        return self._opened
+
+    def _read_direct(self, buffers: Sequence[memoryview], offset: int, wanted_bytes: int) -> bool:
+        """Read ``wanted_bytes`` past the page cache into aligned buffers, one buffer after the other.
+
+        Return False if the file system refuses to, or stops in the middle of a page.
+        """
+        done = 0
+        while self._direct >= 0 and done < wanted_bytes:
+            rest, left = list(buffers), done
+            while left >= len(rest[0]):
+                left -= len(rest.pop(0))
+            try:
+                end = done + os.preadv(self._direct, [rest[0][left:], *rest[1:]], offset + done)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise unreadable(self._path, error) from error
+                os.close(self._direct)
+                self._direct = -1
+                return False
+            if end < wanted_bytes and (end := _down(end)) == done:
+                return False
+            done = end
+        return self._direct >= 0
+
+    def _through_cache(self, target: memoryview, offset: int, *, drops: bool) -> None:
+        """Read through the page cache; with ``drops``, drop the pages after each MiB."""
+        done = 0
+        while done < len(target):
+            part = target[done : done + _DROPPED_BYTES] if drops else target[done:]
+            try:
+                read = os.preadv(self._cached, [part], offset + done)
+            except OSError as error:
+                raise unreadable(self._path, error) from error
+            if not read:
+                end = offset + len(target)
+                raise CheckpointError(
+                    f"{self._path}: truncated: it ends before byte {end:,}", AGAIN
+                )
+            done += read
+            if (
+                drops
+            ):  # again from the MiB before: it may have ended within a folio of several pages
+                start = _down(max(0, offset + done - read - _DROPPED_BYTES))
+                size = offset + done - start
+                os.posix_fadvise(self._cached, start, size, os.POSIX_FADV_DONTNEED)
+
+
+class Readers(NamedTuple):
+    """The number of threads that read, and the size of their buffers.
+
+    Attributes:
+        late: whether a small read takes 0.5 ms or more. If so, no read is larger than ``piece_bytes``.
+    """
+
+    threads: int
+    piece_bytes: int = PIECE_BYTES
+    late: bool = False
+
+
+def choose(small_ns: int, sample_ns: int) -> Readers:
+    """Return the number of threads and the size of reads for a disk.
+
+    A local disk answers a small read within 0.2 ms, and is fastest with few, large reads. Storage behind
+    a network answers after some milliseconds. A FUSE mount divides a large read into requests of 128
+    KiB, and makes these one after the other, so that up to 64 threads must read at the same time. The
+    reads from a disk with a high latency are small, because the load ends only when the last read ends.
+
+    Args:
+        small_ns: the time of a read of 4 KiB.
+        sample_ns: the time of a read of 128 KiB; the quicker of the two reads gives the latency.
+    """
+    if min(small_ns, sample_ns) < LATE_NS:
+        return Readers(DISK_THREADS)
+    threads = DISK_THREADS
+    while (
+        threads < MOST_THREADS and threads * _SAMPLE_BYTES * 1e9 < _WANTED_BYTES_PER_S * sample_ns
+    ):
+        threads *= 2
+    return Readers(threads, _LATE_BUFFERS_BYTES // threads - 2 * ALIGNMENT, late=True)
+
+
+class Disk:
+    """The number of threads and the size of reads of one load, from its first reads of a disk.
+
+    Args:
+        threads: the number of threads; None chooses it from the disk's latency. With one thread, the
+            latency is not measured, and the reads are those for a local disk.
+    """
+
+    def __init__(self, threads: int | None) -> None:
+        self.threads = threads
+        self._readers: Readers | None = None
+
+    def readers(self, reader: Reader, file: Path, offset: int, size: int) -> Readers:
+        """Return how to read a file that is not cached.
+
+        The first call with at least 128 KiB measures the disk's latency, unless ``threads`` is 1.
+        """
+        if self._readers is None:
+            if self.threads == 1 or size < _SAMPLE_BYTES:
+                return Readers(self.threads or DISK_THREADS)
+            middle = _down(offset + (size - _SAMPLE_BYTES) // 2)
+            times_ns = []
+            for nbytes in (_SMALL_BYTES, _SAMPLE_BYTES):
+                start_ns = time.monotonic_ns()
+                reader.piece(file, middle, nbytes)
+                times_ns.append(time.monotonic_ns() - start_ns)
+                if times_ns[-1] < LATE_NS:
+                    break
+            chosen = choose(times_ns[0], times_ns[-1])
+            self._readers = chosen._replace(threads=self.threads or chosen.threads)
+        return self._readers
+
+
+def address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor as writable bytes."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> torch.Tensor:
+    """Return a flat uninitialised tensor; a tensor of 2 MiB or more on the CPU gets huge pages.
+
+    Without huge pages, faults of 4 KiB pages would take most of the time of a load from the page cache.
+
+    Args:
+        offset: the tensor's offset in its file. The tensor gets the same offset within a page in memory
+            as in the file, rounded down to ``TENSOR_ALIGNMENT``, so that direct reads need no buffer.
+    """
+    size = numel * dtype.itemsize
+    if device.type != "cpu" or size < HUGE_PAGE_BYTES:
+        return torch.empty(numel, dtype=dtype, device=device)
+    memory, first = _huge(size, offset)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=first)
+
+
+def allocate_together(
+    size: int, offset: int, tensors: Sequence[tuple[int, int, torch.dtype]]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return newly allocated memory in huge pages, as bytes, and the tensors in it.
+
+    Each tensor has its own storage, so that ``torch.save`` of one tensor writes no other tensor. When
+    a tensor is freed, the pages that hold only this tensor are freed.
+
+    Args:
+        offset: the offset in the file of the memory's first byte, as for ``allocate``.
+        tensors: each tensor's start in bytes, its number of elements and its dtype.
+    """
+    memory, lead = _huge(size, offset)
+    found = []
+    for at, numel, dtype in tensors:
+        first, last = lead + at, lead + at + numel * dtype.itemsize
+        view = memoryview(memory)[first:last]
+        low, high = _up(first), _down(last)
+        if low < high:
+            free = weakref.finalize(view, memory.madvise, mmap.MADV_DONTNEED, low, high - low)
+            free.atexit = False
+        found.append(torch.frombuffer(view, dtype=dtype))
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=lead), found
+
+
+def _huge(size: int, offset: int) -> tuple[mmap.mmap, int]:
+    """Map ``size`` bytes, and return the mapping and the offset of these bytes in it.
+
+    They begin, after the start of a huge page, where they begin in a page of the file.
+    """
+    lead = offset % ALIGNMENT
+    lead -= lead % TENSOR_ALIGNMENT
+    flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+    area = mmap.mmap(-1, size + HUGE_PAGE_BYTES + lead, flags=flags)
+    skip = -address_of(memoryview(area)) % HUGE_PAGE_BYTES
+    # Only whole huge pages, because the kernel charges a partly used huge page in full.
+    ask_for_huge_pages(area, skip, (size + lead) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    return area, skip + lead
+
+
+def ask_for_huge_pages(area: mmap.mmap, start: int, size: int) -> None:
+    """Ask the kernel for huge pages in a part of a mapping; no error if the kernel has none."""
+    with suppress(AttributeError, OSError):
+        area.madvise(mmap.MADV_HUGEPAGE, start, size)
+
+
+def _down(offset: int) -> int:
+    return offset - offset % ALIGNMENT
+
+
+def _up(offset: int) -> int:
+    return _down(offset + ALIGNMENT - 1)
