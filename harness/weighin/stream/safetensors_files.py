@@ -61,6 +61,7 @@ _WHOLE: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # written by o
 
 _SHORTEST: Final = 10  # bytes: the header's length, and {}
 # Of a header's text, which may be crafted: 200,000 tensors of four dimensions have fewer.
+_MOST_TEXT_BYTES: Final = 32 * 1024**2
 _MOST_BRACKETS: Final = 700_000
 _MOST_COMMAS: Final = 2_000_000
 
@@ -74,7 +75,8 @@ def read(path: Path) -> Checkpoint:
     """
     text, file_bytes = _header(path)
     start = 8 + len(text)
-    if text.count(b"[") + text.count(b"{") > _MOST_BRACKETS or text.count(b",") > _MOST_COMMAS:
+    is_long = len(text) > _MOST_TEXT_BYTES or text.count(b",") > _MOST_COMMAS
+    if is_long or text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
         raise CheckpointError(
             f"{path}: its header lists more than weighin reads in one file", SHARDS
         )
