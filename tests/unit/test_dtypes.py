@@ -13,7 +13,7 @@ from weighin.formats.pretrained_library import Selection
 from weighin.stream import formats
 from weighin.stream.model import load_streaming
 from weighin.stream.safetensors_files import DTYPES
-from weighin.stream.slices import ITEM_BYTES, NOT_CONVERTED, TensorSlice
+from weighin.stream.slices import ITEM_BYTES, NOT_CONVERTED, Slice
 
 ALL = sorted({str(one)[6:] for one in vars(torch).values() if isinstance(one, torch.dtype)})
 KNOWN = [name for name in ITEM_BYTES if hasattr(torch, name)]
@@ -146,7 +146,7 @@ def test_a_conversion_that_torch_lacks_is_refused_with_the_tensors_name(tmp_path
 
 
 def test_a_dtype_that_this_torch_lacks_is_named(tmp_path: Path) -> None:
-    one = TensorSlice("w", (1,), (1,), "float2_e1m0", tmp_path / "w.pt", 0, 0, 1)
+    one = Slice("w", (1,), (1,), "float2_e1m0", tmp_path / "w.pt", 0, 0, 1)
     with pytest.raises(CheckpointError, match="'w' has the dtype float2_e1m0; torch"):
         _ = one.dtype
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError
-from weighin.stream.slices import TensorSlice
+from weighin.stream.slices import Slice
 from weighin.stream.zero import boxes, elements, joined
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -33,9 +33,9 @@ def test_boxes_of_all_ranges_are_the_whole_tensor_in_order(
     assert torch.equal(torch.cat(found), numbers.flatten())
 
 
-def flat_file(path: Path, values: torch.Tensor) -> TensorSlice:
+def flat_file(path: Path, values: torch.Tensor) -> Slice:
     path.write_bytes(values.numpy().tobytes())
-    return TensorSlice("flat", tuple(values.shape), (1,), "float32", path, 0, 0, values.nbytes)
+    return Slice("flat", tuple(values.shape), (1,), "float32", path, 0, 0, values.nbytes)
 
 
 def test_elements_are_joined_from_several_files(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from weighin.errors import CheckpointError
 from weighin.stream import formats
-from weighin.stream.slices import TensorPlan, TensorSlice
+from weighin.stream.slices import Slice, TensorPlan
 from weighin.stream.write import write as write_checkpoint
 from weighin.units import MIB
 
@@ -76,7 +76,7 @@ def damage(draw: st.DrawFn, data: bytes) -> bytes:
     return data
 
 
-def check(place: TensorSlice, root: Path) -> None:
+def check(place: Slice, root: Path) -> None:
     assert root in {place.file, place.file.parent}
     reach = sum((n - 1) * step for n, step in zip(place.shape, place.stride, strict=True))
     if place.nbytes:

@@ -15,7 +15,7 @@ from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
 from weighin.formats.pretrained_library import Selection
 from weighin.stream import formats
-from weighin.stream.slices import Slices
+from weighin.stream.slices import Checkpoint
 
 SPEC = ModelSpec("m", "torch.nn:Linear", {"in_features": 3, "out_features": 2})
 
@@ -159,7 +159,7 @@ def test_a_key_never_selects_a_module(tmp_path: Path) -> None:
 
 
 def test_a_selection_keeps_the_versions_of_modules_and_the_notes() -> None:
-    slices = Slices()
+    slices = Checkpoint()
     slices.metadata = {"": {"version": 1}, "module": {"version": 2}, "module.norm": {"version": 3}}
     slices.notes, slices.refused = ("contradicts its shards",), "numpy.ndarray"
     for only in (True, False):

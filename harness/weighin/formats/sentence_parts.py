@@ -21,7 +21,7 @@ from weighin.files import MIB, json_in
 from weighin.formats.pretrained_folder import CONFIG, find_weights, is_pretrained
 from weighin.formats.pretrained_library import WEIGHTS
 from weighin.stream.foreign import models_below
-from weighin.stream.slices import Slices
+from weighin.stream.slices import Checkpoint
 from weighin.text import one_line, shown
 
 NAME = "sentence_transformers"
@@ -51,7 +51,7 @@ def own_folders(folder: Path) -> list[str]:
     return [name for name in listed if isinstance(name, str) and name in inner]
 
 
-def read(path: Path) -> Slices:
+def read(path: Path) -> Checkpoint:
     """Return the tensors of all parts with their places (files and offsets).
 
     Raises:
@@ -59,7 +59,7 @@ def read(path: Path) -> Slices:
     """
     from weighin.stream import formats  # which imports this module
 
-    whole = Slices()
+    whole = Checkpoint()
     values: dict[str, object] = {}
     for prefix, weights in _parts(path):
         slices = formats.read(weights)

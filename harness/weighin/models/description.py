@@ -42,7 +42,7 @@ from weighin.formats.pretrained_library import WHOLE, FolderChoice, Selection
 from weighin.stream import formats
 from weighin.stream import gguf_files as gguf
 from weighin.stream.foreign import RESAVE, read_object
-from weighin.stream.slices import TensorSlice, are_equal
+from weighin.stream.slices import Slice, are_equal
 from weighin.text import few, one_line
 
 _NUMBERED: Final = re.compile(r"\.\d+\.")
@@ -79,7 +79,7 @@ def spec_of_gguf(file: Path) -> ModelSpec:
     return ModelSpec(file.stem, BUILDER, answer)
 
 
-def _kept_apart(config: Mapping[str, Any], slices: Sequence[TensorSlice]) -> list[tuple[str, str]]:
+def _kept_apart(config: Mapping[str, Any], slices: Sequence[Slice]) -> list[tuple[str, str]]:
     """Return the pairs of tensors that the model's class may tie, but that differ in the files.
 
     ``from_pretrained`` does not tie an output head to the embedding if the file has different

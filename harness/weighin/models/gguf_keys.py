@@ -18,17 +18,17 @@ import torch
 
 from weighin.errors import CheckpointError
 from weighin.stream import gguf_files as gguf
-from weighin.stream.slices import Slices, TensorSlice, row_major
+from weighin.stream.slices import Checkpoint, Slice, row_major
 
 # The width of the matrix of row numbers is 3, because few numbers of heads are multiples of 3.
 _COLUMNS: Final = 3
 
-Undo = Callable[[Sequence[TensorSlice], Sequence[Any]], dict[str, torch.Tensor]]
+Undo = Callable[[Sequence[Slice], Sequence[Any]], dict[str, torch.Tensor]]
 """transformers' code that undoes llama.cpp's changes: for tensors of the file and their values (arrays
 of NumPy), it returns the values of the model's tensors, by their names in the model."""
 
 
-def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> Slices:
+def map_gguf_keys(model: Any, slices: Sequence[Slice]) -> Checkpoint:
     """Return the tensors of a GGUF file under the names of ``model``, a model of transformers."""
     file = slices[0].file
     architecture = gguf.architecture(file)
@@ -37,7 +37,7 @@ def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> Slices:
     processor = kind(config=module.load_gguf_checkpoint(file)["config"])
     names = module.get_gguf_hf_weights_map(model, processor)
 
-    def undo(sources: Sequence[TensorSlice], arrays: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def undo(sources: Sequence[Slice], arrays: Sequence[Any]) -> dict[str, torch.Tensor]:
         made: dict[str, torch.Tensor] = {}
         for where, array in zip(sources, arrays, strict=True):
             result = processor.process(
@@ -51,19 +51,17 @@ def map_gguf_keys(model: Any, slices: Sequence[TensorSlice]) -> Slices:
         return made
 
     wanted = model.state_dict(keep_vars=True)
-    groups: dict[str, list[TensorSlice]] = {}
+    groups: dict[str, list[Slice]] = {}
     for where in slices:
         target = names.get(where.name) or names.get(where.name.removesuffix(".weight"))
         if target in wanted:
             groups.setdefault(target, []).append(where)
-    return Slices(
+    return Checkpoint(
         _converted(undo, name, tuple(wanted[name].shape), group) for name, group in groups.items()
     )
 
 
-def _converted(
-    undo: Undo, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
-) -> TensorSlice:
+def _converted(undo: Undo, target: str, shape: tuple[int, ...], sources: Sequence[Slice]) -> Slice:
     """Return a tensor of the model, as a range of the file or a function to compute it."""
     first = sources[0]
     own = replace(first, name=target, shape=shape, stride=row_major(shape))
@@ -80,7 +78,7 @@ def _converted(
 
 
 def _moves(
-    undo: Undo, target: str, shape: tuple[int, ...], sources: Sequence[TensorSlice]
+    undo: Undo, target: str, shape: tuple[int, ...], sources: Sequence[Slice]
 ) -> tuple[Any, bool] | None:
     """Return to which rows transformers moves the rows of the file; None if it does more than move
     whole rows.
@@ -123,7 +121,7 @@ def _fill_whole(
     undo: Undo,
     target: str,
     shape: tuple[int, ...],
-    sources: Sequence[TensorSlice],
+    sources: Sequence[Slice],
     memory: torch.Tensor,
 ) -> None:
     """Compute one tensor of the model as a whole, and write it into ``memory``."""
@@ -143,7 +141,7 @@ def _fill_whole(
 
 
 def _fill_by_rows(
-    sources: Sequence[TensorSlice], targets: Any, is_turned: bool, memory: torch.Tensor
+    sources: Sequence[Slice], targets: Any, is_turned: bool, memory: torch.Tensor
 ) -> None:
     """Compute a few rows at a time, and write the computed rows to their places in ``memory``."""
     from weighin.stream.gguf_files import rows  # imports numpy

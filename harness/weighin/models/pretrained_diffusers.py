@@ -13,7 +13,7 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.formats.pretrained_folder import folder_of, variant_of
 from weighin.formats.pretrained_library import DIFFUSERS
 from weighin.models.pretrained import class_of_pipelines, import_failed, imported
-from weighin.stream.slices import TensorSlice
+from weighin.stream.slices import Slice
 
 _QUANTISED: Final = "quantization_config"
 
@@ -65,7 +65,7 @@ def import_class(kwargs: Mapping[str, Any]) -> None:
     diffusers_class(kwargs["architecture"])
 
 
-def named_as_in(model: Any, slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:
+def named_as_in(model: Any, slices: Sequence[Slice]) -> dict[str, Slice]:
     """Return a checkpoint's tensors by the names that ``from_pretrained`` gives them."""
     named = {each.name: each for each in slices}
     model._fix_state_dict_keys_on_load(named)

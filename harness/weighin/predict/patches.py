@@ -33,7 +33,7 @@ from torch.utils import _device
 from weighin.predict.dispatch import CannotFollow
 from weighin.predict.ledger import Ledger
 from weighin.stream import gguf_files as gguf
-from weighin.stream.slices import TensorSlice
+from weighin.stream.slices import Slice
 from weighin.units import MIB
 
 _CERTAIN_DEVIATIONS: Final = 8  # a normal distribution exceeds 8 standard deviations once in 1e15
@@ -339,7 +339,7 @@ def _values(
     return made
 
 
-def _computing_bytes(where: TensorSlice, size: int) -> int:
+def _computing_bytes(where: Slice, size: int) -> int:
     """Return the bytes in which numpy computes ``size`` bytes of values: twice ``size`` if numpy
     joins groups of rows, 0 if the file has the values as float32, else ``size``.
     """

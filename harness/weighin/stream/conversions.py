@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from weighin.stream.bytes import Reader, memory_of
-from weighin.stream.slices import TensorSlice, dtype_name
+from weighin.stream.slices import Slice, dtype_name
 
 if TYPE_CHECKING:
     from weighin.stream.reading import Job
@@ -37,7 +37,7 @@ Part = Callable[[torch.Tensor], torch.Tensor]
 class Source:
     """A tensor of the file or a computed one, and its dtype in the model."""
 
-    where: TensorSlice
+    where: Slice
     dtype: torch.dtype
 
 
@@ -47,7 +47,7 @@ class Planned:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: list[tuple[TensorSlice, Part]]
+    parts: list[tuple[Slice, Part]]
 
 
 class _LibraryAloneError(Exception):
@@ -92,7 +92,7 @@ def _placed(operations: Sequence[Any], groups: Sequence[Sequence[Source]]) -> Pl
     if not (joins or stacks) or any(source.dtype != dtype for source in sources):
         raise _LibraryAloneError
     stack, join = operations[0].dim, operations[-1].dim
-    parts: list[tuple[TensorSlice, Part]] = []
+    parts: list[tuple[Slice, Part]] = []
     shape: list[int] = []
     at = 0
     for group in groups:  # such as gate and up
@@ -120,7 +120,7 @@ def _part(
 
 
 def _computed(
-    codes: TensorSlice,
+    codes: Slice,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     fill: Callable[[torch.Tensor], None],
@@ -131,7 +131,7 @@ def _computed(
     return Source(replace(codes, shape=shape, stride=steps, dtype_name=name, fill=fill), dtype)
 
 
-def rows_of(where: TensorSlice, first: int, last: int) -> TensorSlice:
+def rows_of(where: Slice, first: int, last: int) -> Slice:
     """Return the rows from ``first`` to before ``last`` of a contiguous tensor."""
     row_bytes = where.nbytes // max(1, where.shape[0])
     return replace(
@@ -139,7 +139,7 @@ def rows_of(where: TensorSlice, first: int, last: int) -> TensorSlice:
     )
 
 
-def _read(reader: Reader, where: TensorSlice) -> torch.Tensor:
+def _read(reader: Reader, where: Slice) -> torch.Tensor:
     """Read a contiguous tensor of the file."""
     out = torch.empty(where.shape, dtype=where.dtype)
     if out.nbytes:
@@ -264,7 +264,7 @@ def _of_mxfp4(layer_name: str, model: Any, jobs: "Jobs") -> dict[str, list[Sourc
     return {next(iter(jobs)): [source]}
 
 
-def _matrix(where: TensorSlice, number: int) -> TensorSlice:
+def _matrix(where: Slice, number: int) -> Slice:
     """Return one tensor of a stack."""
     one = rows_of(where, number, number + 1)
     return replace(one, shape=one.shape[1:], stride=one.stride[1:])

@@ -32,7 +32,7 @@ from weighin.stream import conversions, filling, formats
 from weighin.stream.bytes import Disk, allocate
 from weighin.stream.filling import Fill, empty
 from weighin.stream.safetensors_files import DTYPES
-from weighin.stream.slices import TensorSlice, are_equal
+from weighin.stream.slices import Slice, are_equal
 
 _CPU: Final = torch.device("cpu")
 _NAMES: Final = {torch_name: name for name, torch_name in DTYPES.items()}
@@ -50,7 +50,7 @@ _lock: Final = Lock()
 class Lazy:
     """A tensor in a file, with the interface of a slice of safetensors."""
 
-    def __init__(self, where: TensorSlice) -> None:
+    def __init__(self, where: Slice) -> None:
         self.where = where
         self.shape, self.dtype = torch.Size(where.shape), where.dtype
 
@@ -73,7 +73,7 @@ class Lazy:
 class Job:
     """What ``spawn_materialize`` returns: a call of it returns the tensor, in the model's dtype."""
 
-    where: TensorSlice
+    where: Slice
     dtype: torch.dtype
     device: torch.device
 
@@ -95,20 +95,20 @@ class Load:
     """
 
     def __init__(
-        self, slices: Sequence[TensorSlice], threads: int | None, *, ignores_adapter: bool = False
+        self, slices: Sequence[Slice], threads: int | None, *, ignores_adapter: bool = False
     ) -> None:
         self.ignores_adapter = ignores_adapter
         self.infos: list[Any] = []
         self.defers = False
         self._disk = Disk(threads)
-        self._files: dict[Path, list[TensorSlice]] = {}
+        self._files: dict[Path, list[Slice]] = {}
         for one in slices:
             self._files.setdefault(one.file, []).append(one)
         self._uses: Counter[object] = Counter()
         self._shared: dict[tuple[object, torch.dtype, torch.device], torch.Tensor] = {}
         self._fills: list[Fill] = []
 
-    def in_file(self, path: Path) -> Sequence[TensorSlice] | None:
+    def in_file(self, path: Path) -> Sequence[Slice] | None:
         """Return a file's tensors; None for a file that only the library can read."""
         if path in self._files:
             return self._files[path]
@@ -130,12 +130,12 @@ class Load:
                 self._shared[key] = out
         return out
 
-    def read(self, where: TensorSlice, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def read(self, where: Slice, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         out = empty(where, dtype, device)
         filling.fill([Fill(where, out)], self._disk)
         return out
 
-    def fill(self, where: TensorSlice, out: torch.Tensor) -> None:
+    def fill(self, where: Slice, out: torch.Tensor) -> None:
         """Remember to fill ``out``."""
         self._fills.append(Fill(where, out))
 
@@ -163,7 +163,7 @@ class Load:
         self._shared.clear()
 
 
-def _of(job: Job) -> tuple[TensorSlice, torch.dtype, torch.device]:
+def _of(job: Job) -> tuple[Slice, torch.dtype, torch.device]:
     return job.where, job.dtype, job.device
 
 
@@ -179,7 +179,7 @@ def _ties(model: Any) -> dict[str, str]:
 class SafeFile:
     """Stands in for the file that ``safetensors.safe_open`` opens."""
 
-    def __init__(self, slices: Sequence[TensorSlice]) -> None:
+    def __init__(self, slices: Sequence[Slice]) -> None:
         self._slices = {one.name: Lazy(one) for one in slices}
 
     def __enter__(self) -> "SafeFile":
@@ -301,7 +301,7 @@ def _convert_and_load(
     return result
 
 
-def _are_same(one: TensorSlice, other: TensorSlice) -> bool:
+def _are_same(one: Slice, other: Slice) -> bool:
     alike = one.shape == other.shape and one.fill is other.fill is None
     return alike and one.contiguous and other.contiguous and are_equal(one, other)
 

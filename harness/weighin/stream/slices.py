@@ -414,7 +414,3 @@ def unpack(text: str) -> list[tuple[str, tuple[int, ...], str, str | None]]:
             "name the checkpoint: --model from:CHECKPOINT",
         ) from None
     return tensors
-
-
-TensorSlice = Slice  # until the loaders are rewritten
-Slices = Checkpoint
