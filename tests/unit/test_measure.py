@@ -181,25 +181,6 @@ def test_a_voided_failure_says_how_it_ended_before(tmp_path: Path) -> None:
     assert result.message.endswith("a; it ended with wrong_weights: 1 tensor differs")
 
 
-def test_a_result_has_what_the_parent_knows(tmp_path: Path) -> None:
-    (file := tmp_path / "model.pt").touch()
-    job = replace(JOB, checkpoint=str(file))
-    script = [fakes.baseline(), fakes.phase("read"), fakes.loaded(), ready(), done()]
-    entered: list[str] = []
-    result = measure(
-        PlayedIsolation(script), tmp_path, job, [file], 700, {"cpu": "x"}, on_phase=entered.append
-    )
-    assert (result.model_bytes, result.touched_bytes_before) == (700, None)
-    assert result.cost and 0 < result.cost.wall_ns < 600 * 10**9
-    assert result.started_at.endswith("+00:00") and len(result.started_at) == 29
-    assert result.environment["cpu"] == "x"
-    assert result.environment["torch"] == fakes.ENVIRONMENT["torch"]
-    assert {"storage", "read_ahead_bytes"} <= result.environment.keys()
-    assert (result.samples_path, result.stopped) == (None, None)
-    without = measure(PlayedIsolation(script), tmp_path, job, [], None)
-    assert "storage" not in without.environment
-
-
 def test_a_watch_that_fails_releases_its_worker(tmp_path: Path) -> None:
     class Broken(Silent):
         def counters(self) -> Counters:

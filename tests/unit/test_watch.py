@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from scripts import (
     BASELINE,
     DONE,
-    JOB,
     KILLED,
     LOADED,
     FakeSampler,
@@ -49,71 +48,11 @@ def test_without_shared_memory_all_that_is_unreclaimable_is_anonymous() -> None:
     assert watched(FakeRunning(script)).peaks.unreclaimable_sampled_bytes is None
 
 
-def test_a_cell_from_its_first_event_to_its_result() -> None:
-    running, entered = FakeRunning([*DONE]), list[str]()
-    result = watched(running, entered.append)
-    assert (result.outcome, result.message, result.last_phase) == (Outcome.OK, "", None)
-    assert result.cell == JOB.cell
-    assert (result.load_ns, result.ready_ns, result.exit_code) == (1000, 1200, 0)
-    assert [one.name for one in result.phases] == [
-        "import", "prepare", "read", "other", "touch", "forward",
-    ]  # fmt: skip
-    assert entered == ["import", "prepare", "read", "touch", "forward"]
-    assert (running.kills, result.warnings) == (0, ())
-
-
-def test_the_peak_is_that_of_the_phases_from_the_baseline_until_ready() -> None:
-    peaks = watched(FakeRunning([*DONE])).peaks
-    assert peaks.rss_bytes == 500 * MIB  # neither the import's 900 nor the forward's 990
-    assert peaks.anon_sampled_bytes == 2 * (500 * MIB // 3)  # at the end of a phase
-
-
-def test_lines_that_are_no_events_are_passed_over() -> None:
-    script: list[Any] = [line for each in DONE for line in (b"garbage", each)]
-    assert watched(FakeRunning(script)).outcome is Outcome.OK
-
-
 def test_without_pid_and_cgroup_only_the_events_are_known() -> None:
     result = watched(FakeRunning([*DONE], unseen="the engine runs elsewhere"))
     assert (result.pressure, result.oom_kills, result.peaks.cgroup_bytes) == (None, None, None)
     assert [one.peak_cgroup_bytes for one in result.phases] == [None] * 6
     assert result.warnings == ("the engine runs elsewhere",)
-
-
-@pytest.mark.parametrize(
-    ("script", "ended", "outcome", "last_phase", "exit_code"),
-    [
-        ((*LOADED, failed("wrong_weights", "bad")), Exit(1), Outcome.WRONG_WEIGHTS, "read", 1),
-        ((*BASELINE, begin("read")), Exit(None, signal=11), Outcome.STRATEGY_FAILED, "read", 139),
-        (BASELINE, Exit(3), Outcome.STRATEGY_FAILED, None, 3),
-        ((), Exit(None), Outcome.MEASUREMENT_FAILED, None, None),
-    ],
-)
-def test_a_cell_that_is_not_ok(
-    script: tuple[bytes, ...],
-    ended: Exit,
-    outcome: Outcome,
-    last_phase: str | None,
-    exit_code: int | None,
-) -> None:
-    result = watched(FakeRunning([*script], ended))
-    assert (result.outcome, result.last_phase, result.exit_code) == (outcome, last_phase, exit_code)
-
-
-@pytest.mark.parametrize(
-    ("script", "where"),
-    [
-        ((*BASELINE, begin("read")), "in phase 'read'"),
-        (LOADED, "after phase 'read'"),
-        (BASELINE, "before its first phase"),
-    ],
-)
-def test_a_worker_that_takes_too_long_is_killed(script: tuple[bytes, ...], where: str) -> None:
-    running = FakeRunning([*script, TimeoutError], KILLED)
-    result = watched(running)
-    assert result.outcome is Outcome.TIMEOUT
-    assert result.message == f"still running after 0.25 s, {where}"
-    assert (running.kills, result.exit_code) == (1, 137)
 
 
 class Growing(Silent):

@@ -67,36 +67,6 @@ class Group:
         self._write(name, f"oom_kill {value}")
 
 
-@pytest.mark.parametrize(
-    ("version", "phase_peaks", "peak"),
-    [(1, [95, 70, 16, 99], 70), (2, [None, None, None, None], None)],
-)
-def test_the_cgroups_figures(
-    tmp_path: Path,
-    sampler: type[FakeSampler],
-    version: int,
-    phase_peaks: list[int | None],
-    peak: int | None,
-) -> None:
-    group = Group(tmp_path, version)
-    script: list[Step] = [
-        begin("import"), group.has(usage=5, peak=95), phase("import"),
-        group.has(usage=10, peak=12), fakes.baseline(),
-        begin("read"), group.has(usage=20, peak=70), phase("read"),
-        group.has(usage=15, peak=16, refaults=8), begin("touch"), phase("touch"), ready(),
-        begin("forward"), group.has(usage=30, peak=99, refaults=20), phase("forward"), done(),
-        group.has(refaults=21, oom_kills=0),
-    ]  # fmt: skip
-    result = watched(FakeRunning(script, pid=1, cgroup=group.start(refaults=3, pressure_us=4)))
-    assert result.baseline and result.baseline.cgroup_bytes == 10
-    assert [one.peak_cgroup_bytes for one in result.phases] == phase_peaks
-    assert [one.end.cgroup_bytes for one in result.phases] == [5, 20, 15, 30]
-    assert result.peaks.cgroup_bytes == peak  # from the baseline until ready
-    assert [one.workingset_refault_file for one in result.phases] == [0, 0, 5, 12]
-    assert result.faults and result.faults.workingset_refault_file == 5  # until ready
-    assert result.oom_kills == 0
-
-
 def test_pressure_is_what_the_load_added(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: type[FakeSampler]
 ) -> None:
@@ -170,22 +140,6 @@ def test_a_cgroup_that_went_with_its_worker_leaves_what_the_sampler_saw(
     script: list[Step] = [*BASELINE, begin("read"), group.vanish]
     result = watched(FakeRunning(script, KILLED, pid=1, cgroup=group.start()))
     assert (result.outcome, result.oom_kills) == (Outcome.OOM_KILLED, 2)
-
-
-@pytest.mark.parametrize(
-    ("kills", "message"),
-    [
-        (1, "the kernel killed 1 process of this measurement for lack of memory"),
-        (3, "the kernel killed 3 processes of this measurement for lack of memory"),
-    ],
-)
-def test_a_cell_that_lost_a_child_has_an_outcome_of_its_own(
-    tmp_path: Path, sampler: type[FakeSampler], kills: int, message: str
-) -> None:
-    group = Group(tmp_path, 1)
-    result = watched(FakeRunning([*DONE, group.has(oom_kills=kills)], pid=1, cgroup=group.start()))
-    assert (result.outcome, result.message) == (Outcome.CHILD_KILLED, message)
-    assert (result.last_phase, result.warnings) == (None, ())
 
 
 def test_the_limit_is_lifted_before_a_thrashing_worker_is_killed(

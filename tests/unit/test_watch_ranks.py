@@ -18,7 +18,7 @@ from test_watch_cgroup import Group
 from weighin.isolation.base import Exit
 from weighin.probes import kernel_log
 from weighin.probes.cgroup import Counters
-from weighin.result import Kill, Outcome, Rank, Result
+from weighin.result import Kill, Outcome, Result
 from weighin.run import measure as watch
 from weighin.run.measure import Watch
 from weighin.units import MIB
@@ -73,36 +73,6 @@ def both(seen: Seen) -> list[Step]:
     ]  # fmt: skip
 
 
-def test_a_cell_of_two_ranks_has_the_figures_of_both() -> None:
-    seen, entered, begun = Seen(refaults=2), list[str](), list[str]()
-    running = FakeRunning(both(seen), inside=seen)
-    result, watch = followed(
-        running, on_phase=entered.append, before_load=lambda: begun.append("load")
-    )
-    assert (result.outcome, result.message, result.last_phase) == (Outcome.OK, "", None)
-    assert (result.load_ns, result.ready_ns) == (2000, 2001)
-    assert result.peaks.rss_bytes == 600 * MIB
-    assert result.peaks.pss_bytes == 15
-    assert result.peaks.cgroup_bytes == 70  # from the last baseline until the last rank was ready
-    assert result.peaks.others_private_sampled_bytes is None
-    assert result.baseline and result.baseline.cgroup_bytes == 20  # after the last baseline
-    assert result.faults and (result.faults.minor, result.faults.major) == (20, 2)
-    assert result.faults.workingset_refault_file == 7
-    assert [one.peak_cgroup_bytes for one in result.phases] == [None]  # other ranks go on meanwhile
-    assert result.phases[0].end.cgroup_bytes == 30
-    assert result.ranks == (
-        Rank("read", 1000, 1005, 500 * MIB, 7, 0),
-        Rank("read", 2000, 2001, 600 * MIB, 8, 0),
-    )
-    assert (entered, begun, result.use) == (["import", "read"], ["load"], None)
-    assert result.cost and result.cost.load_ns == 2000
-    assert watch.rank_samples == {}
-    assert result.warnings == (
-        "without a cgroup, the memory that ranks share cannot be counted once, so the file-backed"
-        " memory is that of the rank that has the most",
-    )
-
-
 @pytest.mark.parametrize(
     ("then", "outcome"),
     [
@@ -125,31 +95,6 @@ def test_a_forward_pass_of_ranks_fails_after_a_right_load_only_if_every_rank_is_
     is_fault_of_model = outcome is Outcome.OK and not compares
     assert (result.outcome is Outcome.OK) == is_fault_of_model
     assert any("Every weight is right" in each for each in result.warnings) == is_fault_of_model
-
-
-def test_a_rank_that_fails_is_named_with_its_phase_and_what_it_printed() -> None:
-    seen = Seen(oom_kills=0)
-    script: list[Step] = [
-        *both(seen)[:8],
-        event("ended", rank=1, code=3, signal=None, stderr_tail="first\nKeyError: x"),
-        event("ended", rank=0, code=None, signal=9, stderr_tail=""),
-    ]
-    result, _ = followed(FakeRunning(script, Exit(1), inside=seen))
-    assert result.outcome is Outcome.STRATEGY_FAILED
-    assert result.message == (
-        "rank 1: the measured process ended with exit code 3 in phase 'read': KeyError: x"
-    )
-    assert [rank.exit_code for rank in result.ranks] == [137, 3]
-    assert (result.load_ns, result.ready_ns, result.last_phase) == (None, None, "read")
-
-
-def test_a_time_out_of_ranks_says_where_each_was() -> None:
-    seen = Seen()
-    result, _ = followed(FakeRunning([*both(seen)[:7], TimeoutError], KILLED, inside=seen))
-    assert result.outcome is Outcome.TIMEOUT
-    assert result.message == (
-        "still running after 0.25 s, rank 0 in phase 'read', rank 1 before its first phase"
-    )
 
 
 def test_events_of_ranks_that_do_not_exist_are_passed_over() -> None:
