@@ -94,7 +94,8 @@ REFUSED: dict[str, tuple[str, int, str]] = {
     "a module that is not there": (
         "bench --model nowhere.nets:build --isolation process",
         2,
-        "error: builder 'nowhere.nets:build': there is no module 'nowhere.nets'\ncorrect the"
+        f"{NOT_LIMITED}making the checkpoint of build\n"
+        "error: builder 'nowhere.nets:build': there is no module 'nowhere'\ncorrect the"
         " builder's name, or install the module's package\n",
     ),
     "arguments that the model does not take": (

@@ -84,7 +84,7 @@ def test_a_file_in_another_encoding_is_read_as_python_reads_it(tmp_path: Path) -
 def test_a_constant_that_is_no_tuple_of_strings(write: Callable[..., Path], constant: str) -> None:
     path = write(f"{constant}\ndef load(job): ...")
     assert complaint(lambda: registry.read_strategy(path)) == (
-        f'{path}, line 1: FORMATS is not a tuple of strings\nwrite a literal tuple, as in FORMATS = ("pt",)'
+        f'{path}, line 1: FORMATS is not a tuple of strings\nwrite it as in FORMATS = ("pt",)'
     )
 
 

@@ -32,13 +32,6 @@ TYPED = {
         "-s",
         "./fifo.py",
     ): "cannot read the strategy fifo.py: not a regular file",
-    ("bench", "gpt2-tiny", "-s", "./none.py"): "none.py: a strategy is load(job), and not load()",
-    (
-        "bench",
-        "gpt2-tiny",
-        "-s",
-        "./two.py",
-    ): "two.py: a strategy is load(job), and not load(job, x)",
     ("bench", "gpt2"): "did you mean 'gpt2-small'?",
     (
         "inspect",
@@ -56,8 +49,6 @@ def _inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
     Path("deep.py").write_text(f"def load(job): pass\nx = {'-' * 200_000}1\n")
     os.mkfifo("fifo.py")
-    Path("none.py").write_text("def load(): pass\n")
-    Path("two.py").write_text("def load(job, x): pass\n")
     torch.save({}, "empty.pt")
     torch.save({"w": torch.zeros(3)}, "model.pt")
 

@@ -11,14 +11,7 @@ from weighin.cli import _console, _options
 from weighin.cli._verb import WIDEST, Verb, definitions, wrap
 from weighin.errors import HarnessError, UnknownName
 
-EXAMPLES = {
-    "List everything": "weighin list",
-    "List the strategies": "weighin list strategies",
-    "List the isolations, and whether this machine has them": "weighin list isolations",
-    "Print JSON": "weighin list --json -",
-}
 KINDS: Final = ("strategies", "models", "uses", "suites", "isolations")
-
 _HEADINGS: Final = {
     "strategies": "strategies",
     "saving": "strategies for saves (--set operation=save)",
@@ -27,7 +20,6 @@ _HEADINGS: Final = {
     "suites": "suites (--suite NAME)",
     "isolations": "isolations (--isolation NAME)",
 }
-
 _ISOLATIONS: Final = {
     "docker": "A Docker container for each measurement. Enforces RAM limits.",
     "cgroup": "A memory cgroup for each measurement, without a container. Enforces RAM limits.",
@@ -35,7 +27,15 @@ _ISOLATIONS: Final = {
 }
 
 
-@click.command("list", cls=Verb, examples=EXAMPLES)
+@click.command(
+    "list",
+    cls=Verb,
+    examples={
+        "List everything": "weighin list",
+        "List the isolations, and whether this machine has them": "weighin list isolations",
+        "Print the strategies as JSON": "weighin list strategies --json -",
+    },
+)
 @click.argument(
     "kind",
     default="all",
@@ -45,29 +45,22 @@ _ISOLATIONS: Final = {
 @_options.json
 def list_(kind: str, json_file: str | None) -> None:
     """List the strategies, models, uses, suites and isolations."""
-    found = _document(kind)
-    width = min(shutil.get_terminal_size().columns, WIDEST)
-    _console.deliver(json_file, found, lambda: _console.line("\n".join(_lines(found, width))))
-
-
-def _document(kind: str) -> dict[str, Any]:
-    """Return the JSON document with the entries of one kind, or of every kind for "all".
-
-    Raises:
-        UnknownName: ``kind`` is neither "all" nor in ``KINDS``.
-    """
     entries: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "strategies": lambda: _strategies("load"),
         "saving": lambda: _strategies("save"),
         "models": _models,
         "uses": lambda: [{"name": name, "summary": summary} for name, summary in USES.items()],
         "suites": _suites,
-        "isolations": lambda: _isolations(tried=kind == "isolations"),
+        "isolations": lambda: [
+            _isolation(name, tried=kind == "isolations") for name in _ISOLATIONS
+        ],
     }
-    if kind != "all" and kind not in KINDS:
+    if kind not in (*KINDS, "all"):
         raise UnknownName("list", kind, [*KINDS, "all"])
     chosen = {"all": entries, "strategies": ("strategies", "saving")}.get(kind, (kind,))
-    return {each: entries[each]() for each in chosen}
+    found = {each: entries[each]() for each in chosen}
+    width = min(shutil.get_terminal_size().columns, WIDEST)
+    _console.deliver(json_file, found, lambda: _console.line("\n".join(_lines(found, width))))
 
 
 def _lines(listed: dict[str, Any], width: int) -> Iterator[str]:
@@ -76,14 +69,12 @@ def _lines(listed: dict[str, Any], width: int) -> Iterator[str]:
     A line shows an entry's name and summary; its facts (``_facts``) are in the lines below it.
     """
     for number, (kind, entries) in enumerate(listed.items()):
-        if number:
-            yield ""
+        yield from [""] * (number > 0)
         yield _HEADINGS[kind]
         longest = max((len(entry["name"]) for entry in entries), default=0)
         indent = " " * (longest + 4)
         for entry in entries:
-            name = entry["name"].ljust(longest)
-            yield from definitions([(name, entry["summary"])], width)
+            yield from definitions([(entry["name"].ljust(longest), entry["summary"])], width)
             for fact in _facts(kind, entry):
                 yield from (indent + line for line in wrap(fact, width - len(indent)))
 
@@ -92,23 +83,22 @@ def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
     if kind in ("strategies", "saving"):
         reads, loads = ("reads", "loads to") if kind == "strategies" else ("writes", "saves from")
         yield f"{reads} {', '.join(entry['formats'])}; {loads} {', '.join(entry['devices'])}"
-        if entry["options"]:
-            yield f"options {', '.join(entry['options'])}"
-        if entry["packages"]:
-            yield f"needs {', '.join(entry['packages'])}"
+        for name, verb in (("options", "options"), ("packages", "needs")):
+            if entry[name]:
+                yield f"{verb} {', '.join(entry[name])}"
     elif kind == "models":
         # A table [tool.weighin] in pyproject.toml makes each command import this module.
         from weighin.formats.pretrained_folder import BUILDER, dtype_of
 
+        kwargs = entry["kwargs"]
         if entry["builder"] == BUILDER:
-            kwargs = entry["kwargs"]
             yield f"{kwargs['architecture']} of transformers, {dtype_of(kwargs['config']) or 'float32'}"
         else:
-            arguments = ", ".join(
+            arguments = [
                 f"{key} of its configuration" if isinstance(value, dict) else f"{key}={value}"
-                for key, value in entry["kwargs"].items()
-            )
-            yield f"{entry['builder']} {arguments}"
+                for key, value in kwargs.items()
+            ]
+            yield f"{entry['builder']} {', '.join(arguments)}"
     elif kind == "isolations" and entry["works"] is not None:
         yield "works here" if entry["works"] else f"does not work here: {entry['why']}"
 
@@ -116,14 +106,12 @@ def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
 def _strategies(operation: Any) -> list[dict[str, Any]]:
     from weighin.suite import registry
 
+    facts = ("formats", "devices", "options", "packages")
     return [
         {
             "name": name,
             "summary": info.summary,
-            "formats": list(info.formats),
-            "devices": list(info.devices),
-            "options": list(info.options),
-            "packages": list(info.packages),
+            **{fact: list(getattr(info, fact)) for fact in facts},
             "path": str(info.path),
         }
         for name, info in registry.strategies(operation).items()
@@ -134,15 +122,16 @@ def _models() -> list[dict[str, Any]]:
     from weighin.settings.yaml_file import read_mapping
     from weighin.suite import registry
 
-    found = []
-    for name, path in registry.models().items():
-        content = read_mapping(path)
-        kwargs = content.get("kwargs", {})
-        summary = content.get("description", "")
-        found.append(
-            {"name": name, "summary": summary, "builder": content["builder"], "kwargs": kwargs}
-        )
-    return found
+    read = {name: read_mapping(path) for name, path in registry.models().items()}
+    return [
+        {
+            "name": name,
+            "summary": content.get("description", ""),
+            "builder": content["builder"],
+            "kwargs": content.get("kwargs", {}),
+        }
+        for name, content in read.items()
+    ]
 
 
 def _suites() -> list[dict[str, Any]]:
@@ -155,20 +144,15 @@ def _suites() -> list[dict[str, Any]]:
     ]
 
 
-def _isolations(*, tried: bool) -> list[dict[str, Any]]:
-    """Return the isolations; test each of them if ``tried``, else set its ``works`` to None."""
-    found = []
-    for name, summary in _ISOLATIONS.items():
-        works, why = _try(name) if tried else (None, "")
-        found.append({"name": name, "summary": summary, "works": works, "why": why})
-    return found
+def _isolation(name: str, *, tried: bool) -> dict[str, Any]:
+    """Return an isolation; test it if ``tried``, else set its ``works`` to None."""
+    works, why = None, ""
+    if tried:
+        from weighin.isolation import select
 
-
-def _try(name: str) -> tuple[bool, str]:
-    from weighin.isolation import select
-
-    try:
-        select.named(name).check()
-    except HarnessError as error:
-        return False, f"{error.message}. {error.repair}"
-    return True, ""
+        try:
+            select.named(name).check()
+            works = True
+        except HarnessError as error:
+            works, why = False, f"{error.message}. {error.repair}"
+    return {"name": name, "summary": _ISOLATIONS[name], "works": works, "why": why}

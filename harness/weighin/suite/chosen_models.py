@@ -124,8 +124,6 @@ def choose(settings: Settings) -> ChosenModels:
         user_code.is_ours(spec.builder) for spec in specs
     ):  # a folder on the path may hide any module
         python_path = user_code.import_path([model.source for model in settings.models])
-    for spec in specs:
-        user_code.check_builder(spec.builder, spec.kwargs, python_path)
     notes: list[str] = []
     named = {spec.kwargs["architecture"] for spec in specs if is_folder(spec)}
     taken = named.pop() if len(named) == 1 else ""

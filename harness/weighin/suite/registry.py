@@ -190,6 +190,15 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
     docstring, constants = ast.get_docstring(tree), _constants(tree)
     flags = {name for name, (value, _) in constants.items() if value is True}
     formats_read = _texts(path, constants, "FORMATS", ("pt",))
+    peak = _texts(path, constants, "PEAK")
+    words = {word for text in peak for word in text.split(" + ")}
+    if words - {*PEAK_WORDS} or len(peak) not in (0, 1, len(formats_read)):
+        what = f"PEAK is not a sum of {', '.join(PEAK_WORDS)}, or one for each of FORMATS"
+        raise _wrong(path, constants["PEAK"][1], what, 'PEAK = ("model + tensor",)')
+    library, line = constants.get("PRETRAINED", ("", 0))
+    library = TRANSFORMERS.name if library is True else library
+    if library not in ("", *(each.name for each in LIBRARIES)):
+        raise _wrong(path, line, "PRETRAINED is not the name of a library", 'PRETRAINED = "timm"')
     return StrategyInfo(
         name=path.stem,
         path=path.resolve(),
@@ -198,14 +207,14 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         devices=_texts(path, constants, "DEVICES", ("cpu",)),
         options=_texts(path, constants, "OPTIONS"),
         maps_keys="MAPS_KEYS" in flags,
-        pretrained=_library(path, constants),
+        pretrained=library,
         packages=_texts(path, constants, "PACKAGES"),
         shares_load="SHARES_LOAD" in flags,
         weights_only="WEIGHTS_ONLY" in flags,
         dequantises="DEQUANTISES" in flags,
         merges=bool(flags & {"MERGES", "NEEDS_ADAPTER"}),
         needs_adapter="NEEDS_ADAPTER" in flags,
-        peak=_peak(path, constants, formats_read),
+        peak=peak,
     )
 
 
@@ -457,6 +466,10 @@ def _constants(tree: ast.Module) -> _Constants:
     return found
 
 
+def _wrong(path: Path, line: int, what: str, example: str) -> ConfigError:
+    return ConfigError(f"{path}, line {line}: {what}", f"write it as in {example}")
+
+
 def _texts(
     path: Path, constants: _Constants, name: str, default: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
@@ -464,34 +477,6 @@ def _texts(
     value, line = constants.get(name, (default, 0))
     is_texts = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
     if not is_texts or (default and not value):
-        raise ConfigError(
-            f"{path}, line {line}: {name} is not a tuple of strings",
-            f'write a literal tuple, as in {name} = ("{[*default, "name"][0]}",)',
-        )
+        example = f'{name} = ("{[*default, "name"][0]}",)'
+        raise _wrong(path, line, f"{name} is not a tuple of strings", example)
     return tuple(value)
-
-
-def _peak(path: Path, constants: _Constants, formats: tuple[str, ...]) -> tuple[str, ...]:
-    peak = _texts(path, constants, "PEAK")
-    words = {word for text in peak for word in text.split(" + ")}
-    if words - set(PEAK_WORDS) or len(peak) not in (0, 1, len(formats)):
-        raise ConfigError(
-            f"{path}, line {constants['PEAK'][1]}: PEAK is not a sum of {', '.join(PEAK_WORDS)}, or one"
-            " for each of FORMATS",
-            'write it as in PEAK = ("model + tensor",)',
-        )
-    return peak
-
-
-def _library(path: Path, constants: _Constants) -> str:
-    """Return the library that the constant PRETRAINED names; True stands for transformers."""
-    if "PRETRAINED" not in constants:
-        return ""
-    value, line = constants["PRETRAINED"]
-    names = [each.name for each in LIBRARIES]
-    if value is not True and value not in names:
-        raise ConfigError(
-            f"{path}, line {line}: PRETRAINED is not the name of a library",
-            f"write one of {', '.join(map(repr, names))}, or True for transformers",
-        )
-    return TRANSFORMERS.name if value is True else str(value)
