@@ -350,8 +350,10 @@ class Result:
     written: Written | None = None
     cost: Cost | None = None
     samples_path: str | None = None
+    trace_path: str | None = None  # of older records, as is the watcher: a merged run keeps them
     allocator_summary: str = ""
     started_at: str = ""
+    watcher: Memory | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     sources_hash: str | None = None
     warnings: tuple[str, ...] = ()

@@ -104,7 +104,7 @@ def test_a_strategy_can_name_its_phases_as_it_likes() -> None:
     [
         ({"load_ns": -5}, "load_ns: impossible value -5"),
         ({"load_ns": 7, "ready_ns": 6}, "ready_ns: less than load_ns"),
-        ({"message": 7}, "message: expected `str`, got `int` 7"),
+        ({"message": 7}, "Expected `str`, got `int` - at `$.message`"),
     ],
 )
 def test_a_record_that_the_reader_would_refuse_is_a_failed_measurement(

@@ -25,11 +25,11 @@ from operator import attrgetter
 from pathlib import Path, PurePath
 from reprlib import repr as short_repr
 from shlex import quote
-from typing import Any, Final, TypeVar, get_args
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from weighin.cell import CacheState, Cell, Operation
+from weighin.cell import Cell
 from weighin.errors import ConfigError, DamagedRecord, RecordError
 from weighin.files import no_link, parse_json, read_bytes, sync_folder, write_bytes
 from weighin.records.floor import Aim, next_cell
@@ -54,12 +54,6 @@ _CELLS: Final = {"cell", "cells", "model"}
 _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
 _AMOUNTS: Final = ("_bytes", "_ns", "_faults")
 _ORDERED: Final = (("end_ns", "start_ns", "earlier than"), ("ready_ns", "load_ns", "less than"))
-_CHOICES: Final[dict[str, list[str]]] = {
-    "outcome": [*Outcome],
-    "cache": sorted(get_args(CacheState)),
-    "operation": sorted(get_args(Operation)),
-}
-_VALUE_LENGTH: Final = 60  # characters of a damaged value in an error
 _T = TypeVar("_T")
 
 
@@ -464,32 +458,8 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
                 "settings"
             ]  # with which the run goes on; no report has them
         return msgspec.convert(cleaned, kind)
-    except msgspec.ValidationError as error:
-        complaint = _complaint(str(error), value)
-    except ValueError as error:  # an impossible value, or a lone surrogate
-        complaint = one_line(str(error))
-    raise DamagedRecord(f"{place}: {complaint}", repair)
-
-
-def _complaint(text: str, record: Any) -> str:
-    """Return an error of msgspec with the place first: "peaks.rss_bytes: expected `int`, got `str`
-    '1'".
-    """
-    text, _, path = text.partition(" - at `$")
-    keys = re.findall(r"\w+", path)
-    where = ".".join(keys)
-    if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
-        return f"{f'{where}.{missing[1]}'.strip('.')}: missing"
-    is_unknown = text.startswith("Invalid enum value")
-    text = f"{where or 'the record'}: {text[:1].lower()}{text[1:]}"
-    if "..." in path or not (is_unknown or "expected" in text):  # msgspec names no key of a mapping
-        return one_line(text)
-    for key in keys:
-        record = record[int(key) if isinstance(record, list) else key]
-    shown = one_line(short_repr(record), _VALUE_LENGTH)
-    if is_unknown:
-        return f"{where}: unknown value {shown}; known values: {', '.join(_CHOICES[keys[-1]])}"
-    return one_line(f"{text} {shown}")
+    except (msgspec.ValidationError, ValueError) as error:  # of msgspec: a wrong type, and where
+        raise DamagedRecord(f"{place}: {one_line(str(error))}", repair) from None
 
 
 def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool = False) -> Any:
