@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import drawn_types
+import predicted_runs
 import torch
 
 from weighin import load_pretrained
 from weighin.errors import HarnessError
 from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import example_inputs, pretrained_class
-from weighin.predict import check, tables
 from weighin.records import run_folder
 from weighin.report.markdown import by_reason, table_lines
 from weighin.result import Outcome, Result
@@ -75,7 +75,7 @@ _HALF: Final = ("decoder", "mixture of experts")
 """Kinds whose models are saved in bfloat16."""
 
 _SAYS_PREDICTED: Final = (
-    "`weighin predict --check` predicted the peak of anonymous memory of every load that was ok, and compared it with the measured peak."
+    "weighin predicted the peak of anonymous memory of every load that was ok, and compared it with the measured peak."
     " Loads by packages that `predict` cannot follow were left out. Imports need most of this memory, because the models are small. "
 )
 HEADINGS: Final = ("types", "load_pretrained", "strategies ok", "skipped", "not ok")
@@ -181,7 +181,7 @@ def rows(types: Iterable[Sequence[str]]) -> list[list[str]]:
     return [[", ".join(names), *cells] for cells, names in alike.items()]
 
 
-def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
+def page(tried: list[Tried], predicted: predicted_runs.Summary | None = None) -> str:
     """Return the page's part about the known types."""
     import transformers
 
@@ -207,7 +207,7 @@ def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
         *table_lines(HEADINGS, rows(one.row() for one in tried), names=2),
         "",
         *(
-            ["## Predictions", "", _SAYS_PREDICTED + tables.summary_line(predicted), ""]
+            ["## Predictions", "", _SAYS_PREDICTED + predicted_runs.summary_line(predicted), ""]
             if predicted
             else []
         ),
@@ -226,21 +226,21 @@ def page(tried: list[Tried], predicted: check.Summary | None = None) -> str:
     return "\n".join(lines)
 
 
-def _predicted(work: Path, types: list[str]) -> check.Summary | None:
+def _predicted(work: Path, types: list[str]) -> predicted_runs.Summary | None:
     """Compare the loads with predictions, several types at a time."""
-    checked: list[check.Checked] = []
+    checked: list[predicted_runs.Checked] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = [work / name / "run" for name in types]
         for number, (name, some) in enumerate(
-            zip(types, pool.map(check.check, runs), strict=True), 1
+            zip(types, pool.map(predicted_runs.check, runs), strict=True), 1
         ):
             checked += some
-            told = check.summarised(some)
+            told = predicted_runs.summarised(some)
             print(
-                f"[{number}/{len(types)}] {name}: {tables.summary_line(told) if told else ''}",
+                f"[{number}/{len(types)}] {name}: {predicted_runs.summary_line(told) if told else ''}",
                 flush=True,
             )
-    return check.summarised(checked)
+    return predicted_runs.summarised(checked)
 
 
 def _try(name: str, kind: str, folder: Path, strategies: str) -> Tried:

@@ -1,6 +1,6 @@
 """Compare the measurements of published runs with predictions from the file predicted.json of each run.
 
-``weighin predict --check RUN --json FILE`` writes predicted.json. The file is published with the run,
+``benchmarks/predicted_runs.py RUN --json FILE`` writes predicted.json. The file is published with the run,
 because a prediction takes minutes, and differs by some MiB between machines.
 """
 
@@ -82,6 +82,6 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RecordError(
             f"cannot read predictions from {path}: {error}",
-            f"create the file: weighin predict --check {path.parent} --json {path}",
+            f"create the file: .venv/bin/python benchmarks/predicted_runs.py {path.parent} --json {path}",
         ) from error
     return content

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from weighin.predict.check import check
+from predicted_runs import check
+
 from weighin.records import run_folder
 from weighin.records.metrics import METRICS, middle
 from weighin.report import captions

@@ -299,7 +299,7 @@ def predict(run: Run, measured: Path, published: Path) -> None:
     """Predict the loads of a measured run, and store the predictions beside its published records."""
     if any(one.cell.operation != "load" for one in run.results):
         return
-    command = [sys.executable, "-m", "weighin", "predict", "--check", str(measured)]
+    command = [sys.executable, "benchmarks/predicted_runs.py", str(measured)]
     subprocess.run(
         [*command, "--json", str(published / PREDICTED)], stdout=subprocess.DEVNULL, check=True
     )

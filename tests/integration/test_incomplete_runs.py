@@ -130,12 +130,6 @@ def test_history_says_it(stopped: CommandLine) -> None:
     assert SAID in json.loads((stopped.folder / "history.json").read_text())["warnings"]
 
 
-def test_predict_check_says_it(stopped: CommandLine) -> None:
-    ended = stopped.run("predict", "--check", "run", "--trust")
-    assert ended.code == 0, ended.err
-    assert f"note: {SAID}" in ended.err.splitlines()
-
-
 @pytest.mark.nightly
 def test_recommend_says_that_its_figures_are_from_a_part_of_a_run(stopped: CommandLine) -> None:
     ended = stopped.run("recommend", "gpt2-tiny", "--results", "run", "--json", "-")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import predicted_runs
 import pytest
 from commands import CommandLine
 from nightly import nightly
@@ -15,9 +16,9 @@ CELLS = ("--use", "write,adamw,fork", "--strategies", "mmap_assign,streaming")
 
 
 def compared(command: CommandLine, run: str) -> list[dict[str, Any]]:
-    ended = command.run("predict", "--check", run, "--json", "-", patience_s=300)
-    assert ended.code == 0, ended.err
-    found: list[dict[str, Any]] = json.loads(ended.out)["checked"]
+    found: list[dict[str, Any]] = predicted_runs.as_json(
+        predicted_runs.check(command.folder / run)
+    )["checked"]
     return found
 
 

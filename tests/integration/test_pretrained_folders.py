@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import predicted_runs
 import pytest
 import torch
 from commands import CommandLine
@@ -92,12 +93,10 @@ def test_the_peak_of_a_small_model_is_predicted_though_imports_dominate_it(
         "--strategies", "transformers,safetensors_mmap,per_param", patience_s=300, OMP_NUM_THREADS="1",
     )  # fmt: skip
     assert done.code == 0, done.err
-    checked = command.run(
-        "predict", "--check", "run", "--json", "-", patience_s=300, OMP_NUM_THREADS="1"
-    )
-    summary = json.loads(checked.out)["summary"]
-    assert (summary["series"], summary["killed"]) == (3, 0)
-    assert summary["median_error"] < 0.005, checked.out
+    checked = predicted_runs.check(command.folder / "run")
+    summary = predicted_runs.summarised(checked)
+    assert summary and (summary.series, summary.killed) == (3, 0)
+    assert summary.median_error < 0.005, checked
 
 
 def test_a_prediction_in_another_format_reads_the_folders_own_dtype(

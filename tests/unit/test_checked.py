@@ -57,6 +57,7 @@ def test_a_run_without_predictions_says_how_to_make_them(tmp_path: Path) -> None
     run_folder.append(run, a_search()[0])
     with pytest.raises(RecordError) as caught:
         fill(BLOCK, tmp_path)
-    assert f"create the file: weighin predict --check {run} --json {run}/predicted.json" in str(
-        caught.value
+    assert (
+        f"create the file: .venv/bin/python benchmarks/predicted_runs.py {run} --json {run}/predicted.json"
+        in str(caught.value)
     )

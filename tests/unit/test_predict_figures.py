@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import predicted_runs as checks
 import pytest
 from factories import make_cell, make_result
 from rich.console import Console
@@ -15,9 +16,7 @@ from weighin.cell import Cell
 from weighin.errors import ConfigError, RecordError, UnknownName
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
-from weighin.predict import check as checks
 from weighin.predict import client, tables
-from weighin.predict.check import Checked
 from weighin.predict.prediction import (
     PredictedPhase,
     PredictedUse,
@@ -262,22 +261,6 @@ def test_a_prediction_as_json_names_its_cell_first() -> None:
     assert "cell" not in found
 
 
-def test_a_checked_table_names_what_differs() -> None:
-    several = replace(CELL, ranks=2, options={"b": 1, "a": 2}, dtype="float16", device="cuda")
-    checked = [
-        Checked(Prediction(cell), (("host_file_peak_bytes", 5 * MIB, 0),))
-        for cell in (CELL, several)
-    ]
-    out = io.StringIO()
-    Console(file=out, width=160).print(tables.check_table(checked))
-    text = out.getvalue()
-    assert "gpt2-xl · mmap_assign · pt" in text
-    assert "float32 device cpu" in text
-    assert "a=2 b=1 ranks=2 float16 device cuda" in text
-    assert text.count("+5.0") == 2
-    assert " - " in text  # no share of nothing
-
-
 def test_a_pipelines_table_has_the_gpu_if_it_was_predicted() -> None:
     def text(answers: list[tables.Combined]) -> str:
         out = io.StringIO()
@@ -425,7 +408,7 @@ def test_the_nearest_of_three_anonymous_peaks_is_compared(tmp_path: Path) -> Non
         )
         for number, size in enumerate((900, 415, 1))
     ]
-    (found,) = checks.check(run_of(tmp_path, *repeats), trusted=True)
+    (found,) = checks.check(run_of(tmp_path, *repeats))
     assert found.figures == (
         ("host_anon_most_bytes", 420, 415),
         ("host_file_peak_bytes", 80, 90),
@@ -447,7 +430,7 @@ def test_page_cache_of_ranks_and_figures_that_are_missing_are_not_compared(tmp_p
     none = replace(
         MEASURED, cell=replace(CELL, strategy="baseline"), peaks=Peaks(anon_sampled_bytes=381)
     )
-    of_ranks, of_none = checks.check(run_of(tmp_path, several, none), trusted=True)
+    of_ranks, of_none = checks.check(run_of(tmp_path, several, none))
     assert "host_file_peak_bytes" not in {name for name, *_ in of_ranks.figures}
     assert of_none.figures == (("host_anon_least_bytes", 380, 381),)
     assert of_none.unreclaimable_bytes == 381
@@ -460,14 +443,14 @@ def test_a_use_is_compared_with_its_forked_processes(tmp_path: Path) -> None:
         replace(MEASURED, cell=replace(cell, repeat=number), use=Use(anon, "", children))
         for number, (anon, children) in enumerate([(460, (40, 49)), (590, (1,)), (455, (90,))])
     ]
-    (found,) = checks.check(run_of(tmp_path, *used), trusted=True)
+    (found,) = checks.check(run_of(tmp_path, *used))
     assert found.figures[-2:] == (
         ("use_anon_least_bytes", 450, 460),
         ("children_private_bytes", 90, 89),
     )
     assert found.unreclaimable_bytes == 591
     passes = replace(MEASURED, use=Use(460, "", (40,)))  # without a prediction of them
-    (found,) = checks.check(run_of(tmp_path / "passes", passes), trusted=True)
+    (found,) = checks.check(run_of(tmp_path / "passes", passes))
     assert {name for name, *_ in found.figures if name.startswith(("use_", "children"))} == set()
 
 
@@ -484,14 +467,13 @@ def test_each_checkpoint_of_a_run_is_asked_for_at_once(
     run = run_of(
         tmp_path, *results, failed, checkpoint="/a.pt", checkpoints={"other": "/b.pt"}, key="model"
     )
-    found = checks.check(run, trusted=True)
+    found = checks.check(run)
     assert [one.prediction.cell.series for one in found] == [one.cell.series for one in results]
     names = ["baseline", "mmap_assign"]
     assert [(one["strategies"], one["checkpoint"]) for one in asked] == [
         (names, Path("/a.pt")), (names, Path("/b.pt")),
     ]  # fmt: skip
     assert asked[0]["selection"].key == "model"
-    assert (asked[0]["python_path"], asked[0]["use_paths"]) == ((), {})
     document = checks.as_json(found)
     assert len(document["checked"]) == 4
     assert document["checked"][2]["model"] == "other"

@@ -1,4 +1,4 @@
-"""What ``weighin predict`` and its ``--check`` print, whole, in the 80 columns of a terminal."""
+"""What ``weighin predict`` and ``benchmarks/predicted_runs.py`` print, in the 80 columns of a terminal."""
 
 from __future__ import annotations
 
@@ -7,30 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from factories import make_cell
-from rich.console import Console
-from rich.table import Table
+from predicted_runs import Checked, check_table, summarised, summary_line
+from rich.console import Console, RenderableType
 
-from weighin.predict.check import Checked, summarised
 from weighin.predict.prediction import PredictedPhase, PredictedUse, Prediction
-from weighin.predict.tables import check_table, summary_line, tables
+from weighin.predict.tables import tables
 from weighin.units import GIB, MIB
-
-
-def test_predicted_and_measured_peaks_stand_side_by_side() -> None:
-    mapped = make_cell("mmap_assign", format="pt")
-    by_tensor = make_cell("per_param", format="per_param", options={"threads": 2})
-    checked = [
-        Checked(
-            Prediction(mapped),
-            (
-                ("host_anon_peak_bytes", 200 * MIB, 202 * MIB),
-                ("host_file_peak_bytes", 6500 * MIB, 6500 * MIB + MIB // 2),
-            ),
-        ),
-        Checked(Prediction(by_tensor), (("host_anon_peak_bytes", 1024 * MIB, 1000 * MIB),)),
-        Checked(Prediction(make_cell("odd", format="pt"), cannot="it looks at values"), ()),
-    ]
-    assert text([check_table(checked)]) == CHECKED
 
 
 def test_a_summary_counts_the_series_that_their_predicted_floor_would_kill() -> None:
@@ -151,7 +133,7 @@ def test_the_anonymous_memory_of_a_use_is_checked_beside_that_of_the_load() -> N
     assert "forked processes" in shown
 
 
-def text(parts: Iterable[Table | str]) -> str:
+def text(parts: Iterable[RenderableType]) -> str:
     out = io.StringIO()
     for part in parts:
         Console(file=out, width=80).print(part)
@@ -172,7 +154,7 @@ PREDICTED = """\
 safetensors_mmap, streaming threads=2: keeps one copy of the weights on the GPU
 odd (pt) is not predicted: looks at values
 Predicted by running each strategy without tensor values. weighin bench
-measures; weighin predict --check RUN compares.
+measures.
 """
 
 OTHERS = """\
@@ -192,7 +174,7 @@ the holes of freed large blocks
 per_module: 13.293 GiB anonymous in processes where a small block keeps freed
 large blocks in the heap
 Predicted by running each strategy without tensor values. weighin bench
-measures; weighin predict --check RUN compares.
+measures.
 """
 
 USED = """\
@@ -206,20 +188,5 @@ gpt2-xl (6.000 GiB) · device cpu · float32 · predicted peaks,
  baseline  pt      fork   13.000         13.000  13.000
 
 Predicted by running each strategy without tensor values. weighin bench
-measures; weighin predict --check RUN compares.
-"""
-
-CHECKED = """\
-gpt2-xl · float32 · device cpu
-
-                                     predicted   measured   difference
- cell                 peak                 MiB        MiB          MiB        %
- ──────────────────────────────────────────────────────────────────────────────
- mmap_assign pt       anonymous          200.0      202.0         -2.0   -0.99%
-                      mapped files     6,500.0    6,500.5         -0.5   -0.01%
- per_param            anonymous        1,024.0    1,000.0        +24.0   +2.40%
- threads=2
- odd pt: it looks
- at values
-
+measures.
 """

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import make_result
 
 from weighin.checkpoint import cache
 from weighin.errors import ConfigError, Interrupted
 from weighin.plan import start as plans
 from weighin.plan.start import resume, start
 from weighin.plan.task import Progress, Run
-from weighin.predict import check
 from weighin.probes import environment
-from weighin.records import run_folder
 from weighin.run import runner
 from weighin.settings.definition import check_suite
 from weighin.units import GIB
@@ -116,25 +113,6 @@ def test_a_function_of_our_package_that_is_no_model_is_foreign(builder: str) -> 
     forge(lambda plan: plan["cells"][0]["model"].update(builder=builder))
     with pytest.raises(ConfigError, match=f"builder {re.escape(builder)} with"):
         resume(Path("run"))
-
-
-def test_a_check_of_predictions_runs_nothing_foreign_without_trust(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planned()
-    forge(strategy)
-    run_folder.append(Path("run"), make_result(resume(Path("run"), trusted=True).planned[0].cell))
-    with pytest.raises(ConfigError) as caught:
-        check.check(Path("run"))
-    assert caught.value.message == (
-        f"run names code that is not part of weighin and would run here: {shown(here)[strategy]}"
-    )
-    assert caught.value.repair == (
-        "read that code; if you trust it: weighin predict --check run --trust; or predict the model itself"
-    )
-    monkeypatch.setattr(check, "predict", lambda *_, **__: [])
-    with pytest.raises(KeyError):  # what was to be run was asked for; it gave no prediction
-        check.check(Path("run"), trusted=True)
 
 
 def own_run(**options: Any) -> Run:

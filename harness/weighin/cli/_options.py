@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PATH = click.Path(path_type=Path)
 DEFAULT_MODEL: Final = "gpt2-small"
-_BESIDE_RESUME: Final = ("resume", "trust", "json_file", "check")
+_BESIDE_RESUME: Final = ("resume", "trust", "json_file")
 _SET_BESIDE_RESUME: Final = ("address", "wait")
 _OF_COMMAND: Final = "command."
 NOT_MEASURED: Final = {
@@ -245,21 +245,16 @@ def refuse(context: click.Context, names: Iterable[str], reason: str, repair: st
 
 
 def check(context: click.Context) -> None:
-    """Raise ConfigError for an option without an effect beside --resume, beside --check of `weighin
-    predict`, or without them.
-    """
+    """Raise ConfigError for an option without an effect beside --resume, or without it."""
     names = {one.name for one in context.command.params if one.name}
     if names & {"resume"} and is_typed(context, "resume"):
         others = assigned(context).keys() - {*_SET_BESIDE_RESUME}
         ignored = names - {*_BESIDE_RESUME} - ({"assigned"} if not others else set())
         reason = "a resumed run keeps its settings"
         repair = "leave these options out, or start a new run without --resume"
-    elif names & {"check"} and is_typed(context, "check"):
-        ignored, reason = names - {*_BESIDE_RESUME}, "--check predicts what a run measured"
-        repair = "leave these options out, or predict without --check"
     else:
         ignored, reason = {"trust"}, "code that you name yourself runs without --trust"
-        repair = "leave --trust out: only --resume, and --check of weighin predict, use it"
+        repair = "leave --trust out: only --resume uses it"
     refuse(context, ignored, reason, repair)
 
 

@@ -21,7 +21,7 @@ from weighin.errors import ConfigError
 TABLE: Final = "tool.weighin"
 _SHARED_BY: Final = ("bench", "floor", "predict", "recommend")
 _ONLY_TYPED: Final = (
-    "check", "help", "json", "resume", "trust", "trust-remote-code", "update",
+    "help", "json", "resume", "trust", "trust-remote-code", "update",
     "version", "yes",
 )  # fmt: skip
 

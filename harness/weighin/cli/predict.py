@@ -22,7 +22,6 @@ EXAMPLES = {
     "Predict the memory of each of six ways of loading": "weighin predict gpt2-xl",
     "Predict a load onto a GPU that this machine need not have": "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
     "Predict each measurement of a suite, and print JSON": "weighin predict --suite notebook --json -",
-    "Compare the predictions with the records of a run": "weighin predict --check results/20261120T093000-gpt2-xl-8GiB",
 }
 
 
@@ -39,14 +38,6 @@ EXAMPLES = {
 @_options.option(
     "--phases", is_flag=True, help="Show the predicted peaks of each phase of the load, too."
 )
-@_options.option(
-    "--check",
-    type=_options.PATH,
-    metavar="FOLDER",
-    multiple=True,
-    help="Predict what the run in this folder measured, and compare both. Repeatable.",
-)
-@_options.trust
 @_options.json
 @click.pass_context
 def predict(context: click.Context, /, **_: Any) -> None:
@@ -60,12 +51,9 @@ def predict(context: click.Context, /, **_: Any) -> None:
     """
     from weighin.predict import tables
 
-    _options.check(context)
     typed = context.params
     parts: Iterable[RenderableType]
-    if typed["check"]:
-        predictions, document, parts = _check(typed)
-    elif path := _options.pipeline(context):
+    if path := _options.pipeline(context):
         predictions, document, parts = _pipeline(context, path)
     else:
         predictions = _predictions(context)
@@ -108,8 +96,7 @@ def _predictions(
         raise ConfigError(
             "weighin predict takes one model with its own checkpoint, but the suite has"
             f" {len(chosen.checkpoints)}",
-            "predict each model in a separate command: weighin predict FOLDER; or measure the suite"
-            " first, and predict its run: weighin predict --check RUN",
+            "predict each model in a separate command: weighin predict FOLDER",
         )
     use_paths = uses.chosen(settings.uses)
     planned = loads.cells_of(
@@ -160,20 +147,3 @@ def _pipeline(context: click.Context, path: "Path") -> "_Answer":
         *tables.pipeline_table(path.resolve().name, answers),
     ]
     return predictions, document, shown
-
-
-def _check(typed: dict[str, Any]) -> "_Answer":
-    """Predict what the runs in the folders of --check measured, and compare both."""
-    from weighin.predict import check, tables
-    from weighin.records import run_folder
-
-    checked = []
-    for run in typed["check"]:
-        records = run_folder.read(run)
-        _console.note(*records.warnings)
-        with _console.working(f"predicting the measurements of {run}"):
-            checked += check.check(run, records, trusted=typed["trust"])
-    summary = check.summarised(checked)
-    lines = [tables.summary_line(summary)] if summary else []
-    predictions = [series.prediction for series in checked]
-    return predictions, check.as_json(checked), [tables.check_table(checked), *lines]

@@ -9,9 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from weighin.cell import Cell
 from weighin.formats.pretrained_library import LIBRARIES
-from weighin.predict.check import Checked, Summary
 from weighin.predict.prediction import Peaks, Prediction
 from weighin.units import GIB, MIB, format_bytes
 
@@ -21,19 +19,6 @@ _ERROR_BYTES: Final = 16 * MIB
 _OTHER_PEAKS: Final = {
     "host_anon_least_bytes": "the heap reuses the holes of freed large blocks",
     "host_anon_most_bytes": "a small block keeps freed large blocks in the heap",
-}
-_PEAKS: Final = {
-    "host_anon_peak_bytes": "anonymous",
-    "host_anon_least_bytes": "anonymous, low",
-    "host_anon_most_bytes": "anonymous, high",
-    "host_file_peak_bytes": "mapped files",
-    "cuda_requested_bytes": "CUDA requested",
-    "cuda_allocated_bytes": "CUDA allocated",
-    "cuda_reserved_bytes": "CUDA reserved",
-    "use_anon_peak_bytes": "anonymous in use",
-    "use_anon_least_bytes": "anonymous in use, low",
-    "use_anon_most_bytes": "anonymous in use, high",
-    "children_private_bytes": "forked processes",
 }
 TOGETHER: Final = "together"
 ONE_AFTER_THE_OTHER: Final = "one after the other"
@@ -107,10 +92,7 @@ def tables(predictions: Sequence[Prediction], *, phases: bool) -> Iterable[Table
                 yield f"{escape(prediction.strategy)} ({prediction.cell.format}) is not predicted: {escape(prediction.cannot)}"
     if all(prediction.cannot for prediction in predictions):
         return
-    yield (
-        "Predicted by running each strategy without tensor values. weighin bench measures;"
-        " weighin predict --check RUN compares."
-    )
+    yield ("Predicted by running each strategy without tensor values. weighin bench measures.")
 
 
 def _other_peak(prediction: Prediction, peak: str) -> int | None:
@@ -169,53 +151,6 @@ def _figure(prediction: Prediction, name: str) -> int | None:
         return prediction.cuda_with_use(name)
     size: int | None = getattr(prediction, name)
     return size
-
-
-def check_table(checked: Sequence[Checked]) -> Table:
-    """Return a table with a row for each peak that was both measured and predicted.
-
-    The title has the properties that all cells share.
-    """
-    names = [_parts(series.prediction.cell) for series in checked]
-    common = [parts.count(parts[0]) == len(parts) for parts in zip(*names, strict=True)]
-    title = " · ".join(part for part, same in zip(names[0], common, strict=True) if same and part)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=escape(title), title_justify="left")
-    table.add_column("cell")
-    table.add_column("peak", no_wrap=True)
-    for heading in ("predicted\nMiB", "measured\nMiB", "difference\nMiB", "\n%"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for series, parts in zip(checked, names, strict=True):
-        name = " ".join(part for part, same in zip(parts, common, strict=True) if part and not same)
-        if series.prediction.cannot:
-            table.add_row(escape(f"{name}: {series.prediction.cannot}"))
-        for figure, predicted, measured in series.figures:
-            table.add_row(
-                escape(name),
-                _PEAKS[figure],
-                f"{predicted / MIB:,.1f}",
-                f"{measured / MIB:,.1f}",
-                f"{(predicted - measured) / MIB:+,.1f}",
-                f"{(predicted - measured) / measured:+.2%}" if measured else "-",
-            )
-            name = ""
-    return table
-
-
-def summary_line(summary: Summary) -> str:
-    share = summary.killed / summary.series
-    return (
-        f"{summary.series:,} series. Anonymous peak: median error {summary.median_error:.2%}, largest"
-        f" {summary.largest_error:.2%}. A RAM limit of the predicted floor would have killed"
-        f" {summary.killed} ({share:.1%})."
-    )
-
-
-def _parts(cell: Cell) -> tuple[str, ...]:
-    words = [f"{key}={value}" for key, value in sorted(cell.options.items())]
-    words += [f"ranks={cell.ranks}"] if cell.ranks > 1 else []
-    options = " ".join([*words, *([f"use={cell.use}"] if cell.use else [])])
-    fmt = cell.format if cell.format != cell.strategy else ""
-    return cell.model.title, cell.strategy, options, fmt, cell.dtype, f"device {cell.device}"
 
 
 def _name(prediction: Prediction) -> str:

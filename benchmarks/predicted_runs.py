@@ -1,15 +1,24 @@
-"""Compare the measurements of a run with predictions of the same loads."""
+"""Compare the measurements of a run with predictions of the same loads.
 
+    .venv/bin/python benchmarks/predicted_runs.py results/RUN... [--json predicted.json]
+
+The script executes the code that a run names: its strategies, builders and uses.
+"""
+
+import argparse
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from shlex import quote
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
+from rich.console import Console
+
+from weighin.cell import Cell
 from weighin.errors import HarnessError, RecordError
-from weighin.plan import loads, start
+from weighin.plan import loads
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
@@ -18,9 +27,24 @@ from weighin.records import run_folder
 from weighin.records.metrics import middle, use_needed_bytes
 from weighin.result import Outcome, Result
 from weighin.settings.definition import Settings, read_plan
-from weighin.suite import registry, user_code
+from weighin.show.table import Column, Table
+from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
+from weighin.units import MIB
 
+_PEAKS: Final = {
+    "host_anon_peak_bytes": "anonymous",
+    "host_anon_least_bytes": "anonymous, low",
+    "host_anon_most_bytes": "anonymous, high",
+    "host_file_peak_bytes": "mapped files",
+    "cuda_requested_bytes": "CUDA requested",
+    "cuda_allocated_bytes": "CUDA allocated",
+    "cuda_reserved_bytes": "CUDA reserved",
+    "use_anon_peak_bytes": "anonymous in use",
+    "use_anon_least_bytes": "anonymous in use, low",
+    "use_anon_most_bytes": "anonymous in use, high",
+    "children_private_bytes": "forked processes",
+}
 _FIGURES = {
     "host_anon_peak_bytes": "anon_sampled_bytes",
     "host_file_peak_bytes": "file_sampled_bytes",
@@ -32,6 +56,18 @@ _ANONYMOUS = ("host_anon_peak_bytes", "host_anon_least_bytes", "host_anon_most_b
 _USED = "use_"
 """The prefix that replaces "host_" in the names of peaks during a use (after the load)."""
 _CHILDREN = "children_private_bytes"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    checked = [one for run in options.runs for one in check(run)]
+    if options.json:
+        options.json.write_text(json.dumps({"schema": 1} | as_json(checked), indent=1) + "\n")
+    summary = summarised(checked)
+    Console().print(check_table(checked), summary_line(summary) if summary else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +131,11 @@ def summarised(checked: Sequence[Checked]) -> Summary | None:
     return Summary(len(known), median(known), max(known), sum(one.is_killed for one in checked))
 
 
-def check(
-    run: Path, records: run_folder.Records | None = None, *, trusted: bool = False
-) -> list[Checked]:
+def check(run: Path, records: run_folder.Records | None = None) -> list[Checked]:
     """Predict each series of a run, and return the predictions with the medians of its ok loads.
 
     A series (the repeats of a measurement) without an ok load is left out. ``records`` are those of
     the run, if they have been read.
-
-    Raises:
-        RecordError: the folder has no run, or no load of the run is ok.
-        HarnessError: for the same reasons as ``predict``.
-        ConfigError: the run names code from outside of weighin, and ``trusted`` is False.
     """
     series: dict[str, list[Result]] = {}
     for result in (records or run_folder.read(run)).results:
@@ -118,15 +147,7 @@ def check(
         )
     settings = _settings(run)
     cells = [results[0].cell for results in series.values()]
-    # A folder on the path may hide any module, so only a foreign builder gets the folders.
-    if all(user_code.is_ours(cell.model.builder) for cell in cells):
-        settings = settings.model_copy(update={"python_path": ()})
     paths = settings.strategy_paths
-    if not trusted:
-        used = {cell.strategy: paths[cell.strategy] for cell in cells if cell.strategy in paths}
-        named = settings.model_copy(update={"strategy_paths": used, "engine": {}})
-        again = f"weighin predict --check {quote(str(run))}"
-        start.check_trust(start.foreign(cells, named), run, again, "or predict the model itself")
     by_checkpoint: dict[Path | None, list[Planned]] = {}
     for cell in cells:
         planned = loads.plan_cell(cell, _strategy(cell.strategy, paths))
@@ -227,3 +248,56 @@ def _settings(run: Path) -> Settings:
 
 def _strategy(name: str, paths: Mapping[str, str]) -> StrategyInfo:
     return registry.read_strategy(Path(paths[name])) if name in paths else registry.strategy(name)
+
+
+def check_table(checked: Sequence[Checked]) -> Table:
+    """Return a table with a row for each peak that was both measured and predicted.
+
+    The title has the properties that all cells share.
+    """
+    names = [_parts(series.prediction.cell) for series in checked]
+    common = [parts.count(parts[0]) == len(parts) for parts in zip(*names, strict=True)]
+    title = " · ".join(part for part, same in zip(names[0], common, strict=True) if same and part)
+    rows: list[list[str]] = []
+    for series, parts in zip(checked, names, strict=True):
+        name = " ".join(part for part, same in zip(parts, common, strict=True) if part and not same)
+        if series.prediction.cannot:
+            rows.append([f"{name}: {series.prediction.cannot}", *[""] * 5])
+        for figure, predicted, measured in series.figures:
+            sizes = (
+                f"{predicted / MIB:,.1f}",
+                f"{measured / MIB:,.1f}",
+                f"{(predicted - measured) / MIB:+,.1f}",
+            )
+            share = f"{(predicted - measured) / measured:+.2%}" if measured else "-"
+            rows.append([name, _PEAKS[figure], *sizes, share])
+            name = ""
+    numbers = (Column(one, "MiB") for one in ("predicted", "measured", "difference"))
+    columns = [
+        Column("cell", is_name=True),
+        Column("peak", is_name=True),
+        *numbers,
+        Column("", "%"),
+    ]
+    return Table(title, columns, rows)
+
+
+def summary_line(summary: Summary) -> str:
+    share = summary.killed / summary.series
+    return (
+        f"{summary.series:,} series. Anonymous peak: median error {summary.median_error:.2%}, largest"
+        f" {summary.largest_error:.2%}. A RAM limit of the predicted floor would have killed"
+        f" {summary.killed} ({share:.1%})."
+    )
+
+
+def _parts(cell: Cell) -> tuple[str, ...]:
+    words = [f"{key}={value}" for key, value in sorted(cell.options.items())]
+    words += [f"ranks={cell.ranks}"] if cell.ranks > 1 else []
+    options = " ".join([*words, *([f"use={cell.use}"] if cell.use else [])])
+    fmt = cell.format if cell.format != cell.strategy else ""
+    return cell.model.title, cell.strategy, options, fmt, cell.dtype, f"device {cell.device}"
+
+
+if __name__ == "__main__":
+    main()
