@@ -108,14 +108,9 @@ def test_what_cannot_be_a_path_is_a_name_or_an_id_of_the_hub() -> None:
         chosen("Some/Model")
 
 
-def test_a_file_has_one_checkpoint_and_takes_no_arguments() -> None:
+def test_a_file_takes_no_arguments() -> None:
     torch.save(TENSORS, "w.pt")
     for name in ("w.pt", "from:w.pt"):
-        with pytest.raises(
-            ConfigError,
-            match=f"the model has the checkpoint {name} already, and --checkpoint names another one: b.pt",
-        ):
-            chosen(name, checkpoint=Path("b.pt"))
         with pytest.raises(ConfigError, match=f"{name} takes no arguments"):
             chosen(name, kwargs={"width": 2})
     mine = {"name": "mine", "builder": "torch.nn:Module", "checkpoint": "w.pt"}

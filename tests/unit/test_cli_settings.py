@@ -174,6 +174,15 @@ def test_a_suite_overrides_the_file_and_the_command_line_overrides_the_suite(
     assert (own.operation, models(own), own.repeats) == ("save", ["gpt2-tiny"], 2)
 
 
+def test_typed_options_and_keys_override_a_suite(asked: Measured, here: Path) -> None:
+    (here / "own.yaml").write_text("models: gpt2-xl\nram: [8g, none]\nseed: 3\nstrategies: dcp\n")
+    suite, _ = asked("bench", "--suite", "own.yaml", "--ram", "4g", "--set", "kwargs.n=64")
+    assert (models(suite), suite.ram, suite.seed) == (["gpt2-xl"], [4 * 2**30], 3)
+    assert (suite.strategies[0].name, suite.kwargs) == ("dcp", {"n": 64})
+    other, _ = asked("bench", "gpt2-tiny", "--suite", "own.yaml", "--set", "environment.A=01")
+    assert (models(other), other.environment) == (["gpt2-tiny"], [{"A": "01"}])
+
+
 def test_without_a_table_nothing_is_set(asked: Measured) -> None:
     write('[project]\nname = "weighin-user"\n')
     assert asked("bench")[0].isolation == "auto"

@@ -410,11 +410,6 @@ def one_model(context: click.Context) -> str:
     return argument or named or ""
 
 
-def model_of(context: click.Context) -> str:
-    """Return the typed model, that of pyproject.toml, or the default one."""
-    return one_model(context) or context.params.get("models") or DEFAULT_MODEL
-
-
 def note_default(context: click.Context) -> None:
     """Print a note if the user gave no model or suite: for verbs whose output does not name it."""
     if not (one_model(context) or context.params.get("models") or context.params.get("suite")):

@@ -11,7 +11,7 @@ from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
 from weighin.formats.pretrained_folder import adapter_note, folder_of, is_folder, own_dtype
 from weighin.formats.pretrained_library import Selection
-from weighin.settings.definition import DTYPES, Settings, SuiteModel
+from weighin.settings.definition import DTYPES, Settings
 from weighin.stream import formats
 from weighin.stream.foreign import remembering
 from weighin.suite import registry, user_code
@@ -83,9 +83,9 @@ def choose(settings: Settings) -> ChosenModels:
         HarnessError: a model, its builder or its dtype is invalid, a model has two checkpoints, the
             selections differ, or a selection is given without one checkpoint for all models.
     """
-    checkpoint, choice, typed = settings.checkpoint, settings.choice, settings.selection
-    selection = _selection(settings, typed)
-    specs, own = [], checkpoint and registry.weights_of(checkpoint)
+    choice, selection = settings.choice, _selection(settings)
+    given = settings.checkpoint and registry.weights_of(settings.checkpoint)
+    specs: list[ModelSpec] = []
     several: dict[str, Path] = {}
     dtypes: dict[str, str] = {}
     for entry in settings.models:
@@ -99,25 +99,25 @@ def choose(settings: Settings) -> ChosenModels:
         spec = replace(spec, name=entry.name) if is_named else spec
         specs.append(spec)
         dtypes[spec.title] = _dtype(spec, entry.dtype or settings.dtype)
-        weights = _own(entry, spec, weights, checkpoint)
-        if weights and len(settings.models) > 1:
-            if selection:
-                raise ConfigError(
-                    f"{entry.name or entry.source} has its own checkpoint, but {' '.join(selection.options)} would"
-                    " select weights in the checkpoints of all models",
-                    "measure this model in a separate run; weighin compare RUN_A RUN_B then"
-                    " compares the runs",
-                )
+        if entry.checkpoint and weights is None:
+            weights = registry.weights_of(Path(entry.checkpoint))
+        if weights:
             several[spec.title] = weights
-        else:
-            own = weights or own
-    if selection and own is None:
-        options, path = ("--key and strip_prefix", "--checkpoint PATH")
-        if not typed:
-            options, path = "key and strip_prefix of a model", "checkpoint: PATH"
+    if given or len(settings.models) == 1:  # --checkpoint overrides those of the suite
+        own = given or next(iter(several.values()), None)
+        several = {}
+    else:
+        own = None
+    if selection and several:
         raise ConfigError(
-            f"{options} select weights in your own checkpoint, but none is given",
-            f"add {path}, or leave {options} out",
+            f"{next(iter(several))} has its own checkpoint, but {' '.join(selection.options)} would"
+            " select weights in the checkpoints of all models",
+            "measure this model in a separate run; weighin compare RUN_A RUN_B then compares the runs",
+        )
+    if selection and own is None:
+        raise ConfigError(
+            "key and strip_prefix select weights in your own checkpoint, but none is given",
+            "add --checkpoint PATH (checkpoint: PATH of a suite's model), or leave them out",
         )
     python_path: tuple[str, ...] = ()
     if not all(
@@ -137,41 +137,16 @@ def choose(settings: Settings) -> ChosenModels:
     )
 
 
-def _selection(settings: Settings, typed: Selection) -> Selection:
-    """Return the part of the checkpoint that the suite's models select, or else the part that the
-    command line selects (``typed``).
-    """
+def _selection(settings: Settings) -> Selection:
+    """Return the part of the checkpoint that --key and strip_prefix select, or else the models."""
     first, *others = [Selection(entry.key, entry.strip_prefix) for entry in settings.models]
-    if any(other != first for other in others):
+    if not settings.selection and any(other != first for other in others):
         raise ConfigError(
             "the models of the suite select different parts of a checkpoint (key, strip_prefix),"
             " but a run reads one part of one checkpoint",
             "give all models the same key and strip_prefix, or write a suite file for each model",
         )
-    if first and typed and first != typed:
-        raise ConfigError(
-            f"the suite selects a part of the checkpoint with {' '.join(first.options)}, and the"
-            f" command line selects another part with {' '.join(typed.options)}",
-            "leave --key and strip_prefix out",
-        )
-    return first or typed
-
-
-def _own(
-    entry: SuiteModel, spec: ModelSpec, weights: Path | None, given: Path | None
-) -> Path | None:
-    """Return a model's own checkpoint; None if it has none, or if --checkpoint replaces it."""
-    if entry.checkpoint and weights is None:
-        weights = registry.weights_of(Path(entry.checkpoint))
-    if weights is None or given is None:
-        return weights
-    if is_folder(spec):
-        return None
-    raise ConfigError(
-        f"the model has the checkpoint {entry.checkpoint or entry.source} already, and"
-        f" --checkpoint names another one: {given}",
-        "leave --checkpoint out",
-    )
+    return settings.selection or first
 
 
 def _dtype(spec: ModelSpec, asked: str) -> str:
