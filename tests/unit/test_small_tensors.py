@@ -73,13 +73,13 @@ def test_sixty_small_tensors_take_few_reads(
 ) -> None:
     model, path = nn.Sequential(*(nn.Linear(20, 20) for _ in range(60))), tmp_path / "model.pt"
     torch.save(model.state_dict(), path)
-    scatter, calls = Reader.scatter, []
+    piece, calls = Reader.piece, []
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any) -> memoryview:
         calls.append(arguments)
-        scatter(*arguments)
+        return piece(*arguments)
 
-    monkeypatch.setattr(Reader, "scatter", counted)
+    monkeypatch.setattr(Reader, "piece", counted)
     load_streaming(model, path)
     assert len(calls) == 1
 
@@ -88,12 +88,12 @@ def test_a_file_that_was_cut_during_the_load_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, path = saved(tmp_path, "safetensors")
-    scatter = Reader.scatter
+    piece = Reader.piece
 
-    def cut(*arguments: object) -> None:
+    def cut(*arguments: Any) -> memoryview:
         os.truncate(path, 5000)
-        scatter(*arguments)  # type: ignore[arg-type]
+        return piece(*arguments)
 
-    monkeypatch.setattr(Reader, "scatter", cut)
+    monkeypatch.setattr(Reader, "piece", cut)
     with pytest.raises(CheckpointError, match="truncated: it ends before byte"):
         load_streaming(model, path)

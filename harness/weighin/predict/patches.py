@@ -193,17 +193,16 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
         buffers = filling.buffer_bytes(stored, disk.threads)
         pinned = 2 * (disk.threads or DISK_THREADS) if ledger.cuda is not None else 0
         with ledger.holding(buffers), ledger.pinning(pinned if stored else 0, PIECE_BYTES):
-            for where, out, members in stored:
+            for where, out in stored:
                 fresh = ledger.work["fresh_bytes"]
-                for tensor in members or (out,):
-                    ledger.write(tensor)
+                ledger.write(out)
                 if out.nbytes >= HUGE_PAGE_BYTES:
                     # Huge pages cause few page faults, but zeroing them takes as long as a write.
                     ledger.work["fresh_bytes"] = fresh
                     ledger.work["written_bytes"] += out.nbytes
                 ledger.work["read_direct_bytes"] += where.nbytes
         with ledger.holding(filling.cache_threads() * _OF_A_STEP_BYTES if computed else 0):
-            for where, out, _ in computed:
+            for where, out in computed:
                 ledger.write(out)
                 ledger.work["read_direct_bytes"] += where.storage_bytes
 

@@ -12,7 +12,6 @@ import mmap
 import os
 import time
 import weakref
-from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,9 +41,6 @@ LATE_NS: Final = 500_000
 """The time in nanoseconds from which a small read, and its disk, count as late. A local disk takes
 50,000 to 200,000 ns for a small read."""
 
-MOST_UNUSED_BYTES: Final = 4096
-"""The largest gap, in bytes of the file, between two targets that one call of ``scatter`` fills."""
-
 HUGE_PAGE_BYTES: Final = 2 * 1024**2
 
 TENSOR_ALIGNMENT: Final = 64
@@ -63,10 +59,6 @@ _LATE_BUFFERS_BYTES: Final = 8 * 1024**2  # of all threads together
 _SMALL_BYTES: Final = 4096
 _SAMPLE_BYTES: Final = 128 * 1024  # one request of FUSE
 _REFUSED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
-_unused: Final = memoryview(bytearray(MOST_UNUSED_BYTES))  # receives gaps from all threads
-_preadv: Final = ctypes.CDLL(None).preadv  # os.preadv needs an object for each buffer
-_preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
-_preadv.restype = ctypes.c_ssize_t
 
 
 class Reader:
@@ -132,28 +124,6 @@ class Reader:
         elif not self._read_direct([self._buffer[: _up(skip + size)]], offset - skip, skip + size):
             self._through_cache(piece, offset, drops=True)
         return piece
-
-    def scatter(self, file: Path, places: Sequence[tuple[int, int, int]]) -> None:
-        """Fill small targets by one read.
-
-        Args:
-            places: (offset in the file, address, size) of at most 500 targets in the file's order.
-                The gaps between targets have at most ``MOST_UNUSED_BYTES``. All targets lie within
-                ``piece_bytes`` of the file.
-        """
-        start, size = places[0][0], places[-1][0] + places[-1][2] - places[0][0]
-        if self.cached_share(file, start, size) >= _NEARLY_CACHED:
-            buffers, end = array("Q"), start
-            for offset, address, length in places:
-                if offset > end:
-                    buffers.extend((address_of(_unused), offset - end))
-                buffers.extend((address, length))
-                end = offset + length
-            if _preadv(self._cached, buffers.buffer_info()[0], len(buffers) // 2, start) == size:
-                return
-        content = address_of(self.piece(file, start, size)) - start
-        for offset, address, length in places:
-            ctypes.memmove(address, content + offset, length)
 
     def cached_share(self, file: Path, offset: int, size: int) -> float:
         """Return the share of the pages of a range that the kernel reports as cached, from 0 to 1."""
@@ -310,59 +280,51 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> torch.Tensor:
-    """Return a flat uninitialised tensor; a tensor of 2 MiB or more on the CPU gets huge pages.
-
-    Without huge pages, faults of 4 KiB pages would take most of the time of a load from the page cache.
-
-    Args:
-        offset: the tensor's offset in its file. The tensor gets the same offset within a page in memory
-            as in the file, rounded down to ``TENSOR_ALIGNMENT``, so that direct reads need no buffer.
-    """
-    size = numel * dtype.itemsize
-    if device.type != "cpu" or size < HUGE_PAGE_BYTES:
-        return torch.empty(numel, dtype=dtype, device=device)
-    memory, first = _huge(size, offset)
-    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=first)
+    """Return a flat uninitialised tensor, on the CPU as ``allocate_all`` does."""
+    if device.type == "cpu":
+        return allocate_all([(numel, dtype, offset)])[0]
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
-def allocate_together(
-    size: int, offset: int, tensors: Sequence[tuple[int, int, torch.dtype]]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return newly allocated memory in huge pages, as bytes, and the tensors in it.
+def allocate_all(tensors: Sequence[tuple[int, torch.dtype, int]]) -> list[torch.Tensor]:
+    """Return flat uninitialised CPU tensors, in huge pages if all of them together have 2 MiB.
 
-    Each tensor has its own storage, so that ``torch.save`` of one tensor writes no other tensor. When
-    a tensor is freed, the pages that hold only this tensor are freed.
+    Without huge pages, faults of 4 KiB pages would take most of the time of a load from the page
+    cache. Each tensor has its own storage, so that ``torch.save`` of one tensor writes no other
+    tensor. When a tensor is freed, the pages that hold only this tensor are freed.
 
     Args:
-        offset: the offset in the file of the memory's first byte, as for ``allocate``.
-        tensors: each tensor's start in bytes, its number of elements and its dtype.
+        tensors: each tensor's number of elements, its dtype, and its offset in its file. A large tensor
+            gets the same offset within a page in memory as in the file, rounded down to
+            ``TENSOR_ALIGNMENT``, so that direct reads need no buffer.
     """
-    memory, lead = _huge(size, offset)
+    places, end = [], 0
+    for numel, dtype, offset in tensors:
+        size = numel * dtype.itemsize
+        within = offset % ALIGNMENT - offset % TENSOR_ALIGNMENT
+        is_large = size >= _LEAST_STRAIGHT_BYTES
+        start = end + (within - end) % ALIGNMENT if is_large else end + -end % TENSOR_ALIGNMENT
+        places.append((start, size, numel, dtype))
+        end = start + size
+    if end < HUGE_PAGE_BYTES:
+        return [torch.empty(numel, dtype=dtype, device="cpu") for _, _, numel, dtype in places]
+    memory = mmap.mmap(-1, end + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
+    skip = -address_of(memoryview(memory)) % HUGE_PAGE_BYTES
+    # Only whole huge pages, because the kernel charges a partly used huge page in full.
+    ask_for_huge_pages(memory, skip, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     found = []
-    for at, numel, dtype in tensors:
-        first, last = lead + at, lead + at + numel * dtype.itemsize
+    for start, size, numel, dtype in places:
+        if not size:
+            found.append(torch.empty(numel, dtype=dtype, device="cpu"))
+            continue
+        first, last = skip + start, skip + start + size
         view = memoryview(memory)[first:last]
         low, high = _up(first), _down(last)
         if low < high:
             free = weakref.finalize(view, memory.madvise, mmap.MADV_DONTNEED, low, high - low)
             free.atexit = False
         found.append(torch.frombuffer(view, dtype=dtype))
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=lead), found
-
-
-def _huge(size: int, offset: int) -> tuple[mmap.mmap, int]:
-    """Map ``size`` bytes, and return the mapping and the offset of these bytes in it.
-
-    They begin, after the start of a huge page, where they begin in a page of the file.
-    """
-    lead = offset % ALIGNMENT
-    lead -= lead % TENSOR_ALIGNMENT
-    flags = mmap.MAP_PRIVATE | MAP_NORESERVE
-    area = mmap.mmap(-1, size + HUGE_PAGE_BYTES + lead, flags=flags)
-    skip = -address_of(memoryview(area)) % HUGE_PAGE_BYTES
-    # Only whole huge pages, because the kernel charges a partly used huge page in full.
-    ask_for_huge_pages(area, skip, (size + lead) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
-    return area, skip + lead
+    return found
 
 
 def ask_for_huge_pages(area: mmap.mmap, start: int, size: int) -> None:

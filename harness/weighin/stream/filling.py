@@ -23,11 +23,11 @@ from weighin.stream.bytes import (
     ALIGNMENT,
     DISK_THREADS,
     HUGE_PAGE_BYTES,
-    MOST_UNUSED_BYTES,
     PIECE_BYTES,
     Disk,
     Reader,
     Readers,
+    address_of,
     allocate,
     memory_of,
 )
@@ -42,23 +42,19 @@ _MOST_PROBED: Final = 16  # tensors
 _MOSTLY: Final = 0.75
 _MOST_PIECE_BYTES: Final = 4 * PIECE_BYTES
 _BUFFERS_SHARE: Final = 1 / 200  # of the bytes to read, for the buffers of all threads
-_MOST_TENSORS: Final = (
-    500  # in one read: preadv takes 1024 buffers, and a tensor and its gap take two
-)
+_MOST_UNUSED_BYTES: Final = 4096  # of the file, between two tensors of one read
 
 
 class Fill(NamedTuple):
     """A tensor to fill, and its source in a checkpoint.
 
     Attributes:
-        where: the tensor in the checkpoint, or the range of a file with several adjacent tensors.
+        where: the tensor in the checkpoint.
         out: the tensor to fill, of the same shape, in any dtype and on any device.
-        members: the tensors that share the memory ``out``; empty if ``out`` is one tensor.
     """
 
     where: Slice
     out: torch.Tensor
-    members: tuple[torch.Tensor, ...] = ()
 
 
 class _Piece(NamedTuple):
@@ -140,7 +136,7 @@ def cache_threads() -> int:
 def buffer_bytes(fills: Iterable[Fill], threads: int | None) -> int:
     """Return the largest size in bytes that the buffers of all threads together can have."""
     threads, used, total = threads or DISK_THREADS, 0, 0
-    for where, out, _ in fills:
+    for where, out in fills:
         is_straight = out.dtype == where.dtype and out.nbytes > PIECE_BYTES and not where.parts
         used += 4 * ALIGNMENT if is_straight else where.nbytes
         total += where.nbytes
@@ -200,7 +196,7 @@ def _readers(fills: Sequence[Fill], disk: Disk, total_bytes: int) -> Readers:
     """
     with closing(Reader()) as reader:
         cached_bytes, all_bytes = 0.0, 0
-        for where, *_ in fills[:: len(fills) // _MOST_PROBED + 1]:
+        for where, _ in fills[:: len(fills) // _MOST_PROBED + 1]:
             size = min(_span_bytes(where), READ_BYTES)
             cached_bytes += reader.cached_share(where.file, where.offset, size) * size
             all_bytes += size
@@ -226,7 +222,7 @@ def _pieces(fills: Iterable[Fill], most_bytes: int, piece_bytes: int) -> Iterato
         most_bytes: the largest size of a read straight into memory.
         piece_bytes: the largest size of a read through a buffer.
     """
-    for where, out, _ in fills:
+    for where, out in fills:
         file, dtype, offset = where.file, where.dtype, where.offset
         if where.contiguous:
             target = out
@@ -284,10 +280,8 @@ def _runs(pieces: Iterable[_Piece], most_bytes: int) -> Iterator[list[_Piece]]:
         if run:
             first, last = run[0], run[-1]
             follows = (
-                0 <= piece.offset - last.end <= MOST_UNUSED_BYTES
+                0 <= piece.offset - last.end <= _MOST_UNUSED_BYTES
                 and piece.end - first.offset <= most_bytes
-                and len(run) < _MOST_TENSORS
-                and piece.plain == first.plain
                 and piece.target.is_cpu
                 and first.target.is_cpu
                 and piece.spread is first.spread is None
@@ -318,14 +312,16 @@ class _Filler:
         first = run[0]
         if len(run) == 1:
             self._fill_one(first)
-        elif first.plain:
-            places = [(one.offset, one.target.data_ptr(), one.end - one.offset) for one in run]
-            self._reader.scatter(first.file, places)
         else:
             content = self._reader.piece(first.file, first.offset, run[-1].end - first.offset)
+            start = address_of(content) - first.offset
             for one in run:
-                part = content[one.offset - first.offset : one.end - first.offset]
-                _convert(part, one.dtype, one.target)
+                if one.plain:
+                    size = one.end - one.offset
+                    ctypes.memmove(one.target.data_ptr(), start + one.offset, size)
+                else:
+                    part = content[one.offset - first.offset : one.end - first.offset]
+                    _convert(part, one.dtype, one.target)
 
     def _fill_one(self, piece: _Piece) -> None:
         file, dtype, target = piece.file, piece.dtype, piece.target

@@ -6,10 +6,9 @@ from a state dict whose tensors have addresses but no values; ``construct.WriteL
 copies that it makes. Either way, nothing is read before the whole checkpoint is known to fit. Several
 threads then make the copies piece by piece.
 
-New memory for large tensors on the CPU is in huge pages, and has the alignment that the tensors have
-in the file, so that direct reads need no buffer. Tensors that adjoin in a file get one area of memory:
-one large read fills all of them, and they share huge pages. The peak memory is the model, and half a
-MiB for each thread.
+New memory on the CPU is one area of huge pages, in which each large tensor has the alignment that it
+has in the file, so that direct reads need no buffer. The peak memory is the model, and half a MiB for
+each thread.
 """
 
 import copy
@@ -22,11 +21,11 @@ import re
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -35,15 +34,9 @@ from weighin.errors import CheckpointError, HarnessError
 from weighin.formats.pretrained_library import Selection
 from weighin.formats.quantised import refuse_codes
 from weighin.stream import construct, filling, formats
-from weighin.stream.bytes import (
-    HUGE_PAGE_BYTES,
-    TENSOR_ALIGNMENT,
-    Disk,
-    allocate,
-    allocate_together,
-)
+from weighin.stream.bytes import Disk, allocate_all
 from weighin.stream.construct import DeferredLoad, WriteLog
-from weighin.stream.filling import Fill, dense_stride, file_order
+from weighin.stream.filling import Fill, dense_stride
 from weighin.stream.foreign import misfit, selecting
 from weighin.stream.slices import Checkpoint, Slice, check_converts
 from weighin.stream.state_dicts import is_extra_state
@@ -81,8 +74,6 @@ _MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
 _FOREIGN: Final = re.compile(r"(?:GLOBAL |unpickle )(\S+?)(?: was not| is not|$)")
 _PLAIN_TENSORS: Final = frozenset({torch.Tensor, nn.Parameter})
 _SMALL_BYTES: Final = 64 * 1024  # a smaller tensor gains nothing from huge pages
-_LEAST_SMALL: Final = 16  # fewer small tensors in a row are read together with larger ones
-_MOST_BETWEEN_BYTES: Final = 64 * 1024  # of the file, between two tensors in one area
 _CPU: Final = torch.device("cpu")
 _log = logging.getLogger("weighin")
 
@@ -457,38 +448,6 @@ def _harmless() -> list[Any]:
 # -- where the values go
 
 
-class _Need(NamedTuple):
-    """A tensor of the model that needs new memory, and its source in the checkpoint.
-
-    ``tensor`` already has its final shape and strides, without gaps. ``dtype`` and ``device`` are
-    the dtype and device of the new memory.
-    """
-
-    source: Slice
-    tensor: torch.Tensor
-    dtype: torch.dtype
-    device: torch.device
-
-    def give(self, flat: torch.Tensor) -> Fill:
-        """Make ``flat`` the tensor's memory, and return the ``Fill`` that reads the values into it."""
-        self.tensor.data = flat.as_strided(self.tensor.shape, self.tensor.stride(), 0)
-        return Fill(self.source, self.tensor.detach())
-
-    @property
-    def takes_bytes(self) -> bool:
-        """Whether the tensor's memory is to have the file's bytes as they are."""
-        source, stride = self.source, self.tensor.stride()
-        if self.device != _CPU or self.dtype != source.dtype or not source.nbytes:
-            return False
-        if source.parts or source.fill or source.offset % source.dtype.itemsize:
-            return False
-        if source.contiguous and self.tensor.is_contiguous():
-            return True
-        sides = zip(source.shape, stride, source.stride, strict=True)
-        same = all(size == 1 or ours == theirs for size, ours, theirs in sides)
-        return same and file_order(source) is not None
-
-
 class _Placer:
     """Decides for each tensor whether the load fills the tensor's present memory or allocates new."""
 
@@ -510,32 +469,29 @@ class _Placer:
 
     def all(self, loads: list[DeferredLoad]) -> Iterator[Fill]:
         """Yield what is to be filled for the ``loads``, and clear them to free the former memory."""
-        needs: list[_Need] = []
-        for is_small, some in itertools.groupby(loads, self._is_small):
-            members = list(some)
-            if is_small and len(members) >= _LEAST_SMALL:
-                yield from (Fill(load.promise, load.target) for load in members)
-                continue
-            for load in members:
-                source = _source_of(load)
-                if source is None:
-                    _read_now(load)
-                elif (need := self._need(load, source)) is not None:
-                    needs.append(need)
-                else:
-                    yield Fill(source, load.target)
-        loads.clear()
-        run: list[_Need] = []
-        for need in needs:
-            takes_bytes = need.takes_bytes
-            if run and not (takes_bytes and _adjoins(run, need.source)):
-                yield from _together(run)
-                run = []
-            if takes_bytes:
-                run.append(need)
+        needs: list[tuple[Slice, torch.Tensor, torch.dtype]] = []
+        for load in loads:
+            is_small = self._is_small(load)
+            source = load.promise if is_small else _source_of(load)
+            if source is None:
+                _read_now(load)
+            elif is_small or (need := self._need(load, source)) is None:
+                yield Fill(source, load.target)
             else:
-                yield need.give(allocate(need.tensor.numel(), need.dtype, need.device))
-        yield from _together(run)
+                needs.append((source, *need))
+        loads.clear()
+        places = [
+            (tensor.numel(), kind, source.offset if kind == source.dtype else 0)
+            for source, tensor, kind in needs
+        ]
+        flats: Iterable[torch.Tensor] = (
+            allocate_all(places)
+            if self._device == _CPU
+            else (torch.empty(size, dtype=kind, device=self._device) for size, kind, _ in places)
+        )
+        for (source, tensor, _), flat in zip(needs, flats, strict=True):
+            tensor.data = flat.as_strided(tensor.shape, tensor.stride(), 0)
+            yield Fill(source, tensor.detach())
 
     def _is_small(self, load: DeferredLoad) -> bool:
         """Tell whether a tensor is small, and its bytes in the file are its bytes in memory."""
@@ -552,8 +508,8 @@ class _Placer:
             and bool(source.contiguous)
         )
 
-    def _need(self, load: DeferredLoad, source: Slice) -> _Need | None:
-        """Return the new memory that a tensor needs; None if the tensor keeps its memory.
+    def _need(self, load: DeferredLoad, source: Slice) -> tuple[torch.Tensor, torch.dtype] | None:
+        """Return a tensor that needs new memory, and its dtype; None if the tensor keeps its memory.
 
         A tensor with the wanted device and dtype keeps its memory if the memory existed before the
         load. Any tensor keeps its memory if another tensor shares it, if the load fills only a part
@@ -580,7 +536,7 @@ class _Placer:
         if not stays and id(tensor) in self._buffers:
             module, leaf = self._buffers[id(tensor)]
             tensor = module._buffers[leaf] = target  # Module.to() also makes a new buffer
-        return _Need(source, tensor, kind, self._device)
+        return tensor, kind
 
     def _final_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
@@ -597,34 +553,6 @@ def _is_whole(tensor: torch.Tensor, target: torch.Tensor) -> bool:
         and is_dense(tensor)
         and use_count(tensor) == 2  # the tensor of the model, and ``target``
     )
-
-
-def _adjoins(run: Sequence[_Need], source: Slice) -> bool:
-    """Tell whether a tensor can follow the last one of an area in the file."""
-    first, last = run[0].source, run[-1].source
-    return (
-        source.file == last.file
-        and 0 <= source.offset - last.offset - last.nbytes <= _MOST_BETWEEN_BYTES
-        and not (source.offset - first.offset) % TENSOR_ALIGNMENT
-    )
-
-
-def _together(run: Sequence[_Need]) -> Iterator[Fill]:
-    """Yield one area for all tensors if they have at least 2 MiB together, else memory for each one."""
-    if not run:
-        return
-    first, last = run[0].source, run[-1].source
-    size = last.offset + last.nbytes - first.offset
-    if len(run) == 1 or size < HUGE_PAGE_BYTES:
-        for need in run:
-            numel, offset = need.tensor.numel(), need.source.offset
-            yield need.give(allocate(numel, need.dtype, need.device, offset))
-        return
-    places = [(one.source.offset - first.offset, one.tensor.numel(), one.dtype) for one in run]
-    memory, flats = allocate_together(size, first.offset, places)
-    members = tuple(need.give(flat).out for need, flat in zip(run, flats, strict=True))
-    source = replace(first, shape=(size,), stride=(1,), dtype_name="uint8")
-    yield Fill(source, memory, members)
 
 
 def _read_now(load: DeferredLoad) -> None:
