@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ import torch
 from click.testing import CliRunner
 from fork_server import ForkServer
 from rich.console import Console
-from safetensors.torch import load_file
 
 from weighin import child_process
 from weighin.checkpoint import convert as converting
@@ -31,23 +28,6 @@ from weighin.units import MIB
 
 pytestmark = pytest.mark.usefixtures("torch_threads_restored")
 
-AGAIN = "copy or download the file again"
-SLOW_SOURCE = """
-import os, sys, time
-from pathlib import Path
-from weighin.checkpoint import reader
-from weighin.checkpoint.convert import Conversion
-
-real = reader.read_pieces
-def slow(where):
-    for piece in real(where):
-        yield piece
-        os.write(1, b"piece\\n")  # at once: two threads say it
-        time.sleep(60)
-
-reader.read_pieces = slow
-Conversion(Path(sys.argv[1]), Path(sys.argv[2]), "per_param").write()
-"""
 PEAK_SOURCE = """
 import sys, threading, time, torch
 from pathlib import Path
@@ -93,29 +73,6 @@ def names(folder: Path) -> list[str]:
 def weighin(*arguments: object) -> None:
     result = CliRunner().invoke(app, [str(each) for each in arguments])
     assert result.exit_code == 0, result.output
-
-
-def test_the_source_is_not_touched(source: Path) -> None:
-    before = source.read_bytes(), source.stat().st_mtime_ns
-    convert(source, source.with_name("new"))
-    assert (source.read_bytes(), source.stat().st_mtime_ns) == before
-
-
-def test_a_kill_leaves_no_target_and_the_next_conversion_removes_what_it_left(source: Path) -> None:
-    target = source.with_name("new")
-    command = [sys.executable, "-c", SLOW_SOURCE, str(source), str(target)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "piece\n"
-        (left,) = source.parent.glob(".new.weighin-*")
-        with pytest.raises(ConfigError) as caught:
-            convert(source, target)
-        assert caught.value.message == f"another weighin process is writing {target}"
-        os.kill(process.pid, signal.SIGKILL)
-    assert not target.exists()
-    assert left.is_dir()
-    convert(source, target)
-    assert names(source.parent) == ["model.pt", "new"]
 
 
 def test_an_error_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,12 +123,6 @@ def test_the_suffix_of_a_file_of_torch_means_that_torch_load_reads_it(
     written, original = torch.load(target), torch.load(source)
     assert written.keys() == original.keys()
     assert all(torch.equal(written[key], original[key]) for key in original)
-
-
-def test_the_suffix_safetensors_means_one_file(source: Path) -> None:
-    target = source.with_name("new.safetensors")
-    weighin("convert", source, target)
-    assert load_file(target).keys() == torch.load(source).keys()
 
 
 @pytest.mark.parametrize("name", ["new", "llama-3.1"])
@@ -240,15 +191,6 @@ def test_verify_finds_a_single_wrong_byte_and_a_missing_key(
     }
     assert caught.value.message == f"new: the written checkpoint has {what[harm]}; it was removed"
     assert names(source.parent) == ["model.pt"]
-
-
-def test_a_source_that_ends_too_early_is_named(source: Path) -> None:
-    target = source.with_name("split")
-    convert(source, target, "safetensors")
-    os.truncate(target, target.stat().st_size - 1)
-    with pytest.raises(CheckpointError):
-        convert(target, source.with_name("new"))
-    assert names(source.parent) == ["model.pt", "split"]
 
 
 @pytest.fixture(scope="module")
@@ -354,12 +296,6 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
         f"{target} needs 12.715 KiB, but only 1000 B are free in {source.parent}"
     )
     assert names(source.parent) == ["model.pt"]
-
-
-def test_help_says_which_names_mean_which_format() -> None:
-    said = CliRunner().invoke(app, ["convert", "--help"], env={"COLUMNS": "200"}).stdout
-    assert "pt for .pt, .pth, .bin and .ckpt" in " ".join(said.split())
-    assert "weighin convert model.pt parts --format per_param" in said
 
 
 def test_two_conversions_to_one_folder_do_not_disturb_each_other(source: Path) -> None:

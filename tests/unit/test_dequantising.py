@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from quantised_folders import State, write_folder
 from safetensors.torch import load_file, save_file
 
 from weighin import load_pretrained
-from weighin.cli.app import app
-from weighin.errors import CheckpointError, ConfigError
+from weighin.errors import CheckpointError
 from weighin.models.pretrained import arguments_to_dequantise, pretrained_class
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of from_pretrained, about the configuration
@@ -192,30 +190,3 @@ def test_codes_without_their_scales_beside_them_are_refused(tmp_path: Path) -> N
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="does not describe"):
         load_pretrained(folder)
-
-
-@pytest.mark.parametrize("name", COMPRESSED)
-def test_a_missing_package_is_named(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("utils.quantization_config", "quantizers.quantizer_compressed_tensors"):
-        monkeypatch.setattr(f"transformers.{module}.is_compressed_tensors_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"needs transformers, compressed-tensors>=0\.15\.0"):
-        load_pretrained(write_folder(tmp_path / "folder", name))
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("fp8", "fp32"), ("mxfp4", None)])
-def test_a_conversion_to_the_keys_of_the_model_writes_the_weights(
-    name: str, dtype: str | None, tmp_path: Path
-) -> None:
-    folder, target = write_folder(tmp_path / "folder", name), tmp_path / "weights.safetensors"
-    options = ["--keys", "model", "--verify", *(["--dtype", dtype] if dtype else [])]
-    result = CliRunner().invoke(app, ["convert", str(folder), str(target), *options])
-    assert result.exit_code == 0, result.output
-    assert "quantised with" not in result.output
-    written, kind = load_file(target), torch.float32 if dtype else torch.bfloat16
-    wanted = load_pretrained(folder, dtype=kind).state_dict()
-    assert written.keys() == wanted.keys()
-    for key, value in wanted.items():
-        assert written[key].dtype == kind
-        assert torch.equal(written[key], value.to(kind)), key

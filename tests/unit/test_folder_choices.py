@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weighin import child_process, load_pretrained
+from weighin import load_pretrained
 from weighin.cell import SYNTHESISED
 from weighin.cli.app import main
 from weighin.errors import CheckpointError, ConfigError, HarnessError
 from weighin.formats.hub_cache import cached_snapshot
 from weighin.formats.pretrained_folder import (
-    folder_of,
     from_pretrained_arguments,
-    read_folder,
-    variant_of,
 )
 from weighin.formats.pretrained_library import FolderChoice
 from weighin.models.pretrained import pretrained_class
-from weighin.settings.definition import check_suite
 from weighin.suite import registry
-from weighin.suite.chosen_models import choose
 
 BERT = {
     "vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -78,62 +73,6 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     return said
 
 
-@pytest.mark.parametrize("shard", ["1GB", "20KB"])
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_variant_is_loaded_inspected_and_converted(
-    tmp_path: Path, say: Say, shard: str, beside: bool
-) -> None:
-    folder = tmp_path / "model"
-    if beside:
-        bert(seed=1).save_pretrained(folder)
-    bert().half().save_pretrained(folder, variant="fp16", max_shard_size=shard)
-    wanted = auto("BertModel").from_pretrained(folder, variant="fp16", dtype="auto")
-    assert_equal(load_pretrained(folder, variant="fp16"), wanted)
-    checkpoint = read_folder(folder, FolderChoice(variant="fp16")).checkpoint
-    assert checkpoint.name == (
-        "model.fp16.safetensors" if shard == "1GB" else "model.safetensors.index.fp16.json"
-    )
-    assert (variant_of(checkpoint), folder_of(checkpoint)) == ("fp16", folder)
-    _, err = say("convert", folder, tmp_path / "made.safetensors", "--set", "variant=fp16")
-    made = load_file(tmp_path / "made.safetensors")
-    assert all(torch.equal(made[name], one) for name, one in wanted.state_dict().items()), err
-    out, _ = say("inspect", folder, "--set", "variant=fp16")
-    assert "float16" in out
-    assert "float32" not in out
-
-
-def test_a_variant_that_a_folder_lacks_is_refused(tmp_path: Path, say: Say) -> None:
-    bert().save_pretrained(tmp_path / "model")
-    with pytest.raises(CheckpointError) as caught:
-        load_pretrained(tmp_path / "model", variant="bf16")
-    assert str(caught.value) == (
-        f"{tmp_path / 'model'}: has no weights of the variant 'bf16', only model.safetensors\n"
-        "leave variant out"
-    )
-    for options in (("--set", "variant=fp16"), ("--set", "model_class=BertModel")):
-        _, err = say("predict", "gpt2-tiny", *options)
-        assert "gpt2-tiny is no Hugging Face folder of transformers, so --" in err
-
-
-@pytest.mark.parametrize("name", ["mine.safetensors", "parts/mine.safetensors"])
-def test_the_weights_that_the_config_names_count(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "model"
-    bert().save_pretrained(folder)
-    state = {key: one + 1 for key, one in load_file(folder / "model.safetensors").items()}
-    (folder / name).parent.mkdir(exist_ok=True)
-    save_file(state, folder / name, {"format": "pt"})
-    change(folder, lambda config: config.update(transformers_weights=name))
-    assert_equal(load_pretrained(folder), auto("BertModel").from_pretrained(folder))
-    found = read_folder(folder).checkpoint
-    assert (found, folder_of(found)) == (folder / name, folder)
-    (folder / name).unlink()
-    with pytest.raises(CheckpointError) as caught:
-        load_pretrained(folder)
-    assert "the weights that 'transformers_weights' in config.json names are missing" in str(
-        caught.value
-    )
-
-
 @pytest.mark.parametrize(
     "name", ["../a.safetensors", "/a.safetensors", "a.bin", 5, "a\0.safetensors"]
 )
@@ -146,17 +85,6 @@ def test_weights_that_from_pretrained_refuses_are_refused(tmp_path: Path, name: 
         load_pretrained(tmp_path / "model")
     with pytest.raises((ValueError, OSError, AttributeError)):
         auto("BertModel").from_pretrained(tmp_path / "model")
-
-
-def test_an_index_that_the_config_names_counts(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    bert(seed=1).save_pretrained(folder)
-    bert().save_pretrained(tmp_path / "other", max_shard_size="60KB")
-    for file in (tmp_path / "other").glob("model*"):
-        shutil.copy(file, folder)
-    (folder / "model.safetensors.index.json").rename(folder / "own.safetensors.index.json")
-    change(folder, lambda c: c.update(transformers_weights="own.safetensors.index.json"))
-    assert_equal(load_pretrained(folder), auto("BertModel").from_pretrained(folder))
 
 
 def test_a_file_that_from_pretrained_does_not_read_is_no_reference(tmp_path: Path) -> None:
@@ -253,37 +181,6 @@ def test_a_folder_whose_class_nothing_names_asks_for_it(tmp_path: Path) -> None:
     assert "transformers has no AutoModelForCausalLM for the model type visual_bert_mine" in str(
         caught.value
     )
-
-
-def test_an_auto_class_without_a_class_for_the_type_names_those_that_there_are(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "model"
-    bert().save_pretrained(folder)
-    with pytest.raises(ConfigError) as caught:
-        load_pretrained(folder, model_class="AutoModelForCTC")
-    assert str(caught.value).startswith(
-        "transformers has no AutoModelForCTC for the model type bert\n"
-    )
-    assert "one of BertModel, BertForPreTraining, BertLMHeadModel" in caught.value.repair
-
-
-def test_one_child_is_asked_for_a_class_that_transformers_chooses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bert().save_pretrained(tmp_path / "model")
-    asked, ask = [], child_process.ask
-
-    def counted(command: Sequence[str], *more: Any) -> Any:
-        asked.append(command)
-        return ask(command, *more)
-
-    monkeypatch.setattr(child_process, "ask", counted)
-    settings = check_suite({"models": str(tmp_path / "model")})
-    (spec,) = choose(settings).specs
-    assert (spec.kwargs["architecture"], asked) == ("BertModel", [])
-    (spec,) = choose(settings.model_copy(update={"model_class": "AutoModelForMaskedLM"})).specs
-    assert (spec.kwargs["architecture"], len(asked)) == ("BertForMaskedLM", 1)
 
 
 def test_code_beside_a_class_of_transformers_needs_no_trust_and_is_not_run(tmp_path: Path) -> None:

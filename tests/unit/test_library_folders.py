@@ -13,10 +13,9 @@ from model_differences import differences
 from safetensors.torch import save_file
 
 from weighin import load_pretrained
-from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.truth import index
-from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.pretrained_folder import find_weights, own_dtype
+from weighin.errors import ConfigError
+from weighin.formats.pretrained_folder import own_dtype
 from weighin.formats.pretrained_library import DIFFUSERS, LIBRARIES, TIMM, library_in
 from weighin.recommend.snippet import pretrained_snippet
 from weighin.suite import registry
@@ -54,38 +53,6 @@ def of_library(folder: Path, dtype: torch.dtype | None) -> torch.nn.Module:
 @pytest.mark.skipif(
     find_spec("diffusers") is None, reason="needs diffusers, from weighin[diffusers]"
 )
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "the unet of a pipeline",
-        "a unet in float16",
-        "a unet in shards",
-        "a unet in shards beside a file of other values",
-        "a unet in .bin",
-        "attention under its names before diffusers 0.17",
-        "keys that no module of diffusers has",
-        "weights that stay in float32, and computed buffers",
-        "positions as a persistent buffer",
-        "a computed buffer in float64",
-    ],
-)
-def test_a_part_of_a_pipeline_is_what_diffusers_loads(
-    tmp_path: Path, name: str, dtype: torch.dtype | None
-) -> None:
-    folder = saved("pipelines", name, tmp_path)
-    own = load_pretrained(folder, dtype=dtype or "auto")
-    reference = of_library(folder, dtype)
-    assert differences(own, reference) == []
-    if dtype is None:
-        made = tmp_path.with_name(f"{tmp_path.name}-made.pt")
-        Conversion(folder, made, model_keys=True).write()
-        assert list(torch.load(made)) == list(reference.state_dict())
-
-
-@pytest.mark.skipif(
-    find_spec("diffusers") is None, reason="needs diffusers, from weighin[diffusers]"
-)
 def test_a_variant_of_a_part_is_loaded_beside_the_usual_file(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -117,20 +84,6 @@ def test_the_manifest_of_a_part_has_the_values_that_diffusers_loads(tmp_path: Pa
         assert ("bfloat16" in entry.checksums) == (dtype == "bfloat16"), entry.name
 
 
-@pytest.mark.skipif(
-    find_spec("diffusers") is None, reason="needs diffusers, from weighin[diffusers]"
-)
-def test_a_weight_that_a_part_lacks_is_named(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    folder = saved("pipelines", "a unet in float16", tmp_path)
-    state = load_file(folder / ONE_FILE)
-    del state["conv_in.weight"]
-    save_file(state, folder / ONE_FILE)
-    with pytest.raises(CheckpointError, match=r"has no values for conv_in\.weight of this UNet2D"):
-        load_pretrained(folder)
-
-
 @pytest.mark.parametrize(
     ("config", "library"),
     [
@@ -145,21 +98,6 @@ def test_the_library_of_a_folder_is_told_by_its_config(
     config: dict[str, Any], library: str
 ) -> None:
     assert library_in(config).name == library
-
-
-def test_each_library_looks_for_its_own_files_in_its_own_order(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
-    for name in (ONE_FILE, "model.safetensors", f"{ONE_FILE}.index.json"):
-        (tmp_path / name).touch()
-    assert find_weights(tmp_path) == tmp_path  # diffusers prefers shards to one file
-    (tmp_path / f"{ONE_FILE}.index.json").unlink()
-    assert find_weights(tmp_path) == tmp_path / ONE_FILE
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    assert find_weights(tmp_path) == tmp_path / "model.safetensors"
-    assert DIFFUSERS.weights_as("fp16")[:2] == (
-        "diffusion_pytorch_model.safetensors.index.fp16.json",
-        "diffusion_pytorch_model.fp16.safetensors",
-    )
 
 
 @pytest.mark.parametrize("library", LIBRARIES[1:])
@@ -214,13 +152,3 @@ def test_a_folder_of_timm_is_what_timm_loads(
     assert registry.model(str(folder)).builder == TIMM.builder
     own = load_pretrained(folder, dtype=dtype or "auto")
     assert differences(own, of_library(folder, dtype)) == []
-
-
-def test_a_head_that_timm_would_draw_at_random_is_refused(tmp_path: Path) -> None:
-    needs_timm()
-    folder = saved("timm_folders", "a residual network", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    config["model_args"] = {"num_classes": 7}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"has no values for fc\.bias, fc\.weight"):
-        load_pretrained(folder)

@@ -25,7 +25,6 @@ from weighin.formats.pretrained_folder import (
 from weighin.models.pretrained import example_inputs, from_config, pretrained_class
 from weighin.predict import client
 from weighin.recommend.snippet import pretrained_snippet
-from weighin.stream import formats
 from weighin.suite import registry
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
@@ -119,16 +118,6 @@ def test_a_folder_loads_as_from_pretrained_loads_it(
         assert torch.equal(model(**inputs)[0], wanted(**inputs)[0])
 
 
-def test_weights_that_would_be_random_are_refused(make: Make, tmp_path: Path) -> None:
-    folder = tmp_path / "classifier"
-    shutil.copytree(make("encoder"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = ["BertForSequenceClassification"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"has no values for .*classifier\.bias"):
-        load_pretrained(folder)
-
-
 def test_code_in_the_folder_is_not_run(make: Make, tmp_path: Path) -> None:
     folder = tmp_path / "remote"
     shutil.copytree(make("tied"), folder)
@@ -160,13 +149,6 @@ def test_a_file_outside_of_a_folder_is_indexed_by_the_models_own_keys(
     assert names == set(model.state_dict())
 
 
-def test_a_folder_of_one_file_is_a_checkpoint(make: Make) -> None:
-    folder = make("tied")
-    assert formats.detect(folder) == "safetensors"
-    assert formats.files(folder) == [folder / "model.safetensors"]
-    assert formats.read(folder).format == "safetensors"
-
-
 def test_a_model_of_the_hub_is_found_in_the_cache_alone(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,12 +177,6 @@ def test_a_model_of_the_hub_is_found_in_the_cache_alone(
     assert load_pretrained("Some/Model").config.architectures == ["LlamaForCausalLM"]
 
 
-def test_a_folder_without_weights_says_what_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(CheckpointError, match=r"has config\.json but no weights"):
-        load_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize("strategy", ["streaming", "transformers"])
 def test_the_recommended_code_loads_the_folder(make: Make, strategy: str) -> None:
     code = pretrained_snippet(
@@ -222,19 +198,6 @@ def test_formats_that_weighin_writes_from_converted_keys_are_predicted(make: Mak
     for one in client.predict(cells, checkpoint=found.checkpoint):
         assert not one.cannot
         assert one.host_anon_peak_bytes
-
-
-@pytest.mark.parametrize(
-    "name", ["experts", "tied", "encoder-decoder", "shards", "computed weights"]
-)
-def test_a_conversion_writes_the_keys_of_the_model(make: Make, tmp_path: Path, name: str) -> None:
-    folder = make(name)
-    kind = pretrained_class(read_folder(folder).wanted)
-    wanted = kind.from_pretrained(folder, dtype="auto").state_dict()
-    Conversion(folder, tmp_path / "model.pt", model_keys=True).write()
-    found = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert list(found) == list(wanted)
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 
 def test_keys_of_a_model_are_not_those_of_another_file(tmp_path: Path) -> None:

@@ -63,11 +63,6 @@ def test_a_loaded_model_and_its_modules_name_their_folder(experts: Path) -> None
     assert names(load_pretrained(experts)) == names(reference)
 
 
-def test_no_dtype_is_the_dtype_that_from_pretrained_takes(experts: Path) -> None:
-    reference = from_pretrained(experts, dtype=None)
-    assert load_pretrained(experts, dtype=None).dtype == reference.dtype == torch.bfloat16
-
-
 def test_a_loaded_model_has_no_attribute_that_from_pretrained_does_not_give(experts: Path) -> None:
     reference = from_pretrained(experts)
     assert vars(load_pretrained(experts)).keys() <= vars(reference).keys()

@@ -78,33 +78,6 @@ def cells_of(folder: Path, *strategies: str, operation: Any = "load") -> list[Pl
     return planned((spec,), pairs, operation=operation, own_formats={spec.title: "safetensors"})
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in OURS])
-def test_codes_are_not_loaded_as_weights(make: Make, name: str) -> None:
-    folder = make(name)
-    with pytest.raises(CheckpointError) as caught:
-        load_pretrained(folder)
-    assert caught.value.message.startswith(
-        f"{folder}: quantised with {LAYOUTS[name].method}: 14 tensors are codes that mean something"
-        " only with their scales ("
-    )
-    if name in UNREAD:
-        assert UNREAD[name] in caught.value.message
-        assert "the library that quantised it" in caught.value.repair
-    else:
-        assert caught.value.repair.startswith("load it with from_pretrained, which names")
-        assert caught.value.repair.endswith(f"weighin bench {folder} --strategies transformers")
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_file_of_codes_is_no_model_by_itself(make: Make, name: str, tmp_path: Path) -> None:
-    file = tmp_path / "alone.safetensors"
-    file.write_bytes((make(name) / "model.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match=r"no config\.json beside it"):
-        registry.model(str(file))
-    with pytest.raises(CheckpointError, match="mean something only with their scales"):
-        registry.model(f"from:{make(name)}")
-
-
 @pytest.mark.parametrize("name", ["fp8", "compressed int8", "gptq", "quanto", "modelopt"])
 def test_neither_a_builder_of_transformers_nor_a_plain_module_takes_codes(
     make: Make, name: str
@@ -296,21 +269,6 @@ def test_a_conversion_copies_codes_as_they_are_or_refuses(
         assert not (tmp_path / "weights").exists()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_method_and_the_size_are_inspected(make: Make, name: str, tmp_path: Path) -> None:
-    code, text = run("inspect", make(name), "--json", tmp_path / "inspected.json")
-    assert code == 0
-    found = quantised.in_checkpoint(make(name), formats.read(make(name)))
-    assert found
-    assert found.summary in text
-    assert UNREAD.get(name, "from_pretrained loads them") in text
-    assert (name in OURS) == ("convert --keys model dequantise them" in text)
-    told = json.loads((tmp_path / "inspected.json").read_text())["quantised"]
-    assert told == found.as_json()
-    assert told["method"] == LAYOUTS[name].method
-    assert told["stored_bytes"] == sum(one.nbytes for one in quantised_state(name).values())
-
-
 @pytest.mark.parametrize("verb", ["recommend", "predict"])
 @pytest.mark.parametrize("name", ["quanto", "modelopt"])
 def test_neither_code_nor_memory_is_told_for_a_load_of_codes(
@@ -335,29 +293,6 @@ def test_the_prediction_of_a_load_that_dequantises_has_the_size_of_the_result(
     wanted = sum(one.nbytes for one in loaded.values())
     assert streaming.model_bytes == pytest.approx(wanted, abs=4096)  # and its rotary frequencies
     assert "weighin cannot predict how transformers loads weights" in other.cannot
-
-
-@pytest.mark.usefixtures("torch_threads_restored")
-@pytest.mark.nightly
-def test_who_dequantises_is_recommended_once_it_is_measured(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
-    results = tmp_path / "results"
-    code, text = run(
-        "bench", make("fp8"), "--strategies", "streaming,transformers,baseline", "--isolation", "process",
-        "--out", results / "fp8",
-    )  # fmt: skip
-    assert code == 0, text
-    records = map(json.loads, (results / "fp8" / "records.jsonl").read_text().splitlines())
-    outcomes = {one["cell"]["strategy"]: one["outcome"] for one in records}
-    assert outcomes == {"streaming": "ok", "transformers": "ok", "baseline": "skipped"}
-    target = tmp_path / "answer.json"
-    code, text = run("recommend", make("fp8"), "--results", results, "--json", target)
-    assert code == 0, text
-    answer = json.loads(target.read_text())
-    assert {one["strategy"] for one in answer["candidates"]} == {"streaming", "transformers"}
-    assert any("quantised with fp8" in note for note in answer["notes"])
 
 
 @pytest.fixture

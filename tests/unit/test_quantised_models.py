@@ -12,7 +12,6 @@ from factories import planned
 from weighin.cell import ModelSpec
 from weighin.checkpoint import truth
 from weighin.checkpoint.manifest import Manifest
-from weighin.errors import ConfigError
 from weighin.predict.client import predict
 from weighin.stream import formats
 from weighin.stream.construct import resolve_builder
@@ -65,14 +64,6 @@ KEPT = {
 }
 """Tensors of each model that keep their dtype in every load."""
 
-LOADS = [
-    (name, fmt)
-    for name, info in registry.strategies().items()
-    if "cpu" in info.devices and not info.missing and not info.pretrained and not info.shares_load
-    for fmt in info.formats
-    if fmt not in formats.READ_ONLY
-]
-
 
 class NoPhases:
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -99,23 +90,6 @@ def check_load(
     assert len(first.unique()) > 50  # random: a wrong offset would be seen
     sizes = {id(tensor): tensor.nbytes for tensor in tensors.values()}
     assert manifest.model_bytes(str(dtype).removeprefix("torch.")) == sum(sizes.values())
-
-
-@pytest.mark.usefixtures("torch_threads_restored")
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("spec", [GPT_OSS, DEEPSEEK], ids=lambda spec: spec.name)
-@pytest.mark.parametrize(("name", "fmt"), LOADS)
-def test_a_strategy_loads_quantised_weights_and_scales(
-    tmp_path: Path, spec: ModelSpec, name: str, fmt: str, dtype: torch.dtype
-) -> None:
-    if fmt == "pt_legacy" and spec is DEEPSEEK:
-        with pytest.raises(ConfigError, match=r"torch before 1\.6 had no dtype torch\.float8"):
-            made(spec, tmp_path, fmt)
-        return
-    manifest = made(spec, tmp_path, fmt)
-    path = formats.checkpoint_in(tmp_path / fmt, fmt)
-    check_load(spec, name, path, manifest, dtype)
 
 
 @pytest.mark.usefixtures("torch_threads_restored")
