@@ -25,9 +25,6 @@ def read_pieces(where: Slice) -> Iterator[torch.Tensor]:
 
     Only the last piece may be shorter. The next piece may overwrite the previous one, so finish
     with each piece before you take the next.
-
-    Raises:
-        CheckpointError: the file is too short, or its disk fails.
     """
     if where.nbytes == 0:
         return

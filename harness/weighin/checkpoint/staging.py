@@ -24,11 +24,7 @@ _LONGEST_NAME: Final = 100  # characters of the target's name; file systems allo
 
 @contextmanager
 def growing_beside(target: Path) -> Iterator[Path]:
-    """Yield an empty folder next to the target, on the same disk; remove the folder at the end.
-
-    Raises:
-        ConfigError: another process is writing the same target.
-    """
+    """Yield an empty folder next to the target, on the same disk; remove the folder at the end."""
     remove_dead(target)
     with _held(target.with_name(f"{_prefix(target)}new"), target) as temporary:
         yield temporary
@@ -60,11 +56,7 @@ def remove_orphans(root: Path, prefix: str = "") -> list[Path]:
 
 
 def remove_dead(target: Path) -> None:
-    """Remove the folders of killed conversions to ``target``.
-
-    Raises:
-        ConfigError: a conversion to ``target`` is running.
-    """
+    """Remove the folders of killed conversions to ``target``; ConfigError if one is running."""
     for leftover in sorted(target.parent.glob(f"{escape(_prefix(target))}*")):
         with suppress(FileNotFoundError):  # the folder's process removed it just now
             _remove(leftover, _lock(leftover, target))

@@ -25,11 +25,8 @@ _SHOWN: Final = 5
 def cached_snapshot(name: str, revision: str = "") -> Path | None:
     """Return the folder of a Hub model in the local cache; None if ``name`` is no Hub id.
 
-    A name without an owner is a Hub id only if the cache has this model.
-
-    Raises:
-        CheckpointError: the cache does not have the model ``name`` or this revision, or ``name`` is the
-            path of a missing file.
+    A name without an owner is a Hub id only if the cache has this model. CheckpointError: the cache
+    lacks the model or the revision, or ``name`` is the path of a missing file.
     """
     if foreign.looks_like_path(name) and not Path(name).expanduser().exists():
         raise foreign.missing(name)
@@ -51,10 +48,6 @@ def cached_snapshot(name: str, revision: str = "") -> Path | None:
 def path_of(path: Path, revision: str = "") -> Path:
     """Return the snapshot for the id of a model, or for the model's folder in the Hub's cache;
     return any other path unchanged.
-
-    Raises:
-        CheckpointError: ``path`` is a model's folder in the cache, and lacks the revision.
-        ConfigError: ``revision`` is given for a path outside the cache.
     """
     path = path.expanduser()
     if path.name.startswith(HUB_ENTRY) and (path / "snapshots").is_dir():

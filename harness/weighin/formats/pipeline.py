@@ -23,14 +23,11 @@ INDEX: Final = "model_index.json"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a pipeline, such as "unet".
+    """One part of a pipeline, such as "unet", whose folder may be missing.
 
-    Attributes:
-        library, class_name: the names in ``model_index.json``; empty for a part that is not in this
-            file.
-        path: the part's folder, which may be missing.
-        file_bytes: the size of the part's files of weights; if these have several suffixes, such as
-            .bin and .safetensors, only of the largest set. None for a part without weights.
+    ``library`` and ``class_name`` are empty for a part that ``model_index.json`` lacks. ``file_bytes``
+    is the size of the files of weights, of several suffixes (.bin, .safetensors) only of the largest
+    set; None for a part without weights.
     """
 
     name: str

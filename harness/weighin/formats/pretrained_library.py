@@ -18,15 +18,12 @@ class Library:
     """A library whose folders have a ``config.json`` and weights.
 
     Attributes:
-        name: the name of the package. The strategy that loads by the package's own function has the
-            same name.
+        name: the name of the package, and of the strategy that loads by the package's own function.
         extra: the extra of weighin that installs the package.
         builder: the function of weighin that builds a model of the library.
         class_key: the key of ``config.json`` that names the model's class.
-        weights: the names of files with weights and of indexes of shards, in the order in which the
-            library looks for them.
-        fixed_dtype: the dtype of each model that the library builds by default; None if the folder
-            determines the dtype.
+        weights: files with weights and indexes of shards, in the order in which the library looks.
+        fixed_dtype: the dtype in which the library builds each model; None if the folder says it.
     """
 
     name: str
@@ -89,9 +86,7 @@ LIBRARIES: Final = (TRANSFORMERS, DIFFUSERS, TIMM)
 
 
 def library_in(config: Mapping[str, Any]) -> Library:
-    """Return the library to which a folder belongs by its ``config.json``; transformers if
-    ``config.json`` names no class.
-    """
+    """Return the library of a folder by its ``config.json``; transformers if that names no class."""
     return next((each for each in LIBRARIES if each.class_in(config)), TRANSFORMERS)
 
 
@@ -107,16 +102,7 @@ def module_of(builder: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FolderChoice:
-    """A user's choices in a Hugging Face folder, mostly named like arguments of ``from_pretrained``.
-
-    Attributes:
-        variant: the variant of the weights: "fp16" for ``model.fp16.safetensors``.
-        model_class: the class of transformers to load, "BertModel" or "AutoModelForCausalLM"; empty for
-            the class that ``config.json`` names.
-        revision: the revision of a model in the Hub's cache: a branch, a tag or a commit.
-        trust_remote_code: whether Python code in the folder may run.
-        adapter: a folder with an adapter of LoRA to merge into the model; empty for none.
-    """
+    """A user's choices in a Hugging Face folder, as for ``load_pretrained``; empty for none."""
 
     variant: str = ""
     model_class: str = ""

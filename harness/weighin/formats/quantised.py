@@ -130,11 +130,7 @@ class Quantised:
 
 
 def of_model(model: ModelSpec) -> Quantised | None:
-    """Return how a model's weights are quantised; None for a model whose folder has no codes.
-
-    Raises:
-        ConfigError: the argument ``quantised`` is damaged, as after an edit of the run's plan.
-    """
+    """Return how a model's weights are quantised; None for a model whose folder has no codes."""
     told = model.kwargs.get("quantised") if model.builder == BUILDER else None
     if told is None:
         return None
