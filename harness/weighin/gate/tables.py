@@ -9,27 +9,25 @@ from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any, Final
 from xml.etree import ElementTree as ET
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from weighin.gate.check import FAILING, WITHIN_BUDGET, GateResult, Line, LineVerdict
 from weighin.records.series import FORMAT, STRATEGY
+from weighin.show.table import Column, Entry, Lines, Table
 from weighin.text import markdown, one_line
 
 if TYPE_CHECKING:
     from weighin.gate.compare import Comparison
 
-_SHOWN: Final = dict.fromkeys(FAILING, ("bold red", "❌", "error")) | {
-    LineVerdict.CHANGED: ("yellow", "⚠️", "warning"),
-    LineVerdict.IMPROVED: ("green", "✅", "notice"),
-    LineVerdict.NEW: ("cyan", "🆕", "notice"),
-    LineVerdict.EXPECTED: ("dim", "✅", ""),
-    LineVerdict.SAME: ("dim", "✅", ""),
+_SHOWN: Final = dict.fromkeys(FAILING, ("worse", "error")) | {
+    LineVerdict.CHANGED: ("changed", "warning"),
+    LineVerdict.IMPROVED: ("better", "notice"),
+    LineVerdict.NEW: ("new", "notice"),
+    LineVerdict.EXPECTED: ("same", ""),
+    LineVerdict.SAME: ("same", ""),
 }
-"""The style in a terminal, the mark in Markdown and the level of an annotation of each verdict."""
-_HEADINGS: Final = ("verdict", "series", "what", "before", "now", "change", "limit", "grew in")
+"""The kind of an entry in tables, and the level of an annotation, of each verdict."""
 
 
 def summary(result: GateResult) -> str:
@@ -44,7 +42,7 @@ def summary(result: GateResult) -> str:
 
 
 def terminal(result: GateResult, *, whole: bool = False) -> RenderableType:
-    """Return the result for a terminal of 80 columns, with several lines of text in a row.
+    """Return the result for a terminal.
 
     Without ``whole``, unchanged figures are left out. If all are unchanged, the first one is shown,
     which is the nearest to its bound.
@@ -52,40 +50,30 @@ def terminal(result: GateResult, *, whole: bool = False) -> RenderableType:
     notable = [line for line in result.lines if line.verdict is not LineVerdict.SAME]
     shown = result.lines if whole else notable or result.lines[:1]
     names, common = short_names(line.series for line in shown)
-    parts: list[RenderableType] = []
-    sentences = [line for line in shown if line.now is None]
-    for is_table, lines in (
-        (False, [line for line in sentences if line.fails]),
-        (True, [line for line in shown if line.now is not None]),
-        (False, [line for line in sentences if not line.fails]),
-    ):
-        if not is_table:
-            for line in lines:
-                head = Text(f"{line.verdict} ", style=_SHOWN[line.verdict][0])
-                parts.append(head.append(f"{names[line.series]}: {one_line(line.text)}", "default"))
-        elif lines:
-            headings, rows = _cells(lines, names)
-            table = Table(
-                box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True
+    figures = [line for line in shown if line.now is not None]
+    sentences = {
+        fails: [
+            f"{line.verdict} {names[line.series]}: {one_line(line.text)}"
+            for line in shown
+            if line.now is None and line.fails is fails
+        ]
+        for fails in (True, False)
+    }
+    return Group(
+        Lines("", sentences[True]),
+        *([_table(figures, names)] if figures else []),
+        Lines("", sentences[False]),
+        *(
+            Lines(
+                f"{names[line.series]}, {line.what}, by phase",
+                [f"  {one}" for one in phase_lines(line)],
             )
-            table.add_column("", overflow="fold")
-            table.add_column("what", overflow="fold", min_width=12)
-            for heading in headings[3:-1]:
-                table.add_column(heading, justify="right", no_wrap=True)
-            for line, (title, name, what, *figures, grew) in zip(lines, rows, strict=True):
-                first = Text(title, _SHOWN[line.verdict][0]).append(f"\n{name}", "default")
-                cells = [Text(one.replace(" (", "\n(")) for one in figures]
-                cause = f"\ngrew in {one_line(line.grown.phase)}" if grew and line.grown else ""
-                table.add_row(first, Text(what + cause), *cells)
-            parts.append(table)
-    for line in _explained(result):
-        parts.append(Text(f"{names[line.series]}, {line.what}, by phase", style="bold"))
-        parts += [Text(f"  {text}") for text in phase_lines(line)]
-    if common:
-        parts.append(Text(f"all: {common}", style="dim"))
-    parts += [Text(f"note: {note}") for note in result.notes]
-    parts.append(Text(summary(result), style="bold red" if result.failed else "bold green"))
-    return Group(*parts)
+            for line in _explained(result)
+        ),
+        Lines("", [f"all: {common}"] if common else [], "dim"),
+        Lines("", [f"note: {note}" for note in result.notes]),
+        Text(summary(result), style="bold red" if result.failed else "bold green"),
+    )
 
 
 def write_markdown(result: GateResult) -> str:
@@ -93,7 +81,7 @@ def write_markdown(result: GateResult) -> str:
     names, common = short_names(line.series for line in result.lines)
     parts = [f"## {'❌' if result.failed else '✅'} weighin check\n\n{markdown(summary(result))}"]
     if notable := [line for line in result.lines if line.verdict is not LineVerdict.SAME]:
-        parts.append(_markdown_table(notable, names))
+        parts.append(_table(notable, names).markdown())
     for line in _explained(result):
         head = markdown(f"{names[line.series]}, {line.what}, by phase")
         parts.append(f"**{head}**\n\n```\n" + "\n".join(phase_lines(line)) + "\n```")
@@ -101,7 +89,7 @@ def write_markdown(result: GateResult) -> str:
         counts = Counter("within budget" if line.is_budget else "unchanged" for line in same)
         words = ", ".join(f"{counts[title]} {title}" for title in sorted(counts, reverse=True))
         head = f"figures: {words}" if counts[WITHIN_BUDGET] else f"{len(same)} unchanged figures"
-        table = _markdown_table(same, names)
+        table = _table(same, names).markdown()
         parts.append(f"<details><summary>{head}</summary>\n\n{table}\n\n</details>")
     parts += [f"- {markdown(note)}" for note in result.notes]
     if common:
@@ -122,7 +110,7 @@ def annotations(result: GateResult, file: str | None = None) -> Iterator[str]:
         return data(text).replace(":", "%3A").replace(",", "%2C")
 
     for line in result.lines:
-        if level := _SHOWN[line.verdict][2]:
+        if level := _SHOWN[line.verdict][1]:
             place = f"file={value(file)}," if file else ""
             title = value(f"{line.verdict}: {line.series}")
             yield f"::{level} {place}title={title}::{data(describe(line))}"
@@ -249,71 +237,68 @@ def _explained(result: GateResult) -> Iterable[Line]:
     return worst.values()
 
 
-def _cells(lines: Sequence[Line], names: dict[str, str]) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and rows of a table; "before" is left out for budgets alone, which lack it."""
-    rows = []
+def _table(lines: Sequence[Line], names: dict[str, str]) -> Table:
+    """Return a table of lines; "before" is left out for budgets alone, which lack it."""
+    rows: list[list[Entry | str]] = []
     for line in lines:
-        metric, grew = line.metric, ""
-        head = [line.title, names[line.series]]
+        metric = line.metric
+        head: list[Entry | str] = [
+            Entry(line.title, kind=_SHOWN[line.verdict][0]),
+            names[line.series],
+        ]
         if metric is None or line.was is None or line.now is None or line.allowed is None:
             rows.append([*head, one_line(line.text), "", "", "", "", ""])
             continue
+        change, _, share = metric.change(line.was, line.now).partition(" (")
+        grew = ""
         if line.grown and line.fails:
             grew = f"{one_line(line.grown.phase)} {metric.change(0, line.grown.step)}"
-        before = "" if line.is_budget else metric.text(line.was)  # a bound is in the column "limit"
-        figures = [before, metric.text(line.now), metric.change(line.was, line.now)]
-        rows.append([*head, line.what, *figures, metric.text(line.allowed), grew])
-    if not all(line.is_budget for line in lines):
-        return [*_HEADINGS], rows
-    headings = ["from limit" if one == "change" else one for one in _HEADINGS if one != "before"]
-    return headings, [[*row[:3], *row[4:]] for row in rows]
+        rows.append([
+            *head,
+            line.what,
+            "" if line.is_budget else metric.text(line.was),  # a bound is in the column "limit"
+            metric.text(line.now),
+            Entry(change, share.rstrip(")")),
+            metric.text(line.allowed),
+            grew,
+        ])  # fmt: skip
+    only_budgets = all(line.is_budget for line in lines)
+    columns = [
+        *(Column(one, is_name=True) for one in ("verdict", "series", "what")),
+        Column("before", rank=1),
+        *(Column(one) for one in ("now", "from limit" if only_budgets else "change", "limit")),
+        Column("grew in", is_name=True, rank=2),
+    ]
+    table = Table("", columns, rows)
+    return table.without([columns[3]]) if only_budgets else table
 
 
-def _markdown_table(lines: Sequence[Line], names: dict[str, str]) -> str:
-    headings, rows = _cells(lines, names)
-    cells = [headings, ["---:" if one in ("before", "now", "change", "from limit", "limit") else "---" for one in headings]]  # fmt: skip
-    for line, (title, *row) in zip(lines, rows, strict=True):
-        texts = (markdown(one_line(one)) for one in row)
-        cells.append([f"{_SHOWN[line.verdict][1]} {markdown(title)}", *texts])
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+def compared_table(comparison: "Comparison") -> Table:
+    """Return a table with the change from the first group beside each figure of a later one."""
+    rows: list[list[Entry | str]] = []
+    for row in comparison.rows:
+        entries = [Entry(text or "-") for text in row.texts]
+        for place, line in enumerate(row.lines, 1):
+            if line and line.was and line.now is not None:
+                kind = "" if line.verdict is LineVerdict.SAME else _SHOWN[line.verdict][0]
+                share = f"{(line.now - line.was) / line.was * 100:+.1f} %"
+                entries[place] = Entry(entries[place].text, share, kind)
+        rows.append([row.series, row.what, *entries])
+    names = (Column(one, is_name=True) for one in ("series", "metric"))
+    letters = map(Column, ascii_uppercase[: len(comparison.headings)])
+    return Table("", [*names, *letters], rows)
 
 
 def compared_terminal(comparison: "Comparison") -> RenderableType:
-    """Return a table for a terminal, with the difference from the first group below each figure."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    table.add_column("series", overflow="fold")
-    table.add_column("metric", no_wrap=True)
-    for letter in ascii_uppercase[: len(comparison.headings)]:
-        table.add_column(letter, justify="right")
-    last = None
-    for row in comparison.rows:
-        cells = [Text(text or "-") for text in row.texts]
-        for cell, line in zip(cells[1:], row.lines, strict=True):
-            if line and line.was and line.now is not None:
-                share = f"\n{(line.now - line.was) / line.was * 100:+.1f} %"
-                cell.append(share, style=_SHOWN[line.verdict][0])
-        table.add_row(row.series if row.series != last else "", row.what, *cells)
-        last = row.series
-    parts: list[RenderableType] = [*map(Text, comparison.headings), table]
-    if comparison.common:
-        parts.append(Text(f"all: {comparison.common}", style="dim"))
-    return Group(*parts, Text(comparison.summary, style="bold"))
+    return Group(
+        Lines("", comparison.headings),
+        compared_table(comparison),
+        Lines("", [f"all: {comparison.common}"] if comparison.common else [], "dim"),
+        Text(comparison.summary, style="bold"),
+    )
 
 
 def compared_markdown(comparison: "Comparison") -> str:
-    """Return the comparison as Markdown, with changes beyond the tolerance in bold."""
-    letters = [*ascii_uppercase[: len(comparison.headings)]]
-    rows = [["series", "metric", *letters], ["---", "---", *("---:" for _ in letters)]]
-    for row in comparison.rows:
-        cells = [markdown(text or "-") for text in row.texts]
-        for place, line in enumerate(row.lines, 1):
-            if line and line.metric and line.was is not None and line.now is not None:
-                change = markdown(line.metric.change(line.was, line.now))
-                cells[place] += (
-                    f" {change}" if line.verdict is LineVerdict.SAME else f" **{change}**"
-                )
-        rows.append([markdown(row.series), markdown(row.what), *cells])
-    lines = [f"- {markdown(heading)}" for heading in comparison.headings]
-    table = [f"| {' | '.join(row)} |" for row in rows]
-    end = [f"All: {markdown(comparison.common)}", ""] if comparison.common else []
-    return "\n".join([*lines, "", *table, "", *end, markdown(comparison.summary), ""])
+    parts = [Lines("", comparison.headings).markdown(), compared_table(comparison).markdown()]
+    parts += [f"All: {markdown(comparison.common)}"] if comparison.common else []
+    return "\n\n".join([*parts, markdown(comparison.summary)]) + "\n"
