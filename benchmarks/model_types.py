@@ -25,11 +25,11 @@ import torch
 
 from weighin import load_pretrained
 from weighin.errors import HarnessError
-from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import example_inputs, pretrained_class
 from weighin.records import run_folder
 from weighin.report.markdown import by_reason, table_lines
 from weighin.result import Outcome, Result
+from weighin.stream.pretrained_folder import read_folder
 
 KINDS: Final = {
     "decoder": "bloom codegen cohere gemma gemma3_text gpt2 gpt_neox gptj llama mistral mpt olmo2 opt phi3"

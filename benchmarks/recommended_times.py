@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.formats.pretrained_folder import is_folder
 from weighin.plan.loads import plan_cell
 from weighin.predict.client import predict
 from weighin.recommend.answer import PriorKnowledge, Question, advise
@@ -30,6 +29,7 @@ from weighin.recommend.candidates import SAVED_AS, FitVerdict, Limits
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.slow_disk import Pace
+from weighin.stream.pretrained_folder import is_folder
 from weighin.suite import registry
 from weighin.units import format_exact
 

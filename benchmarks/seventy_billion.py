@@ -17,8 +17,8 @@ from typing import Final
 
 from weighin.cell import ModelSpec
 from weighin.checkpoint import cache
-from weighin.formats.pretrained_folder import BUILDER, CONFIG
 from weighin.predict.sparse import make_sparse
+from weighin.stream.pretrained_folder import BUILDER, CONFIG
 from weighin.units import GIB
 
 _CONFIG: Final = {

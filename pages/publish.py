@@ -28,13 +28,13 @@ from pages import sources
 from pages.checked import FILE as PREDICTED
 from pages.freshness import since, standing
 from weighin.cell import Cell
-from weighin.formats.pretrained_folder import own_dtype
 from weighin.probes import environment, gpu_memory
 from weighin.records import run_folder
 from weighin.report import captions, style
 from weighin.report.timeline import draw_timeline
 from weighin.report.writing import TIMELINE
 from weighin.result import Outcome, Result
+from weighin.stream.pretrained_folder import own_dtype
 from weighin.suite import registry
 
 ROOT: Final = Path(__file__).resolve().parents[1]

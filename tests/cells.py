@@ -239,7 +239,7 @@ def arguments_to_dequantise(path: Path) -> dict[str, Any]:
 def write_merged(base: Path, adapter: Path, target: Path, dtype: torch.dtype) -> None:
     """Write a folder's model with an adapter in it, by the names of the model's state dict."""
     from weighin.checkpoint.convert import Conversion
-    from weighin.formats.pretrained_library import FolderChoice
+    from weighin.stream.pretrained_library import FolderChoice
 
     choice = FolderChoice(adapter=str(adapter))
     name = str(dtype).removeprefix("torch.")

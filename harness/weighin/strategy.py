@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:  # for types only, because this module must not import torch at run time
     import torch
 
-    from weighin.formats.pretrained_folder import from_pretrained_arguments
     from weighin.models.pretrained import arguments_to_dequantise, pretrained_class
     from weighin.models.pretrained_diffusers import diffusers_class
     from weighin.stream.construct import without_weights
@@ -26,6 +25,7 @@ if TYPE_CHECKING:  # for types only, because this module must not import torch a
     from weighin.stream.formats import files
     from weighin.stream.hugging_face import load_pretrained
     from weighin.stream.model import load_streaming
+    from weighin.stream.pretrained_folder import from_pretrained_arguments
     from weighin.stream.tensors import assign, retie, share_missing, tied_names
 
 __all__ = [
@@ -41,7 +41,7 @@ HELPERS = {
     "diffusers_class": "weighin.models.pretrained_diffusers",
     "file_name": "weighin.stream.folders",
     "files": "weighin.stream.formats",
-    "from_pretrained_arguments": "weighin.formats.pretrained_folder",
+    "from_pretrained_arguments": "weighin.stream.pretrained_folder",
     "load_pretrained": "weighin.stream.hugging_face",
     "load_streaming": "weighin.stream.model",
     "pretrained_class": "weighin.models.pretrained",

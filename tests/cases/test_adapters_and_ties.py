@@ -19,8 +19,8 @@ from weighin import load_pretrained
 from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.inspect import inspect
 from weighin.errors import CheckpointError
-from weighin.formats.pretrained_library import FolderChoice
 from weighin.models.pretrained import pretrained_class
+from weighin.stream.pretrained_library import FolderChoice
 from weighin.stream.tensors import tied_names
 
 SIZES: Final = {

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from weighin import load_pretrained, load_streaming
 from weighin.checkpoint import cache
 from weighin.checkpoint.checksum import checksum
-from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import from_config, pretrained_class, written_after_load
+from weighin.stream.pretrained_folder import read_folder
 from weighin.suite import registry
 from weighin.worker.verify import WrongWeights, check_values
 

@@ -15,8 +15,6 @@ from safetensors.torch import save_file
 
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, UnknownName
-from weighin.formats.pretrained_folder import read_folder
-from weighin.formats.pretrained_library import Selection
 from weighin.models.description import spec_of
 from weighin.plan.task import Planned
 from weighin.predict.prediction import PredictedUse, Prediction, Work
@@ -24,6 +22,8 @@ from weighin.recommend import answer
 from weighin.recommend.answer import Advice, Question, check_allowed, gather, parts
 from weighin.recommend.candidates import FitVerdict, Limits, Speeds
 from weighin.recommend.prior_runs import Evidence
+from weighin.stream.pretrained_folder import read_folder
+from weighin.stream.pretrained_library import Selection
 from weighin.suite import registry
 from weighin.units import GIB, MIB
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from weighin import load_pretrained
 from weighin.cell import SYNTHESISED
 from weighin.errors import CheckpointError, ConfigError, UnknownName
-from weighin.formats.pretrained_library import DIFFUSERS, Selection
 from weighin.settings.definition import check_suite
+from weighin.stream.pretrained_library import DIFFUSERS, Selection
 from weighin.suite import registry
 from weighin.suite.chosen_models import ChosenModels, choose
 

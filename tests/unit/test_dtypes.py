@@ -9,9 +9,9 @@ import torch
 from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.pretrained_library import Selection
 from weighin.stream import formats
 from weighin.stream.model import load_streaming
+from weighin.stream.pretrained_library import Selection
 from weighin.stream.safetensors_files import DTYPES
 from weighin.stream.slices import ITEM_BYTES, NOT_CONVERTED, Slice
 

@@ -15,12 +15,12 @@ from weighin import load_pretrained
 from weighin.cell import SYNTHESISED
 from weighin.cli.app import main
 from weighin.errors import CheckpointError, ConfigError, HarnessError
-from weighin.formats.hub_cache import cached_snapshot
-from weighin.formats.pretrained_folder import (
+from weighin.models.pretrained import pretrained_class
+from weighin.stream.hub_cache import cached_snapshot
+from weighin.stream.pretrained_folder import (
     from_pretrained_arguments,
 )
-from weighin.formats.pretrained_library import FolderChoice
-from weighin.models.pretrained import pretrained_class
+from weighin.stream.pretrained_library import FolderChoice
 from weighin.suite import registry
 
 BERT = {

@@ -12,13 +12,13 @@ from scripts import DONE, watched
 from weighin.child_process import decode_event
 from weighin.errors import CheckpointError, ConfigError, RecordError
 from weighin.files import parse_json, read_bytes
-from weighin.formats import pipeline
-from weighin.formats.pretrained_folder import read_folder
 from weighin.records import run_folder
 from weighin.result import OURS, Outcome
 from weighin.settings.definition import read_suite
 from weighin.settings.yaml_file import read_mapping
+from weighin.stream import pipeline
 from weighin.stream.foreign import no_model, read_object
+from weighin.stream.pretrained_folder import read_folder
 from weighin.worker.phases import named_by_strategy
 
 DEEP = "[" * 100_000 + "]" * 100_000

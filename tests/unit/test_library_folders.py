@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from weighin import load_pretrained
 from weighin.checkpoint.truth import index
 from weighin.errors import ConfigError
-from weighin.formats.pretrained_folder import own_dtype
-from weighin.formats.pretrained_library import DIFFUSERS, LIBRARIES, TIMM, library_in
 from weighin.recommend.snippet import pretrained_snippet
+from weighin.stream.pretrained_folder import own_dtype
+from weighin.stream.pretrained_library import DIFFUSERS, LIBRARIES, TIMM, library_in
 from weighin.suite import registry
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"

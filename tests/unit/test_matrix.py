@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weighin.cell import Cell, ModelSpec
-from weighin.formats.pretrained_folder import BUILDER
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
+from weighin.stream.pretrained_folder import BUILDER
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB

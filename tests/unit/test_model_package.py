@@ -6,10 +6,10 @@ import pytest
 from factories import make_result
 
 from weighin.errors import ConfigError
-from weighin.formats.pretrained_folder import BUILDER
-from weighin.formats.pretrained_library import module_of
 from weighin.records.metrics import phases_of_load
 from weighin.result import IMPORT_TRANSFORMERS
+from weighin.stream.pretrained_folder import BUILDER
+from weighin.stream.pretrained_library import module_of
 
 
 def test_an_unknown_class_is_named_before_the_load() -> None:

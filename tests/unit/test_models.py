@@ -9,9 +9,9 @@ import torch
 import yaml
 
 from weighin import install
-from weighin.formats.pretrained_folder import BUILDER, is_folder, own_dtype
 from weighin.models import gpt2, llama, stack, tied
 from weighin.stream.construct import resolve_builder
+from weighin.stream.pretrained_folder import BUILDER, is_folder, own_dtype
 from weighin.suite import registry
 from weighin.units import MIB
 

@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 
 from weighin.cli import recommend as verb
 from weighin.cli.app import app
-from weighin.formats.pretrained_folder import CONFIG
 from weighin.plan.task import Planned
 from weighin.predict.prediction import Prediction, Work
 from weighin.recommend import answer
 from weighin.recommend.answer import Advice, advise, gather
+from weighin.stream.pretrained_folder import CONFIG
 from weighin.suite import registry
 from weighin.units import GIB, MIB
 

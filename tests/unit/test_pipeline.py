@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from weighin import load_pretrained
 from weighin.cli.app import app
 from weighin.errors import WholePipeline
-from weighin.formats import pipeline
 from weighin.predict.prediction import PredictedPhase, Prediction
 from weighin.predict.tables import ONE_AFTER_THE_OTHER, TOGETHER, combined, strategies_for
+from weighin.stream import pipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 GIB = 1024**3

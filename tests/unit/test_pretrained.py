@@ -15,16 +15,16 @@ from weighin.checkpoint import cache
 from weighin.checkpoint.convert import Conversion
 from weighin.checkpoint.truth import index
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.hub_cache import cached_snapshot
-from weighin.formats.pretrained_folder import (
+from weighin.models.pretrained import example_inputs, from_config, pretrained_class
+from weighin.predict import client
+from weighin.recommend.snippet import pretrained_snippet
+from weighin.stream.hub_cache import cached_snapshot
+from weighin.stream.pretrained_folder import (
     BUILDER,
     own_dtype,
     path_of,
     read_folder,
 )
-from weighin.models.pretrained import example_inputs, from_config, pretrained_class
-from weighin.predict import client
-from weighin.recommend.snippet import pretrained_snippet
 from weighin.suite import registry
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}

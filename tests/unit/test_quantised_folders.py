@@ -22,13 +22,12 @@ from weighin import load_pretrained, load_streaming
 from weighin.checkpoint.truth import index
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, HarnessError
-from weighin.formats import quantised
-from weighin.formats.pretrained_folder import read_folder
 from weighin.models.pretrained import from_config, pretrained_class
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
-from weighin.stream import formats
+from weighin.stream import formats, quantised
 from weighin.stream.construct import construct, resolve_builder
+from weighin.stream.pretrained_folder import read_folder
 from weighin.suite import registry
 from weighin.worker import verify
 from weighin.worker.loading import WorkerLoad, import_strategy
@@ -306,7 +305,7 @@ def beside(tmp_path: Path) -> Path:
 def test_an_adapter_that_from_pretrained_adds_is_refused(
     beside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weighin.formats.pretrained_folder.find_spec", lambda _: ModuleType("peft"))
+    monkeypatch.setattr("weighin.stream.pretrained_folder.find_spec", lambda _: ModuleType("peft"))
     with pytest.raises(CheckpointError, match="peft is installed here") as caught:
         load_pretrained(beside)
     file = beside / "adapter_config.json"
@@ -322,7 +321,7 @@ def test_an_adapter_that_from_pretrained_adds_is_refused(
 def test_an_adapter_that_nobody_adds_is_named(
     beside: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("weighin.formats.pretrained_folder.find_spec", lambda _: None)
+    monkeypatch.setattr("weighin.stream.pretrained_folder.find_spec", lambda _: None)
     note = f"{beside / 'adapter_config.json'} lies beside the model: from_pretrained adds this adapter if"
     with caplog.at_level(logging.WARNING, logger="weighin"):
         assert torch.equal(

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from weighin import load_pretrained
 from weighin.cli.app import main
 from weighin.errors import ConfigError
-from weighin.formats.pretrained_folder import auto_class, digest, read_folder
-from weighin.formats.pretrained_library import FolderChoice
 from weighin.models.pretrained import from_config
 from weighin.plan.start import resume, start
 from weighin.recommend.snippet import pretrained_snippet
 from weighin.settings.definition import check_suite
+from weighin.stream.pretrained_folder import auto_class, digest, read_folder
+from weighin.stream.pretrained_library import FolderChoice
 from weighin.suite import registry
 
 TRUSTED = FolderChoice(trust_remote_code=True)

@@ -13,8 +13,8 @@ from weighin.cell import ModelSpec
 from weighin.checkpoint import inspect, truth
 from weighin.checkpoint.convert import Conversion
 from weighin.errors import CheckpointError
-from weighin.formats.pretrained_library import Selection
 from weighin.stream import formats
+from weighin.stream.pretrained_library import Selection
 from weighin.stream.slices import Checkpoint
 
 SPEC = ModelSpec("m", "torch.nn:Linear", {"in_features": 3, "out_features": 2})

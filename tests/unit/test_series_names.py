@@ -10,7 +10,6 @@ from test_check import run_of, typed
 from test_evaluate import STREAMING
 
 from weighin.cell import ModelSpec
-from weighin.formats.pretrained_folder import is_folder
 from weighin.gate import baseline
 from weighin.records import run_folder
 from weighin.records.series import (
@@ -25,6 +24,7 @@ from weighin.records.series import (
 from weighin.report import history
 from weighin.report.rows import cells, values
 from weighin.result import Outcome, Result
+from weighin.stream.pretrained_folder import is_folder
 from weighin.suite import registry
 
 ROOT = Path(__file__).parents[2]

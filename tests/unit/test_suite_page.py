@@ -10,7 +10,6 @@ import yaml
 
 from pages import suite_keys as page
 from weighin.errors import ConfigError
-from weighin.formats.pretrained_library import WHOLE, Selection
 from weighin.settings.definition import (
     COMMANDS,
     MODELS,
@@ -20,6 +19,7 @@ from weighin.settings.definition import (
     check_suite,
     read_suite,
 )
+from weighin.stream.pretrained_library import WHOLE, Selection
 from weighin.suite.chosen_models import choose
 
 ROOT = Path(__file__).parents[2]

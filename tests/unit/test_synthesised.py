@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.pretrained_library import Selection
 from weighin.models.synthesised import from_table, from_tensors
 from weighin.stream import slices
+from weighin.stream.pretrained_library import Selection
 from weighin.suite import registry
 
 

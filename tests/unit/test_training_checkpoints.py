@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from weighin.errors import CheckpointError
-from weighin.formats.pretrained_library import Selection
 from weighin.stream import formats, pickles
+from weighin.stream.pretrained_library import Selection
 
 
 class Kind(enum.Enum):

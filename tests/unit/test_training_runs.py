@@ -14,8 +14,8 @@ from training_runs import Model, small_model, write_universal, write_zero
 
 from weighin.checkpoint.reader import read_pieces
 from weighin.errors import CheckpointError, HarnessError
-from weighin.formats.pretrained_library import WHOLE, Selection
 from weighin.stream import formats
+from weighin.stream.pretrained_library import WHOLE, Selection
 
 FIRST = "mp_rank_00_model_states.pt"
 

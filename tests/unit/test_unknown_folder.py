@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from weighin.errors import CheckpointError
-from weighin.formats.pretrained_library import FolderChoice
 from weighin.stream import formats
+from weighin.stream.pretrained_library import FolderChoice
 from weighin.suite import registry
 
 AGAIN = "copy or download the file again"

@@ -19,7 +19,7 @@ from typing import Any, Final
 from weighin.cell import ModelSpec
 from weighin.child_process import Parent, end_with_parent
 from weighin.errors import CheckpointError, HarnessError
-from weighin.formats.pretrained_library import Selection
+from weighin.stream.pretrained_library import Selection
 
 _PROGRESS_EVERY_S: Final = 0.1
 

@@ -36,9 +36,9 @@ from weighin.checkpoint.child import run_child
 from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.files import rename, write_text
-from weighin.formats.pretrained_folder import files_of_adapter
-from weighin.formats.pretrained_library import WHOLE, Selection, library_of
 from weighin.stream import formats
+from weighin.stream.pretrained_folder import files_of_adapter
+from weighin.stream.pretrained_library import WHOLE, Selection, library_of
 from weighin.suite import packages, user_code
 from weighin.units import format_bytes
 

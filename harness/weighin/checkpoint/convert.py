@@ -27,19 +27,18 @@ from weighin.checkpoint import staging
 from weighin.checkpoint.child import run_child
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import rename
-from weighin.formats import sentence_parts
-from weighin.formats.pretrained_folder import (
+from weighin.stream import formats, sentence_parts
+from weighin.stream import gguf_files as gguf
+from weighin.stream.folders import MAX_SHARD_BYTES
+from weighin.stream.pretrained_folder import (
     folder_of,
     from_pretrained_arguments,
     is_pretrained,
     read_folder,
     variant_of,
 )
-from weighin.formats.pretrained_library import AS_SAVED, WHOLE, FolderChoice, Selection
-from weighin.formats.quantised import in_checkpoint
-from weighin.stream import formats
-from weighin.stream import gguf_files as gguf
-from weighin.stream.folders import MAX_SHARD_BYTES
+from weighin.stream.pretrained_library import AS_SAVED, WHOLE, FolderChoice, Selection
+from weighin.stream.quantised import in_checkpoint
 from weighin.stream.slices import Plans, Progress, Slice, TensorPlan, check_converts
 from weighin.text import first_names, one_line, plain
 from weighin.units import GIB, format_bytes, format_seconds

@@ -18,14 +18,13 @@ from rich.table import Table
 
 from weighin.errors import HarnessError, UnknownName
 from weighin.files import object_in
-from weighin.formats import pipeline, quantised
-from weighin.formats.pretrained_folder import CONFIG, adapter_note, is_pretrained
-from weighin.formats.pretrained_library import WHOLE, Selection, library_in
-from weighin.stream import formats
+from weighin.stream import formats, pipeline, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.folders import module_of
 from weighin.stream.foreign import remembering
 from weighin.stream.pickles import type_name
+from weighin.stream.pretrained_folder import CONFIG, adapter_note, is_pretrained
+from weighin.stream.pretrained_library import WHOLE, Selection, library_in
 from weighin.stream.slices import Footprint, Slice, footprint, ties
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo

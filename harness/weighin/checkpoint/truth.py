@@ -27,14 +27,6 @@ from weighin.checkpoint.checksum import (
 from weighin.checkpoint.manifest import Kind, Manifest, TensorEntry
 from weighin.checkpoint.reader import RECORD_BYTES, checksum_of, read_pieces, widest_dtype
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.pretrained_folder import (
-    BUILDER,
-    is_pretrained_checkpoint,
-    own_dtype,
-    refuse_part,
-)
-from weighin.formats.pretrained_library import WHOLE, Selection, library_of, module_of
-from weighin.formats.quantised import of_model, refuse_codes
 from weighin.models.pretrained import written_after_load
 from weighin.stream import formats
 from weighin.stream import gguf_files as gguf
@@ -46,6 +38,14 @@ from weighin.stream.construct import (
     resolve_builder,
 )
 from weighin.stream.foreign import NOT_MEASURED, lacks, misfit, selecting
+from weighin.stream.pretrained_folder import (
+    BUILDER,
+    is_pretrained_checkpoint,
+    own_dtype,
+    refuse_part,
+)
+from weighin.stream.pretrained_library import WHOLE, Selection, library_of, module_of
+from weighin.stream.quantised import of_model, refuse_codes
 from weighin.stream.slices import (
     Pieces,
     Progress,

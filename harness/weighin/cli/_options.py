@@ -421,8 +421,8 @@ def pipeline(context: click.Context) -> Path | None:
 
     Return None for anything else, for a pipeline without weights, and with --suite.
     """
-    from weighin.formats import pipeline as pipelines
-    from weighin.formats.pretrained_folder import path_of
+    from weighin.stream import pipeline as pipelines
+    from weighin.stream.pretrained_folder import path_of
 
     name = one_model(context) or context.params.get("models")
     if not name or context.params.get("suite"):

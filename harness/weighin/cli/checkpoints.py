@@ -158,9 +158,9 @@ def convert(context: click.Context, /, **typed: Any) -> None:
     With --keys model or --adapter, the whole model is loaded first.
     """
     from weighin.checkpoint.convert import Conversion, sentence
-    from weighin.formats.pretrained_folder import path_of
     from weighin.run import interrupts
     from weighin.settings.definition import DTYPES
+    from weighin.stream.pretrained_folder import path_of
     from weighin.suite.registry import notes_on, weights_of
     from weighin.units import parse_bytes
 

@@ -88,7 +88,7 @@ def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
                 yield f"{verb} {', '.join(entry[name])}"
     elif kind == "models":
         # A table [tool.weighin] in pyproject.toml makes each command import this module.
-        from weighin.formats.pretrained_folder import BUILDER, dtype_of
+        from weighin.stream.pretrained_folder import BUILDER, dtype_of
 
         kwargs = entry["kwargs"]
         if entry["builder"] == BUILDER:

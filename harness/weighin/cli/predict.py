@@ -71,9 +71,9 @@ def _predictions(
     """Return the predictions for the options, or for a part of a pipeline, which is ``model``."""
     from weighin.cell import FORWARD
     from weighin.errors import ConfigError
-    from weighin.formats import quantised
     from weighin.plan import loads
     from weighin.predict import client
+    from weighin.stream import quantised
     from weighin.suite import chosen_models, registry, uses
 
     typed = context.params
@@ -126,8 +126,8 @@ def _predictions(
 
 def _pipeline(context: click.Context, path: "Path") -> "_Answer":
     """Predict the memory of each part of a diffusers pipeline, and of all parts together."""
-    from weighin.formats import pipeline
     from weighin.predict import tables
+    from weighin.stream import pipeline
     from weighin.suite.registry import library_at
 
     _options.refuse(

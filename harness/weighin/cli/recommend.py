@@ -84,8 +84,8 @@ def _pipeline(
 ) -> "tuple[PipelineAdvice, Iterator[RenderableType]]":
     """Recommend a strategy for each part of a pipeline; return the advice, and what to print."""
     from weighin.cli._progress import steps
-    from weighin.formats import pipeline
     from weighin.recommend import answer
+    from weighin.stream import pipeline
 
     _options.refuse(
         context, ("uses",), "--use needs one model, not a pipeline", "give the folder of one part"

@@ -17,9 +17,9 @@ from urllib.parse import unquote, urlsplit
 
 from weighin import child_process
 from weighin.cell import Job
-from weighin.formats.pretrained_folder import folder_of
-from weighin.formats.pretrained_library import library_of
 from weighin.stream import formats
+from weighin.stream.pretrained_folder import folder_of
+from weighin.stream.pretrained_library import library_of
 from weighin.suite.registry import data_folder
 
 SHELL: Final[tuple[str, ...]] = ("/bin/sh",)

@@ -21,9 +21,11 @@ from weighin import child_process, install
 from weighin.cell import ModelSpec
 from weighin.child_process import Parent, end_with_parent
 from weighin.errors import CheckpointError, ConfigError, HarnessError
-from weighin.formats import quantised
-from weighin.formats.hub_cache import name_of
-from weighin.formats.pretrained_folder import (
+from weighin.stream import formats, quantised
+from weighin.stream import gguf_files as gguf
+from weighin.stream.foreign import RESAVE, read_object
+from weighin.stream.hub_cache import name_of
+from weighin.stream.pretrained_folder import (
     AUTO_MAP,
     BUILDER,
     CODE_IS_REFUSED,
@@ -38,10 +40,7 @@ from weighin.formats.pretrained_folder import (
     read_folder,
     refuse_adapter,
 )
-from weighin.formats.pretrained_library import WHOLE, FolderChoice, Selection
-from weighin.stream import formats
-from weighin.stream import gguf_files as gguf
-from weighin.stream.foreign import RESAVE, read_object
+from weighin.stream.pretrained_library import WHOLE, FolderChoice, Selection
 from weighin.stream.slices import Slice, are_equal
 from weighin.text import few, one_line
 

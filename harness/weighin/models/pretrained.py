@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.pretrained_folder import (
+from weighin.stream.foreign import misfit
+from weighin.stream.pretrained_folder import (
     AUTO_MAP,
     adapter_failed,
     auto_class,
@@ -27,9 +28,8 @@ from weighin.formats.pretrained_folder import (
     folder_of,
     from_pretrained_arguments,
 )
-from weighin.formats.pretrained_library import ARGUMENT, DIFFUSERS, TRANSFORMERS, Library
-from weighin.formats.quantised import dequantising
-from weighin.stream.foreign import misfit
+from weighin.stream.pretrained_library import ARGUMENT, DIFFUSERS, TRANSFORMERS, Library
+from weighin.stream.quantised import dequantising
 from weighin.stream.tensors import storage_key
 from weighin.text import one_line
 

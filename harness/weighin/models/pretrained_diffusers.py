@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.pretrained_folder import folder_of, variant_of
-from weighin.formats.pretrained_library import DIFFUSERS
 from weighin.models.pretrained import class_of_pipelines, import_failed, imported
+from weighin.stream.pretrained_folder import folder_of, variant_of
+from weighin.stream.pretrained_library import DIFFUSERS
 from weighin.stream.slices import Slice
 
 _QUANTISED: Final = "quantization_config"

@@ -11,9 +11,9 @@ from typing import Any, Final
 import torch
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.formats.pretrained_folder import folder_of
-from weighin.formats.pretrained_library import TIMM
 from weighin.models.pretrained import imported
+from weighin.stream.pretrained_folder import folder_of
+from weighin.stream.pretrained_library import TIMM
 from weighin.text import first_names
 
 State = Mapping[str, torch.Tensor]

@@ -9,15 +9,14 @@ from typing import Any, Final
 
 from weighin.cell import FORWARD, NONE, TO_DEVICE, Cell, ModelSpec, Operation
 from weighin.errors import ConfigError, IsolationUnavailable
-from weighin.formats import quantised
-from weighin.formats.pretrained_folder import adapter_of, code_of, folder_library
-from weighin.formats.pretrained_library import Selection
 from weighin.isolation.base import Isolation
 from weighin.isolation.visible import preloaded
 from weighin.plan.task import Node, Planned, check_gpu, choose
 from weighin.settings.definition import Settings
-from weighin.stream import formats
+from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
+from weighin.stream.pretrained_folder import adapter_of, code_of, folder_library
+from weighin.stream.pretrained_library import Selection
 from weighin.suite import chosen_models, packages, registry, uses
 from weighin.suite.registry import StrategyInfo
 

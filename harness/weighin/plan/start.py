@@ -242,7 +242,7 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
         found += [("command", join(cell.command) + place) for cell in cells]
     else:
         # These import formats and strategies, which takes 0.2 s.
-        from weighin.formats.pretrained_folder import adapter_of, code_of
+        from weighin.stream.pretrained_folder import adapter_of, code_of
         from weighin.suite import registry
 
         ours = {read_model(path).builder for path in registry.models().values()} | {SYNTHESISED}

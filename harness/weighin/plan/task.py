@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from weighin.cell import Cell
 from weighin.errors import ConfigError, IsolationUnavailable
-from weighin.formats.pretrained_library import Selection
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.probes import environment, gpu_memory
@@ -23,6 +22,7 @@ from weighin.records.floor import Aim, results_of, searched, unlimited_of
 from weighin.records.verdict import Reference, reference_of
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.settings.definition import Settings
+from weighin.stream.pretrained_library import Selection
 from weighin.units import format_bytes, format_exact
 
 if TYPE_CHECKING:

@@ -29,11 +29,11 @@ import torch  # before any fork; a worker imports it too
 from weighin.cell import FORWARD, Cell, Job, ModelSpec
 from weighin.checkpoint.manifest import read_manifest
 from weighin.errors import HarnessError
-from weighin.formats.pretrained_library import library_of, module_of
 from weighin.predict.dispatch import CannotFollow
 from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory
 from weighin.stream.construct import Builder, resolve_builder
+from weighin.stream.pretrained_library import library_of, module_of
 from weighin.text import one_line
 from weighin.worker import uses
 from weighin.worker.loading import example_inputs, settle_math
@@ -141,16 +141,16 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(cell: Cell, checked: dict[str, Any]) -> dict[str, Any]:
-    from weighin.formats.pretrained_library import Selection
     from weighin.predict.sparse import refuse_misfit
+    from weighin.stream.pretrained_library import Selection
 
     refuse_misfit(cell.model, Path(checked["source"]), Selection(**checked["selection"]))
     return {}
 
 
 def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
-    from weighin.formats.pretrained_library import Selection
     from weighin.predict.sparse import main_dtype, make_sparse, write_manifest
+    from weighin.stream.pretrained_library import Selection
 
     source = Path(make["source"]) if make["source"] else None
     folder = Path(make["folder"])

@@ -14,14 +14,13 @@ from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint import cache, staging
 from weighin.child_process import decode_event
 from weighin.errors import ConfigError, HarnessError, UnknownName
-from weighin.formats import quantised
-from weighin.formats.pretrained_library import LIBRARIES, WHOLE, Selection, library_of
 from weighin.plan.task import Planned
 from weighin.predict.prediction import Peaks, Prediction, Work, from_json
 from weighin.probes.mounts import read_ahead_bytes
 from weighin.settings.definition import DTYPES
-from weighin.stream import formats
+from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
+from weighin.stream.pretrained_library import LIBRARIES, WHOLE, Selection, library_of
 from weighin.suite.packages import name_of
 
 _FOLLOWED: Final = frozenset(

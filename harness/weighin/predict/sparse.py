@@ -11,14 +11,13 @@ from weighin.cell import ModelSpec
 from weighin.checkpoint import reader, truth
 from weighin.checkpoint.checksum import CELL_DTYPES
 from weighin.checkpoint.manifest import Manifest
-from weighin.formats import quantised
-from weighin.formats.pretrained_folder import own_dtype, refuse_part
-from weighin.formats.pretrained_library import TIMM, WHOLE, Selection, library_of, module_of
 from weighin.models import pretrained
-from weighin.stream import formats
+from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.construct import build_skeleton, resolve_builder
 from weighin.stream.foreign import lacks, misfit
+from weighin.stream.pretrained_folder import own_dtype, refuse_part
+from weighin.stream.pretrained_library import TIMM, WHOLE, Selection, library_of, module_of
 from weighin.stream.write import write
 
 

@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from weighin.formats.pretrained_library import LIBRARIES
 from weighin.predict.prediction import Peaks, Prediction
+from weighin.stream.pretrained_library import LIBRARIES
 from weighin.units import GIB, MIB, format_bytes
 
 # The tolerance of a predicted anonymous peak: this share of the peak plus these bytes.

@@ -15,18 +15,6 @@ from rich.markup import escape
 from weighin.cell import FORWARD, SYNTHESISED, TRAINING, Cell, ModelSpec
 from weighin.errors import CheckpointError, UnknownName
 from weighin.files import object_in
-from weighin.formats import quantised
-from weighin.formats.pretrained_folder import (
-    CONFIG,
-    adapter_of,
-    auto_class,
-    find_weights,
-    folder_of,
-    is_folder,
-    variant_of,
-)
-from weighin.formats.pretrained_library import TRANSFORMERS, WHOLE, Selection, library_in
-from weighin.formats.quantised import dequantising
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
@@ -48,8 +36,19 @@ from weighin.recommend.prior_runs import Evidence, find
 from weighin.recommend.snippet import CannotWriteOut, pretrained_snippet, snippet
 from weighin.show.table import Column, Entry, Table
 from weighin.slow_disk import Pace
-from weighin.stream import formats
+from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
+from weighin.stream.pretrained_folder import (
+    CONFIG,
+    adapter_of,
+    auto_class,
+    find_weights,
+    folder_of,
+    is_folder,
+    variant_of,
+)
+from weighin.stream.pretrained_library import TRANSFORMERS, WHOLE, Selection, library_in
+from weighin.stream.quantised import dequantising
 from weighin.suite import registry
 from weighin.suite.registry import StrategyInfo
 from weighin.units import format_bytes

@@ -9,12 +9,12 @@ from enum import StrEnum
 from typing import Final
 
 from weighin.cell import Cell
-from weighin.formats.pretrained_folder import is_folder
-from weighin.formats.pretrained_library import LIBRARIES
 from weighin.predict.prediction import Prediction
 from weighin.recommend.prior_runs import Evidence
 from weighin.slow_disk import LARGEST_READ_BYTES, Pace
 from weighin.stream.bytes import choose
+from weighin.stream.pretrained_folder import is_folder
+from weighin.stream.pretrained_library import LIBRARIES
 from weighin.suite.packages import name_of
 from weighin.suite.registry import StrategyInfo
 from weighin.units import GIB, MIB, format_bytes, format_exact

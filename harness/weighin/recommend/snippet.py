@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from weighin import install
-from weighin.formats.pretrained_library import DIFFUSERS, TIMM, TRANSFORMERS
 from weighin.strategy import HELPERS
+from weighin.stream.pretrained_library import DIFFUSERS, TIMM, TRANSFORMERS
 from weighin.suite.packages import name_of
 from weighin.suite.registry import StrategyInfo
 

@@ -20,7 +20,6 @@ from weighin import child_process, slow_disk
 from weighin.cell import FORK, SAVE, Cell, Job, encode_job, is_of_use
 from weighin.checkpoint import cache, staging
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
-from weighin.formats.pretrained_folder import files_of_adapter, folder_of
 from weighin.isolation import select, visible
 from weighin.isolation.base import Isolation, Running, Streams
 from weighin.phase_reporter import JOB
@@ -36,6 +35,7 @@ from weighin.settings.definition import Settings
 from weighin.slow_disk import LARGEST_READ_BYTES, Mount, Pace
 from weighin.stream import formats
 from weighin.stream.bytes import ask_for_huge_pages
+from weighin.stream.pretrained_folder import files_of_adapter, folder_of
 from weighin.suite import packages, user_code
 from weighin.suite.registry import data_folder
 from weighin.text import few

@@ -30,9 +30,9 @@ from pydantic_core import PydanticCustomError
 
 from weighin.cell import FORWARD, Cell, ModelSpec
 from weighin.errors import ConfigError
-from weighin.formats.pretrained_library import FolderChoice, Selection
 from weighin.records.floor import COARSEST, Aim
 from weighin.records.run_folder import Shard, parse_shard
+from weighin.stream.pretrained_library import FolderChoice, Selection
 from weighin.text import printable
 from weighin.units import (
     LONGEST_S,

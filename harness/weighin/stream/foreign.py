@@ -18,8 +18,8 @@ from typing import Any, Final, TypeVar
 
 from weighin.errors import CheckpointError
 from weighin.files import MIB, object_in, read_bytes
-from weighin.formats import pipeline
-from weighin.formats.pretrained_library import ADAPTER, WEIGHTS
+from weighin.stream import pipeline
+from weighin.stream.pretrained_library import ADAPTER, WEIGHTS
 from weighin.text import few, first_names, one_line, shown
 
 AGAIN: Final = "copy or download the file again"

@@ -31,10 +31,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError, ConfigError, UnknownName
-from weighin.formats import sentence_parts
-from weighin.formats.pretrained_folder import find_weights, is_pretrained
-from weighin.formats.pretrained_library import WHOLE, Selection
-from weighin.stream import folders, gguf_files, safetensors_files, torch_files, zero
+from weighin.stream import folders, gguf_files, safetensors_files, sentence_parts, torch_files, zero
 from weighin.stream.foreign import (
     check_present,
     first_bytes,
@@ -47,6 +44,8 @@ from weighin.stream.foreign import (
     remembering,
     unknown,
 )
+from weighin.stream.pretrained_folder import find_weights, is_pretrained
+from weighin.stream.pretrained_library import WHOLE, Selection
 from weighin.stream.slices import Checkpoint, Slice
 from weighin.stream.state_dicts import all_empty, is_beside_weights, no_key
 from weighin.text import first_names, plain, shown
@@ -175,7 +174,7 @@ def _read(path: Path, selection: Selection) -> Checkpoint:
     elif name == gguf_files.NAME:
         found = gguf_files.read(path)
     elif name == sentence_parts.NAME:
-        found = sentence_parts.read(path)
+        found = sentence_parts.read(path, read)
     elif name.startswith("deepspeed"):
         found = zero.read(path, name)
     elif name == "tensorizer":

@@ -17,10 +17,15 @@ import torch
 
 from weighin import install
 from weighin.errors import CheckpointError, ConfigError, HarnessError
-from weighin.formats import quantised, sentence_parts
-from weighin.formats.hub_cache import cached_snapshot, path_of
-from weighin.formats.pipeline import is_pipeline
-from weighin.formats.pretrained_folder import (
+from weighin.models.description import chosen_class, described_gguf
+from weighin.models.pretrained import arguments_to_dequantise, merged, pretrained_class
+from weighin.stream import foreign, formats, quantised, sentence_parts
+from weighin.stream import gguf_files as gguf
+from weighin.stream.construct import construct, without_weights
+from weighin.stream.foreign import lacks, misfit, no_model
+from weighin.stream.hub_cache import cached_snapshot, path_of
+from weighin.stream.pipeline import is_pipeline
+from weighin.stream.pretrained_folder import (
     CONFIG,
     PretrainedFolder,
     adapter_note,
@@ -33,13 +38,7 @@ from weighin.formats.pretrained_folder import (
     read_folder,
     refuse_adapter,
 )
-from weighin.formats.pretrained_library import DIFFUSERS, TIMM, FolderChoice, Selection
-from weighin.models.description import chosen_class, described_gguf
-from weighin.models.pretrained import arguments_to_dequantise, merged, pretrained_class
-from weighin.stream import foreign, formats
-from weighin.stream import gguf_files as gguf
-from weighin.stream.construct import construct, without_weights
-from weighin.stream.foreign import lacks, misfit, no_model
+from weighin.stream.pretrained_library import DIFFUSERS, TIMM, FolderChoice, Selection
 from weighin.stream.reading import Load, reading
 from weighin.stream.slices import Slice
 from weighin.text import first_names, one_line, plain
@@ -371,7 +370,10 @@ def _of_sentences(folder: Path, wanted: _Wanted) -> Any:
 
     The dtype goes to the package's ``model_kwargs``; None chooses the package's own default.
     """
-    files, parts = sentence_parts.read(folder).files, sentence_parts.own_folders(folder)
+    files, parts = (
+        sentence_parts.read(folder, formats.read).files,
+        sentence_parts.own_folders(folder),
+    )
     names = ", ".join(parts)
     what = f"{folder}: a sentence-transformers folder of several parts, with weights in {names},"
     try:

@@ -31,13 +31,13 @@ import torch
 from torch import nn
 
 from weighin.errors import CheckpointError, HarnessError
-from weighin.formats.pretrained_library import Selection
-from weighin.formats.quantised import refuse_codes
 from weighin.stream import construct, filling, formats
 from weighin.stream.bytes import Disk, allocate_all
 from weighin.stream.construct import DeferredLoad, WriteLog
 from weighin.stream.filling import Fill, dense_stride
 from weighin.stream.foreign import misfit, selecting
+from weighin.stream.pretrained_library import Selection
+from weighin.stream.quantised import refuse_codes
 from weighin.stream.slices import Checkpoint, Slice, check_converts
 from weighin.stream.state_dicts import is_extra_state
 from weighin.stream.tensors import (

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from weighin.cell import ModelSpec
 from weighin.errors import ConfigError
-from weighin.formats.pretrained_folder import adapter_note, folder_of, is_folder, own_dtype
-from weighin.formats.pretrained_library import Selection
 from weighin.settings.definition import DTYPES, Settings
 from weighin.stream import formats
 from weighin.stream.foreign import remembering
+from weighin.stream.pretrained_folder import adapter_note, folder_of, is_folder, own_dtype
+from weighin.stream.pretrained_library import Selection
 from weighin.suite import registry, user_code
 
 

@@ -17,15 +17,18 @@ from typing import TYPE_CHECKING, Any
 from weighin.cell import SYNTHESISED, ModelSpec, Operation, with_arguments
 from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
-from weighin.formats import pretrained_folder, quantised, sentence_parts
-from weighin.formats.hub_cache import cached_snapshot
-from weighin.formats.pretrained_folder import (
+from weighin.models.description import spec_of, spec_of_gguf
+from weighin.stream import formats, pretrained_folder, quantised, sentence_parts
+from weighin.stream import gguf_files as gguf
+from weighin.stream.foreign import NOT_MEASURED
+from weighin.stream.hub_cache import cached_snapshot
+from weighin.stream.pretrained_folder import (
     is_pretrained,
     read_folder,
     weights_in,
     with_adapter,
 )
-from weighin.formats.pretrained_library import (
+from weighin.stream.pretrained_library import (
     AS_SAVED,
     LIBRARIES,
     TRANSFORMERS,
@@ -33,10 +36,6 @@ from weighin.formats.pretrained_library import (
     FolderChoice,
     Selection,
 )
-from weighin.models.description import spec_of, spec_of_gguf
-from weighin.stream import formats
-from weighin.stream import gguf_files as gguf
-from weighin.stream.foreign import NOT_MEASURED
 from weighin.stream.slices import check_converts, pack
 from weighin.suite import user_code
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from weighin.cell import FORWARD, Job
 from weighin.child_process import Child, module
-from weighin.formats.pretrained_library import library_of, module_of
 from weighin.probes.process import read_rollup
 from weighin.result import Outcome
+from weighin.stream.pretrained_library import library_of, module_of
 from weighin.text import one_line
 from weighin.worker.phases import (
     BEFORE_LOAD,

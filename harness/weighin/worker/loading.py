@@ -37,20 +37,20 @@ class WorkerLoad:
 
     @property
     def pretrained(self) -> Mapping[str, Any]:
-        from weighin.formats.pretrained_folder import code_of  # no other strategy needs it
+        from weighin.stream.pretrained_folder import code_of  # no other strategy needs it
 
         names = ("architecture", "config")
         return {name: self.model.kwargs[name] for name in names} | {"code": code_of(self.model)}
 
     @property
     def folder(self) -> Mapping[str, Any] | None:
-        from weighin.formats.pretrained_folder import arguments_of  # few loads need it
+        from weighin.stream.pretrained_folder import arguments_of  # few loads need it
 
         return arguments_of(self.model, self.checkpoint)
 
     @property
     def adapter(self) -> Path | None:
-        from weighin.formats.pretrained_folder import adapter_of
+        from weighin.stream.pretrained_folder import adapter_of
 
         return adapter_of(self.model)
 

@@ -12,15 +12,16 @@ the transformer's files, and "2.KEY" for a key in the files of another part. If 
 files lie in the folder itself, weighin reads the folder as a model of transformers instead.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from weighin.errors import CheckpointError
 from weighin.files import MIB, json_in
-from weighin.formats.pretrained_folder import CONFIG, find_weights, is_pretrained
-from weighin.formats.pretrained_library import WEIGHTS
 from weighin.stream.foreign import models_below
+from weighin.stream.pretrained_folder import CONFIG, find_weights, is_pretrained
+from weighin.stream.pretrained_library import WEIGHTS
 from weighin.stream.slices import Checkpoint
 from weighin.text import one_line, shown
 
@@ -51,18 +52,16 @@ def own_folders(folder: Path) -> list[str]:
     return [name for name in listed if isinstance(name, str) and name in inner]
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path, read_part: Callable[[Path], Checkpoint]) -> Checkpoint:
     """Return the tensors of all parts with their places (files and offsets).
 
     Raises:
         CheckpointError: a part has its weights in subfolders of its folder, or is damaged.
     """
-    from weighin.stream import formats  # which imports this module
-
     whole = Checkpoint()
     values: dict[str, object] = {}
     for prefix, weights in _parts(path):
-        slices = formats.read(weights)
+        slices = read_part(weights)
         whole += [replace(one, name=f"{prefix}{one.name}") for one in slices]
         values |= {f"{prefix}{name}": value for name, value in slices.values.items()}
         whole.refused = whole.refused or slices.refused

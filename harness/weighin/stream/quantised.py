@@ -16,7 +16,7 @@ from typing import Any, Final
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import object_in
-from weighin.formats.pretrained_folder import BUILDER, CONFIG, folder_of
+from weighin.stream.pretrained_folder import BUILDER, CONFIG, folder_of
 from weighin.stream.slices import Slice
 from weighin.text import one_line
 

@@ -15,8 +15,10 @@ from typing import Any, Final
 from weighin.cell import ModelSpec
 from weighin.errors import CheckpointError, ConfigError
 from weighin.files import object_in, parse_json, read_bytes
-from weighin.formats import hub_cache
-from weighin.formats.pretrained_library import (
+from weighin.stream import foreign, hub_cache
+from weighin.stream import gguf_files as gguf
+from weighin.stream.foreign import no_model
+from weighin.stream.pretrained_library import (
     ADAPTER,
     ARGUMENT,
     AS_SAVED,
@@ -28,9 +30,6 @@ from weighin.formats.pretrained_library import (
     library_in,
     library_of,
 )
-from weighin.stream import foreign
-from weighin.stream import gguf_files as gguf
-from weighin.stream.foreign import no_model
 from weighin.text import one_line, short
 
 BUILDER: Final = TRANSFORMERS.builder

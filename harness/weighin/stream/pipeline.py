@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from weighin.errors import WholePipeline
 from weighin.files import MIB, object_in
-from weighin.formats.pretrained_library import WEIGHTS
+from weighin.stream.pretrained_library import WEIGHTS
 from weighin.text import one_line
 
 INDEX: Final = "model_index.json"
