@@ -185,14 +185,16 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
     already, so that only their buffers need further memory.
     """
     from weighin.stream import filling
-    from weighin.stream.bytes import DISK_THREADS, HUGE_PAGE_BYTES, PIECE_BYTES, Disk
+    from weighin.stream.bytes import DISK_THREADS, HUGE_PAGE_BYTES, Disk
 
     def fill(fills: Sequence[filling.Fill], disk: Disk) -> None:
         stored = [one for one in fills if not one.where.fill]
         computed = [one for one in fills if one.where.fill]
         buffers = filling.buffer_bytes(stored, disk.threads)
-        pinned = 2 * (disk.threads or DISK_THREADS) if ledger.cuda is not None else 0
-        with ledger.holding(buffers), ledger.pinning(pinned if stored else 0, PIECE_BYTES):
+        threads = disk.threads or DISK_THREADS
+        piece_bytes = filling.piece_bytes_of(sum(one.where.nbytes for one in stored), threads)
+        pinned = 2 * threads if stored and ledger.cuda is not None else 0
+        with ledger.holding(buffers), ledger.pinning(pinned, piece_bytes):
             for where, out in stored:
                 fresh = ledger.work["fresh_bytes"]
                 ledger.write(out)

@@ -140,10 +140,10 @@ def buffer_bytes(fills: Iterable[Fill], threads: int | None) -> int:
         is_straight = out.dtype == where.dtype and out.nbytes > PIECE_BYTES and not where.parts
         used += 4 * ALIGNMENT if is_straight else where.nbytes
         total += where.nbytes
-    return min(threads * (_piece_bytes(total, threads) + 3 * ALIGNMENT), used)
+    return min(threads * (piece_bytes_of(total, threads) + 3 * ALIGNMENT), used)
 
 
-def _piece_bytes(total_bytes: int, threads: int) -> int:
+def piece_bytes_of(total_bytes: int, threads: int) -> int:
     """Return the size of a thread's buffer: larger ones are faster, and a large model has room for them."""
     room = int(total_bytes * _BUFFERS_SHARE / threads)
     return min(max(PIECE_BYTES, room), _MOST_PIECE_BYTES)
@@ -208,7 +208,7 @@ def _readers(fills: Sequence[Fill], disk: Disk, total_bytes: int) -> Readers:
         readers = disk.readers(reader, file, start, end - start)
         if readers.late:
             return readers
-        return readers._replace(piece_bytes=_piece_bytes(total_bytes, readers.threads))
+        return readers._replace(piece_bytes=piece_bytes_of(total_bytes, readers.threads))
 
 
 def _span_bytes(where: Slice) -> int:
