@@ -9,7 +9,7 @@ import pytest
     [
         ("run/listener.py", "test_messages.py"),
         ("predict/dispatch.py", "test_predict.py"),  # in a process of its own
-        ("gate/freeze.py", "test_freeze.py"),  # by way of the command line
+        ("gate/baseline.py", "test_check.py"),  # by way of the command line
     ],
 )
 def test_a_module_is_tested_by_those_that_import_it_or_its_callers(module: str, file: str) -> None:
@@ -20,7 +20,7 @@ def test_a_module_is_tested_by_those_that_import_it_or_its_callers(module: str, 
 
 def test_the_file_of_a_modules_name_comes_first() -> None:
     for module, file in {
-        "gate/baseline.py": "test_baseline_file.py",
+        "gate/compare.py": "test_compare.py",
         "run/judge.py": "test_judge.py",
         "records/explanation.py": "test_explanation.py",
     }.items():

@@ -13,7 +13,7 @@ from factories import make_cell, make_result
 from rich.console import Console
 
 from weighin.cell import Cell
-from weighin.errors import ConfigError, RecordError, UnknownName
+from weighin.errors import ConfigError
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
 from weighin.predict import client, tables
@@ -26,7 +26,7 @@ from weighin.predict.prediction import (
     reasons,
 )
 from weighin.records import run_folder
-from weighin.result import Memory, Outcome, Peaks, Result, Use
+from weighin.result import Memory, Peaks, Result, Use
 from weighin.suite import registry
 from weighin.units import GIB, MIB
 
@@ -89,10 +89,6 @@ def test_the_gpus_peak_is_the_higher_one_of_load_and_use() -> None:
     kinds = ("cuda_requested_bytes", "cuda_allocated_bytes", "cuda_reserved_bytes")
     assert [ONE.cuda_with_use(kind) for kind in kinds] == [21, 1, None]
     assert [replace(ONE, use=USE).cuda_with_use(kind) for kind in kinds] == [21, 12, 13]
-
-
-def test_work_reads_the_disk_in_three_ways() -> None:
-    assert Work(1, 10, 100, 1000, 10_000, 100_000, 5, 6).disk_read_bytes == 111
 
 
 def test_a_prediction_comes_back_from_its_json() -> None:
@@ -168,55 +164,6 @@ def shown(predictions: list[Prediction], *, phases: bool = False) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(None, ""), (GIB, "1.000"), (100 * GIB, "100.0"), (100 * GIB - 1, "100.000"), (0, "0.000")],
-)
-def test_a_size_in_gib(size: int | None, text: str) -> None:
-    assert tables.gib(size) == text
-
-
-def test_phases_stand_below_their_strategy() -> None:
-    sizes: dict[str, Any] = {
-        "model_bytes": GIB,
-        "host_anon_peak_bytes": GIB,
-        "floor_bytes": 2 * GIB,
-    }
-    phases = (
-        PredictedPhase(
-            "read",
-            host_anon_peak_bytes=3 * GIB,
-            host_file_peak_bytes=4 * GIB,
-            cuda_requested_bytes=5 * GIB,
-            cuda_allocated_bytes=6 * GIB,
-            cuda_reserved_bytes=7 * GIB,
-        ),
-    )
-    on_cpu = Prediction(CELL, phases=phases, **sizes)
-    on_gpu = replace(on_cpu, cell=replace(CELL, device="cuda"), cuda_allocated_bytes=GIB)
-    used = replace(on_gpu, use=USE)
-    assert cells_of(shown([on_cpu], phases=True), "read") == ["read", "3.000", "4.000"]
-    row = ["read", "3.000", "4.000", "5.000", "6.000", "7.000"]
-    assert cells_of(shown([on_gpu], phases=True), "read") == row
-    assert cells_of(shown([used], phases=True), "read") == row
-    assert cells_of(shown([used], phases=True), "mmap_assign") == [
-        "mmap_assign", "pt", "fork", "1.000", "0.000", "2.000", "0.000", "1.000", "0.000",
-    ]  # fmt: skip
-    strategy, phase = (
-        next(line for line in shown([used], phases=True).splitlines() if name in line)
-        for name in ("mmap_assign", "read  ")
-    )
-    assert phase.index("6.000") == strategy.rindex("1.000")  # what the allocator gave
-
-
-def test_the_caption_names_the_dtype_of_the_checkpoint() -> None:
-    one = Prediction(CELL, model_bytes=GIB, host_anon_peak_bytes=GIB, floor_bytes=2 * GIB)
-    assert "checkpoint" not in shown([one])
-    assert "loaded from a checkpoint in bfloat16" in shown(
-        [replace(one, checkpoint_dtype="bfloat16")]
-    )
-
-
 def cells_of(text: str, name: str) -> list[str]:
     """Return the cells of the first row of a table that begins with a name."""
     return next(line.split() for line in text.splitlines() if line.split()[:1] == [name])
@@ -228,19 +175,6 @@ def test_a_table_of_nothing_but_failures_has_no_closing_line() -> None:
     assert "Predicted by running each strategy" in shown([failed, replace(ONE, model_bytes=GIB)])
 
 
-def test_each_model_has_a_table_and_equal_reasons_share_a_line() -> None:
-    other = replace(CELL, model=replace(CELL.model, name="other"))
-    found = [
-        replace(ONE, cell=replace(CELL, strategy=name), reasons=(why,))
-        for name, why in (("a", "x"), ("b", "x"), ("c", "y"), ("d", "x"))
-    ]
-    text = shown([*found, replace(ONE, cell=other, reasons=("x",)), replace(ONE, cell=other)])
-    assert text.count("predicted peaks, GiB") == 2
-    assert [line for line in text.splitlines() if line.endswith((": x", ": y"))] == [
-        "a, b: x", "c: y", "d: x", "mmap_assign: x",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(("above", "is_said"), [(26 * MIB, False), (26 * MIB + 1, True)])
 def test_another_peak_is_said_beyond_1_percent_and_16_mib(above: int, is_said: bool) -> None:
     usual = 1000 * MIB
@@ -248,17 +182,6 @@ def test_another_peak_is_said_beyond_1_percent_and_16_mib(above: int, is_said: b
     for most in (usual + above, usual - above):
         text = shown([replace(one, host_anon_most_bytes=most)])
         assert ("in processes where a small block" in text) == is_said
-
-
-def test_a_prediction_as_json_names_its_cell_first() -> None:
-    cell = replace(CELL, options={"threads": 2})
-    (found,) = tables.as_json([replace(ONE, cell=cell)])["predictions"]
-    assert list(found)[:6] == ["strategy", "model", "format", "device", "dtype", "options"]
-    assert list(found.values())[:6] == [
-        "mmap_assign", "gpt2-xl", "pt", "cpu", "float32", {"threads": 2},
-    ]  # fmt: skip
-    assert found["floor_bytes"] == 1000
-    assert "cell" not in found
 
 
 def test_a_pipelines_table_has_the_gpu_if_it_was_predicted() -> None:
@@ -283,12 +206,6 @@ def test_a_pipelines_table_has_the_gpu_if_it_was_predicted() -> None:
     row = cells_of(text([replace(one, **gpu) for one in known]), "streaming")
     assert row[-3:] == ["4.000", "6.000", "7.000"]
     assert "predicted peaks" not in text(failed)
-
-
-def test_a_pipeline_as_json() -> None:
-    found = tables.pipeline_as_json("/p", ("unet", "vae"), [tables.Combined("a", "together", 5)])
-    assert (found["path"], found["parts"]) == ("/p", ["unet", "vae"])
-    assert found["combined"][0]["model_bytes"] == 5
 
 
 def test_what_a_part_keeps_is_its_memory_in_the_last_phase() -> None:
@@ -343,12 +260,6 @@ def test_a_package_whose_reads_are_unknown_is_named() -> None:
     one = Planned(planned().cell, info)
     (found,) = client.predict([one])
     assert found.cannot == "weighin cannot predict how anyio, zlib_ng reads files"
-
-
-def test_a_dtype_is_named_as_torch_names_it() -> None:
-    assert client.dtype_name("float32") == "float32"
-    with pytest.raises(UnknownName):
-        client.dtype_name("float31")
 
 
 def test_a_model_that_cannot_be_built_generates_nothing() -> None:
@@ -452,45 +363,3 @@ def test_a_use_is_compared_with_its_forked_processes(tmp_path: Path) -> None:
     passes = replace(MEASURED, use=Use(460, "", (40,)))  # without a prediction of them
     (found,) = checks.check(run_of(tmp_path / "passes", passes))
     assert {name for name, *_ in found.figures if name.startswith(("use_", "children"))} == set()
-
-
-def test_each_checkpoint_of_a_run_is_asked_for_at_once(
-    tmp_path: Path, asked: list[dict[str, Any]]
-) -> None:
-    other = replace(CELL, model=replace(CELL.model, name="other"))
-    results = [
-        replace(MEASURED, cell=replace(cell, strategy=name))
-        for cell in (CELL, other)
-        for name in ("baseline", "mmap_assign")
-    ]
-    failed = replace(MEASURED, cell=replace(CELL, strategy="streaming"), outcome=Outcome.TIMEOUT)
-    run = run_of(
-        tmp_path, *results, failed, checkpoint="/a.pt", checkpoints={"other": "/b.pt"}, key="model"
-    )
-    found = checks.check(run)
-    assert [one.prediction.cell.series for one in found] == [one.cell.series for one in results]
-    names = ["baseline", "mmap_assign"]
-    assert [(one["strategies"], one["checkpoint"]) for one in asked] == [
-        (names, Path("/a.pt")), (names, Path("/b.pt")),
-    ]  # fmt: skip
-    assert asked[0]["selection"].key == "model"
-    document = checks.as_json(found)
-    assert len(document["checked"]) == 4
-    assert document["checked"][2]["model"] == "other"
-    assert document["checked"][0]["figures"]["host_anon_peak_bytes"] == {
-        "predicted": 400, "measured": 410,
-    }  # fmt: skip
-    assert document["summary"]["series"] == 4
-    assert {"predicted_at", "environment"} <= document.keys()
-    assert checks.as_json([])["summary"] is None
-
-
-@pytest.mark.usefixtures("asked")
-def test_a_run_without_an_ok_load_has_nothing_to_compare(tmp_path: Path) -> None:
-    saved = replace(MEASURED, cell=replace(CELL, operation="save"))
-    run = run_of(tmp_path, saved, replace(MEASURED, outcome=Outcome.TIMEOUT))
-    with pytest.raises(RecordError) as caught:
-        checks.check(run)
-    assert str(caught.value) == (
-        f"{run} has no load whose outcome is ok\npredict the model: weighin predict MODEL"
-    )
