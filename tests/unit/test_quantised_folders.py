@@ -332,7 +332,7 @@ def test_an_adapter_that_nobody_adds_is_named(
     assert code == 0
     assert note in text
     assert json.loads((tmp_path / "inspected.json").read_text())["adapter"].startswith(note)
-    assert note in run("predict", beside, "--strategies", "streaming")
+    assert note in run("predict", beside, "--strategies", "streaming")[1]
 
 
 def test_no_prediction_is_told_for_files_that_are_read_instead_of_mapped(make: Make) -> None:

@@ -1,7 +1,5 @@
 """Read a tensor's elements from a checkpoint in pieces, in bounded memory."""
 
-import mmap
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -11,9 +9,7 @@ from typing import Final
 import torch
 
 from weighin.checkpoint.checksum import PIECE_ELEMENTS, RunningChecksum, cut, pieces_of
-from weighin.errors import CheckpointError
-from weighin.stream.bytes import PIECE_BYTES, Reader
-from weighin.stream.foreign import AGAIN
+from weighin.stream.bytes import PIECE_BYTES, Reader, mapped
 from weighin.stream.slices import Progress, Slice, TensorPlan, ties
 
 RECORD_BYTES: Final = 4096  # an upper bound of a tensor's header and name in a file
@@ -42,7 +38,7 @@ def read_pieces(where: Slice) -> Iterator[torch.Tensor]:
     elif where.contiguous:
         yield from _contiguous(where)
     else:  # for example transposed
-        yield from pieces_of(_mapped(where))
+        yield from pieces_of(mapped(where))
 
 
 def checksum_of(
@@ -94,26 +90,8 @@ def _rows(where: Slice) -> Iterator[torch.Tensor]:
                 slice(at, at + size)
                 for at, size in zip(part.start[1:], part.shape[1:], strict=True)
             ]
-            block[tuple(place)] = _mapped(part)[low - begin : high - begin]
+            block[tuple(place)] = mapped(part)[low - begin : high - begin]
         yield block.reshape(-1)
-
-
-def _mapped(where: Slice) -> torch.Tensor:
-    """Map a tensor's range of the file into memory, and return the tensor in this mapping."""
-    start = where.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    length = where.offset - start + where.span * where.dtype.itemsize
-    with where.file.open("rb") as file:
-        if os.fstat(file.fileno()).st_size < start + length:
-            raise CheckpointError(
-                f"{where.file}: truncated: the file ends before byte {start + length:,}",
-                AGAIN,
-            )
-        # Copy-on-write, because torch needs a writable buffer; nothing is ever written to it.
-        mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
-    flat = torch.frombuffer(
-        mapped, dtype=where.dtype, offset=where.offset - start, count=where.span
-    )
-    return flat.as_strided(where.shape, where.stride)
 
 
 def plans(slices: Sequence[Slice], dtype: torch.dtype | None = None) -> list[TensorPlan]:

@@ -22,6 +22,7 @@ import torch
 from weighin.errors import CheckpointError
 from weighin.probes import page_cache
 from weighin.stream.foreign import AGAIN, unreadable
+from weighin.stream.slices import Slice
 
 ALIGNMENT: Final = 4096
 """The alignment of O_DIRECT reads in bytes: most file systems need 512, and few need more than 4096."""
@@ -277,6 +278,26 @@ def address_of(view: memoryview) -> int:
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as writable bytes."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def mapped(where: Slice) -> torch.Tensor:
+    """Map a tensor's range of the file into memory, and return the tensor in this mapping."""
+    if not where.span:
+        return torch.empty(where.shape, dtype=where.dtype)
+    start = where.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    length = where.offset - start + where.span * where.dtype.itemsize
+    with where.file.open("rb") as file:
+        if os.fstat(file.fileno()).st_size < start + length:
+            raise CheckpointError(
+                f"{where.file}: truncated: the file ends before byte {start + length:,}",
+                AGAIN,
+            )
+        # Copy-on-write, because torch needs a writable buffer; nothing is ever written to it.
+        mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
+    flat = torch.frombuffer(
+        mapped, dtype=where.dtype, offset=where.offset - start, count=where.span
+    )
+    return flat.as_strided(where.shape, where.stride)
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device, offset: int = 0) -> torch.Tensor:

@@ -9,7 +9,7 @@ weights.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +21,7 @@ from weighin.models.description import chosen_class, described_gguf
 from weighin.models.pretrained import arguments_to_dequantise, merged, pretrained_class
 from weighin.stream import foreign, formats, quantised, sentence_parts
 from weighin.stream import gguf_files as gguf
+from weighin.stream.bytes import mapped
 from weighin.stream.construct import construct, without_weights
 from weighin.stream.foreign import lacks, misfit, no_model
 from weighin.stream.hub_cache import cached_snapshot, path_of
@@ -344,25 +345,10 @@ def _of_timm(
 
     slices = formats.read(found.checkpoint, selection)
     model: Any = without_weights(partial(construct, build, wanted.torch_dtype), real_buffers="all")
-    loads[-1](_mapped(slices), found.checkpoint)
+    loads[-1]({one.name: mapped(one) for one in slices}, found.checkpoint)
     model.pretrained_cfg["file"] = str(home)
     del model.keeps_dtypes
     return model.to(wanted.device)
-
-
-def _mapped(slices: Sequence[Slice]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file in a mapping of it, as safetensors and ``torch.load`` do."""
-
-    @cache
-    def bytes_of(file: Path) -> torch.Tensor:
-        return torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
-
-    state = {}
-    for one in slices:
-        flat = bytes_of(one.file)[one.offset : one.offset + one.span * one.dtype.itemsize]
-        flat = flat.clone() if one.offset % one.dtype.itemsize else flat
-        state[one.name] = flat.view(one.dtype).as_strided(one.shape, one.stride)
-    return state
 
 
 def _of_sentences(folder: Path, wanted: _Wanted) -> Any:
