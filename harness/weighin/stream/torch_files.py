@@ -216,11 +216,7 @@ def _zip_file(window: _Window) -> TorchFile:
 
 
 def _records(window: _Window) -> dict[str, Record]:  # noqa: PLR0912 (one for each fault)
-    """Return the records of a zip archive, which lie apart in the file and have different names.
-
-    Raises:
-        CheckpointError: the archive is damaged, too large, encrypted, compressed or not torch's.
-    """
+    """Return the records of a zip archive, which lie apart in the file and have different names."""
     path, start_s = window.path, time.monotonic()
     try:
         archive = zipfile.ZipFile(window)

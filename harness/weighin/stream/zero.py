@@ -22,11 +22,12 @@ and frozen weights in the stored dtype. weighin does not read the moments of the
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, is_sizes, row_major
@@ -45,8 +46,6 @@ _EXPERT: Final = re.compile(
 )
 _OF_RANK: Final = re.compile(r"((?:[a-z0-9]+_)?zero_pp_rank_)\d+_")
 _COPY: Final = "copy the whole folder again, from every machine that took part in the training"
-
-Value = TypeVar("Value")
 
 
 def format_of(path: Path) -> str:
@@ -142,10 +141,11 @@ def _read_universal(path: Path) -> Checkpoint:
     return states[0].checkpoint(stored | states[0].frozen(states[0].ranks), fallback=is_whole)
 
 
-def _read_values(file: Path, what: str, read: Callable[[], Value]) -> Value:
-    """Return what ``read`` takes from a file, which may hold other values than DeepSpeed writes."""
+@contextmanager
+def _reading(file: Path, what: str) -> Iterator[None]:
+    """Raise CheckpointError if a file holds other values than DeepSpeed writes."""
     try:
-        return read()
+        yield
     except (AttributeError, KeyError, TypeError, ValueError):
         raise _incomplete(file, f"holds no {what}") from None
 
@@ -164,29 +164,29 @@ class _ModelStates:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        _read_values(file, "model states of DeepSpeed", self._read)
-
-    def _read(self) -> None:
-        pickled = open_zip(self.file)
-        value = pickled.value
-        if any(isinstance(value.get(key), list) for key in ("ds_autoep_layers", "autoep_layers")):
-            raise _experts_divided(self.file.parent, f"{self.file.name} has AutoEP layers")
-        state: Any = ({}, {}, None)
-        if value["module"] is not None:
-            state = state_dict(self.file, value, "module")
-        tensors, self._values, self._metadata = state
-        self.module = {name: pickled.slice(name, each) for name, each in tensors.items()}
-        groups = value.get("param_shapes")
-        if isinstance(groups, dict):  # DeepSpeed before 0.4 wrote one group
-            groups = [groups]
-        self.groups = None if groups is None else [_shapes(group) for group in groups]
-        self.ranks = ranks if type(ranks := value.get("dp_world_size")) is int else 0
-        self._frozen = _shapes(value.get("frozen_param_shapes") or {})
-        fragments = (value.get("frozen_param_fragments") or {}).items()
-        self._fragments = {name: pickled.slice(name, each) for name, each in fragments}
-        buffers, shared = value.get("buffer_names") or (), value.get("shared_params") or {}
-        self._buffers = {name for name in buffers if isinstance(name, str)}
-        self._shared = {new: old for new, old in shared.items() if isinstance(old, str)}
+        with _reading(file, "model states of DeepSpeed"):
+            pickled = open_zip(file)
+            value = pickled.value
+            if any(
+                isinstance(value.get(key), list) for key in ("ds_autoep_layers", "autoep_layers")
+            ):
+                raise _experts_divided(file.parent, f"{file.name} has AutoEP layers")
+            state: Any = ({}, {}, None)
+            if value["module"] is not None:
+                state = state_dict(file, value, "module")
+            tensors, self._values, self._metadata = state
+            self.module = {name: pickled.slice(name, each) for name, each in tensors.items()}
+            groups = value.get("param_shapes")
+            if isinstance(groups, dict):  # DeepSpeed before 0.4 wrote one group
+                groups = [groups]
+            self.groups = None if groups is None else [_shapes(group) for group in groups]
+            self.ranks = ranks if type(ranks := value.get("dp_world_size")) is int else 0
+            self._frozen = _shapes(value.get("frozen_param_shapes") or {})
+            fragments = (value.get("frozen_param_fragments") or {}).items()
+            self._fragments = {name: pickled.slice(name, each) for name, each in fragments}
+            buffers, shared = value.get("buffer_names") or (), value.get("shared_params") or {}
+            self._buffers = {name for name in buffers if isinstance(name, str)}
+            self._shared = {new: old for new, old in shared.items() if isinstance(old, str)}
 
     def frozen(self, ranks: int) -> dict[str, Slice]:
         """Return the parameters that are not trained; under ZeRO-3, each rank has a share of each.
@@ -244,23 +244,21 @@ class _Share:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        _read_values(file, "optimizer states of DeepSpeed's ZeRO", self._read)
-
-    def _read(self) -> None:
-        pickled = open_zip(self.file)
-        state = pickled.value["optimizer_state_dict"]
-        if state.get("ds_zero_partition_groups"):
-            why = f"{self.file.name} has separate parameter groups for experts"
-            raise _experts_divided(self.file.parent, why)
-        self.is_stage_3 = "fp32_flat_groups" in state
-        key = "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
-        flats = [state[key]] if isinstance(state[key], Slice) else state[key]
-        self.flats = [pickled.slice(f"{key}.{n}", flat) for n, flat in enumerate(flats)]
-        count = state["partition_count"]  # a list has a number for each group of parameters
-        self.ranks = max(count) if isinstance(count, list) else count
-        self._paddings = state.get("param_alignment_paddings")  # since DeepSpeed 0.19
-        if type(self.ranks) is not int or self.ranks < 1:
-            raise ValueError
+        with _reading(file, "optimizer states of DeepSpeed's ZeRO"):
+            pickled = open_zip(file)
+            state = pickled.value["optimizer_state_dict"]
+            if state.get("ds_zero_partition_groups"):
+                why = f"{file.name} has separate parameter groups for experts"
+                raise _experts_divided(file.parent, why)
+            self.is_stage_3 = "fp32_flat_groups" in state
+            key = "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
+            flats = [state[key]] if isinstance(state[key], Slice) else state[key]
+            self.flats = [pickled.slice(f"{key}.{n}", flat) for n, flat in enumerate(flats)]
+            count = state["partition_count"]  # a list has a number for each group of parameters
+            self.ranks = max(count) if isinstance(count, list) else count
+            self._paddings = state.get("param_alignment_paddings")  # since DeepSpeed 0.19
+            if type(self.ranks) is not int or self.ranks < 1:
+                raise ValueError
 
     def paddings(self, group: int, count: int) -> list[int]:
         """Return the number of padding elements after each of the ``count`` parameters of a group."""
@@ -275,11 +273,7 @@ class _Share:
 def _joined_shares(
     states: Path, groups: Sequence[Mapping[str, Shape]], shares: Sequence[_Share]
 ) -> dict[str, Slice]:
-    """Return the trained weights.
-
-    Raises:
-        CheckpointError: the shares have another number of elements than the shapes need.
-    """
+    """Return the trained weights."""
     if is_stage_3 := shares[0].is_stage_3:
         groups = [{name: shape for group in groups for name, shape in group.items()}]
     elif len(shares[0].flats) != len(groups):
