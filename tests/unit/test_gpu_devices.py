@@ -8,6 +8,7 @@ import torch
 
 from weighin import child_process
 from weighin.errors import IsolationUnavailable
+from weighin.plan.task import check_gpu
 from weighin.probes import gpu_memory
 from weighin.probes.gpu_memory import Gpu, GpuAnswer
 from weighin.units import GIB
@@ -39,7 +40,7 @@ def gpus(*sizes: int) -> dict[str, Any]:
 
 def complaint(device: str, limits: list[int | None] | None = None) -> str:
     with pytest.raises(IsolationUnavailable) as caught:
-        gpu_memory.check(device, limits or [None])
+        check_gpu(device, limits or [None], ())
     return str(caught.value)
 
 
@@ -53,8 +54,8 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
 def test_all_gpus_are_listed(answer: Answer) -> None:
     answer(gpus(GIB, 2 * GIB))
     assert gpu_memory.look() == GpuAnswer((Gpu("Example", GIB), Gpu("Example", 2 * GIB)))
-    gpu_memory.check("cuda", [None, GIB])
-    gpu_memory.check("cuda:1", [2 * GIB])
+    check_gpu("cuda", [None, GIB], ())
+    check_gpu("cuda:1", [2 * GIB], ())
 
 
 def test_a_torch_without_cuda(answer: Answer) -> None:
@@ -75,17 +76,10 @@ def test_a_machine_without_a_gpu(answer: Answer) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("count", "found", "repair"),
-    [(1, "1 CUDA device", "write cuda:0"), (3, "3 CUDA devices", "write cuda:0 to cuda:2")],
-)
-def test_a_gpu_beyond_the_last(answer: Answer, count: int, found: str, repair: str) -> None:
-    answer(gpus(*[GIB] * count))
-    assert complaint("cuda:7") == f"--device cuda:7: torch finds only {found}\n{repair}"
-
-
-def test_a_limit_beyond_the_gpu(answer: Answer) -> None:
+def test_a_gpu_or_a_limit_beyond_those_of_this_machine(answer: Answer) -> None:
     answer(gpus(GIB, 2 * GIB))
-    assert complaint("cuda", [None, 2 * GIB]) == (
-        "vram=2GiB is more than Example has (1.000 GiB)\ngive a smaller limit, or leave out vram"
+    assert complaint("cuda:7") == (
+        "no machine can run --device cuda:7: this machine has no cuda:7\n"
+        "name another device, or leave out its limit: weighin doctor shows the GPU"
     )
+    assert "the GPU of this machine has 1.000 GiB, less than" in complaint("cuda", [None, 2 * GIB])

@@ -207,13 +207,18 @@ def check_ram(limits: Sequence[int | None], nodes: Sequence[Node]) -> None:
 
 
 def check_gpu(device: str, vram_limits: Sequence[int | None], nodes: Sequence[Node]) -> None:
+    repair = (
+        "add a node with a GPU; if Ray does not see the GPU, start Ray on that node with --num-gpus"
+    )
     if not nodes:
-        gpu_memory.check(device, vram_limits)
-    for vram in vram_limits if nodes else ():
+        seen = gpu_memory.look()
+        if not seen.gpus:
+            raise IsolationUnavailable(f"--device {device}: {seen.why}", seen.repair)
+        gpu_bytes = tuple(gpu.total_bytes for gpu in seen.gpus)
+        nodes = [Node("", "this machine", 0, 0, gpu_bytes=gpu_bytes)]
+        repair = "name another device, or leave out its limit: weighin doctor shows the GPU"
+    for vram in vram_limits:
         reasons = [Demand(None, device, vram).obstacle(node) for node in nodes]
         if all(reasons):
-            raise IsolationUnavailable(
-                f"no node can run --device {device}: {'; '.join(reasons)}",
-                "add a node with a GPU; if Ray does not see the GPU, start Ray on that node"
-                " with --num-gpus",
-            )
+            message = f"no machine can run --device {device}: {'; '.join(reasons)}"
+            raise IsolationUnavailable(message, repair)

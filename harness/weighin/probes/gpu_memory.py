@@ -18,10 +18,8 @@ from typing import Any, Final, TypeVar
 
 from weighin import child_process
 from weighin.child_process import Parent, end_with_parent
-from weighin.errors import IsolationUnavailable
 from weighin.result import Sample
 from weighin.text import one_line
-from weighin.units import format_bytes, format_exact
 
 _Point = TypeVar("_Point", bound=tuple[int, ...])
 _TIMEOUT_S: Final = 120
@@ -62,27 +60,6 @@ def look() -> GpuAnswer:
         why = f"this torch ({answer['torch']}) is built without CUDA"
         repair = "install a CUDA build (pytorch.org/get-started)"
     return GpuAnswer((), why, f"{repair}, or: {_INSTEAD}")
-
-
-def check(device: str, limits: Sequence[int | None]) -> None:
-    seen = look()
-    index = int(device.partition(":")[2] or 0)
-    if not seen.gpus:
-        raise IsolationUnavailable(f"--device {device}: {seen.why}", seen.repair)
-    if index >= len(seen.gpus):
-        last = len(seen.gpus) - 1
-        raise IsolationUnavailable(
-            f"--device {device}: torch finds only {len(seen.gpus)} CUDA"
-            f" device{'s' * (len(seen.gpus) > 1)}",
-            "write cuda:0" if last == 0 else f"write cuda:0 to cuda:{last}",
-        )
-    gpu = seen.gpus[index]
-    if (limit := max(filter(None, limits), default=0)) > gpu.total_bytes:
-        raise IsolationUnavailable(
-            f"vram={format_exact(limit)} is more than {gpu.name} has"
-            f" ({format_bytes(gpu.total_bytes)})",
-            "give a smaller limit, or leave out vram",
-        )
 
 
 class NvmlUnavailable(Exception):
