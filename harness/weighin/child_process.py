@@ -24,9 +24,7 @@ from weighin.files import parse_json
 STDERR_KEPT_BYTES = 64 * 1024
 PATIENCE_S = 10.0
 """The longest wait from SIGKILL to the end of a process."""
-_LONGEST_BYTES = 256 * 1024**2
 _PART_BYTES = 4096  # small, so that the worker's heap does not grow
-_MOST_READS = 512  # parts of 2 MiB, more than a pipe can hold
 _PIDFD_GET_INFO = 0xC040FF0B  # of linux/pidfd.h, since Linux 6.13
 _PIDFD_INFO_EXIT = 8  # since Linux 6.15
 _REST_S = 0.5  # for what a process printed before its end
@@ -71,16 +69,12 @@ def decode_event(line: bytes) -> dict[str, Any] | None:
 
 
 class Lines:
-    """The lines that arrive on a descriptor, without an incomplete last line, as of a killed writer.
-
-    Of a line of more than 256 MiB, only the end is kept, which is no event.
-    """
+    """The lines that arrive on a descriptor, without an incomplete last line, as of a killed writer."""
 
     def __init__(self, file: int) -> None:
         self._file = file
         self._lines: list[bytes] = []
         self._begun = bytearray()
-        self._reads_left = _MOST_READS  # after the writer's end
 
     def receive(self, timeout_s: float = inf, writer: int | None = None) -> bytes | None:
         """Return the next line, or None after the last line.
@@ -93,15 +87,10 @@ class Lines:
         while not self._lines:
             if not (found := ready(awaited, deadline - monotonic())):
                 raise TimeoutError
-            if writer in found:  # it wrote all; its children may write forever
-                self._reads_left -= 1
-            is_over = self._file not in found or self._reads_left < 0
-            if is_over or not (data := os.read(self._file, _PART_BYTES)):
+            if self._file not in found or not (data := os.read(self._file, _PART_BYTES)):
                 return None
             rest, *later = data.split(b"\n")
             self._begun += rest  # in place: else long lines take forever
-            if len(self._begun) > _LONGEST_BYTES:
-                self._begun[:] = rest
             for rest in later:
                 self._lines.append(bytes(self._begun))
                 self._begun[:] = rest

@@ -139,12 +139,6 @@ def test_nodes_that_are_short_again_and_again_end_the_run(tmp_path: Path) -> Non
         run(tmp_path, crew, cells(4 * GIB))
 
 
-def test_nodes_that_are_short_for_a_moment_are_asked_again(tmp_path: Path) -> None:
-    answers = iter([SHORT] * 5)
-    crew = Crew(lambda node, cell: next(answers, measured(node, cell)), SMALL)
-    assert recorded(run(tmp_path, crew, cells(4 * GIB))) == [(0, "s")]
-
-
 def test_a_cell_for_a_gpu_goes_to_no_node_without_one_that_joined(tmp_path: Path) -> None:
     def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
         crew.nodes = {"s": SMALL, "l": LARGE}
@@ -203,6 +197,19 @@ def test_the_gpu_is_looked_for_although_a_cell_ran_on_the_node(
     told = {"cell": asdict(cell), "settings": {}, "is_tested": True, "limits": [], "patience_s": 1}
     fleet_node._measure(told, Told())  # type: ignore[arg-type]
     assert sent == ["short []"]
+
+
+def test_a_node_waits_for_its_own_free_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cell,) = cells(4 * GIB)
+    task, free, measured = Run(tmp_path, [Planned(cell)], ProcessIsolation()), [GIB, 5 * GIB], []
+    monkeypatch.setattr("weighin.plan.start.resume", lambda *_, **__: task)
+    monkeypatch.setattr("weighin.isolation.cgroup.ram_bytes", lambda *_: (8 * GIB, free.pop(0)))
+    monkeypatch.setattr("weighin.run.runner.run", lambda *_: measured.append(cell))
+    monkeypatch.setattr(fleet_node, "_PAUSE_S", 0)
+    monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path))
+    told = {"cell": asdict(cell), "settings": {}, "is_tested": True, "limits": [], "patience_s": 1}
+    fleet_node._measure(told, None)  # type: ignore[arg-type]
+    assert (measured, free) == ([cell], [])
 
 
 def test_a_node_that_is_to_stop_has_one_deadline_for_all_that_it_says(

@@ -7,7 +7,7 @@ a shared file to the cell that read it first.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 _HERE: Final = "this machine"
 _WAIT_S: Final = 0.5  # until the driver looks for signals again
 _LOOK_S: Final = 3.0  # until it looks again for nodes that were lost or have joined
-_TRIES: Final = 10  # to begin a cell, _LOOK_S apart, while all nodes are short of RAM
 
 
 class Driver:
@@ -54,12 +53,15 @@ class Driver:
         self, crew: "Cluster | Jobs", nodes: Sequence[Node], task: Run, progress: Progress
     ) -> None:
         self._crew, self._task, self._progress = crew, task, progress
-        self._nodes = nodes
         self._names = self._alive = {n.id: n.name for n in nodes}
         self._left_out = {n.id for n in nodes if n.isolations[task.isolation.name]}
         self._trouble: HarnessError = NoNodeLeft(f"none can use {task.isolation.name}")
         self._waiting = {Demand.of(each.cell): deque[Planned]() for each in task.planned}
-        self._short = self._lacking(Demand.lacks_now)  # a node that joins is asked by a cell
+        # For each demand, why nodes cannot run such cells; a node that joins is asked by a cell.
+        self._short = {
+            demand: {n.id: reason for n in nodes if (reason := demand.obstacle(n))}
+            for demand in self._waiting
+        }
         self._running: dict[Future[Any], tuple[Planned, Demand, float]] = {}
         self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
 
@@ -101,29 +103,17 @@ class Driver:
         return task.results
 
     def _run(self) -> None:
-        looked_s, self._tries_left = time.monotonic(), _TRIES
+        looked_s = time.monotonic()
         while self._running or any(self._waiting.values()):
             interrupts.check()
             if time.monotonic() - looked_s > _LOOK_S:
                 self._look()
                 looked_s = time.monotonic()
             self._hand_out()
-            if not self._running and self._tries_left:  # a node may have more free RAM now
-                time.sleep(_LOOK_S if self._tries_left < _TRIES else 0)
-                self._tries_left -= 1
-                self._short = self._lacking(Demand.obstacle)
-                self._hand_out()
             if not self._running:
                 raise self._stuck()
             for done in wait(self._running, _WAIT_S, FIRST_COMPLETED).done:
                 self._take(done, *self._running.pop(done)[:2])
-
-    def _lacking(self, why: Callable[[Demand, Node], str]) -> dict[Demand, dict[str, str]]:
-        """Return, for each demand, the nodes that cannot run such cells, each with the reason."""
-        return {
-            demand: {n.id: reason for n in self._nodes if (reason := why(demand, n))}
-            for demand in self._waiting
-        }
 
     def _able(self, demand: Demand, gpus: float = 0) -> set[str]:
         places = self._alive.keys() - self._left_out - self._short[demand].keys()
@@ -210,7 +200,6 @@ class Driver:
 
     def _record(self, result: Result) -> None:
         result = replace(result, environment=result.environment | self._code)
-        self._tries_left = _TRIES
         self._task.results.append(run_folder.append(self._task.folder, result))
         self._progress.finished(self._task.results[-1])
 

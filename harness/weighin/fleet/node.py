@@ -42,6 +42,7 @@ from weighin.suite import registry
 Answer = tuple[str, dict[str, dict[str, Any]]]
 """The id of a node, and its events by their kind; it sends one of a kind."""
 
+_FREE_S: Final = 30.0  # for free RAM, in which another cell of the node may end
 _PAUSE_S = 0.5  # Ray can cancel a task only between two lines of Python
 _PATIENCE_S = 30.0  # the measured processes of a stopped cell need a moment to end
 _LOCK_PATIENCE_S: Final = 60.0  # after a driver is killed, its worker needs a moment to end
@@ -160,13 +161,18 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
             is_probed=assignment["is_tested"],
             more_limits=[(limit, ranks) for limit, ranks in assignment["limits"]],
         )
-        total, free = cgroup.ram_bytes(task.isolation.name)
         (planned,) = task.planned
+        demand, end_s = Demand.of(planned.cell), time.monotonic() + _FREE_S
         gpus = [g.total_bytes for g in gpu_memory.look().gpus] if planned.cell.needs_gpu else []
-        has: dict[str, Any] = {"ram_bytes": total, "free_ram_bytes": free, "gpu_bytes": gpus}
-        if Demand.of(planned.cell).lacks_now(Node("", "", **has)):  # the node may have joined later
-            driver.send("short", **has)
-            return
+        while True:
+            total, free = cgroup.ram_bytes(task.isolation.name)
+            has: dict[str, Any] = {"ram_bytes": total, "free_ram_bytes": free, "gpu_bytes": gpus}
+            if not demand.lacks_now(node := Node("", "", **has)):
+                break
+            if demand.obstacle(node) or time.monotonic() >= end_s:  # the node may have joined later
+                driver.send("short", **has)
+                return
+            time.sleep(_PAUSE_S)
         try:
             runner.run(task, Progress())
         finally:  # an error after the measurement, such as a full disk, must not lose the record
