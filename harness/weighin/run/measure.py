@@ -37,7 +37,7 @@ from weighin.records.metrics import largest
 from weighin.result import SCHEMA, Cost, Kill, Outcome, Process, Result, Sample, Stopped
 from weighin.run import interrupts, listener
 from weighin.run.judge import Evidence, contradictions, is_beyond, judge, void
-from weighin.run.listener import Listener, Reported
+from weighin.run.listener import Listener, Reported, Told
 from weighin.run.output import Readiness
 from weighin.settings.definition import Settings
 from weighin.units import format_bytes
@@ -398,8 +398,11 @@ class Watch:
 
     def _take(self, reported: Reported, message: listener.Message) -> None:
         of_program = isinstance(message, listener.Begin | listener.PhaseEnd) and message.id
-        if not (self._spec.is_load or of_program):
-            return  # a command reports phases alone
+        is_rank = any(reported is each for each in self.ranks)
+        if not of_program and not (
+            self._spec.is_load and (is_rank or not isinstance(message, Told))
+        ):
+            return  # a command reports phases alone, and a strategy's own process may say anything
         is_alone = len(self.ranks) == 1
         with self._reading:
             match message:
@@ -421,17 +424,16 @@ class Watch:
                     if 0 <= message.rank < len(self.ranks):
                         self.ranks[message.rank].stderr_tail = message.stderr_tail
                         self.exits[message.rank] = Exit(message.code, message.signal)
-                case listener.Told() if message.baseline:
-                    # A strategy's own process may send anything, and this resets the peak.
-                    if not reported.told.baseline and any(reported is each for each in self.ranks):
+                case Told() if message.baseline:
+                    if not reported.told.baseline:
                         self._take_baseline(reported, message)
-                case listener.Told():
+                case Told():
                     reported.take(message)
                     is_ready = all(each.told.ready_at_ns is not None for each in self.ranks)
                     if message.ready_at_ns is not None and is_ready:
                         self.at_ready = reported.before if is_alone else self._counters()
 
-    def _take_baseline(self, reported: Reported, message: listener.Told) -> None:
+    def _take_baseline(self, reported: Reported, message: Told) -> None:
         """Store one rank's memory before the load; the ranks load only after all have reported it."""
         is_last = all(each.told.baseline for each in self.ranks if each is not reported)
         if is_last:
