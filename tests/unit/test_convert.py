@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from fork_server import ForkServer
 from rich.console import Console
+from safetensors.torch import save_file
 
 from weighin import child_process
 from weighin.checkpoint import convert as converting
@@ -22,7 +23,7 @@ from weighin.checkpoint.child import run_child
 from weighin.checkpoint.convert import Conversion, sentence
 from weighin.cli.app import app
 from weighin.errors import CheckpointError, ConfigError
-from weighin.stream import formats
+from weighin.stream import formats, hugging_face
 from weighin.stream import write as writing
 from weighin.units import MIB
 
@@ -296,6 +297,25 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
         f"{target} needs 12.715 KiB, but only 1000 B are free in {source.parent}"
     )
     assert names(source.parent) == ["model.pt"]
+
+
+def test_values_of_a_model_that_are_no_tensors_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting(torch.nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"step": 1}
+
+        def set_extra_state(self, state: dict[str, int]) -> None: ...
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file(torch.nn.Linear(2, 2).state_dict(), folder / "model.safetensors")
+    monkeypatch.setattr(hugging_face, "load_pretrained", lambda *_, **__: Counting(2, 2))
+    target = tmp_path / "new.pt"
+    done = Conversion(folder, target, model_keys=True).write()
+    assert (done["left_out"], [*torch.load(target)]) == (["_extra_state"], ["weight", "bias"])
 
 
 def test_two_conversions_to_one_folder_do_not_disturb_each_other(source: Path) -> None:
