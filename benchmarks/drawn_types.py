@@ -32,7 +32,7 @@ from small_configs import WAYS, small
 from weighin import load_pretrained
 from weighin.errors import HarnessError
 from weighin.models.pretrained import example_inputs
-from weighin.report.markdown import table_lines
+from weighin.show.table import Table
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the comparison, which tests share
 from model_differences import differences
@@ -123,7 +123,7 @@ def section(tried: Sequence[Tried], seed: int, known: int) -> str:
             "",
             *_equal(compared),
             *(
-                ["", *table_lines(_HEADINGS, (one.row() for one in unequal), names=2)]
+                ["", Table.of(_HEADINGS, (one.row() for one in unequal), names=2).markdown()]
                 if unequal
                 else []
             ),

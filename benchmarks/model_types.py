@@ -27,8 +27,9 @@ from weighin import load_pretrained
 from weighin.errors import HarnessError
 from weighin.models.pretrained import example_inputs, pretrained_class
 from weighin.records import run_folder
-from weighin.report.markdown import by_reason, table_lines
 from weighin.result import Outcome, Result
+from weighin.show.table import Table
+from weighin.show.words import by_reason
 from weighin.stream.pretrained_folder import read_folder
 
 KINDS: Final = {
@@ -204,7 +205,7 @@ def page(tried: list[Tried], predicted: predicted_runs.Summary | None = None) ->
         + ", ".join(f"{number} {outcome}" for outcome, number in sorted(count.items()))
         + f". `load_pretrained` is equal for {sum(one.compared == 'equal' for one in tried)} types.",
         "",
-        *table_lines(HEADINGS, rows(one.row() for one in tried), names=2),
+        Table.of(HEADINGS, rows(one.row() for one in tried), names=2).markdown(),
         "",
         *(
             ["## Predictions", "", _SAYS_PREDICTED + predicted_runs.summary_line(predicted), ""]

@@ -37,7 +37,7 @@ import known_commands
 from weighin.isolation.cgroup import limit as limit_group
 from weighin.isolation.cgroup import temporary_group
 from weighin.probes import page_cache
-from weighin.report.markdown import table_lines
+from weighin.show.table import Table
 from weighin.units import MIB, format_bytes
 
 Command = Sequence[str]
@@ -239,7 +239,7 @@ def _peaks(cases: Sequence[Case], tools: dict[str, Callable[[Command, int | None
         f"Peaks in MiB ({about}). *Known* is the anonymous and shared memory that the program takes;"
         " `spend 256 1` takes 256 MiB of it for 1 ms.",
         "",
-        *table_lines(("command", "known", *tools), rows, names=1),
+        Table.of(("command", "known", *tools), rows, names=1).markdown(),
     ]
 
 
@@ -277,7 +277,9 @@ def _times(folder: Path, rounds: int) -> list[str]:
     return [
         f"The wall time that weighin adds, medians of {rounds} rounds, each beside the command alone:",
         "",
-        *table_lines(("command", "option", "alone", "more under weighin", "ratio"), rows, names=2),
+        Table.of(
+            ("command", "option", "alone", "more under weighin", "ratio"), rows, names=2
+        ).markdown(),
     ]
 
 

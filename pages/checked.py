@@ -12,9 +12,9 @@ from weighin.errors import RecordError
 from weighin.files import parse_json, read_bytes
 from weighin.records.floor import floors
 from weighin.records.verdict import Verdict
-from weighin.report import captions
-from weighin.report.markdown import table_lines
 from weighin.result import Result
+from weighin.show import words
+from weighin.show.table import Table
 from weighin.units import MIB
 
 FILE: Final = "predicted.json"
@@ -32,8 +32,8 @@ def markdown_checked(runs: Mapping[Path, Sequence[Result]]) -> str:
     contents = {run: _read(run / FILE) for run in runs}
     rows = [_row(run, results, contents[run]) for run, results in runs.items()]
     made = [(content["environment"], content["predicted_at"]) for content in contents.values()]
-    note = f"Predicted {captions.when_and_what(made)}."
-    return "\n".join([*table_lines(HEADINGS, rows, names=_NAMES), "", note])
+    note = f"Predicted {words.when_and_what(made)}."
+    return "\n".join([Table.of(HEADINGS, rows, names=_NAMES).markdown(), "", note])
 
 
 def _row(run: Path, results: Sequence[Result], content: Mapping[str, Any]) -> list[str]:
@@ -46,7 +46,7 @@ def _row(run: Path, results: Sequence[Result], content: Mapping[str, Any]) -> li
     ]
     return [
         run.name,
-        captions.code(results),
+        words.code(results),
         str(len(predicted)),
         *_largest(anonymous),
         *_largest(list(_floor_differences(predicted, results))),

@@ -14,10 +14,11 @@ from predicted_runs import check
 
 from weighin.records import run_folder
 from weighin.records.metrics import METRICS, middle
-from weighin.report import captions
-from weighin.report.markdown import by_reason, scaled, table_lines
-from weighin.report.rows import series
+from weighin.records.run import Measured
 from weighin.result import Outcome, Result
+from weighin.show import words
+from weighin.show.table import Table
+from weighin.show.words import by_reason, scaled
 from weighin.text import markdown as escaped
 from weighin.units import MIB, format_seconds
 
@@ -86,10 +87,10 @@ def _section(
         (*name, *row.memory, *(_time(table[name].ready_ns) if name in table else "-" for table in tables))
         for name, row in sorted(found.items(), key=lambda one: one[1].ready_ns)
     ]  # fmt: skip
-    yield from table_lines((*HEADINGS, *times), rows, names=_NAMES)
+    yield Table.of((*HEADINGS, *times), rows, names=_NAMES).markdown()
     yield ""
     yield from _left_out(results)
-    yield f"{escaped(captions.shared(series(measured), measured))} · {_repeats(measured)}\n"
+    yield f"{escaped(words.shared(Measured(measured)))} · {_repeats(measured)}\n"
 
 
 def _cache(run: Sequence[Result]) -> str:
@@ -107,13 +108,13 @@ def _rows(
             for result in results
             if result.cell.series == name and result.outcome is Outcome.OK
         ]
-        ready_ns = middle(map(METRICS["ready"].read, good))
+        ready_ns = middle(map(METRICS["ready"].of, good))
         if ready_ns is None:
             continue
         cell = good[0].cell
         label = " ".join([cell.strategy, *(f"{k}={v}" for k, v in sorted(cell.options.items()))])
         memory = (
-            scaled(middle(map(METRICS["peak_rss"].read, good)), MIB, 0),
+            scaled(middle(map(METRICS["peak_rss"].of, good)), MIB, 0),
             scaled(floors.get(name), MIB, 0),
             scaled(middle(map(_private_bytes, good)), MIB, 0),
         )

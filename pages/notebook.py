@@ -21,10 +21,11 @@ from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.predict.prediction import PredictedPhase, Prediction
 from weighin.records import run_folder
-from weighin.report import captions
-from weighin.report.markdown import scaled, table_lines
-from weighin.report.rows import series
+from weighin.records.run import Measured
 from weighin.result import Outcome, Result
+from weighin.show import words
+from weighin.show.table import Table
+from weighin.show.words import scaled
 from weighin.suite.registry import model, strategy
 from weighin.text import markdown as escaped
 from weighin.units import GIB
@@ -79,8 +80,10 @@ def published() -> Published:
 
 def markdown_notebook(results: Sequence[Result]) -> str:
     """Return the published table beside measured and predicted figures, as Markdown; takes 10 s."""
-    caption = escaped(captions.shared(series(results), results))
-    return "\n".join([*table_lines(_HEADINGS, rows(results), names=_NAMES), "", ABOUT, "", caption])
+    caption = escaped(words.shared(Measured(results)))
+    return "\n".join(
+        [Table.of(_HEADINGS, rows(results), names=_NAMES).markdown(), "", ABOUT, "", caption]
+    )
 
 
 def _rows(results: Sequence[Result]) -> list[tuple[Method, Ours]]:

@@ -30,10 +30,10 @@ from pages.freshness import since, standing
 from weighin.cell import Cell
 from weighin.probes import environment, gpu_memory
 from weighin.records import run_folder
-from weighin.report import captions, style
-from weighin.report.timeline import draw_timeline
-from weighin.report.writing import TIMELINE
+from weighin.records.run import Measured
 from weighin.result import Outcome, Result
+from weighin.show import style, words
+from weighin.show.timeline import draw_timelines
 from weighin.stream.pretrained_folder import own_dtype
 from weighin.suite import registry
 
@@ -112,13 +112,13 @@ def status(runs: Iterable[Run], root: Path) -> list[str]:
     runs = list(runs)
     for run in runs:
         stands = standing(run.results, root)
-        state = f"{captions.code(run.results)}: {stands}" if run.results else "never measured"
+        state = f"{words.code(run.results)}: {stands}" if run.results else "never measured"
         lines.append(f"{run.name}: {state}")
         is_stale = stands.is_stale or not run.results
         if (path := root / PUBLISHED / run.name / PREDICTED).exists():
             predicted = json.loads(path.read_text(encoding="utf-8"))
             changed = _changed_since_predicted(run, predicted["environment"]["git_commit"], root)
-            made = captions.when_and_what([(predicted["environment"], predicted["predicted_at"])])
+            made = words.when_and_what([(predicted["environment"], predicted["predicted_at"])])
             lines.append(f"  its predictions: {made}: {_in_words(changed)}")
             is_stale |= bool(changed)
         stale += [run.name] if is_stale else []
@@ -287,10 +287,10 @@ def put_in_place(measured: Path, published: Path) -> None:
     ready.mkdir()
     records = (measured / run_folder.RECORDS).read_text(encoding="utf-8")
     (ready / run_folder.RECORDS).write_text(records.replace(f"{ROOT}/", ""), encoding="utf-8")
-    results = run_folder.read(measured).results
-    if has_timeline([one.cell for one in results]):
-        with (ready / f"{TIMELINE}.svg").open("wb") as file:
-            style.save(draw_timeline(measured, results), file, "svg")
+    run = Measured.of(measured, run_folder.read(measured))
+    if has_timeline([one.cell for one in run.results]):
+        (figure,) = draw_timelines(run)
+        (ready / "timeline.svg").write_text(style.svg(figure), encoding="utf-8")
     shutil.rmtree(published, ignore_errors=True)
     ready.rename(published)
 

@@ -10,13 +10,13 @@ from typing import Final
 
 from weighin.records.floor import KILLED, Aim, Floor, floors
 from weighin.records.metrics import grouped, middle, outcome_of, use_most_anon_bytes
-from weighin.report import captions
-from weighin.report.after_load import multiple
-from weighin.report.markdown import scaled, table_lines
-from weighin.report.operations import BEFORE_LOAD
-from weighin.report.rows import Row, series, split, values, varying
-from weighin.report.tables import figures_of, markdown_lines, text_table
+from weighin.records.run import Measured, Row, varying
 from weighin.result import Outcome, Result
+from weighin.show import words
+from weighin.show.findings import multiple
+from weighin.show.report import figures_of, table
+from weighin.show.table import Table, pivot
+from weighin.show.words import BEFORE_LOAD, scaled
 from weighin.text import markdown as escaped
 from weighin.units import MIB, format_seconds
 
@@ -51,10 +51,10 @@ def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
             apart = max(sizes) - min(sizes)
             difference = f"{apart / MIB:.0f} ({apart / min(sizes):.1%})"
         rows.append([strategy, *map(_floor_text, of_strategy), difference])
-    lines = table_lines(["floor, MiB", *searches, "difference, MiB"], rows, names=1)
-    everything = [result for results in runs.values() for result in results]
-    shared = captions.shared(series(everything), everything, without=("ram_limit_bytes",))
-    return "\n".join([*lines, "", _NOTE_FLOORS, "", escaped(shared)])
+    everything = Measured([result for results in runs.values() for result in results])
+    shared = words.shared(everything, without=("ram_limit_bytes",))
+    found = Table.of(["floor, MiB", *searches, "difference, MiB"], rows)
+    return "\n\n".join([found.markdown(), _NOTE_FLOORS, escaped(shared)])
 
 
 def _floor_text(floor: Floor | None) -> str:
@@ -69,8 +69,8 @@ def _floor_text(floor: Floor | None) -> str:
 def markdown_converting(results: Sequence[Result]) -> str:
     """Return the peaks of loads that change the weights, as multiples of the loaded model's size."""
     measured = [one for one in results if one.outcome is not Outcome.SKIPPED]
-    lines = table_lines(CONVERTING, _converting(measured), names=3)
-    return "\n".join([*lines, "", escaped(captions.shared(series(measured), measured))])
+    found = Table.of(CONVERTING, _converting(measured), names=3)
+    return f"{found.markdown()}\n\n{escaped(words.shared(Measured(measured)))}"
 
 
 def _converting(measured: Sequence[Result]) -> Iterator[tuple[str, ...]]:
@@ -104,36 +104,32 @@ def _resident_bytes(result: Result) -> int | None:
 
 def markdown_models(results: Sequence[Result]) -> str:
     """Return the median times until ready in seconds: a row per strategy, a column per model."""
-    rows = series(results)
-    if not rows:
-        return captions.shared(rows, results)
-    models, texts = values(rows, "model"), []
-    for (strategy,), group in split(rows, ["strategy"]).items():
-        ready = {row["model"]: row["ready_s"] for row in group}
-        seconds = (scaled(ready.get(model), 1, 2) for model in models)
-        texts.append([strategy, *seconds])
-    lines = table_lines(["strategy", *(f"{model} s" for model in models)], texts, names=1)
-    return "\n".join([*lines, "", escaped(captions.shared(rows, results))])
+    run = Measured(results)
+    return pivot(
+        "",
+        run.rows,
+        lambda row: row["strategy"],
+        lambda row: row["model"],
+        lambda rows: scaled(rows[0]["ready_s"], 1, 2),
+        column_title="{} s".format,
+        notes=[words.shared(run)],
+    ).markdown()
 
 
 def markdown_relative(results: Sequence[Result]) -> str:
     """Return the table of a run with times as multiples of its first line, whose seconds are below."""
-    rows = series(results)
-    if not rows:
-        return captions.shared(rows, results)
-    figures = [one for one in figures_of(rows) if one.key not in BEFORE_LOAD]
-    shown = [replace(one, unit="x") if one.key in _TIMES else one for one in figures]
-    table = text_table("", _divided(rows), ["strategy", *varying(rows)], shown)
-    first = rows[0]
+    run = Measured(results)
+    figures = [one for one in figures_of(run.rows) if one.key not in BEFORE_LOAD]
+    first = run.rows[0]
     seconds = (
         f"{figure.heading} {scaled(first[figure.key], 1, 1)} s"
         for figure in figures
         if figure.key in _TIMES
     )
     note = f"Times are multiples of the first line's: {', '.join(seconds)}."
-    return "\n".join(
-        [*markdown_lines(table), "", escaped(note), "", escaped(captions.shared(rows, results))]
-    )
+    found = table("", _divided(run.rows), varying(run.rows), figures, [note, words.shared(run)])
+    columns = [replace(one, unit="x") if one.unit == "s" else one for one in found.columns]
+    return replace(found, columns=columns).markdown()
 
 
 def _divided(rows: Sequence[Row]) -> list[Row]:
@@ -162,7 +158,7 @@ def markdown_trained(results: Sequence[Result]) -> str:
         f"{model}: {'; '.join(map(_step, grouped(ours, lambda one: one.cell.strategy).values()))}"
         for model, ours in grouped(trained, lambda one: one.cell.model.title).items()
     ]
-    shared = escaped(captions.shared(series(trained), trained))
+    shared = escaped(words.shared(Measured(trained)))
     return "\n".join([*(f"* {escaped(line)}" for line in lines), "", shared])
 
 

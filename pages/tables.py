@@ -20,8 +20,8 @@ the key ``checked`` names several runs, whose predictions it compares with their
 
 import re
 import sys
-from collections.abc import Callable, Sequence
-from io import BytesIO
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -36,11 +36,13 @@ from pages.run_tables import (
     markdown_trained,
 )
 from weighin.records import run_folder
-from weighin.report import after_load, floors, passes, ranks, slow_disks, style, survival, writing
-from weighin.report.findings import markdown
-from weighin.report.tables import markdown_table
+from weighin.records.run import Measured
 from weighin.result import Result
 from weighin.settings.yaml_file import read_mapping
+from weighin.show import findings, report, style, words
+from weighin.show.plots import pictures
+from weighin.show.table import Table
+from weighin.text import markdown as escaped
 
 _BLOCK: Final = re.compile(
     r"<!-- (?P<runs>results/published/\S+(?: results/published/\S+)*)(?: (?P<part>[a-z]+))? -->\n"
@@ -48,17 +50,37 @@ _BLOCK: Final = re.compile(
     re.DOTALL,
 )
 _PICTURE: Final = re.compile(r"results/published/(?P<run>[\w.-]+)/(?P<name>[\w-]+)\.svg")
+
+
+def _tables(read: Callable[[Measured], Iterable[Table]]) -> Callable[[Sequence[Result]], str]:
+    """Return a function that writes tables without the reasons of single entries."""
+    return lambda results: "\n\n".join(
+        replace(table, reasons=()).markdown() for table in read(Measured(results))
+    )
+
+
+def markdown_table(results: Sequence[Result]) -> str:
+    """Return the tables of a run as Markdown, with the caption below the tables."""
+    run = Measured(results)
+    parts = []
+    for table in report.tables(run):
+        heading = table.title.partition(": ")[2]
+        parts += [f"**{escaped(heading)}**"] if heading else []
+        parts.append(replace(table, notes=()).markdown())
+    return "\n\n".join([*parts, escaped(words.shared(run))])
+
+
 _PARTS: Final[dict[str | None, Callable[[Sequence[Result]], str]]] = {
     None: markdown_table,
     "relative": markdown_relative,
-    "survival": lambda results: markdown(survival.found(results), reasons=False),
-    "floors": lambda results: markdown(floors.found(results), reasons=False),
-    "passes": lambda results: markdown(passes.found(results), reasons=False),
-    "ranks": lambda results: markdown(ranks.found(results), reasons=False),
-    "disks": lambda results: markdown(slow_disks.found(results), reasons=False),
+    "survival": _tables(findings.survival),
+    "floors": _tables(findings.floors),
+    "passes": _tables(findings.passes),
+    "ranks": _tables(findings.ranks),
+    "disks": _tables(findings.slow_disks),
     "models": markdown_models,
     "converting": markdown_converting,
-    "uses": lambda results: markdown(after_load.found(results), reasons=False),
+    "uses": _tables(findings.uses),
     "trained": markdown_trained,
     "notebook": markdown_notebook,
 }
@@ -100,11 +122,9 @@ def draw(page: str, root: Path) -> dict[Path, bytes]:
     drawn = {}
     for match in _PICTURE.finditer(page):
         path, name = root / match[0], match["name"]
-        if name != writing.TIMELINE:
-            file = BytesIO()
-            results = run_folder.read(path.parent).results
-            style.save(writing.pictures(path.parent, results)[name](), file, "svg")
-            drawn[path] = file.getvalue()
+        if name != "timeline":
+            run = Measured.of(path.parent, run_folder.read(path.parent))
+            drawn[path] = style.svg(pictures(run)[name]()).encode()
     return drawn
 
 

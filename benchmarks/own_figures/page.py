@@ -12,8 +12,8 @@ from own_figures.amounts import Amounts
 from own_figures.cells import CellCost, Costs
 from own_figures.sampling import Sampled
 from own_figures.spread import Spread, errors
-from weighin.report import captions
-from weighin.report.markdown import table_lines
+from weighin.show import words
+from weighin.show.table import Table
 from weighin.units import GIB, MIB, format_bytes
 
 _PAGE: Final = """\
@@ -134,16 +134,16 @@ def text(
 def _machine(about: Mapping[str, object]) -> str:
     ram_bytes = about["ram_bytes"]
     assert isinstance(ram_bytes, int)
-    words = [
-        *captions.machine([about]),
+    about_it = [
+        *words.machine([about]),
         f"{about['cpus']} processors",
         f"{format_bytes(ram_bytes, digits=1)} of RAM",
         f"Python {about['python']}",
         f"psutil {version('psutil')}",
         f"weighin {about['weighin']}",
-        f"measured {captions.when_and_what([(about, datetime.now(UTC).isoformat())])}",
+        f"measured {words.when_and_what([(about, datetime.now(UTC).isoformat())])}",
     ]
-    return " · ".join(words)
+    return " · ".join(about_it)
 
 
 def _lines(
@@ -154,7 +154,7 @@ def _lines(
 ) -> str:
     """Return a table, and below it the reason for each line or column that it lacks."""
     reasons = [f"\nThe table lacks {name}: {why}." for name, why in (refused or {}).items()]
-    return "\n".join([*table_lines(heads, rows, names=names), *reasons])
+    return "\n".join([Table.of(heads, rows, names=names).markdown(), *reasons])
 
 
 def _cell_rows(costs: Costs) -> list[list[str]]:

@@ -8,7 +8,7 @@ from typing import Final
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from weighin.report.writing import write_report
+from weighin.show.write import write_report
 
 RUN: Final = Path(__file__).parents[2] / "results/published/gpt2-xl-8GiB"
 PAGE: Final = "example/report.html"

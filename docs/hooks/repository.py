@@ -27,8 +27,8 @@ PAGES: Final = {
     "CHANGELOG.md": "changelog.md",
 }
 """Where a page of the repository is on the site, for those outside of docs/."""
-REPORT: Final = "results/published/gpt2-xl-8GiB/report.md"
-"""A link to this run's report leads to its report.html, which ``example.py`` makes."""
+REPORT: Final = "results/published/gpt2-xl-8GiB/records.jsonl"
+"""A link to this run's records leads to its report.html, which ``example.py`` makes."""
 REPORT_ON_SITE: Final = "example/report.html"
 
 _LINKS: Final = re.compile(

@@ -2,20 +2,21 @@
 
 ::
 
-    from weighin import Load, Save, load_pretrained, load_streaming, phase
+    from weighin import Load, Save, load_pretrained, load_streaming, phase, results
 
 A strategy is one way to load or save a model, written as a Python function. The function's argument
 has the type ``Load`` or ``Save``. ``load_streaming`` loads a checkpoint into a model, and needs
 little more memory than that model. ``load_pretrained`` loads and returns the model of a Hugging
 Face folder, and needs as little memory as ``load_streaming``. ``phase`` names a part of a program,
-so that ``weighin run`` measures the part's peak memory. ``weighin.strategy`` has further functions
-for strategies.
+so that ``weighin run`` measures the part's peak memory. ``results`` returns a run as a pandas
+DataFrame. ``weighin.strategy`` has further functions for strategies.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weighin.program_phases import phase
+    from weighin.show.frame import results
     from weighin.strategy import Load, Save
     from weighin.stream.hugging_face import load_pretrained
     from weighin.stream.model import load_streaming
@@ -28,8 +29,9 @@ _PUBLIC = {
     "load_pretrained": "weighin.stream.hugging_face",
     "load_streaming": "weighin.stream.model",
     "phase": "weighin.program_phases",
+    "results": "weighin.show.frame",
 }
-__all__ = ["Load", "Save", "__version__", "load_pretrained", "load_streaming", "phase"]
+__all__ = ["Load", "Save", "__version__", "load_pretrained", "load_streaming", "phase", "results"]
 
 
 def __getattr__(name: str) -> Any:

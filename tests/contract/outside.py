@@ -28,8 +28,8 @@ from weighin.predict.prediction import Prediction, from_json
 from weighin.probes import environment
 from weighin.recommend import answer
 from weighin.records import run_folder
-from weighin.report import writing
 from weighin.run import runner
+from weighin.show import write
 
 ROOT: Final = Path(__file__).parents[2]
 PUBLISHED: Final = ROOT / "results" / "published"
@@ -232,7 +232,7 @@ def found_floors(run: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "start", start)
         patch.setattr(runner, "search", search)
-        patch.setattr(writing, "pictures", lambda *_: {})
+        patch.setattr(write, "draw", lambda _: ())
         yield
 
 

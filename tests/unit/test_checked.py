@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_floors_report import a_search
+from sweeps import a_search
 
 from pages.tables import fill
 from weighin.errors import RecordError

@@ -98,7 +98,7 @@ def test_formats_and_metrics_that_do_not_exist(
     assert (code, text) == (
         2,
         "error: no format is called 'htm'\n"
-        "did you mean 'html'? known: bmf, csv, gha, html, md, openmetrics, parquet, png, svg\n",
+        "did you mean 'html'? known: bmf, csv, gha, html, md, parquet, png, svg\n",
     )
     code, text = run("history", str(tmp_path), "--metric", "peak_rs")
     assert code == 2

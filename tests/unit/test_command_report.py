@@ -7,36 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy
-import pandas as pd
 import pytest
 from factories import make_cell, make_result
 from ran_commands import RAN, make_command, make_killed, make_ran, write_command_samples
-from rich.console import Console
 
 from pages import freshness
 from weighin.records.floor import floors
+from weighin.records.run import Measured
 from weighin.records.run_folder import parse
-from weighin.records.series import matrices, name_of
-from weighin.report import (
-    commands,
-    findings,
-    html_page,
-    peaks_plot,
-    sections,
-    sentences,
-    survival,
-    survival_plots,
-    timeline,
-    timeline_data,
-)
-from weighin.report import floors as floors_report
-from weighin.report.exports import bencher, openmetrics, parquet
-from weighin.report.rows import series
-from weighin.report.run_json import of_run
-from weighin.report.sections import terminal_table
-from weighin.report.tables import write_summary
-from weighin.report.writing import write_markdown
+from weighin.records.series import name_of
 from weighin.result import Outcome, Process, Result, Sample
+from weighin.show import timeline, write
+from weighin.show.findings import floors as floors_table
+from weighin.show.findings import survival
+from weighin.show.plots import draw_peaks
+from weighin.show.report import answer, as_json
+from weighin.show.table import markdown as of_document
 from weighin.units import MIB
 
 OF_LOADS = ("model", "dtype", "format", "device", "import", "x model", "peak RSS", "load")
@@ -47,15 +33,7 @@ def two() -> list[Result]:
 
 
 def markdown(results: list[Result]) -> str:
-    file = io.StringIO()
-    write_markdown(results, file)
-    return file.getvalue()
-
-
-def shown(results: list[Result], width: int = 200) -> str:
-    console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(terminal_table(results))
-    return console.export_text()
+    return write.report_md(Measured(results))
 
 
 def table_under(text: str, heading: str) -> list[list[str]]:
@@ -66,7 +44,7 @@ def table_under(text: str, heading: str) -> list[list[str]]:
 def test_the_table_has_the_columns_of_commands() -> None:
     heads, _, *rows = table_under(markdown(two()), "All results")
     assert heads == [
-        "strategy", "RAM limit", "outcome", "time s", "needs GiB", "cgroup peak GiB",
+        "command", "RAM limit", "outcome", "time s", "needs GiB", "cgroup peak GiB",
         "anonymous (sampled) GiB", "shared (sampled) GiB", "page cache (sampled) GiB", "exit code",
     ]  # fmt: skip
     assert rows == [
@@ -86,7 +64,6 @@ def test_no_report_speaks_of_a_load() -> None:
     assert text.startswith("# Running train.py\n\npage cache as found · isolation cgroup ·")
     for word in ("import", "x model", "peak RSS", "loading", "gpt2", "dtype"):
         assert word not in text
-        assert word not in shown(two())
 
 
 def test_the_processes_at_the_peak_come_with_their_files() -> None:
@@ -116,10 +93,10 @@ def test_the_kill_names_its_victim_and_its_limit() -> None:
 
 
 def test_the_stack_of_the_peak_is_shown_and_no_earlier_one() -> None:
-    for text in (markdown([make_ran()]), shown([make_ran()])):
-        assert "train.py, process 4711, thread MainThread, at 640.0 MiB:" in text
-        assert "load_state_dict (torch/serialization.py:1500)" in text
-        assert "io.py" not in text
+    text = markdown([make_ran()])
+    assert "train.py, process 4711, thread MainThread, at 640.0 MiB:" in text
+    assert "load_state_dict (torch/serialization.py:1500)" in text
+    assert "io.py" not in text
 
 
 def test_many_short_processes_are_counted() -> None:
@@ -148,50 +125,37 @@ def test_left_over_processes_are_named() -> None:
     assert "left these running, which weighin ended: sleep 99." in text
 
 
-def test_a_terminal_of_80_columns_keeps_needs_and_peak() -> None:
-    text = shown(two(), width=80)
-    assert "≥ 0.739" in text
-    assert all(len(line) <= 80 for line in text.splitlines())
-
-
-def test_the_summary_in_words() -> None:
-    results = two()
-    assert sentences.paragraphs(series(results), results) == [
+def test_the_answer_in_words() -> None:
+    assert answer(Measured(two())) == [
         "Without a RAM limit, the only command that was tried, train.py, works. train.py is done in"
         " 3.00 s.",
-        "With 600 MiB of RAM, the only command that was tried, train.py, does not work. Killed by the"
-        " kernel for lack of memory: train.py.",
+        "With 600 MiB of RAM, the only command that was tried, train.py, does not work.",
     ]
 
 
 def test_a_failed_command_is_named() -> None:
     failed = make_ran(outcome=Outcome.COMMAND_FAILED, message="exit code 3", exit_code=3)
-    assert "command_failed: exit code 3" in markdown([failed])
-    assert "Failed: train.py." in sentences.paragraphs(series([failed]), [failed])[0]
+    assert "- train.py: command_failed: exit code 3" in markdown([failed])
 
 
 def test_the_csv_and_the_json_have_no_columns_of_loads() -> None:
-    file = io.StringIO()
-    write_summary(two(), file, 0)
-    row = next(csv.DictReader(io.StringIO(file.getvalue())))
+    row = next(csv.DictReader(io.StringIO(write.summary_csv(Measured(two(), missing=0)))))
     assert row["needed_bytes"] == str(757 * MIB)
     assert (row["exit_code"], row["needed_is_sampled"]) == ("0", "True")
     assert not {"model", "dtype", "format", "peak_rss_bytes", "import_s", "load_s"} & set(row)
-    (first, _) = of_run(Path("run"), two(), [])["series"]
+    (first, _) = as_json(Measured(two()), [])["series"]
     assert list(first) == [name for name in row if name != "missing_cells"]
     json.dumps(first)
 
 
 def test_the_csv_of_loads_has_no_columns_of_commands() -> None:
-    file = io.StringIO()
-    write_summary([make_result(make_cell("mmap_assign"))], file)
-    assert not {"needed_bytes", "exit_code", "shmem_sampled_bytes"} & set(
-        next(csv.reader(io.StringIO(file.getvalue())))
-    )
+    text = write.summary_csv(Measured([make_result(make_cell("mmap_assign"))]))
+    heads = next(csv.reader(io.StringIO(text)))
+    assert not {"needed_bytes", "exit_code", "shmem_sampled_bytes"} & {*heads}
 
 
 def test_exports_name_a_command_by_its_label_and_limit() -> None:
-    found = json.loads(bencher(two()))
+    found = json.loads(write.bencher(Measured(two())))
     name = "command train.py as_found cgroup ram=none"
     assert list(found) == [name, "command train.py as_found cgroup ram=600MiB"]
     assert {key: value["value"] for key, value in found[name].items()} == {
@@ -201,15 +165,6 @@ def test_exports_name_a_command_by_its_label_and_limit() -> None:
         "needed_bytes": 757 * MIB,
         "time_ns": 3 * 10**9,
     }
-    pytest.importorskip("prometheus_client")
-    assert "weighin_needed_bytes" in openmetrics(two())
-
-
-def test_parquet_has_one_row_per_cell() -> None:
-    pytest.importorskip("pyarrow")
-    table = pd.read_parquet(io.BytesIO(parquet(two())))
-    assert table["exit_code"].tolist() == [0, 137]
-    assert "model" not in table
 
 
 def test_the_name_tells_soft_settings_and_environment_apart() -> None:
@@ -217,25 +172,11 @@ def test_the_name_tells_soft_settings_and_environment_apart() -> None:
     assert name_of(cell) == "command train.py cold cgroup ram=none A=1"
 
 
-def test_the_page_has_timeline_processes_and_stack(tmp_path: Path) -> None:
-    results = two()
-    for result in results:
-        write_command_samples(tmp_path, result)
-    page = html_page.render(tmp_path, results)
-    assert "<title>Running train.py · weighin</title>" in page
-    assert "epoch 1\nat 1.00 s, a line of output" in page
-    assert "seconds since the command started" in page
-    assert "load_state_dict (torch/serialization.py:1500)" in page
-    assert "model-00003.safetensors, 2.1 GiB of 4.9 GiB" in page
-    assert "peak RSS" not in page
-    assert "page cache, reclaimable (sampled)" in page
-
-
 def test_the_pictures_of_commands(tmp_path: Path) -> None:
-    results = two()
-    for result in results:
+    run = Measured(two(), folder=tmp_path)
+    for result in run.results:
         write_command_samples(tmp_path, result)
-    figure = timeline.draw_timeline(tmp_path, results)
+    (figure,) = timeline.draw_timelines(run)
     texts = [each.get_text() for each in figure.texts]
     assert any("Memory over time while running" in text for text in texts)
     assert any("at 640.0 MiB: load_state_dict" in text for text in texts)
@@ -246,7 +187,7 @@ def test_the_pictures_of_commands(tmp_path: Path) -> None:
     assert highest == pytest.approx(957 / 1024, rel=0.01)
     (cut,) = [line for line in figure.axes[1].lines if line.get_label() == "cut off"]
     assert numpy.asarray(cut.get_xdata())[0] == pytest.approx(2.0)
-    bars = peaks_plot.draw_peaks(results)
+    bars = draw_peaks(run)
     assert bars.axes[-1].get_xlabel() == "memory of all processes of the command, GiB"
     labels = [text.get_text() for legend in bars.legends for text in legend.get_texts()]
     assert "need (at least)" in labels
@@ -261,11 +202,10 @@ def sweep() -> list[Result]:
 
 
 def test_a_survival_matrix_of_commands() -> None:
-    text = findings.markdown(survival.found(sweep()))
-    assert text.splitlines()[0] == "| command | no limit | 800 MiB | 792 MiB |"
+    text = of_document(list(survival(Measured(sweep()))))
+    assert text.splitlines()[2] == "| command | no limit | 800 MiB | 792 MiB |"
     assert "the first process of the command ended" in text
     assert "model" not in text
-    survival_plots.draw_survival(sweep())
 
 
 def test_commands_of_one_run_share_a_matrix() -> None:
@@ -273,15 +213,15 @@ def test_commands_of_one_run_share_a_matrix() -> None:
         replace(result, cell=replace(result.cell, strategy="serve.py", command=("serve",)))
         for result in sweep()
     ]
-    (matrix,) = matrices([*sweep(), *other])
-    assert [matrix.label(row) for row in range(len(matrix.rows))] == ["train.py", "serve.py"]
+    (matrix,) = Measured([*sweep(), *other]).matrices
+    assert matrix.labels == ["train.py", "serve.py"]
 
 
 def test_a_floor_of_a_command() -> None:
     (floor,) = floors(sweep())
     assert floor.bytes == 800 * MIB
-    text = findings.markdown(floors_report.found(sweep()))
-    assert text.splitlines()[0] == (
+    text = of_document(list(floors_table(Measured(sweep()))))
+    assert text.splitlines()[2] == (
         "| command | RAM floor GiB | one step below | at the floor ready | at 1.1x ready |"
         " no limit ready |"
     )
@@ -302,11 +242,6 @@ def test_a_record_of_a_command_can_be_read_again() -> None:
     assert parse(Result, line, "test") == result
 
 
-def test_sections_of_loads_have_no_tables_of_commands() -> None:
-    headings = [section.heading for section in sections.of([make_result(make_cell("mmap_assign"))])]
-    assert headings == ["All results", "How to read the figures"]
-
-
 AT_PEAK = Sample(
     1, 6 * MIB, 2 * MIB, 0, 4 * MIB, 0, 0, 0, 160 * MIB, 9 * MIB, cgroup_shmem_bytes=4 * MIB,
     locked_bytes=MIB, freed_bytes=3 * MIB, kernel_bytes=150 * MIB, kernel_reclaimable_bytes=10 * MIB,
@@ -315,16 +250,8 @@ AT_PEAK = Sample(
 
 
 def test_the_kinds_of_memory_at_the_peak_are_a_table() -> None:
-    found = commands.charge([make_ran(ran=replace(RAN, at_peak=AT_PEAK))])
-    assert found
-    assert [each.text for each in found.rows[0]] == [
+    text = markdown([make_ran(ran=replace(RAN, at_peak=AT_PEAK))])
+    assert table_under(text, "Kinds of memory at the peak")[2] == [
         "2.0", "4.0", "1.0", "140.0", "7.0", "100.0", "20.0", "4.0", "3.0", "10.0"
     ]  # fmt: skip
-    assert commands.charge([make_ran()]) is None
-
-
-def test_a_timeline_of_a_command_has_the_kernels_memory() -> None:
-    drawn = timeline_data._of_group(AT_PEAK)
-    assert drawn.kernel_bytes == 157 * MIB
-    assert drawn.rss_bytes == (2 + 4 + 5 + 157) * MIB
-    assert timeline_data.has_part([drawn], "kernel_bytes")
+    assert "Kinds of memory" not in markdown([make_ran()])

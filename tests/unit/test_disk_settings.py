@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from factories import MODEL_BYTES, make_cell, make_result
+from factories import make_cell, make_result
 from test_matrix import cells_of
 
 from weighin.errors import ConfigError
 from weighin.records.metrics import through_first_pass_ns
 from weighin.records.series import name_of
-from weighin.report import slow_disks, writing
-from weighin.report.findings import markdown
 from weighin.result import Result
 from weighin.settings.definition import check_suite
 from weighin.units import (
@@ -123,29 +119,3 @@ def test_the_first_pass_counts_once(results: list[Result]) -> None:
     again = replace(result, phases=(*result.phases, forward))
     assert through_first_pass_ns(again) == expected
     assert through_first_pass_ns(replace(result, ready_ns=None)) is None
-
-
-def test_a_table_has_a_column_for_each_disk(results: list[Result]) -> None:
-    lines = markdown(slow_disks.found(results)).splitlines()
-    assert lines[0] == "| strategy | 50MB/s, 1ms | 50MB/s, 20ms | 200MB/s, 1ms | 200MB/s, 20ms |"
-    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| mmap_assign", "| streaming"]
-    assert lines[2].count(" s") == 4
-
-
-def test_there_is_a_picture_over_each_of_both(results: list[Result], tmp_path: Path) -> None:
-    drawn = writing.pictures(tmp_path, results)
-    over_rate = drawn["time-over-disk-rate"]().get_axes()
-    assert [axes.get_title(loc="left") for axes in over_rate] == ["latency 1ms", "latency 20ms"]
-    lines = over_rate[0].get_lines()
-    assert [line.get_label() for line in lines[:2]] == ["mmap_assign", "streaming"]
-    dotted = np.asarray(lines[2].get_ydata()).tolist()
-    assert dotted == [MODEL_BYTES / 50e6, MODEL_BYTES / 200e6]
-    over_latency = drawn["time-over-disk-latency"]().get_axes()
-    assert [axes.get_title(loc="left") for axes in over_latency] == ["rate 50MB/s", "rate 200MB/s"]
-
-
-def test_a_run_on_one_disk_has_no_picture_of_it(tmp_path: Path) -> None:
-    assert "time-over-disk-rate" not in writing.pictures(
-        tmp_path, [loaded("streaming", 50_000_000, None)]
-    )
-    assert not slow_disks.found([make_result()])

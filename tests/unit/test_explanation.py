@@ -14,7 +14,6 @@ from factories import make_result
 
 from weighin.probes.sampler import write_samples
 from weighin.records.explanation import answer, explain
-from weighin.report.run_json import of_run
 from weighin.result import Kill, Mark, OpenFile, Outcome, Peaks
 from weighin.units import GIB, MIB
 
@@ -185,13 +184,6 @@ def test_the_samples_of_a_run_split_the_peak(tmp_path: Path) -> None:
     (tmp_path / "samples" / "x.csv").write_text("t_ns,rss_bytes\n1,2\nx,y\n")
     assert "(" not in answer(tmp_path, result)[1]
     assert "(" not in answer(tmp_path, replace(result, samples_path="../x.csv"))[1]
-
-
-def test_the_json_of_a_run_of_one_command_has_the_words() -> None:
-    result = made(Outcome.COMMAND_FAILED, message="exit code 3")
-    assert of_run(Path("run"), [result], [])["answer"] == ["Exit code 3."]
-    assert "answer" not in of_run(Path("run"), [result, result], [])
-    assert "answer" not in of_run(Path("run"), [make_result()], [])
 
 
 def test_the_explanation_imports_no_table_library() -> None:

@@ -22,8 +22,8 @@ from weighin.records.floor import (
     remaining_ns,
 )
 from weighin.records.verdict import Verdict
-from weighin.report.floors import as_dict
 from weighin.result import SCHEMA, Cost, Faults, Memory, Outcome, Peaks, Ran, Result, Stopped
+from weighin.show.findings import floor_as_dict as as_dict
 from weighin.units import GIB, MIB
 
 CELL = make_cell("streaming", ram_limit_bytes=None)

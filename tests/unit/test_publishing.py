@@ -22,10 +22,10 @@ from weighin.isolation import select
 from weighin.isolation.process import ProcessIsolation
 from weighin.probes import environment, gpu_memory
 from weighin.records import run_folder
-from weighin.report import captions
 from weighin.result import Outcome, Result
 from weighin.run import runner
 from weighin.settings.definition import COMMANDS, read_suite
+from weighin.show import words
 from weighin.suite import registry
 from weighin.units import GIB
 
@@ -75,7 +75,7 @@ def test_a_run_of_the_code_as_it_is_is_not_stale(copy: Path) -> None:
 def test_a_record_is_stale_by_git_for_its_files_alone(copy: Path) -> None:
     head = git(copy, "rev-parse", "HEAD")
     results = [measured(name, head) for name in ("baseline", "sequential", "streaming")]
-    change(copy, "harness/weighin/report/tables.py")
+    change(copy, "harness/weighin/show/table.py")
     git(copy, "commit", "--quiet", "-a", "-m", "a page")
     assert not standing(results, copy).is_stale
     change(copy, "harness/weighin/stream/filling.py")
@@ -147,7 +147,7 @@ def test_every_published_run_has_its_command_and_its_commit() -> None:
     folders = {path.parent.name for path in ROOT.glob("results/published/*/records.jsonl")}
     assert folders <= runs.keys()
     for name in folders:
-        assert captions.code(runs[name].results).startswith("measured 20")
+        assert words.code(runs[name].results).startswith("measured 20")
 
 
 def test_the_status_says_of_which_code_predictions_are(copy: Path) -> None:

@@ -1,16 +1,8 @@
-import csv
-import io
-import json
 from dataclasses import replace
-from pathlib import Path
 
 from factories import make_cell, make_result
 
-from weighin.gate import check as checks
-from weighin.gate.compare import compare
-from weighin.records import run_folder
 from weighin.records.metrics import grouped, largest, latest, middle, outcome_of
-from weighin.report import exports, tables
 from weighin.result import Outcome, Result
 from weighin.units import GIB
 
@@ -28,25 +20,6 @@ def four_repeats() -> list[Result]:
 def test_the_median_of_an_even_number_of_repeats_is_the_lower_of_the_middle_two() -> None:
     assert middle([20, None, 5, 10, 25]) == 10
     assert middle([None]) is None
-
-
-def test_report_check_compare_and_exports_show_the_same_median(tmp_path: Path) -> None:
-    results = four_repeats()
-    for result in results:
-        run_folder.append(tmp_path, result)
-    table = io.StringIO()
-    tables.write_summary(results, table)
-    (row,) = csv.DictReader(io.StringIO(table.getvalue()))
-    (series,) = checks.read_runs([tmp_path]).series.values()
-    (benchmark,) = json.loads(exports.bencher(results)).values()
-    compared = {row.what: row.texts for row in compare([tmp_path, tmp_path]).rows}
-
-    assert (row["ready_s"], row["peak_rss_bytes"]) == ("10", str(10 * GIB))
-    assert (series.figures["ready"].median, series.figures["peak_rss"].median) == (10**10, 10 * GIB)
-    assert benchmark["ready_ns"]["value"] == 10**10
-    assert benchmark["peak_rss_bytes"]["value"] == 10 * GIB
-    assert compared["ready"] == ("10.0 s", "10.0 s")
-    assert compared["peak_rss"] == ("10.000 GiB", "10.000 GiB")
 
 
 def test_the_median_of_an_odd_number_is_the_middle_one() -> None:

@@ -1,5 +1,6 @@
 """Results as rows: a row a cell, a row a series, nothing rounded and nothing invented."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,18 @@ from factories import (
     write_samples,
 )
 
-from weighin.records.run_folder import read_samples
-from weighin.report.rows import FIGURES, cells, series, varying
-from weighin.report.style import row_labels
-from weighin.result import Outcome, Peaks
-from weighin.units import GIB
+from weighin.records.metrics import COLUMNS
+from weighin.records.run import Measured, Row, row_of, varying
+from weighin.records.run_folder import Records, read_samples
+from weighin.result import Outcome, Peaks, Result
+
+
+def cells(results: Sequence[Result]) -> list[Row]:
+    return [row_of(result) for result in results]
+
+
+def series(results: Sequence[Result]) -> list[Row]:
+    return Measured.of(Path(), Records(tuple(results))).rows
 
 
 def test_a_cell_is_a_row_in_the_records_order() -> None:
@@ -45,7 +53,7 @@ def test_figures_keep_the_records_units_and_digits() -> None:
 
 def test_what_was_not_measured_is_none() -> None:
     (row,) = cells([make_skipped()])
-    assert all(row[name] is None for name in FIGURES)
+    assert all(row[name] is None for name in COLUMNS)
 
 
 def test_a_series_has_the_median_and_the_range_of_its_repeats() -> None:
@@ -91,21 +99,6 @@ def test_cells_of_different_kwargs_are_different_series() -> None:
 def test_varying_dimensions_are_named_in_the_order_of_columns() -> None:
     results = [make_result(), make_result(make_cell(ram_limit_bytes=None, dtype="bfloat16"))]
     assert varying(series(results)) == ["ram_limit_bytes", "dtype"]
-
-
-def test_row_labels_tell_formats_apart_only_where_a_strategy_has_several() -> None:
-    results = [
-        make_result(make_cell("streaming", format="safetensors")),
-        make_result(make_cell("streaming", format="pt", options={"threads": 2})),
-        make_result(make_cell("streaming", format="pt", ram_high_bytes=2 * GIB)),
-        make_result(make_cell("baseline")),
-    ]
-    assert row_labels(series(results)) == [
-        "streaming safetensors",
-        "streaming pt threads=2",
-        "streaming pt ram_high=2GiB",
-        "baseline",
-    ]
 
 
 def test_samples_are_read_and_a_torn_line_is_left_out(tmp_path: Path) -> None:

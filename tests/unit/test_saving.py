@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,6 @@ from weighin.probes import page_cache
 from weighin.records import run_folder
 from weighin.records.metrics import phases_of_load
 from weighin.records.series import name_of
-from weighin.report.html_page import render
-from weighin.report.tables import markdown_table
-from weighin.report.writing import write_markdown
 from weighin.result import Outcome, Written
 from weighin.run import loads
 from weighin.settings.definition import DEFAULT_SAVING
@@ -242,30 +238,6 @@ def test_records_that_are_older_than_saves_are_of_loads(tmp_path: Path) -> None:
     assert {one.cell.operation for one in run_folder.read(tmp_path).results} == {"load"}
 
 
-def test_a_save_has_headings_of_its_own() -> None:
-    file = StringIO()
-    write_markdown([saved_result()], file)
-    text = file.getvalue()
-    assert text.startswith("# Saving gpt2-xl\n\nsaving · gpt2-xl ")
-    assert (
-        "| strategy | outcome | save s | on the disk s | peak RSS GiB | above the model x model |"
-        " anonymous (sampled) GiB | cgroup peak GiB | written GiB | files |"
-    ) in text
-    assert (
-        "\n- save: time until the strategy returned; on the disk: time until every file was synced"
-        in text
-    )
-    assert "load:" not in text
-
-
-def test_loads_and_saves_of_one_run_get_a_table_each() -> None:
-    loaded_one = make_result(make_cell("mmap_assign"))
-    text = markdown_table([loaded_one, saved_result()])
-    assert "**loading**" in text
-    assert "**saving**" in text
-    assert text.index("| load s |") < text.index("| save s |")
-
-
 def test_a_finished_save_is_one_line() -> None:
     result = replace(saved_result(), ready_ns=3_000_000_000)
     assert "on the disk 3.00 s" in _progress.line(result)
@@ -283,12 +255,3 @@ def test_a_gate_tells_a_save_from_a_load_and_ends_it_when_it_is_synced() -> None
     )
     phases = phases_of_load(make_result(cell, script))
     assert [name for name, _ in phases] == ["write", "sync"]
-
-
-def test_the_page_of_a_save_speaks_of_a_save(tmp_path: Path) -> None:
-    other = make_result(make_cell("dcp", operation="save"), written=WRITTEN)
-    text = " ".join(render(tmp_path, [saved_result(), other]).split())
-    assert "<title>Saving gpt2-xl" in text
-    assert "With 8 GiB of RAM, all 2 strategies save gpt2-xl: torch_save and dcp." in text
-    assert "until every file was synced (fsync)" in text
-    assert "until every byte of every parameter" not in text

@@ -12,18 +12,18 @@ from test_evaluate import STREAMING
 from weighin.cell import ModelSpec
 from weighin.gate import baseline
 from weighin.records import run_folder
+from weighin.records.run import DIMENSIONS
 from weighin.records.series import (
     Figure,
     Series,
     SeriesRun,
-    label_among,
+    labels_among,
     name_of,
     selects,
     summarise,
 )
-from weighin.report import history
-from weighin.report.rows import cells, values
 from weighin.result import Outcome, Result
+from weighin.show import history
 from weighin.stream.pretrained_folder import is_folder
 from weighin.suite import registry
 
@@ -73,14 +73,10 @@ def test_two_models_whose_builders_share_a_function_name_are_two_series(
 ) -> None:
     ours = of_builder("mynets:build")
     assert len(summarise([SeriesRun([ours, other])])) == 2
-    assert set(values(cells([ours, other]), "model")) == {
-        ours.cell.model.title,
-        other.cell.model.title,
-    }
     run_of(tmp_path / "a", ours, other)
     run_of(tmp_path / "b", ours)
-    found = history.read(tmp_path, "peak_rss").lines
-    assert sorted(len(line.points) for line in found) == [1, 2]
+    found = history.read(tmp_path, "peak_rss")
+    assert sorted(len(found.points(name)) for name in found.names) == [1, 2]
     code, text = typed("compare", tmp_path / "a", tmp_path / "b", "--metrics", "peak_rss", COLUMNS="160")  # fmt: skip
     assert code == 0
     assert "mynets:build" in text
@@ -99,7 +95,7 @@ def test_a_model_known_by_its_name_keeps_it_in_every_record_that_we_have(
     assert named <= set(registry.models())
     for cell in (one.cell for one in results if one.cell.model.name in named):
         assert name_of(cell).split(" ")[:2] == [cell.model.name, cell.strategy]
-    assert set(values(cells(results), "model")) == {one.cell.model.name for one in results}
+    assert {DIMENSIONS["model"](one) for one in results} == {one.cell.model.name for one in results}
 
 
 def test_a_baseline_of_before_covers_the_series_of_its_own_models_still() -> None:
@@ -148,11 +144,11 @@ def test_a_selector_matches_words_of_a_name(selector: str, is_selected: bool) ->
 def test_a_label_has_only_what_differs_among_the_cells_of_its_strategy() -> None:
     cell = make_cell(options={"x": 1}, environment={"A": "1"})
     other = make_cell("streaming", format="dcp")
-    assert label_among(cell, [cell, other]) == "mmap_assign"
-    assert label_among(cell, [cell, replace(cell, format="dcp")]) == "mmap_assign pt"
-    assert label_among(cell, [cell, replace(cell, options={})]) == "mmap_assign x=1"
-    assert label_among(cell, [cell, replace(cell, environment={})]) == "mmap_assign A=1"
-    assert label_among(cell, [cell, replace(cell, ram_limit_bytes=5)]) == "mmap_assign"
+    assert labels_among([cell, other])(cell) == "mmap_assign"
+    assert labels_among([cell, replace(cell, format="dcp")])(cell) == "mmap_assign pt"
+    assert labels_among([cell, replace(cell, options={})])(cell) == "mmap_assign x=1"
+    assert labels_among([cell, replace(cell, environment={})])(cell) == "mmap_assign A=1"
+    assert labels_among([cell, replace(cell, ram_limit_bytes=5)])(cell) == "mmap_assign"
 
 
 def test_a_figure_has_the_range_and_the_median_of_the_known_values() -> None:

@@ -6,7 +6,7 @@ import pytest
 from factories import make_cell, make_result
 
 from weighin.records import metrics
-from weighin.report.figures import COLUMNS
+from weighin.records.metrics import COLUMNS
 from weighin.result import Memory, Phase, Result, Use
 
 PHASES = [(10, 300, 700, 50), (5, 200, 900, 60), (7, 100, None, 40)]

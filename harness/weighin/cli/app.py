@@ -50,13 +50,23 @@ def keys_of_a_suite() -> list[tuple[str, str]]:
     return [(key, Settings.model_fields[key].description or "") for key in keys]
 
 
+def figures() -> list[tuple[str, str]]:
+    """Return each figure of a report with its unit, meaning and accuracy."""
+    from weighin.show.report import explained_figures
+
+    return [
+        (f"{name}, {unit}" if unit else name, f"{meaning} ({accuracy})")
+        for name, unit, meaning, accuracy in explained_figures()
+    ]
+
+
 @click.command(
     "weighin",
     cls=Verbs,
     panels=PANELS,
     load=_load,
     codes=True,
-    topics={"suite": keys_of_a_suite},
+    topics={"suite": keys_of_a_suite, "figures": figures},
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},  # every verb inherits these options
 )

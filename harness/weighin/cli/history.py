@@ -47,18 +47,15 @@ def history(
 ) -> None:
     """Show a metric over all runs in a folder, and list the runs where the metric changed level."""
     with _console.working(f"reading the runs in {folder}"):
-        from weighin.report import history as histories  # imports numpy
-        from weighin.report.run_json import of_history
+        from weighin.show import history as histories
 
         measured = histories.read(folder, metric, series.split())
     _console.note(*measured.warnings)
     if json_file != _console.STDOUT:
-        _console.show(histories.terminal_table(measured))
+        _console.show(*histories.document(measured))
     pictures = []
     if picture:
-        from weighin.report import history_plot  # imports matplotlib
-
-        pictures.append(history_plot.draw(measured, picture))
+        pictures.append(histories.write(measured, picture))  # imports matplotlib
     _console.files(pictures, json_file)
     if json_file:
-        _console.write_json(json_file, of_history(measured, pictures))
+        _console.write_json(json_file, histories.as_json(measured, pictures))

@@ -156,22 +156,25 @@ def floor(context: click.Context, /, **_: Any) -> None:
     longer than 10 times its time without a limit plus 30 s.
     """
     from weighin.cli._progress import progress
-    from weighin.report import findings, floors
-    from weighin.report.run_json import of_floors
-    from weighin.report.writing import write_report
+    from weighin.records import run_folder
+    from weighin.records.run import Measured
     from weighin.run import runner
+    from weighin.show import findings
+    from weighin.show.report import floors_as_json
+    from weighin.show.write import write
 
     task = _search(context)
     _console.note(runner.longest(task))
     folder, json_file = task.folder, context.params["json_file"]
     with progress(_console.err(), None) as shown, runner.resumable("floor", task):
         results = runner.search(task, shown)
+    measured = Measured.of(folder, run_folder.of_results(folder, results))
     if json_file != _console.STDOUT:
-        _console.show(findings.terminal(floors.found(results)))
-    files = write_report(folder)
+        _console.show(*findings.floors(measured))
+    files = write(measured)
     _console.files(files, json_file)
     if json_file:
-        _console.write_json(json_file, of_floors(folder, results, files))
+        _console.write_json(json_file, floors_as_json(measured, files))
     _end(context, results)
 
 
@@ -311,9 +314,12 @@ def _end_of_command(context: click.Context, task: "Run", result: "Result") -> No
     for line in [*lines, f"weighin report {quote(str(task.folder))}"]:
         _console.tell(f"weighin: {line}")
     if json_file := context.params["json_file"]:
-        from weighin.report.run_json import of_run
+        from weighin.records import run_folder
+        from weighin.records.run import Measured
+        from weighin.show.report import as_json
 
-        _console.write_json(json_file, of_run(task.folder, [result], ()))
+        records = run_folder.of_results(task.folder, [result])
+        _console.write_json(json_file, as_json(Measured.of(task.folder, records), ()))
     # A late shell whose child was killed just before it may end with 0.
     failed = 128 + signal.SIGKILL if result.outcome == "timeout" else 1
     context.exit(0 if result.outcome == "ok" else result.exit_code or failed)

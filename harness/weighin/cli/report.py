@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 EXAMPLES = {
     "Write the report of a run again": "weighin report results/20261120T093000-gpt2-xl-8GiB",
     "Write only the HTML page and the pictures": "weighin report results/20261120T093000-gpt2-xl-8GiB --format html,svg",
-    "Write files for other tools": "weighin report results/RUN --format bmf,gha,openmetrics,parquet",
+    "Write files for other tools": "weighin report results/RUN --format bmf,gha,parquet",
     "Print the report's figures as JSON": "weighin report results/RUN --json -",
 }
 
@@ -28,7 +28,7 @@ EXAMPLES = {
     default="md,html,csv,png",
     metavar="NAMES",
     help="Formats of the report, comma-separated: md, html, csv, png, svg; bmf (Bencher), gha"
-    " (GitHub Action Benchmark), openmetrics, parquet.",
+    " (GitHub Action Benchmark), parquet.",
 )
 @_options.json
 def report(run: Path, formats: str, json_file: str | None) -> None:
@@ -40,8 +40,7 @@ def report(run: Path, formats: str, json_file: str | None) -> None:
     if records.damage and not records.results:
         raise records.damage
     _console.note(*records.warnings)
-    chosen = _options.names([formats])
-    show_run(run, records, chosen, json_file=json_file)
+    show_run(run, records, _options.names([formats]), json_file=json_file)
     if records.damage:
         raise records.damage  # the report has the readable records only, so the exit code is not 0
 
@@ -53,16 +52,17 @@ def show_run(
     ``formats`` is empty.
     """
     with _console.working("computing the table"):
-        from weighin.report.run_json import of_run
-        from weighin.report.sections import terminal_table
-        from weighin.report.writing import write_report
+        from weighin.records.run import Measured
+        from weighin.show.report import as_json, terminal
+        from weighin.show.write import checked, write
 
-        table = terminal_table(records.results, records.warnings)
+        formats = checked(formats)
+        measured = Measured.of(run, records)
+        document = terminal(measured)
     if json_file != _console.STDOUT:
-        _console.show(table)
+        _console.show(*document)
     with _console.working(f"writing the report of {run}"):
-        files = write_report(run, formats, records)
+        files = write(measured, formats)
     _console.files(files, json_file)
     if json_file:
-        content = of_run(run, records.results, files, records.warnings, records.missing)
-        _console.write_json(json_file, content)
+        _console.write_json(json_file, as_json(measured, files))

@@ -1,6 +1,7 @@
 """Read the figures of one record, and summarise them over the repeats of a measurement.
 
-``METRICS`` are the figures that ``weighin check`` compares, with unit, exactness and default tolerance.
+``FIGURES`` is the one list of figures: a new figure is a line there. Those with a name are compared by
+``weighin check``, with a default tolerance.
 The default tolerances come from repeated runs (docs/ci.md). Most of the variation is freed heap
 memory, which glibc keeps in some runs and returns to the kernel in others: 36 MiB in one run of six
 of the strategy per_module. peak_cgroup varies because the kernel charges the pages of torch's
@@ -14,7 +15,15 @@ from typing import Final, Literal, TypeVar
 
 from weighin.cell import Operation
 from weighin.errors import UnknownName
-from weighin.result import UNNAMED, UNTIL_READY, Outcome, Phase, Result, phases_of
+from weighin.result import (
+    IMPORT_TRANSFORMERS,
+    UNNAMED,
+    UNTIL_READY,
+    Outcome,
+    Phase,
+    Result,
+    phases_of,
+)
 from weighin.units import (
     GIB,
     MIB,
@@ -88,24 +97,70 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number in a result, such as the peak RSS, that is compared with a baseline file.
+    """A figure of a result: a column of summary.csv and of tables, and what ``weighin check`` compares.
 
-    If this number grew, ``PHASE_FIGURES[in_phase]`` of each phase shows in which phase it grew.
-    Only cells with one of these ``operations`` have the number. Times cannot be compared between
-    machines.
+    If the figure grew, ``PHASE_FIGURES[in_phase]`` of each phase shows in which phase it grew. Times
+    cannot be compared between machines.
+
+    Attributes:
+        key: the name of the column; "" for a figure that only ``weighin check`` knows. In a column,
+            sizes are in bytes, and times in seconds.
+        heading: the heading in tables; "" if tables have no such column.
+        accuracy: "exact" or "sampled"; after "exact", the source of the figure may follow.
+        name: the name in baseline files; "" for a figure that is not compared.
+        operations: only these have the figure in a comparison; with ``is_of_use``, of these only the
+            cells that use the model: old records lack the figures of a forward pass.
+        is_usual: whether tables have the column even if the figure was never measured.
+        at_least: the key in rows that tells whether the figure is only a lower bound.
+        rank: a terminal that is too narrow leaves the columns of the highest rank out first.
     """
 
-    name: str
-    unit: Literal["bytes", "ns"]
-    in_phase: str
-    exact: bool
-    tolerance: Tolerance
-    read: Callable[[Result], int | None] = lambda _: None
+    key: str
+    heading: str
+    unit: Literal["bytes", "ns", "x model", ""]
+    accuracy: str
+    read: Callable[[Result], float | None]
+    meaning: str = ""
+    name: str = ""
+    in_phase: str = ""
+    tolerance: Tolerance = Tolerance(0.0, 0)
     operations: tuple[Operation, ...] = (*_OF_MODELS, *_OF_COMMANDS)
+    is_of_use: bool = False
+    is_usual: bool = False
+    at_least: str = ""
+    rank: int = 0
+
+    @property
+    def exact(self) -> bool:
+        return self.accuracy.startswith("exact")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the column has integers: bytes, or a number without a unit."""
+        return self.unit in ("bytes", "")
+
+    @property
+    def column_unit(self) -> str:
+        return {"bytes": "GiB", "ns": "s"}.get(self.unit, self.unit)
+
+    def in_row(self, result: Result) -> float | None:
+        value = self.read(result)
+        return value / 1e9 if value is not None and self.unit == "ns" else value
+
+    def in_column(self, value: float | None) -> str:
+        """Return a value of a row as text without the unit; "-" if the value is None."""
+        if value is None:
+            return "-"
+        return (
+            f"{value / GIB:.3f}" if self.unit == "bytes" else f"{value:.{2 if self.unit else 0}f}"
+        )
 
     def of(self, result: Result) -> int | None:
         """Return the metric's value in a result; None if it was not measured, or does not apply."""
-        return self.read(result) if result.cell.operation in self.operations else None
+        if result.cell.operation not in self.operations or (self.is_of_use and not result.cell.use):
+            return None
+        value = self.read(result)
+        return None if value is None else round(value)
 
     @property
     def title(self) -> str:
@@ -215,9 +270,23 @@ def sum_of_peaks(result: Result) -> int | None:
     return sum(peak for peak in peaks if peak) if peaks and None not in peaks else None
 
 
-def _of_use(read: Callable[[Result], int | None]) -> Callable[[Result], int | None]:
-    """Leave out cells whose model only runs forward passes: their old records lack the value."""
-    return lambda result: read(result) if result.cell.use else None
+def _above_import_per_model(result: Result) -> float | None:
+    above, size = result.above_import_bytes, result.model_bytes
+    return above / size if above is not None and size else None
+
+
+def _unreclaimable_bytes(result: Result) -> int | None:
+    """Return the sampled maximum of anonymous and shared memory together. For a load or save, return
+    None if it equals the maximum of anonymous memory, which has its own column.
+    """
+    peaks = result.peaks
+    is_same = peaks.unreclaimable_sampled_bytes == peaks.anon_sampled_bytes
+    return None if is_same and not result.ran else peaks.unreclaimable_sampled_bytes
+
+
+def _import_transformers_ns(result: Result) -> int | None:
+    phases = (one for one in result.phases if one.name == IMPORT_TRANSFORMERS)
+    return next((phase.end_ns - phase.start_ns for phase in phases), None)
 
 
 _HEAP: Final = Tolerance(relative=0.01, absolute=16 * MIB)
@@ -227,30 +296,61 @@ _FLOOR: Final = Tolerance(relative=0.03, absolute=24 * MIB)
 # A busy machine can slow a load down by as much as this tolerance.
 _TIME: Final = Tolerance(relative=3.0, absolute=5_000_000_000)
 
+# The figures with a key are in the order of the columns of summary.csv.
+FIGURES: Final = (
+    Metric("import_s", "import", "ns", "exact, clock", lambda r: r.cost.import_ns if r.cost else None, "time of import torch, which ends before the load begins", rank=21),
+    Metric("import_transformers_s", "import transformers", "ns", "exact, clock", _import_transformers_ns, "time of the import of the model's class from transformers, which ends before the load begins", rank=18),
+    Metric("load_s", "load", "ns", "exact, clock", lambda r: r.load_ns, "time until the strategy returned, without the pauses in which weighin reads the peaks", "load", "time", _TIME, _OF_MODELS, is_usual=True),
+    Metric("ready_s", "ready", "ns", "exact, clock", lambda r: r.ready_ns, "load plus the time until every byte of every parameter and buffer was read once, because a lazy load returns before it reads the file", "ready", "time", _TIME, _OF_MODELS, is_usual=True),
+    Metric("ready_and_pass_s", "ready + first pass", "ns", "exact, clock", lambda r: through_first_pass_ns(r) if r.cell.disk else None, "ready plus the time of the first forward pass"),
+    Metric("use_s", "use", "ns", "exact, clock", use_ns, "time of the use of the loaded model, such as a training step", "use", "time", _TIME, _LOADS, is_of_use=True, rank=1),
+    Metric("peak_rss_bytes", "peak RSS", "bytes", "exact, kernel", lambda r: r.peaks.rss_bytes, "the kernel's high-water mark of the resident set size (VmHWM) until every byte was read; for a killed load, the last reading", "peak_rss", "peak_rss", _HEAP, is_usual=True),
+    Metric("above_import_bytes", "", "bytes", "exact, computed", lambda r: r.above_import_bytes, "", "above_import", "peak_rss", _HEAP),
+    Metric("anon_sampled_bytes", "anonymous (sampled)", "bytes", "sampled", lambda r: r.peaks.anon_sampled_bytes, "sampled maximum of the anonymous memory, which the kernel cannot reclaim; sampled from outside, so a short spike may be missed", "anon", "peak_rss", _HEAP, is_usual=True, rank=3),
+    Metric("file_sampled_bytes", "page cache (sampled)", "bytes", "sampled", lambda r: r.peaks.file_sampled_bytes, "sampled maximum of the resident pages of mapped files, which the kernel can reclaim; may occur at another time than the maximum of anonymous memory", is_usual=True, rank=6),
+    Metric("peak_cgroup_bytes", "cgroup peak", "bytes", "exact, kernel", lambda r: r.peaks.cgroup_bytes, "highest memory charge of the cgroup of the load, including the page cache of files that it read first; a peak at the limit does not show that the load needs so much", "peak_cgroup", "peak_cgroup", _CACHE, rank=17),
+    Metric("peak_cuda_requested_bytes", "CUDA requested", "bytes", "exact, allocator", lambda r: r.peaks.cuda_requested_bytes, "peak of the bytes that tensors on the GPU requested during the load", "cuda_requested", "cuda_requested", _ALLOCATOR, rank=13),
+    Metric("peak_cuda_allocated_bytes", "CUDA allocated", "bytes", "exact, allocator", lambda r: r.peaks.cuda_allocated_bytes, "peak of the bytes that the allocator gave to tensors on the GPU: each request is rounded up to a block", "cuda_allocated", "cuda_allocated", _ALLOCATOR),
+    Metric("peak_cuda_reserved_bytes", "CUDA reserved", "bytes", "exact, allocator", lambda r: r.peaks.cuda_reserved_bytes, "peak of the bytes that the allocator reserved from the driver", "cuda_reserved", "cuda_reserved", _ALLOCATOR, rank=9),
+    Metric("cuda_driver_sampled_bytes", "CUDA driver (sampled)", "bytes", "sampled", lambda r: r.peaks.cuda_driver_sampled_bytes, "sampled maximum of the GPU memory that the driver reports, which includes the CUDA context and buffers of libraries", rank=12),
+    Metric("peak_pinned_bytes", "pinned", "bytes", "exact, its allocator", lambda r: r.peaks.pinned_bytes, "peak of page-locked (pinned) host memory", rank=14),
+    Metric("baseline_rss_bytes", "", "bytes", "exact, kernel", lambda r: r.baseline.rss_bytes if r.baseline else None),
+    Metric("model_bytes", "", "bytes", "exact", lambda r: r.model_bytes),
+    Metric("written_bytes", "written", "bytes", "exact", lambda r: r.written.file_bytes if r.written else None, "total size of the files", rank=10),
+    Metric("written_disk_bytes", "", "bytes", "exact", lambda r: r.written.disk_bytes if r.written else None),
+    Metric("written_files", "files", "", "exact", lambda r: r.written.files if r.written else None, "number of files", rank=15),
+    Metric("unreclaimable_sampled_bytes", "unreclaimable (sampled)", "bytes", "sampled", _unreclaimable_bytes, "sampled maximum of the anonymous and shared memory, which the kernel cannot reclaim", rank=11),
+    Metric("pss_bytes", "PSS of all ranks", "bytes", "exact, kernel", lambda r: r.peaks.pss_bytes, "sum of the ranks' proportional set sizes when all ranks were ready", "pss", "end_anon", _HEAP),
+    Metric("sum_of_peaks_bytes", "sum of peaks (misleading)", "bytes", "exact, computed", sum_of_peaks, "sum of the ranks' peak RSS, which counts shared pages once per rank: not the memory that the ranks need, although other tools print it", rank=16),
+    Metric("needed_bytes", "needs", "bytes", "sampled, or exact minus sampled", lambda r: r.ran.needed_bytes if r.ran else None, "the most memory of all processes that the kernel cannot reclaim: anonymous, shared, locked and kernel memory, without page cache. The larger of the samples and of the exact peak minus reclaimable memory. ≥ marks a figure of which a part is sampled", "needed", "peak_cgroup", _HEAP, is_usual=True, at_least="needed_is_sampled"),
+    Metric("shmem_sampled_bytes", "shared (sampled)", "bytes", "sampled", lambda r: r.peaks.shmem_sampled_bytes, "sampled maximum of shared memory and files on tmpfs, such as /dev/shm", rank=5),
+    Metric("exit_code", "exit code", "", "exact", lambda r: r.exit_code, "exit code of the first process, or 128 + n if signal n ended the process", rank=4),
+    Metric("use_peak_rss_bytes", "peak RSS of use", "bytes", "exact, kernel", use_peak_rss_bytes, "highest resident set size during the use", "use_peak_rss", "peak_rss", _HEAP, _LOADS, is_of_use=True, rank=2),
+    Metric("use_peak_cgroup_bytes", "cgroup peak of use", "bytes", "exact, kernel", lambda r: largest(phase.peak_cgroup_bytes for phase in r.use_phases), "highest memory charge of the cgroup during the use", rank=20),
+    Metric("use_peak_cuda_allocated_bytes", "CUDA allocated in use", "bytes", "exact, allocator", lambda r: largest(phase.peak_cuda_allocated_bytes for phase in r.use_phases), "peak of the bytes that the allocator gave to tensors on the GPU during the use"),
+    Metric("use_anon_bytes", "", "bytes", "exact", use_anon_bytes, "", "use_anon", "end_anon", _HEAP, _LOADS, is_of_use=True),
+    Metric("use_anon_sampled_bytes", "", "bytes", "sampled", use_most_anon_bytes),
+    Metric("use_child_bytes", "forked process", "bytes", "exact at that instant", use_child_bytes, "largest private dirty memory of a forked process, after the process wrote every weight", "use_child", "end_anon", _HEAP, _LOADS, is_of_use=True, rank=19),
+    Metric("above_import_per_model", "above import", "x model", "exact, computed", _above_import_per_model, "peak RSS minus the resident set size after import torch, divided by the size of all parameters and buffers", is_usual=True, rank=8),
+    Metric("use_most_per_model", "most in use", "x model", "sampled", lambda r: per_model(r, use_most_anon_bytes(r)), "sampled maximum of anonymous memory during the use, minus the anonymous memory after the imports, divided by the size of the model"),
+    Metric("use_anon_per_model", "after use", "x model", "exact", lambda r: per_model(r, use_anon_bytes(r)), "anonymous memory at the end of the use, minus the anonymous memory after the imports, divided by the size of the model"),
+    Metric("", "", "bytes", "exact", ready_anon, "", "ready_anon", "end_anon", _HEAP),
+    Metric("", "", "ns", "exact, clock", lambda r: r.ready_ns, "", "time", "time", _TIME, _OF_COMMANDS),
+    # weighin.records.series computes the floor from a whole search, not from one result.
+    Metric("", "", "bytes", "exact", lambda _: None, "", "floor", "peak_rss", _FLOOR),
+)  # fmt: skip
+
+COLUMNS: Final = {figure.key: figure for figure in FIGURES if figure.key}
+"""The columns of summary.csv."""
 METRICS: Final = {
-    metric.name: metric
-    for metric in (
-        Metric("peak_rss", "bytes", "peak_rss", True, _HEAP, lambda r: r.peaks.rss_bytes),
-        Metric("above_import", "bytes", "peak_rss", True, _HEAP, lambda r: r.above_import_bytes),
-        Metric("anon", "bytes", "peak_rss", False, _HEAP, lambda r: r.peaks.anon_sampled_bytes),
-        Metric("ready_anon", "bytes", "end_anon", True, _HEAP, ready_anon),
-        Metric("peak_cgroup", "bytes", "peak_cgroup", True, _CACHE, lambda r: r.peaks.cgroup_bytes),
-        Metric("pss", "bytes", "end_anon", True, _HEAP, lambda r: r.peaks.pss_bytes),
-        Metric("cuda_requested", "bytes", "cuda_requested", True, _ALLOCATOR, lambda r: r.peaks.cuda_requested_bytes),
-        Metric("cuda_allocated", "bytes", "cuda_allocated", True, _ALLOCATOR, lambda r: r.peaks.cuda_allocated_bytes),
-        Metric("cuda_reserved", "bytes", "cuda_reserved", True, _ALLOCATOR, lambda r: r.peaks.cuda_reserved_bytes),
-        # weighin.records.series computes the floor from a whole search, not from one result.
-        Metric("floor", "bytes", "peak_rss", True, _FLOOR),
-        Metric("use_peak_rss", "bytes", "peak_rss", True, _HEAP, _of_use(use_peak_rss_bytes), _LOADS),
-        Metric("use_anon", "bytes", "end_anon", True, _HEAP, _of_use(use_anon_bytes), _LOADS),
-        Metric("use_child", "bytes", "end_anon", True, _HEAP, _of_use(use_child_bytes), _LOADS),
-        Metric("use", "ns", "time", True, _TIME, _of_use(use_ns), _LOADS),
-        Metric("load", "ns", "time", True, _TIME, lambda r: r.load_ns, _OF_MODELS),
-        Metric("ready", "ns", "time", True, _TIME, lambda r: r.ready_ns, _OF_MODELS),
-        Metric("needed", "bytes", "peak_cgroup", False, _HEAP, lambda r: r.ran.needed_bytes if r.ran else None),
-        Metric("time", "ns", "time", True, _TIME, lambda r: r.ready_ns, _OF_COMMANDS),
+    name: next(figure for figure in FIGURES if figure.name == name)
+    for name in (
+        "peak_rss", "above_import", "anon", "ready_anon", "peak_cgroup", "pss", "cuda_requested",
+        "cuda_allocated", "cuda_reserved", "floor", "use_peak_rss", "use_anon", "use_child", "use",
+        "load", "ready", "needed", "time",
     )
 }  # fmt: skip
+"""What ``weighin check`` compares, in this order."""
 
 PHASE_FIGURES: Final[dict[str, Callable[[Phase], int | None]]] = {
     "peak_rss": lambda phase: phase.peak_rss_bytes,

@@ -5,7 +5,8 @@ and options, a column is a RAM limit, and a field is the measurement that stands
 ``over_ranks`` tells how a strategy's memory grows with the number of ranks (processes).
 """
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Final, Literal
@@ -22,7 +23,7 @@ from weighin.records.metrics import (
     outcome_of,
     phases_of_load,
 )
-from weighin.records.verdict import Typical, judge_all, typical
+from weighin.records.verdict import Judgement, Typical, typical
 from weighin.result import Outcome, Result
 from weighin.text import one_line
 from weighin.units import format_exact
@@ -114,19 +115,33 @@ def further_words(cell: Cell) -> list[str]:
     ]
 
 
-def label_among(cell: Cell, cells: Iterable[Cell]) -> str:
-    """Return the strategy's name, followed by those of the cell's format, options and variables that
-    differ among the strategy's cells in ``cells``.
+def option_words(cell: Cell) -> list[str]:
+    """Return a text for the soft RAM limit, each option and each environment variable of a cell."""
+    return [word for read in _OPTIONS for word in read(cell)]
+
+
+def labels_among(cells: Iterable[Cell]) -> Callable[[Cell], str]:
+    """Return the function that puts a cell into words: its strategy, followed by its format, options
+    and variables if the strategy's cells in ``cells`` differ in them.
     """
-    same = [other for other in cells if other.strategy == cell.strategy]
-    words = [cell.strategy]
-    if any(other.format != cell.format for other in same):
-        words.append(cell.format)
-    if any(other.options != cell.options for other in same):
-        words += [one_line(f"{key}={value}") for key, value in cell.options.items()]
-    if any(other.environment != cell.environment for other in same):
-        words += cell.settings
-    return " ".join(words)
+    reads = (lambda cell: [cell.format], *_OPTIONS)
+    shown = {
+        strategy: [read for read in reads if len({tuple(read(cell)) for cell in same}) > 1]
+        for strategy, same in grouped(cells, lambda cell: cell.strategy).items()
+    }
+    return lambda cell: " ".join(
+        [cell.strategy, *(word for read in shown[cell.strategy] for word in read(cell))]
+    )
+
+
+_OPTIONS: Final[tuple[Callable[[Cell], Sequence[str]], ...]] = (
+    lambda cell: [f"ram_high={format_exact(cell.ram_high_bytes)}"] if cell.ram_high_bytes else [],
+    lambda cell: [
+        one_line(f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}")
+        for key, value in sorted(cell.options.items())
+    ],
+    lambda cell: cell.settings,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,24 +214,23 @@ class Matrix:
         sizes = [field.result.model_bytes for field in self.fields.values()]
         return next((size for size in sizes if size), None)
 
-    def label(self, row: int) -> str:
-        """Return a row's name: the strategy, and the format and options if the rows differ in them."""
-        return label_among(self.rows[row], self.rows)
+    @property
+    def labels(self) -> list[str]:
+        """The name of each row: the strategy, and the format and options if the rows differ in them."""
+        return list(map(labels_among(self.rows), self.rows))
 
 
-def matrices(results: Iterable[Result]) -> list[Matrix]:
+def matrices(results: Sequence[Result], judgements: Mapping[str, Judgement | None]) -> list[Matrix]:
     """Return a matrix for each group of cells that has at least two RAM limits, and that differ only in
     strategy, format, options, variables, command, limit and repeat.
     """
-    cells = list(results)
-    judgements = judge_all(cells)
 
     def scene(cell: Cell) -> Cell:
         row = searched(cell)
         return replace(row, strategy="", format="", options={}, environment={}, command=())
 
     built = []
-    for ours in grouped(cells, lambda one: scene(one.cell).series).values():
+    for ours in grouped(results, lambda one: scene(one.cell).series).values():
         limits = {result.cell.ram_limit_bytes for result in ours}
         if len(limits - {None}) < _LEAST_LIMITS:
             continue
@@ -262,13 +276,13 @@ class RankSeries:
         return "linear" if copies >= _LINEAR else "between"
 
 
-def over_ranks(results: Sequence[Result]) -> list[RankSeries]:
+def over_ranks(results: Sequence[Result], searched_floors: Sequence[Floor]) -> list[RankSeries]:
     """Return a ``RankSeries`` for each strategy of a run that was measured with two or more ranks,
     without a RAM limit: page cache fills memory up to a limit.
     """
     found = {
         floor.cell.series: floor.bytes - (floor.import_bytes or 0)
-        for floor in floors(results)
+        for floor in searched_floors
         if floor.bytes is not None
     }
     loads = [

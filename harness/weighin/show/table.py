@@ -4,10 +4,10 @@ A document is a list of ``Table`` and ``Lines``. A console prints each of them a
 ``console.print(*document)``. ``markdown`` and ``html`` return the same in the other forms.
 """
 
+import html
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from html import escape
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from rich import box
 from rich.cells import cell_len
@@ -15,8 +15,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from weighin import text as texts
 from weighin.records.metrics import grouped
-from weighin.text import markdown as escaped
 from weighin.text import printable
 
 _Item = TypeVar("_Item")
@@ -80,10 +80,15 @@ class Table:
     notes: Sequence[str] = ()
     reasons: Sequence[str] = ()
 
+    @classmethod
+    def of(cls, heads: Sequence[str], rows: Iterable[Sequence[str]], *, names: int = 1) -> "Table":
+        """Return a table without a title, of texts, whose first ``names`` columns are names."""
+        return cls("", [Column(head, is_name=at < names) for at, head in enumerate(heads)], [*rows])
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Print the table without breaking a word or a number, with as few columns left out as needed."""
         if self.title:
-            yield _text(self.title, "bold")
+            yield _text(f"\n{self.title}", "bold")
         ranked = sorted((c for c in self.columns if c.rank), key=lambda c: -c.rank)
         for count in range(len(ranked) + 1):
             table = self.without(ranked[:count])
@@ -120,11 +125,11 @@ class Table:
             side: Literal["left", "right"] = "left" if column.is_name else "right"
             table.add_column(_text(_head(column)), justify=side, overflow="fold", width=width)
         for row in self.rows:
-            texts: list[RenderableType] = []
+            fields: list[RenderableType] = []
             for entry in map(_entry, row):
                 text = _text(entry.text, KINDS[entry.kind][0] if entry.kind else "")
-                texts.append(text.append(f"\n{entry.spread}", "dim") if entry.spread else text)
-            table.add_row(*texts)
+                fields.append(text.append(f"\n{entry.spread}", "dim") if entry.spread else text)
+            table.add_row(*fields)
         return table
 
     def _widths(self, *, is_narrow: bool = False) -> list[int]:
@@ -132,9 +137,9 @@ class Table:
         widths = []
         for at, column in enumerate(self.columns):
             entries = [_entry(row[at]) for row in self.rows]
-            texts = [_head(column), *(f"{one.text}\n{one.spread}" for one in entries)]
+            lines = [_head(column), *(f"{one.text}\n{one.spread}" for one in entries)]
             parts = (
-                text.split() if is_narrow and column.is_name else text.split("\n") for text in texts
+                line.split() if is_narrow and column.is_name else line.split("\n") for line in lines
             )
             widths.append(
                 max(cell_len(printable(part)) for found in parts for part in [*found, ""])
@@ -154,7 +159,7 @@ class Table:
                 cells.append(_joined(mark, entry.text, entry.spread and f"({entry.spread})"))
             lines.append(_line(cells))
         if self.notes:
-            lines += ["", escaped(" ".join(self.notes))]
+            lines += ["", escaped("\n\n".join(self.notes))]
         if self.reasons:
             lines += ["", *(f"- {escaped(reason)}" for reason in self.reasons)]
         return "\n".join(lines)
@@ -196,7 +201,7 @@ class Lines:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
-            yield _text(self.title, "bold")
+            yield _text(f"\n{self.title}", "bold")
         for line in self.lines:
             yield _text(line, {"dim": "dim", "warning": "yellow"}.get(self.kind, ""))
 
@@ -231,26 +236,31 @@ def markdown(document: Document, level: int = 2) -> str:
 def pivot(
     title: str,
     items: Iterable[_Item],
-    row: Callable[[_Item], str],
+    row: Callable[[_Item], Hashable],
     column: Callable[[_Item], Hashable],
     entry: Callable[[Sequence[_Item]], Entry | str],
     *,
-    titles: Callable[[Hashable], str] = str,
+    columns: Iterable[Hashable] = (),
+    row_title: Callable[[Any], str] = str,
+    column_title: Callable[[Any], str] = str,
     name: str = "strategy",
     notes: Sequence[str] = (),
+    reasons: Sequence[str] = (),
 ) -> Table:
     """Return a table with a row for each value of ``row``, and a column for each of ``column``.
 
-    Each field has the ``entry`` of the items there; without items, "-".
+    Each field has the ``entry`` of the items there; without items, "-". The columns are in the order
+    of ``columns``, or else of the items.
     """
     items = list(items)
-    columns = list(dict.fromkeys(map(column, items)))
+    found = list(columns) or list(dict.fromkeys(map(column, items)))
     rows: list[list[Entry | str]] = []
     for label, ours in grouped(items, row).items():
         there = grouped(ours, column)
-        rows.append([label, *(entry(there[one]) if one in there else "-" for one in columns)])
-    heads = [Column(name, is_name=True), *(Column(titles(one)) for one in columns)]
-    return Table(title, heads, rows, notes)
+        fields = (entry(there[one]) if one in there else "-" for one in found)
+        rows.append([row_title(label), *fields])
+    heads = [Column(name, is_name=True), *(Column(column_title(one)) for one in found)]
+    return Table(title, heads, rows, notes, reasons)
 
 
 def _entry(given: Entry | str) -> Entry:
@@ -276,8 +286,8 @@ def _widened(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
     return widths
 
 
-def _joined(*texts: str) -> str:
-    return " ".join(" ".join(texts).split())
+def _joined(*parts: str) -> str:
+    return " ".join(" ".join(parts).split())
 
 
 def _line(cells: Iterable[str], *, is_plain: bool = False) -> str:
@@ -299,6 +309,16 @@ def _field(entry: Entry, column: Column, tag: str) -> str:
     spread = f"<small>{escape(entry.spread)}</small>" if entry.spread else ""
     scope = ' scope="row"' if tag == "th" else ""
     return f"<{tag}{scope}{about}>{sign}{escape(entry.text)}{spread}</{tag}>"
+
+
+def escape(text: str) -> str:
+    """Return a text for HTML; a stranger's text may contain markup and control characters."""
+    return html.escape(printable(text, "\n"))
+
+
+def escaped(text: str) -> str:
+    """Return a text for Markdown."""
+    return texts.markdown(printable(text, "\n"))
 
 
 def listed(names: Sequence[str]) -> str:

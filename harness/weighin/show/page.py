@@ -1,0 +1,115 @@
+"""Write the report of a run as one HTML file that needs no network, no other file, and no library.
+
+The page has the tables of the report, and the pictures as SVG. ``templates/script.js`` sorts and
+filters the tables, and shows the tip of the mark under the mouse. A browser without scripts shows
+the same tables and pictures.
+"""
+
+import base64
+import hashlib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from typing import TYPE_CHECKING, Final
+
+from weighin import __version__
+from weighin.records import run_folder
+from weighin.records.run import Measured
+from weighin.show import style, words
+from weighin.show.report import FIGURES, document
+from weighin.show.table import Column, Lines, Table, escape
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_IN_A_TABLE: Final = "survival"  # the picture that shows no more than the table
+_FILES: Final = (run_folder.RECORDS, run_folder.PLAN, "summary.csv", "report.md")
+_HINT: Final = (
+    "Click a heading to sort by its column. Large figures are medians of the repeats, and small figures are"
+    " their range. Every measurement runs in a process of its own. The kernel enforces the limits, with swap"
+    " off. Cold: the checkpoint was evicted from the page cache before the measurement, and the eviction was"
+    " verified. Compare times only within one run."
+)
+
+
+def render(run: Measured, figures: "Mapping[str, Figure]") -> str:
+    """Return the report of a run as HTML; ``figures`` are its pictures by name."""
+    title = escape(words.title(run.rows) if run.rows else "A run without cells")
+    parts = document(run)
+    last = [part for part in parts if part.title == FIGURES]
+    pictures = [
+        f'<figure id="{name}" class="picture scroll" tabindex="0">{style.svg(figure, name)}</figure>\n'
+        for name, figure in figures.items()
+        if name != _IN_A_TABLE
+    ]
+    body = "".join(
+        [
+            *_sections(part for part in parts if part not in last),
+            f'<section aria-label="Pictures">\n<h2>Pictures</h2>\n<p class="hint">Point at a mark to'
+            f" read its figures.</p>\n{''.join(pictures)}</section>\n"
+            if pictures
+            else "",
+            *_sections([_environment(run), *last]),
+        ]
+    )
+    folder = [file for file in _FILES if (run.folder / file).exists()]
+    links = ", ".join(f'<a href="{file}">{file}</a>' for file in folder)
+    script, css = (_template(name) for name in ("script.js", "style.css"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="generator" content="weighin {__version__}">
+<title>{title} · weighin</title>
+<style>{css}</style>
+</head>
+<body>
+<header>
+<h1>{title}</h1>
+<button type="button" id="theme" hidden>dark</button>
+<p class="hint">{escape(words.shared(run))}<br>{escape(_when(run))}</p>
+<form id="filter" role="search" hidden>
+<label>Show only rows with <input type="search" id="words" autocomplete="off" placeholder="any words of a row"></label>
+<output id="shown" aria-live="polite"></output>
+</form>
+</header>
+<main>
+{body}</main>
+<footer><p>{_HINT}</p>
+<p>weighin {__version__}. Computed from the records of run {escape(run.folder.resolve().name)}, which contain all figures unrounded: {links}.</p></footer>
+<div id="tip" role="status" aria-live="polite" hidden></div>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def _sections(parts: Iterable[Table | Lines]) -> Iterable[str]:
+    for part in parts:
+        kind = f' class="{part.kind}"' if isinstance(part, Lines) and part.kind else ""
+        title = escape(part.title)
+        yield f'<section aria-label="{title}"{kind}>\n<h2>{title}</h2>\n{part.html()}</section>\n'
+
+
+def _environment(run: Measured) -> Table:
+    """Return each recorded setting of machine and software with its value, or all its values."""
+    columns = [Column("setting", is_name=True), Column("value", is_name=True)]
+    rows = [[name, " | ".join(values)] for name, values in words.settings(run.results).items()]
+    return Table("Machine and software", columns, rows)
+
+
+def _when(run: Measured) -> str:
+    """Return the times at which the first and the last measurement of a run started."""
+    starts = sorted(one.started_at for one in run.results if one.started_at)
+    if not starts:
+        return ""
+    first, last = (start[:16].replace("T", " ") for start in (starts[0], starts[-1]))
+    zone = " UTC" if all(start.endswith("+00:00") for start in starts) else ""
+    return f"Measured {first if first == last else f'{first} to {last}'}{zone}."
+
+
+def _template(name: str) -> str:
+    return (resources.files("weighin.show") / "templates" / name).read_text(encoding="utf-8")

@@ -1,0 +1,342 @@
+"""The report of a run as one document, which the terminal, report.md and report.html show.
+
+A table has a row for the repeats of each measurement. A setting in which rows differ, such as the
+dtype, is a column; a setting that all rows share is in the caption.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Final
+
+from weighin.records.explanation import answer as explained
+from weighin.records.floor import Aim, Floor
+from weighin.records.metrics import COLUMNS, Metric, grouped
+from weighin.records.run import (
+    DIMENSIONS,
+    IN_LABELS,
+    OF_SERIES,
+    Measured,
+    Row,
+    cells_of,
+    has,
+    is_below_import,
+    split,
+    values,
+    varying,
+)
+from weighin.records.series import labels_among
+from weighin.records.verdict import Verdict
+from weighin.result import Outcome
+from weighin.show import words
+from weighin.show.commands import about_commands
+from weighin.show.findings import findings, floor_as_dict, floor_label
+from weighin.show.table import Column, Entry, Lines, Table, listed
+from weighin.show.words import ABOVE_IMPORT, HEADINGS, KINDS, OF_USES, plain
+from weighin.units import GIB
+
+FIGURES: Final = "How to read the figures"
+_EXPLAINED: Final = ("figure", "unit", "meaning", "accuracy")
+_HELP: Final = "What the figures mean, and which are exact: weighin help figures"
+_MESSAGE_LENGTH: Final = 300  # characters; records.jsonl contains the whole message
+# Each combination of these properties has a table of its own, because its figures are not comparable.
+_APART: Final = ("operation", "model", "device")
+SCENE: Final = tuple(name for name in DIMENSIONS if name not in IN_LABELS)
+"""Rows that are equal in all of these settings are compared with each other."""
+_MOST_SCENES: Final = 16
+_IN_TERMINAL: Final = 3  # sentences
+
+
+def document(run: Measured) -> list[Table | Lines]:
+    """Return the report of a run: the answer first, then what was found, then every figure."""
+    if not run.rows:
+        return [
+            *_lines("Answer", answer(run), "answer"),
+            *_lines("Warnings", run.warnings, "warning"),
+        ]
+    shared = words.shared(run)
+    found = [
+        Table(one.title, one.columns, one.rows, [n for n in one.notes if n != shared], one.reasons)
+        for one in findings(run)
+    ]
+    return [
+        *_lines("Answer", answer(run), "answer"),
+        *found,
+        *tables(run),
+        *_lines("Not ok", _failures(run.rows)),
+        *about_commands(run),
+        *_refused(run),
+        *_lines("Warnings", words.warnings(run), "warning"),
+        replace(Table.of(_EXPLAINED, explained_figures(run.rows), names=4), title=FIGURES),
+    ]
+
+
+def terminal(run: Measured) -> list[Table | Lines]:
+    """Return the report in the order of a terminal: the answer comes last, where it is seen."""
+    head, *parts = document(run)
+    found = [one.title for one in findings(run)]
+    shown = [part for part in parts if part.title not in (*found, FIGURES)]
+    last = [part for part in parts if part.title in found]
+    notes = [words.shared(run), _HELP] if run.rows else []
+    assert isinstance(head, Lines)
+    return [*shown, *last, Lines("", notes, "dim"), Lines("", head.lines[:_IN_TERMINAL], "answer")]
+
+
+def _lines(title: str, lines: Sequence[str], kind: Any = "") -> Iterator[Lines]:
+    if lines:
+        yield Lines(title, lines, kind)
+
+
+def tables(run: Measured) -> Iterator[Table]:
+    """Yield a table of all results for each operation, model and device."""
+    by = [name for name in _APART if name in varying(run.rows)]
+    groups = list(words.apart(run.rows, by))
+    for number, (heading, group) in enumerate(groups, 1):
+        title = f"All results: {heading}" if heading else "All results"
+        notes = words.notes(run) if number == len(groups) else []
+        yield table(
+            title, group, [n for n in varying(run.rows) if n not in by], figures_of(group), notes
+        )
+
+
+def table(
+    title: str,
+    rows: Sequence[Row],
+    names: Sequence[str],
+    figures: Sequence[Metric],
+    notes: Sequence[str] = (),
+) -> Table:
+    """Return a table of these rows: their labels, the settings ``names``, the outcome and figures."""
+    label, kind = labels_among(cells_of(rows)), words.kind_of(rows)
+    shown = [name for name in names if name not in IN_LABELS]
+    headings = kind.headings if len(words.kinds_of(rows)) == 1 else {}
+    columns = [
+        Column(kind.words["what"], is_name=True),
+        *(_setting_column(name) for name in shown),
+        Column("outcome", is_name=True),
+        *(Column(headings.get(f.key, f.heading), f.column_unit, rank=f.rank) for f in figures),
+    ]
+    fields = [
+        [
+            Entry(plain(label(row["cell"]))),
+            *(Entry(words.setting(name, row), key=_sorted_by(name, row)) for name in shown),
+            Entry(words.ending(row), kind=_KIND.get(row["outcome"], "failed")),
+            *(_figure(row, figure) for figure in figures),
+        ]
+        for row in rows
+    ]
+    return Table(title, columns, fields, notes)
+
+
+def _setting_column(name: str) -> Column:
+    is_size = name.endswith("_limit_bytes")
+    return Column(HEADINGS.get(name, name), is_name=not is_size, rank=int(name == "use"))
+
+
+_KIND: Final = {Outcome.OK.value: "ok", Outcome.SKIPPED.value: "skipped"}
+
+
+def figures_of(rows: Sequence[Row]) -> list[Metric]:
+    """Return the figures that a table of these rows needs."""
+    keys = dict.fromkeys(key for kind in words.kinds_of(rows) for key in kind.figures)
+    return [
+        COLUMNS[key]
+        for key in keys
+        if (COLUMNS[key].is_usual or has(rows, key))
+        and (key not in OF_USES or words.has_uses(rows))
+        and (key != ABOVE_IMPORT or not is_below_import(rows))
+    ]
+
+
+def _figure(row: Row, figure: Metric) -> Entry:
+    """Return a figure of a row without the unit, and its range; "≥" precedes a lower bound."""
+    value = row[figure.key]
+    text = figure.in_column(value)
+    bound = "≥ " if figure.at_least and text != "-" and row[figure.at_least] else ""
+    low, high = (figure.in_column(row[f"{figure.key}{end}"]) for end in ("_min", "_max"))
+    return Entry(f"{bound}{text}", "" if low == high else f"{low}..{high}", key=value)
+
+
+def _sorted_by(name: str, row: Row) -> float | None:
+    """Return the number by which a column is sorted; no RAM limit counts as a very large one."""
+    return float(row[name] or 2**63) if name == "ram_limit_bytes" else None
+
+
+def explained_figures(rows: Sequence[Row] = ()) -> list[tuple[str, str, str, str]]:
+    """Return the name, unit, meaning and accuracy of each figure of these rows; without rows, of all."""
+    explained: dict[tuple[str, str, str, str], None] = {}
+    for kind in words.kinds_of(rows) if rows else KINDS.values():
+        for figure in figures_of(rows) if rows else COLUMNS.values():
+            if figure.key in kind.figures and figure.heading:
+                heading = kind.headings.get(figure.key, figure.heading)
+                meaning = kind.meanings.get(figure.key, figure.meaning)
+                explained[heading, figure.column_unit, meaning, figure.accuracy] = None
+        explained["outcome", "", kind.outcome, "exact"] = None
+    return [*explained]
+
+
+def _failures(rows: Sequence[Row]) -> list[str]:
+    """Return, for each row that is not ok, its name, and its outcome, last phase and reason."""
+    label = labels_among(cells_of(rows))
+    names = [name for name in varying(rows) if name not in IN_LABELS]
+    lines = []
+    for row in (row for row in rows if row["outcome"] != Outcome.OK):
+        title = " · ".join([plain(label(row["cell"])), *(words.setting(n, row) for n in names)])
+        why = plain(row["message"])
+        why = why if len(why) <= _MESSAGE_LENGTH else why[: _MESSAGE_LENGTH - 1] + "…"
+        # Most messages already name the phase in which the measurement ended.
+        names_phase = bool(row["last_phase"]) and repr(row["last_phase"]) in why
+        ending = plain(row["outcome"]) if names_phase else words.ending(row)
+        lines.append(f"{title}: {ending}" + (f": {why}" if why else ""))
+    return lines
+
+
+def _refused(run: Measured) -> Iterator[Lines]:
+    """Yield for each strategy that ran out of GPU memory the CUDA allocator's summary."""
+    refused = [result for result in run.results if result.allocator_summary]
+    for strategy, ours in grouped(refused, lambda one: plain(one.cell.strategy)).items():
+        texts = [
+            "\n".join(
+                "".join(c for c in line if c.isprintable())
+                for line in one.allocator_summary.strip().splitlines()
+            )
+            for one in ours
+        ]
+        title = f"{strategy} ran out of GPU memory: the allocator's summary"
+        yield Lines(title, ["\n\n".join(texts)], "verbatim")
+
+
+def answer(run: Measured) -> list[str]:
+    """Return a run in sentences: "With 8 GiB of RAM, 3 of 6 strategies load gpt2-xl: ..."
+
+    There is one for each RAM limit, device and other setting. If the run searched RAM floors, the
+    first sentence names these, and the others describe measurements without a limit.
+    """
+    if not run.rows:
+        return ["No cells were measured."]
+    slow = {
+        result.cell.series
+        for result in run.results
+        if (judgement := run.judgements[result.cell.id]) and judgement.verdict is Verdict.THRASHES
+    }
+    changing = [name for name in SCENE if name in varying(run.rows)]
+    scenes = list(split(run.rows, changing).values())
+    if run.has_floors:
+        unlimited = [group for group in scenes if group[0]["ram_limit_bytes"] is None]
+        return [_floors(run.floors), *(_of_scene(group, [], slow) for group in unlimited)]
+    texts = [_of_scene(group, changing, slow) for group in scenes[:_MOST_SCENES]]
+    if len(scenes) > _MOST_SCENES:
+        texts.append(f"{len(scenes) - _MOST_SCENES} more settings are in the table.")
+    return texts
+
+
+def _of_scene(group: Sequence[Row], changing: Sequence[str], slow: set[str]) -> str:
+    """Return sentences on how many strategies work, which is fastest, and which needs least memory."""
+    label = labels_among(cells_of(group))
+    row, kind = group[0], words.kind_of(group)
+    limit = row["ram_limit_bytes"]
+    start = f"With {words.size(limit)} of RAM" if limit else "Without a RAM limit"
+    others = [name for name in changing if name not in {"model", "ram_limit_bytes"}]
+    about = [words.dimension(name, row[name]) for name in others]
+    start += f" ({', '.join(about)})" if about else ""
+    run = [one for one in group if one["outcome"] != Outcome.SKIPPED]
+    good = [one for one in run if one["ok"] == one["repeats"]]
+    if not run:
+        return f"{start}, nothing was run."
+    named = [plain(label(one["cell"])) for one in good]
+    # Rows are called variants if a strategy has several rows, one for each format or option.
+    noun = kind.words["several" if len(values(run, "strategy")) == len(run) else "variants"]
+    model = f" {row['model']}" if row["model"] else ""
+    does = kind.words["does"] + ("s" if len(good) == 1 or not good else "")
+    if len(run) == 1:
+        works = "works" if good else "does not work"
+        only = f"the only {kind.words['what']} that was tried"
+        texts = [f"{start}, {only}, {plain(label(run[0]['cell']))}, {works}."]
+    elif not good:
+        texts = [f"{start}, none of {len(run)} {noun} {does}{model}."]
+    else:
+        share = "all" if len(good) == len(run) else f"{len(good)} of"
+        texts = [f"{start}, {share} {len(run)} {noun} {does}{model}: {listed(named)}."]
+    texts += _best([one | {"label": name} for one, name in zip(good, named, strict=True)], group)
+    if thrashing := [plain(label(one["cell"])) for one in group if one["group"] in slow]:
+        texts.append(f"Thrashing (the same pages are read again and again): {listed(thrashing)}.")
+    return " ".join(texts)
+
+
+def _best(good: Sequence[Row], group: Sequence[Row]) -> Iterator[str]:
+    """Yield a sentence on the fastest strategy, and a sentence on the one with the smallest peak."""
+    kind = words.kind_of(group)
+    timed = sorted((row for row in good if row["ready_s"] is not None), key=itemgetter("ready_s"))
+    if timed:
+        first, *others = timed
+        start = f"The fastest is {first['label']}," if others else f"{first['label']} is"
+        text = f"{start} {kind.words['ready']} in {first['ready_s']:.2f} s"
+        near = [row["label"] for row in others if row["ready_s_min"] <= first["ready_s_max"]]
+        if near and first["repeats"] > 1:
+            text += f" (the times of its repeats overlap with {listed(near)})"
+        yield text + "."
+    key, name, _ = kind.peak
+    sized = sorted((row for row in good if row[key] is not None), key=itemgetter(key))
+    if len(sized) > 1:
+        least = sized[0]
+        ratio = least[ABOVE_IMPORT]
+        is_left_out = ratio is None or is_below_import(sized)
+        above = "" if is_left_out else f", {ratio:.2f} x the model above {kind.words['before']}"
+        yield f"The smallest {name} is that of {least['label']}: {least[key] / GIB:.3f} GiB{above}."
+
+
+def _floors(searched: Sequence[Floor]) -> str:
+    """Return sentences on the smallest RAM limit of each strategy."""
+    label = floor_label(searched)
+    first, *more = sorted((one for one in searched if one.bytes), key=lambda one: one.bytes or 0)
+    text = f"{label(first)} needs the least RAM: {_size(first)}."
+    if more:
+        text += f" Next: {listed([f'{label(one)} {_size(one)}' for one in more])}."
+    if without := [label(one) for one in searched if not one.bytes]:
+        text += f" No floor was found for {listed(without)}."
+    return text
+
+
+def _size(floor: Floor) -> str:
+    ratio = f" ({floor.per_model:.2f} x the model)" if floor.per_model else ""
+    thrashing = ", where it thrashes" if floor.aim is Aim.ENDS else ""
+    return f"{words.size(floor.bytes)}{ratio}{thrashing}"
+
+
+def csv_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
+    """Return those ``columns`` that at least one operation in these rows can fill, without "group"."""
+    absent = frozenset.intersection(*(kind.lacks for kind in words.kinds_of(rows)))
+    names = {"group", *(f"{name}{end}" for name in absent for end in ("", "_min", "_max"))}
+    return [name for name in columns if name not in names]
+
+
+def as_json(run: Measured, files: Sequence[Path]) -> dict[str, Any]:
+    """Return the rows of summary.csv as ``series``, with the answer, warnings and written files.
+
+    If the run has one result, of a command, ``answer`` explains the command's end and memory.
+    """
+    names = csv_columns(run.rows, OF_SERIES)
+    is_one = len(run.results) == 1 and bool(run.results[0].cell.command)
+    return {
+        "run": str(run.folder),
+        "series": [{name: whole(row[name]) for name in names} for row in run.rows],
+        "missing_cells": run.missing,
+        "warnings": list(run.warnings),
+        "files": [str(path) for path in files],
+        "answer": explained(run.folder, run.results[0]) if is_one else answer(run),
+    }
+
+
+def floors_as_json(run: Measured, files: Sequence[Path]) -> dict[str, Any]:
+    """Return the smallest RAM limits that a search found, and the paths of the written files."""
+    return {
+        "run": str(run.folder),
+        "floors": [floor_as_dict(floor) for floor in run.floors],
+        "files": [str(path) for path in files],
+    }
+
+
+def whole(value: Any) -> Any:
+    """Return a float without a fraction as an integer, and any other value unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

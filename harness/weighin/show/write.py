@@ -1,0 +1,211 @@
+"""Write the report of a run into the folder of the run, in the requested formats.
+
+The files for dashboards summarise all repeats under the measurement's name in ``weighin check``: each
+figure is the median, the lowest and the highest value of the ok repeats. Of the other repeats, they
+contain only the number. They contain the number of planned measurements without a record, because a
+run that was stopped would otherwise look complete.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from weighin.errors import UnknownName
+from weighin.files import write_bytes
+from weighin.records import run_folder
+from weighin.records.metrics import METRICS
+from weighin.records.run import OF_CELLS, OF_SERIES, Measured, row_of
+from weighin.records.run_folder import Records
+from weighin.records.series import Series, SeriesRun, name_of, summarise
+from weighin.result import Outcome
+from weighin.show import page, style, words
+from weighin.show.report import csv_columns, document, whole
+from weighin.show.table import escaped, markdown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DEFAULT: Final = ("md", "html", "csv", "png")
+_PICTURES: Final = ("png", "svg")
+_MOST_TIMELINES: Final = 5  # of 12 panels each
+_REPAIR: Final = "free some space, or copy the run to a writable folder"
+_RUN: Final = "run"
+"""The name of the entry, beside the measurements, with the number of missing cells of a run."""
+# A cell that begins with one of these characters is a formula in a spreadsheet.
+_FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+
+Figures = Mapping[str, "Figure"]
+
+
+def write_report(
+    folder: Path, formats: Sequence[str] = (), records: Records | None = None
+) -> list[Path]:
+    """Write the report of a run into the run's folder, and return the paths of the written files.
+
+    ``formats`` are keys of ``FORMATS``; an empty sequence means ``DEFAULT``. ``records`` are the
+    run's records, if the caller has already read them. If a part of records.jsonl is damaged, the
+    report contains the undamaged records.
+
+    Raises:
+        ConfigError: a format needs a package that is not installed.
+        RecordError: the run's records cannot be read, or the run's folder cannot be written.
+        UnknownName: ``FORMATS`` does not contain a requested format.
+    """
+    run = Measured.of(folder, records or run_folder.read_whole(folder))
+    return write(run, formats)
+
+
+def checked(formats: Sequence[str]) -> tuple[str, ...]:
+    """Return each requested format once; raise UnknownName if ``FORMATS`` does not contain it."""
+    wanted = tuple(dict.fromkeys(formats or DEFAULT))
+    for name in wanted:
+        if name not in FORMATS:
+            raise UnknownName("format", name, FORMATS)
+    return wanted
+
+
+def write(run: Measured, formats: Sequence[str] = ()) -> list[Path]:
+    """Write a report as ``write_report`` does."""
+    wanted = checked(formats)
+    drawn = dict(draw(run)) if {*wanted} & {"html", *_PICTURES} else {}
+    paths = []
+    for name in wanted:
+        images = next((kind for kind in _PICTURES if kind in wanted), "") if name == "md" else name
+        for file, content in FORMATS[name](run, drawn, images).items():
+            path = run.folder / file
+            with run_folder.writing(path, repair=_REPAIR):
+                write_bytes(path, content if isinstance(content, bytes) else content.encode())
+            paths.append(path)
+    return paths
+
+
+def draw(run: Measured) -> "Iterator[tuple[str, Figure]]":
+    """Yield each picture of a run with its name; the timelines need the samples in the run's folder."""
+    from weighin.show.plots import pictures
+    from weighin.show.timeline import draw_timelines
+
+    for name, draw_picture in pictures(run).items():
+        yield name, draw_picture()
+    for number, figure in enumerate(draw_timelines(run, _MOST_TIMELINES), 1):
+        yield f"timeline-{number}" if number > 1 else "timeline", figure
+
+
+def report_md(run: Measured, images: Sequence[str] = ()) -> str:
+    """Return the report of a run as Markdown, with the pictures named in ``images`` at the end."""
+    shown = [f"![{image.rpartition('.')[0]}]({image})" for image in images]
+    head = f"# {escaped(words.title(run.rows))}\n\n{escaped(words.shared(run))}"
+    return "\n\n".join([head, markdown(document(run)), *shown]) + "\n"
+
+
+def summary_csv(run: Measured) -> str:
+    """Return a CSV line for each measurement, in bytes and unrounded seconds; "" if not measured.
+
+    The last column, missing_cells, is the number of planned measurements without a record. A text
+    that a spreadsheet would read as a formula gets a leading apostrophe.
+    """
+    file = StringIO(newline="")
+    names = csv_columns(run.rows, OF_SERIES)
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*names, "missing_cells"])
+    for row in run.rows:
+        writer.writerow([_csv(value) for value in (*(row[name] for name in names), run.missing)])
+    return file.getvalue()
+
+
+def _csv(value: object) -> object:
+    if value is None:
+        return ""
+    if isinstance(value, int | float):
+        return whole(value)
+    text = words.plain(str(value))
+    return f"'{text}" if text.startswith(_FORMULA_STARTS) else text
+
+
+def bencher(run: Measured) -> str:
+    """Return Bencher Metric Format: JSON that ``bencher run --adapter json`` reads.
+
+    https://bencher.dev/docs/reference/bencher-metric-format
+    """
+    benchmarks: dict[str, dict[str, dict[str, int]]] = {}
+    if run.missing is not None:
+        benchmarks[_RUN] = {"missing_cells": {"value": run.missing}}
+    for name, series, not_ok in _summary(run):
+        benchmarks[name] = {"not_ok_repeats": {"value": not_ok}} | {
+            f"{key}_{METRICS[key].unit}": {
+                "value": figure.median,
+                "lower_value": figure.low,
+                "upper_value": figure.high,
+            }
+            for key, figure in series.figures.items()
+        }
+    return json.dumps(benchmarks, indent=1, ensure_ascii=False) + "\n"
+
+
+def github_action_benchmark(run: Measured) -> str:
+    """Return the JSON of github-action-benchmark's tool ``customSmallerIsBetter``.
+
+    https://github.com/benchmark-action/github-action-benchmark
+    """
+    entries: list[dict[str, Any]] = []
+    if run.missing is not None:
+        entries.append({"name": f"{_RUN} missing_cells", "unit": "cells", "value": run.missing})
+    for name, series, not_ok in _summary(run):
+        ended = f"{series.repeats} repeats: {series.outcome}"
+        entries.append({"name": f"{name} not_ok_repeats", "unit": "repeats", "value": not_ok, "extra": ended})  # fmt: skip
+        for key, figure in series.figures.items():
+            metric = METRICS[key]
+            how = "exact" if metric.exact else "sampled"
+            entry: dict[str, Any] = {
+                "name": f"{name} {metric.name}",
+                "unit": metric.unit,
+                "value": figure.median,
+                "extra": f"{how}, median of the ok ones of {series.repeats} repeats",
+            }
+            if figure.low != figure.high:
+                entry["range"] = f"{figure.low}..{figure.high}"
+            entries.append(entry)
+    return json.dumps(entries, indent=1, ensure_ascii=False) + "\n"
+
+
+def _summary(run: Measured) -> Iterator[tuple[str, Series, int]]:
+    """Yield name and summary of each measurement, and how many repeats did not end ok."""
+    measured = [one for one in run.results if one.outcome is not Outcome.SKIPPED]
+    names = [name_of(one.cell) for one in measured if one.outcome is not Outcome.OK]
+    for name, series in summarise([SeriesRun(measured)]).items():
+        yield name, series, names.count(name)
+
+
+def _parquet(run: Measured) -> bytes:
+    from weighin.errors import extra
+    from weighin.show.frame import frame
+
+    with extra("parquet", "parquet"):
+        import pyarrow  # noqa: F401  # an optional dependency, because it takes 170 MB
+    file = BytesIO()
+    rows = [row_of(result) for result in run.results]
+    frame(rows, csv_columns(rows, OF_CELLS), run.missing).to_parquet(file, index=False)
+    return file.getvalue()
+
+
+def _drawn(_: Measured, figures: Figures, kind: str) -> dict[str, str | bytes]:
+    save: Callable[[Figure], str | bytes] = style.png if kind == "png" else style.svg
+    return {f"{name}.{kind}": save(figure) for name, figure in figures.items()}
+
+
+# The function of a format returns the contents of the written files, by file name. Its last argument
+# is the kind of pictures to write, or for report.md, to show.
+FORMATS: Final[dict[str, Callable[[Measured, Figures, str], Mapping[str, str | bytes]]]] = {
+    "md": lambda run, figures, kind: {
+        "report.md": report_md(run, [f"{name}.{kind}" for name in figures if kind])
+    },
+    "html": lambda run, figures, _: {"report.html": page.render(run, figures)},
+    "csv": lambda run, *_: {"summary.csv": summary_csv(run)},
+    "png": _drawn,
+    "svg": _drawn,
+    "bmf": lambda run, *_: {"bmf.json": bencher(run)},
+    "gha": lambda run, *_: {"gha.json": github_action_benchmark(run)},
+    "parquet": lambda run, *_: {"cells.parquet": _parquet(run)},
+}

@@ -1,0 +1,203 @@
+"""What a reader sees of a run: in a terminal, on the page, in pictures, in a notebook, over time.
+
+Markdown, CSV, JSON and exports of every published run are kept in tests/contract.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import (
+    ENVIRONMENT,
+    make_cell,
+    make_result,
+    make_skipped,
+    mixed_run,
+    notebook_run,
+    write_samples,
+)
+from rich.console import Console
+from sweeps import a_sweep
+
+from weighin.records import run, run_folder
+from weighin.records.run import Measured
+from weighin.records.run_folder import Records
+from weighin.result import Outcome, Peaks, Result
+from weighin.show import history, page, write
+from weighin.show.frame import results
+from weighin.show.plots import pictures
+from weighin.show.report import answer, terminal
+from weighin.show.style import svg
+from weighin.show.table import Lines
+from weighin.show.timeline import draw_timelines
+from weighin.units import GIB, MIB
+
+HOSTILE = "<script>alert(1)</script> | `x` \x1b[31m $y$ =SUM(1)"
+
+
+def shown(found: Measured, width: int = 100) -> str:
+    console = Console(width=width, emoji=False)
+    with console.capture() as captured:
+        console.print(*terminal(found))
+    return captured.get()
+
+
+def recorded(folder: Path, *some: Result) -> Path:
+    for one in some:
+        run_folder.append(folder, one)
+    return folder
+
+
+def test_each_series_is_summarised_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: Counter[str] = Counter()
+    usual = run._summary
+
+    def counted(group: Sequence[Result]) -> run.Row:
+        calls[group[0].cell.series] += 1
+        return usual(group)
+
+    monkeypatch.setattr(run, "_summary", counted)
+    measured = Measured.of(tmp_path, Records(tuple(notebook_run())))
+    shown(measured)
+    write.write(measured)
+    assert {*calls.values()} == {1}
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_a_terminal_has_the_answer_last_and_fits(width: int) -> None:
+    text = shown(Measured(notebook_run()), width)
+    assert all(len(line) <= width for line in text.splitlines())
+    last = " ".join(text.splitlines()[-3:])
+    assert "The smallest peak RSS is that of" in last
+    assert "weighin help figures" in text
+    assert "Exact" not in text
+
+
+def test_the_answer_of_a_run_under_one_limit() -> None:
+    assert answer(Measured(notebook_run()))[0].startswith(
+        "With 8 GiB of RAM, 3 of 6 strategies load gpt2-xl: mmap_assign, per_param and streaming."
+        " The fastest is "
+    )
+    assert answer(Measured([])) == ["No cells were measured."]
+    assert answer(Measured([make_skipped()])) == ["With 8 GiB of RAM, nothing was run."]
+
+
+def test_thrashing_is_said() -> None:
+    texts = answer(Measured(a_sweep()))
+    assert texts[-1].endswith("Thrashing (the same pages are read again and again): mmap_assign.")
+    assert texts[1].startswith("With 16 GiB of RAM, all 3 strategies load")
+
+
+def test_a_label_has_the_format_only_where_a_strategy_has_several() -> None:
+    cells = [make_cell("a"), make_cell("a", format="dcp"), make_cell("b", format="dcp")]
+    text = write.report_md(Measured([make_result(cell) for cell in cells]))
+    assert re.findall(r"^\| (\w[\w ]*?) \| ok", text, re.M) == ["a pt", "a dcp", "b"]
+
+
+def test_every_outcome_has_its_reason() -> None:
+    text = write.report_md(Measured(mixed_run()))
+    for one in mixed_run():
+        if one.outcome is not Outcome.OK:
+            assert f"{one.cell.strategy}: {one.outcome}".replace("_", r"\_") in text or (
+                f"{one.cell.strategy}: {one.outcome}" in text
+            )
+
+
+@pytest.mark.parametrize("results", [[], [make_skipped()], mixed_run(), a_sweep(), notebook_run()])
+def test_any_run_has_a_report_in_every_form(results: list[Result], tmp_path: Path) -> None:
+    measured = Measured(results, folder=tmp_path)
+    assert shown(measured)
+    files = write.write(measured, ["md", "html", "csv", "bmf", "gha"])
+    assert all(path.stat().st_size for path in files)
+
+
+def test_a_strangers_texts_are_no_markup(tmp_path: Path) -> None:
+    cell = replace(make_cell("x"), options={HOSTILE: HOSTILE})
+    bad = make_result(cell, outcome=Outcome.STRATEGY_FAILED, message=HOSTILE, last_phase=HOSTILE)
+    measured = Measured([bad, make_result(make_cell("x"))], [HOSTILE], folder=tmp_path)
+    html = page.render(measured, dict(write.draw(measured)))
+    assert "<script>alert" not in html
+    assert "\x1b" not in html + write.report_md(measured) + shown(measured)
+    assert "<script>" not in write.report_md(measured)
+    assert "\n=" not in write.summary_csv(measured)
+
+
+def test_the_page_needs_no_network_and_runs_only_its_own_script(tmp_path: Path) -> None:
+    measured = Measured(notebook_run(), folder=tmp_path)
+    html = page.render(measured, dict(write.draw(measured)))
+    assert "default-src 'none'" in html
+    assert not re.findall(r'(?:src|href)="https?:', re.sub(r"<metadata>.*?</metadata>", "", html, flags=re.S))  # fmt: skip
+    assert html.count("<script>") == 1
+    ids = re.findall(r' id="([^"]+)"', html)
+    assert len(ids) == len({*ids})
+    assert "streaming: ok · peak RSS" in html
+
+
+def test_the_pictures_of_a_run_and_their_tips(tmp_path: Path) -> None:
+    sweep = Measured(a_sweep())
+    assert [*pictures(sweep)] == ["survival", "time-over-limit", "peaks", "time-over-peak"]
+    measured = Measured(notebook_run(), folder=tmp_path)
+    assert [*pictures(measured)] == ["peaks", "time-over-peak"]
+    for one in measured.results:
+        write_samples(tmp_path, one)
+    (figure,) = draw_timelines(measured)
+    assert "<title>build: from 0.00 s to" in svg(figure)
+    assert 'data-tip="build: from 0.00 s to' in svg(figure, "timeline")
+
+
+def test_a_run_of_many_series_has_several_pictures_of_time(tmp_path: Path) -> None:
+    many = [make_result(make_cell(f"s{number}")) for number in range(30)]
+    measured = Measured(many, folder=tmp_path)
+    assert len(list(draw_timelines(measured, 5))) == 3
+    (first,) = draw_timelines(measured)
+    assert any("18 more panels are not drawn" in text.get_text() for text in first.texts)
+
+
+def test_a_notebook_gets_the_columns_of_the_summary(tmp_path: Path) -> None:
+    recorded(tmp_path, *notebook_run())
+    table = results(tmp_path)
+    heads = write.summary_csv(Measured.of(tmp_path, run_folder.read(tmp_path))).splitlines()[0]
+    assert ",".join(table.columns) == heads
+    assert table["strategy"].tolist()[-1] == "streaming"
+    assert str(table["peak_rss_bytes"].dtype) == "Int64"
+    write_samples(tmp_path, notebook_run()[-1])
+    samples = results(str(tmp_path), samples=True)
+    assert {"series", "repeat", "t_ns", "anon_bytes"} <= {*samples.columns}
+    assert samples["series"].str.contains("streaming").all()
+
+
+def of_run(folder: Path, day: int, size: int, **settings: Any) -> None:
+    result = make_result(
+        make_cell("streaming"),
+        peaks=Peaks(rss_bytes=size, anon_sampled_bytes=size),
+        started_at=f"2026-11-{day:02}T00:00:00+00:00",
+        environment=ENVIRONMENT | settings,
+    )
+    recorded(folder / f"run{day:02}", result)
+
+
+def test_a_metric_over_time_tells_its_steps(tmp_path: Path) -> None:
+    for day, size in enumerate([GIB, GIB + MIB, 2 * GIB, 2 * GIB, 2 * GIB], 1):
+        of_run(tmp_path, day, size, git_commit="a" * 40 if day < 3 else "b" * 40)
+    found = history.read(tmp_path, "peak_rss")
+    (name,) = found.names
+    ((moment, was, now),) = found.steps(name)
+    assert (moment.name, was, now) == ("run03", GIB, 2 * GIB)
+    _, changes, *_ = history.document(found)
+    assert isinstance(changes, Lines)
+    assert "+1.0 GiB (+100.0 %) since run03 (1.000 GiB -> 2.000 GiB), commit aaaaaaaaa -> bbbbbbbbb" in changes.lines[0]  # fmt: skip
+    assert history.write(found, tmp_path / "out.svg").read_text().startswith("<?xml")
+    json.dumps(history.as_json(found, []))
+
+
+def test_a_sampled_metric_must_stay_off_its_level(tmp_path: Path) -> None:
+    for day, size in enumerate([GIB, 2 * GIB, GIB, 3 * GIB, 3 * GIB], 1):
+        of_run(tmp_path, day, size)
+    found = history.read(tmp_path, "anon")
+    assert [moment.name for moment, _, _ in found.steps(found.names[0])] == ["run04"]
