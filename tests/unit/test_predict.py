@@ -62,11 +62,14 @@ def test_copies_on_the_cpu_are_counted() -> None:
 
 
 def test_buffers_are_no_larger_than_what_is_read() -> None:
-    """Each of the threads has a buffer: together four times this model, if all were used."""
+    """Each of the threads has a buffer: together four times this model, if all were used.
+
+    A large read uses four pages of it.
+    """
     small = ModelSpec("small", "torch.nn:Linear", {"in_features": 768, "out_features": 768})
     (one,) = predict(planned((small,), ((registry.strategy("streaming"), {}),)))
     weight, bias = 768 * 768 * 4, 768 * 4
-    assert one.tensor_peak_bytes == pytest.approx(weight + 2 * bias + MIB + 8 * KIB, abs=4 * KIB)
+    assert one.tensor_peak_bytes == pytest.approx(weight + 2 * bias + 16 * KIB, abs=4 * KIB)
 
 
 def test_mapped_weights_are_pages_of_the_file() -> None:

@@ -90,7 +90,6 @@ def _collecting_later() -> Iterator[None]:
             gc.enable()
 
 
-@_collecting_later()
 def load_streaming(
     model: nn.Module | Callable[[], nn.Module],
     checkpoint: Path | str,
@@ -130,16 +129,8 @@ def load_streaming(
             parameters for the scales of quantised tensors; or a tensor of the model is on the meta
             device, and the checkpoint has no values for this tensor.
     """
-    device = _with_index(torch.device(device))
     selection = Selection(key, strip_prefix)
-    loaded, was_meta = _load(
-        model, Path(checkpoint), selection, device, dtype, Disk(threads), granularity
-    )
-    construct.give_back_heap()  # frees objects that only the load needed
-    tensors = tensors_of(modules_of(loaded))
-    if dtype is not None or was_meta or any(tensor.device != device for tensor in tensors):
-        loaded.to(device=device, dtype=dtype)  # also runs the overrides of to() in modules
-    return loaded
+    return _load(model, Path(checkpoint), selection, device, dtype, threads, granularity)
 
 
 def load_renamed(
@@ -155,24 +146,26 @@ def load_renamed(
 
     ``rename`` raises CheckpointError if the checkpoint lacks a tensor of the model.
     """
-    device = _with_index(device)
-    with _collecting_later():
-        loaded, _ = _load(build, checkpoint, selection, device, None, Disk(threads), "all", rename)
-        construct.give_back_heap()
-        return loaded.to(device=device)
+    return _load(build, checkpoint, selection, device, None, threads, "all", rename)
 
 
+@_collecting_later()
 def _load(
     model: nn.Module | Callable[[], nn.Module],
     path: Path,
     selection: Selection,
-    device: torch.device,
+    device: torch.device | str,
     dtype: torch.dtype | None,
-    disk: Disk,
+    threads: int | None,
     granularity: Granularity,
     rename: Rename | None = None,
-) -> tuple[nn.Module, bool]:
-    """Return the filled model, and whether one of its tensors was on the meta device before the load."""
+) -> nn.Module:
+    # As a tensor's ``device`` reports it: a GPU with an index, the CPU without one.
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    elif device.type == "cpu":
+        device = _CPU
     slices = formats.read(path, selection)
     if dtype is not None:
         check_converts(path, slices, "leave dtype out")
@@ -206,24 +199,22 @@ def _load(
         by_part = itertools.groupby(loads, lambda load: prefix_of[granularity](load.promise.name))
         batches = [list(members) for _, members in by_part]
     del loads
-    placer = _Placer(model, log, device, dtype)
+    placer, disk = _Placer(model, log, device, dtype), Disk(threads)
     while batches:
         fills = list(placer.all(batches.pop(0)))
         construct.give_back_heap()
         filling.fill(fills, disk)
-    return model, was_meta
+        del fills
+    construct.give_back_heap()  # frees objects that only the load needed
+    tensors = tensors_of(modules_of(model))
+    if dtype is not None or was_meta or any(tensor.device != device for tensor in tensors):
+        model.to(device=device, dtype=dtype)  # also runs the overrides of to() in modules
+    return model
 
 
 def _names(model: nn.Module) -> Iterator[str]:
     """Yield the names in the model's state dict; call ``state_dict`` only when a name is requested."""
     yield from model.state_dict(keep_vars=True)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """Return a device as a tensor's ``device`` reports it: a GPU with an index, the CPU without one."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return _CPU if device.type == "cpu" else device
 
 
 def _built(builder: Callable[[], nn.Module], log: WriteLog) -> nn.Module:
