@@ -10,130 +10,28 @@ import pytest
 from commands import NOT_LIMITED, CommandLine, Ended
 
 from weighin.cli import app
-from weighin.suite.registry import models, strategies
+from weighin.suite.registry import strategies
 
-MODELS = ", ".join(sorted(models()))
 STRATEGIES = ", ".join(sorted(strategies()))
 
-# Arguments of `weighin`, its exit code, and all that it says.
+# Arguments of `weighin`, its exit code, and all that it says; tests/contract has the whole table.
 REFUSED: dict[str, tuple[str, int, str]] = {
-    "unknown model": (
-        "bench gpt2-tinny",
-        2,
-        "error: no model is called 'gpt2-tinny'\n"
-        f"did you mean 'gpt2-tiny'? known: {MODELS}; for any other model: ./FILE, ./FOLDER, or --model package.module:callable\n",
-    ),
-    "unknown strategy": (
+    "an unknown strategy": (
         "bench gpt2-tiny --strategies streeming",
         2,
         "error: no strategy is called 'streeming'\n"
         f"did you mean 'streaming'? known: {STRATEGIES}; for a file of your own: --strategies ./mine.py\n",
-    ),
-    "a strategy file that is not there": (
-        "bench gpt2-tiny --strategies ./mine.py",
-        2,
-        "error: the strategy mine.py: no such file or folder\ncheck the path\n",
-    ),
-    "unknown isolation": (
-        "bench gpt2-tiny --isolation dokcer",
-        2,
-        "error: --isolation: input should be 'auto', 'docker', 'cgroup' or 'process', got 'dokcer'\n",
-    ),
-    "a unit that nobody knows": (
-        "bench gpt2-tiny --ram 8x",
-        2,
-        "error: --ram: cannot read '8x' as a size\nwrite a size such as 8GiB, 8g, 6500m or 4096\n",
-    ),
-    "a unit with two meanings": (
-        "bench gpt2-tiny --ram 8GB",
-        2,
-        "error: --ram: '8GB' is ambiguous: GB is 1000-based for some tools and 1024-based for"
-        " others\nwrite 8GiB (1024-based), or the number of bytes\n",
-    ),
-    "no RAM at all": (
-        "bench gpt2-tiny --ram 0",
-        2,
-        "error: --ram: '0' is less than one byte\nwrite a size such as 8GiB or 6500m\n",
-    ),
-    "a size without its unit": (
-        "bench gpt2-tiny --ram 8",
-        2,
-        "error: --ram: 8B is less than `import torch` alone needs\ndid you mean 8g?\n",
     ),
     "less than no RAM": (
         "bench gpt2-tiny --ram=-5g",
         2,
         "error: --ram: cannot read '-5g' as a size\nwrite a size such as 8GiB, 8g, 6500m or 4096\n",
     ),
-    "less RAM than any import takes": (
-        "bench gpt2-tiny --ram 20m",
-        2,
-        "error: --ram: 20MiB is less than `import torch` alone needs\n"
-        "give at least 64MiB plus the size of the weights\n",
-    ),
-    "no time": (
-        "bench gpt2-tiny --timeout 0",
-        2,
-        "error: --timeout: input should be greater than 0, got 0.0\n",
-    ),
-    "no repeat": (
-        "bench gpt2-tiny --repeats 0",
-        2,
-        "error: --repeats: input should be greater than or equal to 1, got '0'\n",
-    ),
-    "arguments that are no YAML": (
-        "bench gpt2-tiny --set kwargs={width",
-        2,
-        "error: --set kwargs, line 1: not YAML: expected ',' or '}', but got '<stream end>'\n",
-    ),
-    "no checkpoint there": (
-        "bench gpt2-tiny --checkpoint nowhere.pt --isolation process",
-        2,
-        "error: nowhere.pt: no such file or folder\ncheck the path\n",
-    ),
-    "a module that is not there": (
-        "bench --model nowhere.nets:build --isolation process",
-        2,
-        f"{NOT_LIMITED}making the checkpoint of build\n"
-        "error: builder 'nowhere.nets:build': there is no module 'nowhere'\ncorrect the"
-        " builder's name, or install the module's package\n",
-    ),
-    "arguments that the model does not take": (
-        "bench gpt2-tiny --set kwargs.widht=3 --isolation process",
-        2,
-        f"{NOT_LIMITED}making the checkpoint of gpt2-tiny(widht=3)\n"
-        "error: builder weighin.models.gpt2:gpt2 failed: GPTModel.__init__() got an unexpected keyword argument"
-        " 'widht'\ncorrect the model's arguments: `kwargs` in the model's YAML file, or --set kwargs.NAME=VALUE\n",
-    ),
-    "resuming what is no run": (
-        "bench --resume .",
-        2,
-        "error: . contains no plan.json, so it is not the folder of a run\nname the folder that"
-        " weighin bench printed at its end, such as results/RUN\n",
-    ),
-    "resuming what is not there": (
-        "bench --resume nowhere",
-        2,
-        "error: nowhere contains no plan.json, so it is not the folder of a run\nname the folder"
-        " that weighin bench printed at its end, such as results/RUN\n",
-    ),
-    "reporting what is no run": (
-        "report .",
-        2,
-        "error: . contains no records.jsonl, so it is not the folder of a run\nname the folder that"
-        " weighin bench printed at its end, such as results/RUN\n",
-    ),
     "results where no folder can be": (
         "bench gpt2-tiny --isolation process --out /proc/run",
         2,
         "error: cannot write /proc/run/plan.json: No such file or directory\nfree disk space, or"
         " name a writable folder: weighin bench ... --out FOLDER\n",
-    ),
-    "listing what there is no list of": (
-        "list stratgies",
-        2,
-        "error: no list is called 'stratgies'\n"
-        "did you mean 'strategies'? known: all, isolations, models, strategies, suites, uses\n",
     ),
 }
 

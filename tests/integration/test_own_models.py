@@ -164,7 +164,7 @@ def test_a_training_checkpoint_is_measured_with_the_options_that_the_errors_prop
 def test_a_suite_selects_the_weights_in_a_training_checkpoint(command: CommandLine) -> None:
     training_checkpoint(command.folder)
     model = {
-        "builder": LINEAR[1], "kwargs": json.loads(LINEAR[3]), "checkpoint": "train.pt",
+        "builder": LINEAR[1], "kwargs": json.loads(LINEAR[3].removeprefix("kwargs=")), "checkpoint": "train.pt",
         "key": "model", "strip_prefix": "module.",
     }  # fmt: skip
     suite = {"models": model, "strategies": ["load_assign", "streaming"], "isolation": "process"}
