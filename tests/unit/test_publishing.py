@@ -165,7 +165,7 @@ def test_the_status_says_of_which_code_predictions_are(copy: Path) -> None:
     ]
     change(copy, "harness/weighin/predict/allocators.py")
     assert publish.status([run], copy)[1:] == [
-        said + "OLDER than the current code (heap.py changed)",
+        said + "OLDER than the current code (allocators.py changed)",
         "1 of 1 are older than the current code or were never measured: a",
     ]
 
