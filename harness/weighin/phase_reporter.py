@@ -21,7 +21,7 @@ from typing import Any, Final
 MET: Final = ("baseline", "ready", "shared", "done")
 AWAITED: Final = (*MET, "phase")
 """A process also waits after the begin of a program's phase, which has an id."""
-SOCKET: Final = "socket"
+SOCKET: Final = "phases"
 JOB: Final = "job"
 """The names of the socket, and of the file with a worker's job, in a folder of one cell."""
 PATIENCE_S: Final = 2.0
