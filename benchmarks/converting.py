@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from weighin.checkpoint import cache
+from weighin.checkpoint import cache, staging
 from weighin.settings.definition import DTYPES
 from weighin.stream import formats
 from weighin.suite import registry
@@ -74,7 +74,7 @@ def main() -> None:
 
 def convert(source: Path, fmt: str, dtype: str) -> dict[str, float]:
     """Run one conversion; return its memory above the imports in bytes, and its seconds."""
-    folder = Path(tempfile.mkdtemp(prefix="converting-", dir=cache.folder()))
+    folder = Path(tempfile.mkdtemp(prefix="converting-", dir=staging.folder()))
     try:
         target = folder / f"model{formats.suffix_of(fmt)}"
         command = [sys.executable, "-c", CHILD, str(source), str(target), fmt, dtype]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from weighin.checkpoint import cache
+from weighin.checkpoint import staging
 from weighin.stream.construct import build_skeleton, resolve_builder
 from weighin.suite import registry
 
@@ -28,8 +28,8 @@ def main() -> None:
     parser.add_argument("--isolation", default="auto")
     parser.add_argument("--out", default="results/forty-gigabytes")
     options = parser.parse_args()
-    cache.folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache.folder(), prefix="sparse-") as folder:
+    staging.folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=staging.folder(), prefix="sparse-") as folder:
         checkpoint = Path(folder) / "model.pt"
         write_sparse(options.model, checkpoint)
         disk_mib = checkpoint.stat().st_blocks * 512 / 2**20

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.cell import ModelSpec
-from weighin.checkpoint import cache
+from weighin.checkpoint import staging
 from weighin.predict.sparse import make_sparse
 from weighin.stream.pretrained_folder import BUILDER, CONFIG
 from weighin.units import GIB
@@ -52,8 +52,8 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=2)
     options = parser.parse_args()
-    cache.folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache.folder(), prefix="sparse-") as name:
+    staging.folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=staging.folder(), prefix="sparse-") as name:
         spec = ModelSpec("llama", BUILDER, {"architecture": "LlamaForCausalLM", "config": _CONFIG})
         folder = make_sparse(spec, "sharded", "bfloat16", Path(name) / "70b")
         (folder / CONFIG).write_text(json.dumps(_CONFIG))

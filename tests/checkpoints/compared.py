@@ -13,7 +13,6 @@ from torch import nn
 
 _MADE: Final = Path("made.json")
 _TRUTH: Final = Path("truth.pt")
-_ARGUMENTS: Final = {"class": "model_class"}
 """Arguments of ``load_pretrained`` that have another name than the option."""
 
 
@@ -43,7 +42,7 @@ def load(name: str) -> None:
 
     layout = _named(name)
     made = json.loads(_MADE.read_text())
-    options: dict[str, Any] = {_ARGUMENTS.get(key, key): one for key, one in layout.options.items()}
+    options: dict[str, Any] = dict(layout.options)
     truth, more = _truth()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -91,7 +90,7 @@ def _from_pretrained(path: Path, layout: Layout) -> nn.Module:
 
         made: nn.Module = timm.create_model(f"local-dir:{path}", pretrained=True)
         return made
-    name = layout.options.get("class") or (config.get("architectures") or ["AutoModel"])[0]
+    name = layout.options.get("model_class") or (config.get("architectures") or ["AutoModel"])[0]
     options: dict[str, Any] = {
         key: one for key, one in layout.options.items() if key in ("variant", "revision")
     }

@@ -53,7 +53,7 @@ class Layout:
         make: writes it into an empty folder.
         refused: by verb, a regular expression that the refusal's text contains: what it is, and the next
             step. Verbs that are not named must be right.
-        options: options that every verb of the command line gets, and ``load`` as keyword arguments.
+        options: keys of a suite that every verb of the command line gets, and ``load`` as keyword arguments.
         packages: what ``make`` and the verbs import, beside torch and transformers.
         notes: by verb, a regular expression for what a right answer must say on standard error.
     """

@@ -69,5 +69,5 @@ def _who(given: Mapping[str, Verdict]) -> str:
 
 def named(layout: Layout) -> str:
     """Return the layout's name and its options, as the page shows them."""
-    options = " ".join(f"--{name.replace('_', '-')} {one}" for name, one in layout.options.items())
+    options = " ".join(f"--set {name}={one}" for name, one in layout.options.items())
     return f"{layout.name} (`{options}`)" if options else layout.name

@@ -122,7 +122,7 @@ class _Run:
     is_folder: bool
 
     def _cli(self, verb: str, *arguments: str) -> CompletedProcess[str]:
-        options = [f"--{name.replace('_', '-')}={one}" for name, one in self.layout.options.items()]
+        options = [f"--set={name}={one}" for name, one in self.layout.options.items()]
         return self.forks.run(
             _MAIN, verb, self.path, *arguments, *options, folder=self.folder, timeout_s=600
         )

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from test_cli_help import shown
 
-from weighin.checkpoint import cache
+from weighin.checkpoint import cache, staging
 from weighin.cli import app
 from weighin.cli import checkpoints as verbs
 from weighin.errors import HarnessError
@@ -18,7 +18,7 @@ from weighin.errors import HarnessError
 def _cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHIN_CACHE", str(tmp_path / "cache"))
     for name, size in (("gpt2-tiny", 3000), ("tied-tiny", 1000)):
-        folder = cache.folder() / "models" / f"{name}-0123abcd"
+        folder = staging.folder() / "models" / f"{name}-0123abcd"
         (folder / "pt").mkdir(parents=True)
         (folder / "pt" / "model.pt").write_bytes(bytes(size))
         cache.write_marker(folder, "pt")
@@ -94,7 +94,7 @@ def test_a_model_that_is_not_cached_is_named() -> None:
 
 def test_both_verbs_as_data() -> None:
     listed = json.loads(shown("cache", "list", "--json", "-")[1])
-    assert listed["folder"] == str(cache.folder())
+    assert listed["folder"] == str(staging.folder())
     sizes = {one["name"]: (one["format"], one["bytes"]) for one in listed["checkpoints"]}
     assert sizes == {ALL[0]: ("pt", 3000), ALL[1]: ("pt", 1000)}
     code, text = shown("cache", "clear", "--yes", "--json", "-")

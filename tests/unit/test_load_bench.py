@@ -11,7 +11,7 @@ from fakes import PlayedIsolation, begin, failed, memory, ready
 from scripts import BASELINE, DONE, LOADED
 
 from weighin import slow_disk
-from weighin.checkpoint import cache
+from weighin.checkpoint import cache, staging
 from weighin.errors import CheckpointError, FormatLimit, HarnessError, IsolationUnavailable
 from weighin.plan.start import start
 from weighin.plan.task import Progress, Run
@@ -239,7 +239,7 @@ def test_leftovers_of_dead_runs_are_told() -> None:
     run = asked(BASELINE, DONE)
     assert isinstance(run.isolation, PlayedIsolation)
     run.isolation.leftovers = ["cgroup x"]
-    (saving := cache.folder() / "saving" / "dead").mkdir(parents=True)
+    (saving := staging.folder() / "saving" / "dead").mkdir(parents=True)
     told = Told()
     runner.run(run, told.progress)
     assert told.lines[:2] == [

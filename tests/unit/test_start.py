@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weighin.checkpoint import cache
+from weighin.checkpoint import staging
 from weighin.errors import HarnessError, RecordError
 from weighin.isolation.process import ProcessIsolation
 from weighin.plan.start import resume, start
@@ -196,6 +196,6 @@ def test_a_gpu_cell_has_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_user_without_a_home_starts_and_resumes_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHIN_CACHE", "~nobody-of-this-name/cache")
     assert resume(started().folder).planned
-    text = complaint(cache.folder)
+    text = complaint(staging.folder)
     assert text.startswith("there is no folder for weighin's cache: ")
     assert text.endswith("name a folder: WEIGHIN_CACHE=/path weighin ...")

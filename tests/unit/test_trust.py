@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weighin.checkpoint import cache
+from weighin.checkpoint import staging
 from weighin.errors import ConfigError, Interrupted
 from weighin.plan import start as plans
 from weighin.plan.start import resume, start
@@ -123,7 +123,7 @@ def own_run(**options: Any) -> Run:
 
 
 def known_plans() -> Path:
-    return cache.folder() / "plans.sha256"
+    return staging.folder() / "plans.sha256"
 
 
 @pytest.fixture
@@ -218,5 +218,5 @@ def test_storage_moves_the_cache_only_while_its_run_measures(
     monkeypatch.setenv("WEIGHIN_CACHE", str(here / "cache"))
     task = own_run(storage="elsewhere")
     runner.run(replace(task, planned=[replace(task.planned[0], skip="too long")]), Progress())
-    assert cache.folder() == here / "cache"
+    assert staging.folder() == here / "cache"
     assert stopped(task) == "resume it: weighin bench --resume run"

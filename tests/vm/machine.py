@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from weighin.checkpoint import cache
+from weighin.checkpoint import staging
 from weighin.probes import environment
 
 HERE = Path(__file__).parent
@@ -115,7 +115,7 @@ def run(
 
 def _disk() -> Path:
     """Return the folder with the disk, kernel and initrd to boot from; make them where they are not."""
-    shelf = cache.folder() / "vm"
+    shelf = staging.folder() / "vm"
     shelf.mkdir(parents=True, exist_ok=True)
     folder = shelf / _digest()
     with FileLock(shelf / "lock"):

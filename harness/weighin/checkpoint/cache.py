@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Final
 
 from weighin.cell import ModelSpec
+from weighin.checkpoint import staging
 from weighin.checkpoint.child import run_child
 from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.errors import CheckpointError, ConfigError, UnknownName
@@ -130,7 +131,7 @@ def ensure(
         origin += [seed, _VALUES]
     digest = sha256(json.dumps(origin, sort_keys=True, default=str).encode()).hexdigest()
     safe = _UNSAFE.sub("_", model.name).lstrip(".") or "model"
-    entry = folder() / "models" / f"{safe[:100]}-{digest[:8]}"
+    entry = staging.folder() / "models" / f"{safe[:100]}-{digest[:8]}"
     report = progress or (lambda _text, _share: None)
     verb = "reading" if in_place else "converting" if checkpoint else "making"
     text = f"{verb} the checkpoint of {model.name}"
@@ -232,42 +233,11 @@ def _check_space(entry: Path, what: str, needed_bytes: int) -> None:
     free = shutil.disk_usage(entry).free
     if free < needed_bytes:
         raise ConfigError(
-            f"the {what} needs {format_bytes(needed_bytes)} in {folder()}, but only"
+            f"the {what} needs {format_bytes(needed_bytes)} in {staging.folder()}, but only"
             f" {format_bytes(free)} are free",
             "put the cache on another disk: WEIGHIN_CACHE=/path weighin ..., or empty the cache:"
             " weighin cache clear",
         )
-
-
-def folder() -> Path:
-    """Return the cache's folder: $WEIGHIN_CACHE, or a folder in the user's cache directory."""
-    chosen = os.environ.get("WEIGHIN_CACHE")
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    try:
-        return Path(chosen or f"{caches}/weighin").expanduser().absolute()
-    except RuntimeError as error:  # such as a user who is not in /etc/passwd, without HOME
-        raise ConfigError(
-            f"there is no folder for weighin's cache: {str(error).rstrip('.').lower()}",
-            "name a folder: WEIGHIN_CACHE=/path weighin ...",
-        ) from None
-
-
-def slow_disks() -> Path:
-    """Return the folder in which the slow disks of all runs are mounted."""
-    return folder() / "disks"
-
-
-@contextmanager
-def used(chosen: Path) -> Iterator[None]:
-    """Make ``chosen`` the cache's folder within the context, also of processes that start in it."""
-    before = os.environ.get("WEIGHIN_CACHE")
-    os.environ["WEIGHIN_CACHE"] = str(chosen.expanduser().absolute())
-    try:
-        yield
-    finally:
-        del os.environ["WEIGHIN_CACHE"]
-        if before is not None:
-            os.environ["WEIGHIN_CACHE"] = before
 
 
 def write_marker(entry: Path, fmt: str) -> None:
@@ -319,12 +289,12 @@ def _locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
     If another process has the lock, ``_locked`` calls ``waiting`` once and then waits.
     """
-    path = folder() / "locks" / f"{entry.name}.lock"
+    path = staging.folder() / "locks" / f"{entry.name}.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot write to the cache {folder()}: {error.strerror}",
+            f"cannot write to the cache {staging.folder()}: {error.strerror}",
             "choose another folder: WEIGHIN_CACHE=/path weighin ...",
         ) from error
     from filelock import FileLock, Timeout  # imports asyncio, which takes 0.05 s
@@ -368,7 +338,7 @@ def clear(name: str | None = None) -> list[CachedCheckpoint]:
 
 
 def _entries() -> Iterator[Path]:
-    models = folder() / "models"
+    models = staging.folder() / "models"
     if models.is_dir():
         # A symbolic link could lead out of the cache.
         yield from sorted(e for e in models.iterdir() if e.is_dir() and not e.is_symlink())

@@ -1,4 +1,4 @@
-"""Provide temporary folders that weighin can remove even if the process that made them was killed.
+"""The folder of the cache, and temporary folders that go even if the process that made them was killed.
 
 Each process locks the temporary folder that it made. The kernel releases the lock when the process
 ends, so that a folder without a lock is a leftover. ``growing_beside`` makes a hidden folder next
@@ -20,6 +20,37 @@ from weighin.errors import ConfigError
 from weighin.files import try_lock
 
 _LONGEST_NAME: Final = 100  # characters of the target's name; file systems allow 255 bytes
+
+
+def folder() -> Path:
+    """Return the cache's folder: $WEIGHIN_CACHE, or a folder in the user's cache directory."""
+    chosen = os.environ.get("WEIGHIN_CACHE")
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(chosen or f"{caches}/weighin").expanduser().absolute()
+    except RuntimeError as error:  # such as a user who is not in /etc/passwd, without HOME
+        raise ConfigError(
+            f"there is no folder for weighin's cache: {str(error).rstrip('.').lower()}",
+            "name a folder: WEIGHIN_CACHE=/path weighin ...",
+        ) from None
+
+
+def slow_disks() -> Path:
+    """Return the folder in which the slow disks of all runs are mounted."""
+    return folder() / "disks"
+
+
+@contextmanager
+def used(chosen: Path) -> Iterator[None]:
+    """Make ``chosen`` the cache's folder within the context, also of processes that start in it."""
+    before = os.environ.get("WEIGHIN_CACHE")
+    os.environ["WEIGHIN_CACHE"] = str(chosen.expanduser().absolute())
+    try:
+        yield
+    finally:
+        del os.environ["WEIGHIN_CACHE"]
+        if before is not None:
+            os.environ["WEIGHIN_CACHE"] = before
 
 
 @contextmanager

@@ -200,10 +200,10 @@ def convert(context: click.Context, /, **typed: Any) -> None:
 @_options.json
 def cache_list(json_file: str | None) -> None:
     """List the generated checkpoints, with their sizes on the disk."""
-    from weighin.checkpoint import cache
+    from weighin.checkpoint import cache, staging
 
     stored = cache.list_entries()
-    document = {"folder": str(cache.folder()), "checkpoints": _described(stored)}
+    document = {"folder": str(staging.folder()), "checkpoints": _described(stored)}
     _console.deliver(json_file, document, lambda: _console.show(_table(stored)))
 
 
@@ -270,10 +270,10 @@ def _table(stored: "Sequence[CachedCheckpoint]") -> "Table":
     from rich.markup import escape
     from rich.table import Table
 
-    from weighin.checkpoint import cache
+    from weighin.checkpoint import staging
 
     table = Table("model", "format", "size", "last used", box=SIMPLE_HEAD, pad_edge=False)
-    table.title = f"checkpoints in {escape(str(cache.folder()))}"
+    table.title = f"checkpoints in {escape(str(staging.folder()))}"
     for one in stored:
         used = datetime.fromtimestamp(one.last_used_s).strftime("%Y-%m-%d %H:%M")
         table.add_row(escape(one.name), one.format, format_bytes(one.size_bytes), used)

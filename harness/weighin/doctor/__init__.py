@@ -23,7 +23,7 @@ from rich.table import Table
 
 from weighin import slow_disk
 from weighin.cell import Cell, Job
-from weighin.checkpoint import cache
+from weighin.checkpoint import cache, staging
 from weighin.errors import HarnessError
 from weighin.isolation import cgroup, select, visible
 from weighin.isolation.base import Isolation
@@ -86,7 +86,7 @@ def examine(say: Callable[[str], None]) -> Examination:
     isolations = [select.named(name) for name in select.NAMES]
     limits = [finding for one in isolations for finding in _isolation(one, say)]
     folders = map(_removed, remove_leftovers())
-    mounts = map(_removed, slow_disk.remove_stale(cache.slow_disks()))
+    mounts = map(_removed, slow_disk.remove_stale(staging.slow_disks()))
     say(f"reading directly from a disk of {_PACE}")
     disk = tried("slow disks (--disk, disk_latency)", _slow_disk, "poor")
     return Examination((*folders, *mounts, *limits, disk, *_figures(), *_machine()))
@@ -163,10 +163,10 @@ def _prove(isolation: Isolation, say: Callable[[str], None]) -> Found:
 def _slow_disk() -> Found:
     """Slow a disk down, and compare the time of direct reads (O_DIRECT) of a page with its latency."""
     slow_disk.check(in_container=False)
-    cache.folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache.folder()) as folder:
+    staging.folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=staging.folder()) as folder:
         (Path(folder) / "file").write_bytes(bytes(MIB))
-        with closing(slow_disk.Mount(Path(folder), _PACE, cache.slow_disks())) as disk:
+        with closing(slow_disk.Mount(Path(folder), _PACE, staging.slow_disks())) as disk:
             latency_s = _page_read_s(disk.folder / "file")
     verdict: Verdict = "good" if isclose(latency_s, 0.005, rel_tol=0.1) else "poor"
     found = f"asked for {_PACE}: a direct read of a page took {latency_s * 1e3:.2f} ms through FUSE"
@@ -207,7 +207,7 @@ def _figures() -> Iterator[Capability]:
         verdict: Verdict = "bad" if memory_hierarchy() is None else "poor"
         yield Capability("figures of the cell's cgroup", verdict, why)
     yield pressure()
-    (folder := cache.folder()).mkdir(parents=True, exist_ok=True)
+    (folder := staging.folder()).mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         file.write(bytes(MIB))
         file.flush()
@@ -263,8 +263,8 @@ def _machine() -> Iterator[Capability]:
     total, free = cgroup.ram_bytes()
     limited = " (the limit of a cgroup around weighin)" if total < machine["ram_bytes"] else ""
     yield Capability("RAM", "good", f"{format_bytes(free)} free of {format_bytes(total)}{limited}")
-    disk = format_bytes(shutil.disk_usage(cache.folder()).free)
-    yield Capability("disk for checkpoints", "good", f"{disk} free at {cache.folder()}")
+    disk = format_bytes(shutil.disk_usage(staging.folder()).free)
+    yield Capability("disk for checkpoints", "good", f"{disk} free at {staging.folder()}")
 
     def unswapped() -> Found:
         if not (swap_bytes := machine["swap_bytes"]):

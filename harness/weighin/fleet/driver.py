@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weighin import child_process
 from weighin.cell import Cell
-from weighin.checkpoint import cache, staging
+from weighin.checkpoint import staging
 from weighin.errors import ConfigError, HarnessError, NoNodeLeft, RecordError
 from weighin.files import no_link
 from weighin.fleet import node
@@ -274,7 +274,7 @@ def run_jobs(jobs: int, task: Run, progress: Progress) -> Sequence[Result]:
         with (
             interrupts.stoppable(),
             runner.only_run(task.patience_s, lambda text: progress.preparing(text, None)),
-            staging.own_folder(cache.folder(), "jobs-") as caches,
+            staging.own_folder(staging.folder(), "jobs-") as caches,
         ):
             crew = Jobs(jobs, task.isolation.name, caches)
             return Driver(crew, [crew.node()], task, progress).run()

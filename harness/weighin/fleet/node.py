@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from weighin import __version__, child_process, install
-from weighin.checkpoint import cache, staging
+from weighin.checkpoint import staging
 from weighin.child_process import Child, Parent, decode_event, last_line, module
 from weighin.errors import ConfigError, HarnessError, Interrupted, explain
 from weighin.isolation import cgroup, select
@@ -152,7 +152,7 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
         own = registry.strategies(cell["operation"])
         found = {name: path or str(own[name].path) for name, path in paths.items()}
         settings["strategy_paths"] = found
-    with staging.own_folder(cache.folder() / "fleet") as folder:
+    with staging.own_folder(staging.folder() / "fleet") as folder:
         plan = {"schema": SCHEMA, "cells": [cell], "settings": settings}
         (folder / run_folder.PLAN).write_text(json.dumps(plan))
         task = replace(

@@ -23,7 +23,7 @@ from typing import Final, Literal
 from urllib.parse import urlsplit
 
 from weighin.cell import SYNTHESISED, Cell
-from weighin.checkpoint import cache
+from weighin.checkpoint import staging
 from weighin.errors import ConfigError, RecordError
 from weighin.isolation import select
 from weighin.isolation.base import Isolation
@@ -270,7 +270,7 @@ def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:
 def remember(plan: bytes) -> None:
     # Without a cache, also of a user without a home, the run can be resumed with --trust.
     with suppress(OSError, ConfigError):
-        cache.folder().mkdir(parents=True, exist_ok=True)
+        staging.folder().mkdir(parents=True, exist_ok=True)
         with _own_plans("a") as file:
             file.write(_digest(plan))
 
@@ -293,7 +293,7 @@ def _own_plans(mode: Literal["r", "a"]) -> FileIO:
     """Open the cache's file of digests; raise OSError if others may have written it."""
     careful = os.O_NOFOLLOW | os.O_NONBLOCK
     file = FileIO(
-        cache.folder() / _PLANS,
+        staging.folder() / _PLANS,
         mode,
         opener=lambda path, flags: os.open(path, flags | careful, 0o600),
     )

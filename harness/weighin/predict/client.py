@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from weighin import child_process
 from weighin.cell import Cell, ModelSpec
-from weighin.checkpoint import cache, staging
+from weighin.checkpoint import staging
 from weighin.child_process import decode_event
 from weighin.errors import ConfigError, HarnessError, UnknownName
 from weighin.plan.task import Planned
@@ -174,7 +174,7 @@ class _Source:
         cell = replace(planned.cell, ranks=1)
         fields = {
             "cell": asdict(cell),
-            "read_ahead_bytes": read_ahead_bytes(self.checkpoint or cache.folder()),
+            "read_ahead_bytes": read_ahead_bytes(self.checkpoint or staging.folder()),
         }
         key = f"{cell.model}{cell.format}"
         if key not in self.made:

@@ -91,7 +91,7 @@ class LoadSpec(Spec):
         opened.callback(self.printed.close)
         if pace := Pace(cell.disk_bytes_per_s, cell.disk_latency_ns, self._stall_from_bytes):
             folder = folder_of(Path(job.checkpoint))
-            self.disk = Mount(folder, pace, cache.slow_disks())
+            self.disk = Mount(folder, pace, staging.slow_disks())
             opened.callback(self.disk.close)
             inside = self.disk.folder / Path(job.checkpoint).relative_to(folder)
             self._job = job = replace(job, checkpoint=str(inside))
@@ -503,7 +503,7 @@ def save_folder(model_bytes: int) -> Iterator[Path]:
 def remove_leftovers() -> list[str]:
     """Remove what killed runs of loads left on this machine; return one line for each folder."""
     saves = [f"files of a save in {folder}" for folder in staging.remove_orphans(_saving())]
-    return saves + slow_disk.remove_stale(cache.slow_disks())
+    return saves + slow_disk.remove_stale(staging.slow_disks())
 
 
 def _state(file: Path) -> tuple[int, int, int, int] | None:
@@ -516,4 +516,4 @@ def _state(file: Path) -> tuple[int, int, int, int] | None:
 
 
 def _saving() -> Path:
-    return cache.folder() / "saving"
+    return staging.folder() / "saving"

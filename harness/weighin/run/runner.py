@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from weighin.checkpoint import cache
+from weighin.checkpoint import staging
 from weighin.errors import (
     HarnessError,
     Interrupted,
@@ -67,7 +67,7 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
     results = task.begin()
     with ExitStack() as until_end:
         if task.settings.storage:
-            until_end.enter_context(cache.used(task.settings.storage))
+            until_end.enter_context(staging.used(task.settings.storage))
         task.isolation.check()
         if task.settings.commands:  # without the lock, because a command may itself run weighin
             lines = task.isolation.remove_stale()
