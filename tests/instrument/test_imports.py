@@ -96,7 +96,7 @@ def test_the_light_verbs_import_nothing_heavy(verb: str) -> None:
 def test_a_report_without_pictures_imports_neither_pandas_nor_matplotlib(tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(ROOT / "tests/integration/fixtures/gpt2-xl-8GiB", run)
-    modules = imported_by_command("report", str(run), "--format", "md,html,csv,bmf,gha")
+    modules = imported_by_command("report", str(run), "--format", "md,csv,bmf,gha")
     assert modules & OF_REPORTS == set()
 
 
