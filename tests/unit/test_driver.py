@@ -139,6 +139,12 @@ def test_nodes_that_are_short_again_and_again_end_the_run(tmp_path: Path) -> Non
         run(tmp_path, crew, cells(4 * GIB))
 
 
+def test_a_node_that_was_short_once_is_asked_again_when_nothing_runs(tmp_path: Path) -> None:
+    said: list[dict[str, dict[str, Any]]] = [SHORT]
+    crew = Crew(lambda *told: said.pop() if said else measured(*told), SMALL)
+    assert recorded(run(tmp_path, crew, cells(4 * GIB, 4 * GIB))) == [(0, "s"), (1, "s")]
+
+
 def test_a_cell_for_a_gpu_goes_to_no_node_without_one_that_joined(tmp_path: Path) -> None:
     def answer(node: Node, cell: dict[str, Any]) -> dict[str, dict[str, Any]]:
         crew.nodes = {"s": SMALL, "l": LARGE}

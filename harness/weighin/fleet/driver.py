@@ -53,15 +53,12 @@ class Driver:
         self, crew: "Cluster | Jobs", nodes: Sequence[Node], task: Run, progress: Progress
     ) -> None:
         self._crew, self._task, self._progress = crew, task, progress
+        self._nodes = nodes
         self._names = self._alive = {n.id: n.name for n in nodes}
         self._left_out = {n.id for n in nodes if n.isolations[task.isolation.name]}
         self._trouble: HarnessError = NoNodeLeft(f"none can use {task.isolation.name}")
         self._waiting = {Demand.of(each.cell): deque[Planned]() for each in task.planned}
-        # For each demand, why nodes cannot run such cells; a node that joins is asked by a cell.
-        self._short = {
-            demand: {n.id: reason for n in nodes if (reason := demand.obstacle(n))}
-            for demand in self._waiting
-        }
+        self._short, self._asks_again = self._obstacles(), True
         self._running: dict[Future[Any], tuple[Planned, Demand, float]] = {}
         self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
 
@@ -110,10 +107,20 @@ class Driver:
                 self._look()
                 looked_s = time.monotonic()
             self._hand_out()
+            if not self._running and self._asks_again:  # a node may have more free RAM now
+                self._short, self._asks_again = self._obstacles(), False
+                self._hand_out()
             if not self._running:
                 raise self._stuck()
             for done in wait(self._running, _WAIT_S, FIRST_COMPLETED).done:
                 self._take(done, *self._running.pop(done)[:2])
+
+    def _obstacles(self) -> dict[Demand, dict[str, str]]:
+        """Return, for each demand, why nodes can never run such cells; a node that joins is asked by a cell."""
+        return {
+            demand: {n.id: reason for n in self._nodes if (reason := demand.obstacle(n))}
+            for demand in self._waiting
+        }
 
     def _able(self, demand: Demand, gpus: float = 0) -> set[str]:
         places = self._alive.keys() - self._left_out - self._short[demand].keys()
@@ -200,6 +207,7 @@ class Driver:
 
     def _record(self, result: Result) -> None:
         result = replace(result, environment=result.environment | self._code)
+        self._asks_again = True
         self._task.results.append(run_folder.append(self._task.folder, result))
         self._progress.finished(self._task.results[-1])
 
