@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weighin.errors import HarnessError
+from weighin.errors import ConfigError, HarnessError
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.run import runner
 
@@ -73,3 +73,10 @@ def test_a_run_that_is_told_of_another_lock_waits_for_none(
     with runner.only_run():
         pass
     first.communicate("\n")
+
+
+def test_a_name_that_no_socket_can_have_is_not_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOCK_VARIABLE, "x" * 200)
+    monkeypatch.setattr(runner, "lock_suffix", lambda: "x" * 200)
+    with pytest.raises(ConfigError, match="path too long"), runner.only_run():
+        pytest.fail("it has no lock")

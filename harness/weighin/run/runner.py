@@ -5,6 +5,7 @@ Only one run measures on a machine at a time, because two runs distort each othe
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from weighin.checkpoint import staging
 from weighin.errors import (
+    ConfigError,
     HarnessError,
     Interrupted,
     IsolationUnavailable,
@@ -223,8 +225,11 @@ def lock_name() -> str:
 def _is_taken(lock: socket.socket) -> bool:
     try:
         lock.bind(f"\0weighin-measuring{lock_suffix()}")
-    except OSError:  # another process has this name
-        return False
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return False
+        why = f"cannot take this machine's lock {lock_name()}: {error.strerror or error}"
+        raise ConfigError(why) from None
     return True
 
 
