@@ -404,7 +404,7 @@ class Listener:
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
         self._by_connection: dict[socket.socket, tuple[int, int]] = {}
-        self._waiting: list[socket.socket] = []
+        self._waiting = set[socket.socket]()  # a rank that says it twice is still one
 
     def watch(
         self, take: Callable[[Reported, Message], None], counters: Callable[[], Counters]
@@ -507,7 +507,7 @@ class Listener:
         else:
             self._take(reported, message)
             if meets:
-                self._waiting.append(connection)
+                self._waiting.add(connection)
                 if len(self._waiting) == len(self.ranks):
                     for met in self._waiting:
                         self._answer(met)
