@@ -181,6 +181,7 @@ def measure(
             finally:
                 watch.close()
             failing.pop_all()
+            opened.push(lambda kind, *_: watch.abandon() if kind else None)
             watch.release()
             trouble: HarnessError | None = None
             try:
@@ -188,8 +189,12 @@ def measure(
             except HarnessError as error:  # the result is still recorded
                 trouble = error
         warnings = spec.finish(cached_bytes)
+    try:
+        result = result_of(spec, watch, end_ns - begun_ns, time.monotonic_ns() - start_ns, warnings)
+    finally:
+        watch.abandon()
     result = replace(
-        result_of(spec, watch, end_ns - begun_ns, time.monotonic_ns() - start_ns, warnings),
+        result,
         cached_bytes_at_start=cached_bytes,
         started_at=started_at,
         environment={**(environment or {}), **spec.facts, **watch.ranks[0].told.environment},
@@ -459,7 +464,7 @@ class Watch:
         if "gpu" not in environment:
             return
         try:
-            self._driver = DriverMemory(environment["gpu_uuid"], pid)
+            self._driver = DriverMemory(environment.get("gpu_uuid"), pid)
         except NvmlUnavailable as reason:
             environment["cuda_driver_source"] = "cudaMemGetInfo"
             self.ranks[0].told.notes.append(
@@ -537,9 +542,8 @@ class Watch:
             return next(around, None) if kill.limit_of else self._spec.cell.ram_limit_bytes
 
         pids = [each.pid for each in self.processes] + [each.pid for each in self.ranks if each.pid]
-        kills = kernel_log.kills_since(
-            self._log, running.cgroup, running.pid or 0, pids, self._home
-        )
+        log, self._log = self._log, None  # which is closed there
+        kills = kernel_log.kills_since(log, running.cgroup, running.pid or 0, pids, self._home)
         kills = kills and tuple(replace(each, limit_bytes=limit_of(each)) for each in kills)
         machine_oom_kills = grown(self._machine_oom_kills, read_machine_oom_kills())
         if machine_oom_kills == 0:
