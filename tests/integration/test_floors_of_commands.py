@@ -145,11 +145,11 @@ def test_limits_are_tried_near_the_need(weighin: CommandLine) -> None:
     [
         (
             ["-s", "baseline", "--", "true"],
-            "weighin searches the smallest limit for a command, and loads no model: --strategies",
+            "--strategies: it has no effect on commands",
         ),
         (
             ["gpt2-tiny", "--ready", "x"],
-            "weighin searches the smallest limit for a model, and runs no command: --ready",
+            "--ready: it has no effect on a model",
         ),
         (["gpt2-tiny", "true"], "Got unexpected extra arguments (true)"),
         (["--"], "no command was given"),
