@@ -15,9 +15,11 @@ PAGE: Final = "example/report.html"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add report.html. The run is copied first: a build leaves nothing in the repository."""
+    """Add report.html and its records. The run is copied first: a build leaves nothing in the repository."""
     with tempfile.TemporaryDirectory() as folder:
         run = copytree(RUN, Path(folder) / RUN.name)
         (report,) = write_report(run, ["html"])
         files.append(File.generated(config, PAGE, content=report.read_bytes()))
+        records = (run / "records.jsonl").read_bytes()  # the page links to them
+        files.append(File.generated(config, "example/records.jsonl", content=records))
     return files
