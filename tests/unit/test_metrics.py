@@ -40,19 +40,6 @@ def test_a_size_is_rounded_for_readers(value: int, text: str) -> None:
     assert PEAK.text(value) == text
 
 
-@pytest.mark.parametrize("value", [1, 1536 * MIB, GIB + 1])
-def test_a_precise_size_is_read_as_itself(value: int) -> None:
-    assert PEAK.parse(PEAK.precise(value)) == value
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(2_500_000_000, "2.5 s"), (1, "0.000000001 s"), (60 * SECOND, "60 s")]
-)  # fmt: skip
-def test_a_precise_time_is_read_as_itself(value: int, text: str) -> None:
-    assert LOAD.precise(value) == text
-    assert LOAD.parse(text) == value
-
-
 def test_what_is_allowed_is_the_larger_of_share_and_amount() -> None:
     tolerance = Tolerance(relative=0.1, absolute=50)
     assert [tolerance.allowance(was) for was in (499, 500, 510)] == [50, 50, 51]

@@ -28,7 +28,6 @@ from weighin.units import (
     GIB,
     MIB,
     format_bytes,
-    format_exact,
     format_seconds,
     parse_bytes,
     parse_seconds,
@@ -172,12 +171,6 @@ class Metric:
         if self.unit == "ns":
             return format_seconds(value)
         return format_bytes(value, digits=3 if abs(value) >= GIB else 1)
-
-    def precise(self, value: int) -> str:
-        """Return ``value`` unrounded, so that ``parse`` returns it again: "1536MiB", "2.5 s"."""
-        if self.unit == "bytes":
-            return format_exact(value)
-        return f"{value // 10**9}.{value % 10**9:09}".rstrip("0").rstrip(".") + " s"
 
     def parse(self, text: str) -> int:
         return parse_bytes(text) if self.unit == "bytes" else parse_seconds(text)
