@@ -166,3 +166,11 @@ def test_what_cannot_be_expected(text: str, message: str) -> None:
         f"{message}\nwrite an expected outcome as in baseline=oom_killed; outcomes that can be"
         " expected: oom_killed, child_killed, cuda_oom, timeout, thrashing, skipped"
     )
+
+
+def test_a_typed_policy_replaces_the_file_s_policy_of_the_same_setting() -> None:
+    written = Rules().typed(settings=["kernel=fail", "cpu=warn"])
+
+    rules = written.typed(settings=["kernel=ignore"])
+
+    assert [*rules.policies.items()] == [("kernel", "ignore"), ("cpu", "warn")]

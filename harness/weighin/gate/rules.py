@@ -125,7 +125,11 @@ class Rules:
         return Rules(
             {name: one for name, one in changed.items() if one},
             (*self.budgets, *budgets),
-            {**policies, **self.policies},  # the first that matches counts
+            # The first that matches counts: a new one comes first, and replaces one of the same name.
+            {
+                **policies,
+                **{name: one for name, one in self.policies.items() if name not in policies},
+            },
             (*self.expected, *expected),
         )
 
