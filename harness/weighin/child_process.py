@@ -24,7 +24,9 @@ from weighin.files import parse_json
 STDERR_KEPT_BYTES = 64 * 1024
 PATIENCE_S = 10.0
 """The longest wait from SIGKILL to the end of a process."""
+_LONGEST_BYTES = 256 * 1024**2
 _PART_BYTES = 4096  # small, so that the worker's heap does not grow
+_MOST_READS = 512  # parts of 2 MiB, more than a pipe can hold
 _PIDFD_GET_INFO = 0xC040FF0B  # of linux/pidfd.h, since Linux 6.13
 _PIDFD_INFO_EXIT = 8  # since Linux 6.15
 _REST_S = 0.5  # for what a process printed before its end
@@ -75,6 +77,7 @@ class Lines:
         self._file = file
         self._lines: list[bytes] = []
         self._begun = bytearray()
+        self._reads_left = _MOST_READS  # after the writer's end
 
     def receive(self, timeout_s: float = inf, writer: int | None = None) -> bytes | None:
         """Return the next line, or None after the last line.
@@ -87,10 +90,15 @@ class Lines:
         while not self._lines:
             if not (found := ready(awaited, deadline - monotonic())):
                 raise TimeoutError
-            if self._file not in found or not (data := os.read(self._file, _PART_BYTES)):
+            self._reads_left -= writer in found
+            if self._file not in found or self._reads_left < 0:
+                return None
+            if not (data := os.read(self._file, _PART_BYTES)):
                 return None
             rest, *later = data.split(b"\n")
             self._begun += rest  # in place: else long lines take forever
+            if len(self._begun) > _LONGEST_BYTES:
+                self._begun[:] = rest
             for rest in later:
                 self._lines.append(bytes(self._begun))
                 self._begun[:] = rest

@@ -252,3 +252,8 @@ def test_a_child_that_sends_nothing_has_one_output_which_holds_nobody_up() -> No
     with Child((sys.executable, "-c", code), os.environ, sends=False) as child:
         assert child.wait(60) == 0
         assert child.stderr_tail.endswith(b"xyz")
+
+
+def test_of_a_line_without_end_only_the_last_part_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "_LONGEST_BYTES", 8)
+    assert received(b"1234", b"5678", b"9\n") == [b"9"]
