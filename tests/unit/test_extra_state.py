@@ -121,3 +121,25 @@ def test_a_hook_that_takes_a_prefix_away_finds_the_extra_state_too(tmp_path: Pat
     (theirs := build()).load_state_dict(dict(saved))
     ours = load_streaming(build, tmp_path / "model.pt")
     assert ours.extra == theirs.extra == {"step": 2}
+
+
+@pytest.mark.parametrize("prefix", ["wrapped", "wrapped."])
+@pytest.mark.parametrize("is_bare", [True, False], ids=["bare", "prefixed"])
+def test_an_extra_state_is_found_where_a_prefix_is_stripped(
+    tmp_path: Path, prefix: str, is_bare: bool
+) -> None:
+    saved = {f"wrapped.{name}": value for name, value in Stateful({"step": 2}).state_dict().items()}
+    if is_bare:
+        saved["_extra_state"] = saved.pop("wrapped._extra_state")
+    torch.save({"model": saved}, tmp_path / "model.pt")
+    (theirs := Stateful()).load_state_dict(
+        {name.removeprefix("wrapped."): value for name, value in saved.items()}
+    )
+    ours: Any = load_streaming(Stateful, tmp_path / "model.pt", key="model", strip_prefix=prefix)
+    assert ours.extra == theirs.extra == {"step": 2}
+
+
+def test_an_extra_state_may_hold_tensors(tmp_path: Path) -> None:
+    torch.save(Stateful({"scale": torch.arange(3.0)}).state_dict(), tmp_path / "model.pt")
+    loaded: Any = load_streaming(Stateful, tmp_path / "model.pt")
+    assert torch.equal(loaded.extra["scale"], torch.arange(3.0))

@@ -53,9 +53,6 @@ from weighin.text import first_names, plain, shown
 
 Granularity = Literal["all", "module", "tensor"]
 
-Rename = Callable[[nn.Module, Checkpoint], Checkpoint]
-"""A function that gives the file's tensors their names in a model, and leaves out those of no use."""
-
 _EXACT: Final = frozenset({
     (torch.float16, torch.float32), (torch.float16, torch.float64),
     (torch.bfloat16, torch.float32), (torch.bfloat16, torch.float64),
@@ -133,22 +130,6 @@ def load_streaming(
     return _load(model, Path(checkpoint), selection, device, dtype, threads, granularity)
 
 
-def load_renamed(
-    build: Callable[[], nn.Module],
-    checkpoint: Path,
-    rename: Rename,
-    *,
-    device: torch.device,
-    threads: int | None,
-    selection: Selection,
-) -> nn.Module:
-    """Load a checkpoint into a new model as ``load_streaming`` does, with the names of ``rename``.
-
-    ``rename`` raises CheckpointError if the checkpoint lacks a tensor of the model.
-    """
-    return _load(build, checkpoint, selection, device, None, threads, "all", rename)
-
-
 @_collecting_later()
 def _load(
     model: nn.Module | Callable[[], nn.Module],
@@ -158,7 +139,6 @@ def _load(
     dtype: torch.dtype | None,
     threads: int | None,
     granularity: Granularity,
-    rename: Rename | None = None,
 ) -> nn.Module:
     # As a tensor's ``device`` reports it: a GPU with an index, the CPU without one.
     device = torch.device(device)
@@ -176,12 +156,11 @@ def _load(
                 model = _built(model, log)
             was_meta = any(tensor.is_meta for tensor in tensors_of(modules_of(model)))
             refuse_codes(path, slices, _names(model))
-            slices = rename(model, slices) if rename else slices
             if was_meta:
                 dtypes = {source.name: source.dtype for source in slices}
                 undone.enter_context(real_memory(model, dtypes))
-            values = {} if rename else _extra_values(model, slices, selection)
-        _load_state_dict(model, slices, values, log, path, strict=rename is None)
+            values = _extra_values(model, slices, selection)
+        _load_state_dict(model, slices, values, log, path)
         loads = log.finish()
         if was_meta:
             left = [name for name, one in named_tensors(model).items() if one.is_meta]
@@ -192,19 +171,24 @@ def _load(
                     "pass load_streaming the function that builds the model, not a model on the meta"
                     " device",
                 )
-    loads.sort(key=lambda load: load.promise.read_order)
-    batches = [loads]
-    if granularity != "all":
-        prefix_of = {"module": lambda name: name.rpartition(".")[0], "tensor": lambda name: name}
-        by_part = itertools.groupby(loads, lambda load: prefix_of[granularity](load.promise.name))
-        batches = [list(members) for _, members in by_part]
-    del loads
-    placer, disk = _Placer(model, log, device, dtype), Disk(threads)
-    while batches:
-        fills = list(placer.all(batches.pop(0)))
-        construct.give_back_heap()
-        filling.fill(fills, disk)
-        del fills
+        loads.sort(key=lambda load: load.promise.read_order)
+        batches = [loads]
+        if granularity != "all":
+            prefix_of = {
+                "module": lambda name: name.rpartition(".")[0],
+                "tensor": lambda name: name,
+            }
+            by_part = itertools.groupby(
+                loads, lambda load: prefix_of[granularity](load.promise.name)
+            )
+            batches = [list(members) for _, members in by_part]
+        del loads
+        placer, disk = _Placer(model, log, device, dtype), Disk(threads)
+        while batches:
+            fills = list(placer.all(batches.pop(0)))
+            construct.give_back_heap()
+            filling.fill(fills, disk)
+            del fills
     construct.give_back_heap()  # frees objects that only the load needed
     tensors = tensors_of(modules_of(model))
     if dtype is not None or was_meta or any(tensor.device != device for tensor in tensors):
@@ -239,8 +223,6 @@ def _load_state_dict(
     values: dict[str, Any],
     log: WriteLog,
     checkpoint: Path,
-    *,
-    strict: bool,
 ) -> None:
     """Record in ``log`` the copies that ``model.load_state_dict`` would make.
 
@@ -270,7 +252,7 @@ def _load_state_dict(
         state._metadata = slices.metadata  # type: ignore[attr-defined]
     try:
         with log.recording():
-            model.load_state_dict(state, strict=strict)
+            model.load_state_dict(state)
     except HarnessError:
         raise
     except Exception as error:
@@ -286,7 +268,7 @@ def _load_state_dict(
             }
         stored = {one.name: one.shape for one in slices} | dict.fromkeys(values, ())
         problems = {
-            "missing": wanted.keys() - stored.keys() if strict else (),
+            "missing": wanted.keys() - stored.keys(),
             "unexpected": stored.keys() - wanted.keys(),
             "of another shape": set(_MISFIT.findall(str(error))),
         }
@@ -382,9 +364,15 @@ def _extra_values(model: nn.Module, slices: Checkpoint, selection: Selection) ->
         _log.warning("no module of this model takes the extra state of %s", first_names(dropped))
     found: dict[str, Any] = dict.fromkeys(name for name in slices.values if name not in unused)
     wanted = {name for name in found if name in taken and slices.values[name] is not None}
+    read: dict[str, Any] = {}
     for file in slices.files if wanted else ():
-        found |= _unpickled(file, wanted, selection)
-    return found
+        read |= _unpickled(file, wanted, selection)
+    if lost := sorted(wanted - read.keys()):
+        raise CheckpointError(
+            f"{slices.files[0]}: torch.load does not find the extra state of {first_names(lost)}",
+            "save the file again with the model's own names: torch.save(model.state_dict(), ...)",
+        )
+    return found | read
 
 
 def _unpickled(file: Path, names: set[str], selection: Selection) -> dict[str, Any]:
@@ -406,10 +394,12 @@ def _unpickled(file: Path, names: set[str], selection: Selection) -> dict[str, A
             f" {named[1] if named else 'an object of a foreign class'}, which was NOT executed",
             "load the checkpoint with torch.load and the code that defines the object",
         ) from error
-    above = f"{selection.key}." if selection.key else ""
-    places = {f"{above}{selection.strip_prefix}{name}": name for name in names}
-    if not selection:  # DeepSpeed has the state dict under this key
-        places |= {f"module.{name}": name for name in names}
+    prefix = f"{selection.strip_prefix.removesuffix('.')}." if selection.strip_prefix else ""
+    # DeepSpeed has the state dict under the key "module".
+    roots = (f"{selection.key}.",) if selection.key else ("", "module.")
+    places = {
+        f"{root}{start}{name}": name for root in roots for start in {"", prefix} for name in names
+    }
     found: dict[str, Any] = {}
     while todo:
         above, inside = todo.pop()

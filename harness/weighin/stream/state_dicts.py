@@ -58,7 +58,12 @@ def state_dict(path: Path, value: Any, key: str) -> tuple[dict[str, Slice], dict
     for name, item in values.items():
         fits = bool(tensors) and isinstance(name, str) and (bool(key) or is_extra_state(name))
         objects = (one for _, one in _walk(item, "", seen)) if fits else ()
-        if not fits or any(isinstance(one, Slice) or getattr(one, "way", "") for one in objects):
+        holds = (
+            Opaque if is_extra_state(name) else (Opaque, Slice)
+        )  # torch.load reads an extra state
+        if not fits or any(
+            isinstance(one, holds) and getattr(one, "way", "tensor") for one in objects
+        ):
             raise _no_state_dict(path, value, key, values, name)
     return tensors, values, getattr(inside, "metadata", None)
 

@@ -179,8 +179,10 @@ def real_memory(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator
                     real = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
                     real.__dict__.update(tensor.__dict__)
                     made[id(tensor)] = real
+                del data  # which would keep its memory until the body ends
             undo.append((module, leaf, tensor))
             setattr(module, leaf, made[id(tensor)])
+    made.clear()
     try:
         yield
     except BaseException:
