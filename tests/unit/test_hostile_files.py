@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weighin.errors import CheckpointError
-from weighin.stream import formats
+from weighin.stream import formats, gguf_files, safetensors_files
 from weighin.stream.slices import Slice, TensorPlan
 from weighin.stream.write import write as write_checkpoint
 from weighin.units import MIB
@@ -237,3 +237,35 @@ def test_a_place_of_a_key_that_is_no_text_is_refused(checkpoints: dict[str, Path
     with pytest.raises(CheckpointError):
         formats.read(checkpoints["dcp"])
     path.write_bytes(sound)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[]",
+        b"1",
+        b'{"__metadata__": []}',
+        b'{"__metadata__": 1}',
+        b'{"dtype": "F32", "shape": [], "data_offsets": []}',
+    ],
+)
+def test_a_safetensors_header_that_is_no_object_of_objects_is_refused(
+    tmp_path: Path, text: bytes
+) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(CheckpointError):
+        safetensors_files.read(path)
+
+
+def test_a_gguf_file_of_a_million_arrays_or_an_impossible_shape_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    arrays = struct.pack("<QsIIQ", 1, b"k", 9, 9, 200_000) + 200_000 * struct.pack("<IQ", 0, 0)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + arrays)
+    with pytest.raises(CheckpointError, match="too many values in its metadata"):
+        gguf_files.read(path)
+    other = tmp_path / "other.gguf"
+    entry = struct.pack("<QsIQQQIQ", 1, b"w", 3, 0, 2**40, 2**40, 0, 0)
+    other.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + entry + bytes(64))
+    with pytest.raises(CheckpointError, match="which torch cannot represent"):
+        gguf_files.read(other)

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError, extra
-from weighin.stream.foreign import AGAIN, check_present, first_bytes, once, unreadable
-from weighin.stream.slices import MOST_DIMENSIONS, Checkpoint, Slice, is_sizes, row_major
+from weighin.stream.foreign import AGAIN, SHARDS, check_present, first_bytes, once, unreadable
+from weighin.stream.slices import LARGEST, MOST_DIMENSIONS, Checkpoint, Slice, is_sizes, row_major
 from weighin.text import few, shown
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ _STRING, _ARRAY = 8, 9
 _LEAST_METADATUM, _LEAST_TENSOR = 13, 24  # bytes of an entry with an empty name
 _LONGEST: Final = 64 * 1024  # bytes of a name, or of a text in the metadata
 _DEEPEST: Final = 4
+_MOST_TENSORS: Final = 200_000
+_MOST_VALUES: Final = 1_000_000  # of the metadata: a vocabulary has up to 800,000 texts
+_ARRAY_VALUES: Final = 10  # an array within an array takes the time of so many texts
 _ALIGNMENT: Final = 32
 _COMFY: Final = "comfy.gguf.orig_shape."  # before a tensor's name: the shape in the model
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -190,6 +193,7 @@ class _Tables:
     def __init__(self, file: Path, stream: IO[bytes]) -> None:
         self._file, self._stream = file, stream
         self._size = os.fstat(stream.fileno()).st_size
+        self._values = 0
 
     def read(self) -> tuple[Metadata, list[Slice]]:
         self._take(len(_MAGIC))
@@ -202,6 +206,9 @@ class _Tables:
         tensors, count = self._number("<Q"), self._number("<Q")
         self._check_count(tensors, _LEAST_TENSOR, "tensors")
         self._check_count(count, _LEAST_METADATUM, "metadata")
+        if tensors > _MOST_TENSORS:
+            raise self._too_many(f"{tensors:,} tensors", _MOST_TENSORS)
+        self._count(count)
         metadata: dict[str, Any] = {}
         for _ in range(count):
             key = self._text("a key")
@@ -233,6 +240,7 @@ class _Tables:
         if kind in _SCALARS:
             return self._skip(count * struct.calcsize(_SCALARS[kind]))
         self._check_count(count, 8, f"values of {shown(key)}")
+        self._count(count if kind == _STRING else count * _ARRAY_VALUES)
         for _ in range(count):
             if kind == _STRING:
                 self._skip(self._number("<Q"))
@@ -263,6 +271,11 @@ class _Tables:
         own = metadata.get(f"{_COMFY}{name}", shape)
         if not is_sizes(own) or prod(own) != prod(shape):
             raise self._damaged(f"{shown(name)} has the shape {shape}, and {_COMFY} says {own}")
+        # torch multiplies the sizes of an empty tensor, too.
+        if any(
+            prod(max(size, 1) for size in sizes) > LARGEST // 8 for sizes in (own, shape)
+        ) and not prod(own):
+            raise self._damaged(f"{shown(name)} has the shape {own}, which torch cannot represent")
         length, offset = prod(shape) // block * block_bytes, start + at
         if offset + length > self._size:
             raise CheckpointError(
@@ -299,6 +312,17 @@ class _Tables:
     def _check_count(self, count: int, least_bytes: int, what: str) -> None:
         if count * least_bytes > self._size - self._stream.tell():
             raise self._damaged(f"{count:,} {what} do not fit into the file's {self._size:,} bytes")
+
+    def _count(self, values: int) -> None:
+        """Raise CheckpointError if the metadata has more values than weighin walks through."""
+        self._values += values
+        if self._values > _MOST_VALUES:
+            raise self._too_many("too many values in its metadata", _MOST_VALUES)
+
+    def _too_many(self, what: str, most: int) -> CheckpointError:
+        return CheckpointError(
+            f"{self._file}: {what}, more than the {most:,} that weighin reads in one file", SHARDS
+        )
 
     def _cut_off(self) -> CheckpointError:
         what = f"truncated: the file ends at byte {self._size:,}, within its tables"

@@ -64,6 +64,7 @@ _SHORTEST: Final = 10  # bytes: the header's length, and {}
 _MOST_TEXT_BYTES: Final = 32 * 1024**2
 _MOST_BRACKETS: Final = 700_000
 _MOST_COMMAS: Final = 2_000_000
+_MOST_COLONS: Final = 1_000_000
 
 
 def read(path: Path) -> Checkpoint:
@@ -76,6 +77,7 @@ def read(path: Path) -> Checkpoint:
     text, file_bytes = _header(path)
     start = 8 + len(text)
     is_long = len(text) > _MOST_TEXT_BYTES or text.count(b",") > _MOST_COMMAS
+    is_long = is_long or text.count(b":") > _MOST_COLONS
     if is_long or text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
         raise CheckpointError(
             f"{path}: its header lists more than weighin reads in one file", SHARDS
@@ -85,7 +87,13 @@ def read(path: Path) -> Checkpoint:
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise _damaged(path, f"the header is not JSON: {reason}") from error
-    metadata = entries.pop(METADATA, None) or {}
+    if not isinstance(entries, dict):
+        raise _damaged(path, "the header is not a JSON object of tensors")
+    metadata = entries.pop(METADATA, None)
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict):
+        raise _damaged(path, f"{METADATA} is not a JSON object of strings")
     if odd := [key for key, value in metadata.items() if not isinstance(value, str)]:
         raise _damaged(path, f"{METADATA}: {shown(odd[0])} is not a string")
     tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
