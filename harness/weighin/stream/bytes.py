@@ -280,23 +280,28 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def mapped(where: Slice) -> torch.Tensor:
-    """Map a tensor's range of the file into memory, and return the tensor in this mapping."""
+def mapped(where: Slice, maps: dict[Path, mmap.mmap] | None = None) -> torch.Tensor:
+    """Map a tensor's file into memory, and return the tensor in this mapping.
+
+    ``maps`` keeps each file's mapping for further tensors, because a mapping takes a descriptor.
+    """
     if not where.span:
         return torch.empty(where.shape, dtype=where.dtype)
-    start = where.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    length = where.offset - start + where.span * where.dtype.itemsize
-    with where.file.open("rb") as file:
-        if os.fstat(file.fileno()).st_size < start + length:
-            raise CheckpointError(
-                f"{where.file}: truncated: the file ends before byte {start + length:,}",
-                AGAIN,
-            )
-        # Copy-on-write, because torch needs a writable buffer; nothing is ever written to it.
-        mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
-    flat = torch.frombuffer(
-        mapped, dtype=where.dtype, offset=where.offset - start, count=where.span
-    )
+    maps = {} if maps is None else maps
+    end = where.offset + where.span * where.dtype.itemsize
+    if (memory := maps.get(where.file)) is None:
+        with where.file.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            # Copy-on-write, because torch needs a writable buffer; nothing is ever written to it.
+            if size >= end:
+                flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+                memory = maps[where.file] = mmap.mmap(file.fileno(), size, flags=flags)
+    if memory is None or len(memory) < end:
+        raise CheckpointError(
+            f"{where.file}: truncated: the file ends before byte {end:,}",
+            AGAIN,
+        )
+    flat = torch.frombuffer(memory, dtype=where.dtype, offset=where.offset, count=where.span)
     return flat.as_strided(where.shape, where.stride)
 
 

@@ -7,6 +7,7 @@ weights.
 """
 
 import logging
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -345,7 +346,8 @@ def _of_timm(
 
     slices = formats.read(found.checkpoint, selection)
     model: Any = without_weights(partial(construct, build, wanted.torch_dtype), real_buffers="all")
-    loads[-1]({one.name: mapped(one) for one in slices}, found.checkpoint)
+    maps: dict[Path, mmap.mmap] = {}
+    loads[-1]({one.name: mapped(one, maps) for one in slices}, found.checkpoint)
     model.pretrained_cfg["file"] = str(home)
     del model.keeps_dtypes
     return model.to(wanted.device)
