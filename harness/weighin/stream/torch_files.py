@@ -194,6 +194,8 @@ def _zip_file(window: _Window) -> TorchFile:
     texts = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(texts) != 1:
         what = "the archive contains several files data.pkl, but a checkpoint of torch has one"
+        if not texts:
+            what = "the archive holds no data.pkl, which a checkpoint of torch has"
         raise CheckpointError(f"{path}: {what}", RESAVE)
     root = texts[0].removesuffix("data.pkl")
     start, size = records[texts[0]]
