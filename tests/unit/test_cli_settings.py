@@ -268,3 +268,21 @@ def test_the_help_shows_the_defaults_that_hold_here(here: Path) -> None:
     write('[tool.weighin]\nisolation = "cgroup"\n')
     text = " ".join(CliRunner().invoke(app.app, ["bench", "--help"]).output.split())
     assert "their figures differ. [default: cgroup]" in text
+
+
+def test_a_setting_that_another_verb_ignores_does_not_fail_there(asked: Measured) -> None:
+    write("[tool.weighin]\npasses = 2\n")
+    settings, _ = asked("floor", "gpt2-tiny", "--use", "none")
+    assert settings.passes == 1
+
+
+def test_a_setting_that_is_typed_twice_is_refused(here: Path) -> None:
+    assert "--ram and --set ram" in refused("bench", "gpt2-tiny", "--set", "ram=8g", "--ram", "4g")
+
+
+@pytest.mark.parametrize(("typed", "stacks"), [(["--stacks"], True), ([], False)])
+def test_typed_stacks_are_read_in_repeats_too(
+    asked: Measured, typed: list[str], *, stacks: bool
+) -> None:
+    settings, _ = asked("run", "--repeats", "2", *typed, "--", "true")
+    assert settings.stacks is stacks

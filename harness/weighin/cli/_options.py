@@ -314,6 +314,11 @@ def read(
         file = suite_file(named)
         sources.append((f"{file}: ", definition.read_suite_file(file, kind)))
     sources.append((lambda key: definition.typed_as(key, verb), typed))
+    # What the verb determines itself must not be judged together with what the user chose.
+    sources = [
+        (place, {key: value for key, value in given.items() if key not in fixed})
+        for place, given in sources
+    ]
     return definition.merge(sources, kind).model_copy(update=dict(fixed))
 
 
@@ -330,7 +335,11 @@ def _written(context: click.Context) -> tuple[dict[str, Any], dict[str, Any], di
         if each.key != key:
             of_command |= {key: value} if value else {}
         elif source is ParameterSource.COMMANDLINE:
-            typed.setdefault(key, value)
+            if key in typed:
+                raise ConfigError(
+                    f"{each.opts[0]} and --set {key} set the same", "leave one of them out"
+                )
+            typed[key] = value
         elif source is ParameterSource.DEFAULT_MAP:
             of_file[key] = value
     return of_file, typed, of_command

@@ -217,7 +217,8 @@ def new_settings(context: click.Context) -> "Settings":
     """Return the settings of a new run; those of commands with the current folder and whole paths."""
     is_of_commands = context.command.name == "run"
     settings = _options.read(context, defaults={"stacks": True} if is_of_commands else {})
-    if is_of_commands and settings.repeats > 1 and not context.params["suite"]:
+    is_chosen = _options.is_typed(context, "stacks") or "stacks" in _options.assigned(context)
+    if is_of_commands and settings.repeats > 1 and not (context.params["suite"] or is_chosen):
         # The reading of stacks takes time, which repeats would measure.
         settings = settings.model_copy(update={"stacks": False})
     return _in_this_folder(settings) if is_of_commands else settings
