@@ -143,3 +143,14 @@ def test_an_extra_state_may_hold_tensors(tmp_path: Path) -> None:
     torch.save(Stateful({"scale": torch.arange(3.0)}).state_dict(), tmp_path / "model.pt")
     loaded: Any = load_streaming(Stateful, tmp_path / "model.pt")
     assert torch.equal(loaded.extra["scale"], torch.arange(3.0))
+
+
+def test_an_extra_state_with_gaps_in_the_file_keeps_its_strides(tmp_path: Path) -> None:
+    saved: Any = Stateful()
+    saved.extra = torch.arange(6.0)[::2]
+    torch.save(saved.state_dict(), tmp_path / "m.pt")
+    ours: Any = load_streaming(Stateful, tmp_path / "m.pt")
+    theirs: Any = Stateful()
+    theirs.load_state_dict(torch.load(tmp_path / "m.pt"))
+    assert ours.extra.stride() == theirs.extra.stride() == (2,)
+    assert torch.equal(ours.extra, theirs.extra)

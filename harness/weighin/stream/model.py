@@ -245,6 +245,8 @@ def _load_state_dict(
         return
     state: OrderedDict[str, Any] = OrderedDict()
     for one in slices:
+        if one.name in values:
+            continue
         state[one.name] = torch.empty_strided(one.shape, dense_stride(one), dtype=one.dtype)
         log.promise(state[one.name], one)
     state |= values
@@ -343,10 +345,16 @@ def _fits(tensor: torch.Tensor, source: Slice) -> bool:
 def _extra_values(model: nn.Module, slices: Checkpoint, selection: Selection) -> dict[str, Any]:
     """Return the checkpoint's values that are no tensors, as ``load_state_dict`` needs them.
 
-    The result leaves out the extra state of a module that defines no ``set_extra_state``. A value that
+    An extra state that is a tensor with gaps in the file is among them, because its module keeps it
+    with its strides. The result leaves out the extra state of a module that defines no ``set_extra_state``. A value that
     is no extra state is None in the result; torch then reports its name in an error.
     """
-    if not slices.values:
+    gapped = {
+        one.name
+        for one in slices
+        if is_extra_state(one.name) and dense_stride(one) != one.stride and slices.format == "pt"
+    }
+    if not (slices.values or gapped):
         return {}
     modules = dict(model.named_modules(remove_duplicate=False))
     taken = {
@@ -364,6 +372,7 @@ def _extra_values(model: nn.Module, slices: Checkpoint, selection: Selection) ->
         _log.warning("no module of this model takes the extra state of %s", first_names(dropped))
     found: dict[str, Any] = dict.fromkeys(name for name in slices.values if name not in unused)
     wanted = {name for name in found if name in taken and slices.values[name] is not None}
+    wanted |= gapped & taken
     read: dict[str, Any] = {}
     for file in slices.files if wanted else ():
         read |= _unpickled(file, wanted, selection)
