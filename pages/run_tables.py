@@ -119,10 +119,12 @@ def markdown_models(results: Sequence[Result]) -> str:
 def markdown_relative(results: Sequence[Result]) -> str:
     """Return the table of a run with times as multiples of its first line, whose seconds are below."""
     run = Measured(results)
+    if not run.rows:
+        return words.shared(run)
     figures = [one for one in figures_of(run.rows) if one.key not in BEFORE_LOAD]
-    first = run.rows[0]
+    first, headings = run.rows[0], words.kind_of(run.rows).headings
     seconds = (
-        f"{figure.heading} {scaled(first[figure.key], 1, 1)} s"
+        f"{headings.get(figure.key, figure.heading)} {scaled(first[figure.key], 1, 1)} s"
         for figure in figures
         if figure.key in _TIMES
     )
