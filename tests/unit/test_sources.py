@@ -36,7 +36,7 @@ def test_a_strategy_is_decided_by_itself_the_model_and_the_worker() -> None:
     } <= found
     assert not {"harness/weighin/stream/model.py", "harness/weighin/worker/pytest_body.py"} & found
     assert not [
-        name for name in found if name.startswith(("harness/weighin/report", "harness/weighin/run"))
+        name for name in found if name.startswith(("harness/weighin/show", "harness/weighin/run"))
     ]
 
 
