@@ -8,10 +8,15 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/*.md", "*/README.md")
 
 
+def pages() -> list[Path]:
+    """Return the files of ``PAGES``."""
+    return sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})
+
+
 def commands() -> list[tuple[str, str]]:
     """Return (page, command) of each documented command, without its comment and its pipe."""
     found = []
-    for page in sorted({path for pattern in PAGES for path in ROOT.glob(pattern)}):
+    for page in pages():
         for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
             for line in block.splitlines():
                 if line.startswith("weighin "):

@@ -1,4 +1,4 @@
-"""``--jobs``: real cells that run at once on this machine, and leave nothing behind."""
+"""``jobs``: real cells that run at once on this machine, and leave nothing behind."""
 
 import signal
 from datetime import datetime, timedelta

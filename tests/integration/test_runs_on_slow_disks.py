@@ -1,4 +1,4 @@
-"""``--disk``, ``--disk-latency`` and ``--storage`` on the command line, and what a killed run leaves."""
+"""``--disk``, ``disk_latency`` and ``storage`` on the command line, and what a killed run leaves."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""``--wait`` of bench and floor: a run that waits for another one's end, and one that does not."""
+"""``wait`` of bench and floor: a run that waits for another one's end, and one that does not."""
 
 import socket
 import threading

@@ -1,11 +1,18 @@
 """Every command in README and docs has a verb, arguments and options that weighin knows and uses."""
 
+import re
+
 import click
 import pytest
-from documented import commands, words
+from documented import ROOT, commands, pages, words
 
 from weighin.cli import _options
 from weighin.cli.app import app
+from weighin.settings.definition import Settings
+
+_RENAMED = ("--class", "--grace", "--label", "--mount")
+"""Options of before whose setting has another name."""
+_OF_OTHERS = ("benchmarks", "tests")  # folders whose pages name options of other programs
 
 
 @pytest.mark.parametrize(("page", "command"), commands())
@@ -27,3 +34,17 @@ def test_a_documented_command_is_understood(page: str, command: str) -> None:
 
 def test_many_commands_are_documented() -> None:
     assert len(commands()) > 30
+
+
+def test_prose_names_no_option_that_is_only_a_key_now() -> None:
+    known = {name for verb in app.commands.values() for one in verb.params for name in one.opts}
+    keys = {f"--{key.replace('_', '-')}" for key in Settings.model_fields}
+    found = {
+        f"{page.relative_to(ROOT)}: {option}"
+        for page in pages()
+        if page.parent.name not in _OF_OTHERS
+        for span in re.findall(r"`((?:weighin |--)[^`\n]*)`", page.read_text())
+        for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", span)
+        if option in {*keys, *_RENAMED} - known
+    }
+    assert not found

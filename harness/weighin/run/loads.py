@@ -109,7 +109,7 @@ class LoadSpec(Spec):
 
     def start(self, isolation: Isolation, folder: Path) -> Running:
         job = self._job
-        (folder / JOB).touch(0o600)  # --env may have secrets
+        (folder / JOB).touch(0o600)  # the environment may have secrets
         (folder / JOB).write_text(encode_job(job))
         mounts = chain(visible.of_job(job), job.mounts, [str(folder)])
         worker = child_process.module("weighin.worker", str(folder))
