@@ -67,6 +67,7 @@ _METHODS: Final = {
     "_load_from_state_dict": nn.Module._load_from_state_dict,
     "set_extra_state": nn.Module.set_extra_state,
 }
+_PICKLED: Final = ("pt", "pt_legacy")
 _MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
 _FOREIGN: Final = re.compile(r"(?:GLOBAL |unpickle )(\S+?)(?: was not| is not|$)")
 _PLAIN_TENSORS: Final = frozenset({torch.Tensor, nn.Parameter})
@@ -345,16 +346,11 @@ def _fits(tensor: torch.Tensor, source: Slice) -> bool:
 def _extra_values(model: nn.Module, slices: Checkpoint, selection: Selection) -> dict[str, Any]:
     """Return the checkpoint's values that are no tensors, as ``load_state_dict`` needs them.
 
-    An extra state that is a tensor with gaps in the file is among them, because its module keeps it
-    with its strides. The result leaves out the extra state of a module that defines no ``set_extra_state``. A value that
+    An extra state of torch.save that is a tensor is among them: its module keeps it with its strides. The result leaves out the extra state of a module that defines no ``set_extra_state``. A value that
     is no extra state is None in the result; torch then reports its name in an error.
     """
-    gapped = {
-        one.name
-        for one in slices
-        if is_extra_state(one.name) and dense_stride(one) != one.stride and slices.format == "pt"
-    }
-    if not (slices.values or gapped):
+    tensors = {one.name for one in slices if is_extra_state(one.name) and slices.format in _PICKLED}
+    if not (slices.values or tensors):
         return {}
     modules = dict(model.named_modules(remove_duplicate=False))
     taken = {
@@ -372,7 +368,7 @@ def _extra_values(model: nn.Module, slices: Checkpoint, selection: Selection) ->
         _log.warning("no module of this model takes the extra state of %s", first_names(dropped))
     found: dict[str, Any] = dict.fromkeys(name for name in slices.values if name not in unused)
     wanted = {name for name in found if name in taken and slices.values[name] is not None}
-    wanted |= gapped & taken
+    wanted |= tensors & taken
     read: dict[str, Any] = {}
     for file in slices.files if wanted else ():
         read |= _unpickled(file, wanted, selection)
