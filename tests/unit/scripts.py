@@ -61,7 +61,7 @@ def followed(
     kind: Any = type("PlayedSpec", (LoadSpec,), {"before_load": lambda _: before_load()})
     spec = kind(job, settings=settings, on_phase=on_phase)
     spec.disk = disk
-    spec.printed = SimpleNamespace(text=running.stderr_tail)
+    spec.printed = SimpleNamespace(text=getattr(running, "stderr_tail", b""))
     with tempfile.TemporaryDirectory() as folder:
         running.listener = KnownListener(Path(folder), ranks)
         watch = Watch(spec, running.listener, reference)

@@ -225,7 +225,7 @@ def test_the_gpu_is_waited_for_read_and_only_then_reset(
     monkeypatch.setattr(parent, "send", lambda event, **fields: calls.append(event))
     with marks.phase("a"):
         calls.append("work")
-    assert calls == ["begin", "work", "synchronize", "peaks", "cuda", "phase", "reset"]
+    assert calls == ["begin", "work", "synchronize", "peaks", "told", "phase", "reset"]
     assert marks.memory(read_status())["cuda_allocated_bytes"] == 7
 
 

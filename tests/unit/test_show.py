@@ -128,6 +128,15 @@ def test_a_strangers_texts_are_no_markup(tmp_path: Path) -> None:
     assert "\n=" not in write.summary_csv(measured)
 
 
+def test_a_samples_path_that_leads_out_of_the_run_is_not_followed(tmp_path: Path) -> None:
+    other = make_result(make_cell("x"))
+    write_samples(tmp_path / "other", other)
+    (tmp_path / "run").mkdir()
+    result = replace(other, samples_path=f"../other/{other.samples_path}")
+    assert run_folder.read_samples(tmp_path / "other", other.samples_path)
+    assert not run_folder.read_samples(tmp_path / "run", result.samples_path)
+
+
 def test_the_page_needs_no_network_and_runs_only_its_own_script(tmp_path: Path) -> None:
     measured = Measured(notebook_run(), folder=tmp_path)
     html = page.render(measured, dict(write.draw(measured)))

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import weighin
 from weighin.cell import Cell, Job, ModelSpec
@@ -75,8 +77,9 @@ def test_an_index_comes_with_its_shards(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     index.write_text(json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}))
-    for name in (*shards, "config.json", "other.safetensors"):
-        (tmp_path / name).touch()
+    for key, name in zip("abc", (*shards, "other.safetensors"), strict=True):
+        save_file({key: torch.zeros(1)}, tmp_path / name)
+    (tmp_path / "config.json").touch()
     assert {Path(path).name for path in seen(index)} == {index.name, *shards}
 
 

@@ -34,7 +34,6 @@ from weighin.run.measure import Measured, Spec, Watch, measure
 from weighin.settings.definition import Settings
 from weighin.slow_disk import LARGEST_READ_BYTES, Mount, Pace
 from weighin.stream import formats
-from weighin.stream.bytes import ask_for_huge_pages
 from weighin.stream.pretrained_folder import files_of_adapter, folder_of
 from weighin.suite import packages, user_code
 from weighin.suite.registry import data_folder
@@ -475,7 +474,8 @@ def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
         yield 0
         return
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE) as area:
-        ask_for_huge_pages(area, 0, size)
+        with suppress(OSError):  # a kernel without huge pages
+            area.madvise(mmap.MADV_HUGEPAGE)
         start = ctypes.c_char.from_buffer(area)
         try:
             ctypes.memset(ctypes.addressof(start), 1, size)
