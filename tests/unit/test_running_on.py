@@ -3,7 +3,6 @@
 import errno
 import os
 import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -155,7 +154,7 @@ def test_an_engine_that_is_gone_when_a_container_is_removed_costs_no_result(tmp_
 @pytest.fixture
 def deathless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Signals that have no effect, as on a process in uninterruptible sleep."""
-    kill, killpg = os.kill, os.killpg
+    kill = os.kill
     monkeypatch.setattr(os, "kill", lambda *_: None)
     monkeypatch.setattr(os, "killpg", lambda *_: None)
     monkeypatch.setattr(cgroup, "kill_members", lambda _: None)
@@ -172,8 +171,7 @@ def deathless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.setattr(os, "kill", kill)
     for one in started:
-        with suppress(ProcessLookupError):
-            killpg(one.pid, signal.SIGKILL)
+        one.kill()
         one.wait()
     for group in [path for root in _groups() for path in root.glob(f"weighin.{this_process()}.*")]:
         with suppress(OSError):
