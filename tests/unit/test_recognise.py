@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shlex
+import struct
 import subprocess
 import sys
 import zipfile
@@ -126,7 +127,7 @@ def test_a_length_that_equals_a_magic_number_is_a_length(tmp_path: Path, length:
         ("ä".encode() * 300, "a text file, not a checkpoint; it begins with 'ää"),
         (b"Salted__" + bytes(range(200)), "encrypted with openssl"),
         (b"\x7fELF" + bytes(range(200)), "a compiled program or library"),
-        (b"PK\5\6" + bytes(18), "damaged: the directory lies outside the archive"),
+        (b"PK\5\6" + bytes(18), "a zip archive"),
     ],
 )
 def test_a_file_is_named_by_its_first_bytes(tmp_path: Path, content: bytes, words: str) -> None:
@@ -171,3 +172,9 @@ def test_an_encrypted_record_is_named(tmp_path: Path) -> None:
     error = refusal(tmp_path / "model.pt")
     assert " is encrypted" in error.message
     assert "with its password" in error.repair
+
+
+def test_a_directory_before_the_start_of_the_archive_is_damage(tmp_path: Path) -> None:
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, 500, 0, 0)
+    (tmp_path / "model.bin").write_bytes(b"PK\3\4" + bytes(60) + end)
+    assert ": damaged: " in refusal(tmp_path / "model.bin").message

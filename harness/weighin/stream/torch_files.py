@@ -114,7 +114,7 @@ class _Window:
     def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
         at += {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.length}[whence]
         if at < 0:
-            raise zipfile.BadZipFile("the directory lies outside the archive")
+            raise OSError("the directory lies outside the archive")
         self._at = at
         return at
 
@@ -227,6 +227,10 @@ def _records(window: _Window) -> dict[str, Record]:  # noqa: PLR0912 (one for ea
             what = "truncated: the zip archive has no end record"
             raise CheckpointError(f"{path}: {what}", AGAIN) from None
         raise _damaged(path, f"{error}") from None
+    except OSError as error:
+        if error.errno is not None:  # of the disk
+            raise
+        raise _damaged(path, f"{error}") from None  # of the window
     infos = archive.infolist()
     if recognised := by_records(path, [info.filename for info in infos]):
         raise CheckpointError(f"{path}: {recognised[0]}", recognised[1])
