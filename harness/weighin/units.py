@@ -66,6 +66,11 @@ def format_exact(size: int) -> str:
     return f"{size}B"
 
 
+def format_limit(size: int) -> str:
+    """Return a memory limit for a sentence: "8 GiB", "6500 MiB"."""
+    return re.sub(r"(?<=\d)(?=[A-Z])", " ", format_exact(size))
+
+
 def format_seconds(nanoseconds: int) -> str:
     """Return a duration with three significant digits, in s or ms: "1.52 s", "12.3 ms"."""
     unit, factor = ("s", 1e9) if nanoseconds >= 999_500_000 else ("ms", 1e6)

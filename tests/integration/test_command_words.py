@@ -20,7 +20,7 @@ def test_a_kill_is_said_in_words_on_standard_error(command: CommandLine) -> None
     assert (ended.code, ended.out) == (137, "")
     killed, held, path = ended.err.splitlines()
     assert killed.startswith("weighin: The kernel killed python")
-    assert killed.endswith("the command reached its RAM limit of 200.000 MiB.")
+    assert killed.endswith("the command reached its RAM limit of 200 MiB.")
     assert re.fullmatch(
         r"weighin: The command had (19\d|200) MiB of anonymous memory, not counting page cache,"
         r" and tried to allocate more\.",

@@ -286,3 +286,49 @@ def test_typed_stacks_are_read_in_repeats_too(
 ) -> None:
     settings, _ = asked("run", "--repeats", "2", *typed, "--", "true")
     assert settings.stacks is stacks
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["inspect", "gpt2-tiny", "--set", "ram=8g"], "--set ram"),
+        (["convert", "m.pt", "m.safetensors", "--set", "dtype=bf16"], "--set dtype"),
+        (["predict", "gpt2-tiny", "--set", "timeout_s=5"], "--set timeout_s"),
+        (["recommend", "gpt2-tiny", "--set", "strategies=baseline"], "--set strategies"),
+        (["floor", "gpt2-tiny", "--set", "passes=2"], "--set passes"),
+    ],
+)
+def test_a_key_without_an_effect_on_the_verb_is_refused(
+    here: Path, words: list[str], key: str
+) -> None:
+    assert f"{key}: it has no effect on weighin {words[0]}" in refused(*words)
+
+
+def test_a_key_of_the_other_kind_of_suite_is_an_error_in_a_file(here: Path) -> None:
+    (here / "suite.yaml").write_text("models: [gpt2-tiny]\nstacks: true\n")
+    assert "it has no effect on a model" in refused("predict", "--suite", "suite.yaml")
+
+
+@pytest.mark.parametrize("verb", ["predict", "floor"])
+def test_a_former_option_without_an_effect_is_no_key_to_set(here: Path, verb: str) -> None:
+    result = CliRunner().invoke(app.app, [verb, "gpt2-tiny", "--steady"])
+    assert "--set steady" not in result.output + str(result.exception)
+
+
+def test_keys_to_set_are_keys_in_the_file_too(asked: Measured) -> None:
+    write("[tool.weighin]\nset = ['seed=7']\n")
+    assert "unknown key" in refused("bench", "gpt2-tiny")
+    write("[tool.weighin.bench]\nenv = ['A=1']\n")
+    assert "did you mean 'environment'?" in refused("bench", "gpt2-tiny")
+
+
+def test_a_time_out_in_the_file_does_not_end_a_command_whose_floor_is_searched(
+    asked: Measured,
+) -> None:
+    before, _ = asked("floor", "--", "true")
+    write("[tool.weighin]\ntimeout = 60\n")
+    assert asked("floor", "--", "true")[0].timeout_s == before.timeout_s
+
+
+def test_an_argument_of_a_builder_has_no_parts(here: Path) -> None:
+    assert "has no parts" in refused("bench", "gpt2-tiny", "--set", "kwargs.a.b=1")

@@ -38,7 +38,7 @@ def facts(**changes: Any) -> Evidence:
             f"the command reached the limit of 800.000 MiB of the outer cgroup {AROUND}",
         ),
         ("/user.slice", None, "the command reached the limit of the outer cgroup /user.slice"),
-        ("unknown", None, "the command reached its RAM limit of 600.000 MiB"),  # by the peak
+        ("unknown", None, "the command reached its RAM limit of 600 MiB"),  # by the peak
         ("machine", None, "the machine had no memory left"),
     ],
 )

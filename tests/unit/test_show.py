@@ -210,3 +210,10 @@ def test_a_sampled_metric_must_stay_off_its_level(tmp_path: Path) -> None:
         of_run(tmp_path, day, size)
     found = history.read(tmp_path, "anon")
     assert [moment.name for moment, _, _ in found.steps(found.names[0])] == ["run04"]
+
+
+def test_a_run_without_samples_has_their_columns(tmp_path: Path) -> None:
+    run_folder.append(tmp_path, make_result(samples_path=None))
+    table = results(tmp_path, samples=True)
+    assert table.empty
+    assert {"series", "repeat", "t_ns", "anon_bytes"} <= {*table.columns}

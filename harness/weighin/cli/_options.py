@@ -27,12 +27,6 @@ DEFAULT_MODEL: Final = "gpt2-small"
 _BESIDE_RESUME: Final = ("resume", "trust", "json_file")
 _SET_BESIDE_RESUME: Final = ("address", "wait")
 _OF_COMMAND: Final = "command."
-NOT_MEASURED: Final = {
-    "ram": [None], "vram": [None], "ram_high": None, "disk": [None], "disk_latency": [None], "cache": "cold",
-    "operation": "load", "repeats": 1, "passes": 1, "steady": False, "jobs": 1,
-}  # fmt: skip
-"""Keys of a suite that no prediction, recommendation or search uses, with the values to take instead."""
-
 Decorator = Callable[[Any], Any]
 
 
@@ -264,13 +258,12 @@ def read(
     model: str = "",
     strategies: Iterable[str] = (),
     defaults: Mapping[str, Any] = MappingProxyType({}),
-    fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> "Settings":
     """Return a verb's settings, of models or of the typed commands, from all four sources.
 
     ``defaults`` are the verb's own where no suite is named. ``model`` and ``strategies`` stand in place
-    of the typed ones. ``fixed`` are settings that the verb determines itself, so that nobody can type
-    them.
+    of the typed ones. Settings without an effect on the verb are refused where they are typed, and left
+    out where a suite or pyproject.toml has them for other verbs.
 
     Raises:
         ConfigError: a key or a value is invalid, or it has no effect.
@@ -297,29 +290,29 @@ def read(
             typed["models"] = [chosen]
     if strategies:
         typed["strategies"] = [*strategies]
-    for key in fixed.keys() & typed.keys():
-        name = definition.typed_as(key, verb)
-        raise ConfigError(f"{name}: it has no effect on weighin {verb}", f"leave {name} out")
+    used = definition.used_by(verb, kind)
+    unused = definition.Settings.keys(kind).keys() - used
+    for key in typed:
+        if key in unused:
+            name = definition.typed_as(key, verb)
+            raise ConfigError(f"{name}: it has no effect on weighin {verb}", f"leave {name} out")
+    of_file = {key: value for key, value in of_file.items() if key in used}
+    if verb == "floor" and is_of_commands:  # a time-out of loads would end the command
+        of_file.pop("timeout_s", None)
     start = {} if named else {**defaults}
     if not (is_of_commands or named):
         start["models"] = [DEFAULT_MODEL]
     path = context.find_root().meta.get(_pyproject.TABLE)
-    of_file = {
-        key: value for key, value in of_file.items() if key in definition.Settings.keys(kind)
-    }
     sources: list[definition.Source] = [("", start), (f"{path}: {_pyproject.TABLE}.", of_file)]
     if named:
         from weighin.suite.registry import suite_file
 
         file = suite_file(named)
-        sources.append((f"{file}: ", definition.read_suite_file(file, kind)))
+        content = definition.read_suite_file(file, kind)
+        content = {key: value for key, value in content.items() if key not in unused}
+        sources.append((f"{file}: ", content))
     sources.append((lambda key: definition.typed_as(key, verb), typed))
-    # What the verb determines itself must not be judged together with what the user chose.
-    sources = [
-        (place, {key: value for key, value in given.items() if key not in fixed})
-        for place, given in sources
-    ]
-    return definition.merge(sources, kind).model_copy(update=dict(fixed))
+    return definition.merge(sources, kind)
 
 
 def _written(context: click.Context) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -393,6 +386,11 @@ def assigned(context: click.Context) -> dict[str, Any]:
             from weighin.settings.yaml_file import parse  # only if it is needed
 
             value = parse(text, f"--set {key}")
+        if key == "kwargs" and "." in inner:
+            raise ConfigError(
+                f"--set {name}: an argument has no parts",
+                f"write --set kwargs.{inner.partition('.')[0]}='{{...}}'",
+            )
         if dot:
             outer = found.get(key)
             value = (outer if isinstance(outer, dict) else {}) | {inner: value}
@@ -421,20 +419,25 @@ def one_model(context: click.Context) -> str:
 
 def note_default(context: click.Context) -> None:
     """Print a note if the user gave no model or suite: for verbs whose output does not name it."""
-    if not (one_model(context) or context.params.get("models") or context.params.get("suite")):
+    given = {"models", "suite"} & context.params.keys()
+    if not (
+        one_model(context)
+        or any(context.params[name] for name in given)
+        or "models" in assigned(context)
+    ):
         _console.note(f"no model given: {DEFAULT_MODEL}")
 
 
 def pipeline(context: click.Context) -> Path | None:
     """Return the folder of a diffusers pipeline that the user gave in place of a model.
 
-    Return None for anything else, for a pipeline without weights, and with --suite.
+    Return None for anything else, for a pipeline without weights, and for the models of a suite.
     """
     from weighin.stream import pipeline as pipelines
     from weighin.stream.pretrained_folder import path_of
 
-    name = one_model(context) or context.params.get("models")
-    if not name or context.params.get("suite"):
+    of_file = None if context.params.get("suite") else context.params.get("models")
+    if not (name := one_model(context) or of_file):
         return None
     path = path_of(Path(name), str(assigned(context).get("revision", "")))
     return path if pipelines.is_pipeline(path) and pipelines.read(path).models else None

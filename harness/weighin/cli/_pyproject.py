@@ -29,6 +29,15 @@ _KEYS: Final = f"{TABLE} keys"
 _PATHS: Final = ("checkpoint", "storage", "mounts", "adapter")
 """Settings that are paths; those that may be something else are told by their text."""
 
+FORMER: Final = {
+    "class": "model_class",
+    "env": "environment",
+    "grace": "grace_s",
+    "label": "labels",
+    "mount": "mounts",
+}
+"""Options of earlier versions whose setting has another name."""
+
 Defaults = dict[str, dict[str, Any]]
 """Maps each verb to its parameters' defaults, by parameter name, as click's ``default_map``."""
 
@@ -62,7 +71,7 @@ def options_of(verb: click.Command) -> dict[str, click.Parameter]:
     keys = {}
     for param in verb.params:
         longest = max(param.opts, key=len).lstrip("-")
-        is_option = isinstance(param, click.Option) and not param.hidden
+        is_option = isinstance(param, click.Option) and not param.hidden and longest != "set"
         if is_option and longest not in _ONLY_TYPED:
             keys[longest] = param
     return keys
@@ -101,11 +110,11 @@ def _defaults(
     table: dict[str, Any], path: Path, verbs: Mapping[str, click.Command]
 ) -> tuple[Defaults, Defaults]:
     """Return the defaults of each verb's options, and the verb's other settings."""
-    from weighin.settings.definition import COMMANDS, MODELS, Settings
+    from weighin.settings.definition import COMMANDS, MODELS, used_by
 
     options = {name: found for name, verb in verbs.items() if (found := options_of(verb))}
     settable = {
-        name: {_normal(key): key for key in Settings.keys(COMMANDS if name == "run" else MODELS)}
+        name: {_normal(key): key for key in used_by(name, COMMANDS if name == "run" else MODELS)}
         for name in options
         if any(param.name == "assigned" for param in verbs[name].params)
     }
@@ -149,7 +158,7 @@ def _check_key(
         )
     from difflib import get_close_matches  # imported here to save time: most files have no error
 
-    near = get_close_matches(normal, sorted(listed), n=1)
+    near = [FORMER[normal]] if normal in FORMER else get_close_matches(normal, sorted(listed), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(f"{place}: unknown key", f"{hint}known: {', '.join(sorted(listed))}")
 

@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 
 import click
 
+from weighin.cli._pyproject import FORMER
 from weighin.errors import EXPLAINED, ConfigError, WholePipeline
 
 WIDEST: Final = 100  # columns: longer lines are hard to read
@@ -20,14 +21,6 @@ _WORDS = "weighin.words"
 _TOKEN = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
 """Matches a word of a shell command; spaces inside quotes are part of the word."""
 _GROUPS = ("What to load", "Limits", "How to measure", "Where to write", "Options")
-_FORMER = {
-    "class": "model_class",
-    "env": "environment.NAME",
-    "grace": "grace_s",
-    "label": "labels.KEY",
-    "mount": "mounts",
-}
-"""Options of earlier versions whose setting has another name."""
 _BESIDE_WIDTH = 70
 """In a terminal with fewer columns than this, the definition of a long term is below the term."""
 _LONGEST_BESIDE = 30
@@ -169,15 +162,16 @@ class Verb(click.Command):
         """Raise ConfigError for an option that is a key of --set."""
         if not any(one.name == "assigned" for one in self.params):
             return
-        from weighin.settings.definition import Settings
+        from weighin.settings.definition import COMMANDS, MODELS, used_by
 
         name = option.lstrip("-").replace("-", "_")
-        key = _FORMER.get(name, name)
-        of_other = self.name != "bench" and name in ("ram", "repeats", "cache")  # floor sets them
-        if key.partition(".")[0] in Settings.model_fields and not of_other:
+        key, verb = FORMER.get(name, name), str(self.name)
+        kinds = {"run": (COMMANDS,), "floor": (MODELS, COMMANDS)}.get(verb, (MODELS,))
+        if any(key in used_by(verb, kind) for kind in kinds):
+            inner = {"environment": ".NAME", "labels": ".KEY"}.get(key, "")
             raise ConfigError(
-                f"weighin {self.name} has no option {option}",
-                f"set the key of a suite: --set {key}=VALUE",
+                f"weighin {verb} has no option {option}",
+                f"set the key of a suite: --set {key}{inner}=VALUE",
             )
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -248,9 +248,7 @@ def _search(context: click.Context) -> "Run":
     settings = None
     if not typed["resume"]:
         usual = {} if is_of_command else {"uses": ["none"], "timeout_s": _FLOOR_TIMEOUT_S}
-        fixed = {"ram": [None], "repeats": 1, "engine": {}, "shard": None}
-        fixed |= {} if is_of_command else _options.NOT_MEASURED
-        settings = _options.read(context, defaults=usual, fixed=fixed)
+        settings = _options.read(context, defaults=usual)
     automatic = "cgroup" if is_of_command else "auto"
     _enter_scope(settings.isolation if settings else "auto", automatic)
     if settings:
@@ -268,7 +266,8 @@ def _patient(context: click.Context, task: "Run") -> "Run":
     """Return a run that waits for another one on the machine, if the user asks for it."""
     is_patient = task.settings.wait
     if context.params["resume"]:
-        is_patient = _options.assigned(context).get("wait", "").lower() in ("true", "yes", "1")
+        wait = str(_options.assigned(context).get("wait", ""))
+        is_patient = wait.lower() in ("true", "yes", "1")
     return replace(task, patience_s=math.inf if is_patient else 0)
 
 

@@ -84,7 +84,6 @@ def _predictions(
         model=model,
         strategies=strategies,
         defaults={"uses": ["none"]},
-        fixed=_options.NOT_MEASURED,
     )
     chosen = chosen_models.choose(settings)
     _console.note(*chosen.notes)
@@ -99,6 +98,7 @@ def _predictions(
             "predict each model in a separate command: weighin predict FOLDER",
         )
     use_paths = uses.chosen(settings.uses)
+    is_asked = _options.is_typed(context, "uses") or "uses" in _options.assigned(context)
     planned = loads.cells_of(
         settings,
         chosen.specs,
@@ -116,7 +116,7 @@ def _predictions(
             selection=chosen.selection,
             checkpoint_dtype=stored,
             python_path=chosen.python_path,
-            forward=not typed["suite"] and FORWARD in use_paths,
+            forward=FORWARD in use_paths and (is_asked or not typed["suite"]),
             use_paths=use_paths,
             report=lambda done, strategy: status.update(
                 f"{prefix}{strategy}: {done} of {len(planned)} done"

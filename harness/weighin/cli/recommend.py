@@ -108,8 +108,7 @@ def question_of(context: click.Context, model: str = "") -> "Question":
 
     if not model:
         _options.note_default(context)
-    measured = {key: value for key, value in _options.NOT_MEASURED.items() if key not in _SINGLE}
-    settings = _options.read(context, model=model, defaults={"uses": [NONE]}, fixed=measured)
+    settings = _options.read(context, model=model, defaults={"uses": [NONE]})
     for key in _SINGLE:
         if len(getattr(settings, key)) > 1:
             raise ConfigError(

@@ -128,7 +128,6 @@ COMMANDS: Final = "a suite of commands"
 WHAT: Final = "What to load"
 LIMITS: Final = "Limits"
 HOW: Final = "How to measure"
-WHERE: Final = "Where to write"
 
 
 @dataclass(frozen=True, slots=True)
@@ -621,6 +620,43 @@ _KINDS: Final[dict[str | None, tuple[str, tuple[type[Strict], ...]]]] = {
     COMMANDS: ("commands", (Command, Measure)),
 }
 """For each kind of suite, the key that it needs, and whose keys it has."""
+
+
+_OF_FILES: Final = (
+    "key",
+    "trust_remote_code",
+    "strip_prefix",
+    "variant",
+    "model_class",
+    "revision",
+)
+_OF_A_PREDICTION: Final = (
+    *Model.model_fields, "strategies", "device", "dtype", "format", "uses", "ranks", "environment", "seed",
+)  # fmt: skip
+_OF_A_MEASUREMENT: Final = {
+    "ram", "vram", "ram_high", "disk", "disk_latency", "cache", "operation", "repeats", "passes",
+    "steady", "jobs", "engine", "shard",
+}  # fmt: skip
+"""Keys that a search for a floor sets itself, or does without."""
+_USED: Final[dict[str, tuple[str, ...]]] = {
+    "inspect": ("models", "kwargs", *_OF_FILES),
+    "convert": ("adapter", *_OF_FILES),
+    "predict": _OF_A_PREDICTION,
+    "recommend": (
+        *Model.model_fields, "ram", "vram", "disk", "disk_latency", "device", "dtype", "uses", "ranks",
+    ),
+}  # fmt: skip
+"""The settings that each verb uses which measures nothing."""
+
+
+def used_by(verb: str, kind: str = MODELS) -> set[str]:
+    """Return the settings that have an effect on a verb; ``kind`` is MODELS or COMMANDS."""
+    keys = {*Settings.keys(kind)}
+    if verb == "floor":
+        return keys - (
+            {"ram", "repeats", "engine", "shard"} if kind == COMMANDS else _OF_A_MEASUREMENT
+        )
+    return keys & {*_USED.get(verb, keys)}
 
 
 class _ModelFile(Strict):

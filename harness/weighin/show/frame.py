@@ -1,7 +1,7 @@
 """Return a run as a pandas DataFrame, for notebooks."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,7 @@ from weighin.records import run_folder
 from weighin.records.metrics import COLUMNS
 from weighin.records.run import OF_SERIES, Measured, Row
 from weighin.records.series import name_of
+from weighin.result import Sample
 from weighin.show.report import csv_columns
 
 if TYPE_CHECKING:  # the import of pandas takes half a second
@@ -32,9 +33,12 @@ def results(run: str | Path, *, samples: bool = False) -> "DataFrame":
     import pandas as pd
 
     return pd.DataFrame(
-        {"series": name_of(one.cell), "repeat": one.cell.repeat, **asdict(sample)}
-        for one in measured.results
-        for sample in run_folder.read_samples(measured.folder, one.samples_path)
+        [
+            {"series": name_of(one.cell), "repeat": one.cell.repeat, **asdict(sample)}
+            for one in measured.results
+            for sample in run_folder.read_samples(measured.folder, one.samples_path)
+        ],
+        columns=["series", "repeat", *(each.name for each in fields(Sample))],
     )
 
 

@@ -1,6 +1,5 @@
 """The words of reports: how a setting, an outcome, a machine and the kinds of measurements are called."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -12,7 +11,7 @@ from weighin.records.run import DIMENSIONS, Measured, Row, split, values, varyin
 from weighin.records.verdict import MOST_REREAD, REFAULTS_PER_MODEL, SLOWDOWN, STALLED_SHARE
 from weighin.result import NOT_DROPPED, Outcome, Result
 from weighin.text import few, markdown
-from weighin.units import format_bytes, format_exact
+from weighin.units import format_bytes, format_limit
 
 # The keys of a record's environment that a caption prints, each with the text before its value.
 _MACHINE: Final = {"machine": "", "cpu": "", "kernel": "Linux ", "cgroup_version": "cgroup v", "torch": "torch "}  # fmt: skip
@@ -203,8 +202,7 @@ def by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def size(value: int | None) -> str:
-    """Return a memory limit as text for a sentence: "8 GiB", "6500 MiB"."""
-    return re.sub(r"(?<=\d)(?=[A-Z])", " ", format_exact(int(value))) if value else "none"
+    return format_limit(int(value)) if value else "none"
 
 
 def limit(value: int | None) -> str:

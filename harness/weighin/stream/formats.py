@@ -57,6 +57,8 @@ SUFFIXES: Final = {
 """The suffix of a checkpoint of one file, by the format's name; empty if a checkpoint is a folder."""
 
 NAMES: Final = tuple(SUFFIXES)
+PICKLED: Final = ("pt", "pt_legacy")
+"""The formats of torch.save."""
 READ_ONLY: Final = ("deepspeed_universal", "deepspeed", gguf_files.NAME, sentence_parts.NAME)
 
 _OF_PACKAGES: Final = {"tensorizer": ".tensors"}  # formats that a package writes and reads
@@ -167,7 +169,7 @@ def read(path: Path, selection: Selection = WHOLE) -> Checkpoint:
 def _read(path: Path, selection: Selection) -> Checkpoint:
     name, path = _located(path)
     key, prefix = selection.key, selection.strip_prefix
-    if name in ("pt", "pt_legacy"):  # the key is one of nested dicts
+    if name in PICKLED:  # the key is one of nested dicts
         found, key = torch_files.read(path, key), ""
     elif name == "safetensors":
         found = safetensors_files.read(path)
@@ -233,4 +235,4 @@ def files(path: Path) -> list[Path]:
     name, path = _located(path)
     if name in folders.INDEX_FIELDS:  # which may be 20,000 files
         return [path / folders.INDEX_NAME, *sorted(path.glob("*.pt"))]
-    return [path] if name in ("pt", "pt_legacy", "tensorizer") else [*read(path).files]
+    return [path] if name in (*PICKLED, "tensorizer") else [*read(path).files]

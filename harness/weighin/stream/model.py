@@ -67,7 +67,6 @@ _METHODS: Final = {
     "_load_from_state_dict": nn.Module._load_from_state_dict,
     "set_extra_state": nn.Module.set_extra_state,
 }
-_PICKLED: Final = ("pt", "pt_legacy")
 _MISFIT: Final = re.compile(r"size mismatch for (.+?): copying a param")
 _FOREIGN: Final = re.compile(r"(?:GLOBAL |unpickle )(\S+?)(?: was not| is not|$)")
 _PLAIN_TENSORS: Final = frozenset({torch.Tensor, nn.Parameter})
@@ -248,7 +247,14 @@ def _load_state_dict(
     for one in slices:
         if one.name in values:
             continue
-        state[one.name] = torch.empty_strided(one.shape, dense_stride(one), dtype=one.dtype)
+        try:
+            state[one.name] = torch.empty_strided(one.shape, dense_stride(one), dtype=one.dtype)
+        except RuntimeError:  # the tensor repeats few elements of the file
+            raise CheckpointError(
+                f"{one.file}: {plain(one.name)} of the shape {one.shape} is larger than this machine's"
+                " memory",
+                "choose the model from which this checkpoint was saved",
+            ) from None
         log.promise(state[one.name], one)
     state |= values
     if slices.metadata is not None:
@@ -349,7 +355,9 @@ def _extra_values(model: nn.Module, slices: Checkpoint, selection: Selection) ->
     An extra state of torch.save that is a tensor is among them: its module keeps it with its strides. The result leaves out the extra state of a module that defines no ``set_extra_state``. A value that
     is no extra state is None in the result; torch then reports its name in an error.
     """
-    tensors = {one.name for one in slices if is_extra_state(one.name) and slices.format in _PICKLED}
+    tensors = {
+        one.name for one in slices if is_extra_state(one.name) and slices.format in formats.PICKLED
+    }
     if not (slices.values or tensors):
         return {}
     modules = dict(model.named_modules(remove_duplicate=False))

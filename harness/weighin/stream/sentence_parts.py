@@ -26,7 +26,6 @@ from weighin.stream.slices import Checkpoint
 from weighin.text import one_line, shown
 
 NAME = "sentence_transformers"
-SUFFIX = ""
 
 MODULES: Final = "modules.json"
 
