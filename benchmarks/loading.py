@@ -35,8 +35,8 @@ from typing import Any, cast
 from weighin.cell import ModelSpec
 from weighin.checkpoint import cache
 from weighin.probes import page_cache
+from weighin.probes.page_cache import ask_for_huge_pages
 from weighin.run import loads
-from weighin.stream.bytes import ask_for_huge_pages
 from weighin.suite import registry
 
 RAW = {"warm": "pread, 2 threads", "cold": "O_DIRECT, 4 threads"}

@@ -13,6 +13,7 @@ import mmap
 import os
 import time
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 _SYS_CACHESTAT = 451  # the same syscall number on every architecture; Linux 6.5
@@ -130,3 +131,9 @@ def _mincore(descriptor: int, start: int, length: int) -> int | None:
     failed = _libc.mincore(address, length, residency)
     _libc.munmap(address, length)
     return None if failed else bytes(residency).count(b"\x01")
+
+
+def ask_for_huge_pages(area: mmap.mmap, start: int, size: int) -> None:
+    """Ask the kernel for huge pages in a part of a mapping; no error if the kernel has none."""
+    with suppress(AttributeError, OSError):
+        area.madvise(mmap.MADV_HUGEPAGE, start, size)

@@ -474,8 +474,7 @@ def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
         yield 0
         return
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE) as area:
-        with suppress(OSError):  # a kernel without huge pages
-            area.madvise(mmap.MADV_HUGEPAGE)
+        page_cache.ask_for_huge_pages(area, 0, size)
         start = ctypes.c_char.from_buffer(area)
         try:
             ctypes.memset(ctypes.addressof(start), 1, size)

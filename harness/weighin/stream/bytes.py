@@ -337,7 +337,7 @@ def allocate_all(tensors: Sequence[tuple[int, torch.dtype, int]]) -> list[torch.
     memory = mmap.mmap(-1, end + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
     skip = -address_of(memoryview(memory)) % HUGE_PAGE_BYTES
     # Only whole huge pages, because the kernel charges a partly used huge page in full.
-    ask_for_huge_pages(memory, skip, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    page_cache.ask_for_huge_pages(memory, skip, end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     found = []
     for start, size, numel, dtype in places:
         if not size:
@@ -351,12 +351,6 @@ def allocate_all(tensors: Sequence[tuple[int, torch.dtype, int]]) -> list[torch.
             free.atexit = False
         found.append(torch.frombuffer(view, dtype=dtype))
     return found
-
-
-def ask_for_huge_pages(area: mmap.mmap, start: int, size: int) -> None:
-    """Ask the kernel for huge pages in a part of a mapping; no error if the kernel has none."""
-    with suppress(AttributeError, OSError):
-        area.madvise(mmap.MADV_HUGEPAGE, start, size)
 
 
 def _down(offset: int) -> int:
