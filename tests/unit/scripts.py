@@ -61,7 +61,9 @@ def followed(
     kind: Any = type("PlayedSpec", (LoadSpec,), {"before_load": lambda _: before_load()})
     spec = kind(job, settings=settings, on_phase=on_phase)
     spec.disk = disk
-    spec.printed = SimpleNamespace(text=getattr(running, "stderr_tail", b""))
+    spec.printed = SimpleNamespace(
+        text=running.stderr_tail if isinstance(running, FakeRunning) else b""
+    )
     with tempfile.TemporaryDirectory() as folder:
         running.listener = KnownListener(Path(folder), ranks)
         watch = Watch(spec, running.listener, reference)
