@@ -14,12 +14,11 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from weighin.checkpoint import cache
-from weighin.gate import check
+from weighin.gate import baseline, check
 from weighin.gate.check import GateResult
 from weighin.records.metrics import METRICS
 from weighin.records.series import STRATEGY
@@ -99,7 +98,7 @@ def _judge(out: Path, rounds: int, baselines: int, strategies: Sequence[str]) ->
         for name, series in measured.series.items()
         if name.split()[STRATEGY] in strategies
     }
-    check.update(replace(measured, series=wanted), path)
+    baseline.write(path, measured.environment, wanted)
     alarms, caught, runs_caught, cells = Counter[str](), Counter[str](), 0, 0
     for number in range(rounds):
         judgement = check.check(check.read_runs([out / f"unchanged-{number}"]), path)

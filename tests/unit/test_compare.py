@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from factories import SCRIPTS, make_cell, make_result
 from test_check import run_of, typed
-from test_evaluate import STREAMING, grown
+from test_evaluate import STREAMING, grown, search
 
 from weighin.errors import ConfigError
-from weighin.gate import tables
-from weighin.gate.compare import compare
+from weighin.gate.compare import compare, history
 from weighin.records import run_folder
 from weighin.result import Outcome, Result
+from weighin.units import MIB
 
 
 def at(result: Result, commit: str, torch: str = "2.13.0") -> Result:
@@ -70,12 +70,12 @@ def test_what_is_one_thing_in_each_run_is_said_of_the_run(tmp_path: Path) -> Non
         run_of(tmp_path / "b", make_result(other)),
     ]
     comparison = compare(folders)
-    assert comparison.headings == (
+    assert comparison.headings == [
         f"A = {folders[0]}: docker, torch 2.13.0",
         f"B = {folders[1]}: process, torch 2.13.0",
-    )
-    assert all(row.lines[0] for row in comparison.rows if row.what != "peak_cgroup")
-    assert "process" not in tables.compared_markdown(comparison).partition("| series")[2]
+    ]
+    assert all(row["compared"][0] for row in comparison.rows if row["metric"] != "peak_cgroup")
+    assert "process" not in comparison.markdown().partition("| series")[2]
 
 
 def on(result: Result, cpu: str, node: str) -> Result:
@@ -92,10 +92,10 @@ def test_a_run_of_two_kinds_of_machine_says_so_and_is_compared_by_machine(runs: 
         on(grown(), "Grace", "c"),
     )
     by_run = compare([mixed, runs[0]])
-    assert by_run.warnings == (
+    assert by_run.warnings == [
         "the figures of fleet are from 2 kinds of machine:"
         " weighin compare fleet --by machine compares these",
-    )
+    ]
     code, text = typed("compare", "fleet", "--by", "machine", "--metrics", "above_import")
     assert code == 0
     lines = [line.rstrip() for line in text.splitlines()]
@@ -120,14 +120,17 @@ def test_two_to_26_runs_can_be_compared(runs: list[Path], count: int) -> None:
 def test_each_later_run_is_compared_with_the_first(runs: list[Path], tmp_path: Path) -> None:
     third = run_of(tmp_path / "third", make_result(make_cell("baseline"), SCRIPTS["streaming"]))
     comparison = compare([*runs, third], ["above_import"])
-    texts = {(row.series, row.what): row.texts for row in comparison.rows}
-    assert texts["streaming", "above_import"] == ("6.450 GiB", "6.770 GiB", None)
-    assert texts["streaming", "outcome"] == ("ok", "ok", None)
-    assert texts["baseline", "above_import"] == ("6.450 GiB", None, "6.450 GiB")
+    texts = {(row["series"], row["metric"]): row["texts"] for row in comparison.rows}
+    assert texts["streaming", "above_import"] == ["6.450 GiB", "6.770 GiB", None]
+    assert texts["streaming", "outcome"] == ["ok", "ok", None]
+    assert texts["baseline", "above_import"] == ["6.450 GiB", None, "6.450 GiB"]
     (row,) = [
-        one for one in comparison.rows if (one.series, one.what) == ("baseline", "above_import")
+        one
+        for one in comparison.rows
+        if (one["series"], one["metric"]) == ("baseline", "above_import")
     ]
-    assert row.lines[0] is None and row.lines[1] and row.lines[1].now == row.lines[1].was
+    first, second = row["compared"]
+    assert first is None and second["now"] == second["before"]
 
 
 def test_figures_that_shrank_beyond_noise_are_counted_and_marked(tmp_path: Path) -> None:
@@ -136,7 +139,7 @@ def test_figures_that_shrank_beyond_noise_are_counted_and_marked(tmp_path: Path)
         run_of(tmp_path / "b", make_result(STREAMING)),
     ]
     comparison = compare(folders, ["above_import", "ready"])
-    text = tables.compared_markdown(comparison)
+    text = comparison.markdown()
     assert "0 larger and 1 smaller" in text.splitlines()[-1]
     [line] = [line for line in text.splitlines() if "above_import" in line]
     assert line.endswith("| ✅ 6.450 GiB (-4.7 %) |")
@@ -191,3 +194,13 @@ def test_a_setting_that_no_record_has_is_suggested_by_its_name(runs: list[Path])
     code, text = typed("compare", *runs, "--by", "torhc")
     assert (code, text.splitlines()[0]) == (2, "no setting is called 'torhc'")
     assert "did you mean 'torch'?" in text
+
+
+def test_the_floor_of_a_search_over_time(tmp_path: Path) -> None:
+    for name, floor_mib in (("a", 6800), ("b", 7100)):
+        found = search(floor_mib).results
+        run_folder.write_plan(tmp_path / name, [found[0].cell], {"within": 0.01})
+        run_of(tmp_path / name, *found)
+    (series,) = history(tmp_path, "floor").series
+    assert [one["median"] for one in series["points"]] == [6800 * MIB, 7100 * MIB]
+    assert [one["before"] for one in series["steps"]] == [6800 * MIB]

@@ -324,9 +324,7 @@ def figure_line(
     return line
 
 
-def grew(
-    *steps: int, was: int | None = 100, now: int | None = 200, metric: str = "peak_rss"
-) -> str:
+def grew(*steps: int, was: int = 100, now: int = 200, metric: str = "peak_rss") -> str:
     """The phase that explains a growth, of phases a, b, ... that grew by these steps."""
     phases = tuple(
         Growth(name, 10, 10 + step, step) for name, step in zip("abcd", steps, strict=False)

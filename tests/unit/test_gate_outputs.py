@@ -68,7 +68,7 @@ def kept() -> GateResult:
 
 def terminal(judgement: GateResult, *, whole: bool = False) -> str:
     file = StringIO()
-    Console(file=file, width=80).print(tables.terminal(judgement, whole=whole))
+    Console(file=file, width=80).print(*tables.terminal(judgement, whole=whole))
     return file.getvalue()
 
 

@@ -11,6 +11,7 @@ from test_evaluate import STREAMING
 
 from weighin.cell import ModelSpec
 from weighin.gate import baseline
+from weighin.gate.compare import history
 from weighin.records import run_folder
 from weighin.records.run import DIMENSIONS
 from weighin.records.series import (
@@ -23,7 +24,6 @@ from weighin.records.series import (
     summarise,
 )
 from weighin.result import Outcome, Result
-from weighin.show import history
 from weighin.stream.pretrained_folder import is_folder
 from weighin.suite import registry
 
@@ -75,8 +75,8 @@ def test_two_models_whose_builders_share_a_function_name_are_two_series(
     assert len(summarise([SeriesRun([ours, other])])) == 2
     run_of(tmp_path / "a", ours, other)
     run_of(tmp_path / "b", ours)
-    found = history.read(tmp_path, "peak_rss")
-    assert sorted(len(found.points(name)) for name in found.names) == [1, 2]
+    found = history(tmp_path, "peak_rss")
+    assert sorted(len(one["points"]) for one in found.series) == [1, 2]
     code, text = typed("compare", tmp_path / "a", tmp_path / "b", "--metrics", "peak_rss", COLUMNS="160")  # fmt: skip
     assert code == 0
     assert "mynets:build" in text

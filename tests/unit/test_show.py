@@ -24,11 +24,12 @@ from factories import (
 from rich.console import Console
 from sweeps import a_sweep
 
+from weighin.gate.compare import history
 from weighin.records import run, run_folder
 from weighin.records.run import Measured
 from weighin.records.run_folder import Records
 from weighin.result import Outcome, Peaks, Result
-from weighin.show import history, page, write
+from weighin.show import page, write
 from weighin.show.frame import results
 from weighin.show.plots import pictures
 from weighin.show.report import answer, terminal
@@ -194,22 +195,22 @@ def of_run(folder: Path, day: int, size: int, **settings: Any) -> None:
 def test_a_metric_over_time_tells_its_steps(tmp_path: Path) -> None:
     for day, size in enumerate([GIB, GIB + MIB, 2 * GIB, 2 * GIB, 2 * GIB], 1):
         of_run(tmp_path, day, size, git_commit="a" * 40 if day < 3 else "b" * 40)
-    found = history.read(tmp_path, "peak_rss")
-    (name,) = found.names
-    ((moment, was, now),) = found.steps(name)
-    assert (moment.name, was, now) == ("run03", GIB, 2 * GIB)
-    _, changes, *_ = history.document(found)
+    found = history(tmp_path, "peak_rss")
+    (series,) = found.series
+    assert series["steps"] == [{"run": "run03", "before": GIB, "now": 2 * GIB}]
+    _, changes, *_ = found.document()
     assert isinstance(changes, Lines)
     assert "+1.0 GiB (+100.0 %) since run03 (1.000 GiB -> 2.000 GiB), commit aaaaaaaaa -> bbbbbbbbb" in changes.lines[0]  # fmt: skip
-    assert history.write(found, tmp_path / "out.svg").read_text().startswith("<?xml")
-    json.dumps(history.as_json(found, []))
+    found.draw(tmp_path / "out.svg")
+    assert (tmp_path / "out.svg").read_text().startswith("<?xml")
+    json.dumps(found.as_json())
 
 
 def test_a_sampled_metric_must_stay_off_its_level(tmp_path: Path) -> None:
     for day, size in enumerate([GIB, 2 * GIB, GIB, 3 * GIB, 3 * GIB], 1):
         of_run(tmp_path, day, size)
-    found = history.read(tmp_path, "anon")
-    assert [moment.name for moment, _, _ in found.steps(found.names[0])] == ["run04"]
+    (series,) = history(tmp_path, "anon").series
+    assert [step["run"] for step in series["steps"]] == ["run04"]
 
 
 def test_a_run_without_samples_has_their_columns(tmp_path: Path) -> None:

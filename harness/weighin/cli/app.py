@@ -31,6 +31,7 @@ PANELS: Final[dict[str, Sequence[str]]] = {
 
 _MODULES: Final = {
     **dict.fromkeys(("bench", "run", "floor"), "measure"),
+    **dict.fromkeys(("report", "compare", "check", "history"), "results"),
     **dict.fromkeys(("inspect", "convert", "cache"), "checkpoints"),
 }
 """The modules of several verbs; any other verb has a module of its own name."""

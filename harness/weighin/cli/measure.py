@@ -46,7 +46,7 @@ _FLOOR_TIMEOUT_S = 300.0
 def bench(context: click.Context, /, **_: Any) -> None:
     """Measure memory and time of loading a model with each strategy in its own limited process."""
     from weighin.cli._progress import progress
-    from weighin.cli.report import show_run
+    from weighin.cli.results import show_run
     from weighin.records import run_folder
     from weighin.run.runner import resumable
 
@@ -100,7 +100,7 @@ def run(context: click.Context, /, **_: Any) -> None:
     with _planned(context) as (task, perform), resumable("run", task):
         results = list(perform(task, Progress()))
     if len(results) > 1:
-        from weighin.cli.report import show_run
+        from weighin.cli.results import show_run
         from weighin.records import run_folder
 
         everything = run_folder.of_results(task.folder, results)

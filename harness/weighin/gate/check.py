@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from weighin.cell import is_of_use
 from weighin.errors import ConfigError, HarnessError, RecordError
@@ -19,16 +20,9 @@ from weighin.gate import baseline as files
 from weighin.gate.baseline import Baseline
 from weighin.gate.rules import EXPECTABLE, Budget, Expectation, Rules
 from weighin.records import run_folder
-from weighin.records.machine import (
-    CONCURRENT,
-    Setting,
-    differences,
-    fingerprint,
-    settings_of,
-    spoils_times,
-)
+from weighin.records.machine import CONCURRENT, Setting, differences, settings_of, spoils_times
 from weighin.records.metrics import METRICS, Metric, Tolerance
-from weighin.records.run_folder import Coverage
+from weighin.records.run_folder import Coverage, Records
 from weighin.records.series import STRATEGY, Figure, Series, SeriesRun, name_of, summarise
 from weighin.result import BROKEN, Outcome
 
@@ -50,14 +44,8 @@ class LineVerdict(StrEnum):
 
 WITHIN_BUDGET: Final = "within budget"
 """Tables show this in place of "same" for a budget, because a budget has no earlier figure."""
-FAILING: Final = (
-    LineVerdict.NOT_OK,
-    LineVerdict.REGRESSED,
-    LineVerdict.OVER_BUDGET,
-    LineVerdict.MISSING,
-    LineVerdict.DIFFERS,
-)
 _ORDER: Final = tuple(LineVerdict)
+FAILING: Final = _ORDER[: _ORDER.index(LineVerdict.CHANGED)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +70,9 @@ class Line:
         series: the name of the series, or "environment", "budget" or "run".
         what: the metric, budget or setting that is judged, or "outcome", "model" or "cells".
         text: the description of an item without figures.
+        metric: of the following figures; None for an item without figures.
         was, now, allowed: the figure in the baseline file or the bound of a budget, the measured
-            figure, and the worst figure that passes; None for an item without figures.
+            figure, and the worst figure that passes.
         excess: how much worse ``now`` is than ``allowed``, as a share of ``was``; at most 0 for a pass.
         phases: the change of each phase, from which ``grown`` is found.
     """
@@ -93,9 +82,9 @@ class Line:
     what: str
     text: str = ""
     metric: Metric | None = None
-    was: int | None = None
-    now: int | None = None
-    allowed: int | None = None
+    was: int = 0
+    now: int = 0
+    allowed: int = 0
     excess: float = math.inf
     phases: tuple[Growth, ...] = ()
 
@@ -121,9 +110,9 @@ class Line:
         Memory that a phase keeps also raises the later peaks. The cause is therefore the first phase
         that grew by 0.5 to 1.5 times the metric's growth in bytes, or else the phase that grew most.
         """
-        if self.was is None or self.now is None or self.now <= self.was or not self.phases:
-            return None
         step = self.now - self.was
+        if step <= 0 or not self.phases:
+            return None
         if self.metric and self.metric.unit == "bytes":
             for phase in self.phases:
                 if 0.5 * step <= phase.step <= 1.5 * step:
@@ -144,65 +133,69 @@ class GateResult:
         return tuple(line for line in self.lines if line.fails)
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The figures of one or more runs; repeats of a series in different runs count together.
+@dataclass(frozen=True)
+class Group:
+    """Results that are judged together: repeats of a series in different runs count as one series.
 
-    Attributes:
-        environment: the machine and software of the runs. A setting that differs between cells has
-            all of its values, separated by " | ".
-        machines: a fingerprint (hash) for each kind of machine that measured cells of the runs.
-        nodes: the names of the machines, if a cluster measured the runs.
-        incomplete: for each run that lacks records of planned cells, which cells are missing.
+    ``incomplete`` tells for each run that lacks records of planned cells which cells are missing.
     """
 
-    environment: dict[str, Setting]
-    series: dict[str, Series]
-    machines: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()
+    name: str
+    runs: tuple[SeriesRun, ...]
     warnings: tuple[str, ...] = ()
     incomplete: Mapping[Path, Coverage] = field(default_factory=dict)
 
-
-def read(folder: Path) -> tuple[run_folder.Records, SeriesRun]:
-    """Read a run; raise RecordError if it is not a run, has no record, or has a damaged one."""
-    records = run_folder.read(folder)
-    if not records.results:
-        raise RecordError(
-            f"{folder} contains no record: nothing was measured",
-            f"measure first: {records.coverage.again}" if records.coverage else "",
+    @classmethod
+    def of(cls, name: str, runs: Iterable[tuple[Path, Records]]) -> "Group":
+        """Return the results in the folders of runs."""
+        runs = [*runs]
+        return cls(
+            name,
+            tuple(
+                SeriesRun(one.results, one.coverage is not None and one.coverage.is_search)
+                for _, one in runs
+            ),
+            tuple(dict.fromkeys(text for _, one in runs for text in one.warnings)),
+            {folder: one.coverage for folder, one in runs if one.missing and one.coverage},
         )
-    is_search = records.coverage is not None and records.coverage.is_search
-    return records, SeriesRun(records.results, is_search)
+
+    @property
+    def environments(self) -> list[dict[str, Any]]:
+        return [one.environment for run in self.runs for one in run.results if one.environment]
+
+    @property
+    def started_at(self) -> str:
+        times = (one.started_at for run in self.runs for one in run.results if one.started_at)
+        return min(times, default="")
+
+    @cached_property
+    def environment(self) -> dict[str, Setting]:
+        """Machine and software; a setting that differs between cells has all values: "a | b"."""
+        return settings_of(self.environments)
+
+    @cached_property
+    def series(self) -> dict[str, Series]:
+        return summarise(self.runs)
 
 
-def summary_of(runs: Sequence[SeriesRun]) -> Measured:
-    measured = [result for run in runs for result in run.results if result.environment]
-    nodes = {str(result.environment.get("node", {}).get("name", "")) for result in measured}
-    return Measured(
-        settings_of(result.environment for result in measured),
-        summarise(runs),
-        tuple(dict.fromkeys(fingerprint(one.environment) for one in measured)),
-        tuple(sorted(nodes - {""})),
-    )
+def read_runs(folders: Sequence[Path]) -> Group:
+    """Return the results of all runs together.
 
-
-def read_runs(folders: Sequence[Path]) -> Measured:
-    """Return the figures of all runs together; raise RecordError as ``read`` does."""
-    found = {folder: read(folder) for folder in folders}
-    return replace(
-        summary_of([found[folder][1] for folder in folders]),
-        warnings=tuple(text for records, _ in found.values() for text in records.warnings),
-        incomplete={
-            folder: records.coverage
-            for folder, (records, _) in found.items()
-            if records.missing and records.coverage
-        },
-    )
+    Raises:
+        RecordError: a folder is not a run, or has no record or a damaged one.
+    """
+    runs = [(folder, run_folder.read(folder)) for folder in folders]
+    for folder, records in runs:
+        if not records.results:
+            raise RecordError(
+                f"{folder} contains no record: nothing was measured",
+                f"measure first: {records.coverage.again}" if records.coverage else "",
+            )
+    return Group.of(", ".join(map(str, folders)), runs)
 
 
 def check(
-    measured: Measured,
+    measured: Group,
     baseline_file: Path | None,
     *,
     metrics: Sequence[str] = (),
@@ -228,33 +221,32 @@ def check(
             'give a baseline file, a budget or both: --baseline FILE, --budget "peak_rss <= 8GiB"',
         )
     rules = (baseline.rules if baseline else Rules()).typed(**typed).only(metrics)
-    if not partial:
-        result = evaluate(baseline, rules, measured.environment, measured.series)
-        missing = (
-            f"{run}: {covered}; {covered.again} measures the rest, --partial judges only this part"
-            for run, covered in measured.incomplete.items()
+    if partial:  # what concerns only planned cells that have no record is left out
+        planned = {name_of(cell) for one in measured.incomplete.values() for cell in one.pending}
+        left = planned - measured.series.keys()
+        kept = tuple(
+            budget
+            for budget in rules.budgets
+            if any(map(budget.covers, measured.series)) or not any(map(budget.covers, left))
         )
-        failing = (Line(LineVerdict.MISSING, "run", "cells", text) for text in missing)
-        return replace(result, lines=(*failing, *result.lines))
-    # What concerns only planned cells that have no record is left out.
-    planned = {name_of(cell) for one in measured.incomplete.values() for cell in one.pending}
-    left = planned - measured.series.keys()
-    kept = [
-        budget
-        for budget in rules.budgets
-        if any(map(budget.covers, measured.series)) or not any(map(budget.covers, left))
-    ]
-    if baseline:
-        series = {name: one for name, one in baseline.series.items() if name not in left}
-        baseline = replace(baseline, series=series)
-    rules = replace(rules, budgets=tuple(kept))
+        rules = replace(rules, budgets=kept)
+        if baseline:
+            series = {name: one for name, one in baseline.series.items() if name not in left}
+            baseline = replace(baseline, series=series)
     result = evaluate(baseline, rules, measured.environment, measured.series)
-    parts = (f"{run}: {covered}" for run, covered in measured.incomplete.items())
-    return replace(result, notes=(*result.notes, *parts))
+    if partial:
+        parts = (f"{run}: {covered}" for run, covered in measured.incomplete.items())
+        return replace(result, notes=(*result.notes, *parts))
+    missing = (
+        f"{run}: {covered}; {covered.again} measures the rest, --partial judges only this part"
+        for run, covered in measured.incomplete.items()
+    )
+    failing = (Line(LineVerdict.MISSING, "run", "cells", text) for text in missing)
+    return replace(result, lines=(*failing, *result.lines))
 
 
 def update(
-    measured: Measured, baseline_file: Path, *, partial: bool = False, **typed: Iterable[str]
+    measured: Group, baseline_file: Path, *, partial: bool = False, **typed: Iterable[str]
 ) -> list[str]:
     """Write the measured figures and outcomes into the baseline file; return the lines of the diff.
 
@@ -305,115 +297,122 @@ def evaluate(
     series: Mapping[str, Series],
 ) -> GateResult:
     """Judge all series by the rules, and by ``baseline`` if it is not None."""
-    before = baseline.series if baseline else None
-    lines = list(_outcomes(before, series, rules))
-    notes = [
-        f"{each.source} {each} matches no measured series"
+    before = baseline.series if baseline else {}
+    lines, unjudged = [], []
+    ends = {
+        each: [one.failures for name, one in series.items() if each.covers(name)]
         for each in rules.expected
-        if not any(map(each.covers, series))
-    ]
-    judged = {line.series for line in lines}
-    left = [
-        f"{name} ({one.outcome})"
-        for name, one in series.items()
-        if not one.is_ok and name not in judged
-    ]
-    if left:
-        notes.append(f"these failures are not judged, because no budget covers them: {', '.join(left)}")  # fmt: skip
+    }
+    notes = [f"{each.source} {each} matches no measured series" for each in ends if not ends[each]]
+    unmet = [each for each in ends if not any(each.outcome in failures for failures in ends[each])]
+    for name in dict.fromkeys([*before, *series]):
+        was, now = before.get(name), series.get(name)
+        line = _outcome(name, was, now, rules, unmet, is_new=bool(baseline) and not was)
+        if line:
+            lines.append(line)
+        elif now and not now.is_ok:
+            unjudged.append(f"{name} ({now.outcome})")
+    if unjudged:
+        notes.append(f"these failures are not judged, because no budget covers them: {', '.join(unjudged)}")  # fmt: skip
     if baseline:
-        changes = differences(baseline.environment, environment, rules.policies)
-        for change in changes:
-            verdict = LineVerdict.DIFFERS if change.policy == "fail" else LineVerdict.CHANGED
-            lines.append(Line(verdict, "environment", change.name, str(change)))
-        tolerances = rules.tolerances
-        concurrent = CONCURRENT in environment or CONCURRENT in baseline.environment
-        if concurrent or spoils_times(changes):
-            tolerances = {n: t for n, t in tolerances.items() if METRICS[n].unit != "ns"}
-            if len(tolerances) < len(rules.tolerances):
-                notes.append(
-                    "times are not judged: several cells ran at once (jobs)"
-                    if concurrent
-                    else "times are not judged: the baseline was measured on another machine or with other settings"
-                )
-        for name, was in baseline.series.items():
-            lines += _figures(name, was, series[name], tolerances) if name in series else []
+        lines += _beside(baseline, rules, environment, series, notes)
     for budget in rules.budgets:
         if CONCURRENT in environment and budget.metric.unit == "ns":
             raise ConfigError(
                 f"the budget {str(budget)!r} limits a time, but times are not comparable: several cells ran at once (jobs)",
                 "measure without jobs, or leave the budget out",
             )
-        lines += _budget(budget, series)
-        ok = [name for name, one in series.items() if budget.covers(name) and one.is_ok]
-        lacking = [name for name in ok if _of_budget(budget, series[name]) is None]
-        if lacking and lacking != ok:
-            notes.append(f"{budget}: not judged, because there is no such figure, for {', '.join(lacking)}")  # fmt: skip
-    if baseline:
-        if not baseline.series.keys() & series.keys():
-            first, other = next(iter(baseline.series), "nothing"), next(iter(series), "nothing")
-            notes.append(
-                f"the baseline and the run have no series in common: for example, the baseline has {first},"
-                f" and the run has {other}"
-            )
-        notes += _noisy(baseline, rules)
+        lines += _budget(budget, series, notes)
     ordered = sorted(lines, key=lambda line: (_ORDER.index(line.verdict), -line.excess))
     return GateResult(tuple(ordered), tuple(notes))
 
 
-def _outcomes(
-    before: Mapping[str, Series] | None, series: Mapping[str, Series], rules: Rules
-) -> Iterator[Line]:
-    """Yield a line for the outcome of each series that is judged.
+def _outcome(
+    name: str,
+    was: Series | None,
+    now: Series | None,
+    rules: Rules,
+    unmet: Sequence[Expectation],
+    *,
+    is_new: bool,
+) -> Line | None:
+    """Return the line for the outcome of a series; None if nothing judges it.
 
-    Without a baseline file, these are the failed series with a budget or an expected outcome, the
-    broken ones, and an ok one whose failure was expected.
+    Without a baseline file, these are judged: the failed series with a budget or an expected outcome,
+    the broken ones, and an ok one whose failure was expected (in ``unmet``).
     """
-    ended = {
-        each: any(
-            each.covers(name) and each.outcome in one.failures for name, one in series.items()
-        )
-        for each in rules.expected
-    }
-    for name in dict.fromkeys([*(before or {}), *series]):
-        was, now = (before or {}).get(name), series.get(name)
-        expected = [each for each in rules.expected if each.covers(name)]
-        if now is None:
-            assert was is not None
-            text = f"was not measured; {was.outcome} in the baseline"
-            yield Line(LineVerdict.MISSING, name, "outcome", text)
-        elif now.is_ok:
-            unmet = next((each for each in expected if not ended[each]), None)
-            if unmet or (was and not was.is_ok):
-                earlier = was.outcome if was and not was.is_ok else f"{unmet.outcome} expected" if unmet else ""  # fmt: skip
-                repair = f"; remove {str(unmet)!r} from {unmet.source}" if unmet else ""
-                yield Line(LineVerdict.IMPROVED, name, "outcome", f"{earlier} -> ok{repair}")
-            elif was:
-                yield Line(LineVerdict.SAME, name, "outcome", "ok", excess=-math.inf)
-            elif before is not None:
-                yield Line(LineVerdict.NEW, name, "outcome", "not in the baseline; ok")
-        elif _is_expected(now, was, expected):
-            yield Line(LineVerdict.EXPECTED, name, "outcome", now.outcome)
-        elif (
-            before is not None
-            or now.failures & {*BROKEN}
-            or any(budget.covers(name) for budget in rules.budgets)
-        ):
-            text = now.outcome
-            if was and was.outcome != now.outcome:
-                text = f"{was.outcome} -> {now.outcome}"
-            elif before is not None and not was:
-                text += ", and not in the baseline"
-            if now.message:
-                text += f": {now.message}"
-            verdict = LineVerdict.REGRESSED if was and was.is_ok else LineVerdict.NOT_OK
-            yield Line(verdict, name, "outcome", text)
-
-
-def _is_expected(now: Series, was: Series | None, expected: Iterable[Expectation]) -> bool:
-    """Return whether every repeat ended ok, with an outcome of the baseline, or with an expected one."""
+    expected = [each for each in rules.expected if each.covers(name)]
     accepted = {each.outcome.value for each in expected}
     accepted |= was.failures & {*EXPECTABLE} if was else set()
-    return now.failures <= accepted
+    lost = next((each for each in expected if each in unmet), None)
+    verdict, text = None, now.outcome if now else ""
+    if now is None:
+        verdict = LineVerdict.MISSING
+        text = f"was not measured; {was.outcome if was else ''} in the baseline"
+    elif now.is_ok and (lost or (was and not was.is_ok)):
+        verdict, earlier = LineVerdict.IMPROVED, was.outcome if was else Outcome.OK
+        text = (
+            f"{earlier if earlier != Outcome.OK or not lost else f'{lost.outcome} expected'} -> ok"
+        )
+        text += f"; remove {str(lost)!r} from {lost.source}" if lost else ""
+    elif now.is_ok and was:
+        verdict = LineVerdict.SAME
+    elif now.is_ok and is_new:
+        verdict, text = LineVerdict.NEW, "not in the baseline; ok"
+    elif not now.is_ok and now.failures <= accepted:
+        verdict = LineVerdict.EXPECTED
+    elif not now.is_ok and (
+        was
+        or is_new
+        or now.failures & {*BROKEN}
+        or any(budget.covers(name) for budget in rules.budgets)
+    ):
+        verdict = LineVerdict.REGRESSED if was and was.is_ok else LineVerdict.NOT_OK
+        if was and was.outcome != now.outcome:
+            text = f"{was.outcome} -> {text}"
+        text += ", and not in the baseline" * is_new + (f": {now.message}" if now.message else "")
+    excess = -math.inf if verdict is LineVerdict.SAME else math.inf
+    return Line(verdict, name, "outcome", text, excess=excess) if verdict else None
+
+
+def _beside(
+    baseline: Baseline,
+    rules: Rules,
+    environment: Mapping[str, Setting],
+    series: Mapping[str, Series],
+    notes: list[str],
+) -> Iterator[Line]:
+    """Yield a line for each setting and figure that the baseline has; add what is not judged to ``notes``."""
+    changes = differences(baseline.environment, environment, rules.policies)
+    for change in changes:
+        verdict = LineVerdict.DIFFERS if change.policy == "fail" else LineVerdict.CHANGED
+        yield Line(verdict, "environment", change.name, str(change))
+    tolerances = rules.tolerances
+    concurrent = CONCURRENT in environment or CONCURRENT in baseline.environment
+    if concurrent or spoils_times(changes):
+        tolerances = {n: t for n, t in tolerances.items() if METRICS[n].unit != "ns"}
+        if len(tolerances) < len(rules.tolerances):
+            notes.append(
+                "times are not judged: several cells ran at once (jobs)"
+                if concurrent
+                else "times are not judged: the baseline was measured on another machine or with other settings"
+            )
+    for name, was in baseline.series.items():
+        yield from _figures(name, was, series[name], tolerances) if name in series else ()
+        for metric_name, figure in was.figures.items():
+            tolerance = rules.tolerances.get(metric_name)
+            if tolerance and figure.high - figure.median > 2 * tolerance.allowance(figure.median):
+                metric = METRICS[metric_name]
+                notes.append(
+                    f"the baseline's repeats of {name} spread from {metric.text(figure.low)} to"
+                    f" {metric.text(figure.high)} in {metric.title}: smaller regressions are not detected"
+                )
+    if not baseline.series.keys() & series.keys():
+        first, other = next(iter(baseline.series), "nothing"), next(iter(series), "nothing")
+        notes.append(
+            f"the baseline and the run have no series in common: for example, the baseline has {first},"
+            f" and the run has {other}"
+        )
 
 
 def _figures(
@@ -486,59 +485,42 @@ def _by_phase(metric: Metric, series: Series) -> dict[str, int]:
     return found
 
 
-def _of_budget(budget: Budget, one: Series) -> tuple[Figure, int] | None:
-    """Return the figure that a budget limits, and its bound; None if one of the two is unknown."""
-    figure, bound = one.figures.get(budget.metric.name), budget.bound(one)
-    return None if figure is None or bound is None else (figure, bound)
+def _budget(budget: Budget, series: Mapping[str, Series], notes: list[str]) -> list[Line]:
+    """Return a line for each series that the budget covers and that has the budget's figure.
 
-
-def _budget(budget: Budget, series: Mapping[str, Series]) -> Iterator[Line]:
-    """Yield a line for each series that the budget covers and that has the budget's figure.
-
-    The verdict is "missing" if no series has it, or if a search found no RAM floor.
+    The verdict is "missing" if no series has it, or if a search found no RAM floor. Which ok series
+    lack the figure is added to ``notes``.
     """
-    compared = False
+    lines, lacking, metric = [], [], budget.metric
     covered = {name: one for name, one in series.items() if budget.covers(name)}
     for name, one in covered.items():
-        if budget.metric.name == "floor" and one.is_ok and one.no_floor:
-            compared = True
-            text = f"no floor was found: {one.no_floor}"
-            yield Line(LineVerdict.MISSING, name, str(budget), text)
-        elif found := _of_budget(budget, one):
-            compared = True
-            figure, bound = found
+        figure, bound = one.figures.get(metric.name), budget.bound(one)
+        if figure is not None and bound is not None:
             kept = budget.is_kept(figure.high, bound)
-            yield Line(
-                LineVerdict.SAME if kept else LineVerdict.OVER_BUDGET,
-                name,
-                str(budget),
-                metric=budget.metric,
-                was=bound,
-                now=figure.high,
-                allowed=bound,
-                excess=(figure.high - bound) / max(bound, 1),
+            lines.append(
+                Line(
+                    LineVerdict.SAME if kept else LineVerdict.OVER_BUDGET,
+                    name,
+                    str(budget),
+                    metric=metric,
+                    was=bound,
+                    now=figure.high,
+                    allowed=bound,
+                    excess=(figure.high - bound) / max(bound, 1),
+                )
             )
-    if compared:
-        return
+            continue
+        lacking += [name] if one.is_ok else []
+        if metric.name == "floor" and one.is_ok and one.no_floor:
+            text = f"no floor was found: {one.no_floor}"
+            lines.append(Line(LineVerdict.MISSING, name, str(budget), text))
+    if lacking and lacking != [name for name, one in covered.items() if one.is_ok]:
+        notes.append(f"{budget}: not judged, because there is no such figure, for {', '.join(lacking)}")  # fmt: skip
+    if lines:
+        return lines
     why = "no measured series has this figure"
     if series and not covered:
         strategies = dict.fromkeys(name.split(" ")[STRATEGY] for name in series if " " in name)
         known = f"; the run's strategies are {', '.join(strategies)}" if strategies else ""
         why = f"no series matches {budget.selector!r}{known}"
-    yield Line(LineVerdict.MISSING, "budget", str(budget), f"{budget}: {why}")
-
-
-def _noisy(baseline: Baseline, rules: Rules) -> Iterator[str]:
-    """Yield a note for each figure in the baseline file whose repeats vary much.
-
-    Their largest value then exceeds their median by more than twice the tolerance.
-    """
-    for name, series in baseline.series.items():
-        for metric_name, figure in series.figures.items():
-            tolerance = rules.tolerances.get(metric_name)
-            if tolerance and figure.high - figure.median > 2 * tolerance.allowance(figure.median):
-                metric = METRICS[metric_name]
-                yield (
-                    f"the baseline's repeats of {name} spread from {metric.text(figure.low)} to"
-                    f" {metric.text(figure.high)} in {metric.title}: smaller regressions are not detected"
-                )
+    return [Line(LineVerdict.MISSING, "budget", str(budget), f"{budget}: {why}")]

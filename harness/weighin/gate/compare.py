@@ -1,153 +1,159 @@
-"""Compare the same series in several groups of records, such as runs or commits (``weighin compare``).
+"""Show groups of results beside each other (``weighin compare``), or in order of time (``weighin history``).
 
-The output marks a figure that lies outside the range of the first group's repeats by more than the
-metric's tolerance. Unlike ``weighin check``, the comparison neither passes nor fails.
+A group is a run, or the results that share a commit, a version of torch or a kind of machine. A figure
+changed if it differs by more than ``weighin check`` tolerates; nothing passes or fails.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 from string import ascii_uppercase
 from typing import Any, Final
 
-from weighin.errors import ConfigError, UnknownName
-from weighin.gate.check import Line, LineVerdict, Measured, judge_figure, read, summary_of
-from weighin.gate.tables import short_names
+from weighin.errors import ConfigError, RecordError, UnknownName
+from weighin.gate.check import Group, LineVerdict, judge_figure, read_runs
+from weighin.gate.tables import KINDS, short_names
+from weighin.records import run_folder
 from weighin.records.machine import differences, fingerprint, settings_of
 from weighin.records.metrics import METRICS, Metric, grouped, named
-from weighin.records.series import Series, SeriesRun
+from weighin.records.series import STRATEGY, Series
 from weighin.result import Result
+from weighin.show.table import Column, Document, Entry, Lines, Table, markdown
 from weighin.text import one_line
+from weighin.units import GIB
 
 _COMMIT_LENGTH: Final = 10
 _OUTCOME: Final = "outcome"
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedMetric:
-    """One metric of one series in every group.
-
-    Attributes:
-        texts: the figure of each group as text; None for a group without the figure.
-        lines: for each later group, the verdict on its figure against the first group's; None for
-            outcomes, or if one of the two figures is missing.
-    """
-
-    series: str
-    what: str
-    texts: tuple[str | None, ...]
-    lines: tuple[Line | None, ...]
+_PUBLISHED: Final = "published"  # a folder of this name has the runs that a project publishes
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Several groups side by side: a heading for each, and a row for each metric of a series.
+    """Several groups side by side.
 
-    ``common`` has the words that all names of series share. The names in ``rows`` lack them.
+    Attributes:
+        headings: the name of each group, and what is known of it.
+        rows: for ``--json``, one for each metric of a series: the ``texts`` of all groups, and how the
+            figure of each later group ``compared`` with that of the first; a verdict is that of
+            ``weighin check``.
+        common: the words that all names of series share, and the names in ``rows`` lack.
     """
 
-    headings: tuple[str, ...]
-    rows: tuple[ComparedMetric, ...]
+    headings: Sequence[str]
+    rows: Sequence[dict[str, Any]]
     common: str
-    warnings: tuple[str, ...] = ()
+    warnings: Sequence[str] = ()
 
     @property
     def summary(self) -> str:
-        verdicts = [line.verdict for row in self.rows for line in row.lines if line]
-        worse = verdicts.count(LineVerdict.REGRESSED)
-        better = verdicts.count(LineVerdict.IMPROVED)
-        outcomes = [row.texts for row in self.rows if row.what == _OUTCOME]
+        verdicts = [one["verdict"] for row in self.rows for one in row["compared"] if one]
+        outcomes = [row["texts"] for row in self.rows if row["metric"] == _OUTCOME]
         failed = sum(
             was == "ok" and now not in (None, "ok") for was, *later in outcomes for now in later
         )
         return (
-            f"{len(verdicts)} figures compared with A: {worse} larger and {better} smaller beyond noise"
+            f"{len(verdicts)} figures compared with A: {verdicts.count(LineVerdict.REGRESSED)} larger and"
+            f" {verdicts.count(LineVerdict.IMPROVED)} smaller beyond noise"
             + (f"; {failed} measurement{'s' * (failed > 1)} no longer ok" if failed else "")
         )
 
+    @property
+    def table(self) -> Table:
+        """A table with the change from the first group beside each figure of a later one."""
+        rows: list[list[Entry | str]] = []
+        for row in self.rows:
+            entries = [Entry(text or "-") for text in row["texts"]]
+            for place, one in enumerate(row["compared"], 1):
+                if one and one["before"]:
+                    share = f"{(one['now'] - one['before']) / one['before'] * 100:+.1f} %"
+                    kind = KINDS[one["verdict"]] if one["changed_beyond_noise"] else ""
+                    entries[place] = Entry(entries[place].text, share, kind)
+            rows.append([row["series"], row["metric"], *entries])
+        names = (Column(one, is_name=True) for one in ("series", "metric"))
+        return Table("", [*names, *map(Column, ascii_uppercase[: len(self.headings)])], rows)
+
+    def terminal(self) -> Document:
+        common = [f"all: {self.common}"] if self.common else []
+        total = Lines("", [self.summary], "result")
+        return [Lines("", self.headings), self.table, Lines("", common, "dim"), total]
+
+    def markdown(self) -> str:
+        common = [f"All: {self.common}"] if self.common else []
+        texts = Lines("", [*common, self.summary], "answer")
+        return markdown([Lines("", self.headings), self.table, texts]) + "\n"
+
     def as_json(self) -> dict[str, Any]:
         return {
-            "runs": list(self.headings),
+            "runs": self.headings,
             "common": self.common,
-            "rows": [
-                {
-                    "series": row.series,
-                    "metric": row.what,
-                    "texts": list(row.texts),
-                    "compared": [
-                        line
-                        and {
-                            "unit": line.metric and line.metric.unit,
-                            "before": line.was,
-                            "now": line.now,
-                            "changed_beyond_noise": line.verdict is not LineVerdict.SAME,
-                        }
-                        for line in row.lines
-                    ],
-                }
-                for row in self.rows
-            ],
-            "warnings": list(self.warnings),
+            "rows": self.rows,
+            "warnings": self.warnings,
         }
 
 
 def compare(folders: Sequence[Path], metrics: Sequence[str] = (), by: str = "run") -> Comparison:
-    """Compare the first group of records with each later group.
+    """Compare the first group of results with each later group.
 
     Series with equal names are compared. Words that are the same in all names of one group, such as
     the isolation, may differ between groups; the heading of each group then shows its words.
 
     Args:
-        by: what the records of a group share: "run" (the folder), "machine" (the kind of machine),
+        by: what the results of a group share: "run" (the folder), "machine" (the kind of machine),
             "commit", or the name of a setting of the environment, such as "torch".
 
     Raises:
         ConfigError: there are fewer than two groups, or more than 26.
         RecordError: a folder is not a run, or has no record.
     """
-    groups, warnings = _groups(folders, by)
+    runs = [read_runs([folder]) for folder in folders]
+    groups = runs if by == "run" else _split(runs, by)
+    warnings = [text for run in runs for text in run.warnings]
+    if by == "run":
+        kinds = [(run.name, len({*map(fingerprint, run.environments)})) for run in runs]
+        warnings[:0] = [
+            f"the figures of {name} are from {count} kinds of machine:"
+            f" weighin compare {quote(name)} --by machine compares these"
+            for name, count in kinds
+            if count > 1
+        ]
     if not 2 <= len(groups) <= len(ascii_uppercase):
         if by == "run":
             raise ConfigError(
                 f"cannot compare {len(groups)} run{'s' * (len(groups) != 1)}",
                 "name two or more folders of runs: weighin compare results/RUN_A results/RUN_B",
             )
-        known = {name for _, group in groups for name in group.environment}
-        known |= {"run", "machine", "commit"}
+        known = {"run", "machine", "commit", *(name for one in groups for name in one.environment)}
         if by not in known:
             raise UnknownName("setting", by, known)
-        found = ", ".join(name for name, _ in groups[:5])
+        found = ", ".join(group.name for group in groups[:5])
         raise ConfigError(
             f"cannot compare by {by}: the records have {len(groups)} of it{': ' * bool(found)}{found}",
             f"name runs of which it differs, or leave out --by {by}",
         )
-    chosen = [named(name) for name in metrics] or list(METRICS.values())
-    own = _own_words([group for _, group in groups])
+    own = _own_words(groups)
     keyed = [
         {
-            " ".join(
-                "" if place in own else word for place, word in enumerate(name.split(" "))
-            ): one
+            " ".join("" if at in own else word for at, word in enumerate(name.split(" "))): one
             for name, one in group.series.items()
         }
-        for _, group in groups
+        for group in groups
     ]
     shorts, common = short_names(name for series in keyed for name in series)
+    chosen = [named(name) for name in metrics] or list(METRICS.values())
     rows = [
         row
         for name, short in shorts.items()
         for row in _rows(short, [series.get(name) for series in keyed], chosen)
     ]
-    return Comparison(tuple(_headings(groups, own)), tuple(rows), common, warnings)
+    headings = [*_headings(groups, own)]
+    return Comparison(headings, rows, common, [*dict.fromkeys(warnings)])
 
 
-def _groups(folders: Sequence[Path], by: str) -> tuple[list[tuple[str, Measured]], tuple[str, ...]]:
-    """Return the figures of each group, and warnings about the records."""
-    warnings: list[str] = []
-    mixed: list[str] = []
-    groups: list[tuple[str, Measured]] = []
-    runs: dict[str, list[SeriesRun]] = {}
+def _split(runs: Sequence[Group], by: str) -> list[Group]:
+    """Return the results of the runs in groups of an equal machine, commit or setting ``by``."""
 
     def value(result: Result) -> str:
         if by == "machine":
@@ -155,49 +161,57 @@ def _groups(folders: Sequence[Path], by: str) -> tuple[list[tuple[str, Measured]
         name = "git_commit" if by == "commit" else by
         return str(settings_of([result.environment]).get(name, "not set"))
 
-    for folder in folders:
-        records, run = read(folder)
-        warnings += records.warnings
-        if by != "run":
-            measured = [result for result in run.results if result.environment]
-            for key, results in grouped(measured, value).items():
-                runs.setdefault(key, []).append(replace(run, results=results))
-            continue
-        group = summary_of([run])
-        if records.missing and records.coverage:
-            group = replace(group, incomplete={folder: records.coverage})
-        if len(group.machines) > 1:
-            mixed.append(
-                f"the figures of {folder} are from {len(group.machines)} kinds of machine:"
-                f" weighin compare {quote(str(folder))} --by machine compares these"
-            )
-        groups.append((str(folder), group))
-    for key, ours in runs.items():
-        group = summary_of(ours)
-        nodes = f" ({', '.join(group.nodes)})" if by == "machine" and group.nodes else ""
-        groups.append((f"{by} {key[:_COMMIT_LENGTH] if by == 'commit' else key}{nodes}", group))
-    return groups, tuple(dict.fromkeys((*mixed, *warnings)))
+    parts = [
+        (key, replace(run, results=results))
+        for group in runs
+        for run in group.runs
+        for key, results in grouped((one for one in run.results if one.environment), value).items()
+    ]
+    groups = []
+    for key, ours in grouped(parts, lambda part: part[0]).items():
+        name = f"{by} {key[:_COMMIT_LENGTH] if by == 'commit' else key}"
+        group = Group(name, tuple(run for _, run in ours))
+        nodes = {str(one.get("node", {}).get("name", "")) for one in group.environments} - {""}
+        if by == "machine" and nodes:
+            group = replace(group, name=f"{name} ({', '.join(sorted(nodes))})")
+        groups.append(group)
+    return groups
 
 
 def _rows(
     name: str, series: Sequence[Series | None], metrics: Sequence[Metric]
-) -> Iterator[ComparedMetric]:
-    outcomes = [each.outcome if each else None for each in series]
-    if any(outcome != "ok" for outcome in outcomes):
-        yield ComparedMetric(name, _OUTCOME, tuple(outcomes), (None,) * (len(series) - 1))
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for the outcomes unless all are ok, and one for each metric."""
+    texts = [each.outcome if each else None for each in series]
+    if any(text != "ok" for text in texts):
+        nothing = [None] * (len(series) - 1)
+        yield {"series": name, "metric": _OUTCOME, "texts": texts, "compared": nothing}
     for metric in metrics:
-        first, *later = (each.figures.get(metric.name) if each else None for each in series)
-        if not any((first, *later)):
-            continue
-        lines = tuple(
-            judge_figure(name, metric, metric.tolerance, first, other) if first and other else None
-            for other in later
-        )
-        texts = (metric.text(one.median) if one else None for one in (first, *later))
-        yield ComparedMetric(name, metric.title, tuple(texts), lines)
+        figures = [each.figures.get(metric.name) if each else None for each in series]
+        compared: list[dict[str, Any] | None] = []
+        for other in figures[1:]:
+            line = (
+                figures[0]
+                and other
+                and judge_figure(name, metric, metric.tolerance, figures[0], other)
+            )
+            compared.append(
+                {
+                    "unit": metric.unit,
+                    "before": line.was,
+                    "now": line.now,
+                    "changed_beyond_noise": line.verdict is not LineVerdict.SAME,
+                    "verdict": line.verdict,
+                }
+                if line
+                else None
+            )
+        texts = [metric.text(one.median) if one else None for one in figures]
+        if any(figures):
+            yield {"series": name, "metric": metric.title, "texts": texts, "compared": compared}
 
 
-def _own_words(groups: Sequence[Measured]) -> set[int]:
+def _own_words(groups: Sequence[Group]) -> set[int]:
     """Return the positions in names at which each group has a single word, but the groups differ."""
     words = [[name.split(" ") for name in group.series] for group in groups]
     own = set()
@@ -208,9 +222,9 @@ def _own_words(groups: Sequence[Measured]) -> set[int]:
     return own
 
 
-def _headings(groups: Sequence[tuple[str, Measured]], own: set[int]) -> Iterator[str]:
+def _headings(groups: Sequence[Group], own: set[int]) -> Iterator[str]:
     """Yield a heading for each group: its name, commit, torch, and its differences from the first."""
-    for letter, (name, group) in zip(ascii_uppercase, groups, strict=False):
+    for letter, group in zip(ascii_uppercase, groups, strict=False):
         words = next(iter(group.series)).split(" ")
         facts = [str(covered) for covered in group.incomplete.values()]
         facts += [words[place] for place in sorted(own)]
@@ -218,6 +232,191 @@ def _headings(groups: Sequence[tuple[str, Measured]], own: set[int]) -> Iterator
             facts.append(f"commit {str(commit)[:_COMMIT_LENGTH]}")
         if torch := group.environment.get("torch"):
             facts.append(f"torch {torch}")
-        changes = differences(groups[0][1].environment, group.environment, {})
+        changes = differences(groups[0].environment, group.environment, {})
         facts += [str(change) for change in changes if change.name != "torch"]
-        yield one_line(f"{letter} = {name}: {', '.join(facts) or 'environment unknown'}")
+        yield one_line(f"{letter} = {group.name}: {', '.join(facts) or 'environment unknown'}")
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """One metric in several runs, the oldest first.
+
+    Attributes:
+        runs, series: for ``--json``. A series has the ``points`` of the runs that measured it, the
+            ``steps`` where the metric left its level, and the ``outcome_changes``.
+        moved: the settings of machine and software that differ from the run before, by the run's name.
+    """
+
+    metric: Metric
+    runs: Sequence[dict[str, str]]
+    series: Sequence[dict[str, Any]]
+    moved: dict[str, list[str]]
+    warnings: Sequence[str]
+
+    @property
+    def title(self) -> str:
+        return f"{self.metric.title} over {len(self.runs)} runs"
+
+    @property
+    def notes(self) -> list[str]:
+        how = "exact" if self.metric.exact else "sampled"
+        lines = [
+            f"{self.metric.name}: {how}; each figure is the median of a run's ok repeats. A step is a lasting"
+            " change beyond the tolerance of weighin check."
+        ]
+        if self.metric.unit == "ns":
+            lines.append(
+                "Times of different runs differ for many reasons, so a step of a time proves nothing alone."
+            )
+        return lines
+
+    def document(self) -> Document:
+        """Return a table of each series' first and last figure, and a line for each change."""
+        metric, rows, changes = self.metric, [], []
+        before = {after["run"]: before for before, after in pairwise(self.runs)}
+        commits = {run["run"]: run["commit"] for run in self.runs}
+        for one in self.series:
+            name, points = one["series"], one["points"]
+            known = [point["median"] for point in points if point["median"] is not None]
+            ends = [metric.text(known[0]), metric.text(known[-1]), metric.change(known[0], known[-1])] if known else ["-"] * 3  # fmt: skip
+            rows.append([name, str(len(points)), *ends])
+            for run, was, now in (step.values() for step in one["steps"]):
+                text = f"{name}: {metric.change(was, now)} since {run} ({metric.text(was)} -> {metric.text(now)})"
+                earlier = before[run]["commit"]
+                if commits[run] and commits[run] != earlier:
+                    text += f", commit {earlier or 'unknown'} -> {commits[run]}"
+                changes.append(text)
+            changes += [
+                f"{name}: {was} -> {now} since {run}"
+                for run, was, now in (change.values() for change in one["outcome_changes"])
+            ]
+        columns = [Column("series", is_name=True), *map(Column, ("runs", "first", "last", "change"))]  # fmt: skip
+        moved = [
+            f"machine or software changed since {run}: {'; '.join(texts)}"
+            for run, texts in self.moved.items()
+        ]
+        return [
+            Table(self.title, columns, rows),
+            Lines("", changes or ["no step: no series changed its level"]),
+            Lines("", moved, "warning"),
+            Lines("", self.notes, "dim"),
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        about = {"metric": self.metric.name, "unit": self.metric.unit}
+        return about | {"runs": self.runs, "series": self.series, "warnings": self.warnings}
+
+    def draw(self, path: Path) -> None:
+        """Draw a line for each series as PNG or SVG, by the suffix of ``path``."""
+        from weighin.show.plots import draw_history  # imports matplotlib
+        from weighin.show.style import png, svg
+
+        places = {run["run"]: place for place, run in enumerate(self.runs)}
+        unit, scale = ("s", 1e9) if self.metric.unit == "ns" else ("GiB", GIB)
+        curves = {
+            one["series"]: (
+                one["series"].split(" ")[STRATEGY],
+                [
+                    (places[point["run"]], point["median"] / scale)
+                    for point in one["points"]
+                    if point["median"] is not None
+                ],
+            )
+            for one in self.series
+        }
+        up = f"{self.metric.name}, {unit}"
+        figure = draw_history(self.title, curves, [*places], up, [*self.moved], self.notes)
+        with run_folder.writing(path, repair="name another file with --out"):
+            path.write_bytes(png(figure) if path.suffix.lower() == ".png" else svg(figure).encode())
+
+
+def history(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
+    """Return a metric over every run below ``folder``.
+
+    Only series whose names contain all ``words`` are in it. Runs below a folder "published" are left
+    out, unless ``folder`` itself is or lies in it. What is left out causes warnings.
+
+    Raises:
+        UnknownName: no metric has the name ``metric``.
+        ConfigError: ``folder`` is no folder or has no run, or no series has all ``words``.
+    """
+    chosen, repair = named(metric), "name a folder that contains runs, such as results"
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder", repair)
+    runs, warnings, left_out = [], [], Counter[Path]()
+    for path in sorted(folder.rglob(run_folder.RECORDS)):
+        parts = path.relative_to(folder).parts
+        if _PUBLISHED in parts:
+            left_out[folder.joinpath(*parts[: parts.index(_PUBLISHED) + 1])] += 1
+            continue
+        try:
+            records = run_folder.read_whole(path.parent)
+        except RecordError as error:
+            warnings.append(f"{error.message}: this run is left out")
+            continue
+        warnings += records.warnings
+        if records.results:
+            name = str(path.parent.relative_to(folder)) if len(parts) > 1 else folder.name
+            runs.append(Group.of(name, [(path.parent, records)]))
+    warnings += [
+        f"the {count} runs in {path} are left out; to see these runs: weighin history {quote(str(path))}"
+        for path, count in left_out.items()
+    ]
+    if not runs:
+        why = "; ".join([f"{folder} contains no run with a record", *warnings])
+        raise ConfigError(why, f"{repair}, or the folder of one run")
+    runs.sort(key=lambda run: (run.started_at, run.name))
+    names = dict.fromkeys(name for run in runs for name in run.series)
+    series = [_over_time(name, runs, chosen) for name in names if all(word in name for word in words)]  # fmt: skip
+    series = [one for one in series if one["points"]]
+    if not series:
+        raise ConfigError(
+            f"no series in the runs of {folder} has {' and '.join(map(repr, words))} in its name",
+            "leave --series out to see the names of all series",
+        )
+    series.sort(key=lambda one: (-len(one["steps"] + one["outcome_changes"]), one["series"]))
+    moved = {}
+    for before, after in pairwise(runs):
+        found = differences(before.environment, after.environment, {})
+        if texts := [str(one) for one in found if one.was is not None and one.now is not None]:
+            moved[after.name] = texts
+    return History(chosen, [_about(run) for run in runs], series, moved, warnings)
+
+
+def _about(run: Group) -> dict[str, str]:
+    settings = run.environment
+    commit = str(settings.get("git_commit") or "")[: _COMMIT_LENGTH - 1]
+    if commit and settings.get("git_dirty"):
+        commit += "+"
+    torch = str(settings.get("torch") or "")
+    return {"run": run.name, "started_at": run.started_at, "commit": commit, "torch": torch}
+
+
+def _over_time(name: str, runs: Sequence[Group], metric: Metric) -> dict[str, Any]:
+    """Return one series in the runs that measured it, with the changes of its level and outcome.
+
+    The metric leaves its level by more than ``weighin check`` tolerates. A metric with noise must stay
+    off the level in the next run too.
+    """
+    points: list[dict[str, Any]] = []
+    for run in runs:
+        one = run.series.get(name)
+        if one and one.outcome != "skipped":
+            figure = one.figures.get(metric.name)
+            known = asdict(figure) if figure else dict.fromkeys(("low", "median", "high"))
+            points.append({"run": run.name, "outcome": one.outcome} | known)
+    found = [(one["run"], one["median"]) for one in points if one["median"] is not None]
+    steps, level = [], found[0][1] if found else 0
+    for at, (since, now) in enumerate(found):
+        allowed = metric.tolerance.allowance(level)
+        later = found[at + 1][1] if at + 1 < len(found) else level
+        stays = abs(later - level) > allowed and (later > level) == (now > level)
+        if abs(now - level) > allowed and (stays or (metric.exact and metric.unit == "bytes")):
+            steps.append({"run": since, "before": level, "now": now})
+            level = now
+    changes = [
+        {"run": now["run"], "before": was["outcome"], "now": now["outcome"]}
+        for was, now in pairwise(points)
+        if was["outcome"] != now["outcome"]
+    ]
+    return {"series": name, "points": points, "steps": steps, "outcome_changes": changes}

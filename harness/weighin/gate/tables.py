@@ -1,33 +1,29 @@
-"""Show the result of ``weighin check`` and of ``weighin compare`` in each form.
+"""Show the result of ``weighin check`` in each form.
 
 The forms are text for a terminal, Markdown, GitHub's annotations, JUnit XML and JSON.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from string import ascii_uppercase
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 from xml.etree import ElementTree as ET
-
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from weighin.gate.check import FAILING, WITHIN_BUDGET, GateResult, Line, LineVerdict
 from weighin.records.series import FORMAT, STRATEGY
-from weighin.show.table import Column, Entry, Lines, Table
+from weighin.show.table import Column, Document, Entry, Lines, Table
 from weighin.text import markdown, one_line
 
-if TYPE_CHECKING:
-    from weighin.gate.compare import Comparison
-
-_SHOWN: Final = dict.fromkeys(FAILING, ("worse", "error")) | {
-    LineVerdict.CHANGED: ("changed", "warning"),
-    LineVerdict.IMPROVED: ("better", "notice"),
-    LineVerdict.NEW: ("new", "notice"),
-    LineVerdict.EXPECTED: ("same", ""),
-    LineVerdict.SAME: ("same", ""),
+KINDS: Final[Mapping[LineVerdict, str]] = {
+    **dict.fromkeys(FAILING, "worse"),
+    LineVerdict.CHANGED: "changed",
+    LineVerdict.IMPROVED: "better",
+    LineVerdict.NEW: "new",
+    LineVerdict.EXPECTED: "same",
+    LineVerdict.SAME: "same",
 }
-"""The kind of an entry in tables, and the level of an annotation, of each verdict."""
+"""The kind of an entry in tables, of each verdict."""
+_LEVELS: Final = {"worse": "error", "changed": "warning", "better": "notice", "new": "notice"}
+"""The level of an annotation, of each kind."""
 
 
 def summary(result: GateResult) -> str:
@@ -41,7 +37,7 @@ def summary(result: GateResult) -> str:
     )
 
 
-def terminal(result: GateResult, *, whole: bool = False) -> RenderableType:
+def terminal(result: GateResult, *, whole: bool = False) -> Document:
     """Return the result for a terminal.
 
     Without ``whole``, unchanged figures are left out. If all are unchanged, the first one is shown,
@@ -50,30 +46,30 @@ def terminal(result: GateResult, *, whole: bool = False) -> RenderableType:
     notable = [line for line in result.lines if line.verdict is not LineVerdict.SAME]
     shown = result.lines if whole else notable or result.lines[:1]
     names, common = short_names(line.series for line in shown)
-    figures = [line for line in shown if line.now is not None]
-    sentences = {
-        fails: [
+    figures = [line for line in shown if line.metric]
+    failing, others = (
+        [
             f"{line.verdict} {names[line.series]}: {one_line(line.text)}"
             for line in shown
-            if line.now is None and line.fails is fails
+            if not line.metric and line.fails is fails
         ]
         for fails in (True, False)
-    }
-    return Group(
-        Lines("", sentences[True]),
+    )
+    phases = [
+        Lines(
+            f"{names[one.series]}, {one.what}, by phase", [f"  {each}" for each in phase_lines(one)]
+        )
+        for one in _explained(result)
+    ]
+    return [
+        Lines("", failing),
         *([_table(figures, names)] if figures else []),
-        Lines("", sentences[False]),
-        *(
-            Lines(
-                f"{names[line.series]}, {line.what}, by phase",
-                [f"  {one}" for one in phase_lines(line)],
-            )
-            for line in _explained(result)
-        ),
+        Lines("", others),
+        *phases,
         Lines("", [f"all: {common}"] if common else [], "dim"),
         Lines("", [f"note: {note}" for note in result.notes]),
-        Text(summary(result), style="bold red" if result.failed else "bold green"),
-    )
+        Lines("", [summary(result)], "failed" if result.failed else "passed"),
+    ]
 
 
 def write_markdown(result: GateResult) -> str:
@@ -110,7 +106,7 @@ def annotations(result: GateResult, file: str | None = None) -> Iterator[str]:
         return data(text).replace(":", "%3A").replace(",", "%2C")
 
     for line in result.lines:
-        if level := _SHOWN[line.verdict][1]:
+        if level := _LEVELS.get(KINDS[line.verdict]):
             place = f"file={value(file)}," if file else ""
             title = value(f"{line.verdict}: {line.series}")
             yield f"::{level} {place}title={title}::{data(describe(line))}"
@@ -158,9 +154,9 @@ def as_json(result: GateResult) -> dict[str, Any]:
             "unit": line.metric.unit if line.metric else None,
             "what": line.what,
             "text": line.text,
-            "baseline": line.was,
-            "now": line.now,
-            "allowed": line.allowed,
+            "baseline": line.was if line.metric else None,
+            "now": line.now if line.metric else None,
+            "allowed": line.allowed if line.metric else None,
             "grew_in": line.grown.phase if line.grown else None,
             "phases": [
                 {"phase": each.phase, "baseline": each.was, "now": each.now} for each in line.phases
@@ -179,7 +175,7 @@ def as_json(result: GateResult) -> dict[str, Any]:
 def describe(line: Line) -> str:
     """Return a line as text: the metric, the earlier and the new figure, the limit, the grown phase."""
     metric = line.metric
-    if metric is None or line.was is None or line.now is None or line.allowed is None:
+    if metric is None:
         return one_line(line.text)
     words = f"{line.what}: {metric.text(line.was)} -> {metric.text(line.now)}, {metric.change(line.was, line.now)}"
     words += f"; limit {metric.text(line.allowed)}"
@@ -243,10 +239,10 @@ def _table(lines: Sequence[Line], names: dict[str, str]) -> Table:
     for line in lines:
         metric = line.metric
         head: list[Entry | str] = [
-            Entry(line.title, kind=_SHOWN[line.verdict][0]),
+            Entry(line.title, kind=KINDS[line.verdict]),
             names[line.series],
         ]
-        if metric is None or line.was is None or line.now is None or line.allowed is None:
+        if metric is None:
             rows.append([*head, one_line(line.text), "", "", "", "", ""])
             continue
         change, _, share = metric.change(line.was, line.now).partition(" (")
@@ -271,34 +267,3 @@ def _table(lines: Sequence[Line], names: dict[str, str]) -> Table:
     ]
     table = Table("", columns, rows)
     return table.without([columns[3]]) if only_budgets else table
-
-
-def compared_table(comparison: "Comparison") -> Table:
-    """Return a table with the change from the first group beside each figure of a later one."""
-    rows: list[list[Entry | str]] = []
-    for row in comparison.rows:
-        entries = [Entry(text or "-") for text in row.texts]
-        for place, line in enumerate(row.lines, 1):
-            if line and line.was and line.now is not None:
-                kind = "" if line.verdict is LineVerdict.SAME else _SHOWN[line.verdict][0]
-                share = f"{(line.now - line.was) / line.was * 100:+.1f} %"
-                entries[place] = Entry(entries[place].text, share, kind)
-        rows.append([row.series, row.what, *entries])
-    names = (Column(one, is_name=True) for one in ("series", "metric"))
-    letters = map(Column, ascii_uppercase[: len(comparison.headings)])
-    return Table("", [*names, *letters], rows)
-
-
-def compared_terminal(comparison: "Comparison") -> RenderableType:
-    return Group(
-        Lines("", comparison.headings),
-        compared_table(comparison),
-        Lines("", [f"all: {comparison.common}"] if comparison.common else [], "dim"),
-        Text(comparison.summary, style="bold"),
-    )
-
-
-def compared_markdown(comparison: "Comparison") -> str:
-    parts = [Lines("", comparison.headings).markdown(), compared_table(comparison).markdown()]
-    parts += [f"All: {markdown(comparison.common)}"] if comparison.common else []
-    return "\n\n".join([*parts, markdown(comparison.summary)]) + "\n"

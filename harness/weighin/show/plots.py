@@ -377,33 +377,27 @@ def draw_times(run: Measured) -> "Figure":
     from matplotlib.lines import Line2D
 
     drawn = run.matrices[: look.MAX_PANELS]
-    figure, grid = look.new_figure(3.6 * len(drawn), len(drawn), 1)
-    handles: dict[str, Any] = {}
-    for axes, matrix in zip(grid[:, 0], drawn, strict=True):
+    panels: list[look.Panel] = []
+    for matrix in drawn:
+        curves: dict[str, look.Curve] = {}
+        for (row, column), field in sorted(matrix.fields.items(), key=lambda one: one[0]):
+            name, limit = matrix.labels[row], words.limit(matrix.limits[column])
+            _, points = curves.setdefault(name, (matrix.rows[row].strategy, []))
+            if field.spent_ns:
+                is_slow = field.judgement and field.judgement.verdict is Verdict.THRASHES
+                tip = f"{name}, {limit}: {field.words}"
+                points.append((column, field.spent_ns / 1e9, "^" if is_slow else "o", tip))
+        panels.append(("", curves))
+    figure, grid, handles = look.draw_curves(panels, "RAM limit", "time, s", log_seconds=True)
+    for axes, matrix, (_, curves) in zip(grid, drawn, panels, strict=True):
         columns = len(matrix.limits)
-        for row, (name, cell) in enumerate(zip(matrix.labels, matrix.rows, strict=True)):
-            shade = look.colour(cell.strategy)
-            points = [
-                (column, field.spent_ns / 1e9, field)
-                for column in range(columns)
-                if (field := matrix.fields.get((row, column))) and field.spent_ns
-            ]
-            (handles[name],) = axes.plot(
-                [x for x, _, _ in points], [y for _, y, _ in points],
-                color=shade, linewidth=1.8, label=look.verbatim(name),
-            )  # fmt: skip
-            for x, y, field in points:
-                is_slow = bool(field.judgement and field.judgement.verdict is Verdict.THRASHES)
-                shape, size = ("^", 7) if is_slow else ("o", 5)
-                (mark,) = axes.plot(x, y, color=shade, marker=shape, markersize=size)
-                look.tip(mark, f"{name}, {words.limit(matrix.limits[x])}: {field.words}")
+        for strategy, points in curves.values():
             if points and points[-1][0] + 1 < columns:
-                x, y, _ = points[-1]
+                (x, y, *_), shade = points[-1], look.colour(strategy)
                 axes.plot([x, x + 1], [y, y], color=shade, linewidth=1, linestyle=":")
                 axes.plot(x + 1, y, color=shade, marker="x", markersize=7, markeredgewidth=2)
         axes.set_xticks(range(columns), list(map(words.limit, matrix.limits)))
         axes.set_xlim(-0.3, columns - 0.7)
-        look.frame_curves(axes, "RAM limit", "time, s", log_seconds=True)
         for column, below in _limits_below(matrix):
             axes.axvline(column - 0.5, color="black", linewidth=1.2, linestyle="--", zorder=0)
             across = axes.get_xaxis_transform()
@@ -411,12 +405,12 @@ def draw_times(run: Measured) -> "Figure":
     sign: dict[str, Any] = {"linestyle": "", "color": look.INK}
     signs = [
         Line2D([], [], marker="o", markersize=5, label="survives", **sign),
-        Line2D([], [], marker="^", markersize=7, label="thrashes", **sign),
+        Line2D([], [], marker="^", markersize=5, label="thrashes", **sign),
         Line2D([], [], marker="x", markersize=7, markeredgewidth=2, label="killed", **sign),
     ]
     lines = [*survival_notes(run), survival_caption(run, drawn[0])]
     title = f"Time under lower RAM limits: {_model(drawn[0])}"
-    look.dress(figure, title, [*handles.values(), *signs], lines)
+    look.dress(figure, title, [*handles, *signs], lines)
     return figure
 
 
@@ -426,16 +420,16 @@ def _model(matrix: Matrix) -> str:
 
 def draw_ranks(run: Measured) -> "Figure":
     """Draw the memory of all ranks together over the number of ranks."""
-    figure, grid = look.new_figure(3.4, 1, 1)
-    axes = grid[0][0]
     label = labels_among([each.cell for each in run.ranks])
-    handles: list[Any] = []
-    for each in run.ranks:
-        sizes = [size / (each.model_bytes or GIB) for size in each.charges.values()]
-        handles += axes.plot(
-            list(each.charges), sizes, "o-", color=look.colour(each.cell.strategy),
-            linewidth=1.8, markersize=5, label=look.verbatim(label(each.cell)),
-        )  # fmt: skip
+    curves: dict[str, look.Curve] = {
+        label(each.cell): (
+            each.cell.strategy,
+            [(n, size / (each.model_bytes or GIB)) for n, size in each.charges.items()],
+        )
+        for each in run.ranks
+    }
+    up = "all ranks above the imports, x model"
+    figure, (axes,), handles = look.draw_curves([("", curves)], "ranks", up)
     numbers = sorted({number for each in run.ranks for number in each.charges})
     axes.plot(numbers, numbers, color=look.GREY, linestyle=":", linewidth=1)
     if numbers:
@@ -445,7 +439,6 @@ def draw_ranks(run: Measured) -> "Figure":
         )  # fmt: skip
     axes.set_xticks(numbers)
     axes.set_ylim(bottom=0)
-    look.frame_curves(axes, "ranks", "all ranks above the imports, x model")
     lines = [f"{NOTE_RANKS} {RULE_RANKS}", words.shared(run)]
     look.dress(figure, look.headline(run.rows, "Memory over the number of ranks:"), handles, lines)
     return figure
@@ -457,38 +450,58 @@ def draw_disks(run: Measured, over: int) -> "Figure":
     Each scene has a panel for each latency (``over`` = 0) or for each rate (``over`` = 1).
     """
     changing = [n for n in varying(run.rows) if n in SCENE and n not in ("disk", "disk_latency")]
-    panels: list[tuple[str, int | None, list[Result]]] = []
+    label = labels_among([result.cell for result in run.results])
+    panels: list[look.Panel] = []
+    measured: list[list[Result]] = []  # of each panel
     for title, rows in words.apart(run.rows, changing):
         ours = [result for row in rows for result in run.by_series[row["group"]]]
-        for other, same in sorted(
-            grouped(ours, lambda one: disk_of(one)[1 - over]).items(), key=lambda one: one[0] or 0
-        ):
+        by_other = grouped(ours, lambda one: disk_of(one)[1 - over])
+        for other, same in sorted(by_other.items(), key=lambda one: one[0] or 0):
+            curves: dict[str, look.Curve] = {}
+            for name, results in grouped(same, lambda one: label(one.cell)).items():
+                times = {
+                    value: first_pass_ns(repeats)
+                    for value, repeats in grouped(results, lambda one: disk_of(one)[over]).items()
+                    if value is not None
+                }
+                points = [
+                    (value, ns / 1e9) for value, ns in sorted(times.items()) if ns is not None
+                ]
+                curves[name] = (results[0].cell.strategy, points)
             fixed = f"{_BY[1 - over]} {disk_words((None, other) if over == 0 else (other, None))}"
-            panels.append((" · ".join(filter(None, [title, fixed])), other, same))
-    drawn = panels[: look.MAX_PANELS]
-    figure, grid = look.new_figure(3.0 * len(drawn), len(drawn), 1)
-    handles: dict[str, Any] = {}
-    label = labels_among([result.cell for result in run.results])
-    for axes, (title, _, results) in zip(grid[:, 0], drawn, strict=True):
+            panels.append((" · ".join(filter(None, [title, fixed])), curves))
+            measured.append(same)
+    figure, grid, handles = look.draw_curves(
+        panels, f"disk's {_BY[over]}", "ready + first pass, s", log_seconds=True
+    )
+    for axes, results in zip(grid, measured, strict=False):
         values = sorted({value for one in results if (value := disk_of(one)[over]) is not None})
-        for name, ours in grouped(results, lambda one: label(one.cell)).items():
-            by_value = grouped(ours, lambda one: disk_of(one)[over])
-            times = {value: first_pass_ns(by_value.get(value, ())) for value in values}
-            points = [(value, ns / 1e9) for value, ns in times.items() if ns is not None]
-            (handles[name],) = axes.plot(
-                [x for x, _ in points], [y for _, y in points], "o-",
-                color=look.colour(ours[0].cell.strategy), linewidth=1.6, markersize=4,
-                label=look.verbatim(name),
-            )  # fmt: skip
         size = next((one.model_bytes for one in results if one.model_bytes), None)
         if over == 0 and size:
             axes.plot(values, [size / value for value in values], ":", color=look.GREY, linewidth=1)
         axes.set_xscale("log")
         axes.set_xticks(values, [(format_rate, format_latency)[over](value) for value in values])
-        look.frame_curves(axes, f"disk's {_BY[over]}", "ready + first pass, s", log_seconds=True)
-        axes.set_title(look.verbatim(title), fontsize=9, loc="left")
     dotted = " Dotted: the model's size divided by the rate." if over == 0 else ""
     lines = [f"{NOTE_DISKS}{dotted}", words.shared(run), *_left_out(len(panels))]
     title = look.headline(run.rows, f"Ready + first pass over the disk's {_BY[over]}:")
-    look.dress(figure, title, list(handles.values()), lines)
+    look.dress(figure, title, handles, lines)
+    return figure
+
+
+def draw_history(
+    title: str,
+    curves: "Mapping[str, look.Curve]",
+    runs: Sequence[str],
+    up: str,
+    changed: Sequence[str],
+    notes: Sequence[str],
+) -> "Figure":
+    """Draw a metric over ``runs``, of up to 12 series; a dotted line precedes each run in ``changed``."""
+    drawn = dict([*curves.items()][: look.MAX_PANELS])
+    figure, (axes,), handles = look.draw_curves([("", drawn)], "run", up)
+    for place in (at for at, run in enumerate(runs) if run in changed):
+        axes.axvline(place - 0.5, color=look.INK, linestyle=":", linewidth=1)
+    places = range(0, len(runs), max(1, len(runs) // 12))
+    axes.set_xticks(places, [runs[at] for at in places], fontsize=6.5, rotation=30, ha="right")
+    look.dress(figure, title, handles, notes)
     return figure

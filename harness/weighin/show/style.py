@@ -73,6 +73,11 @@ _LINE_IN: Final = 0.16
 _TITLE_IN: Final = 0.34
 _LEGEND_ROW_IN: Final = 0.24
 
+Curve = tuple[str, list[Any]]
+"""A strategy, and points: x and y, or x, y, the point's marker and its tip."""
+Panel = tuple[str, dict[str, Curve]]
+"""A title, and curves by their names."""
+
 
 def colour(strategy: str) -> str:
     """Return the colour of a strategy, which is the same in every picture of every run."""
@@ -152,6 +157,28 @@ def frame_curves(axes: "Axes", across: str, up: str, *, log_seconds: bool = Fals
     axes.set_ylabel(up, fontsize=9)
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     tidy(axes)
+
+
+def draw_curves(
+    panels: Sequence[Panel], across: str, up: str, *, log_seconds: bool = False
+) -> tuple["Figure", Sequence["Axes"], list[Any]]:
+    """Draw up to 12 panels of curves; return the figure, the panels and a handle for each curve's name."""
+    panels = panels[:MAX_PANELS]
+    figure, grid = new_figure(3.4 * len(panels), len(panels), 1)
+    handles: dict[str, Any] = {}
+    for axes, (title, curves) in zip(grid[:, 0], panels, strict=True):
+        for name, (strategy, points) in curves.items():
+            shade, has_tips = colour(strategy), any(len(point) > 2 for point in points)
+            (handles[name],) = axes.plot(
+                [point[0] for point in points], [point[1] for point in points],
+                "-" if has_tips else "o-", color=shade, linewidth=1.8, markersize=5, label=verbatim(name),
+            )  # fmt: skip
+            for x, y, marker, text in points if has_tips else ():
+                (mark,) = axes.plot(x, y, color=shade, marker=marker, markersize=5)
+                tip(mark, text)
+        frame_curves(axes, across, up, log_seconds=log_seconds)
+        axes.set_title(verbatim(title), fontsize=9, loc="left")
+    return figure, grid[:, 0], list(handles.values())
 
 
 def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[str]) -> None:

@@ -36,6 +36,10 @@ KINDS: Final = {
     "worse": ("bold red", "❌", ""),
 }
 """By the kind of an entry: its style in a terminal, and its sign in Markdown and in HTML."""
+_STYLES: Final = {
+    "dim": "dim", "warning": "yellow", "passed": "bold green", "failed": "bold red", "result": "bold",
+}  # fmt: skip
+"""The style of lines in a terminal, by their kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +201,13 @@ class Lines:
 
     title: str
     lines: Sequence[str]
-    kind: Literal["", "dim", "warning", "verbatim", "answer"] = ""
+    kind: Literal["", "dim", "warning", "passed", "failed", "result", "verbatim", "answer"] = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
             yield _text(f"\n{self.title}", "bold")
         for line in self.lines:
-            yield _text(line, {"dim": "dim", "warning": "yellow"}.get(self.kind, ""))
+            yield _text(line, _STYLES.get(self.kind, ""))
 
     def markdown(self) -> str:
         if self.kind == "verbatim":
