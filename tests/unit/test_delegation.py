@@ -119,13 +119,29 @@ def test_a_group_whose_processes_fork_again_and_again_is_no_root(
 
     monkeypatch.setattr(v2, "put", fork)
     assert cgroup.groups_root() is None
+    assert str(os.getpid()) in (group / "cgroup.procs").read_text().split()  # as it was before
+    assert not (group / "weighin-parent").exists()
 
 
 def test_a_scope_without_the_memory_controller_is_no_root(v2: Kernel) -> None:
-    with (scope(v2) / "cgroup.controllers").open("w") as file:
+    with ((group := scope(v2)) / "cgroup.controllers").open("w") as file:
         file.write("pids")
     refuse_root(v2)
     assert cgroup.groups_root() is None
+    assert (group / "cgroup.procs").read_text().split() == [str(os.getpid())]
+
+
+def test_processes_that_an_earlier_run_moved_stay_where_they_are(v2: Kernel) -> None:
+    group = scope(v2)
+    (leaf := group / "weighin-parent").mkdir()
+    v2.put(1001, leaf)
+    v2.busy.add(leaf)
+    with (group / "cgroup.controllers").open("w") as file:
+        file.write("pids")
+    refuse_root(v2)
+    assert cgroup.groups_root() is None
+    assert (leaf / "cgroup.procs").read_text().split() == ["1001"]
+    assert (group / "cgroup.procs").read_text().split() == [str(os.getpid())]
 
 
 def test_root_outside_of_a_container_takes_the_root_although_it_has_a_group(v2: Kernel) -> None:

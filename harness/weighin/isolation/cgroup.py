@@ -14,7 +14,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -127,27 +127,34 @@ def _group_of(pid: int) -> Path | None:
 def _enables_memory(folder: Path) -> bool:
     """Enable the memory controller for groups in ``folder``; say if this user can make such groups.
 
-    The kernel refuses it while the group has processes, which therefore move into a leaf, and stay.
+    The kernel refuses it while the group has processes, which therefore move into a leaf, and stay. If
+    the kernel refuses it for another reason, they move back.
     """
     control, leaf = folder / "cgroup.subtree_control", folder / PARENT_LEAF
     if not os.access(folder, os.W_OK):
         return False
+    before = members_of(leaf)
     for _ in range(_TRIES):
         try:
-            if "memory" in control.read_text().split():
-                return True
-            control.write_text("+memory")
+            if "memory" not in control.read_text().split():
+                control.write_text("+memory")
+            return True
         except OSError as error:
             if error.errno != errno.EBUSY:
-                return False
-        else:
-            return True
+                break
         with suppress(OSError):
             leaf.mkdir(exist_ok=True)
-            for pid in (folder / "cgroup.procs").read_text().split():
-                with suppress(ProcessLookupError):  # it has ended
-                    (leaf / "cgroup.procs").write_text(pid)
+            _move((folder / "cgroup.procs").read_text().split(), leaf)
+    _move([pid for pid in members_of(leaf) if pid not in before], folder)
+    with suppress(OSError):  # it was never made, or has processes of an earlier run
+        leaf.rmdir()
     return False
+
+
+def _move(pids: Iterable[int | str], group: Path) -> None:
+    for pid in pids:
+        with suppress(OSError):  # it has ended, or is not to be moved
+            (group / "cgroup.procs").write_text(str(pid))
 
 
 def roots() -> list[Path]:
