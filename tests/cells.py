@@ -30,7 +30,7 @@ from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import gpu_memory, kernel_log, page_cache
-from weighin.probes.cgroup import MemoryCgroup, memory_hierarchy
+from weighin.probes.cgroup import Cgroup, memory_hierarchy
 from weighin.records import run_folder
 from weighin.records.explanation import answer, cause_of
 from weighin.records.run_folder import read_samples
@@ -142,7 +142,7 @@ class Group:
 
     def lift(self) -> None:
         """Lift the limit as weighin does, so that a process that it kills can end."""
-        MemoryCgroup(self.path).raise_limit()
+        Cgroup(self.path).raise_limit()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from weighin.cell import Cell
 from weighin.errors import IsolationUnavailable
 from weighin.isolation import select
 from weighin.isolation.base import Running, Streams
-from weighin.probes.cgroup import MemoryCgroup
+from weighin.probes.cgroup import Cgroup
 from weighin.probes.sampler import Sampler
 from weighin.result import Sample
 
@@ -88,14 +88,14 @@ def _watched(
 
 
 def _of_a_load(running: Running, interval_s: float) -> Stop:
-    cgroup = MemoryCgroup(running.cgroup) if running.cgroup else None
+    cgroup = Cgroup(running.cgroup) if running.cgroup else None
     return _started(
         Sampler(running.pid, running.members, cgroup, loading=[running.pid], interval_s=interval_s)
     )
 
 
 def _of_a_command(running: Running, interval_s: float) -> Stop:
-    cgroup = MemoryCgroup(running.cgroup) if running.cgroup else None
+    cgroup = Cgroup(running.cgroup) if running.cgroup else None
     return _started(Sampler(running.pid, running.members, cgroup, interval_s=interval_s))
 
 

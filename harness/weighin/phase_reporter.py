@@ -47,7 +47,7 @@ def address(path: str) -> Iterator[str]:
 
 def read_text(path: str) -> str:
     """Return the text of a small file in /proc; bytes that are not UTF-8 become surrogates."""
-    with open(path, errors="surrogateescape") as file:  # noqa: PTH123 (pathlib takes 1 MiB)
+    with open(path, newline="", errors="surrogateescape") as file:  # noqa: PTH123 (pathlib takes 1 MiB)
         return file.read()
 
 

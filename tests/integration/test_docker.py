@@ -19,7 +19,7 @@ from weighin.cell import Cell, Job, ModelSpec
 from weighin.errors import IsolationUnavailable
 from weighin.isolation.base import Exit, Running, Streams
 from weighin.isolation.docker import DockerIsolation, DockerStarted, _close_stream
-from weighin.probes.cgroup import MemoryCgroup, this_process
+from weighin.probes.cgroup import Cgroup, this_process
 from weighin.run.loads import LoadSpec
 from weighin.units import MIB
 
@@ -89,7 +89,7 @@ def lines(running: Running) -> list[str]:
 def test_a_limit_kills_and_its_counters_outlive_the_worker(start: Start) -> None:
     running = start("input(); b = bytearray(400 << 20)", limit_bytes=256 * MIB)
     assert running.cgroup
-    cgroup = MemoryCgroup(running.cgroup)
+    cgroup = Cgroup(running.cgroup)
     assert running.unseen == ""
     cmdline = Path(f"/proc/{running.pid}/cmdline")  # empty while it becomes another program
     leftovers.wait_until(lambda: b"bytearray" in cmdline.read_bytes(), "not the worker's pid")
@@ -112,7 +112,7 @@ def test_what_fits_lives(start: Start) -> None:
 def test_swap_is_off(start: Start) -> None:
     running = start("input()", limit_bytes=256 * MIB)
     assert running.cgroup
-    cgroup = MemoryCgroup(running.cgroup)
+    cgroup = Cgroup(running.cgroup)
     if cgroup.version == 2:
         assert (running.cgroup / "memory.swap.max").read_text().strip() == "0"
     else:
@@ -123,7 +123,7 @@ def test_swap_is_off(start: Start) -> None:
 def test_a_limit_too_small_for_python_is_an_exit(start: Start) -> None:
     running = start("import torch", limit_bytes=6 * MIB)
     assert ended(running).signal == signal.SIGKILL
-    assert running.cgroup and MemoryCgroup(running.cgroup).read_oom_kills()
+    assert running.cgroup and Cgroup(running.cgroup).read_oom_kills()
 
 
 def test_a_limit_below_the_engines_own_minimum_is_explained(start: Start) -> None:
@@ -189,7 +189,7 @@ def test_kill_ends_the_worker_and_its_children_only(start: Start) -> None:
     running.kill()
     assert ended(running) == Exit(code=None, signal=signal.SIGKILL)
     assert running.cgroup
-    assert MemoryCgroup(running.cgroup).read_oom_kills() == 0
+    assert Cgroup(running.cgroup).read_oom_kills() == 0
 
 
 def test_a_process_that_the_worker_leaves_does_not_hold_its_end_up(start: Start) -> None:

@@ -56,7 +56,7 @@ class KnownListener(Listener):
 class Silent:
     """A cell's mark and sampler that see nothing and do nothing."""
 
-    escape, cgroup, table = "", None, ProcessTable()
+    escape, table = "", ProcessTable()
     oom_kills: int | None = None
     last_peaks_rss_bytes: Sequence[int | None] = ()
     others = (0, 0)
@@ -66,7 +66,7 @@ class Silent:
     def counters(self) -> Counters:
         return Counters()
 
-    def reset(self) -> bool:
+    def reset_peak(self) -> bool:
         return True
 
     def raise_limit(self) -> None: ...
@@ -85,12 +85,12 @@ _played: dict[int, Silent] = {}
 
 def play(patch: pytest.MonkeyPatch) -> None:
     """Let a played worker be observed by what its test plays, in all unit tests."""
-    mark_of = measuring.peak_mark_of
+    mark_of = measuring.cgroup_of
 
     def sampler_of(pid: int, *arguments: Any, **options: Any) -> Silent | Sampler:
         return _played.get(pid) or Sampler(pid, *arguments, **options)
 
-    patch.setattr(measuring, "peak_mark_of", lambda one: _played.get(one.pid or 0) or mark_of(one))
+    patch.setattr(measuring, "cgroup_of", lambda one: _played.get(one.pid or 0) or mark_of(one))
     patch.setattr(measuring, "Sampler", sampler_of)
     patch.setattr(measuring, "Listener", KnownListener)
 
@@ -125,7 +125,7 @@ class FakeRunning:
             _played[self.pid] = inside
         self.cgroup = cgroup
         self.unseen = unseen
-        self.mark = None
+        self.opened = None
         self.kills = 0
         self._ended = ended
         self._hangs = hangs

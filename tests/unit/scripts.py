@@ -13,7 +13,7 @@ from fakes import FakeRunning, KnownListener, Silent, begin, done, loaded, phase
 
 from weighin.cell import Cell, Job, ModelSpec
 from weighin.isolation.base import Exit
-from weighin.probes.cgroup import MemoryCgroup
+from weighin.probes.cgroup import Cgroup
 from weighin.records.verdict import Reference
 from weighin.result import Result
 from weighin.run import measure as measuring
@@ -35,9 +35,7 @@ class FakeSampler(Silent):
 
     last_peak_rss_bytes: int | None = None
 
-    def __init__(
-        self, _pid: int, _members: object, cgroup: MemoryCgroup | None = None, **_: Any
-    ) -> None:
+    def __init__(self, _pid: int, _members: object, cgroup: Cgroup | None = None, **_: Any) -> None:
         self.last_peaks_rss_bytes = [self.last_peak_rss_bytes]
         self._group = cgroup
 

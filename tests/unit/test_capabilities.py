@@ -11,7 +11,7 @@ from test_memory_cgroup import make_group
 from weighin import doctor, slow_disk
 from weighin.doctor import Capability, of_group
 from weighin.errors import IsolationUnavailable
-from weighin.probes.cgroup import PeakMark
+from weighin.probes.cgroup import Cgroup
 
 KILLS = Capability("kills for lack of memory", "good", "exact: oom_kill in memory.events.local")
 REFAULTS = Capability("refaults", "good", "exact: workingset_refault_file in memory.stat")
@@ -35,7 +35,7 @@ def test_version_1(tmp_path: Path) -> None:
 def test_version_2_whose_mark_is_the_whole_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PeakMark, "reset", lambda mark: False)
+    monkeypatch.setattr(Cgroup, "reset_peak", lambda _: False)
     assert findings(tmp_path, "v2-6.12")[0] == Capability(
         "cgroup peak",
         "poor",

@@ -15,7 +15,7 @@ from weighin.isolation import cgroup
 from weighin.isolation.base import Streams
 from weighin.isolation.cgroup import temporary_group
 from weighin.isolation.process import CgroupIsolation, ProcessIsolation, Started
-from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, start_time, this_process
+from weighin.probes.cgroup import LOCK_VARIABLE, Cgroup, start_time, this_process
 from weighin.probes.sampler import Sampler
 
 ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
@@ -89,7 +89,7 @@ def worker(pipes: leftovers.Piped, script: str, groups: list[Path]) -> Started:
 )
 def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -> None:
     groups = cgroup.make()
-    name = MemoryCgroup(groups[0]).file("limit").name
+    name = Cgroup(groups[0]).file("limit").name
     cgroup.limit(groups[0], 64 << 20)
     for file in groups[0].glob("memory.memsw.limit_in_bytes"):
         file.write_text(str(96 << 20))
@@ -99,9 +99,7 @@ def test_a_worker_that_gets_out_of_its_limit_is_seen(script: str, escape: str) -
     try:
         assert running.pid
         assert pipes.printed() == [b"in"]
-        memory = Sampler(
-            running.pid, running.members, MemoryCgroup(groups[0]), loading=[running.pid]
-        )
+        memory = Sampler(running.pid, running.members, Cgroup(groups[0]), loading=[running.pid])
         assert memory.pids()
         assert memory.escape == ""
         pipes.send(b"go\n")

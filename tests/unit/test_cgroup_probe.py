@@ -241,5 +241,5 @@ def test_a_run_with_its_own_lock_removes_only_what_was_left_with_it(
 
 def test_the_start_of_a_process_whose_name_has_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
     stat = text(HYBRID, "stat")
-    monkeypatch.setattr(Path, "read_bytes", lambda path: stat.encode())
+    monkeypatch.setattr(cgroup, "read_text", lambda path: stat)
     assert cgroup.start_time(28737) == 320618

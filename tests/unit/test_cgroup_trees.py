@@ -21,7 +21,7 @@ from weighin.isolation import cgroup
 from weighin.isolation.base import Exit, Streams
 from weighin.isolation.cgroup import temporary_group
 from weighin.isolation.process import CgroupIsolation, Started
-from weighin.probes.cgroup import LOCK_VARIABLE, MemoryCgroup, this_process
+from weighin.probes.cgroup import LOCK_VARIABLE, Cgroup, this_process
 from weighin.units import MIB
 
 ENDED = "-".join(["1", "1", *this_process().split("-")[2:]])
@@ -64,7 +64,7 @@ def test_a_limit_on_v1_is_for_memory_and_for_memory_with_swap(kernel: Kernel) ->
             "memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.swappiness",
         )}  # fmt: skip
         assert list(limits.values()) == [64 * MIB, 64 * MIB, 0]
-        MemoryCgroup(group).raise_limit()  # the kernel wants the larger limit first
+        Cgroup(group).raise_limit()  # the kernel wants the larger limit first
         assert (group / "memory.limit_in_bytes").read_text() == "-1"
 
 
@@ -153,7 +153,7 @@ def test_a_command_enters_its_limited_groups(kernel: Kernel) -> None:
     with closing(started(cell)) as running:
         assert [group.parent for group in running.groups] == roots(kernel)
         assert running.cgroup == running.groups[0]
-        assert MemoryCgroup(running.groups[0]).read("limit") == 64 * MIB
+        assert Cgroup(running.groups[0]).read("limit") == 64 * MIB
         assert running.wait(10)
         assert running.reap() == Exit(3)
         # 0 stands for the process that writes.
@@ -179,7 +179,7 @@ def test_a_soft_limit_is_that_of_the_group(kernel: Kernel) -> None:
 def test_a_cell_without_limits_has_a_group_without_them(kernel: Kernel) -> None:
     before = {"v1": "9223372036854771712", "v2": "max"}
     with closing(started(command())) as running:
-        limit = MemoryCgroup(running.groups[0]).file("limit").read_text()
+        limit = Cgroup(running.groups[0]).file("limit").read_text()
         assert limit == before["v2" if kernel.memory == kernel.unified else "v1"]
         assert running.wait(10)
 
@@ -212,7 +212,7 @@ def test_a_worker_is_in_all_its_groups_before_its_first_instruction(
         assert {group.parent for group in groups} == set(roots(kernel))
         assert {(g / "cgroup.procs").read_text() for g in groups} == {"0"}  # it entered itself
         assert running.cgroup and running.cgroup.parent == kernel.memory
-        assert MemoryCgroup(running.cgroup).read("limit") == 64 * MIB
+        assert Cgroup(running.cgroup).read("limit") == 64 * MIB
     finally:
         running.close()
         pipes.close()

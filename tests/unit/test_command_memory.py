@@ -7,7 +7,7 @@ import pytest
 from test_cgroup_probe import V1, V2
 from test_memory_cgroup import RECORDED, make_group
 
-from weighin.probes.cgroup import MemoryCgroup, parse_numbers, room_in
+from weighin.probes.cgroup import Cgroup, parse_numbers, room_in
 from weighin.probes.sampler import Sampler
 
 
@@ -83,7 +83,7 @@ STAT = {
 def test_what_the_kernel_can_reclaim_is_not_needed(
     tmp_path: Path, changes: dict[str, int], anon: int, locked: int, freed: int, needed: int
 ) -> None:
-    group = MemoryCgroup(tmp_path)
+    group = Cgroup(tmp_path)
     group.file("usage").write_text("999")
     lines = [f"{name} {number}" for name, number in (STAT | changes).items()]
     group.file("stat").write_text("\n".join(lines))

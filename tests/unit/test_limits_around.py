@@ -12,7 +12,7 @@ from scripts import JOB, followed
 
 from weighin.isolation import cgroup
 from weighin.isolation.process import Started
-from weighin.probes.cgroup import MemoryCgroup, limits_around, memory_hierarchy
+from weighin.probes.cgroup import Cgroup, limits_around, memory_hierarchy
 from weighin.result import Outcome, Result
 from weighin.settings.definition import Settings
 from weighin.units import MIB
@@ -82,7 +82,7 @@ def test_a_limit_above_that_of_the_container_is_refused(around: Path, tmp_path: 
     version, mount = memory_hierarchy() or (0, Path())
     if version != 1:
         pytest.skip("this container is one of cgroup v1")
-    MemoryCgroup(around).raise_limit()
+    Cgroup(around).raise_limit()
     cgroup.limit(around, 640 * MIB)
     command = (sys.executable, "-m", "weighin", *BENCH, str(tmp_path / "run"))
     ended = subprocess.run(
@@ -98,7 +98,7 @@ def test_a_limit_above_that_of_the_container_is_refused(around: Path, tmp_path: 
         " (640.000 MiB)\ngive a smaller --ram, or raise the limit of that cgroup, for example the"
         " memory limit of the container\n"
     )
-    assert MemoryCgroup(around).read_oom_kills() == 0
+    assert Cgroup(around).read_oom_kills() == 0
 
 
 def test_root_on_v1_says_that_cells_leave_its_own_limit(around: Path) -> None:

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from test_cgroup_probe import KERNEL, V1, V2
 
-from weighin.probes.cgroup import Counters, MemoryCgroup, PeakMark
+from weighin.probes.cgroup import Cgroup, Counters
 from weighin.units import MIB
 
 
-def make_group(folder: Path, kernel: str) -> MemoryCgroup:
+def make_group(folder: Path, kernel: str) -> Cgroup:
     """A folder with the recorded files of a memory cgroup of this kernel."""
     for file in (KERNEL / kernel).glob("memory.*"):
         shutil.copy(file, folder)
-    return MemoryCgroup(folder, folder / "memory.pressure")
+    return Cgroup(folder, folder / "memory.pressure")
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def test_the_figures_of_a_group(tmp_path: Path, kernel: str) -> None:
     assert group.read("usage") == recorded.usage
     assert int(group.file("limit").read_text()) == 24 * MIB
     assert group.file("soft").exists() == (kernel in V2)
-    with closing(PeakMark(group)) as mark:
-        assert mark.resets == (recorded.peak is not None)
-        now = mark.counters()
+    with closing(group):
+        now = group.counters()
+        assert group.reset_peak() == (recorded.peak is not None)
     assert (now.peak_bytes, now.oom_kills) == (recorded.peak, 1)
     assert now.refaults == recorded.refaults
     expected = tuple(None if us is None else us * 1000 for us in recorded.stalled_us)
@@ -70,17 +70,17 @@ def test_the_limit_is_lifted(tmp_path: Path, kernel: str, lifted: str) -> None:
 
 
 def test_a_group_that_is_gone_gives_none_never_zero(tmp_path: Path) -> None:
-    group = MemoryCgroup(tmp_path / "gone", tmp_path / "gone" / "psi")
-    for each in (group, MemoryCgroup(tmp_path)):
-        with closing(PeakMark(each)) as mark:
-            assert mark.counters() == Counters()
+    group = Cgroup(tmp_path / "gone", tmp_path / "gone" / "psi")
+    for each in (group, Cgroup(tmp_path)):
+        with closing(each):
+            assert each.counters() == Counters()
     group.raise_limit()
 
 
 def test_a_kernel_without_the_refault_counter_gives_none(tmp_path: Path) -> None:
     (tmp_path / "memory.stat").write_text("anon 1\nworkingset_refault 7\n")  # v2 before 5.9
-    with closing(PeakMark(MemoryCgroup(tmp_path))) as mark:
-        assert mark.counters().refaults is None
+    with closing(Cgroup(tmp_path)) as group:
+        assert group.counters().refaults is None
 
 
 @pytest.mark.parametrize(("kernel", "written"), [("hybrid-6.18", "0"), ("v2-6.12", "reset\n")])
@@ -88,18 +88,18 @@ def test_a_mark_is_reset_by_what_its_kernel_wants_written(
     tmp_path: Path, kernel: str, written: str
 ) -> None:
     group = make_group(tmp_path, kernel)
-    with closing(PeakMark(group)) as mark:
-        assert mark.reset()
+    with closing(group):
+        assert group.reset_peak()
     # A plain file keeps what stood behind it.
     assert group.file("peak").read_text().startswith(written)
 
 
 def test_no_mark_before_linux_5_19(tmp_path: Path) -> None:
-    mark = PeakMark(MemoryCgroup(tmp_path))
-    assert mark.read() is None
-    assert not mark.reset()
-    mark.close()
-    mark.close()
+    group = Cgroup(tmp_path)
+    assert group.read_peak() is None
+    assert not group.reset_peak()
+    group.close()
+    group.close()
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "denied"), OSError(30, "read-only")])
@@ -114,6 +114,6 @@ def test_a_mark_that_may_only_be_read(
         return real_open(path, flags)
 
     monkeypatch.setattr(os, "open", read_only)
-    with closing(PeakMark(group)) as mark:
-        assert mark.read() == 24 * MIB
-        assert not mark.reset()
+    with closing(group):
+        assert group.read_peak() == 24 * MIB
+        assert not group.reset_peak()

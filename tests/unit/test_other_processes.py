@@ -16,7 +16,7 @@ from weighin.child_process import adopt_orphans
 from weighin.isolation import cgroup
 from weighin.isolation.base import Streams
 from weighin.isolation.process import Started
-from weighin.probes.cgroup import MemoryCgroup, start_time
+from weighin.probes.cgroup import Cgroup, start_time
 from weighin.probes.sampler import Sampler
 from weighin.units import MIB
 
@@ -50,7 +50,7 @@ def test_processes_that_left_the_workers_session_are_sampled(
         memory = Sampler(
             running.pid,
             running.members,
-            MemoryCgroup(groups[0]) if groups else None,
+            Cgroup(groups[0]) if groups else None,
             loading=[running.pid],
         )
         assert pipes.printed(2) == [b"held"] * 2

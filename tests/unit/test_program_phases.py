@@ -14,7 +14,7 @@ from leftovers import wait_until
 
 from weighin.cell import Cell
 from weighin.phase_reporter import Connection, Reporter
-from weighin.probes.cgroup import Counters, MemoryCgroup, PeakMark
+from weighin.probes.cgroup import Cgroup, Counters
 from weighin.program_phases import VARIABLE
 from weighin.result import OURS, Phase, Track
 from weighin.run.listener import Listener
@@ -33,8 +33,8 @@ class PhaseListener:
         self.watching = Watch(Spec(Cell.of_command("x", ("x",), "process")), self.inner)
         self.environment = {VARIABLE: str(self.inner.path)}
 
-    def watch(self, cgroup: MemoryCgroup | None) -> None:
-        self.watching.peak_mark = PeakMark(cgroup) if cgroup else None
+    def watch(self, cgroup: Cgroup | None) -> None:
+        self.watching.cgroup = cgroup
         self.inner.watch(self.watching._take, self.watching._counters)
 
     def close(self) -> tuple[tuple[Phase, ...], tuple[Track, ...]]:
@@ -122,7 +122,7 @@ def test_a_mark_that_the_kernel_cannot_reset_leaves_no_peak_and_says_so(tmp_path
     (group := tmp_path / "group").mkdir()
     (group / "memory.current").write_text("4096")
     listener = PhaseListener(tmp_path)
-    listener.watch(MemoryCgroup(group))
+    listener.watch(Cgroup(group))
     (phase,), _ = phases_of(listener, 'import weighin\nwith weighin.phase("one"):\n    pass\n')
     assert phase.peak_cgroup_bytes is None
     assert listener.warnings == (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weighin.probes.cgroup import MemoryCgroup
+from weighin.probes.cgroup import Cgroup
 from weighin.probes.sampler import Sampler, write_samples
 from weighin.result import Sample
 from weighin.units import MIB
@@ -56,7 +56,7 @@ def child() -> Iterator[Child]:
         child.process.kill()
 
 
-def sampler_of(pid: int, group: MemoryCgroup | None = None, interval_s: float = 0.001) -> Sampler:
+def sampler_of(pid: int, group: Cgroup | None = None, interval_s: float = 0.001) -> Sampler:
     """Return the sampler of a process that loads."""
     return Sampler(pid, list, group, loading=[pid], interval_s=interval_s)
 
@@ -118,12 +118,12 @@ def test_a_process_that_is_gone_gives_no_samples(child: Child) -> None:
     assert sampler.last_peaks_rss_bytes == [None]
 
 
-def write_group(folder: Path, version: int) -> MemoryCgroup:
+def write_group(folder: Path, version: int) -> Cgroup:
     v1 = version == 1
     (folder / ("memory.usage_in_bytes" if v1 else "memory.current")).write_text("1000\n")
     (folder / "memory.stat").write_text(f"anon 600\n{'total_cache' if v1 else 'file'} 400\n")
     (folder / ("memory.oom_control" if v1 else "memory.events.local")).write_text("oom_kill 0\n")
-    return MemoryCgroup(folder)
+    return Cgroup(folder)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -142,7 +142,7 @@ def test_the_cgroup_is_read_beside_the_process(tmp_path: Path, child: Child, ver
 def test_a_group_that_cannot_be_read_leaves_the_processs_figures(
     tmp_path: Path, child: Child
 ) -> None:
-    sampler = sampler_of(child.process.pid, MemoryCgroup(tmp_path / "gone"))
+    sampler = sampler_of(child.process.pid, Cgroup(tmp_path / "gone"))
     sampler.start()
     sample = wait_for(sampler, lambda _: True)
     sampler.stop()

@@ -8,7 +8,7 @@ import pytest
 from fakes import FakeRunning, Step, begin, done, phase, ready
 from scripts import BASELINE, DONE, KILLED, FakeSampler, fake_sampler, watched
 
-from weighin.probes.cgroup import MemoryCgroup, PeakMark
+from weighin.probes.cgroup import Cgroup
 from weighin.result import Outcome, Pressure
 from weighin.run import measure as watch
 
@@ -28,7 +28,7 @@ class Group:
         self.has(
             **{"usage": 1, "peak": 1, "refaults": 0, "pressure_us": 0, "oom_kills": 0} | figures
         )()
-        assert MemoryCgroup(self.folder).version == (1 if self._v1 else 2)
+        assert Cgroup(self.folder).version == (1 if self._v1 else 2)
         return self.folder
 
     def has(self, **figures: int) -> Callable[[], None]:
@@ -109,7 +109,7 @@ def test_where_psi_is_off_there_is_no_pressure(tmp_path: Path, sampler: type[Fak
 def test_a_mark_that_cannot_be_reset_gives_the_total_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: type[FakeSampler]
 ) -> None:
-    monkeypatch.setattr(PeakMark, "reset", lambda mark: False)  # v2 before Linux 6.12
+    monkeypatch.setattr(Cgroup, "reset_peak", lambda _: False)  # v2 before Linux 6.12
     group = Group(tmp_path, 1)
     script: list[Step] = [
         begin("import"), group.has(peak=40), phase("import"), fakes.baseline(),

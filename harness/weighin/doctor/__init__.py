@@ -29,7 +29,7 @@ from weighin.isolation import cgroup, select, visible
 from weighin.isolation.base import Isolation
 from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import environment, gpu_memory, page_cache
-from weighin.probes.cgroup import MemoryCgroup, PeakMark, memory_hierarchy, pressure_hierarchy
+from weighin.probes.cgroup import Cgroup, memory_hierarchy, pressure_hierarchy
 from weighin.result import Outcome
 from weighin.run.loads import LoadSpec
 from weighin.run.measure import measure, remove_leftovers
@@ -201,7 +201,7 @@ def _figures() -> Iterator[Capability]:
     yield Capability("anonymous, file, shared memory", "good", sampled)
     try:
         with temporary_group() as group:
-            yield from of_group(MemoryCgroup(group))
+            yield from of_group(Cgroup(group))
     except HarnessError as error:
         why = f"{error.message}: not measured with --isolation cgroup; docker has its own cgroups"
         verdict: Verdict = "bad" if memory_hierarchy() is None else "poor"
@@ -219,16 +219,18 @@ def _figures() -> Iterator[Capability]:
     yield row("cold page cache", left == 0, yes, "bad", why)
 
 
-def of_group(cgroup: MemoryCgroup) -> Iterator[Capability]:
+def of_group(cgroup: Cgroup) -> Iterator[Capability]:
     name, kills = cgroup.file("peak").name, cgroup.file("oom").name
-    with closing(PeakMark(cgroup)) as mark:
-        now = mark.counters()
+    with closing(cgroup):
+        now = cgroup.counters()
         exact = f"exact for each phase: {name}, reset at the end of each"
         verdict: Verdict = "poor"
         why = f"exact for the whole cell, not for a phase: resetting {name} needs Linux 6.12"
         if now.peak_bytes is None:
             verdict, why = "bad", f"missing: {name} needs Linux 5.19; only samples are available"
-        yield row("cgroup peak", now.peak_bytes is not None and mark.reset(), exact, verdict, why)
+        yield row(
+            "cgroup peak", now.peak_bytes is not None and cgroup.reset_peak(), exact, verdict, why
+        )
     exact = f"exact: oom_kill in {kills}"
     why = f"missing: oom_kill in {kills} needs Linux 5.2 (v2) or 4.13 (v1)"
     yield row("kills for lack of memory", now.oom_kills is not None, exact, "bad", why)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, Protocol
 
 from weighin.cell import Cell
 from weighin.child_process import signal_each, wait_for_end
-from weighin.probes.cgroup import PeakMark
+from weighin.probes.cgroup import Cgroup
 
 
 class Streams(NamedTuple):
@@ -59,9 +59,8 @@ class Running(ABC):
     # What weighin cannot see; after ``close``, also the processes that it was not allowed to kill.
     unseen = ""
     shares_terminal = False  # whether the terminal itself sends Ctrl-C to the command
-    # The peak of the cgroup, if it was reset at the start; on cgroup v2, only this open file of the
-    # kernel knows of the reset.
-    mark: PeakMark | None = None
+    # The cgroup, if its peak was reset at the start; on v2, only this object's open file shows the reset.
+    opened: Cgroup | None = None
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the first process ends in ``timeout_s``, without reaping it."""
@@ -99,8 +98,8 @@ class Running(ABC):
             StillRunning, IsolationUnavailable: a process, cgroup or container remains; the others
                 were removed.
         """
-        if self.mark:
-            self.mark.close()
+        if self.opened:
+            self.opened.close()
         if self.process is not None:
             os.close(self.process)
             self.process = None

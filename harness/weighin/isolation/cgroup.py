@@ -23,9 +23,10 @@ from weighin import child_process
 from weighin.cell import Cell
 from weighin.child_process import PATIENCE_S, signal_each
 from weighin.errors import IsolationUnavailable, StillRunning
+from weighin.phase_reporter import read_text
 from weighin.probes import environment, mounts
 from weighin.probes.cgroup import (
-    MemoryCgroup,
+    Cgroup,
     folders_of,
     is_left_behind,
     limits_around,
@@ -34,7 +35,6 @@ from weighin.probes.cgroup import (
     memory_hierarchy,
     owned_name,
     pressure_hierarchy,
-    read_kernel,
 )
 
 PARENT_LEAF = "weighin-parent"
@@ -80,7 +80,7 @@ def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
         return total, free
     for limit, group in limits_around(groups_root() or _group_of(os.getpid()) or Path("/")):
         total = min(total, limit)
-        cgroup = MemoryCgroup(group)
+        cgroup = Cgroup(group)
         reclaimed_first = cgroup.read_stat().get("inactive_file", 0)
         free = min(free, limit - (cgroup.read("usage") or 0) + reclaimed_first)
     return total, free
@@ -138,10 +138,11 @@ def _enables_memory(folder: Path) -> bool:
         try:
             if "memory" not in control.read_text().split():
                 control.write_text("+memory")
-            return True
         except OSError as error:
             if error.errno != errno.EBUSY:
                 break
+        else:
+            return True
         with suppress(OSError):
             leaf.mkdir(exist_ok=True)
             _move((folder / "cgroup.procs").read_text().split(), leaf)
@@ -216,7 +217,7 @@ def limit(group: Path, limit_bytes: int) -> None:
     Raises:
         IsolationUnavailable: the machine has swap, which this kernel cannot disable for one cgroup.
     """
-    cgroup = MemoryCgroup(group)
+    cgroup = Cgroup(group)
     cgroup.file("limit").write_text(str(limit_bytes))
     swap, is_v1 = cgroup.file("swap"), cgroup.version == 1
     # With oom.group, the kernel would kill the whole group, unlike on v1 and in Docker.
@@ -247,7 +248,7 @@ def thaw(pids: Sequence[int]) -> None:
     freezers = [one.place for one in mounts.read() if "freezer" in one.options] if pids else []
     for pid, mount in itertools.product(pids, freezers):
         with suppress(OSError):  # it has ended, or the group is not this user's
-            lines = read_kernel(Path(f"/proc/{pid}/cgroup")).splitlines()
+            lines = read_text(f"/proc/{pid}/cgroup").splitlines()
             group = next((line.split(":", 2)[2] for line in lines if ":freezer:" in line), "/")
             for above in (own := Path(f"{mount}{group}"), *own.parents):
                 if (state := above / "freezer.state").exists():

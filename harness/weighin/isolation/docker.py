@@ -42,6 +42,7 @@ from weighin.cell import Cell, ModelSpec
 from weighin.errors import ConfigError, IsolationUnavailable
 from weighin.isolation import visible
 from weighin.isolation.base import OWN_STREAMS, Exit, Isolation, Running, Streams
+from weighin.phase_reporter import read_text
 from weighin.probes import cgroup as groups
 from weighin.probes import environment
 from weighin.units import MIB
@@ -288,8 +289,8 @@ class DockerStarted(Running):
                         container, mem_limit=limit_bytes, memswap_limit=limit_bytes
                     )
             pressure = groups.pressure_file_of(self.pid)
-            self.mark = groups.PeakMark(groups.MemoryCgroup(group, pressure))
-            self.mark.reset()  # so that the peak does not include the container's own start
+            self.opened = groups.Cgroup(group, pressure)
+            self.opened.reset_peak()  # so that the peak does not include the container's own start
             self._pump.begin()
             os.kill(self.pid, signal.SIGCONT)
         except BaseException:
@@ -301,7 +302,7 @@ class DockerStarted(Running):
         if not first:
             raise _not_started()
         with suppress(OSError):
-            if self._container in groups.read_kernel(Path(f"/proc/{first}/cgroup")):
+            if self._container in read_text(f"/proc/{first}/cgroup"):
                 self._first_pid = first
                 if group := groups.memory_cgroup_of(first):
                     return group
@@ -316,7 +317,7 @@ class DockerStarted(Running):
             if is_over or time.monotonic() > deadline:
                 raise _not_started()
             with suppress(OSError):  # it has not started yet, or has ended
-                status = groups.read_kernel(Path(f"/proc/{state['Pid']}/stat"))
+                status = read_text(f"/proc/{state['Pid']}/stat")
                 if status.rpartition(")")[2].split()[0] == "T":
                     self.pid = int(state["Pid"])
                     self.process = child_process.open_process(self.pid)

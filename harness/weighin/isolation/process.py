@@ -20,12 +20,12 @@ from weighin.cell import Cell
 from weighin.errors import ConfigError, HarnessError, IsolationUnavailable, StillRunning
 from weighin.isolation import cgroup
 from weighin.isolation.base import OWN_STREAMS, Exit, Isolation, Running, Streams
+from weighin.phase_reporter import read_text
 from weighin.probes.cgroup import (
     is_left_behind,
     members_of,
     memory_hierarchy,
     owned_name,
-    read_kernel,
 )
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
 from weighin.units import format_bytes
@@ -352,7 +352,7 @@ def mark_of(pid: int) -> str | None:
     """Return the mark of a process; None if it has no mark, has ended, or is another user's."""
     prefix = f"{WORKER_VARIABLE}="
     try:
-        variables = read_kernel(Path(f"/proc/{pid}/environ")).split("\0")
+        variables = read_text(f"/proc/{pid}/environ").split("\0")
     except OSError:
         return None
     return next((line.removeprefix(prefix) for line in variables if line.startswith(prefix)), None)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from weighin.phase_reporter import read_text
 from weighin.probes import mounts
 from weighin.probes.mounts import Mounted
 
@@ -46,11 +47,6 @@ _V1_STAT: Final = {"anon": "rss", "file": "cache", "file_mapped": "mapped_file"}
 """The lines of v1's memory.stat that have other names than those of v2."""
 _LINKS_OF_EMPTY: Final = 2  # of a folder without subfolders
 _PF_EXITING: Final = 0x4  # a flag of a task: include/linux/sched.h
-
-
-def read_kernel(path: Path) -> str:
-    """Return the text of a file in /proc; bytes that are not UTF-8 become surrogates."""
-    return os.fsdecode(path.read_bytes())
 
 
 def start_time(pid: int) -> int | None:
@@ -90,7 +86,7 @@ def is_exiting(pid: int) -> bool:
 
 def _number(pid: int, index: int) -> int | None:
     try:
-        text = read_kernel(Path(f"/proc/{pid}/stat"))
+        text = read_text(f"/proc/{pid}/stat")
     except (FileNotFoundError, ProcessLookupError):
         return None
     return int(text.rpartition(")")[2].split()[index])
@@ -208,7 +204,7 @@ def parse_group(text: str, version: int) -> str | None:
 
 def _group_of(pid: int, version: int) -> str | None:
     try:
-        return parse_group(read_kernel(Path(f"/proc/{pid}/cgroup")), version)
+        return parse_group(read_text(f"/proc/{pid}/cgroup"), version)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
 
@@ -217,12 +213,30 @@ def read_machine_oom_kills() -> int | None:
     return parse_numbers(_read(Path("/proc/vmstat"))).get("oom_kill")
 
 
-class MemoryCgroup:
-    """The files of one memory cgroup. On v1, ``pressure_path`` (PSI) is in a folder of v2.
+@dataclass(frozen=True, slots=True)
+class Counters:
+    usage_bytes: int | None = None
+    peak_bytes: int | None = None
+    kernel_peak_bytes: int | None = None  # only on v1
+    refaults: int | None = None  # file pages that were read again after their eviction
+    some_ns: int | None = None  # of PSI
+    full_ns: int | None = None
+    oom_kills: int | None = None
+    # How often the group met its limits. v1's failcnt stays 0 if RAM and swap have the same limit.
+    limit_events: dict[str, int] | None = None
 
-    "usage" is its charge, and "peak" the charge's peak (on v2 since Linux 5.19). The line "oom_kill" of
-    "oom" counts kills in this group, that of "oom_below" also below it. Above "soft", the kernel
-    throttles it.
+
+class Cgroup:
+    """The files of one memory cgroup, under v1's or v2's names. On v1, ``pressure_path`` (PSI) is in a
+    folder of v2.
+
+    "usage" is its charge, and "peak" the kernel's high-water mark of it (on v2 since Linux 5.19). The line
+    "oom_kill" of "oom" counts kills in this group, that of "oom_below" also below it. Above "soft", the
+    kernel throttles it.
+
+    On v1, a write of 0 resets the mark for all readers. On v2 since Linux 6.12, a write to an open file
+    resets the mark only for reads from this open file, which ``close`` closes. Other kernels cannot reset
+    it.
     """
 
     def __init__(self, path: Path, pressure_path: Path | None = None) -> None:
@@ -230,6 +244,8 @@ class MemoryCgroup:
         self.version = 1 if (path / _V1["usage"]).exists() else 2
         self.words = _V1 if self.version == 1 else _V2
         self._files: dict[str, Path] = {}  # because a sampler asks for them often
+        self._mark: int | None = None  # the opened "peak"; -1 without one
+        self._resets = True
 
     def file(self, name: str) -> Path:
         if name not in self._files:
@@ -274,12 +290,57 @@ class MemoryCgroup:
             except OSError:  # the file is read-only; the killed process then needs longer to exit
                 return
 
+    def read_peak(self) -> int | None:
+        """Return the highest charge in bytes since the last reset; None without a mark or a cgroup."""
+        try:
+            return int(os.pread(self._opened(), 32, 0))
+        except OSError:  # there is none, or the group was removed
+            return None
+
+    def reset_peak(self) -> bool:
+        """Reset the peak; return False where that is not possible."""
+        try:
+            mark = self._opened()
+            return self._resets and bool(os.pwrite(mark, self.words["reset"].encode(), 0))
+        except OSError:
+            self._resets = False
+            return False
+
+    def _opened(self) -> int:
+        if self._mark is None:
+            try:
+                self._mark = os.open(self.file("peak"), os.O_RDWR)
+            except FileNotFoundError:
+                self._mark = -1
+            except OSError:  # not writable, or mounted read-only as in a container
+                self._mark, self._resets = os.open(self.file("peak"), os.O_RDONLY), False
+        return self._mark
+
+    def counters(self) -> Counters:
+        oom = self.numbers("oom")
+        some_ns, full_ns = parse_pressure(_read(self.pressure_path) if self.pressure_path else "")
+        return Counters(
+            usage_bytes=self.read("usage"),
+            peak_bytes=self.read_peak(),
+            kernel_peak_bytes=self.read("kernel_peak"),
+            refaults=self.numbers("stat").get("workingset_refault_file"),
+            some_ns=some_ns,
+            full_ns=full_ns,
+            oom_kills=oom.get("oom_kill"),
+            limit_events=oom or None if self.version == 2 else None,
+        )
+
+    def close(self) -> None:
+        if self._mark is not None and self._mark >= 0:
+            os.close(self._mark)
+        self._mark = -1
+
 
 def limits_around(folder: Path) -> list[tuple[int, Path]]:
     """Return (limit in bytes, cgroup) for each cgroup with a limit among ``folder`` and its visible
     parents, the smallest limit first.
     """
-    limits = [(MemoryCgroup(group).read("limit"), group) for group in (folder, *folder.parents)]
+    limits = [(Cgroup(group).read("limit"), group) for group in (folder, *folder.parents)]
     return sorted((limit, group) for limit, group in limits if limit and limit < _UNLIMITED)
 
 
@@ -289,7 +350,7 @@ def room_in(folder: Path) -> int | None:
     """
 
     def unreclaimable(group: Path) -> int:
-        stat = MemoryCgroup(group).read_stat()
+        stat = Cgroup(group).read_stat()
         return stat.get("anon", 0) + stat.get("shmem", 0)
 
     own, around = unreclaimable(folder), limits_around(folder)
@@ -297,75 +358,8 @@ def room_in(folder: Path) -> int | None:
     return min(room, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    usage_bytes: int | None = None
-    peak_bytes: int | None = None
-    kernel_peak_bytes: int | None = None  # only on v1
-    refaults: int | None = None  # file pages that were read again after their eviction
-    some_ns: int | None = None  # of PSI
-    full_ns: int | None = None
-    oom_kills: int | None = None
-    # How often the group met its limits. v1's failcnt stays 0 if RAM and swap have the same limit.
-    limit_events: dict[str, int] | None = None
-
-
 def grown(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
-
-
-class PeakMark:
-    """The kernel's high-water mark of a cgroup's charge.
-
-    On cgroup v1, a write of 0 resets the mark for all readers. On cgroup v2 since Linux 6.12, a write
-    to an open file resets the mark only for reads from this open file. Other kernels cannot reset it.
-    """
-
-    def __init__(self, cgroup: MemoryCgroup) -> None:
-        self.cgroup = cgroup
-        self.resets = True
-        try:
-            self._file = os.open(cgroup.file("peak"), os.O_RDWR)
-        except FileNotFoundError:
-            self._file, self.resets = -1, False
-        except OSError:  # not writable, or mounted read-only as in a container
-            self._file, self.resets = os.open(cgroup.file("peak"), os.O_RDONLY), False
-
-    def read(self) -> int | None:
-        """Return the highest charge in bytes since the last reset; None without a mark or a cgroup."""
-        if self._file < 0:
-            return None
-        try:
-            return int(os.pread(self._file, 32, 0))
-        except OSError:  # the group was removed
-            return None
-
-    def counters(self) -> Counters:
-        group, oom = self.cgroup, self.cgroup.numbers("oom")
-        some_ns, full_ns = parse_pressure(_read(group.pressure_path) if group.pressure_path else "")
-        return Counters(
-            usage_bytes=group.read("usage"),
-            peak_bytes=self.read(),
-            kernel_peak_bytes=group.read("kernel_peak"),
-            refaults=group.numbers("stat").get("workingset_refault_file"),
-            some_ns=some_ns,
-            full_ns=full_ns,
-            oom_kills=oom.get("oom_kill"),
-            limit_events=oom or None if group.version == 2 else None,
-        )
-
-    def reset(self) -> bool:
-        if self.resets:
-            try:
-                os.pwrite(self._file, self.cgroup.words["reset"].encode(), 0)
-            except OSError:
-                self.resets = False
-        return self.resets
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
 
 
 def parse_pressure(text: str) -> tuple[int | None, int | None]:

@@ -12,7 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from weighin.probes.cgroup import is_exiting, parent_of, read_kernel
+from weighin.phase_reporter import read_text
+from weighin.probes.cgroup import is_exiting, parent_of
 from weighin.probes.process import Shares, read_status
 from weighin.result import OpenFile, Process
 from weighin.text import one_line
@@ -213,7 +214,7 @@ def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
             if not (size := _large_size(str(link))):
                 continue
             path = str(link.readlink()).removesuffix(" (deleted)")
-            lines = read_kernel(Path(f"/proc/{pid}/fdinfo/{link.name}")).splitlines()[:2]
+            lines = read_text(f"/proc/{pid}/fdinfo/{link.name}").splitlines()[:2]
             about = dict(line.split(":", 1) for line in lines)
             only_writes = int(about["flags"], 8) & _ACCESS_MODE == os.O_WRONLY
             if only_writes or _LIBRARY.fullmatch(path):  # the linker has it open to read its header
@@ -233,7 +234,7 @@ def _large_size(path: str) -> int:
 def _mapped(pid: int) -> dict[str, int]:
     mapped: dict[str, int] = {}
     programs: set[str] = set()
-    for line in read_kernel(Path(f"/proc/{pid}/maps")).split("\n"):
+    for line in read_text(f"/proc/{pid}/maps").split("\n"):
         parts = line.split(maxsplit=_MAPS_FIELDS - 1)
         if len(parts) < _MAPS_FIELDS or not (path := parts[-1]).startswith("/"):
             continue
@@ -248,4 +249,4 @@ def command_of(pid: int, source: str = "cmdline") -> str:
     """Return the command line of a process as one printable line, empty for a zombie; or with the
     ``source`` "comm" the name of the program, which a zombie keeps.
     """
-    return one_line(read_kernel(Path(f"/proc/{pid}/{source}")).replace("\0", " "))
+    return one_line(read_text(f"/proc/{pid}/{source}").replace("\0", " "))

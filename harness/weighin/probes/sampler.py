@@ -23,7 +23,7 @@ import psutil
 from weighin.phase_reporter import memory_of as memory_fields
 from weighin.phase_reporter import parse_faults, parse_status
 from weighin.probes.cgroup import (
-    MemoryCgroup,
+    Cgroup,
     folders_of,
     has_left,
     memory_cgroup_of,
@@ -79,7 +79,7 @@ class Sampler:
         self,
         pid: int,
         members: Callable[[], list[int]],
-        cgroup: MemoryCgroup | None = None,
+        cgroup: Cgroup | None = None,
         *,
         loading: Sequence[int] = (),
         at_sample: Callable[[int, int], None] | None = None,
@@ -252,7 +252,7 @@ class Sampler:
             self._search.end()
         return self._members
 
-    def _look_for_escapes(self, cgroup: MemoryCgroup, found: list[int]) -> None:
+    def _look_for_escapes(self, cgroup: Cgroup, found: list[int]) -> None:
         who, whose = "the command", "the command's"
         if self._loading:
             who, whose = "the measured process", "its"
@@ -275,9 +275,9 @@ class Sampler:
                 where = memory_cgroup_of(pid) or "another"
                 self.escape = f"{name} (pid {pid}) left {whose} cgroup for {where}"
 
-    def _count_kills(self, cgroup: MemoryCgroup) -> None:
+    def _count_kills(self, cgroup: Cgroup) -> None:
         for folder in folders_of(cgroup.path):
-            group = cgroup if folder == str(cgroup.path) else MemoryCgroup(Path(folder))
+            group = cgroup if folder == str(cgroup.path) else Cgroup(Path(folder))
             if (kills := group.read_oom_kills()) is not None:
                 self._kills[folder] = kills
         ever = cgroup.numbers("oom_below").get("oom_kill")
@@ -294,7 +294,7 @@ class Sampler:
             return self._of_group(self._cgroup, t_ns, *charge) if charge else None
         return self._of_tree(t_ns, pids)
 
-    def _charge(self, cgroup: MemoryCgroup) -> tuple[int, dict[str, int]] | None:
+    def _charge(self, cgroup: Cgroup) -> tuple[int, dict[str, int]] | None:
         try:
             usage, text = map(_pread, self._files)
             return int(usage), cgroup.parse_stat(text)
@@ -337,7 +337,7 @@ class Sampler:
         )
 
     def _of_group(
-        self, cgroup: MemoryCgroup, t_ns: int, usage_bytes: int, stat: dict[str, int]
+        self, cgroup: Cgroup, t_ns: int, usage_bytes: int, stat: dict[str, int]
     ) -> Sample:
         anon, file, shmem = (stat.get(name, 0) for name in ("anon", "file", "shmem"))
         listed = stat.get("active_file", 0) + stat.get("inactive_file", 0)

@@ -88,7 +88,7 @@ class CommandSpec(Spec):
         assert watch.sampler
         samples, running = watch.sampler.without_caches(), watch.running
         if running.shares_terminal and not running.members():  # else a container's files are gone
-            has_last = watch.peak_mark and samples and not watch.server_ready_ns
+            has_last = watch.cgroup and samples and not watch.server_ready_ns
             self._left = left(watch.started_s, samples[-1] if has_last else None)
 
     def finish(self, cached_bytes: int | None) -> list[str]:
@@ -177,7 +177,7 @@ class CommandSpec(Spec):
             warnings.append(watch.stacks.why)
         highest = {each.pid: each.highest_rss_bytes for each in (main, *others)}
         faults = None
-        if watch.peak_mark and samples:
+        if watch.cgroup and samples:
             faults = Faults(samples[-1].minor_faults, samples[-1].major_faults, end.refaults)
         number, some, full = evidence.ended.signal, end.some_ns, end.full_ns
         peaks = Peaks(

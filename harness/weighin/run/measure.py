@@ -21,9 +21,8 @@ from weighin.files import no_link
 from weighin.isolation.base import Exit, Isolation, Running
 from weighin.probes import kernel_log, page_cache
 from weighin.probes.cgroup import (
+    Cgroup,
     Counters,
-    MemoryCgroup,
-    PeakMark,
     grown,
     limits_around,
     memory_cgroup_of,
@@ -264,7 +263,7 @@ class Watch:
         self.exits: dict[int, Exit] = {}
         self.sampler: Sampler | None = None
         self.stacks: StackTaker | None = None
-        self.peak_mark: PeakMark | None = None
+        self.cgroup: Cgroup | None = None
         self.peak_bytes: int | None = None
         self.at_baseline = self.at_end = Counters()
         self.at_ready: Counters | None = None
@@ -287,7 +286,7 @@ class Watch:
 
     def begin(self, running: Running) -> None:
         self.running = running
-        self.peak_mark = peak_mark_of(running)
+        self.cgroup = cgroup_of(running)
         self._home = memory_cgroup_of(running.pid) if running.pid and not running.cgroup else None
         if running.cgroup:
             self._limits = limits_around(running.cgroup.parent)
@@ -306,11 +305,10 @@ class Watch:
     def _start_sampling(self) -> None:
         if not (pid := self.running.pid):
             return
-        cgroup = self.peak_mark.cgroup if self.peak_mark else None
         loading = [each.pid or pid for each in self.ranks] if self._spec.is_load else []
         look = self.stacks.look if self.stacks else None
         members = self.running.members
-        self.sampler = Sampler(pid, members, cgroup, loading=loading, at_sample=look)
+        self.sampler = Sampler(pid, members, self.cgroup, loading=loading, at_sample=look)
         self.sampler.start()
 
     def wait(self) -> None:
@@ -369,8 +367,8 @@ class Watch:
         self._freeze()
         if self.sampler:
             self.sampler.raise_limit()
-        elif self.peak_mark:
-            self.peak_mark.cgroup.raise_limit()
+        elif self.cgroup:
+            self.cgroup.raise_limit()
 
     def release(self) -> None:
         """Close the disk: a process that waits for an unanswered read cannot be killed."""
@@ -383,13 +381,13 @@ class Watch:
 
     def _counters(self) -> Counters:
         with self._reading:
-            now = self.peak_mark.counters() if self.peak_mark else Counters()
+            now = self.cgroup.counters() if self.cgroup else Counters()
             if not self._is_frozen and not self.at_ready:
                 self.peak_bytes = largest((self.peak_bytes, now.peak_bytes))
             return now
 
     def _reset_mark(self) -> bool:
-        return self.peak_mark is not None and self.peak_mark.reset()
+        return self.cgroup is not None and self.cgroup.reset_peak()
 
     @property
     def server_ready_ns(self) -> int | None:
@@ -414,7 +412,7 @@ class Watch:
                 case listener.Begin():
                     now, resets = Counters(), True
                     if message.id and reported.is_main:
-                        now, resets = self._counters(), self._reset_mark() or not self.peak_mark
+                        now, resets = self._counters(), self._reset_mark() or not self.cgroup
                     reported.begin(message, now, resets_group=resets)
                     if not message.id and reported is self.ranks[0]:
                         self._spec.on_phase(message.name)
@@ -510,8 +508,8 @@ class Watch:
         if self.sampler:
             self.rank_samples = self.sampler.rank_samples
             self.samples = with_cuda(self.sampler.stop(), self.ranks[0].told.points, driver)
-        if self.peak_mark:
-            self.peak_mark.close()
+        if self.cgroup:
+            self.cgroup.close()
         if self.listener.error:
             raise self.listener.error
 
@@ -530,7 +528,7 @@ class Watch:
             oom_kills, escape = largest((oom_kills, self.sampler.oom_kills)), self.sampler.escape
             table = self.sampler.table
             self.processes = table.processes()
-            if not escape and self.peak_mark and is_beyond(table.most_anon_bytes, self.peak_bytes):
+            if not escape and self.cgroup and is_beyond(table.most_anon_bytes, self.peak_bytes):
                 whose = "its" if self._spec.is_load else "the command's"
                 escape = (
                     f"a process had {format_bytes(table.most_anon_bytes)} of anonymous memory, and"
@@ -569,8 +567,8 @@ class Watch:
         )
 
 
-def peak_mark_of(running: Running) -> PeakMark | None:
-    """Return the mark of the cgroup of what runs; None without one, or if weighin cannot see it."""
+def cgroup_of(running: Running) -> Cgroup | None:
+    """Return the cgroup of what runs; None without one, or if weighin cannot see it."""
     if not running.pid or not running.cgroup:
         return None
-    return running.mark or PeakMark(MemoryCgroup(running.cgroup, pressure_file_of(running.pid)))
+    return running.opened or Cgroup(running.cgroup, pressure_file_of(running.pid))
