@@ -63,8 +63,6 @@ _KINDS: Final = {
 }
 SHOWN: Final = 5
 """The number of strategies that ``weighin recommend`` shows without --all."""
-_TOGETHER: Final = "together"
-_ONE_AFTER_THE_OTHER: Final = "one after the other"
 _AS_IT_IS: Final = Pace()
 _USABLE: Final = (FitVerdict.FITS, FitVerdict.THRASHES, FitVerdict.BARELY)
 
@@ -290,25 +288,20 @@ def _code(advice: Advice, prior: PriorKnowledge) -> str:
     info = registry.strategy(best.strategy)
     adapter = str(adapter_of(question.model) or "")
     if checkpoint and (folder := _folder(question)) and info.maps_keys and not info.shares_load:
-        model = question.model.kwargs
+        model, is_gguf = question.model.kwargs, prior.checkpoint_format == gguf.NAME
         return pretrained_snippet(
             info, model["architecture"], device=question.device, dtype=question.dtype,
-            folder=folder,
-            gguf_file=checkpoint.name if prior.checkpoint_format == gguf.NAME else "",
+            folder=folder, gguf_file=checkpoint.name if is_gguf else "",
             auto=auto_class(model["config"], model["architecture"]) if "code" in model else "",
-            variant=variant_of(checkpoint),
-            is_chosen=_is_chosen(model),
-            extra=library_in(model["config"]).extra,
-            adapter=adapter,
-            quantisation=None if prior.checkpoint_format == gguf.NAME else dequantising(Path(folder)),
+            variant=variant_of(checkpoint), is_chosen=_is_chosen(model),
+            extra=library_in(model["config"]).extra, adapter=adapter,
+            quantisation=None if is_gguf else dequantising(Path(folder)),
         )  # fmt: skip
-    path = str(checkpoint or "model.pt")
-    if advice.saves_again:
-        path = _file_name(best.format)
     try:
         return snippet(
-            info, device=question.device, dtype=question.dtype, checkpoint=path,
-            options={} if advice.saves_again else planned.cell.options, adapter=adapter,
+            info, device=question.device, dtype=question.dtype, adapter=adapter,
+            checkpoint=_file_name(best.format) if advice.saves_again else str(checkpoint or "model.pt"),
+            options={} if advice.saves_again else planned.cell.options,
             keeps_dtypes=is_folder(question.model),
             is_mixed=predicted.is_mixed or not knows_model,
             computes_buffers=predicted.computes_buffers or not knows_model,
@@ -489,19 +482,16 @@ class PipelineAdvice:
     title: str
     limits: Limits
     sizes: Mapping[str, int]
-    together: Mapping[str, Advice]
-    one_after_the_other: Mapping[str, Advice]
+    advices: Mapping[str, Mapping[str, Advice]]
+    """The advice for each part, by the way to load the parts."""
 
     @property
     def best(self) -> str:
-        """The way in which all parts surely fit: "together", else "one after the other"; else ""."""
-        for held, advices in (
-            (_TOGETHER, self.together),
-            (_ONE_AFTER_THE_OTHER, self.one_after_the_other),
-        ):
-            if all(each.best for each in advices.values()):
-                return held
-        return ""
+        """The first way in which all parts surely fit; else ""."""
+        fitting = (
+            held for held, each in self.advices.items() if all(a.best for a in each.values())
+        )
+        return next(fitting, "")
 
     def as_json(self) -> dict[str, Any]:
         """Return the answer as data for ``--json``."""
@@ -511,13 +501,9 @@ class PipelineAdvice:
             "vram_limit_bytes": self.limits.vram_bytes,
             "recommended": self.best or None,
             "parts": [
-                {
-                    "name": name,
-                    "model_bytes": self.sizes[name],
-                    "together": self.together[name].as_json(),
-                    "one_after_the_other": self.one_after_the_other[name].as_json(),
-                }
-                for name in self.sizes
+                {"name": name, "model_bytes": nbytes}
+                | {held.replace(" ", "_"): a[name].as_json() for held, a in self.advices.items()}
+                for name, nbytes in self.sizes.items()
             ],
         }
 
@@ -538,56 +524,46 @@ def advise_pipeline(
         name: max((one.model_bytes or 0 for one in each.predictions), default=0)
         for name, each in prior.items()
     }
-    others = {name: sum(sizes.values()) - size for name, size in sizes.items()}
-    together = {
-        name: advise(replace(question, limits=_left(question, others[name])), prior[name])
-        for name, question in questions.items()
-    }
+    together = {}
+    for name, question in questions.items():
+        on_host, others = question.device == "cpu", sum(sizes.values()) - sizes[name]
+        ram, vram = question.limits.ram_bytes, question.limits.vram_bytes
+        left = Limits(
+            ram and max(1, ram - others * on_host), vram and max(1, vram - others * (not on_host))
+        )
+        together[name] = advise(replace(question, limits=left), prior[name])
     alone = {name: advise(question, prior[name]) for name, question in questions.items()}
     limits = next(iter(questions.values())).limits
-    return PipelineAdvice(title, limits, sizes, together, alone)
-
-
-def _left(question: Question, held_bytes: int) -> Limits:
-    """Return the limits of a load while other parts take ``held_bytes`` on the same device."""
-    ram, vram = question.limits.ram_bytes, question.limits.vram_bytes
-    if question.device == "cpu":
-        return Limits(None if ram is None else max(1, ram - held_bytes), vram)
-    return Limits(ram, None if vram is None else max(1, vram - held_bytes))
+    advices = {"together": together, "one after the other": alone}
+    return PipelineAdvice(title, limits, sizes, advices)
 
 
 def pipeline_parts(advice: PipelineAdvice) -> Iterator[Table | str]:
     """Yield what ``weighin recommend`` prints for a pipeline: a table, and the code for each part."""
-
-    def choice(one: Advice) -> Entry | str:
-        if one.best is None:
-            return Entry("does not fit", kind="killed")
-        return f"{one.best.strategy}: {one.best.verdict}"
-
     size = format_bytes(sum(advice.sizes.values()))
     yield Table(
         f"{advice.title} ({size}), all parts, {advice.limits}",
-        [Column(one, is_name=True) for one in ("part", "size", _TOGETHER, _ONE_AFTER_THE_OTHER)],
+        [Column(one, is_name=True) for one in ("part", "size", *advice.advices)],
         [
-            [
-                name,
-                format_bytes(part_bytes, digits=1),
-                choice(advice.together[name]),
-                choice(advice.one_after_the_other[name]),
+            [name, format_bytes(nbytes, digits=1)]
+            + [
+                f"{best.strategy}: {best.verdict}"
+                if (best := each[name].best)
+                else Entry("does not fit", kind="killed")
+                for each in advice.advices.values()
             ]
-            for name, part_bytes in advice.sizes.items()
+            for name, nbytes in advice.sizes.items()
         ],
     )
     yield (
-        f"{_TOGETHER}: every part stays in memory, and each load has the rest of the limit;"
-        f" {_ONE_AFTER_THE_OTHER}: each part is freed before the next one is loaded.\n"
+        "together: every part stays in memory, and each load has the rest of the limit;"
+        " one after the other: each part is freed before the next one is loaded.\n"
     )
-    chosen = advice.together if advice.best == _TOGETHER else advice.one_after_the_other
     if not advice.best:
-        dtype = next(iter(chosen.values())).question.dtype
+        dtype = next(iter(advice.advices["together"].values())).question.dtype
         yield f"The pipeline is not sure to fit. {_help(dtype)}"
         return
     yield f"Load the parts {advice.best}:\n"
-    for name, one in chosen.items():
+    for name, one in advice.advices[advice.best].items():
         assert one.best is not None
         yield escape(f"# {name}: {one.best.strategy}\n{one.code}")

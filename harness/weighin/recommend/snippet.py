@@ -1,12 +1,12 @@
-"""Write the function ``load`` of a strategy as code that a user can paste, without weighin's ``job``.
+"""Write a strategy's function ``load`` as code that a user can paste, without weighin's ``job``.
 
-The written code contains the short helpers that the strategy imports from weighin. weighin's own
-loader is too long to paste, so that code that uses the loader still imports it.
+The code contains the short helpers that the strategy imports from weighin. weighin's own loader is
+too long to paste, so that code that uses the loader imports it.
 """
 
 import ast
 import textwrap
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 from types import MappingProxyType
@@ -64,38 +64,53 @@ def snippet(
     tree = ast.parse(info.path.read_text(encoding="utf-8"))
     plain = _Plain(
         options,
-        convert=dtype != "float32",
+        builder="build_model()"
+        if keeps_dtypes or dtype == "float32"
+        else "build_model().to(dtype)",
         keeps_dtypes=keeps_dtypes,
         is_mixed=is_mixed or keeps_dtypes,
         computes_buffers=computes_buffers,
     )
-    imports = ["import torch"]
-    nodes = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    functions = [_function(node, plain, device, dtype) for node in nodes]
-    used = {
-        one.id
-        for text in functions
-        for one in ast.walk(ast.parse(text))
-        if isinstance(one, ast.Name)
-    }
-    parts: list[str] = []
+    nodes = [plain.function(node) for node in tree.body if isinstance(node, ast.FunctionDef)]
+    used = {one.id for node in nodes for one in ast.walk(node) if isinstance(one, ast.Name)}
+    imports, helpers = {"import torch"}, dict[str, None]()
     for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            kept, written = _import(node, used)
-            imports += kept
-            parts += written
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("weighin"):
+            for name in (alias.name for alias in node.names):
+                module = HELPERS.get(name, node.module or "")
+                if module in _KEPT:
+                    imports.add(f"from {node.module} import {name}")
+                elif module == "weighin.strategy":  # a type, which no code needs
+                    continue
+                elif module != "weighin.stream.tensors":
+                    raise CannotWriteOut(
+                        f"its file imports {name} from {module}, which pasted code cannot import"
+                    )
+                elif name in used:
+                    helpers |= dict.fromkeys(_sources(module, name))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            imports.add(ast.unparse(node))
+    imports.discard("from __future__ import annotations")
     if "reset_buffers" in used:
-        parts += _sources(__name__, "reset_buffers")
-    body = "\n\n\n".join(part.strip("\n") for part in [*dict.fromkeys(parts), *functions])
-    lines = sorted(dict.fromkeys(imports), key=lambda line: (line.startswith("from"), line))
-    if needed := _needed(info, lines):
+        helpers |= dict.fromkeys(_sources(__name__, "reset_buffers"))
+    lines = sorted(imports, key=lambda line: (line.startswith("from"), line))
+    declared = {name_of(package) for package in info.packages}
+    imported = {line.split()[1].partition(".")[0] for line in lines} - declared
+    if needed := [*info.packages, *(name for name in _INSTALLED if name in imported)]:
         lines.insert(0, f"# pip install torch {' '.join(map(quote, needed))}")
+    head = f'def load_model(build_model, checkpoint, device="{device}", dtype=torch.{dtype}):'
+    functions = [
+        "\n".join([head, *(textwrap.indent(ast.unparse(part), "    ") for part in node.body)])
+        if node.name == "load"
+        else ast.unparse(node)
+        for node in nodes
+    ]
     use = f"# model = load_model(build_model, {checkpoint!r})   # build_model() returns your model"
     use += f" in torch.{dtype}" if keeps_dtypes else ""
     if adapter:
         use += "\n# from peft import PeftModel"
         use += f"\n# model = PeftModel.from_pretrained(model, {adapter!r}).merge_and_unload()"
-    return "\n".join(lines) + f"\n\n\n{body}\n\n\n{use}\n"
+    return "\n\n\n".join(["\n".join(lines), *helpers, *functions, f"{use}\n"])
 
 
 def pretrained_snippet(
@@ -125,77 +140,38 @@ def pretrained_snippet(
         adapter: the folder of the adapter to merge; empty for none.
         quantisation: the ``quantization_config`` with which transformers dequantises the weights.
     """
+    kind = auto or architecture
     more = f", variant={variant!r}" if variant else ""
     more += ", trust_remote_code=True" if auto else ""
-    move = f".to({device!r})"
-    merge = ""
+    needed, move, merge = f"pip install torch {info.pretrained}", f".to({device!r})", ""
     if info.pretrained == DIFFUSERS.name:
-        needed = "pip install torch diffusers accelerate"
+        needed += " accelerate"
         lines = [f"from diffusers import {architecture}"]
         call = f"{architecture}.from_pretrained({folder!r}, torch_dtype=torch.{dtype}{more}){move}"
     elif info.pretrained == TIMM.name:
-        needed, lines = "pip install torch timm", ["from timm import create_model"]
-        name = f"local-dir:{folder}"
-        call = f"create_model({name!r}, pretrained=True).to({device!r}, torch.{dtype})"
+        lines = ["from timm import create_model"]
+        call = f"create_model({f'local-dir:{folder}'!r}, pretrained=True).to({device!r}, torch.{dtype})"
     elif info.pretrained:
-        kind = auto or architecture
-        needed, lines = "pip install torch transformers", [f"from transformers import {kind}"]
+        lines = [f"from transformers import {kind}"]
         if gguf_file:
             needed, more = f"{needed} accelerate gguf", f", gguf_file={gguf_file!r}"
         if quantisation:
             lines.append("from transformers.quantizers.auto import AutoQuantizationConfig")
-            more += (
-                f", quantization_config=AutoQuantizationConfig.from_dict({dict(quantisation)!r})"
-            )
-        call = f"{kind}.from_pretrained({folder!r}, dtype=torch.{dtype}{more})"
+            config = f"AutoQuantizationConfig.from_dict({dict(quantisation)!r})"
+            more += f", quantization_config={config}"
         if adapter:
             needed, lines = f"{needed} peft", ["from peft import PeftModel", *lines]
-            merge = (
-                f"model = PeftModel.from_pretrained(model, {adapter!r}).merge_and_unload(){move}\n"
-            )
-        else:
-            call += move
+            merged = f"PeftModel.from_pretrained(model, {adapter!r}).merge_and_unload()"
+            move, merge = "", f"model = {merged}{move}\n"
+        call = f"{kind}.from_pretrained({folder!r}, dtype=torch.{dtype}{more}){move}"
     else:
-        needed, lines = (
-            install.command(extra, anywhere=True),
-            ["from weighin import load_pretrained"],
-        )
-        if gguf_file:
-            folder = str(Path(folder, gguf_file))
+        needed = install.command(extra, anywhere=True)
+        lines = ["from weighin import load_pretrained"]
+        folder = str(Path(folder, gguf_file))
         more += f", model_class={architecture!r}" if is_chosen else ""
         more += f", adapter={adapter!r}" if adapter else ""
         call = f"load_pretrained({folder!r}, dtype=torch.{dtype}, device={device!r}{more})"
-    imports = "\n".join(["import torch", *lines])
-    return f"# {needed}\n{imports}\n\nmodel = {call}\n{merge}"
-
-
-def _needed(info: StrategyInfo, lines: list[str]) -> list[str]:
-    """Return the packages to install beside torch: declared ones, and imported of ``_INSTALLED``."""
-    declared = {name_of(package) for package in info.packages}
-    imported = {line.split()[1].partition(".")[0] for line in lines}
-    others = [name for name in _INSTALLED if name in imported and name not in declared]
-    return [*info.packages, *others]
-
-
-def _import(node: ast.Import | ast.ImportFrom, used: Container[str]) -> tuple[list[str], list[str]]:
-    """Return the import lines to keep, and the sources of functions that replace other imports."""
-    if isinstance(node, ast.Import):
-        return [ast.unparse(node)], []
-    module = node.module or ""
-    if not module.startswith("weighin"):
-        return ([] if module == "__future__" else [ast.unparse(node)]), []
-    kept, written = [], []
-    for alias in node.names:
-        source = HELPERS.get(alias.name, module) if module == "weighin.strategy" else module
-        if source in _KEPT:
-            kept.append(f"from {module} import {alias.name}")
-        elif source == "weighin.stream.tensors":
-            written += _sources(source, alias.name) if alias.name in used else []
-        elif source != "weighin.strategy":  # weighin.strategy has only types, no code to paste
-            raise CannotWriteOut(
-                f"its file imports {alias.name} from {module}, which pasted code cannot import"
-            )
-    return kept, written
+    return "\n".join([f"# {needed}", "import torch", *lines, "", f"model = {call}", merge])
 
 
 def _sources(module: str, name: str) -> list[str]:
@@ -203,123 +179,98 @@ def _sources(module: str, name: str) -> list[str]:
     path = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
     nodes = ast.parse(path.read_text(encoding="utf-8")).body
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
-    if name not in functions:
-        raise CannotWriteOut(f"{module} has no {name}")
     used = {one.id for one in ast.walk(functions[name]) if isinstance(one, ast.Name)}
     called = [other for other in functions if other in used and other != name]
     return [ast.unparse(functions[other]) for other in [*called, name]]
 
 
-def _function(node: ast.FunctionDef, plain: "_Plain", device: str, dtype: str) -> str:
-    is_load = node.name == "load"
-    plain.job = node.args.args[0].arg if is_load and node.args.args else None
-    new = ast.fix_missing_locations(plain.visit(node))
-    _inline(new)
-    for one in ast.walk(new):
-        if isinstance(one, ast.Name) and is_load and one.id == plain.job:
-            raise CannotWriteOut(
-                f"line {one.lineno} of {node.name}() passes on the whole job object"
-            )
-    if not is_load:
-        return ast.unparse(new)
-    body = textwrap.indent("\n".join(ast.unparse(part) for part in new.body), "    ")
-    head = f'def load_model(build_model, checkpoint, device="{device}", dtype=torch.{dtype}):'
-    return f"{head}\n{body}"
-
-
-def _inline(function: ast.FunctionDef) -> None:
-    """Replace local names that stand for another name or a constant, and drop what nothing uses."""
-    names = [one for one in ast.walk(function) if isinstance(one, ast.Name)]
-    for statement in [*function.body]:
-        match statement:
-            case ast.Assign([ast.Name(id=name)], value):
-                uses = [one for one in names if one.id == name and isinstance(one.ctx, ast.Load)]
-                stores = [one for one in names if one.id == name and isinstance(one.ctx, ast.Store)]
-                of_ties = isinstance(value, ast.Call) and ast.unparse(value.func) == "tied_names"
-                if len(stores) == 1 and not uses and of_ties:
-                    function.body.remove(statement)
-                if len(stores) == len(uses) == 1 and isinstance(value, ast.Name | ast.Constant):
-                    replaced = _Replaced(uses[0], value)
-                    function.body = [
-                        replaced.visit(one) for one in function.body if one is not statement
-                    ]
-
-
-class _Replaced(ast.NodeTransformer):
-    def __init__(self, old: ast.Name, new: ast.expr) -> None:
-        self._old, self._new = old, new
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self._new if node is self._old else node
-
-
 class _Plain(ast.NodeTransformer):
-    """Remove ``job`` from a function: ``job.phase`` disappears, and ``job.device`` becomes ``device``."""
+    """Removes ``job`` from a function: ``job.phase`` disappears, and ``job.device`` becomes ``device``.
+
+    It also decides what the options decide, and leaves out the helpers that the model does not need.
+    """
 
     def __init__(
         self,
         options: Mapping[str, Any],
         *,
-        convert: bool,
+        builder: str,
         keeps_dtypes: bool,
         is_mixed: bool,
         computes_buffers: bool,
     ) -> None:
-        self.job: str | None = None
-        self._convert = convert and not keeps_dtypes
+        self._options = options
+        self._builder = builder
         self._keeps_dtypes = keeps_dtypes
         self._is_mixed = is_mixed
         self._computes_buffers = computes_buffers
-        self._options = options
+
+    def function(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        is_load = node.name == "load"
+        for one in ast.walk(node):
+            if isinstance(one, ast.Name) and is_load and one.id == node.args.args[0].arg:
+                one.id = "job"
+        self.generic_visit(node)
+        for one in ast.walk(ast.fix_missing_locations(node)):
+            if isinstance(one, ast.Name) and is_load and one.id == "job":
+                raise CannotWriteOut(f"line {one.lineno} of load() passes on the whole job object")
+        return node
+
+    def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        node.items = [one for one in node.items if "job.phase(" not in ast.unparse(one)]
+        return node if node.items else node.body
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        if not self._is_mixed and ast.unparse(node.value).startswith("tied_names("):
+            return None
+        return self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | list[ast.stmt] | None:
-        """Leave out helpers that a model without tied weights and computed buffers does not need."""
         match node.value:
             case ast.Call(ast.Attribute(attr="reset_buffers")) if not self._computes_buffers:
                 return None
             case ast.Call(ast.Name("retie" | "share_missing")) if not self._is_mixed:
                 return None
-            case ast.Call(ast.Name("assign"), [ast.Name(model), ast.Name(state), _]) if (
-                not self._is_mixed
-            ):
+            case ast.Call(ast.Name("assign"), [model, state, _]) if not self._is_mixed:
                 # Without the names of the state dict, each tensor is freed once it is converted.
-                text = f"{model}.load_state_dict({state}, assign=True)\ndel {state}\n{model}.to(device, dtype)"
-                return ast.parse(text).body
+                return ast.parse(
+                    f"{ast.unparse(model)}.load_state_dict({ast.unparse(state)}, assign=True)\n"
+                    f"del {ast.unparse(state)}\n{ast.unparse(model)}.to(device, dtype)"
+                ).body
         return self.generic_visit(node)
 
-    def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
-        self.generic_visit(node)
-        node.items = [one for one in node.items if not self._is_call(one.context_expr, "phase")]
-        return node if node.items else node.body
-
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if self._is_call(node, "build_model"):
-            return _expression("build_model().to(dtype)" if self._convert else "build_model()")
-        if self._is_call(node, "reset_buffers"):
-            model = ast.unparse(node.args[0])
-            dtype = None if self._keeps_dtypes else "dtype"
-            return _expression(f"reset_buffers({model}, build_model, device, {dtype})")
-        if isinstance(node.func, ast.Attribute) and self._is_attribute(node.func.value, "options"):
-            default = node.args[1] if len(node.args) > 1 else ast.Constant(None)
-            name = ast.literal_eval(node.args[0])
-            if name in self._options:
-                return ast.Constant(self._options[name])
-            return self.visit(default)  # type: ignore[no-any-return]
+        match node:
+            case ast.Call(ast.Attribute(ast.Name("job"), "build_model")):
+                return _expression(self._builder)
+            case ast.Call(ast.Attribute(ast.Name("job"), "reset_buffers"), [model]):
+                dtype = None if self._keeps_dtypes else "dtype"
+                return _expression(
+                    f"reset_buffers({ast.unparse(model)}, build_model, device, {dtype})"
+                )
+            case ast.Call(
+                ast.Attribute(ast.Attribute(ast.Name("job"), "options"), "get"),
+                [ast.Constant(str(name)), *default],
+            ):
+                if name in self._options:
+                    return ast.Constant(self._options[name])
+                return self.visit(default[0]) if default else ast.Constant(None)
+        keywords = []
+        for each in node.keywords:
+            is_options = each.arg is None and ast.unparse(each.value) == "job.options"
+            given = [ast.keyword(name, ast.Constant(one)) for name, one in self._options.items()]
+            keywords += given if is_options else [each]
         # job.build_model applies the dtype, but the function of a user does not.
         if ast.unparse(node.func) == "load_streaming" and not self._keeps_dtypes:
-            node.keywords.append(ast.keyword("dtype", ast.Name("dtype", ast.Load())))
-        given = [ast.keyword(name, ast.Constant(one)) for name, one in self._options.items()]
-        node.keywords = [
-            keyword for one in node.keywords
-            for keyword in (
-                given if one.arg is None and self._is_attribute(one.value, "options") else [one]
-            )
-        ]  # fmt: skip
+            keywords.append(ast.keyword("dtype", _expression("dtype")))
+        node.keywords = keywords
         return self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        if self._is_attribute(node.value, "options"):
-            return ast.Constant(self._options.get(ast.literal_eval(node.slice)))
+        match node:
+            case ast.Subscript(ast.Attribute(ast.Name("job"), "options"), ast.Constant(str(name))):
+                return ast.Constant(self._options.get(name))
         return self.generic_visit(node)
 
     def visit_If(self, node: ast.If | ast.IfExp) -> Any:
@@ -334,23 +285,14 @@ class _Plain(ast.NodeTransformer):
     visit_IfExp = visit_If  # noqa: N815 (ast's name)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if self._is_attribute(node, "folder"):  # a folder has code of its own
-            return ast.Constant(None)
-        for name in ("checkpoint", "device", "dtype", "build_model"):
-            if self._is_attribute(node, name):
+        match node:
+            case ast.Attribute(ast.Name("job"), "folder"):  # a folder has code of its own
+                return ast.Constant(None)
+            case ast.Attribute(
+                ast.Name("job"), ("checkpoint" | "device" | "dtype" | "build_model") as name
+            ):
                 return ast.Name(name, node.ctx)
         return self.generic_visit(node)
-
-    def _is_call(self, node: ast.expr, name: str) -> bool:
-        return isinstance(node, ast.Call) and self._is_attribute(node.func, name)
-
-    def _is_attribute(self, node: ast.expr, name: str) -> bool:
-        return (
-            isinstance(node, ast.Attribute)
-            and node.attr == name
-            and isinstance(node.value, ast.Name)
-            and node.value.id == self.job
-        )
 
 
 def _expression(text: str) -> ast.expr:
