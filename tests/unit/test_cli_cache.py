@@ -10,7 +10,6 @@ from test_cli_help import shown
 
 from weighin.checkpoint import cache, staging
 from weighin.cli import app
-from weighin.cli import checkpoints as verbs
 from weighin.errors import HarnessError
 
 
@@ -39,7 +38,7 @@ def answered(answer: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> t
         return answer == "y"
 
     monkeypatch.setattr(click, "confirm", confirm)
-    monkeypatch.setattr(verbs, "_has_terminal", lambda: True)
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda _: True, raising=False)
     result = CliRunner().invoke(app.app, ["cache", "clear", *arguments])
     return result.exit_code, "".join(asked) + "\n" + result.output
 

@@ -332,3 +332,18 @@ def test_a_time_out_in_the_file_does_not_end_a_command_whose_floor_is_searched(
 
 def test_an_argument_of_a_builder_has_no_parts(here: Path) -> None:
     assert "has no parts" in refused("bench", "gpt2-tiny", "--set", "kwargs.a.b=1")
+
+
+def test_two_models_to_set_are_two_models(asked: Measured) -> None:
+    assert models(asked("bench", "--set", "models=gpt2-tiny,tied-tiny")[0]) == [
+        "gpt2-tiny",
+        "tied-tiny",
+    ]
+
+
+def test_a_wrong_value_in_the_table_of_a_verb_names_this_table(here: Path) -> None:
+    write('[tool.weighin.predict]\ndtype = "x"\n')
+    place = "pyproject.toml: tool.weighin.predict.dtype: "
+    assert refused("predict", "gpt2-tiny").startswith(place)
+    write("[tool.weighin]\nseed = 1\n[tool.weighin.predict]\nseed = 'x'\n")
+    assert refused("predict", "gpt2-tiny").startswith("pyproject.toml: tool.weighin.predict.seed: ")

@@ -6,6 +6,7 @@ own defaults, ``[tool.weighin]`` in pyproject.toml, the suite, and the command l
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, get_origin
@@ -17,10 +18,7 @@ from weighin.cli import _console, _pyproject
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
-
-    from weighin.settings.definition import Option as Written
-    from weighin.settings.definition import Settings
+    from weighin.settings.definition import Settings, Strict, SuiteCommand
 
 PATH = click.Path(path_type=Path)
 DEFAULT_MODEL: Final = "gpt2-small"
@@ -62,90 +60,60 @@ def option(*names: str, **attributes: Any) -> Decorator:
     return click.option(*names, cls=Option, **attributes)
 
 
-def several(*options: Decorator) -> Decorator:
-    """Return a decorator that adds ``options`` to a click command, in the given order."""
+def settings(verb: str, **usual: str) -> Decorator:
+    """Return a decorator that adds every setting which is an option of ``verb``, and ``--set``.
+
+    ``usual`` are defaults of the verb, which the help shows in place of the settings' own.
+    """
+    from weighin.settings import definition
+
+    parts: dict[type[Strict], str] = dict.fromkeys(
+        (definition.Measure, definition.Load, definition.Model, definition.Command), ""
+    )
+    found = []
+    for part, start in (parts | {definition.SuiteCommand: _OF_COMMAND}).items():
+        for name, field in part.model_fields.items():
+            written, is_flag = definition.option_of(field), field.annotation is bool
+            if not written or verb not in written.verbs.split():
+                continue
+            values = field.default if isinstance(field.default, list) else [field.default]
+            has_none = isinstance(field.default, list)
+            texts = ["none" if has_none and one is None else str(one or "") for one in values]
+            is_said = field.default_factory or is_flag or field.is_required()
+            is_said = is_said or get_origin(field.annotation) is dict  # the text says its default
+            more = " Repeatable." if written.is_repeatable and name != "strategies" else ""
+            found.append(
+                option(
+                    *definition.names_of(name, written),
+                    name,
+                    key=start + name,
+                    group=written.group,
+                    default=None,
+                    is_flag=is_flag,
+                    multiple=written.is_repeatable,
+                    metavar=None if is_flag else written.metavar,
+                    shell_complete=_completed(name) if name in ("models", "strategies") else None,
+                    usual=usual.get(name) or ("" if is_said else ",".join(filter(None, texts))),
+                    help=f"{field.description}{more}",
+                )
+            )
+    found.append(
+        option(
+            "--set",
+            "assigned",
+            multiple=True,
+            metavar="KEY=VALUE",
+            group=definition.WHAT,
+            help="Set any other key of a suite: `weighin help suite` lists them. Repeatable.",
+        )
+    )
 
     def decorate(function: Any) -> Any:
-        for each in reversed(options):
+        for each in reversed(found):
             function = each(function)
         return function
 
     return decorate
-
-
-def settings(verb: str, **defaults: str) -> Decorator:
-    """Return a decorator that adds every setting which is an option of ``verb``, and ``--set``.
-
-    ``defaults`` are shown in place of the settings' own.
-    """
-    from weighin.settings.definition import (
-        WHAT,
-        Command,
-        Load,
-        Measure,
-        Model,
-        Strict,
-        SuiteCommand,
-        option_of,
-    )
-
-    parts: dict[type[Strict], str] = {
-        Measure: "",
-        Load: "",
-        Model: "",
-        Command: "",
-        SuiteCommand: _OF_COMMAND,
-    }
-    found = [
-        _as_option(start + name, field, written, defaults)
-        for part, start in parts.items()
-        for name, field in part.model_fields.items()
-        if (written := option_of(field)) and verb in written.verbs.split()
-    ]
-    others = option(
-        "--set",
-        "assigned",
-        multiple=True,
-        metavar="KEY=VALUE",
-        group=WHAT,
-        help="Set any other key of a suite: `weighin help suite` lists them. Repeatable.",
-    )
-    return several(*found, others)
-
-
-def _as_option(
-    key: str, field: "FieldInfo", written: "Written", defaults: Mapping[str, str]
-) -> Decorator:
-    from weighin.settings.definition import names_of
-
-    name = key.removeprefix(_OF_COMMAND)
-    is_flag = field.annotation is bool
-    repeatable = " Repeatable." if written.is_repeatable and name != "strategies" else ""
-    return option(
-        *names_of(name, written),
-        name,
-        key=key,
-        group=written.group,
-        default=None,
-        is_flag=is_flag,
-        multiple=written.is_repeatable,
-        metavar=None if is_flag else written.metavar,
-        shell_complete=_completed(name) if name in ("models", "strategies") else None,
-        usual=defaults.get(name) or _default(field),
-        help=f"{field.description}{repeatable}",
-    )
-
-
-def _default(field: "FieldInfo") -> str:
-    """Return what the help shows as a setting's default; empty if the text says it, or it is none."""
-    if field.default_factory or field.annotation is bool or field.is_required():
-        return ""
-    values = field.default if isinstance(field.default, list) else [field.default]
-    texts = [
-        "none" if value is None and isinstance(field.default, list) else str(value or "")
-        for value in values
-    ]
-    return ",".join(filter(None, texts)) if get_origin(field.annotation) is not dict else ""
 
 
 def _completed(kind: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
@@ -278,10 +246,16 @@ def read(
     if is_of_commands:
         reason = "weighin measures a command, and loads no model"
         refuse(context, ("model",), reason, "leave the model out, or -- and the command after it")
-        if named and not words:
+        if words:
+            typed["commands"] = [_command(list(words), of_command)]
+        elif not named:
+            raise ConfigError(
+                "no command was given",
+                "write the command after --: weighin run --ram 4g -- python x.py",
+            )
+        else:
             reason = "the suite says of each of its commands"
             refuse(context, of_command, reason, "write it into the suite file, or type the command")
-        typed |= _commands(words or (), of_command, has_suite=bool(named))
     else:
         reason = "weighin loads a model, and runs no command"
         repair = "add the command after --; for a variable of a load: --set environment.NAME=VALUE"
@@ -302,8 +276,8 @@ def read(
     start = {} if named else {**defaults}
     if not (is_of_commands or named):
         start["models"] = [DEFAULT_MODEL]
-    path = context.find_root().meta.get(_pyproject.TABLE)
-    sources: list[definition.Source] = [("", start), (f"{path}: {_pyproject.TABLE}.", of_file)]
+    place = partial(_pyproject.place_of, context)
+    sources: list[definition.Source] = [("", start), (place, of_file)]
     if named:
         from weighin.suite.registry import suite_file
 
@@ -322,37 +296,28 @@ def _written(context: click.Context) -> tuple[dict[str, Any], dict[str, Any], di
     for each in context.command.params:
         if not isinstance(each, Option) or not each.key:
             continue
-        source = context.get_parameter_source(each.name or "")
-        key = each.key.removeprefix(_OF_COMMAND)
-        value = _value(each, context.params[each.name or ""])
-        if each.key != key:
-            of_command |= {key: value} if value else {}
-        elif source is ParameterSource.COMMANDLINE:
-            if key in typed:
-                raise ConfigError(
-                    f"{each.opts[0]} and --set {key} set the same", "leave one of them out"
-                )
-            typed[key] = value
+        name = each.name or ""
+        source, value = context.get_parameter_source(name), _value(each, context.params[name])
+        if each.key.startswith(_OF_COMMAND):
+            of_command |= {name: value} if value else {}
         elif source is ParameterSource.DEFAULT_MAP:
-            of_file[key] = value
+            of_file[name] = value
+        elif source is ParameterSource.COMMANDLINE:
+            if name in typed:
+                raise ConfigError(
+                    f"{each.opts[0]} and --set {name} set the same", "leave one of them out"
+                )
+            typed[name] = value
     return of_file, typed, of_command
 
 
-def _commands(words: Iterable[str], about: dict[str, Any], *, has_suite: bool) -> dict[str, Any]:
-    """Return the typed command as the key ``commands``; nothing if a suite has the commands."""
+def _command(words: list[str], about: dict[str, Any]) -> "SuiteCommand":
+    """Return the typed command, not validated: it may set any variable, and have any name."""
     from weighin.plan.start import label_of
     from weighin.settings.definition import SuiteCommand
 
-    if not (words := list(words)):
-        if not has_suite:
-            raise ConfigError(
-                "no command was given",
-                "write the command after --: weighin run --ram 4g -- python x.py",
-            )
-        return {}
-    # Not validated, because a command line may set any variable, and a program may have any name.
     name = about.pop("name", "") or label_of(words)
-    return {"commands": [SuiteCommand.model_construct(name=name, command=words, **about)]}
+    return SuiteCommand.model_construct(name=name, command=words, **about)
 
 
 def _value(each: Option, value: Any) -> Any:
@@ -386,6 +351,8 @@ def assigned(context: click.Context) -> dict[str, Any]:
             from weighin.settings.yaml_file import parse  # only if it is needed
 
             value = parse(text, f"--set {key}")
+        elif key == "models":
+            value = names([text])
         if key == "kwargs" and "." in inner:
             raise ConfigError(
                 f"--set {name}: an argument has no parts",

@@ -26,6 +26,7 @@ _ONLY_TYPED: Final = (
 )  # fmt: skip
 
 _KEYS: Final = f"{TABLE} keys"
+_PLACES: Final = f"{TABLE} places"
 _PATHS: Final = ("checkpoint", "storage", "mounts", "adapter")
 """Settings that are paths; those that may be something else are told by their text."""
 
@@ -38,12 +39,12 @@ FORMER: Final = {
 }
 """Options of earlier versions whose setting has another name."""
 
-Defaults = dict[str, dict[str, Any]]
-"""Maps each verb to its parameters' defaults, by parameter name, as click's ``default_map``."""
-
 
 def read(context: click.Context, verbs: Mapping[str, click.Command]) -> None:
     """Let the context of ``weighin`` know the settings file, if there is one.
+
+    weighin ignores a file of a stranger, because it can name code to run: any user can write
+    /tmp/pyproject.toml, and a run in a folder below /tmp finds it.
 
     Raises:
         ConfigError: the file is unreadable or not TOML, or a key is unknown or has a wrong type.
@@ -52,11 +53,12 @@ def read(context: click.Context, verbs: Mapping[str, click.Command]) -> None:
         here = Path.cwd()
     except FileNotFoundError:  # the current folder was deleted
         return
+    trusted = {0, os.geteuid(), Path().stat().st_uid}
     for folder in (here, *here.parents):
         path = (Path() if folder == here else folder) / "pyproject.toml"
-        if _counts(path) and (table := _table(path)) is not None:
-            context.meta[TABLE] = path
-            context.default_map, context.meta[_KEYS] = _defaults(table, path, verbs)
+        is_trusted = path.is_file() and path.stat().st_uid in trusted
+        if is_trusted and (table := _table(path)) is not None:
+            _read_table(context, table, path, verbs)
             return
 
 
@@ -64,6 +66,11 @@ def keys_of(context: click.Context) -> dict[str, Any]:
     """Return the settings in the file that are keys of a suite, but no options of the verb."""
     found: dict[str, Any] = context.find_root().meta.get(_KEYS, {}).get(context.command.name, {})
     return found
+
+
+def place_of(context: click.Context, key: str) -> str:
+    """Return the file, the table and the key in which a setting of the verb is written."""
+    return str(context.find_root().meta[_PLACES][context.command.name][key])
 
 
 def options_of(verb: click.Command) -> dict[str, click.Parameter]:
@@ -75,15 +82,6 @@ def options_of(verb: click.Command) -> dict[str, click.Parameter]:
         if is_option and longest not in _ONLY_TYPED:
             keys[longest] = param
     return keys
-
-
-def _counts(path: Path) -> bool:
-    """Return whether the file exists and has a trusted owner, because it can name code to run.
-
-    For example, any user can write /tmp/pyproject.toml, and a run in a folder below /tmp finds it.
-    """
-    trusted = {0, os.geteuid(), Path().stat().st_uid}
-    return path.is_file() and path.stat().st_uid in trusted
 
 
 def _table(path: Path) -> dict[str, Any] | None:
@@ -106,10 +104,10 @@ def _table(path: Path) -> dict[str, Any] | None:
     return table
 
 
-def _defaults(
-    table: dict[str, Any], path: Path, verbs: Mapping[str, click.Command]
-) -> tuple[Defaults, Defaults]:
-    """Return the defaults of each verb's options, and the verb's other settings."""
+def _read_table(
+    context: click.Context, table: dict[str, Any], path: Path, verbs: Mapping[str, click.Command]
+) -> None:
+    """Set the defaults of each verb's options in ``default_map``, and its other settings in ``meta``."""
     from weighin.settings.definition import COMMANDS, MODELS, used_by
 
     options = {name: found for name, verb in verbs.items() if (found := options_of(verb))}
@@ -120,27 +118,33 @@ def _defaults(
     }
     known = {name: {*options[name], *settable.get(name, ())} - {*_ONLY_TYPED} for name in options}
     shared = {key for name in _SHARED_BY for key in known[name]}
-    tables: dict[str, dict[str, Any]] = {}
-    common: dict[str, Any] = {}
+    common = {}
     for key, value in table.items():
-        is_table = isinstance(value, dict) and _normal(key) not in shared
-        _check_key(key, options if is_table else shared, shared | options.keys(), path, TABLE)
-        (tables if is_table else common)[key] = value
-    for name, values in tables.items():
-        for key in values:
-            _check_key(key, known[name], known[name], path, f"{TABLE}.{name}")
-    defaults: Defaults = {name: {} for name in options}
-    others: Defaults = {name: {} for name in options}
+        if isinstance(value, dict) and _normal(key) not in shared:
+            _check_key(key, options, shared | options.keys(), path, TABLE)
+            for inner in value:
+                _check_key(inner, known[key], known[key], path, f"{TABLE}.{key}")
+        else:
+            _check_key(key, shared, shared | options.keys(), path, TABLE)
+            common[key] = value
+    defaults, others, places = ({name: dict[str, Any]() for name in options} for _ in range(3))
     for name, params in options.items():
+        own = table.get(name, {})
         given = [(TABLE, *item) for item in common.items() if name in _SHARED_BY]
-        given += [(f"{TABLE}.{name}", *item) for item in tables.get(name, {}).items()]
-        for place, key, value in given:  # a verb's own values come last, and override
+        # A verb's own values come last, and override.
+        for table_name, key, value in [
+            *given,
+            *((f"{TABLE}.{name}", *item) for item in own.items()),
+        ]:
+            place = f"{path}: {table_name}.{key}"
             if param := params.get(_normal(key)):
-                read = _value(param, value, f"{path}: {place}.{key}", path.parent)
-                defaults[name][param.name or ""] = read
-            elif setting := settable.get(name, {}).get(_normal(key)):
+                setting = param.name or ""
+                defaults[name][setting] = _value(param, value, place, path.parent)
+            elif setting := settable.get(name, {}).get(_normal(key), ""):
                 others[name][setting] = _path_in(value, path.parent) if setting in _PATHS else value
-    return defaults, others
+            places[name][setting] = place
+    context.default_map = defaults
+    context.meta.update({_KEYS: others, _PLACES: places})
 
 
 def _check_key(

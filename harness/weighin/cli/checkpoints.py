@@ -16,9 +16,8 @@ from weighin.errors import ConfigError, UnknownName
 from weighin.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from weighin.checkpoint.cache import CachedCheckpoint
+    from weighin.show.table import Table
 
 DECLINED_EXIT = 1
 
@@ -235,7 +234,7 @@ def cache_clear(
     size = format_bytes(sum(one.size_bytes for one in chosen))
     counted = f"{len(chosen)} checkpoint{'s' * (len(chosen) != 1)}"
     if chosen and not yes:
-        if not _has_terminal():
+        if not sys.stdin.isatty():
             raise ConfigError(
                 f"{counted} ({size}) would be deleted, but without a terminal weighin cannot ask"
                 " you first",
@@ -261,23 +260,24 @@ cache = Verbs(
 )
 
 
-def _has_terminal() -> bool:
-    return sys.stdin.isatty()
-
-
 def _table(stored: "Sequence[CachedCheckpoint]") -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table
-
     from weighin.checkpoint import staging
+    from weighin.show.table import Column, Table
 
-    table = Table("model", "format", "size", "last used", box=SIMPLE_HEAD, pad_edge=False)
-    table.title = f"checkpoints in {escape(str(staging.folder()))}"
-    for one in stored:
-        used = datetime.fromtimestamp(one.last_used_s).strftime("%Y-%m-%d %H:%M")
-        table.add_row(escape(one.name), one.format, format_bytes(one.size_bytes), used)
-    return table
+    heads = ("model", "format", "size", "last used")
+    return Table(
+        f"checkpoints in {staging.folder()}",
+        [Column(head, is_name=head != "size") for head in heads],
+        [
+            [
+                one.name,
+                one.format,
+                format_bytes(one.size_bytes),
+                datetime.fromtimestamp(one.last_used_s).strftime("%Y-%m-%d %H:%M"),
+            ]
+            for one in stored
+        ],
+    )
 
 
 def _described(stored: "Sequence[CachedCheckpoint]") -> list[dict[str, Any]]:

@@ -163,11 +163,11 @@ def floor(context: click.Context, /, **_: Any) -> None:
     from weighin.show.report import floors_as_json
     from weighin.show.write import write
 
-    task = _search(context)
-    _console.note(runner.longest(task))
-    folder, json_file = task.folder, context.params["json_file"]
-    with progress(_console.err(), None) as shown, runner.resumable("floor", task):
-        results = runner.search(task, shown)
+    with _planned(context) as (task, _perform):
+        _console.note(runner.longest(task))
+        folder, json_file = task.folder, context.params["json_file"]
+        with progress(_console.err(), None) as shown, runner.resumable("floor", task):
+            results = runner.search(task, shown)
     measured = Measured.of(folder, run_folder.of_results(folder, results))
     if json_file != _console.STDOUT:
         _console.show(*findings.floors(measured))
@@ -180,29 +180,35 @@ def floor(context: click.Context, /, **_: Any) -> None:
 
 @contextmanager
 def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
-    """Yield the new run that the user typed, or the run of --resume, and what performs it."""
+    """Yield the new run that the user typed, or the run of --resume, and what performs it.
+
+    A search for floors runs on this machine alone, and ``weighin.run.runner`` performs it.
+    """
     from weighin.fleet import engine
     from weighin.plan import start
 
     _options.check(context)
-    typed, verb = context.params, context.command.name
-    automatic = "cgroup" if verb == "run" else "auto"
+    typed, verb, assigned = context.params, context.command.name, _options.assigned(context)
+    is_of_command = verb == "run" or typed.get("command") is not None
+    automatic = "cgroup" if is_of_command else "auto"
     if typed["resume"]:
         _enter_scope("auto", automatic)
-        task = start.resume(typed["resume"], trusted=typed["trust"])
+        task = start.resume(typed["resume"], trusted=typed["trust"], search=verb == "floor")
         place: Mapping[str, Any] = task.settings.engine
-        if address := _options.assigned(context).get("address"):
+        if address := assigned.get("address"):
             place = engine.settings(place.get("name", "local"), address, place.get("labels", {}))
+        is_patient = str(assigned.get("wait", "")).lower() in ("true", "yes", "1")
         with engine.opened(place) as (_, perform):
-            yield _patient(context, task), perform
+            yield replace(task, patience_s=math.inf if is_patient else 0), perform
         return
     settings = new_settings(context)
-    name = settings.engine.get("name", "local")
-    place = engine.settings(name, settings.address, settings.labels, settings.jobs)
+    name, place = settings.engine.get("name", "local"), dict[str, Any]()
+    if verb != "floor":
+        place = engine.settings(name, settings.address, settings.labels, settings.jobs)
     if name == "local":
         _enter_scope(settings.isolation, automatic)
     with engine.opened(place) as (nodes, perform):
-        if place and verb == "run":
+        if place and is_of_command:
             _console.note(
                 "on a node of the cluster, the command's standard input is empty, and its output is"
                 " not shown"
@@ -210,65 +216,37 @@ def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
         settings = settings.model_copy(update={"engine": place})
         task, note = start.start(settings, typed["folder"], nodes)
         _console.note(note)
-        yield _patient(context, task), perform
+        yield replace(task, patience_s=math.inf if settings.wait else 0), perform
 
 
 def new_settings(context: click.Context) -> "Settings":
     """Return the settings of a new run; those of commands with the current folder and whole paths."""
-    is_of_commands = context.command.name == "run"
-    settings = _options.read(context, defaults={"stacks": True} if is_of_commands else {})
-    is_chosen = _options.is_typed(context, "stacks") or "stacks" in _options.assigned(context)
-    if is_of_commands and settings.repeats > 1 and not (context.params["suite"] or is_chosen):
-        # The reading of stacks takes time, which repeats would measure.
-        settings = settings.model_copy(update={"stacks": False})
-    return _in_this_folder(settings) if is_of_commands else settings
+    verb, typed = context.command.name, context.params
+    is_of_command = verb == "run" or typed.get("command") is not None
+    usual: dict[str, Any] = {"stacks": True} if verb == "run" else {}
+    if verb == "floor" and not is_of_command:
+        usual = {"uses": ["none"], "timeout_s": _FLOOR_TIMEOUT_S}
+    settings = _options.read(context, defaults=usual)
+    update: dict[str, Any] = {}
+    if verb == "floor":
+        from weighin.records.floor import Aim
 
-
-def _in_this_folder(settings: "Settings") -> "Settings":
-    try:
-        folder = os.getcwd()  # noqa: PTH109 (pathlib takes time to import)
-    except FileNotFoundError:  # the folder was deleted, where a command can still run
-        folder = ""
-    commands = [
-        each.model_copy(update={"cold": [str(Path(path).absolute()) for path in each.cold]})
-        for each in settings.commands
-    ]
-    mounts = tuple(str(Path(path).absolute()) for path in settings.mounts)
-    return settings.model_copy(update={"commands": commands, "cwd": folder, "mounts": mounts})
-
-
-def _search(context: click.Context) -> "Run":
-    """Return the search for floors that the user typed, or the search of --resume."""
-    from weighin.plan import start
-    from weighin.records.floor import Aim
-
-    _options.check(context)
-    typed = context.params
-    is_of_command = typed["command"] is not None
-    settings = None
-    if not typed["resume"]:
-        usual = {} if is_of_command else {"uses": ["none"], "timeout_s": _FLOOR_TIMEOUT_S}
-        settings = _options.read(context, defaults=usual)
-    automatic = "cgroup" if is_of_command else "auto"
-    _enter_scope(settings.isolation if settings else "auto", automatic)
-    if settings:
-        settings = _in_this_folder(settings) if is_of_command else settings
         aim = Aim.ENDS if typed["thrashing"] else Aim.SURVIVES
-        more = {"within": share(typed["within"]), "aim": aim}
-        task, note = start.start(settings.model_copy(update=more), typed["folder"])
-        _console.note(note)
-    else:
-        task = start.resume(typed["resume"], trusted=typed["trust"], search=True)
-    return _patient(context, task)
-
-
-def _patient(context: click.Context, task: "Run") -> "Run":
-    """Return a run that waits for another one on the machine, if the user asks for it."""
-    is_patient = task.settings.wait
-    if context.params["resume"]:
-        wait = str(_options.assigned(context).get("wait", ""))
-        is_patient = wait.lower() in ("true", "yes", "1")
-    return replace(task, patience_s=math.inf if is_patient else 0)
+        update = {"within": share(typed["within"]), "aim": aim}
+    if is_of_command:
+        is_chosen = _options.is_typed(context, "stacks") or "stacks" in _options.assigned(context)
+        if settings.repeats > 1 and not (typed["suite"] or is_chosen):
+            update["stacks"] = False  # reading stacks takes time, which repeats would measure
+        try:
+            update["cwd"] = os.getcwd()  # noqa: PTH109 (pathlib takes time to import)
+        except FileNotFoundError:  # the folder was deleted, where a command can still run
+            update["cwd"] = ""
+        update["commands"] = [
+            each.model_copy(update={"cold": [str(Path(path).absolute()) for path in each.cold]})
+            for each in settings.commands
+        ]
+        update["mounts"] = tuple(str(Path(path).absolute()) for path in settings.mounts)
+    return settings.model_copy(update=update)
 
 
 def _enter_scope(isolation: str, automatic: str) -> None:
@@ -293,10 +271,8 @@ def share(text: str) -> float:
     try:
         within = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        raise ConfigError(
-            f"--within: cannot read {text!r} as a share",
-            "write a percentage, such as --within 1%",
-        ) from None
+        problem, repair = f"cannot read {text!r} as a share", "write a percentage"
+        raise ConfigError(f"--within: {problem}", f"{repair}, such as --within 1%") from None
     if not 0 < within <= COARSEST:
         raise ConfigError(
             f"--within {within * 100:g}% is not between 0% and {COARSEST:.0%}",
@@ -336,21 +312,15 @@ def _end(context: click.Context, results: Sequence["Result"]) -> None:
 def exit_code_of(results: "Iterable[Result]") -> int:
     """Return a run's exit code: 5 if an outcome is in ``BROKEN``, else 4 if a measurement could not
     be made, else 0.
-
-    After only one measurement, ``weighin run`` exits with the command's own code instead.
     """
     from weighin.result import BROKEN, Outcome
 
     outcomes = {result.outcome for result in results}
-    if outcomes & {*BROKEN}:
-        return 5
-    return 4 if Outcome.MEASUREMENT_FAILED in outcomes else 0
+    return 5 if outcomes & {*BROKEN} else 4 * (Outcome.MEASUREMENT_FAILED in outcomes)
 
 
 def broken(results: "Iterable[Result]") -> list[str]:
-    """Return a line with the strategy, RAM limit, outcome and message of each result whose outcome
-    is in ``BROKEN``; equal lines appear once.
-    """
+    """Return a line for each result whose outcome is in ``BROKEN``; equal lines appear once."""
     from weighin.result import BROKEN
     from weighin.units import format_exact
 
