@@ -1,8 +1,9 @@
 """Predict loads (cells): ``python -m weighin.predict`` answers each line of JSON with an event.
 
 The predicting process imports torch and the model's class, as a measured process does. All cells of
-one predicting process must therefore have the same model. Each cell runs in a fork, because the heap
-of a fork is like that of a new process. The fork reads a checkpoint's structure, but no values.
+one predicting process must therefore have the same model. Each step (checking the checkpoint, making
+one without values, the load itself) runs in a fork, because the heap of a fork is like that of a new
+process. The fork reads a checkpoint's structure, but no values.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import resource
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
@@ -33,7 +35,7 @@ from weighin.predict.dispatch import CannotFollow
 from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory
 from weighin.stream.construct import Builder, resolve_builder
-from weighin.stream.pretrained_library import library_of, module_of
+from weighin.stream.pretrained_library import Selection, library_of, module_of
 from weighin.text import one_line
 from weighin.worker import uses
 from weighin.worker.loading import example_inputs, settle_math
@@ -62,9 +64,9 @@ def main() -> None:
     from weighin.predict.process import PRELOADED, GpuContext
 
     gpu = GpuContext()
-    hide_once = cache(
-        PRELOADED.hide
-    )  # after the import of the model's class, which may import these modules
+    # After the import of the model's class, which may import these modules.
+    hide_once = cache(PRELOADED.hide)
+    made: dict[str, dict[str, Any]] = {}
     while (line := parent.receive()) is not None:
         request = json.loads(line)
         with suppress(Exception):  # the fork imports the class again, and answers with the error
@@ -81,7 +83,23 @@ def main() -> None:
         hidden_bytes = PRELOADED.anon_bytes + gpu.hidden_bytes(needs_gpu=needs_gpu)
         request["own_bytes"] = own_bytes + hidden_bytes
         request["kernels_bytes"] = gpu.kernels_bytes
-        parent.send("answer", **_answer_in_fork(request))
+        parent.send("answer", **_answer(request, made))
+
+
+def _answer(request: dict[str, Any], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the prediction for a request, or with the key "cannot" why there is none.
+
+    ``made`` keeps the checkpoint of each model and format.
+    """
+    if request["checks"] and "error" in (checked := _in_fork(_check, request)):
+        return {"misfit": checked["error"]}
+    key = f"{request['cell']['model']}{request['cell']['format']}"
+    if key not in made:
+        made[key] = _in_fork(_make, request)
+    if "cannot" in made[key] or not request["strategy_path"]:
+        return made[key]
+    answer = _in_fork(_predict, request | made[key])
+    return answer | {"checkpoint_dtype": made[key]["checkpoint_dtype"]}
 
 
 def _import_simulation() -> int:
@@ -97,8 +115,10 @@ def _cell(request: dict[str, Any]) -> Cell:
     return Cell(**{**fields, "model": ModelSpec(**fields["model"])})
 
 
-def _answer_in_fork(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer one request in a forked process; if the forked process dies, return how it ended."""
+def _in_fork(
+    step: Callable[[Cell, dict[str, Any]], dict[str, Any]], request: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what a step of a request returns in a forked process, or why it failed or died."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -106,15 +126,20 @@ def _answer_in_fork(request: dict[str, Any]) -> dict[str, Any]:
         # Small tensors are really written: a huge page would make 2 MiB resident for each.
         ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
         os.close(reading)
-        answer = _answer(request)
+        try:
+            answer = step(_cell(request), request)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"cannot": f"{type(error).__name__}: {one_line(str(error))}"}
+            if isinstance(error, HarnessError):
+                answer["error"] = [error.message, error.repair]
         with os.fdopen(writing, "w") as pipe:
             pipe.write(f"{json.dumps(answer)}\n")
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        text = (
-            pipe.readline()
-        )  # one line: a process that the strategy started may hold the pipe open
+        # One line: a process that the strategy started may hold the pipe open.
+        text = pipe.readline()
     _, status = os.waitpid(child, 0)
     if _end_children():
         return {"cannot": f"CannotFollow: {_REFUSED}"}
@@ -124,43 +149,21 @@ def _answer_in_fork(request: dict[str, Any]) -> dict[str, Any]:
     return {"cannot": f"the symbolic run ended with status {os.waitstatus_to_exitcode(status)}"}
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    try:
-        cell = _cell(request)
-        if "checked" in request:
-            return _check(cell, request["checked"])
-        if "make" in request:
-            return _make(cell, request["make"])
-        return _predict(cell, request)
-    except Exception as error:
-        traceback.print_exc()
-        cannot = {"cannot": f"{type(error).__name__}: {one_line(str(error))}"}
-        if isinstance(error, HarnessError):
-            return cannot | {"error": [error.message, error.repair]}
-        return cannot
-
-
-def _check(cell: Cell, checked: dict[str, Any]) -> dict[str, Any]:
+def _check(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     from weighin.predict.sparse import refuse_misfit
-    from weighin.stream.pretrained_library import Selection
 
-    refuse_misfit(cell.model, Path(checked["source"]), Selection(**checked["selection"]))
+    refuse_misfit(cell.model, Path(request["source"]), Selection(**request["selection"]))
     return {}
 
 
-def _make(cell: Cell, make: dict[str, Any]) -> dict[str, Any]:
+def _make(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
+    """Make the checkpoint that the cell loads, unless it is the user's, and a manifest."""
     from weighin.predict.sparse import main_dtype, make_sparse, write_manifest
-    from weighin.stream.pretrained_library import Selection
 
-    source = Path(make["source"]) if make["source"] else None
-    folder = Path(make["folder"])
-    own = make["own"]  # whether the user's checkpoint has the cell's format
-    selection = Selection(**make["selection"])
-    path = (
-        source
-        if own and source
-        else make_sparse(cell.model, cell.format, make["dtype"], folder, source, selection)
-    )
+    source = Path(request["source"]) if request["source"] else None
+    folder, selection = Path(request["folder"]), Selection(**request["selection"])
+    path = source if request["is_own"] else None
+    path = path or make_sparse(cell.model, cell.format, request["dtype"], folder, source, selection)
     manifest = write_manifest(cell.model, cell.dtype, folder)
     return {
         "checkpoint": str(path),
@@ -176,9 +179,8 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
 
     hidden_bytes = PRELOADED.anon_bytes
     use = _use(cell, builder, request["forward"], request["use_path"])
-    manifest = read_manifest(
-        Path(request["manifest"])
-    )  # a worker reads it, too, which shapes the heap
+    # A worker reads the manifest, too, which shapes the heap.
+    manifest = read_manifest(Path(request["manifest"]))
     own_bytes = request["own_bytes"] - (hidden_bytes - PRELOADED.anon_bytes)
     baseline = replace(
         Memory(**request["baseline"]), anon_bytes=memory_of(read_status()).anon_bytes - own_bytes

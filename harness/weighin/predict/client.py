@@ -3,8 +3,8 @@
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -71,25 +71,34 @@ def predict(
     own = None
     if checkpoint and not selection and formats.read(checkpoint).only_tensors:
         own = formats.detect(checkpoint)
-    with (
-        staging.own_folder(Path(tempfile.gettempdir()), "weighin-predict-") as folder,
-        closing(_Asker(child_process.environment(python_path))) as ask,
-    ):
-        source = _Source(ask, folder, checkpoint, selection, checkpoint_dtype, own)
-        source.refuse_misfit(planned)
-        predictions = []
+    is_checked = checkpoint is None
+    predictions = []
+    with _process(python_path) as (ask, folder):
         for number, one in enumerate(planned):
             if report:
                 report(number, one.cell.strategy)
-            after = {
-                "forward": forward and one.cell.passes > 0,
-                "use_path": use_paths.get(one.cell.use, ""),
-            }
-            cannot = one.skip or _not_followed(one)
-            predictions.append(
-                Prediction(one.cell, cannot=cannot) if cannot else source.predict(one, after)
+            if cannot := one.skip or _not_followed(one):
+                predictions.append(Prediction(one.cell, cannot=cannot))
+                continue
+            cell = replace(one.cell, ranks=1)
+            answer = ask(
+                cell=asdict(cell),
+                strategy_path=str(one.strategy.path),
+                checks=not is_checked and library_of(cell.model.builder) is not None,
+                source=str(checkpoint) if checkpoint else None,
+                selection=asdict(selection),
+                dtype=checkpoint_dtype,
+                is_own=own == cell.format,
+                folder=f"{folder}/{number}",
+                read_ahead_bytes=read_ahead_bytes(checkpoint or staging.folder()),
+                forward=forward and cell.passes > 0,
+                use_path=use_paths.get(cell.use, ""),
             )
-        return predictions
+            is_checked = True
+            if misfit := answer.get("misfit"):
+                raise HarnessError(*misfit)
+            predictions.append(of_ranks(one.cell, from_json(cell, answer)))
+    return predictions
 
 
 @contextmanager
@@ -99,13 +108,17 @@ def generated(model: ModelSpec, python_path: Sequence[str] = ()) -> Iterator[Pat
     Raises:
         ConfigError: the model cannot be built.
     """
-    with (
-        staging.own_folder(Path(tempfile.gettempdir()), "weighin-predict-") as folder,
-        closing(_Asker(child_process.environment(python_path))) as ask,
-    ):
-        make = {"folder": str(folder), "dtype": None, "source": None, "own": False}
-        cell = asdict(Cell(model, "baseline", "process"))
-        made = ask({"cell": cell, "make": make | {"selection": asdict(WHOLE)}})
+    with _process(python_path) as (ask, folder):
+        made = ask(
+            cell=asdict(Cell(model, "baseline", "process")),
+            strategy_path="",
+            checks=False,
+            source=None,
+            selection=asdict(WHOLE),
+            dtype=None,
+            is_own=False,
+            folder=str(folder),
+        )
         if cannot := made.get("cannot"):
             raise ConfigError(*made.get("error", (cannot, "correct the model or its arguments")))
         yield Path(made["checkpoint"])
@@ -138,75 +151,21 @@ def dtype_name(text: str) -> str:
     return DTYPES[text]
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The checkpoints that the cells load: the user's, or generated ones in ``folder``.
+@contextmanager
+def _process(python_path: Sequence[str]) -> Iterator[tuple[Callable[..., dict[str, Any]], Path]]:
+    """Yield a function that asks a predicting process for one cell, and a folder for checkpoints."""
+    process: child_process.Child | None = None
+    imported: dict[str, Any] = {}
 
-    Attributes:
-        own: the format of the user's checkpoint, if cells of this format can load the checkpoint as
-            it is.
-        made: for each model and format, the path of the checkpoint, or why it cannot be made.
-    """
-
-    ask: "_Asker"
-    folder: Path
-    checkpoint: Path | None
-    selection: Selection
-    dtype: str | None
-    own: str | None
-    made: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def refuse_misfit(self, planned: Sequence[Planned]) -> None:
-        """Raise HarnessError if no strategy can load the checkpoint into the cells' model.
-
-        Only a model of a library, such as transformers, is checked.
-        """
-        cell = next((one.cell for one in planned if not (one.skip or _not_followed(one))), None)
-        if not self.checkpoint or cell is None or library_of(cell.model.builder) is None:
-            return
-        checked = {"source": str(self.checkpoint), "selection": asdict(self.selection)}
-        answer = self.ask({"cell": asdict(cell), "checked": checked})
-        if "error" in answer:
-            raise HarnessError(*answer["error"])
-
-    def predict(self, planned: Planned, after: dict[str, Any]) -> Prediction:
-        """Return the prediction for a cell; ``after`` describes the use that follows the load."""
-        cell = replace(planned.cell, ranks=1)
-        fields = {
-            "cell": asdict(cell),
-            "read_ahead_bytes": read_ahead_bytes(self.checkpoint or staging.folder()),
-        }
-        key = f"{cell.model}{cell.format}"
-        if key not in self.made:
-            make = {
-                "folder": f"{self.folder}/{len(self.made)}",
-                "dtype": self.dtype,
-                "source": str(self.checkpoint) if self.checkpoint else None,
-                "own": self.own == cell.format,
-                "selection": asdict(self.selection),
-            }
-            self.made[key] = self.ask(fields | {"make": make})
-        place = self.made[key]
-        if place.get("cannot"):
-            return Prediction(planned.cell, cannot=place["cannot"])
-        strategy = {"strategy_path": str(planned.strategy.path)}
-        of_one = from_json(cell, self.ask(fields | place | strategy | after))
-        of_one = replace(of_one, checkpoint_dtype=place["checkpoint_dtype"])
-        return of_one if planned.cell.ranks == 1 else of_ranks(planned.cell, of_one)
-
-
-class _Asker:
-    def __init__(self, variables: dict[str, str]) -> None:
-        self._variables = variables
-        self._process: child_process.Child | None = None
-        self._imported: dict[str, Any] = {}
-
-    def close(self) -> None:
-        if self._process:
-            self._process.close()
-
-    def __call__(self, question: dict[str, Any]) -> dict[str, Any]:
-        process = self._process_of(question["cell"]["model"])
+    def ask(**question: Any) -> dict[str, Any]:
+        nonlocal process, imported
+        model = question["cell"]["model"]
+        model_class = model if library_of(model["builder"]) else {}
+        if process is None or model_class != imported:  # each class is imported in a new process
+            if process:
+                process.close()
+            command, imported = child_process.module("weighin.predict"), model_class
+            process = child_process.Child(command, child_process.environment(python_path))
         process.send(json.dumps(question).encode() + b"\n")
         answer = decode_event(process.receive() or b"")
         if answer is None:
@@ -218,15 +177,12 @@ class _Asker:
         del answer["event"]
         return answer
 
-    def _process_of(self, model: dict[str, Any]) -> child_process.Child:
-        """Return the predicting process: a new one if the old one imported another model class."""
-        imported = model if library_of(model["builder"]) else {}
-        if self._process is None or imported != self._imported:
-            self.close()
-            self._imported = imported
-            command = child_process.module("weighin.predict")
-            self._process = child_process.Child(command, self._variables)
-        return self._process
+    with staging.own_folder(Path(tempfile.gettempdir()), "weighin-predict-") as folder:
+        try:
+            yield ask, folder
+        finally:
+            if process:
+                process.close()
 
 
 def of_ranks(cell: Cell, of_one: Prediction) -> Prediction:
@@ -238,7 +194,7 @@ def of_ranks(cell: Cell, of_one: Prediction) -> Prediction:
     The work is the sum over all ranks, because all ranks use the same processors and memory. Only
     the mapped pages count once. The GPU memory is that of one rank, because each has its own GPU.
     """
-    if of_one.cannot:
+    if of_one.cannot or cell.ranks == 1:
         return replace(of_one, cell=cell)
     ranks = cell.ranks
     floor = of_one.floor_bytes
