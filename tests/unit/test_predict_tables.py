@@ -141,16 +141,17 @@ def text(parts: Iterable[RenderableType]) -> str:
 
 
 PREDICTED = """\
-      gpt2-xl (131.000 GiB) · device cuda · float32 · predicted peaks, GiB
 
-                          anony-   file    RAM  CUDA re-  allo-     re-    disk
- strategy     format        mous  pages  floor   quested  cated  served    read
+gpt2-xl (131.000 GiB) · device cuda · float32 · predicted peaks, GiB
+
+                                           file   RAM      CUDA            disk
+ strategy           format      anonymous pages floor requested reserved   read
  ──────────────────────────────────────────────────────────────────────────────
- safetensors  safetensor   1.000  0.078  2.000     131.0  132.0   133.0  65.000
- _mmap        s
- streaming    safetensor   1.000  0.078  2.000     131.0  132.0   133.0  65.000
- threads=2    s
+ safetensors_mmap   safetensors     1.000 0.078 2.000     131.0    133.0 65.000
+ streaming          safetensors     1.000 0.078 2.000     131.0    133.0 65.000
+ threads=2
 
+Left out at 80 columns: allocated. A wider terminal shows them.
 safetensors_mmap, streaming threads=2: keeps one copy of the weights on the GPU
 odd (pt) is not predicted: looks at values
 Predicted by running each strategy without tensor values. weighin bench
@@ -158,16 +159,16 @@ measures.
 """
 
 OTHERS = """\
-  gpt2-xl (6.000 GiB) · device cpu · float32 ·
-              predicted peaks, GiB
 
-                     anony-   file     RAM  disk
- strategy    format    mous  pages   floor  read
- ───────────────────────────────────────────────
- baseline    pt      13.000         13.000
- sequential  pt      13.000         13.000
- meta_copy   pt      13.000         13.000
- per_module  pt      13.000         13.000
+gpt2-xl (6.000 GiB) · device cpu · float32 · predicted peaks, GiB
+
+                                 file     RAM  disk
+ strategy    format  anonymous  pages   floor  read
+ ──────────────────────────────────────────────────
+ baseline    pt         13.000         13.000
+ sequential  pt         13.000         13.000
+ meta_copy   pt         13.000         13.000
+ per_module  pt         13.000         13.000
 
 baseline, sequential: 12.824 GiB anonymous in processes where the heap reuses
 the holes of freed large blocks
@@ -178,14 +179,14 @@ measures.
 """
 
 USED = """\
-gpt2-xl (6.000 GiB) · device cpu · float32 · predicted peaks,
-                             GiB
 
-                          anony-   file      in     RAM  disk
- strategy  format  use      mous  pages     use   floor  read
- ────────────────────────────────────────────────────────────
- baseline  pt      adamw  13.000         25.000  13.000
- baseline  pt      fork   13.000         13.000  13.000
+gpt2-xl (6.000 GiB) · device cpu · float32 · predicted peaks, GiB
+
+                                      file      in     RAM  disk
+ strategy  format  use    anonymous  pages     use   floor  read
+ ───────────────────────────────────────────────────────────────
+ baseline  pt      adamw     13.000         25.000  13.000
+ baseline  pt      fork      13.000         13.000  13.000
 
 Predicted by running each strategy without tensor values. weighin bench
 measures.

@@ -1,15 +1,14 @@
 """Show the output of ``weighin predict`` as tables for people, and as JSON."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
-from rich.table import Table
-
 from weighin.predict.prediction import Peaks, Prediction
+from weighin.show.table import Column, Entry, Lines, Table
 from weighin.stream.pretrained_library import LIBRARIES
 from weighin.units import GIB, MIB, format_bytes
 
@@ -37,11 +36,18 @@ This memory counts only one time for all parts. None means that it is zero.
 _PAGE_TABLE_SHARE: Final = 512
 _INSIDE: Final = ("cell", "is_mixed", "computes_buffers")
 _OF_USE: Final = "all_peak_bytes"
-_ON_GPU: Final = {
-    "CUDA re-\nquested": "cuda_requested_bytes",
-    "allo-\ncated": "cuda_allocated_bytes",
-    "re-\nserved": "cuda_reserved_bytes",
+_ON_HOST: Final = {
+    "host_anon_peak_bytes": Column("anonymous"),
+    "host_file_peak_bytes": Column("file pages"),
+    _OF_USE: Column("in use"),
+    "floor_bytes": Column("RAM floor"),
 }
+_ON_GPU: Final = {
+    "cuda_requested_bytes": Column("CUDA requested"),
+    "cuda_allocated_bytes": Column("allocated", rank=2),
+    "cuda_reserved_bytes": Column("reserved"),
+}
+_DISK_READ: Final = {"disk_read_bytes": Column("disk read", rank=1)}
 
 
 def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
@@ -64,90 +70,76 @@ def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
     }
 
 
-def tables(predictions: Sequence[Prediction], *, phases: bool) -> Iterable[Table | str]:
+def tables(predictions: Sequence[Prediction], *, phases: bool) -> Iterable[Table | Lines]:
     """Yield a table for each model, its notes, and a line for each strategy without a prediction."""
-    for model in dict.fromkeys(prediction.cell.model.title for prediction in predictions):
-        of_model = [
-            prediction for prediction in predictions if prediction.cell.model.title == model
-        ]
-        followed = [prediction for prediction in of_model if not prediction.cannot]
+    for model in dict.fromkeys(one.cell.model.title for one in predictions):
+        of_model = [one for one in predictions if one.cell.model.title == model]
+        followed = [one for one in of_model if not one.cannot]
         if followed:
             yield _table(model, followed, phases)
-        for why, ones in itertools.groupby(
-            followed, key=lambda prediction: "; ".join(prediction.reasons)
-        ):
-            if why:
-                yield f"{escape(', '.join(map(_name, ones)))}: {escape(why)}"
+        reasons = _alike(followed, lambda one: "; ".join(one.reasons))
+        lines = [f"{names}: {why}" for names, why in reasons]
         for peak, why in _OTHER_PEAKS.items():
-            for size, ones in itertools.groupby(
-                followed, key=lambda prediction: gib(_other_peak(prediction, peak))
-            ):
-                if size:
-                    yield (
-                        f"{escape(', '.join(map(_name, ones)))}: {size} GiB anonymous in processes "
-                        f"where {why}"
-                    )
-        for prediction in of_model:
-            if prediction.cannot:
-                yield f"{escape(prediction.strategy)} ({prediction.cell.format}) is not predicted: {escape(prediction.cannot)}"
-    if all(prediction.cannot for prediction in predictions):
-        return
-    yield ("Predicted by running each strategy without tensor values. weighin bench measures.")
+            sizes = _alike(followed, partial(_other_peak, peak))
+            lines += [f"{names}: {n} GiB anonymous in processes where {why}" for names, n in sizes]
+        lines += [
+            f"{one.strategy} ({one.cell.format}) is not predicted: {one.cannot}"
+            for one in of_model
+            if one.cannot
+        ]
+        if followed:
+            lines.append(
+                "Predicted by running each strategy without tensor values. weighin bench measures."
+            )
+        yield Lines("", lines)
 
 
-def _other_peak(prediction: Prediction, peak: str) -> int | None:
+def _alike(
+    predictions: Iterable[Prediction], text: Callable[[Prediction], str]
+) -> Iterable[tuple[str, str]]:
+    """Yield the names of successive predictions with the same text, and this text if it has one."""
+    for found, ones in itertools.groupby(predictions, key=text):
+        if found:
+            yield ", ".join(map(_name, ones)), found
+
+
+def _other_peak(peak: str, prediction: Prediction) -> str:
     usual, other = prediction.host_anon_peak_bytes, getattr(prediction, peak)
     if not usual or not other or abs(other - usual) <= usual * _ERROR_SHARE + _ERROR_BYTES:
-        return None
-    return int(other)
+        return ""
+    return gib(other)
 
 
 def _table(model: str, predictions: Sequence[Prediction], phases: bool) -> Table:
     first = predictions[0]
-    on_gpu = first.cuda_with_use("cuda_allocated_bytes") is not None
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("strategy", overflow="fold")
-    table.add_column("format", overflow="fold")
-    uses = any(prediction.use for prediction in predictions)
-    if uses:
-        table.add_column("use", overflow="fold")
-    table.title = (
-        f"{escape(model)} ({format_bytes(first.model_bytes or 0)}) · device {first.cell.device}"
+    uses = any(one.use for one in predictions)
+    columns = _ON_HOST | _DISK_READ
+    if first.cuda_with_use("cuda_allocated_bytes") is not None:
+        columns = _ON_HOST | _ON_GPU | _DISK_READ
+    names = ["strategy", "format"] + ["use"] * uses
+    columns = {name: one for name, one in columns.items() if uses or name != _OF_USE}
+    rows: list[list[Entry | str]] = []
+    for one in predictions:
+        labels = [_name(one), one.cell.format, one.use.name if one.use else ""][: len(names)]
+        rows.append([*labels, *(gib(_figure(one, name)) for name in columns)])
+        for phase in one.phases if phases else ():
+            label = Entry(f"  {phase.name}", kind="dim")
+            inside = (gib(getattr(phase, name, None)) for name in columns)
+            rows.append([label, *[""] * (len(names) - 1), *inside])
+    title = (
+        f"{model} ({format_bytes(first.model_bytes or 0)}) · device {first.cell.device}"
         f" · {first.cell.dtype} · predicted peaks, GiB"
     )
-    if first.checkpoint_dtype:
-        table.caption = f"loaded from a checkpoint in {first.checkpoint_dtype}"
-    columns = figure_columns(uses=uses, on_gpu=on_gpu) | {"disk\nread": "disk_read_bytes"}
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for prediction in predictions:
-        sizes = [_figure(prediction, name) for name in columns.values()]
-        names = [_name(prediction), prediction.cell.format]
-        names += [prediction.use.name if prediction.use else ""] if uses else []
-        table.add_row(*map(escape, names), *map(gib, sizes))
-        if phases:
-            for phase in prediction.phases:
-                inside = [getattr(phase, name, None) for name in columns.values()]
-                blank = [""] * (1 + uses)
-                table.add_row(f"[dim]  {escape(phase.name)}[/]", *blank, *map(gib, inside))
-    return table
-
-
-def figure_columns(*, uses: bool = False, on_gpu: bool) -> dict[str, str]:
-    """Return a dict from each column's heading to the name of the field with the predicted peak."""
-    return {
-        "anony-\nmous": "host_anon_peak_bytes",
-        "file\npages": "host_file_peak_bytes",
-        **({"in\nuse": _OF_USE} if uses else {}),
-        "RAM\nfloor": "floor_bytes",
-        **(_ON_GPU if on_gpu else {}),
-    }
+    stored = first.checkpoint_dtype
+    notes = [f"loaded from a checkpoint in {stored}"] if stored else []
+    heads = [*(Column(name, is_name=True) for name in names), *columns.values()]
+    return Table(title, heads, rows, notes)
 
 
 def _figure(prediction: Prediction, name: str) -> int | None:
     if name == _OF_USE:
         return prediction.use.all_peak_bytes if prediction.use else None
-    if name in _ON_GPU.values():
+    if name in _ON_GPU:
         return prediction.cuda_with_use(name)
     size: int | None = getattr(prediction, name)
     return size
@@ -205,48 +197,41 @@ def combined(parts: Mapping[str, Sequence[Prediction]]) -> list[Combined]:
     answers = []
     for of_parts in zip(*parts.values(), strict=True):
         name = " + ".join(dict.fromkeys(each.strategy for each in of_parts))
-        failed = [
-            f"{part}: {each.cannot}"
-            for part, each in zip(parts, of_parts, strict=True)
-            if each.cannot
-        ]
+        named = zip(parts, of_parts, strict=True)
+        failed = "; ".join(f"{part}: {each.cannot}" for part, each in named if each.cannot)
         for held in (TOGETHER, ONE_AFTER_THE_OTHER):
             if failed:
-                answers.append(Combined(name, held, cannot="; ".join(failed)))
-            else:
-                answers.append(_combined(name, held, of_parts))
+                answers.append(Combined(name, held, cannot=failed))
+                continue
+            peaks: dict[str, Any] = {one: _peak(one, held, of_parts) for one in _BASES}
+            usual = [each.host_anon_peak_bytes or 0 for each in of_parts]
+            most = [each.host_anon_most_bytes or 0 for each in of_parts]
+            anon = (peaks["host_anon_peak_bytes"] or 0) + max(map(operator.sub, most, usual))
+            above = max(each.above_peak_bytes for each in of_parts)
+            tables_bytes = max(anon - max(usual), 0) // _PAGE_TABLE_SHARE
+            sizes = [each.model_bytes or 0 for each in of_parts]
+            size, floor = (
+                sum(sizes) if held == TOGETHER else max(sizes),
+                anon + above + tables_bytes,
+            )
+            answers.append(Combined(name, held, model_bytes=size, floor_bytes=floor, **peaks))
     return answers
-
-
-def _combined(name: str, held: str, parts: Sequence[Prediction]) -> Combined:
-    peaks: dict[str, Any] = {figure: _peak(figure, held, parts) for figure in _BASES}
-    most = max(
-        (each.host_anon_most_bytes or 0) - (each.host_anon_peak_bytes or 0) for each in parts
-    )
-    above = max(each.above_peak_bytes for each in parts)
-    anon = (peaks["host_anon_peak_bytes"] or 0) + most
-    larger = anon - max(each.host_anon_peak_bytes or 0 for each in parts)
-    sizes = [each.model_bytes or 0 for each in parts]
-    return Combined(
-        name,
-        held,
-        model_bytes=sum(sizes) if held == TOGETHER else max(sizes),
-        floor_bytes=anon + above + max(larger, 0) // _PAGE_TABLE_SHARE,
-        **peaks,
-    )
 
 
 def _peak(figure: str, held: str, parts: Sequence[Prediction]) -> int | None:
     if any(getattr(each, figure) is None for each in parts):
         return None
-    base = _BASES[figure]
-    before = [getattr(each, base) or 0 if base else 0 for each in parts]
+    before = [_before(each, figure) for each in parts]
     peaks = [getattr(each, figure) - start for each, start in zip(parts, before, strict=True)]
-    stays = [stay(each, figure) for each in parts]
     if held == ONE_AFTER_THE_OTHER:
         return int(max(before) + max(peaks))
-    transient = max(peak - left for peak, left in zip(peaks, stays, strict=True))
-    return int(max(before) + sum(stays) + transient)
+    stays = [stay(each, figure) for each in parts]
+    return int(max(before) + sum(stays) + max(map(operator.sub, peaks, stays)))
+
+
+def _before(prediction: Prediction, figure: str) -> int:
+    base = _BASES[figure]
+    return (getattr(prediction, base) or 0) if base else 0
 
 
 def stay(prediction: Prediction, figure: str = "host_anon_peak_bytes") -> int:
@@ -254,36 +239,37 @@ def stay(prediction: Prediction, figure: str = "host_anon_peak_bytes") -> int:
 
     They are the part's peak in the last phase, less the memory in use before the load.
     """
-    base = _BASES[figure]
-    before = (getattr(prediction, base) or 0) if base else 0
     last = getattr(prediction.phases[-1], figure) if prediction.phases else None
-    return max(0, (last or 0) - before)
+    return max(0, (last or 0) - _before(prediction, figure))
 
 
-def pipeline_table(title: str, answers: Iterable[Combined]) -> Iterable[Table | str]:
-    answers = list(answers)
-    known = [each for each in answers if not each.cannot]
-    if known:
+def pipeline_table(title: str, answers: Sequence[Combined]) -> Iterable[Table | Lines]:
+    if known := [each for each in answers if not each.cannot]:
         on_gpu = known[0].cuda_requested_bytes is not None
-        shown = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        size = max(each.model_bytes or 0 for each in known)
-        shown.title = f"{escape(title)} ({format_bytes(size)}) · all parts · predicted peaks, GiB"
-        for heading in ("strategy", "parts in memory"):
-            shown.add_column(heading, overflow="fold")
-        columns = figure_columns(on_gpu=on_gpu)
-        for heading in columns:
-            shown.add_column(heading, justify="right", no_wrap=True)
-        for each in known:
-            sizes = (gib(getattr(each, figure)) for figure in columns.values())
-            shown.add_row(escape(each.strategy), each.held, *sizes)
-        yield shown
-    for each in answers:
-        if each.cannot and each.held == TOGETHER:
-            yield f"{escape(each.strategy)}: the whole pipeline is not predicted: {escape(each.cannot)}"
-    yield (
+        columns = _ON_HOST | _ON_GPU if on_gpu else {**_ON_HOST}
+        del columns[_OF_USE]
+        size = format_bytes(max(each.model_bytes or 0 for each in known))
+        yield Table(
+            f"{title} ({size}) · all parts · predicted peaks, GiB",
+            [
+                *(Column(name, is_name=True) for name in ("strategy", "parts in memory")),
+                *columns.values(),
+            ],
+            [
+                [each.strategy, each.held, *(gib(getattr(each, name)) for name in columns)]
+                for each in known
+            ],
+        )
+    failed = [
+        f"{each.strategy}: the whole pipeline is not predicted: {each.cannot}"
+        for each in answers
+        if each.cannot and each.held == TOGETHER
+    ]
+    meaning = (
         "together: every part stays in memory, and the load of one part comes on top; one after the"
         " other: each part is freed before the next one is loaded."
     )
+    yield Lines("", [*failed, meaning])
 
 
 def pipeline_as_json(
