@@ -1,12 +1,12 @@
 """Explain a command's end and memory use in at most three lines of text, from its record alone.
 
-The cause of the memory use is that of the first rule in ``RULES`` that holds. For each rule,
+The cause of the memory use is that of the first rule in ``_causes`` that holds. For each rule,
 tests/unit/test_causes.py has a record for which the rule holds and a record for which it does not.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -180,15 +180,10 @@ class Place:
         return any(file in frame.path for frame in self.frames for file in files)
 
 
-def _place_of(stack: Stack) -> Place | None:
-    frames = read_all(stack.frames)
-    return Place(stack, frames, frames.index(own(frames) or frames[0])) if frames else None
-
-
 @dataclass(frozen=True, slots=True)
 class Cause:
     """What caused a command's memory use, in words. ``hint`` is a certain remedy, if there is one.
-    ``place``, the line that allocated the memory, is ``Facts.place`` if a rule leaves it out.
+    ``place`` is the line that allocated the memory.
     """
 
     name: str
@@ -282,8 +277,29 @@ class Facts:
     @cached_property
     def places(self) -> list[Place]:
         """The lines of all stacks, sorted by the command's memory at the time of the stack."""
-        found = filter(None, map(_place_of, self.ran.stacks))
+        found = [
+            Place(stack, frames, frames.index(own(frames) or frames[0]))
+            for stack in self.ran.stacks
+            if (frames := read_all(stack.frames))
+        ]
         return sorted(found, key=lambda place: (place.stack.usage_bytes, place.stack.t_ns))
+
+    @cached_property
+    def files(self) -> list[OpenFile]:
+        """The checkpoint files that the process of ``place`` mapped to less than half, the largest first."""
+        process = self.process(self.place.stack.pid) if self.place else None
+        read = [
+            file
+            for file in (process.files if process else ())
+            if file.mapped_bytes < file.size_bytes // 2 and _CHECKPOINT.fullmatch(file.path)
+        ]
+        return sorted(read, key=lambda file: -file.size_bytes)
+
+    @cached_property
+    def cause(self) -> Cause | None:
+        """What the first rule that holds says; its place is ``place`` if the rule names none."""
+        cause = next(_causes(self), None)
+        return cause and replace(cause, place=cause.place or self.place)
 
     def process(self, pid: int) -> Process | None:
         return next((one for one in reversed(self.ran.processes) if one.pid == pid), None)
@@ -311,13 +327,6 @@ class Facts:
 
     def _sample_at(self, t_ns: int) -> Sample:
         return min(self.samples, key=lambda sample: abs(sample.t_ns - t_ns))
-
-    def read_files(self, pid: int) -> list[OpenFile]:
-        """Return a process's checkpoint files that it mapped to less than half, the largest first."""
-        files = process.files if (process := self.process(pid)) else ()
-        read = [file for file in files if file.mapped_bytes < file.size_bytes // 2]
-        found = [file for file in read if _CHECKPOINT.fullmatch(file.path)]
-        return sorted(found, key=lambda file: -file.size_bytes)
 
 
 def held_by(process: Process) -> int:
@@ -350,10 +359,9 @@ def explain(result: Result, samples: Sequence[Sample] | None = None) -> list[str
     ending = _ending(result)
     if result.ran is None:
         return [ending]
-    facts, cause = Facts(result, result.ran, samples or ()), cause_of(result, samples)
-    where = _where(facts, cause.place if cause else facts.place)
-    lines = [ending, " ".join(filter(None, (_need(facts), where, _cache(facts))))]
-    if cause:
+    facts = Facts(result, result.ran, samples or ())
+    lines = [ending, " ".join(filter(None, (_need(facts), _where(facts), _cache(facts))))]
+    if cause := facts.cause:
         lines.append(f"{cause.words} {cause.hint}".strip())
     return [line for line in lines if line]
 
@@ -364,11 +372,7 @@ def answer(run: Path, result: Result) -> list[str]:
 
 
 def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause | None:
-    if result.ran is None:
-        return None
-    facts = Facts(result, result.ran, samples or ())
-    cause = next((cause for rule in RULES if (cause := rule(facts))), None)
-    return cause and replace(cause, place=cause.place or facts.place)
+    return Facts(result, result.ran, samples or ()).cause if result.ran else None
 
 
 def _ending(result: Result) -> str:
@@ -427,7 +431,8 @@ def _kinds(facts: Facts, needed: int) -> str:
     return f"{', '.join(others)} and {last} memory ({' and '.join(map(size, named.values()))})"
 
 
-def _where(facts: Facts, place: Place | None) -> str:
+def _where(facts: Facts) -> str:
+    place = facts.cause.place if facts.cause else facts.place
     holder, by, of = facts.holder, "", ""
     if facts.needed_bytes < _LEAST_BYTES and not facts.killed:
         place = None
@@ -463,20 +468,58 @@ def _cache(facts: Facts) -> str:
     return f"Page cache: {amount}; {start}."
 
 
-def _two_copies(facts: Facts) -> Cause | None:
-    # The weights were read into memory (not mapped), and the model has a copy too.
-    place = facts.place
-    files = facts.read_files(place.stack.pid) if place else []
-    if place is None or not files or facts.at_peak.anon_bytes < _LEAST_BYTES:
-        return None
+def _causes(facts: Facts) -> Iterator[Cause]:
+    """Yield what each rule finds, the most specific rule first."""
+    at_peak, held = facts.at_peak, facts.held_bytes
+    if facts.place and facts.files:
+        yield from _copies(facts, facts.place)
+    yield from _whole_file(facts)
+    if facts.place:
+        yield from _import(facts, facts.place)
+    yield from _copy_on_write(facts)
+    if held >= _LEAST_BYTES and at_peak.shmem_bytes >= held // 2:
+        yield Cause(
+            "shared memory",
+            f"{size(at_peak.shmem_bytes)} of the memory is shared memory: files in /dev/shm or another"
+            " tmpfs, or shared mappings.",
+            "A file in a tmpfs takes memory until the file is removed.",
+        )
+    if any(kill.limit_of.startswith("/") for kill in facts.ran.kills):
+        words = "The command did not reach its own limit, but that of another cgroup."
+        yield Cause("a limit around", words, "Raise the limit of that cgroup.")
+    holder, present = facts.holder, facts.present
+    is_child = holder and holder.pid != facts.ran.pid
+    # Without the first process, the children are what a killed parent left.
+    is_child = is_child and any(one.pid == facts.ran.pid for one in present)
+    most = 0.7 * sum(map(held_by, present))
+    if holder and is_child and held >= _LEAST_BYTES and held_by(holder) >= most:
+        child = f"{_title_of(holder)} has {size(held_by(holder))}"
+        words = f"A child process of the command has most of the memory: {child}."
+        yield Cause("a child", words)
+    if facts.place:
+        yield from _growth(facts, facts.place)
+    peak, cached = facts.result.peaks.cgroup_bytes, at_peak.page_cache_bytes
+    is_measured = facts.result.outcome is Outcome.OK and facts.ran.needed_bytes is not None
+    if is_measured and peak and peak >= _LEAST_BYTES and cached >= peak // 2:
+        yield Cause(
+            "page cache only",
+            f"{size(cached)} of the peak of {size(peak)} is page cache, which the kernel reclaims"
+            " under a lower limit.",
+            "Find the smallest limit with weighin floor.",
+        )
+
+
+def _copies(facts: Facts, place: Place) -> Iterator[Cause]:
+    """The weights were read into memory (not mapped), and the model has a copy of them, too."""
+    files, at = facts.files, "" if facts.killed else " at the peak"
+    grown, read_bytes = facts.grown_since(files), sum(file.size_bytes for file in files)
+    read = f"{size(read_bytes)} read from {_names(files)}"
 
     def since(does: Callable[[Place], bool]) -> int:
         mine = (one.stack for one in facts.places if one.stack.pid == place.stack.pid and does(one))
         first_bytes = min((stack.usage_bytes for stack in mine), default=facts.held_bytes)
         return facts.held_bytes - first_bytes
 
-    read_bytes = sum(file.size_bytes for file in files)
-    grown = facts.grown_since(files)
     begun = read_bytes // 16  # so much of a copy shows that there is one
     # Of several files, one may have been read after another was freed.
     second = files[0].size_bytes if len(files) > 1 else int((_MORE_THAN_ONE - 1) * read_bytes)
@@ -484,45 +527,34 @@ def _two_copies(facts: Facts) -> Cause | None:
     is_copied = grown > read_bytes + second or (is_read and since(lambda one: one.copies) > begun)
     copied = place.copies and is_copied
     is_beside = since(lambda one: one.builds) - grown > read_bytes // 2 and grown > begun
-    if not copied and not (is_beside and (place.runs(_READS) or place.copies)):
-        return None
-    at, read = "" if facts.killed else " at the peak", size(read_bytes)
-    what = f"Two copies of the weights were in memory{at}: {read} read from {_names(files)}, and the model's own."
-    if not copied and grown < _WHOLE_SHARE * read_bytes:
-        what = f"A second copy of the weights was being read{at}, beside the model's own: {read} of {_names(files)}."
-    return Cause("two copies", what, _try(facts, files))
+    is_beside = is_beside and (place.runs(_READS) or place.copies)
+    if facts.at_peak.anon_bytes >= _LEAST_BYTES and (copied or is_beside):
+        what = f"Two copies of the weights were in memory{at}: {read}, and the model's own."
+        if not copied and grown < _WHOLE_SHARE * read_bytes:
+            what = f"A second copy of the weights was being read{at}, beside the model's own: {size(read_bytes)} of {_names(files)}."
+        yield Cause("two copies", what, _try(facts, files))
+    code = _CONVERTS.search(place.stack.code)
+    if code and grown >= max(_LEAST_BYTES, _MORE_THAN_ONE * read_bytes):
+        call = f"{code[0]})" if code[0].count("(") > code[0].count(")") else code[0]
+        yield Cause(
+            "dtype conversion",
+            f"`{call}` made new tensors in addition to the {read}: memory grew by {size(grown)}.",
+            "Convert one tensor after the other and free the original, or use a strategy that does so:"
+            f" {_recommend(facts, files)}",
+        )
 
 
-def _dtype_conversion(facts: Facts) -> Cause | None:
-    place = facts.place
-    code = _CONVERTS.search(place.stack.code) if place else None
-    files = facts.read_files(place.stack.pid) if place and code else []
-    if code is None or not files:
-        return None
-    read_bytes, grown = sum(file.size_bytes for file in files), facts.grown_since(files)
-    if grown < max(_LEAST_BYTES, _MORE_THAN_ONE * read_bytes):
-        return None
-    call = f"{code[0]})" if code[0].count("(") > code[0].count(")") else code[0]
-    return Cause(
-        "dtype conversion",
-        f"`{call}` made new tensors in addition to the {size(read_bytes)} read from {_names(files)}:"
-        f" memory grew by {size(grown)}.",
-        "Convert one tensor after the other and free the original, or use a strategy that does so:"
-        f" {_recommend(facts, files)}",
-    )
-
-
-def _whole_file(facts: Facts) -> Cause | None:
+def _whole_file(facts: Facts) -> Iterator[Cause]:
     """While a process's position in a file is before its end, the process still reads it, so that its
     last stack counts even if memory grew much afterwards.
     """
     last = facts.place or next(iter(facts.places[-1:]), None)
     process = facts.process(last.stack.pid) if last else None
     if last is None or process is None:
-        return None
+        return
     calls = [_READERS.fullmatch(one.path) for one in last.inner]
     if not _WHOLE.search(last.stack.code) and not any(calls):
-        return None
+        return
     parses = any(call and call["parser"] for call in calls)
     for file in process.files:
         if file.mapped_bytes or file.position_bytes is None:
@@ -536,28 +568,25 @@ def _whole_file(facts: Facts) -> Cause | None:
             more = f", and memory grew by {size(grown)}" if grown > most else ""
             parts = "Read the file in parts, or map the file (mmap)."
             hint = _try(facts, [file]) if last.runs(_READS) else parts
-            return Cause("a whole file", f"{what}{more}.", hint, last)
-    return None
+            yield Cause("a whole file", f"{what}{more}.", hint, last)
 
 
-def _import(facts: Facts) -> Cause | None:
-    place = facts.place
-    at = [index for index, frame in enumerate(place.frames) if frame.is_import] if place else []
-    if place is None or not at or at[0] == 0:
-        return None
-    outside = [frame for frame in place.frames[at[0] :] if not frame.is_library]
+def _import(facts: Facts, place: Place) -> Iterator[Cause]:
+    at = next((index for index, frame in enumerate(place.frames) if frame.is_import), 0)
+    if at == 0:
+        return
+    outside = [frame for frame in place.frames[at:] if not frame.is_library]
 
     def by_it(one: Place) -> bool:
         return any(frame.is_import for frame in one.frames) and {*outside} <= {*one.frames}
 
-    if facts.grown(place.stack.pid, by_it) < max(_LEAST_BYTES, facts.held_bytes // 4):
-        return None
-    module = place.frames[at[0] - 1].place.rpartition(":")[0]
-    by = f" by {outside[0].place}" if outside else ""
-    return Cause("import", f"Most of the memory was allocated while {module} was imported{by}.")
+    if facts.grown(place.stack.pid, by_it) >= max(_LEAST_BYTES, facts.held_bytes // 4):
+        module = place.frames[at - 1].place.rpartition(":")[0]
+        by = f" by {outside[0].place}" if outside else ""
+        yield Cause("import", f"Most of the memory was allocated while {module} was imported{by}.")
 
 
-def _copy_on_write(facts: Facts) -> Cause | None:
+def _copy_on_write(facts: Facts) -> Iterator[Cause]:
     for parent in facts.ran.processes:
         children = [
             one
@@ -568,57 +597,24 @@ def _copy_on_write(facts: Facts) -> Cause | None:
         together = held_by(parent) + sum(map(held_by, children))
         if together > _LEAST_BYTES and copied > together // 4:
             count = f"{len(children)} forked processes" if len(children) > 1 else "a forked process"
-            return Cause(
+            yield Cause(
                 "copy-on-write",
                 f"Copy-on-write: {count} wrote to pages shared with the parent process:"
                 f" {size(copied)} of the {size(together)} that all have together are copies.",
                 "In Python, reading an object writes the object's reference count: keep shared data"
                 " in arrays, or start fewer processes.",
             )
-    return None
 
 
-def _shared_memory(facts: Facts) -> Cause | None:
-    shmem_bytes = facts.at_peak.shmem_bytes
-    if facts.held_bytes < _LEAST_BYTES or shmem_bytes < facts.held_bytes // 2:
-        return None
-    return Cause(
-        "shared memory",
-        f"{size(shmem_bytes)} of the memory is shared memory: files in /dev/shm or another"
-        " tmpfs, or shared mappings.",
-        "A file in a tmpfs takes memory until the file is removed.",
-    )
-
-
-def _other_limit(facts: Facts) -> Cause | None:
-    if not any(kill.limit_of.startswith("/") for kill in facts.ran.kills):
-        return None
-    words = "The command did not reach its own limit, but that of another cgroup."
-    return Cause("a limit around", words, "Raise the limit of that cgroup.")
-
-
-def _child(facts: Facts) -> Cause | None:
-    holder = facts.holder
-    if holder is None or facts.held_bytes < _LEAST_BYTES or holder.pid == facts.ran.pid:
-        return None
-    if facts.ran.pid not in {one.pid for one in facts.present}:
-        return None  # it is what a killed parent left
-    if held_by(holder) < 0.7 * sum(map(held_by, facts.present)):
-        return None
-    child = f"{_title_of(holder)} has {size(held_by(holder))}"
-    return Cause("a child", f"A child process of the command has most of the memory: {child}.")
-
-
-def _growth(facts: Facts) -> Cause | None:
-    place = facts.place
-    if place is None or place.keeps:
-        return None
+def _growth(facts: Facts, place: Place) -> Iterator[Cause]:
     process = facts.process(place.stack.pid)
     parent = facts.process(process.parent_pid) if process else None
     if process and parent and parent.command == process.command:
         copied_bytes = process.copied_bytes  # None: a forked process may have copied much
         if copied_bytes is None or copied_bytes > held_by(process) // 4:
-            return None
+            return
+    if place.keeps:
+        return
     usual, how = _usual_place(facts, place), "steadily "
     if not (rise := _steady_rise(facts, usual)):
         how = ""
@@ -628,11 +624,11 @@ def _growth(facts: Facts) -> Cause | None:
             if one.stack.pid == place.stack.pid and one.frame.place == place.frame.place
         ]
         if len({*rise}) < _LEAST_STACKS or rise[-1][1] - rise[0][1] < _LEAST_BYTES:
-            return None
+            return
     (start_ns, low), (end_ns, high) = rise[0], rise[-1]
     seconds = f"{(end_ns - start_ns) / 1e9:.1f} s"
     words = f"Anonymous memory grew {how}from {size(low)} to {size(high)} in {seconds}."
-    return Cause("growth", words, "Look for objects that this line of code keeps.", usual)
+    yield Cause("growth", words, "Look for objects that this line of code keeps.", usual)
 
 
 def _steady_rise(facts: Facts, usual: Place) -> list[tuple[int, int]]:
@@ -679,20 +675,6 @@ def _usual_place(facts: Facts, last: Place) -> Place:
     return max(found, key=lambda each: each[0], default=(0, last))[1]
 
 
-def _page_cache(facts: Facts) -> Cause | None:
-    peak, cached = facts.result.peaks.cgroup_bytes, facts.at_peak.page_cache_bytes
-    if facts.result.outcome is not Outcome.OK or peak is None or facts.ran.needed_bytes is None:
-        return None
-    if peak < _LEAST_BYTES or cached < peak // 2:
-        return None
-    return Cause(
-        "page cache only",
-        f"{size(cached)} of the peak of {size(peak)} is page cache, which the kernel reclaims"
-        " under a lower limit.",
-        "Find the smallest limit with weighin floor.",
-    )
-
-
 def _recommend(facts: Facts, files: Sequence[OpenFile]) -> str:
     limit = facts.result.cell.ram_limit_bytes
     ram = f" --ram {format_exact(limit)}" if limit else ""
@@ -703,10 +685,3 @@ def _recommend(facts: Facts, files: Sequence[OpenFile]) -> str:
 def _try(facts: Facts, files: Sequence[OpenFile]) -> str:
     maps = "torch.load(..., mmap=True): " if files[0].path.endswith(_PICKLES) else ""
     return f"Try {maps}{_recommend(facts, files)}"
-
-
-RULES: Final = (
-    _two_copies, _dtype_conversion, _whole_file, _import, _copy_on_write, _shared_memory,
-    _other_limit, _child, _growth, _page_cache,
-)  # fmt: skip
-"""All rules, the most specific first."""
