@@ -9,7 +9,8 @@ from ran_commands import RAN, make_command, make_killed, make_ran
 from weighin.errors import ConfigError
 from weighin.gate.rules import parse_expected
 from weighin.records.metrics import METRICS, phases_of_load
-from weighin.records.series import SeriesRun, summarise
+from weighin.records.run_folder import Records
+from weighin.records.series import summarise
 from weighin.result import Memory, Outcome, Phase, Result
 from weighin.units import MIB
 
@@ -22,7 +23,7 @@ def phase(name: str, mib: int) -> Phase:
 
 
 def summary(*results: Result) -> dict[str, int]:
-    (series,) = summarise([SeriesRun(results)]).values()
+    (series,) = summarise([Records(results)]).values()
     return {name: figure.median for name, figure in series.figures.items()}
 
 
@@ -50,7 +51,7 @@ def test_the_need_is_judged_as_tightly_as_the_memory_of_a_load() -> None:
 def test_every_phase_of_a_program_counts_whatever_its_name() -> None:
     result = make_ran(phases=(phase("prepare", 10), phase("read", 20), phase("read", 30)))
     assert [name for name, _ in phases_of_load(result)] == ["prepare", "read", "read 2"]
-    (series,) = summarise([SeriesRun([result])]).values()
+    (series,) = summarise([Records([result])]).values()
     assert series.phases["read 2"]["peak_cgroup"] == 60 * MIB
 
 
@@ -62,7 +63,7 @@ def test_a_stretch_between_two_phases_is_the_same_one_in_each_repeat() -> None:
         make_command(repeat=1),
         phases=(phase("other", 5), phase("read", 20), stretch, phase("apply", 30), stretch),
     )
-    (series,) = summarise([SeriesRun([quiet, busy])]).values()
+    (series,) = summarise([Records([quiet, busy])]).values()
     assert {name: figures["peak_cgroup"] // MIB for name, figures in series.phases.items()} == {
         "read": 40,
         "other after read": 40,
@@ -74,7 +75,7 @@ def test_a_stretch_between_two_phases_is_the_same_one_in_each_repeat() -> None:
 
 def test_a_series_is_named_by_label_and_not_by_arguments() -> None:
     other = make_ran(make_command(command=("python", "train.py", "--epochs", "2"), repeat=1))
-    series = summarise([SeriesRun([make_ran(), other])])
+    series = summarise([Records([make_ran(), other])])
     assert list(series) == [NAME]
     assert series[NAME].repeats == 2
 

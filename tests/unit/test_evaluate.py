@@ -13,21 +13,21 @@ from weighin.gate.check import GateResult, Growth, Line, LineVerdict, evaluate
 from weighin.gate.rules import Rules, parse_budget, parse_expected
 from weighin.records.machine import CONCURRENT, settings_of
 from weighin.records.metrics import METRICS, Tolerance
-from weighin.records.series import Figure, Series, SeriesRun, summarise
+from weighin.records.run_folder import Coverage, Records
+from weighin.records.series import Figure, Series, summarise
 from weighin.result import Outcome, Result
 from weighin.units import GIB, MIB
 
 STREAMING = make_cell("streaming", format="safetensors")
 KEPT_GIB = 0.32  # 5 % of the model
+SEARCH = Coverage(0, (), "", is_search=True)
 
 
 def judged(was: list[Result], now: list[Result], rules: Rules | None = None) -> GateResult:
     rules = rules or Rules()
-    known = Baseline(
-        rules, settings_of(one.environment for one in was), summarise([SeriesRun(was)])
-    )
+    known = Baseline(rules, settings_of(one.environment for one in was), summarise([Records(was)]))
     return evaluate(
-        known, rules, settings_of(one.environment for one in now), summarise([SeriesRun(now)])
+        known, rules, settings_of(one.environment for one in now), summarise([Records(now)])
     )
 
 
@@ -244,7 +244,7 @@ def test_budgets_are_judged_by_the_highest_repeat() -> None:
 def test_a_budget_whose_pattern_matches_nothing_names_the_strategies_of_the_run() -> None:
     rules = Rules({}, (parse_budget("mine_loader: peak_rss <= 8GiB"),))
     cells = [replace(STREAMING, strategy=name) for name in ("baseline", "streaming", "./mine.py")]
-    series = summarise([SeriesRun([make_result(cell) for cell in cells])])
+    series = summarise([Records([make_result(cell) for cell in cells])])
     [line] = evaluate(None, rules, {}, series).failed
     assert (line.verdict, line.text) == (
         LineVerdict.MISSING,
@@ -255,17 +255,19 @@ def test_a_budget_whose_pattern_matches_nothing_names_the_strategies_of_the_run(
 
 def test_a_budget_on_a_figure_that_the_matching_series_lack() -> None:
     rules = Rules({}, (parse_budget("s*: floor <= 8GiB"),))
-    [line] = evaluate(None, rules, {}, summarise([SeriesRun([make_result(STREAMING)])])).failed
+    [line] = evaluate(None, rules, {}, summarise([Records([make_result(STREAMING)])])).failed
     assert line.text == "s*: floor <= 8GiB: no measured series has this figure"
 
 
-def search(floor_mib: int, step_mib: int = 8) -> SeriesRun:
+def search(floor_mib: int, step_mib: int = 8) -> Records:
     """A search for the floor of one strategy, with the cells that it takes."""
     free = replace(STREAMING, ram_limit_bytes=None)
     fails = replace(STREAMING, ram_limit_bytes=(floor_mib - step_mib) * MIB)
     works = [replace(STREAMING, ram_limit_bytes=floor_mib * MIB, repeat=n) for n in range(3)]
     results = [make_result(free), make_result(fails, outcome=Outcome.OOM_KILLED)]
-    return SeriesRun([*results, *(make_result(one, outcome=Outcome.OK) for one in works)], True)
+    return Records(
+        [*results, *(make_result(one, outcome=Outcome.OK) for one in works)], coverage=SEARCH
+    )
 
 
 def test_a_search_is_one_series_with_its_floor_whatever_limits_it_tried() -> None:
@@ -290,7 +292,9 @@ def test_a_budget_of_a_floor_that_was_not_found_is_not_kept() -> None:
         replace(one, cell=replace(one.cell, strategy="lost"))
         for one in other.results
     ]  # fmt: skip
-    judgement = evaluate(None, rules, {}, summarise([SeriesRun([*found.results, *lost], True)]))
+    judgement = evaluate(
+        None, rules, {}, summarise([Records([*found.results, *lost], coverage=SEARCH)])
+    )
     [line] = judgement.failed
     assert (line.verdict, line.series.split(" ")[1]) == (LineVerdict.MISSING, "lost")
     assert line.text.startswith("no floor was found: above 4.688 GiB, at most 6.641 GiB")

@@ -20,7 +20,8 @@ from test_evaluate import STREAMING, grown, judged
 from weighin.gate import tables
 from weighin.gate.check import GateResult, evaluate
 from weighin.gate.rules import Rules
-from weighin.records.series import SeriesRun, summarise
+from weighin.records.run_folder import Records
+from weighin.records.series import summarise
 from weighin.result import Outcome, Phase
 
 FIXTURES = Path(__file__).with_name("fixtures") / "gate"
@@ -62,7 +63,7 @@ def kept() -> GateResult:
     """Two budgets that hold, without a baseline."""
     cells = [STREAMING, make_cell("mmap_assign")]
     rules = Rules().typed(["peak_rss <= 1.2 x model"])
-    series = summarise([SeriesRun([make_result(cell) for cell in cells])])
+    series = summarise([Records([make_result(cell) for cell in cells])])
     return evaluate(None, rules, {}, series)
 
 

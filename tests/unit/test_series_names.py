@@ -14,10 +14,10 @@ from weighin.gate import baseline
 from weighin.gate.compare import history
 from weighin.records import run_folder
 from weighin.records.run import DIMENSIONS
+from weighin.records.run_folder import Records
 from weighin.records.series import (
     Figure,
     Series,
-    SeriesRun,
     labels_among,
     name_of,
     selects,
@@ -72,7 +72,7 @@ def test_two_models_whose_builders_share_a_function_name_are_two_series(
     tmp_path: Path, other: Result
 ) -> None:
     ours = of_builder("mynets:build")
-    assert len(summarise([SeriesRun([ours, other])])) == 2
+    assert len(summarise([Records([ours, other])])) == 2
     run_of(tmp_path / "a", ours, other)
     run_of(tmp_path / "b", ours)
     found = history(tmp_path, "peak_rss")
@@ -172,12 +172,12 @@ def test_a_series_has_the_figures_of_its_good_repeats_and_the_message_of_a_bad_o
         )
     ]  # fmt: skip
     results[0] = replace(results[0], model_bytes=None)
-    (found,) = summarise([SeriesRun(results[:3]), SeriesRun(results[3:])]).values()
+    (found,) = summarise([Records(results[:3]), Records(results[3:])]).values()
     assert found.figures["load"] == Figure(10, 20, 30)
     assert (found.outcome, found.repeats, found.message) == ("ok 3, timeout 2", 5, "late")
     assert (found.model_bytes, found.limit_bytes) == (results[1].model_bytes, 8 * 2**30)
-    (bad,) = summarise([SeriesRun([results[1]])]).values()
+    (bad,) = summarise([Records([results[1]])]).values()
     assert (bad.figures, bad.phases) == ({}, {})
     again = replace(results[0], load_ns=5)
-    (last,) = summarise([SeriesRun([results[0], again])]).values()
+    (last,) = summarise([Records([results[0], again])]).values()
     assert (last.figures["load"], last.repeats) == (Figure(5, 5, 5), 1)

@@ -11,7 +11,8 @@ from pages.run_tables import markdown_trained
 from pages.tables import fill
 from weighin.records import run_folder
 from weighin.records.floor import floors, next_cell
-from weighin.records.series import SeriesRun, name_of, summarise
+from weighin.records.run_folder import Records
+from weighin.records.series import name_of, summarise
 from weighin.records.verdict import used_ns
 from weighin.result import SCHEMA, Cost, Memory, Outcome, Peaks, Phase, Result, Use
 from weighin.show.findings import floor_label
@@ -80,13 +81,13 @@ def test_one_line_says_what_a_training_step_makes_of_each_strategy() -> None:
 
 def test_the_gate_compares_the_figures_of_uses_and_names_their_phase() -> None:
     result = used("mmap_assign", "adamw", 0.0, 4.25, 4.03)
-    found = summarise([SeriesRun([result])])[name_of(result.cell)]
+    found = summarise([Records([result])])[name_of(result.cell)]
     assert found.figures["use_anon"].median == anonymous(4.03).anon_bytes
     assert found.figures["use_peak_rss"].median == anonymous(4.25).rss_bytes + MIB
     assert found.figures["use"].median == 2 * SECOND
     assert "use: adamw" in found.phases
     forward = used("mmap_assign", "forward", 0.0, 0.02, 0.01)
-    found = summarise([SeriesRun([forward])])[name_of(forward.cell)]
+    found = summarise([Records([forward])])[name_of(forward.cell)]
     assert not {"use", "use_anon", "use_peak_rss"} & found.figures.keys()
     assert "forward" not in found.phases
 

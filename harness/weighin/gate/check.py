@@ -23,7 +23,7 @@ from weighin.records import run_folder
 from weighin.records.machine import CONCURRENT, Setting, differences, settings_of, spoils_times
 from weighin.records.metrics import METRICS, Metric, Tolerance
 from weighin.records.run_folder import Coverage, Records
-from weighin.records.series import STRATEGY, Figure, Series, SeriesRun, name_of, summarise
+from weighin.records.series import STRATEGY, Figure, Series, name_of, summarise
 from weighin.result import BROKEN, Outcome
 
 
@@ -141,7 +141,7 @@ class Group:
     """
 
     name: str
-    runs: tuple[SeriesRun, ...]
+    runs: tuple[Records, ...]
     warnings: tuple[str, ...] = ()
     incomplete: Mapping[Path, Coverage] = field(default_factory=dict)
 
@@ -151,10 +151,7 @@ class Group:
         runs = [*runs]
         return cls(
             name,
-            tuple(
-                SeriesRun(one.results, one.coverage is not None and one.coverage.is_search)
-                for _, one in runs
-            ),
+            tuple(one for _, one in runs),
             tuple(dict.fromkeys(text for _, one in runs for text in one.warnings)),
             {folder: one.coverage for folder, one in runs if one.missing and one.coverage},
         )

@@ -139,7 +139,7 @@ def pending(cells: Iterable[Cell], results: Iterable[Result]) -> list[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    results: tuple[Result, ...]
+    results: Sequence[Result]
     warnings: tuple[str, ...] = ()
     coverage: Coverage | None = None  # without a readable plan, None
     damage: RecordError | None = None  # of the first line that is not a record, or else of the plan
@@ -147,6 +147,11 @@ class Records:
     @property
     def missing(self) -> int | None:
         return None if self.coverage is None else len(self.coverage.pending)
+
+    @property
+    def is_search(self) -> bool:
+        """Whether a search for floors chose the limits of the cells."""
+        return self.coverage is not None and self.coverage.is_search
 
 
 def append(run: Path, result: Result) -> Result:

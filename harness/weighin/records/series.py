@@ -23,6 +23,7 @@ from weighin.records.metrics import (
     outcome_of,
     phases_of_load,
 )
+from weighin.records.run_folder import Records
 from weighin.records.verdict import Judgement, Typical, typical
 from weighin.result import Outcome, Result
 from weighin.text import one_line
@@ -144,15 +145,7 @@ _OPTIONS: Final[tuple[Callable[[Cell], Sequence[str]], ...]] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SeriesRun:
-    """The results of one run; ``is_search`` is true if a floor search chose the limits of the cells."""
-
-    results: Sequence[Result]
-    is_search: bool = False
-
-
-def summarise(runs: Iterable[SeriesRun]) -> dict[str, Series]:
+def summarise(runs: Iterable[Records]) -> dict[str, Series]:
     """Return the ``Series`` of all runs together, by name; of two records of a cell, the last counts.
 
     A floor search yields one series for each case that it searched, with the floor, if found, among its

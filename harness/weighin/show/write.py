@@ -19,7 +19,7 @@ from weighin.records import run_folder
 from weighin.records.metrics import METRICS
 from weighin.records.run import OF_CELLS, OF_SERIES, Measured, row_of
 from weighin.records.run_folder import Records
-from weighin.records.series import Series, SeriesRun, name_of, summarise
+from weighin.records.series import Series, name_of, summarise
 from weighin.result import Outcome
 from weighin.show import page, style, words
 from weighin.show.report import csv_columns, document, whole
@@ -174,7 +174,7 @@ def _summary(run: Measured) -> Iterator[tuple[str, Series, int]]:
     """Yield name and summary of each measurement, and how many repeats did not end ok."""
     measured = [one for one in run.results if one.outcome is not Outcome.SKIPPED]
     names = [name_of(one.cell) for one in measured if one.outcome is not Outcome.OK]
-    for name, series in summarise([SeriesRun(measured)]).items():
+    for name, series in summarise([Records(measured)]).items():
         yield name, series, names.count(name)
 
 
