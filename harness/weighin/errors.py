@@ -14,7 +14,6 @@ raises no error of this module: its record gets an ``Outcome``.
                               message names the file and where the fault is
         - WholePipeline       a pipeline of several models was given as one model
      x RecordError            a run's folder or records cannot be read, written or used
-        - DamagedRecord       a line of a record file is not a record
      x StillRunning           a process has not ended after SIGKILL                       exit 4
      x NoNodeLeft             no machine of a cluster can run the remaining cells         exit 4
      x Interrupted            Ctrl-C, SIGTERM, SIGHUP, raised when all is cleaned up      exit 130
@@ -112,9 +111,6 @@ class WholePipeline(CheckpointError):
 
 
 class RecordError(HarnessError): ...
-
-
-class DamagedRecord(RecordError): ...
 
 
 class StillRunning(HarnessError):

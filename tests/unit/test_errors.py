@@ -22,7 +22,6 @@ def test_an_error_is_its_cause_and_its_repair() -> None:
         ("RecordError", 2),
         ("StillRunning", 4),
         ("NoNodeLeft", 4),
-        ("DamagedRecord", 2),
         ("IsolationUnavailable", 3),
         ("Interrupted", 130),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from factories import make_result
 
-from weighin.errors import DamagedRecord
+from weighin.errors import RecordError
 from weighin.records import run_folder
 from weighin.records.run_folder import parse
 from weighin.result import SCHEMA, Result
@@ -26,7 +26,7 @@ class Kind:
 
 
 def complaint(text: str) -> str:
-    with pytest.raises(DamagedRecord) as caught:
+    with pytest.raises(RecordError) as caught:
         parse(Kind, text.encode(), "line 3", "delete it")
     assert caught.value.repair == "delete it"
     return caught.value.message

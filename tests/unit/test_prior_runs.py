@@ -9,7 +9,7 @@ from factories import make_cell, make_result
 from pytest import MonkeyPatch
 from ran_commands import make_command, make_ran
 
-from weighin.errors import DamagedRecord
+from weighin.errors import RecordError
 from weighin.probes import environment
 from weighin.recommend.prior_runs import Evidence, find
 from weighin.records import run_folder
@@ -115,7 +115,7 @@ def test_a_damaged_run_among_others_is_left_out_and_named(tmp_path: Path) -> Non
 def test_a_damaged_run_that_was_named_is_an_error(tmp_path: Path) -> None:
     folder = run(tmp_path, measured())
     (folder / run_folder.RECORDS).write_text("{}\n")
-    with pytest.raises(DamagedRecord):
+    with pytest.raises(RecordError):
         find([folder], WANTED)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ran_commands import make_command
 
 from weighin.cell import Cell, ModelSpec
-from weighin.errors import DamagedRecord, RecordError
+from weighin.errors import RecordError
 from weighin.records import run_folder
 from weighin.records.floor import results_of, searched
 from weighin.records.run_folder import parse
@@ -114,7 +114,7 @@ def test_a_bad_line_in_the_middle_is_named_with_its_repair(run: Path) -> None:
     path = run / run_folder.RECORDS
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], lines[1][:30], lines[2]]) + "\n")
-    with pytest.raises(DamagedRecord) as caught:
+    with pytest.raises(RecordError) as caught:
         run_folder.read(run)
     assert caught.value.message.startswith(f"{path}, line 2: not JSON: ")
     assert caught.value.repair == (
@@ -206,7 +206,7 @@ def test_what_is_whole_is_read_beside_the_damage(run: Path) -> None:
     edit(run, 2, {"outcome": "okay"})
     records = run_folder.read_whole(run)
     assert records.results == (mixed_run()[0], mixed_run()[2])
-    assert isinstance(records.damage, DamagedRecord)
+    assert isinstance(records.damage, RecordError)
     assert records.warnings == (f"{records.damage.message}: this line is left out",)
 
 

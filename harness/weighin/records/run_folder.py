@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from io import FileIO
 from math import inf
 from operator import attrgetter
@@ -30,7 +30,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from weighin.cell import Cell
-from weighin.errors import ConfigError, DamagedRecord, RecordError
+from weighin.errors import ConfigError, RecordError
 from weighin.files import no_link, parse_json, read_bytes, sync_folder, write_bytes
 from weighin.records.floor import Aim, next_cell
 from weighin.records.metrics import grouped
@@ -163,7 +163,7 @@ def append(run: Path, result: Result) -> Result:
     cell = result.cell
     try:
         line, result = _line(result)
-    except DamagedRecord as error:
+    except RecordError as error:
         figure = error.message.removeprefix(f"{cell.id}: ")
         why = f"the measured process reported an impossible figure: {figure}"
         failed = Result(SCHEMA, cell, Outcome.MEASUREMENT_FAILED, why, started_at=result.started_at)
@@ -247,8 +247,8 @@ def read(run: Path) -> Records:
     """Return all records of a run. An incomplete last line, as after a power cut, causes a warning.
 
     Raises:
-        RecordError: the folder is not a run or cannot be read, or a newer weighin wrote it.
-        DamagedRecord: a line is not a record, or the plan is damaged; the message names the field.
+        RecordError: the folder is not a run or cannot be read; or a line is not a record, the plan is
+            damaged (the message names the field), or a newer weighin wrote it.
     """
     records = read_whole(run)
     if records.damage:
@@ -441,13 +441,13 @@ def writing(path: Path, and_so: str = "", repair: str = _NAME_ANOTHER) -> Iterat
 
 def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
     """Parse a text of JSON as the dataclass ``kind``; ``place`` names the text in errors. A text of a
-    newer weighin raises RecordError, and one that is not a valid ``kind`` DamagedRecord.
+    newer weighin, and one that is not a valid ``kind``, raise RecordError.
     """
     try:
         shown = text.decode()  # json itself would accept UTF-16 and lone surrogates
         value = parse_json(shown)
     except ValueError as error:  # a UnicodeDecodeError too
-        raise DamagedRecord(f"{place}: not JSON: {one_line(str(error))}", repair) from None
+        raise RecordError(f"{place}: not JSON: {one_line(str(error))}", repair) from None
     schema = value.get("schema") if isinstance(value, dict) else None
     if isinstance(schema, int) and schema > SCHEMA:
         from weighin import install
@@ -459,12 +459,11 @@ def parse(kind: type[_T], text: bytes, place: str, repair: str = "") -> _T:
     try:
         cleaned = checked(value)
         if kind is Plan and isinstance(value, dict) and "settings" in value:
-            cleaned["settings"] = value[
-                "settings"
-            ]  # with which the run goes on; no report has them
+            # With these settings the run goes on; no report has them.
+            cleaned["settings"] = value["settings"]
         return msgspec.convert(cleaned, kind)
     except (msgspec.ValidationError, ValueError) as error:  # of msgspec: a wrong type, and where
-        raise DamagedRecord(f"{place}: {one_line(str(error))}", repair) from None
+        raise RecordError(f"{place}: {one_line(str(error))}", repair) from None
 
 
 def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool = False) -> Any:
@@ -477,10 +476,9 @@ def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool
     if isinstance(value, str):
         return value if value.isprintable() and "::" not in value else printable(value, "\n\t")
     if isinstance(value, list):
-        places = (f"{place}{at}." for at in range(len(value)))
         return [
-            checked(each, at, is_cell=is_cell, is_free=is_free)
-            for each, at in zip(value, places, strict=True)
+            checked(each, f"{place}{at}.", is_cell=is_cell, is_free=is_free)
+            for at, each in enumerate(value)
         ]
     if not isinstance(value, dict):
         return value
@@ -502,35 +500,22 @@ def checked(value: Any, place: str = "", *, is_cell: bool = False, is_free: bool
 
 
 def read_samples(run: Path, path: str | None) -> list[Sample]:
-    """Return the samples in a file of a run, the oldest first, as ``read_columns`` reads them; without
-    rows that lack a value which ``Sample`` requires.
-    """
-    columns = fields(Sample)
-    required = sum(each.default is MISSING for each in columns)
-    rows = read_columns(run, path, [each.name for each in columns])
-    samples = [Sample(*row) for row in rows if None not in row[:required]]
-    return sorted(samples, key=attrgetter("t_ns"))
-
-
-def read_columns(run: Path, path: str | None, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    """Yield the named columns of each row in a file of a run; a missing value is None. A file that is
-    missing, unreadable or outside of the run's folder has no rows: a stranger may have written the
-    record.
+    """Return the samples in a file of a run, the oldest first; without rows that lack a value which
+    ``Sample`` requires. A file that is missing, unreadable or outside of the run's folder has none: a
+    stranger may have written the record.
     """
     if path is None or PurePath(path).is_absolute() or ".." in PurePath(path).parts:
-        return
+        return []
     try:
         text = read_bytes(run / path, _MOST_BYTES, within=run).decode()
     except (OSError, ValueError):
-        return
+        return []
     head, *lines = text[: text.rfind("\n") + 1].splitlines() or [""]
-    places = {name: place for place, name in enumerate(head.split(","))}
-    wanted = [places.get(name) for name in names]
+    names, samples = head.split(","), list[Sample]()
     for line in lines:
-        texts = line.split(",")
-        try:
-            row = tuple(int(texts[at]) if at is not None and texts[at] else None for at in wanted)
-        except (IndexError, ValueError):
-            continue
-        if all(value is None or 0 <= value < _LARGEST for value in row):
-            yield row
+        with suppress(msgspec.ValidationError, ValueError):  # of a row that is longer or shorter
+            row = zip(names, line.split(","), strict=True)
+            known = {name: int(value) for name, value in row if value}
+            if all(0 <= value < _LARGEST for value in known.values()):
+                samples.append(msgspec.convert(known, Sample))
+    return sorted(samples, key=attrgetter("t_ns"))
