@@ -9,7 +9,6 @@ from weighin.errors import ConfigError
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
 from weighin.records import run_folder
-from weighin.records.run_folder import parse_shard
 from weighin.settings.definition import COMMANDS, MODELS, Settings, read_suite
 
 KEYS = f"known keys: {', '.join(Settings.keys(COMMANDS))}"
@@ -144,13 +143,11 @@ def test_a_resumed_suite_keeps_the_settings_of_each_command(here: Path) -> None:
 
 def test_a_shard_of_commands(here: Path) -> None:
     text = TWO.replace("[true, 1]", "['true', 1]").replace("ram: [none, 100m]", "ram: none")
-    task = planned(here, text, shard=parse_shard("2/2"))
+    task = planned(here, text, shard="2/2")
     assert [each.cell.strategy for each in task.planned] == ["second", "second"]
     assert len(run_folder.read_plan(task.folder).cells) == 4
     with pytest.raises(ConfigError, match="the plan has only 4 cells"):
-        planned(
-            here / "..", text.replace("cold.bin", str(here / "cold.bin")), shard=parse_shard("5/5")
-        )
+        planned(here / "..", text.replace("cold.bin", str(here / "cold.bin")), shard="5/5")
 
 
 def test_a_missing_program_of_a_suite_is_named(here: Path) -> None:

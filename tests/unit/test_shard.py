@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from weighin.errors import ConfigError
 from weighin.plan.start import resume, start
 from weighin.plan.task import Run
-from weighin.records.run_folder import Shard, parse_shard
+from weighin.records.run_folder import in_shard
 from weighin.settings.definition import check_suite
 
 
 @given(cells=st.integers(0, 60), count=st.integers(1, 12))
 def test_every_cell_is_in_one_shard(cells: int, count: int) -> None:
     plan = list(range(cells))
-    shards = [Shard(index, count).of(plan) for index in range(1, count + 1)]
+    shards = [in_shard(plan, f"{index}/{count}") for index in range(1, count + 1)]
     assert sorted(cell for shard in shards for cell in shard) == plan
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
@@ -25,7 +25,7 @@ def test_every_cell_is_in_one_shard(cells: int, count: int) -> None:
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/0", "a/b", "-1/4", "1/4/2"])
 def test_a_text_that_is_no_shard(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_shard(text)
+        in_shard([], text)
     assert str(caught.value) == (
         f"cannot read {text!r} as a shard\n"
         "write the shard's number, from 1, and the number of shards: 2/8"

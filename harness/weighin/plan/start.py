@@ -71,7 +71,7 @@ def start(
     folder = folder or _new_folder(labels)
     if (folder / run_folder.RECORDS).exists():
         raise run_folder.already_there(folder, settings.verb)
-    ours = settings.shard.of(planned) if settings.shard else planned
+    ours = run_folder.in_shard(planned, settings.shard)
     if not ours:
         raise ConfigError(
             f"shard {settings.shard}: the plan has only {len(planned)} cells",
@@ -115,7 +115,7 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
 
         planned = loads.restore(found.cells, settings)
     isolation = select.named(found.cells[0].isolation, settings.image)
-    ours = settings.shard.of(planned) if settings.shard else planned
+    ours = run_folder.in_shard(planned, settings.shard)
     return Run(folder, ours, isolation, settings)
 
 

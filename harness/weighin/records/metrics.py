@@ -235,10 +235,12 @@ def through_first_pass_ns(result: Result) -> int | None:
 
     A mapped model may be ready before it has read its file; its first pass then waits for the disk.
     """
-    first = next((each for each in result.phases if each.name == "forward"), None)
-    if result.ready_ns is None or first is None:
-        return None
-    return result.ready_ns + first.end_ns - first.start_ns
+    pass_ns = _time_of("forward", result)
+    return None if result.ready_ns is None or pass_ns is None else result.ready_ns + pass_ns
+
+
+def _time_of(phase: str, result: Result) -> int | None:
+    return next((one.end_ns - one.start_ns for one in result.phases if one.name == phase), None)
 
 
 def charge(result: Result) -> int | None:
@@ -277,11 +279,6 @@ def _unreclaimable_bytes(result: Result) -> int | None:
     return None if is_same and not result.ran else peaks.unreclaimable_sampled_bytes
 
 
-def _import_transformers_ns(result: Result) -> int | None:
-    phases = (one for one in result.phases if one.name == IMPORT_TRANSFORMERS)
-    return next((phase.end_ns - phase.start_ns for phase in phases), None)
-
-
 _HEAP: Final = Tolerance(relative=0.01, absolute=16 * MIB)
 _CACHE: Final = Tolerance(relative=0.04, absolute=128 * MIB)
 _ALLOCATOR: Final = Tolerance(relative=0.0, absolute=0)
@@ -292,7 +289,7 @@ _TIME: Final = Tolerance(relative=3.0, absolute=5_000_000_000)
 # The figures with a key are in the order of the columns of summary.csv.
 FIGURES: Final = (
     Metric("import_s", "import", "ns", "exact, clock", lambda r: r.cost.import_ns if r.cost else None, "time of import torch, which ends before the load begins", rank=21),
-    Metric("import_transformers_s", "import transformers", "ns", "exact, clock", _import_transformers_ns, "time of the import of the model's class from transformers, which ends before the load begins", rank=18),
+    Metric("import_transformers_s", "import transformers", "ns", "exact, clock", lambda r: _time_of(IMPORT_TRANSFORMERS, r), "time of the import of the model's class from transformers, which ends before the load begins", rank=18),
     Metric("load_s", "load", "ns", "exact, clock", lambda r: r.load_ns, "time until the strategy returned, without the pauses in which weighin reads the peaks", "load", "time", _TIME, _OF_MODELS, is_usual=True),
     Metric("ready_s", "ready", "ns", "exact, clock", lambda r: r.ready_ns, "load plus the time until every byte of every parameter and buffer was read once, because a lazy load returns before it reads the file", "ready", "time", _TIME, _OF_MODELS, is_usual=True),
     Metric("ready_and_pass_s", "ready + first pass", "ns", "exact, clock", lambda r: through_first_pass_ns(r) if r.cell.disk else None, "ready plus the time of the first forward pass"),

@@ -64,28 +64,15 @@ class Plan:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Every ``count``-th cell of a plan, beginning with the cell number ``index``, counted from 1."""
-
-    index: int
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
-
-    def of(self, cells: Sequence[_T]) -> Sequence[_T]:
-        return cells[self.index - 1 :: self.count]
-
-
-def parse_shard(text: str) -> Shard:
-    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
-    if match and 1 <= int(match[1]) <= int(match[2]):
-        return Shard(int(match[1]), int(match[2]))
-    raise ConfigError(
-        f"cannot read {text!r} as a shard",
-        "write the shard's number, from 1, and the number of shards: 2/8",
-    )
+def in_shard(cells: Sequence[_T], shard: str) -> Sequence[_T]:
+    """Return the cells of a shard: "2/8" has every eighth cell, beginning with the second; "" has all."""
+    match = re.fullmatch(r"(\d+)/(\d+)", shard.strip())
+    if shard and not (match and 1 <= int(match[1]) <= int(match[2])):
+        raise ConfigError(
+            f"cannot read {shard!r} as a shard",
+            "write the shard's number, from 1, and the number of shards: 2/8",
+        )
+    return cells[int(match[1]) - 1 :: int(match[2])] if match else cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +86,7 @@ class Coverage:
     pending: tuple[Cell, ...]
     again: str
     is_search: bool = False
-    shard: Shard | None = None
+    shard: str = ""
 
     def __str__(self) -> str:
         what = f"cells of shard {self.shard} measured" if self.shard else "cells measured"
@@ -108,7 +95,8 @@ class Coverage:
 
 
 def _coverage(run: Path, plan: Plan, results: Sequence[Result]) -> Coverage:
-    cells, settings, shard = plan.cells, plan.settings, None
+    settings, shard = plan.settings, ""
+    cells: Sequence[Cell] = plan.cells
     again = resume_command(verb_of(settings), run)
     within, aim = settings.get("within"), settings.get("aim", Aim.ENDS)
     if isinstance(within, float) and 0 < within < inf and aim in [*Aim]:  # else somebody edited it
@@ -117,9 +105,8 @@ def _coverage(run: Path, plan: Plan, results: Sequence[Result]) -> Coverage:
         left = [cell for cell in cells if next_cell(cell, results, within, highest, Aim(aim))]
         return Coverage(len(cells), tuple(left), again, is_search=True)
     with suppress(ConfigError):  # somebody edited the plan
-        shard = parse_shard(str(settings.get("shard", "")))
-    ours = shard.of(cells) if shard else cells
-    return Coverage(len(ours), tuple(pending(ours, results)), again, shard=shard)
+        cells, shard = in_shard(cells, named := str(settings.get("shard", ""))), named
+    return Coverage(len(cells), tuple(pending(cells, results)), again, shard=shard)
 
 
 def verb_of(settings: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import chain, compress
 from typing import Final, Literal
 
 from weighin.cell import Cell
@@ -100,49 +101,45 @@ def name_of(cell: Cell) -> str:
         *([f"vram={format_exact(cell.vram_limit_bytes)}"] if cell.vram_limit_bytes else []),
         *([f"ram_high={format_exact(cell.ram_high_bytes)}"] if cell.ram_high_bytes else []),
         *([f"passes={cell.passes}"] if cell.passes != 1 and not (is_command or cell.use) else []),
-        *further_words(cell),
-    ]
-    return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space separates words
-
-
-def further_words(cell: Cell) -> list[str]:
-    """Return the words for fields that most cells leave at the default, such as use and ranks."""
-    return [
         *([f"use={cell.use}"] if cell.use else []),
         *([f"ranks={cell.ranks}"] if cell.ranks != 1 else []),
         *cell.disk,
         *(f"{key}={value}" for key, value in sorted(cell.options.items())),
         *cell.settings,
     ]
+    return " ".join(one_line(word).replace(" ", "_") for word in words)  # a space separates words
 
 
 def option_words(cell: Cell) -> list[str]:
     """Return a text for the soft RAM limit, each option and each environment variable of a cell."""
-    return [word for read in _OPTIONS for word in read(cell)]
+    return [word for words in _own_words(cell)[1:] for word in words]
 
 
 def labels_among(cells: Iterable[Cell]) -> Callable[[Cell], str]:
     """Return the function that puts a cell into words: its strategy, followed by its format, options
     and variables if the strategy's cells in ``cells`` differ in them.
     """
-    reads = (lambda cell: [cell.format], *_OPTIONS)
-    shown = {
-        strategy: [read for read in reads if len({tuple(read(cell)) for cell in same}) > 1]
-        for strategy, same in grouped(cells, lambda cell: cell.strategy).items()
+    differing = {
+        strategy: [len({*same}) > 1 for same in zip(*map(_own_words, ours), strict=True)]
+        for strategy, ours in grouped(cells, lambda cell: cell.strategy).items()
     }
-    return lambda cell: " ".join(
-        [cell.strategy, *(word for read in shown[cell.strategy] for word in read(cell))]
-    )
+
+    def label(cell: Cell) -> str:
+        shown = compress(_own_words(cell), differing[cell.strategy])
+        return " ".join([cell.strategy, *chain.from_iterable(shown)])
+
+    return label
 
 
-_OPTIONS: Final[tuple[Callable[[Cell], Sequence[str]], ...]] = (
-    lambda cell: [f"ram_high={format_exact(cell.ram_high_bytes)}"] if cell.ram_high_bytes else [],
-    lambda cell: [
-        one_line(f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}")
+def _own_words(cell: Cell) -> tuple[tuple[str, ...], ...]:
+    """Return the words for a cell's format, soft RAM limit, options and environment variables."""
+    options = (
+        f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}"
         for key, value in sorted(cell.options.items())
-    ],
-    lambda cell: cell.settings,
-)
+    )
+    high = cell.ram_high_bytes
+    limit = (f"ram_high={format_exact(high)}",) if high else ()
+    return (cell.format,), limit, tuple(map(one_line, options)), cell.settings
 
 
 def summarise(runs: Iterable[Records]) -> dict[str, Series]:

@@ -31,7 +31,7 @@ from pydantic_core import PydanticCustomError
 from weighin.cell import FORWARD, Cell, ModelSpec
 from weighin.errors import ConfigError
 from weighin.records.floor import COARSEST, Aim
-from weighin.records.run_folder import Shard, parse_shard
+from weighin.records.run_folder import in_shard
 from weighin.stream.pretrained_library import FolderChoice, Selection
 from weighin.text import printable
 from weighin.units import (
@@ -74,17 +74,19 @@ def _read(parse: Callable[[str], int], value: object, info: ValidationInfo) -> o
         return None
     if isinstance(value, bool) or not isinstance(value, str | int) or info.context == IN_PLAN:
         return value
+    return _parsed(parse, str(value))
+
+
+def _parsed(parse: Callable[[str], Any], text: str) -> Any:
     try:
-        return parse(str(value))
+        return parse(text)
     except ConfigError as error:
         raise ValueError(error.message, error.repair) from None
 
 
-def _as_shard(value: object) -> object:
-    try:
-        return parse_shard(value) if isinstance(value, str) else value
-    except ConfigError as error:
-        raise ValueError(error.message, error.repair) from None
+def _check_shard(text: str) -> str:
+    _parsed(partial(in_shard, ()), text)
+    return text
 
 
 def _as_environment(value: object, info: ValidationInfo) -> object:
@@ -163,7 +165,6 @@ _Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
 _Limit = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_bytes))]
 _DEVICE: Final = matching(r"cpu|cuda(:\d+)?", "a device", "write cpu, cuda or cuda:1")
 _Path = Annotated[Path, PlainSerializer(str)]
-_Shard = Annotated[Shard, BeforeValidator(_as_shard), PlainSerializer(str)]
 _Ranks = Annotated[int, Field(ge=1, le=64)]
 _Some = Annotated[list[_One], BeforeValidator(_listed), Field(min_length=1)]
 _Rate = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_rate))]
@@ -319,25 +320,22 @@ def _by_name(value: object) -> object:
     return [item if isinstance(item, dict | BaseModel) else {"name": item} for item in items]
 
 
-_NOT_SLOW = "weighin slows the disk down only for a load, not for a save"
-_SLOW_OR_WARM = "a warm load reads the page cache, so that the speed of the disk does not matter"
+_WARM_SAVE = "warm does not apply to a save, because a save reads no checkpoint"
+_NOT_SLOW = "weighin slows the disk down only for a load, not for a save", "leave out disk and disk_latency"  # fmt: skip
+_SLOW_OR_WARM = (
+    "a warm load reads the page cache, so that the speed of the disk does not matter",
+    "leave out cache, or disk and disk_latency",
+)
 _NO_EFFECT: Final[dict[tuple[str, str], dict[str, tuple[object, str, str]]]] = {
     ("operation", "save"): {
-        "cache": (
-            "cold",
-            "warm does not apply to a save, because a save reads no checkpoint",
-            "leave cache out",
-        ),
+        "cache": ("cold", _WARM_SAVE, "leave cache out"),
         "uses": (FORWARD, "weighin runs no use of the model after a save", "leave the use out"),
         "passes": (1, "weighin runs no forward pass after a save", "leave passes out"),
         "ranks": (1, "a save runs in one process", "leave ranks out"),
-        "disk": (None, _NOT_SLOW, "leave out disk and disk_latency"),
-        "disk_latency": (None, _NOT_SLOW, "leave out disk and disk_latency"),
+        "disk": (None, *_NOT_SLOW),
+        "disk_latency": (None, *_NOT_SLOW),
     },
-    ("cache", "warm"): {
-        "disk": (None, _SLOW_OR_WARM, "leave out cache, or disk and disk_latency"),
-        "disk_latency": (None, _SLOW_OR_WARM, "leave out cache, or disk and disk_latency"),
-    },
+    ("cache", "warm"): {"disk": (None, *_SLOW_OR_WARM), "disk_latency": (None, *_SLOW_OR_WARM)},
 }
 """For a value of a setting, the settings that then have no effect: their only value, the reason, and
 the repair.
@@ -510,7 +508,7 @@ class Measure(Strict):
     """With the engine ray, the cluster's address, HOST:PORT. Default: auto, the cluster of this machine."""
     labels: Annotated[dict[str, str], Field(exclude=True)] = {}
     """With the engine ray, the labels that a node must have: `ray.io/accelerator-type=H100`."""
-    shard: _Shard | None = None
+    shard: Annotated[str, AfterValidator(_check_shard)] = ""
     """The part of the cells that this run measures: 2/8 is every eighth, beginning with the second."""
     wait: Annotated[bool, Field(exclude=True)] = False
     """If another run is measuring on this machine, wait for its end instead of ending with code 4."""
@@ -558,28 +556,18 @@ class Settings(Measure, Load, Command, Model):
 
     @field_validator(*_NO_EFFECT["operation", "save"])
     @classmethod
-    def _check_effect(cls, value: _One, info: ValidationInfo) -> _One:
+    def _check_effect(cls, value: Any, info: ValidationInfo) -> Any:
         given = value if isinstance(value, list) else [value]
         for (name, state), without in _NO_EFFECT.items():
             rule = without.get(info.field_name or "")
             if rule and info.data.get(name) == state and any(each != rule[0] for each in given):
                 raise ValueError(*rule[1:])
-        return value
-
-    @field_validator("passes")
-    @classmethod
-    def _check_passes(cls, value: int) -> int:
-        if value < 1:
+        if info.field_name == "passes" and value < 1:
             raise ValueError(
                 "0 forward passes mean no use of the model",
                 "write --use none (in a suite, uses: none)",
             )
-        return value
-
-    @field_validator("uses")
-    @classmethod
-    def _check_uses(cls, value: list[str], info: ValidationInfo) -> list[str]:
-        if info.data.get("passes", 1) > 1 and FORWARD not in value:
+        if info.field_name == "uses" and info.data.get("passes", 1) > 1 and FORWARD not in value:
             raise ValueError(
                 "passes applies to the use forward, which is not among the uses", "leave passes out"
             )
@@ -623,13 +611,8 @@ _KINDS: Final[dict[str | None, tuple[str, tuple[type[Strict], ...]]]] = {
 
 
 _OF_FILES: Final = (
-    "key",
-    "trust_remote_code",
-    "strip_prefix",
-    "variant",
-    "model_class",
-    "revision",
-)
+    "key", "trust_remote_code", "strip_prefix", "variant", "model_class", "revision",
+)  # fmt: skip
 _OF_A_PREDICTION: Final = (
     *Model.model_fields, "strategies", "device", "dtype", "format", "uses", "ranks", "environment", "seed",
 )  # fmt: skip
