@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from weighin.records.floor import KILLED, Aim, Floor, floors
-from weighin.records.metrics import grouped, middle, outcome_of, use_most_anon_bytes
+from weighin.records.metrics import COLUMNS, grouped, middle, outcome_of
 from weighin.records.run import Measured, Row, varying
 from weighin.result import Outcome, Result
 from weighin.show import words
@@ -165,5 +165,6 @@ def markdown_trained(results: Sequence[Result]) -> str:
 
 
 def _step(repeats: Sequence[Result]) -> str:
-    before = multiple(repeats, lambda one: one.peaks.anon_sampled_bytes)
-    return f"{repeats[0].cell.strategy} {before} → {multiple(repeats, use_most_anon_bytes)}"
+    names = ("anon_sampled_bytes", "use_anon_sampled_bytes")
+    before, after = (multiple(repeats, COLUMNS[name]) for name in names)
+    return f"{repeats[0].cell.strategy} {before} → {after}"

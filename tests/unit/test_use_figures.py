@@ -26,30 +26,30 @@ def used(phases: list[tuple[int, int, int | None, int]], use: Use | None = None)
 
 def test_the_figures_are_of_all_passes_and_the_memory_is_that_after_the_last() -> None:
     result = used(PHASES)
-    assert metrics.use_ns(result) == 22
-    assert metrics.use_peak_rss_bytes(result) == 300
+    assert COLUMNS["use_s"].read(result) == 22
+    assert COLUMNS["use_peak_rss_bytes"].read(result) == 300
     assert COLUMNS["use_peak_cgroup_bytes"].read(result) == 900
-    assert metrics.use_anon_bytes(result) == 40
+    assert COLUMNS["use_anon_bytes"].read(result) == 40
 
 
 def test_a_load_without_a_use_has_none_of_them() -> None:
     result = used([])
-    assert metrics.use_ns(result) is None
-    assert metrics.use_peak_rss_bytes(result) is None
+    assert COLUMNS["use_s"].read(result) is None
+    assert COLUMNS["use_peak_rss_bytes"].read(result) is None
     assert COLUMNS["use_peak_cgroup_bytes"].read(result) is None
-    assert metrics.use_anon_bytes(result) is None
-    assert metrics.use_child_bytes(result) is None
-    assert metrics.use_most_anon_bytes(result) is None
+    assert COLUMNS["use_anon_bytes"].read(result) is None
+    assert COLUMNS["use_child_bytes"].read(result) is None
+    assert COLUMNS["use_anon_sampled_bytes"].read(result) is None
     assert metrics.use_needed_bytes(result) == 0
 
 
 def test_forked_processes_need_their_own_memory() -> None:
     forked = used(PHASES, Use(1000, "", (30, 50, 20)))
-    assert metrics.use_child_bytes(forked) == 50
-    assert metrics.use_most_anon_bytes(forked) == 1000
+    assert COLUMNS["use_child_bytes"].read(forked) == 50
+    assert COLUMNS["use_anon_sampled_bytes"].read(forked) == 1000
     assert metrics.use_needed_bytes(forked) == 1100
     unknown = used(PHASES, Use(None, "backward", ()))
-    assert metrics.use_child_bytes(unknown) is None
+    assert COLUMNS["use_child_bytes"].read(unknown) is None
     assert metrics.use_needed_bytes(unknown) == 0
 
 

@@ -184,46 +184,14 @@ class Metric:
         return f"{sign}{text}" + (f" ({sign}{step / was * 100:.1f} %)" if was else "")
 
 
-def ready_anon(result: Result) -> int | None:
-    """Return the anonymous memory of a load or save when it is ready; None if it never was."""
-    ready = next((phase for phase in result.phases if phase.name in UNTIL_READY), None)
-    return ready.end.anon_bytes if ready else None
-
-
-# A use of several forward passes has one phase for each pass: its peak is the highest of them, and
-# the memory after the use is that at the end of the last pass. All are None without a use.
-
-
-def use_ns(result: Result) -> int | None:
-    times = [phase.end_ns - phase.start_ns for phase in result.use_phases]
-    return sum(times) if times else None
-
-
-def use_peak_rss_bytes(result: Result) -> int | None:
-    return max((phase.peak_rss_bytes for phase in result.use_phases), default=None)
-
-
-def use_anon_bytes(result: Result) -> int | None:
-    return result.use_phases[-1].end.anon_bytes if result.use_phases else None
-
-
-def use_child_bytes(result: Result) -> int | None:
-    """Return the largest private memory of the processes that the use forked."""
-    return max(result.use.children_private_bytes, default=None) if result.use else None
-
-
-def use_most_anon_bytes(result: Result) -> int | None:
-    return result.use.anon_sampled_bytes if result.use else None
-
-
 def use_needed_bytes(result: Result) -> int:
-    """Return ``use_most_anon_bytes`` plus the private memory of forked processes; 0 without a use."""
+    """Return the sampled anonymous memory and the private memory of forked processes; 0 without a use."""
     if result.use is None:
         return 0
     return (result.use.anon_sampled_bytes or 0) + sum(result.use.children_private_bytes)
 
 
-def per_model(result: Result, size: int | None) -> float | None:
+def per_model(result: Result, size: float | None) -> float | None:
     """Return ``size`` minus the anonymous memory before the load, divided by the model's size."""
     if size is None or result.baseline is None or not result.model_bytes:
         return None
@@ -286,14 +254,15 @@ _FLOOR: Final = Tolerance(relative=0.03, absolute=24 * MIB)
 # A busy machine can slow a load down by as much as this tolerance.
 _TIME: Final = Tolerance(relative=3.0, absolute=5_000_000_000)
 
-# The figures with a key are in the order of the columns of summary.csv.
+# The figures with a key are in the order of the columns of summary.csv. A use of several forward passes
+# has one phase for each: its peak is the highest of them, its memory that at the end of the last one.
 FIGURES: Final = (
     Metric("import_s", "import", "ns", "exact, clock", lambda r: r.cost.import_ns if r.cost else None, "time of import torch, which ends before the load begins", rank=21),
     Metric("import_transformers_s", "import transformers", "ns", "exact, clock", lambda r: _time_of(IMPORT_TRANSFORMERS, r), "time of the import of the model's class from transformers, which ends before the load begins", rank=18),
     Metric("load_s", "load", "ns", "exact, clock", lambda r: r.load_ns, "time until the strategy returned, without the pauses in which weighin reads the peaks", "load", "time", _TIME, _OF_MODELS, is_usual=True),
     Metric("ready_s", "ready", "ns", "exact, clock", lambda r: r.ready_ns, "load plus the time until every byte of every parameter and buffer was read once, because a lazy load returns before it reads the file", "ready", "time", _TIME, _OF_MODELS, is_usual=True),
     Metric("ready_and_pass_s", "ready + first pass", "ns", "exact, clock", lambda r: through_first_pass_ns(r) if r.cell.disk else None, "ready plus the time of the first forward pass"),
-    Metric("use_s", "use", "ns", "exact, clock", use_ns, "time of the use of the loaded model, such as a training step", "use", "time", _TIME, _LOADS, is_of_use=True, rank=1),
+    Metric("use_s", "use", "ns", "exact, clock", lambda r: sum(one.end_ns - one.start_ns for one in r.use_phases) if r.use_phases else None, "time of the use of the loaded model, such as a training step", "use", "time", _TIME, _LOADS, is_of_use=True, rank=1),
     Metric("peak_rss_bytes", "peak RSS", "bytes", "exact, kernel", lambda r: r.peaks.rss_bytes, "the kernel's high-water mark of the resident set size (VmHWM) until every byte was read; for a killed load, the last reading", "peak_rss", "peak_rss", _HEAP, is_usual=True),
     Metric("above_import_bytes", "", "bytes", "exact, computed", lambda r: r.above_import_bytes, "", "above_import", "peak_rss", _HEAP),
     Metric("anon_sampled_bytes", "anonymous (sampled)", "bytes", "sampled", lambda r: r.peaks.anon_sampled_bytes, "sampled maximum of the anonymous memory, which the kernel cannot reclaim; sampled from outside, so a short spike may be missed", "anon", "peak_rss", _HEAP, is_usual=True, rank=3),
@@ -315,22 +284,22 @@ FIGURES: Final = (
     Metric("needed_bytes", "needs", "bytes", "sampled, or exact minus sampled", lambda r: r.ran.needed_bytes if r.ran else None, "the most memory of all processes that the kernel cannot reclaim: anonymous, shared, locked and kernel memory, without page cache. The larger of the samples and of the exact peak minus reclaimable memory. ≥ marks a figure of which a part is sampled", "needed", "peak_cgroup", _HEAP, is_usual=True, at_least="needed_is_sampled"),
     Metric("shmem_sampled_bytes", "shared (sampled)", "bytes", "sampled", lambda r: r.peaks.shmem_sampled_bytes, "sampled maximum of shared memory and files on tmpfs, such as /dev/shm", rank=5),
     Metric("exit_code", "exit code", "", "exact", lambda r: r.exit_code, "exit code of the first process, or 128 + n if signal n ended the process", rank=4),
-    Metric("use_peak_rss_bytes", "peak RSS of use", "bytes", "exact, kernel", use_peak_rss_bytes, "highest resident set size during the use", "use_peak_rss", "peak_rss", _HEAP, _LOADS, is_of_use=True, rank=2),
+    Metric("use_peak_rss_bytes", "peak RSS of use", "bytes", "exact, kernel", lambda r: largest(phase.peak_rss_bytes for phase in r.use_phases), "highest resident set size during the use", "use_peak_rss", "peak_rss", _HEAP, _LOADS, is_of_use=True, rank=2),
     Metric("use_peak_cgroup_bytes", "cgroup peak of use", "bytes", "exact, kernel", lambda r: largest(phase.peak_cgroup_bytes for phase in r.use_phases), "highest memory charge of the cgroup during the use", rank=20),
     Metric("use_peak_cuda_allocated_bytes", "CUDA allocated in use", "bytes", "exact, allocator", lambda r: largest(phase.peak_cuda_allocated_bytes for phase in r.use_phases), "peak of the bytes that the allocator gave to tensors on the GPU during the use"),
-    Metric("use_anon_bytes", "", "bytes", "exact", use_anon_bytes, "", "use_anon", "end_anon", _HEAP, _LOADS, is_of_use=True),
-    Metric("use_anon_sampled_bytes", "", "bytes", "sampled", use_most_anon_bytes),
-    Metric("use_child_bytes", "forked process", "bytes", "exact at that instant", use_child_bytes, "largest private dirty memory of a forked process, after the process wrote every weight", "use_child", "end_anon", _HEAP, _LOADS, is_of_use=True, rank=19),
+    Metric("use_anon_bytes", "", "bytes", "exact", lambda r: r.use_phases[-1].end.anon_bytes if r.use_phases else None, "", "use_anon", "end_anon", _HEAP, _LOADS, is_of_use=True),
+    Metric("use_anon_sampled_bytes", "", "bytes", "sampled", lambda r: r.use.anon_sampled_bytes if r.use else None),
+    Metric("use_child_bytes", "forked process", "bytes", "exact at that instant", lambda r: largest(r.use.children_private_bytes) if r.use else None, "largest private dirty memory of a forked process, after the process wrote every weight", "use_child", "end_anon", _HEAP, _LOADS, is_of_use=True, rank=19),
     Metric("above_import_per_model", "above import", "x model", "exact, computed", _above_import_per_model, "peak RSS minus the resident set size after import torch, divided by the size of all parameters and buffers", is_usual=True, rank=8),
-    Metric("use_most_per_model", "most in use", "x model", "sampled", lambda r: per_model(r, use_most_anon_bytes(r)), "sampled maximum of anonymous memory during the use, minus the anonymous memory after the imports, divided by the size of the model"),
-    Metric("use_anon_per_model", "after use", "x model", "exact", lambda r: per_model(r, use_anon_bytes(r)), "anonymous memory at the end of the use, minus the anonymous memory after the imports, divided by the size of the model"),
-    Metric("", "", "bytes", "exact", ready_anon, "", "ready_anon", "end_anon", _HEAP),
+    Metric("use_most_per_model", "most in use", "x model", "sampled", lambda r: per_model(r, COLUMNS["use_anon_sampled_bytes"].read(r)), "sampled maximum of anonymous memory during the use, minus the anonymous memory after the imports, divided by the size of the model"),
+    Metric("use_anon_per_model", "after use", "x model", "exact", lambda r: per_model(r, COLUMNS["use_anon_bytes"].read(r)), "anonymous memory at the end of the use, minus the anonymous memory after the imports, divided by the size of the model"),
+    Metric("", "", "bytes", "exact", lambda r: next((one.end.anon_bytes for one in r.phases if one.name in UNTIL_READY), None), "", "ready_anon", "end_anon", _HEAP),
     Metric("", "", "ns", "exact, clock", lambda r: r.ready_ns, "", "time", "time", _TIME, _OF_COMMANDS),
     # weighin.records.series computes the floor from a whole search, not from one result.
     Metric("", "", "bytes", "exact", lambda _: None, "", "floor", "peak_rss", _FLOOR),
 )  # fmt: skip
 
-COLUMNS: Final = {figure.key: figure for figure in FIGURES if figure.key}
+COLUMNS: Final[dict[str, Metric]] = {figure.key: figure for figure in FIGURES if figure.key}
 """The columns of summary.csv."""
 METRICS: Final = {
     name: next(figure for figure in FIGURES if figure.name == name)

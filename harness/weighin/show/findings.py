@@ -4,9 +4,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from weighin.cell import FORK, NONE
-from weighin.records import metrics
 from weighin.records.floor import Aim, Floor
-from weighin.records.metrics import middle, outcome_of, sum_of_peaks, through_first_pass_ns
+from weighin.records.metrics import (
+    COLUMNS,
+    METRICS,
+    Metric,
+    middle,
+    outcome_of,
+    per_model,
+    sum_of_peaks,
+    through_first_pass_ns,
+    unreclaimable,
+)
 from weighin.records.run import IN_LABELS, Measured, Row, cells_of, varying
 from weighin.records.series import Matrix, RankSeries, labels_among
 from weighin.records.verdict import Typical, Verdict
@@ -72,7 +81,7 @@ def ranks(run: Measured) -> Iterator[Table]:
             str(number),
             scaled(middle(one.peaks.cgroup_bytes for one in repeats), GIB, 3),
             scaled(each.charges.get(number), each.model_bytes, 2),
-            scaled(middle(map(metrics.unreclaimable, repeats)), each.model_bytes, 2),
+            scaled(middle(map(unreclaimable, repeats)), each.model_bytes, 2),
             scaled(middle(one.peaks.pss_bytes for one in repeats), GIB, 3),
             scaled(middle(sum_of_peaks(one) or one.peaks.rss_bytes for one in repeats), GIB, 3),
             _growth(each) if number == max(each.by_ranks) else "",
@@ -122,20 +131,23 @@ def uses(run: Measured) -> Iterator[Table]:
 
 def _use(repeats: Sequence[Result], *, is_over: bool) -> str:
     if not is_over:
-        return multiple(repeats, metrics.ready_anon)
+        return multiple(repeats, METRICS["ready_anon"])
     good = [result for result in repeats if result.outcome is Outcome.OK]
     if not good:
         ended = [one.outcome.value for one in repeats if one.outcome is not Outcome.SKIPPED]
         return ", ".join(dict.fromkeys(ended)) or "-"
-    if children := [size for one in good if (size := metrics.use_child_bytes(one))]:
+    if children := [
+        size for one in good if (size := one.use and max(one.use.children_private_bytes, default=0))
+    ]:
         added = scaled(max(children), good[0].model_bytes, 2)
         return added if added == "-" else f"+{added}"
-    return f"{multiple(good, metrics.use_most_anon_bytes)} {multiple(good, metrics.use_anon_bytes)}"
+    most, after = COLUMNS["use_anon_sampled_bytes"], COLUMNS["use_anon_bytes"]
+    return f"{multiple(good, most)} {multiple(good, after)}"
 
 
-def multiple(results: Sequence[Result], read: Callable[[Result], int | None]) -> str:
-    """Return the median of (``read(result)`` - anonymous memory after imports) / model size, as text."""
-    found = middle(metrics.per_model(result, read(result)) for result in results)
+def multiple(results: Sequence[Result], figure: Metric) -> str:
+    """Return the median of (the figure - anonymous memory after imports) / model size, as text."""
+    found = middle(per_model(result, figure.read(result)) for result in results)
     return "-" if found is None else f"{max(found, 0.0):.2f}"
 
 
