@@ -34,22 +34,18 @@ __all__ = [
     "pretrained_class", "retie", "share_missing", "tied_names", "without_weights",
 ]  # fmt: skip
 
-HELPERS = {
-    "MAX_SHARD_BYTES": "weighin.stream.folders",
-    "arguments_to_dequantise": "weighin.models.pretrained",
-    "assign": "weighin.stream.tensors",
-    "diffusers_class": "weighin.models.pretrained_diffusers",
-    "file_name": "weighin.stream.folders",
-    "files": "weighin.stream.formats",
-    "from_pretrained_arguments": "weighin.stream.pretrained_folder",
-    "load_pretrained": "weighin.stream.hugging_face",
-    "load_streaming": "weighin.stream.model",
-    "pretrained_class": "weighin.models.pretrained",
-    "retie": "weighin.stream.tensors",
-    "share_missing": "weighin.stream.tensors",
-    "tied_names": "weighin.stream.tensors",
-    "without_weights": "weighin.stream.construct",
+_MODULES = {
+    "weighin.models.pretrained": ["arguments_to_dequantise", "pretrained_class"],
+    "weighin.models.pretrained_diffusers": ["diffusers_class"],
+    "weighin.stream.construct": ["without_weights"],
+    "weighin.stream.folders": ["MAX_SHARD_BYTES", "file_name"],
+    "weighin.stream.formats": ["files"],
+    "weighin.stream.hugging_face": ["load_pretrained"],
+    "weighin.stream.model": ["load_streaming"],
+    "weighin.stream.pretrained_folder": ["from_pretrained_arguments"],
+    "weighin.stream.tensors": ["assign", "retie", "share_missing", "tied_names"],
 }
+HELPERS = {name: module for module, names in _MODULES.items() for name in names}
 """Maps each name to the module that has it. That module is imported at the name's first use."""
 
 

@@ -262,7 +262,7 @@ def test_a_cell_that_fits_on_no_node_says_why(tmp_path: Path) -> None:
 
 def test_a_cell_for_a_gpu_needs_that_gpu_and_its_memory() -> None:
     def lacks(node: Node, **fields: Any) -> str:
-        return Demand.of(cells(None, **fields)[0]).lacks_now(node)
+        return Demand.of(cells(None, **fields)[0]).obstacle(node, is_now=True)
 
     assert lacks(SMALL, device="cuda") == "small has no cuda"
     assert lacks(LARGE, device="cuda") == ""

@@ -176,7 +176,9 @@ class Driver:
             self._fail(cell, place, f"exit code {code}" + (f", {stderr}" if stderr else ""))
         if short:
             has = {name: short[name] for name in ("ram_bytes", "free_ram_bytes", "gpu_bytes")}
-            self._short[demand][place] = demand.lacks_now(Node(place, self._names[place], **has))
+            self._short[demand][place] = demand.obstacle(
+                Node(place, self._names[place], **has), is_now=True
+            )
         if error and place not in self._left_out:
             told = {name: error[name] for name in ("message", "repair", "exit_code")}
             self._leave_out(place, HarnessError(**told))

@@ -167,7 +167,7 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
         while True:
             total, free = cgroup.ram_bytes(task.isolation.name)
             has: dict[str, Any] = {"ram_bytes": total, "free_ram_bytes": free, "gpu_bytes": gpus}
-            if not demand.lacks_now(node := Node("", "", **has)):
+            if not demand.obstacle(node := Node("", "", **has), is_now=True):
                 break
             if demand.obstacle(node) or time.monotonic() >= end_s:  # the node may have joined later
                 driver.send("short", **has)

@@ -18,7 +18,7 @@ from weighin.isolation import select
 from weighin.isolation.base import Isolation
 from weighin.probes import environment, gpu_memory
 from weighin.records import run_folder
-from weighin.records.floor import Aim, results_of, searched, unlimited_of
+from weighin.records.floor import Aim, Search
 from weighin.records.verdict import Reference, reference_of
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.settings.definition import Settings
@@ -90,9 +90,8 @@ class Run:
         return self.results
 
     def unlimited_result(self, cell: Cell) -> Result | None:
-        if cell.ram_limit_bytes is None:
-            return None
-        return unlimited_of(results_of(searched(cell), self.results))
+        is_limited = cell.ram_limit_bytes is not None
+        return Search(cell, self.results, self.settings.aim).unlimited if is_limited else None
 
     def reference_for(self, cell: Cell) -> Reference | None:
         """Return the figures of the same cell without a limit, with which weighin proves that ``cell``
@@ -136,8 +135,8 @@ class Demand:
         device = "cuda" if cell.needs_gpu and cell.device == "cpu" else cell.device
         return cls(cell.ram_limit_bytes, device, cell.vram_limit_bytes)
 
-    def obstacle(self, node: Node) -> str:
-        """Return why ``node`` can never run a cell with this demand; empty if the node can."""
+    def obstacle(self, node: Node, *, is_now: bool = False) -> str:
+        """Return why ``node`` can never (or not now) run a cell with this demand; empty if it can."""
         ram_bytes, vram_bytes = self.ram_limit_bytes or 0, self.vram_limit_bytes or 0
         if ram_bytes > node.ram_bytes:
             has, ram = format_bytes(node.ram_bytes), format_exact(ram_bytes)
@@ -149,15 +148,10 @@ class Demand:
             if vram_bytes > node.gpu_bytes[index]:
                 has, vram = format_bytes(node.gpu_bytes[index]), format_exact(vram_bytes)
                 return f"the GPU of {node.name} has {has}, less than its limit {vram}"
-        return ""
-
-    def lacks_now(self, node: Node) -> str:
-        """Return why ``node`` cannot run a cell with this demand now; empty if the node can."""
-        ram_bytes = self.ram_limit_bytes or 0
-        if not (reason := self.obstacle(node)) and ram_bytes > node.free_ram_bytes:
+        if is_now and ram_bytes > node.free_ram_bytes:
             has, ram = format_bytes(node.free_ram_bytes), format_exact(ram_bytes)
             return f"{node.name} has {has} free, less than --ram {ram}"
-        return reason
+        return ""
 
 
 def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:

@@ -16,7 +16,6 @@ between the largest failing and the smallest working limit, until it is one step
 under the smallest working limit; and measures one cell under a limit 10 % larger.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -48,16 +47,6 @@ _BESIDE_BYTES: Final = 16 * MIB
 class Aim(StrEnum):
     SURVIVES = "survives"
     ENDS = "ends"
-
-
-@dataclass(frozen=True, slots=True)
-class Bracket:
-    """The bounds of a RAM floor: it is above ``failing_bytes``, and not above ``working_bytes``."""
-
-    failing_bytes: int | None
-    working_bytes: int | None
-    passed: int = 0  # the number of cells that ended ok under ``working_bytes``
-    failed: tuple[str, ...] = ()  # how each cell failed under ``failing_bytes``
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +97,16 @@ def next_cell(
     ``within`` is the wanted precision, as a share of the floor, and ``highest`` the largest limit to
     try, in bytes.
     """
-    cell = searched(cell)
-    ours = results_of(cell, results)
-    if why_stopped(ours):
-        return None
-    if (first := unlimited_of(ours)) is None:
-        return cell
-    finest, bounds = finest_step(cell), bracket(ours, aim)
-    estimate = _estimate(first, aim) or finest
-    failing, working = bounds.failing_bytes, bounds.working_bytes
+    search = Search(cell, results, aim)
+    cell, failing, working = search.cell, search.failing_bytes, search.working_bytes
+    if search.stop or search.unlimited is None:
+        return None if search.stop else cell
+    finest = finest_step(cell)
+    estimate = _estimate(search.unlimited, aim) or finest
     # The step is a power of two, so that repeated searches try the same limits.
     coarsest = max(finest, int(min(estimate, working or estimate) * within))
     step = 1 << (coarsest.bit_length() - 1)
-    repeats = Counter(result.cell.ram_limit_bytes for result in ours)
+    repeats = search.by_limit
     # The second and the third limit are one step away from the limit before; then the distance doubles.
     jump = step << max(0, len(repeats) - 3)
     least = max(step, _LEAST_OF_DOCKER) if cell.isolation == "docker" else step
@@ -134,11 +120,15 @@ def next_cell(
         limit = max(working - jump, least) if working > least else None
     elif working - failing > step:
         limit = failing + max(1, (working - failing) // step // 2) * step
-    elif bounds.passed < PASSES:
+    elif search.passed < PASSES:
         limit = working
     elif (room := _with_room(working)) not in repeats and room <= highest:
         limit = room
-    return None if limit is None else replace(cell, ram_limit_bytes=limit, repeat=repeats[limit])
+    return (
+        None
+        if limit is None
+        else replace(cell, ram_limit_bytes=limit, repeat=len(repeats.get(limit, ())))
+    )
 
 
 def _estimate(first: Result, aim: Aim) -> int | None:
@@ -172,7 +162,7 @@ def remaining_ns(
     left_ns, times = 0, [result.cost.wall_ns for result in results if result.cost]
     for cell in cells if times else ():
         if next_cell(cell, results, within, highest, aim):
-            ours = results_of(searched(cell), results)
+            ours = Search(cell, results, aim).results
             own = [result.cost.wall_ns for result in ours if result.cost] or times
             left_ns += max(TYPICAL_CELLS - len(ours), 1) * sum(own) // len(own)
     return left_ns if times else None
@@ -191,28 +181,33 @@ def searched(cell: Cell) -> Cell:
     return replace(cell, ram_limit_bytes=None, repeat=0)
 
 
-def results_of(cell: Cell, results: Iterable[Result]) -> list[Result]:
-    return [result for result in results if searched(result.cell) == cell]
+class Search:
+    """The results of the search for one floor so far, and what they show.
 
+    Attributes:
+        unlimited: the first result without a limit.
+        stop: which result ends the search without a floor; empty if none does.
+        failing_bytes, working_bytes: the floor is above the one, and not above the other.
+        passed: the number of cells that ended ok under ``working_bytes``.
+        failed: how each cell failed under ``failing_bytes``.
+    """
 
-def unlimited_of(results: Sequence[Result]) -> Result | None:
-    return next((result for result in results if result.cell.ram_limit_bytes is None), None)
-
-
-def bracket(results: Sequence[Result], aim: Aim) -> Bracket:
-    by_limit: dict[int, list[str | None]] = {}
-    judgements = judge_all(results)
-    for result in results:
-        if (limit := result.cell.ram_limit_bytes) is not None:
-            failure = _failure(result, judgements[result.cell.id], aim)
-            by_limit.setdefault(limit, []).append(failure)
-    failing = max((limit for limit, ends in by_limit.items() if any(ends)), default=None)
-    works = [
-        limit for limit, ends in by_limit.items() if {*ends} == {""} and limit > (failing or 0)
-    ]
-    working, failed = min(works, default=None), () if failing is None else by_limit[failing]
-    passed = 0 if working is None else len(by_limit[working])
-    return Bracket(failing, working, passed, tuple(filter(None, failed)))
+    def __init__(self, cell: Cell, results: Iterable[Result], aim: Aim) -> None:
+        self.cell, self.aim = searched(cell), aim
+        self.results = [one for one in results if searched(one.cell) == self.cell]
+        self.by_limit = grouped(self.results, lambda one: one.cell.ram_limit_bytes)
+        self.unlimited = next(iter(self.by_limit.get(None, ())), None)
+        self.stop, self.judgements = why_stopped(self.results), judge_all(self.results)
+        ends = {
+            limit: [_failure(one, self.judgements[one.cell.id], aim) for one in repeats]
+            for limit, repeats in self.by_limit.items()
+            if limit is not None
+        }
+        self.failing_bytes = failing = max((each for each in ends if any(ends[each])), default=None)
+        works = (each for each in ends if {*ends[each]} == {""} and each > (failing or 0))
+        self.working_bytes = min(works, default=None)
+        self.passed = len(ends.get(self.working_bytes or 0, ()))
+        self.failed = tuple(filter(None, ends.get(failing or 0, ())))
 
 
 def _failure(result: Result, judgement: Judgement | None, aim: Aim) -> str | None:
@@ -253,43 +248,42 @@ def floors(results: Iterable[Result]) -> list[Floor]:
     """
     found = []
     for ours in grouped(results, lambda one: searched(one.cell).series).values():
-        if unlimited_of(ours):
-            survived, ended = (_floor(ours, aim) for aim in Aim)
+        searches = [Search(ours[0].cell, ours, aim) for aim in Aim]
+        if searches[0].unlimited:
+            survived, ended = map(_floor, searches)
             found.append(ended if survived.bytes is None and ended.bytes else survived)
     return found
 
 
-def _floor(ours: list[Result], aim: Aim) -> Floor:
-    cell, bounds, judgements = searched(ours[0].cell), bracket(ours, aim), judge_all(ours)
-    limit, failing = bounds.working_bytes, bounds.failing_bytes
-    by_limit = grouped(ours, lambda one: one.cell.ram_limit_bytes)
-    lives = {each: typical(repeats, judgements) for each, repeats in by_limit.items()}
+def _floor(search: Search) -> Floor:
+    cell, ours, limit, failing = search.cell, search.results, search.working_bytes, search.failing_bytes  # fmt: skip
+    lives = {each: typical(same, search.judgements) for each, same in search.by_limit.items()}
     floor = Floor(
         cell=cell,
         cells=len(ours),
-        aim=aim,
+        aim=search.aim,
         model_bytes=next((result.model_bytes for result in ours if result.model_bytes), None),
         import_bytes=middle(result.import_bytes for result in ours),
         unlimited=lives[None],
     )
-    if stop := why_stopped(ours):
-        return replace(floor, message=stop)
+    if search.stop:
+        return replace(floor, message=search.stop)
     if limit is None:
         fails = f"fails even under {format_bytes(failing)}" if failing else "not searched"
         return replace(floor, message=fails)
     if failing is None:
         return replace(floor, message=f"works even under {format_bytes(limit)}")
     is_wide = limit - failing > max(finest_step(cell), int(limit * COARSEST))
-    if is_wide or bounds.passed < PASSES:
+    if is_wide or search.passed < PASSES:
         between = f"above {format_bytes(failing)}, at most {format_bytes(limit)}"
         return replace(floor, message=f"{between}: the search is not finished")
     return replace(
         floor,
         bytes=limit,
         step_bytes=limit - failing,
-        below=", ".join(dict.fromkeys(bounds.failed)),
-        passed=bounds.passed,
-        failed=len(bounds.failed),
+        below=", ".join(dict.fromkeys(search.failed)),
+        passed=search.passed,
+        failed=len(search.failed),
         at_floor=lives[limit],
         with_room=lives.get(_with_room(limit)),
     )

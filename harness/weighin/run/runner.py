@@ -158,17 +158,16 @@ def longest(task: Run) -> str:
 
 def said(planned: Planned, results: Sequence[Result], aim: floor.Aim) -> str:
     """Say in one line between which limits the floor lies, according to the results so far."""
-    ours = floor.results_of(floor.searched(planned.cell), results)
-    if stop := floor.why_stopped(ours):
-        return f"no floor for {planned.cell.strategy}: {stop}"
-    bounds = floor.bracket(ours, aim)
-    failing, working = bounds.failing_bytes, bounds.working_bytes
+    search = floor.Search(planned.cell, results, aim)
+    if search.stop:
+        return f"no floor for {planned.cell.strategy}: {search.stop}"
+    failing, working = search.failing_bytes, search.working_bytes
     words = [] if failing is None else [f"above {format_bytes(failing)}"]
     if working is not None:
         words.append(f"at most {format_bytes(working)}")
         if failing is not None:
             apart = format_bytes(working - failing)
-            words.append(f"{apart} apart, passed {bounds.passed} times")
+            words.append(f"{apart} apart, passed {search.passed} times")
     return f"floor of {planned.cell.strategy}: {', '.join(words) or 'not known yet'}"
 
 
