@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -69,8 +69,6 @@ def start(
     limits = [format_exact(limit) for limit in settings.ram if limit is not None]
     labels += limits if settings.within is None else ["floor"]
     folder = folder or _new_folder(labels)
-    if (folder / run_folder.RECORDS).exists():
-        raise run_folder.already_there(folder, settings.verb)
     ours = run_folder.in_shard(planned, settings.shard)
     if not ours:
         raise ConfigError(
@@ -94,8 +92,11 @@ def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
     place = folder / run_folder.PLAN
     settings = read_plan(found.settings, found.cells, place)
     again = resume_command(settings.verb, folder)
-    if not (trusted or is_ours(text)):
-        check_trust(foreign(found.cells, settings), place, again)
+    if not (trusted or is_ours(text)) and (listed := "; ".join(foreign(found.cells, settings))):
+        raise ConfigError(
+            f"{place} names code that is not part of weighin and would run here: {listed}",
+            f"read that code; if you trust it: {again} --trust; or start a new run",
+        )
     if (settings.within is not None) != search:
         is_run = "run that is not a search for floors"
         what, kind = (is_run, "run") if search else ("search for floors (weighin floor)", "search")
@@ -220,17 +221,6 @@ def label_of(command: Sequence[str]) -> str:
 
 
 # Trust ---------------------------------------------------------------------------------------------
-
-
-def check_trust(
-    foreign_code: Iterable[str], place: Path, again: str, repair: str = "or start a new run"
-) -> None:
-    """Raise ConfigError if there is foreign code; the error suggests the command ``again --trust``."""
-    if listed := "; ".join(foreign_code):
-        raise ConfigError(
-            f"{place} names code that is not part of weighin and would run here: {listed}",
-            f"read that code; if you trust it: {again} --trust; {repair}",
-        )
 
 
 def foreign(cells: Sequence[Cell], settings: Settings) -> list[str]:

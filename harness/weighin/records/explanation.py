@@ -116,21 +116,31 @@ def own(frames: Iterable[Frame]) -> Frame | None:
     return next((frame for frame in frames if not frame.is_library), None)
 
 
-@dataclass(frozen=True, slots=True)
 class Place:
-    """A line of the program that ran when ``stack`` was recorded: the frame with the number ``at``."""
+    """A line of the program that ran when ``stack`` was recorded: the frame with the number ``at``.
 
-    stack: Stack
-    frames: tuple[Frame, ...]
-    at: int
+    Attributes:
+        inner: the frames that the line called.
+        keeps: whether the line only fills tensors that exist, or a library keeps what the line makes.
+    """
 
-    @property
-    def frame(self) -> Frame:
-        return self.frames[self.at]
+    def __init__(self, stack: Stack, frames: tuple[Frame, ...], at: int) -> None:
+        self.stack, self.frames, self.at = stack, frames, at
+        self.frame, self.inner, first = frames[at], frames[:at], frames[0]
+        self.waits = bool(
+            _WAITING.fullmatch(first.short_name)
+            or (first.is_library and _WAITING_FILE.fullmatch(first.path))
+            or (first == self.frame and _WAITING_CODE.search(stack.code))
+        )
+        called = any(_LOADS.fullmatch(frame.short_name) for frame in frames)
+        self.copies = called or ".copy_(" in stack.code
+        self.builds = self.runs(_BUILDS) and not self.copies
+        self.keeps = bool(_IN_PLACE.fullmatch(stack.code)) or any(
+            one.is_import or any(part in one.path for part in _KEEPERS) for one in self.inner
+        )
 
-    @property
-    def inner(self) -> tuple[Frame, ...]:
-        return self.frames[: self.at]
+    def runs(self, files: Iterable[str]) -> bool:
+        return any(file in frame.path for frame in self.frames for file in files)
 
     @property
     def title(self) -> str:
@@ -150,35 +160,6 @@ class Place:
             name = self.stack.code
         return f"`{name}` ({self.frame.place})" if name else self.frame.place
 
-    @property
-    def waits(self) -> bool:
-        first = self.frames[0]
-        return bool(
-            _WAITING.fullmatch(first.short_name)
-            or (first.is_library and _WAITING_FILE.fullmatch(first.path))
-            or (first == self.frame and _WAITING_CODE.search(self.stack.code))
-        )
-
-    @property
-    def copies(self) -> bool:
-        called = any(_LOADS.fullmatch(frame.short_name) for frame in self.frames)
-        return called or ".copy_(" in self.stack.code
-
-    @property
-    def builds(self) -> bool:
-        return self.runs(_BUILDS) and not self.copies
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the line only fills tensors that exist, or a library keeps what the line makes."""
-        keeps = any(
-            one.is_import or any(part in one.path for part in _KEEPERS) for one in self.inner
-        )
-        return keeps or bool(_IN_PLACE.fullmatch(self.stack.code))
-
-    def runs(self, files: Iterable[str]) -> bool:
-        return any(file in frame.path for frame in self.frames for file in files)
-
 
 @dataclass(frozen=True, slots=True)
 class Cause:
@@ -192,30 +173,46 @@ class Cause:
     place: Place | None = None
 
 
-@dataclass(frozen=True)
 class Facts:
-    """Facts from a command's record; all sizes are those at the command's highest memory use."""
+    """Facts from a command's record; all sizes are those at the command's highest memory use.
 
-    result: Result
-    ran: Ran
-    samples: Sequence[Sample] = ()
+    Attributes:
+        present: the processes whose memory was read; ``holder`` is the one with the most.
+        at_peak: the sample at the peak; without one, the sums over the processes that ran then.
+        places: the lines of all stacks, sorted by the command's memory at the time of the stack.
+        place: the line that ran last near the peak; None without a stack, or if all threads waited.
+        files: the checkpoint files that the process of ``place`` mapped to less than half, the
+            largest first.
+    """
 
-    @property
-    def killed(self) -> bool:
-        return self.result.outcome is Outcome.OOM_KILLED
+    def __init__(self, result: Result, ran: Ran, samples: Sequence[Sample]) -> None:
+        self.result, self.ran, self.samples = result, ran, samples
+        self.killed = result.outcome is Outcome.OOM_KILLED
+        self.present = [process for process in ran.processes if process.anon_bytes is not None]
+        self.holder = max(self.present, key=held_by, default=None)
+        self.at_peak = ran.at_peak or self._sample_at(ran.peak_ns)
+        self.held_bytes = self.at_peak.anon_bytes + self.at_peak.shmem_bytes
+        self.needed_bytes = max(ran.needed_bytes or 0, self.held_bytes)
+        found = [
+            Place(stack, frames, frames.index(own(frames) or frames[0]))
+            for stack in ran.stacks
+            if (frames := read_all(stack.frames))
+        ]
+        self.places = sorted(found, key=lambda one: (one.stack.usage_bytes, one.stack.t_ns))
+        self.place = self._last_place()
+        process = self.process(self.place.stack.pid) if self.place else None
+        read = [
+            file
+            for file in (process.files if process else ())
+            if file.mapped_bytes < file.size_bytes // 2 and _CHECKPOINT.fullmatch(file.path)
+        ]
+        self.files = sorted(read, key=lambda file: -file.size_bytes)
 
     @cached_property
-    def at_peak(self) -> Sample:
-        """The sample at the peak; without one, the sums over the processes that ran then."""
-        if self.ran.at_peak:
-            return self.ran.at_peak
-        if self.samples and self.ran.peak_ns is not None:
-            return self._sample_at(self.ran.peak_ns)
-        anon, file, shmem = (
-            sum(getattr(one, name) or 0 for one in self.present)
-            for name in ("anon_bytes", "file_bytes", "shmem_bytes")
-        )
-        return Sample(0, 0, anon, file, shmem, 0, 0, 0)
+    def cause(self) -> Cause | None:
+        """What the first rule that holds says; its place is ``place`` if the rule names none."""
+        cause = next(_causes(self), None)
+        return cause and replace(cause, place=cause.place or self.place)
 
     @property
     def kernel_bytes(self) -> int:
@@ -229,27 +226,7 @@ class Facts:
         unseen = min(mark, (self.ran.needed_bytes or 0) - known)
         return max(self.at_peak.needed_bytes - known, unseen, 0)
 
-    @property
-    def held_bytes(self) -> int:
-        return self.at_peak.anon_bytes + self.at_peak.shmem_bytes
-
-    @property
-    def needed_bytes(self) -> int:
-        return max(self.ran.needed_bytes or 0, self.held_bytes)
-
-    @cached_property
-    def present(self) -> list[Process]:
-        return [process for process in self.ran.processes if process.anon_bytes is not None]
-
-    @cached_property
-    def holder(self) -> Process | None:
-        """The process with the most memory at the peak; None if no process's memory was read."""
-        return max(self.present, key=held_by, default=None)
-
-    @cached_property
-    def place(self) -> Place | None:
-        """The line that ran last near the memory peak; None without a stack, or if all threads waited."""
-
+    def _last_place(self) -> Place | None:
         def weight(place: Place) -> tuple[int, bool, int]:
             process = self.process(place.stack.pid)
             grown, held = (process.grown_bytes or 0, held_by(process)) if process else (0, 0)
@@ -273,33 +250,6 @@ class Facts:
                         return other
                 last = last or place
         return last
-
-    @cached_property
-    def places(self) -> list[Place]:
-        """The lines of all stacks, sorted by the command's memory at the time of the stack."""
-        found = [
-            Place(stack, frames, frames.index(own(frames) or frames[0]))
-            for stack in self.ran.stacks
-            if (frames := read_all(stack.frames))
-        ]
-        return sorted(found, key=lambda place: (place.stack.usage_bytes, place.stack.t_ns))
-
-    @cached_property
-    def files(self) -> list[OpenFile]:
-        """The checkpoint files that the process of ``place`` mapped to less than half, the largest first."""
-        process = self.process(self.place.stack.pid) if self.place else None
-        read = [
-            file
-            for file in (process.files if process else ())
-            if file.mapped_bytes < file.size_bytes // 2 and _CHECKPOINT.fullmatch(file.path)
-        ]
-        return sorted(read, key=lambda file: -file.size_bytes)
-
-    @cached_property
-    def cause(self) -> Cause | None:
-        """What the first rule that holds says; its place is ``place`` if the rule names none."""
-        cause = next(_causes(self), None)
-        return cause and replace(cause, place=cause.place or self.place)
 
     def process(self, pid: int) -> Process | None:
         return next((one for one in reversed(self.ran.processes) if one.pid == pid), None)
@@ -325,8 +275,14 @@ class Facts:
             return 0
         return self.at_peak.anon_bytes - self._sample_at(seen_ns).anon_bytes
 
-    def _sample_at(self, t_ns: int) -> Sample:
-        return min(self.samples, key=lambda sample: abs(sample.t_ns - t_ns))
+    def _sample_at(self, t_ns: int | None) -> Sample:
+        if self.samples and t_ns is not None:
+            return min(self.samples, key=lambda sample: abs(sample.t_ns - t_ns))
+        anon, file, shmem = (
+            sum(getattr(one, name) or 0 for one in self.present)
+            for name in ("anon_bytes", "file_bytes", "shmem_bytes")
+        )
+        return Sample(0, 0, anon, file, shmem, 0, 0, 0)
 
 
 def held_by(process: Process) -> int:

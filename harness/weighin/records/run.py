@@ -169,17 +169,13 @@ def cells_of(rows: Iterable[Row]) -> list[Cell]:
 def _summary(group: Sequence[Result]) -> Row:
     rows = [row_of(result) for result in group]
     good = [row for row in rows if row["outcome"] == Outcome.OK]
-    bad = [row for row in rows if row["outcome"] != Outcome.OK]
-    ended = (bad or rows)[0]
+    ended = next((row for row in rows if row["outcome"] != Outcome.OK), rows[0])
     first = next((row for row in rows if row["cache"] == NOT_DROPPED), rows[0])
     row = first | {name: ended[name] for name in ("last_phase", "message")}
-    row |= {"outcome": outcome_of(each.outcome for each in group), "repeats": len(rows)}
-    row |= {"ok": len(good)}
+    row["outcome"] = outcome_of(each.outcome for each in group)
+    row["repeats"], row["ok"] = len(rows), len(good)
     for name in COLUMNS:
         known = [value for each in good or rows if (value := each[name]) is not None]
-        row |= {
-            name: middle(known),
-            f"{name}_min": min(known, default=None),
-            f"{name}_max": max(known, default=None),
-        }
+        low, high = min(known, default=None), max(known, default=None)
+        row |= {name: middle(known), f"{name}_min": low, f"{name}_max": high}
     return row

@@ -333,31 +333,30 @@ def write_plan(
     is_new: bool = False,
 ) -> bytes:
     """Write plan.json atomically, in a new folder if need be, and return its content; with ``is_new``,
-    raise RecordError if the folder has a plan already.
+    raise RecordError if the folder has a plan or records already.
     """
     plan = Plan(SCHEMA, tuple(cells), settings or {})
     path = run / PLAN
     text = _encode(plan, PLAN, indent=1) + b"\n"
+    already_there = RecordError(
+        f"{run} already contains a run",
+        f"to resume that run: {resume_command(verb_of(plan.settings), run)}; for a new run, name another"
+        " folder with --out",
+    )
+    if is_new and (run / RECORDS).exists():
+        raise already_there
     with writing(path):
         is_new_folder = not run.exists()
         run.mkdir(parents=True, exist_ok=True)
         try:
             write_bytes(path, text, is_new=is_new)
         except FileExistsError:
-            raise already_there(run, verb_of(settings or {})) from None
+            raise already_there from None
         except OSError:
             if is_new_folder:
                 run.rmdir()
             raise
     return text
-
-
-def already_there(run: Path, verb: str) -> RecordError:
-    return RecordError(
-        f"{run} already contains a run",
-        f"to resume that run: {resume_command(verb, run)}; for a new run, name another folder with"
-        " --out",
-    )
 
 
 def discard_unmeasured(run: Path) -> None:

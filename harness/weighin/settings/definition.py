@@ -31,7 +31,7 @@ from pydantic_core import PydanticCustomError
 from weighin.cell import FORWARD, Cell, ModelSpec
 from weighin.errors import ConfigError
 from weighin.records.floor import COARSEST, Aim
-from weighin.records.run_folder import in_shard
+from weighin.records.run_folder import in_shard, verb_of
 from weighin.stream.pretrained_library import FolderChoice, Selection
 from weighin.text import printable
 from weighin.units import (
@@ -54,7 +54,7 @@ DTYPES = {
 """The dtypes that a load may give floating-point tensors, by the names that a user may write."""
 
 
-def _as_list(value: object) -> list[object]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
@@ -272,8 +272,7 @@ class SuiteModel(Strict):
 def _as_command(value: object) -> object:
     """Read a command: a list of words, or a text that is split into words as in a shell."""
     if not isinstance(value, str):
-        words = value if isinstance(value, list) else [value]
-        return [str(word) if isinstance(word, int | float) else word for word in words]
+        return [str(word) if isinstance(word, int | float) else word for word in _as_list(value)]
     try:
         return shlex.split(value)
     except ValueError as error:
@@ -316,8 +315,9 @@ class SuiteCommand(Strict):
 
 def _by_name(value: object) -> object:
     """Read a list of mappings; replace an entry that is no mapping, but a name, by {"name": entry}."""
-    items = value if isinstance(value, list) else [value]
-    return [item if isinstance(item, dict | BaseModel) else {"name": item} for item in items]
+    return [
+        item if isinstance(item, dict | BaseModel) else {"name": item} for item in _as_list(value)
+    ]
 
 
 _WARM_SAVE = "warm does not apply to a save, because a save reads no checkpoint"
@@ -356,7 +356,7 @@ def _check_limits(value: Any, info: ValidationInfo) -> Any:
     least, than, repair = LEAST_RAM, "`import torch` alone", "64MiB plus the size of the weights"
     if info.data.get("commands"):
         least, than, repair = MIB, "any program", "1MiB"
-    for limit in value if isinstance(value, list) else [value]:
+    for limit in _as_list(value):
         if limit is not None and limit < least:
             raise ValueError(
                 f"{format_exact(limit)} is less than {than} needs",
@@ -557,10 +557,10 @@ class Settings(Measure, Load, Command, Model):
     @field_validator(*_NO_EFFECT["operation", "save"])
     @classmethod
     def _check_effect(cls, value: Any, info: ValidationInfo) -> Any:
-        given = value if isinstance(value, list) else [value]
         for (name, state), without in _NO_EFFECT.items():
             rule = without.get(info.field_name or "")
-            if rule and info.data.get(name) == state and any(each != rule[0] for each in given):
+            is_so = rule and info.data.get(name) == state
+            if rule and is_so and any(each != rule[0] for each in _as_list(value)):
                 raise ValueError(*rule[1:])
         if info.field_name == "passes" and value < 1:
             raise ValueError(
@@ -586,9 +586,7 @@ class Settings(Measure, Load, Command, Model):
     @property
     def verb(self) -> str:
         """The command of weighin that makes a run with these settings: "bench", "run" or "floor"."""
-        if self.within is not None:
-            return "floor"
-        return "run" if self.commands else "bench"
+        return verb_of(vars(self))
 
     def as_json(self) -> dict[str, Any]:
         """Return what plan.json stores: the settings that differ from their defaults."""
