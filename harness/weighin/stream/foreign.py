@@ -63,6 +63,10 @@ def _saving(value: str, modules: str = "") -> str:
     return f'python -c "{code}" '.replace("{", "{{").replace("}", "}}") + "{file}"
 
 
+def _packed(program: str) -> tuple[str, str]:
+    return f"compressed with {program}", f"unpack it: {program} -dc {{file}} > {{unpacked}}"
+
+
 _INTO_TORCH: Final = (
     "load it into a PyTorch model with the library that it comes from, and save that model:"
     " torch.save(model.state_dict(), ...)"
@@ -71,7 +75,7 @@ _COMPILED: Final = "give the weights that it was made from"
 _NAMED: Final = "name it: torch.save({{NAME: torch.from_numpy(numpy.load(FILE))}}, ...)"
 _UNPACK: Final = "unpack it, and give the checkpoint in it: "
 _WAIT: Final = "wait until the program that writes it has ended; if none does, a copy was not finished: make it again"
-_PACKED: Final = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".lz4": "lz4"}
+_PACKED: Final = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 _TRUSTED: Final = "if you trust it, write its weights: "
 _PICKLE: Final = (
     "a pickle that torch.save did not write, and was NOT executed",
@@ -80,94 +84,88 @@ _PICKLE: Final = (
 )
 _TENSORFLOW: Final = ("a part of a TensorFlow checkpoint or SavedModel", _INTO_TORCH)
 
-_HEADS: Final = (
-    (rb"\Aversion https://git-lfs\.github\.com/spec/",
+_TABLE: Final = (
+    ("name", r"\.py$", "a Python file, not a checkpoint",
+     "name the function in this file that builds the model: --model {path}:FUNCTION"),
+    ("name", r"\.distcp$", "a data file of torch.distributed.checkpoint", "give its folder: {folder}"),
+    ("name", r"\.(index|meta|data-\d{5}-of-\d{5})$", *_TENSORFLOW),
+    ("head", r"\Aversion https://git-lfs\.github\.com/spec/",
      "a git-lfs pointer (a small text file that stands for the real file), not the checkpoint",
      "fetch the checkpoint: git lfs pull --include {name}"),
-    (rb"\A\s*<(?i:!doctype html|html)", "an HTML page, not a checkpoint",
+    ("head", r"\A\s*<(?i:!doctype html|html)", "an HTML page, not a checkpoint",
      "download the checkpoint again with the file's own link: the used link leads to a web page"),
-    (rb"\A\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras and TensorFlow write them", _INTO_TORCH),
-    (rb"\A\x93NUMPY", "one NumPy array (.npy), without a tensor's name", _NAMED),
-    (rb"\A(?:lmgg|fmgg|tjgg|algg)", "a file of llama.cpp from before GGUF", _COMPILED),
-    (rb"\A.{4}TFL3", "a TensorFlow Lite model", _COMPILED),
-    (rb"\A.{4}ET12", "an ExecuTorch program", _COMPILED),
-    (rb"\Aftrt", "a TensorRT engine", _COMPILED),
-    (rb"\A\x7fELF", "a compiled program or library", _COMPILED),
-    (rb"\A\x12\x01\0{6}", "parameters of MXNet", _INTO_TORCH),
-    (rb"\A\0+\Z", "begins with zeros, as a file whose bytes are not written yet", _WAIT),
-    *((magic, f"compressed with {name}", f"unpack it: {name} -dc {{file}} > {{unpacked}}")
-      for name, magic in zip(_PACKED.values(), (rb"\A\x1f\x8b", rb"\ABZh", rb"\A\xfd7zXZ\0",
-                             rb"\A\x28\xb5\x2f\xfd", rb"\A\x04\x22\x4d\x18"), strict=True)),
-    (rb"\Aage-encryption\.org/", "encrypted with age", "decrypt it: age -d -o {decrypted} {file}"),
-    (rb"\ASalted__", "encrypted with openssl",
+    ("head", r"\A\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras and TensorFlow write them", _INTO_TORCH),
+    ("head", r"\A\x93NUMPY", "one NumPy array (.npy), without a tensor's name", _NAMED),
+    ("head", r"\A(?:lmgg|fmgg|tjgg|algg)", "a file of llama.cpp from before GGUF", _COMPILED),
+    ("head", r"\A.{4}TFL3", "a TensorFlow Lite model", _COMPILED),
+    ("head", r"\A.{4}ET12", "an ExecuTorch program", _COMPILED),
+    ("head", r"\Aftrt", "a TensorRT engine", _COMPILED),
+    ("head", r"\A\x7fELF", "a compiled program or library", _COMPILED),
+    ("head", r"\A\x12\x01\0{6}", "parameters of MXNet", _INTO_TORCH),
+    ("head", r"\A\0+\Z", "begins with zeros, as a file whose bytes are not written yet", _WAIT),
+    ("head", r"\A\x1f\x8b", *_packed("gzip")),
+    ("head", r"\ABZh", *_packed("bzip2")),
+    ("head", r"\A\xfd7zXZ\0", *_packed("xz")),
+    ("head", r"\A\x28\xb5\x2f\xfd", *_packed("zstd")),
+    ("head", r"\A\x04\x22\x4d\x18", *_packed("lz4")),
+    ("head", r"\Aage-encryption\.org/", "encrypted with age",
+     "decrypt it: age -d -o {decrypted} {file}"),
+    ("head", r"\ASalted__", "encrypted with openssl",
      "decrypt it: openssl enc -d -CIPHER -in {file} -out {decrypted}"),
-    (rb"\A-----BEGIN PGP MESSAGE-----", "encrypted with GnuPG",
+    ("head", r"\A-----BEGIN PGP MESSAGE-----", "encrypted with GnuPG",
      "decrypt it: gpg -o {decrypted} -d {file}"),
-    (rb"\A7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK + "7z x {file}"),
-    (rb"\ARar!\x1a\x07", "a rar archive", _UNPACK + "unrar x {file}"),
-    (rb"\A(?=.{257}ustar)(?:\./)?(?:sys_info|pickle|tensors|storages)\0",
+    ("head", r"\A7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK + "7z x {file}"),
+    ("head", r"\ARar!\x1a\x07", "a rar archive", _UNPACK + "unrar x {file}"),
+    ("head", r"\A(?=.{257}ustar)(?:\./)?(?:sys_info|pickle|tensors|storages)\0",
      "in the tar format of torch 0.1",
      "if you trust the file, save it again: " + _saving("torch.load(p, weights_only=False)")),
-    (rb"\A.{257}ustar", "a tar archive", _UNPACK + "tar xf {file}"),
-    (rb"\A\x08\x01\x12", *_TENSORFLOW),
-    (rb"\A\x80[\2-\5]", *_PICKLE),
-    (rb"\A(?:\([dl]p\d+\n|c[\w.]+\n\w+\n(?:p\d+\n|q)|[}\]]q\0)", *_PICKLE),  # protocols 0 and 1
-    (rb"\A\x08[\x03-\x1f][\x12\x1a\x22\x2a\x32\x3a\x42]", "an ONNX model", _COMPILED),
-    (rb"\A(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[\w./]",
+    ("head", r"\A.{257}ustar", "a tar archive", _UNPACK + "tar xf {file}"),
+    ("head", r"\A\x08\x01\x12", *_TENSORFLOW),
+    ("head", r"\A\x80[\2-\5]", *_PICKLE),
+    ("head", r"\A(?:\([dl]p\d+\n|c[\w.]+\n\w+\n(?:p\d+\n|q)|[}\]]q\0)", *_PICKLE),  # protocols 0 and 1
+    ("head", r"\A\x08[\x03-\x1f][\x12\x1a\x22\x2a\x32\x3a\x42]", "an ONNX model", _COMPILED),
+    ("head", r"\A(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[\w./]",
      "a msgpack file, as flax writes them", _INTO_TORCH),
-)  # fmt: skip
-"""Files by their first bytes."""
-
-_NAMES: Final = (
-    (r"\.py$", "a Python file, not a checkpoint",
-     "name the function in this file that builds the model: --model {path}:FUNCTION"),
-    (r"\.distcp$", "a data file of torch.distributed.checkpoint", "give its folder: {folder}"),
-    (r"\.(index|meta|data-\d{5}-of-\d{5})$", *_TENSORFLOW),
-)  # fmt: skip
-"""Files by their names."""
-
-_RECORDS: Final = (
-    (r"^(?:[^/\n]*/)?(?:models/model\.json|serialized_exported_program\.json)$",
+    ("records", r"^(?:[^/\n]*/)?(?:models/model\.json|serialized_exported_program\.json)$",
      "an exported program (torch.export), not only weights",
      _TRUSTED + _saving("dict(torch.export.load(p).state_dict)")),
-    (r"^[^/\n]*/archive_format$", "a compiled model (AOTInductor)", _COMPILED),
-    (r"^[^/\n]*/\.data/extern_modules$", "a package of code and weights (torch.package)",
+    ("records", r"^[^/\n]*/archive_format$", "a compiled model (AOTInductor)", _COMPILED),
+    ("records", r"^[^/\n]*/\.data/extern_modules$", "a package of code and weights (torch.package)",
      "if you trust its code, load the model with torch.package.PackageImporter, and save its"
      " weights: torch.save(model.state_dict(), ...)"),
-    (r"\A(?:[^\n]*\.npy(?:\n|\Z))+\Z", "arrays of NumPy (.npz)", "write them as tensors: "
+    ("records", r"\A(?:[^\n]*\.npy(?:\n|\Z))+\Z", "arrays of NumPy (.npz)", "write them as tensors: "
      + _saving("{k: torch.from_numpy(v) for k, v in numpy.load(p).items()}", "numpy, ")),
-    (r"^[^/\n]*/\.data/serialization_id$",
+    ("records", r"^[^/\n]*/\.data/serialization_id$",
      "a file of torch.save without data.pkl, as when torch.save is interrupted", "save it again"),
-    (r"^model\.weights\.h5$", "a Keras model", _INTO_TORCH),
-)  # fmt: skip
-"""Zip archives by the names of their records."""
-
-_FOLDERS: Final = (
-    (r"mp_rank_\d+(?:_\d+){,2}", "a step of Megatron-LM, whose ranks hold parts of the model: {found}",
+    ("records", r"^model\.weights\.h5$", "a Keras model", _INTO_TORCH),
+    ("folder", r"^mp_rank_\d+(?:_\d+){,2}$",
+     "a step of Megatron-LM, whose ranks hold parts of the model: {found}",
      "merge the ranks with Megatron-LM: python tools/checkpoint/convert.py --model-type GPT --loader"
      " core --saver core --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1"
      " --load-dir RUN --save-dir MERGED; a file of a run of one rank: {path}/{first}/model_optim_rng.pt"
      " --key model"),
-    (re.escape(pipeline.INDEX), "a diffusers pipeline without weights",
+    ("folder", rf"^{re.escape(pipeline.INDEX)}$", "a diffusers pipeline without weights",
      "give the folder that has the weights, too"),
-    (r"plan\.json", "the folder of a run of weighin, not a model",
+    ("folder", r"^plan\.json$", "the folder of a run of weighin, not a model",
      "show its results: weighin report {path}"),
-    (r"\w*model\.(\w+)(?:-\d+-of-\d+)?\.(?:safetensors|bin)",
+    ("folder", r"^\w*model\.(\w+)(?:-\d+-of-\d+)?\.(?:safetensors|bin)$",
      "only {0} variants of the weights: {found}",
      "name the variant: --set variant={0} (in Python: variant={0!r})"),
-    (r"(\w*model)-\d+-of-\d+(\.safetensors|\.bin)", "shards without their index {0}{1}.index.json",
-     "add the index: {path}/{0}{1}.index.json"),
-    (r".*\.distcp", "shards without their index .metadata", "add the index: {path}/.metadata"),
-    (r".*\.(?:safetensors|bin|pt|pth|ckpt)", "{lacks} beside {found}",
+    ("folder", r"^(\w*model)-\d+-of-\d+(\.safetensors|\.bin)$",
+     "shards without their index {0}{1}.index.json", "add the index: {path}/{0}{1}.index.json"),
+    ("folder", r"^.*\.distcp$", "shards without their index .metadata",
+     "add the index: {path}/.metadata"),
+    ("folder", r"^.*\.(?:safetensors|bin|pt|pth|ckpt)$", "{lacks} beside {found}",
      "give the file itself: {path}/{first}"),
-    (r".*\.(?:onnx|h5|keras|msgpack|ocdbt|tflite|ot|index|pb)",
+    ("folder", r"^.*\.(?:onnx|h5|keras|msgpack|ocdbt|tflite|ot|index|pb)$",
      "weights of another framework than PyTorch: {found}",
      "load the model into PyTorch, and save it: model.save_pretrained(FOLDER)"),
-    (r"config\.json", "has config.json but no weights: neither model.safetensors, nor"
+    ("folder", r"^config\.json$", "has config.json but no weights: neither model.safetensors, nor"
      " pytorch_model.bin, nor an index of one of them",
      "add the weights, or save the model there: model.save_pretrained(FOLDER)"),
 )  # fmt: skip
-"""Folders by the names of their files."""
+"""What is in the column ``name`` (a file's name), ``head`` (its first bytes, as Latin-1), ``records``
+(the names in a zip archive, one a line) or ``folder`` (the names in a folder); what this is; the repair."""
 
 _TAGS: Final = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
 """Files in a run's folder that name its newest step: two of DeepSpeed, and Megatron-LM's number."""
@@ -252,68 +250,75 @@ def check_present(path: Path) -> bytes:
         raise unreadable(path, error) from error
     if not head:
         raise CheckpointError(f"{path}: empty file", AGAIN)
-    found = _by_content(path, head)
-    if found is None and not is_safetensors(head) and not is_legacy(head):
-        found = _text(head)
-    if found:
-        raise CheckpointError(f"{path}: {found[0]}", found[1])
+    if found := _by_content(path, head) or _text(path, head):
+        raise found
     return head
 
 
-def _by_content(path: Path, head: bytes) -> tuple[str, str] | None:
-    """Return what a file is, and the repair; None for a checkpoint, or if unknown."""
+def _by_content(path: Path, head: bytes) -> CheckpointError | None:
     if is_safetensors(head) or is_legacy(head):  # the length can equal any magic number
         return None
-    return _recognised(_NAMES, path.name, path) or _recognised(_HEADS, head, path)
+    return _recognised("name", path.name, path) or _recognised("head", head.decode("latin-1"), path)
 
 
-def _recognised(
-    rows: Sequence[tuple[str | bytes, str, str]], text: str | bytes, path: Path
-) -> tuple[str, str] | None:
-    """Return what ``path`` is by the first row whose pattern occurs in ``text``, and the repair."""
-    for pattern, what, repair in rows:
-        flags = re.DOTALL if isinstance(text, bytes) else re.MULTILINE
-        if re.search(pattern, text, flags):  # type: ignore[arg-type]
-            unpacked = path.with_suffix("") if path.suffix in _PACKED else f"{path}.unpacked"
-            return what, repair.format(
-                path=path,
-                file=quote(str(path)),
-                name=path.name,
-                folder=path.parent,
-                unpacked=quote(str(unpacked)),
-                decrypted=quote(f"{path}.decrypted"),
-            )
+def _recognised(column: str, text: str, path: Path) -> CheckpointError | None:
+    """Return the error for ``path`` by the first row of the table whose pattern occurs in ``text``."""
+    flags = re.ASCII | (re.DOTALL if column == "head" else re.MULTILINE)
+    for of, pattern, what, repair in _TABLE:
+        if of != column or not (found := [*re.finditer(pattern, text, flags)]):
+            continue
+        words = {
+            "path": path,
+            "file": quote(str(path)),
+            "name": path.name,
+            "folder": path.parent,
+            "unpacked": quote(str(path.with_suffix("") if path.suffix in _PACKED else f"{path}.unpacked")),
+            "decrypted": quote(f"{path}.decrypted"),
+            "first": found[0][0],
+            "found": one_line(few([one[0] for one in found])),
+            "lacks": "no index" if "config.json" in text.split("\n") else "no config.json and no index",
+        }  # fmt: skip
+        groups = found[0].groups()
+        return CheckpointError(
+            f"{path}: {what.format(*groups, **words)}", repair.format(*groups, **words)
+        )
     return None
 
 
-def _text(head: bytes) -> tuple[str, str] | None:
+def _text(path: Path, head: bytes) -> CheckpointError | None:
+    """Return the error for a file that begins as a text."""
     try:
         text = getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
     except UnicodeDecodeError:
         return None
-    if any(letter < " " and letter not in "\t\n\r\f" for letter in text):
+    controls = any(letter < " " and letter not in "\t\n\r\f" for letter in text)
+    if controls or is_safetensors(head) or is_legacy(head):
         return None
-    return (
-        f"a text file, not a checkpoint; it begins with {one_line(text, 60)!r}",
+    return CheckpointError(
+        f"{path}: a text file, not a checkpoint; it begins with {one_line(text, 60)!r}",
         "give the checkpoint itself; if the text is an answer of a web server, ask it for the file again",
     )
 
 
-def by_records(path: Path, names: Sequence[str]) -> tuple[str, str] | None:
-    """Return what a zip archive with records of these names is, and the repair; None if
-    ``torch.save`` may have written it.
+def other_zip(path: Path, names: Sequence[str]) -> CheckpointError | None:
+    """Return the error for a zip archive with records of these names; None if ``torch.save`` may have
+    written it.
     """
     inner = {name.partition("/")[2] for name in names}
     if inner & {"constants.pkl", "bytecode.pkl"}:
         way = _TRUSTED + _saving("torch.jit.load(p, 'cpu').state_dict()")
-        return "a TorchScript program, not only weights", way.format(file=quote(str(path)))
+        return CheckpointError(
+            f"{path}: a TorchScript program, not only weights", way.format(file=quote(str(path)))
+        )
     if "data.pkl" in inner:
         return None
-    if found := _recognised(_RECORDS, "\n".join(names), path):
+    if found := _recognised("records", "\n".join(names), path):
         return found
     files = [name for name in names if not name.endswith("/")]
     content = f" of other files: {one_line(few(files))}" if files else ""
-    return f"a zip archive{content}", f"{_UNPACK}unzip {quote(str(path))}"
+    return CheckpointError(
+        f"{path}: a zip archive{content}", f"{_UNPACK}unzip {quote(str(path))}"
+    )  # fmt: skip
 
 
 def resaving(path: Path) -> str:
@@ -326,6 +331,18 @@ def unknown(path: Path, head: bytes) -> CheckpointError:
     return CheckpointError(
         f"{path}: of a kind that weighin does not know; its first bytes are {head[:8].hex(' ')}",
         "save the weights with torch.save or safetensors, with the program that wrote the file",
+    )
+
+
+def damaged(path: Path, what: str, repair: str = RESAVE) -> CheckpointError:
+    return CheckpointError(f"{path}: damaged: {what}", repair)
+
+
+def truncated(path: Path, what: str, end: int, file_bytes: int) -> CheckpointError:
+    """Return the error for a file that ends before the byte ``end``, where ``what`` ends."""
+    return CheckpointError(
+        f"{path}: truncated: {what} ends at byte {end:,}, but the file ends at byte {file_bytes:,}",
+        AGAIN,
     )
 
 
@@ -420,14 +437,14 @@ def not_json(path: Path, text: bytes, fault: str, repair: str) -> CheckpointErro
     """Return the error for a file whose text is not JSON; ``fault`` is the JSON parser's message."""
     if not text:
         return CheckpointError(f"{path}: empty file", AGAIN)
-    if recognised := _by_content(path, text[:_HEAD_BYTES]):
-        return CheckpointError(f"{path}: {recognised[0]}", recognised[1])
+    if found := _by_content(path, text[:_HEAD_BYTES]):
+        return found
     if text.lstrip().startswith(b"{") and not text.rstrip().endswith(b"}"):
         return CheckpointError(f"{path}: truncated: the JSON object has no end", AGAIN)
     return CheckpointError(f"{path}: {fault}", repair)
 
 
-def no_model(folder: Path) -> CheckpointError:
+def no_model(folder: Path) -> CheckpointError:  # noqa: PLR0911 (one for each kind)
     """Return the error for a folder that is neither a model nor a checkpoint.
 
     The message says what the folder is, and the repair names the path to give instead.
@@ -440,57 +457,46 @@ def no_model(folder: Path) -> CheckpointError:
             return broken
     if pipeline.is_pipeline(folder) and (found := pipeline.read(folder)).models:
         return found.refused()
-    what, repair = _folder_kind(folder, names)
-    return CheckpointError(f"{folder}: {what}", repair)
-
-
-def _folder_kind(  # noqa: PLR0911 (one for each kind)
-    folder: Path, names: Sequence[str]
-) -> tuple[str, str]:
     weights = [name for name in names if name.endswith(WEIGHTS)]
-    has_config = "config.json" in names
+
+    def refused(what: str, repair: str) -> CheckpointError:
+        return CheckpointError(f"{folder}: {what}", repair)
+
     if not names:
-        return "an empty folder", "give a checkpoint file, or the folder of a model"
+        return refused("an empty folder", "give a checkpoint file, or the folder of a model")
     if ADAPTER in names:
         base = object_in(folder / ADAPTER, MIB).get("base_model_name_or_path")
         named = one_line(str(base), 100) if base else "a model that it does not name"
         alone = f"; for the adapter alone: {folder / weights[0]}" if weights else ""
-        return f"an adapter of {named}, not a whole model", (
+        return refused(
+            f"an adapter of {named}, not a whole model",
             "merge it into its base, and give the merged model's folder: merge_and_unload() of peft,"
-            f" then save_pretrained(FOLDER){alone}"
+            f" then save_pretrained(FOLDER){alone}",
         )
     if step := named_step(folder):
         tag, inner = step
         if inner.is_dir():
-            return (
+            return refused(
                 f"its weights are in a step of a training run: {inner.name}",
                 f"write them beside config.json: weighin convert {inner} {folder / 'model.safetensors'}",
             )
-        return (
+        return refused(
             f"{tag.name} names the step {inner.name}, which is not here",
             "copy that folder too, or give the folder of another step",
         )
-    if "modules.json" in names and not has_config and pipeline.INDEX not in names:
+    if "modules.json" in names and not {"config.json", pipeline.INDEX} & {*names}:
         if weights:
             what = "a sentence-transformers folder without a transformer"
-            return what, f"give the file: {folder / weights[0]}"
-        return "a sentence-transformers folder without weights", "copy the whole folder"
-    for pattern, what, repair in _FOLDERS:
-        if matches := [found for name in names if (found := re.fullmatch(pattern, name))]:
-            words = {
-                "path": folder,
-                "first": matches[0][0],
-                "found": one_line(few([found[0] for found in matches])),
-                "lacks": "no index" if has_config else "no config.json and no index",
-            }
-            groups = matches[0].groups()
-            return what.format(*groups, **words), repair.format(*groups, **words)
+            return refused(what, f"give the file: {folder / weights[0]}")
+        return refused("a sentence-transformers folder without weights", "copy the whole folder")
+    if found := _recognised("folder", "\n".join(names), folder):
+        return found
     if models := models_below(folder):
-        return (
+        return refused(
             f"no config.json, but folders with models: {one_line(few(models))}",
             f"give one of them: {folder / models[0]}",
         )
-    return (
+    return refused(
         "not a checkpoint: no config.json, no index and no weights in it",
         "give the checkpoint file itself, or a folder that save_pretrained or `weighin convert` made",
     )

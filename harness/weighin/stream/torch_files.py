@@ -31,10 +31,10 @@ from weighin.stream.foreign import (
     RESAVE,
     SHARDS,
     THREADS,
-    by_records,
     check_present,
     is_legacy,
     is_zip,
+    other_zip,
     resaving,
     unknown,
     unreadable,
@@ -232,8 +232,8 @@ def _records(window: _Window) -> dict[str, Record]:  # noqa: PLR0912 (one for ea
             raise
         raise _damaged(path, f"{error}") from None  # of the window
     infos = archive.infolist()
-    if recognised := by_records(path, [info.filename for info in infos]):
-        raise CheckpointError(f"{path}: {recognised[0]}", recognised[1])
+    if other := other_zip(path, [info.filename for info in infos]):
+        raise other
     headers = _headers_ahead(window, infos, late=time.monotonic() - start_s >= LATE_S)
     records: dict[str, Record] = {}
     folded: dict[bytes, str] = {}
