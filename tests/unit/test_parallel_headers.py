@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weighin.probes import page_cache
-from weighin.stream import filling, folders, formats, torch_files
+from weighin.stream import filling, foreign, formats
 from weighin.stream.bytes import (
     DISK_THREADS,
     MOST_THREADS,
@@ -216,21 +216,21 @@ def test_the_headers_of_a_zip_file_are_read_at_once_from_a_late_disk(
     path = tmp_path / "model.pt"
     torch.save({f"{number}.weight": torch.zeros(20_000 + number) for number in range(96)}, path)
     sound = [one.offset for one in formats.read(path)]
-    reads: list[int] = []
-    preadv = os.preadv
+    readers: set[str] = set()
+    pread = os.pread
 
-    def noting(file: int, buffers: Sequence[Any], offset: int) -> int:
-        reads.append(offset)
-        return preadv(file, buffers, offset)
+    def noting(file: int, size: int, offset: int) -> bytes:
+        readers.add(threading.current_thread().name)
+        return pread(file, size, offset)
 
-    monkeypatch.setattr(os, "preadv", noting)
-    monkeypatch.setattr(torch_files, "LATE_S", 0.0)
+    monkeypatch.setattr(os, "pread", noting)
+    monkeypatch.setattr(foreign, "_LATE_S", 0.0)
     assert [one.offset for one in formats.read(path)] == sound
-    assert len(reads) >= 96
-    monkeypatch.setattr(torch_files, "LATE_S", math.inf)
-    reads.clear()
+    assert len(readers) > 1
+    monkeypatch.setattr(foreign, "_LATE_S", math.inf)
+    readers.clear()
     assert [one.offset for one in formats.read(path)] == sound
-    assert not reads
+    assert len(readers) == 1
 
 
 def test_many_files_are_read_at_once_if_the_first_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,10 +239,10 @@ def test_many_files_are_read_at_once_if_the_first_was_late(monkeypatch: pytest.M
     def wait(number: int) -> int:
         return number and together.wait() + 1
 
-    monkeypatch.setattr(folders, "LATE_S", 0.0)
-    assert sorted(folders.map_files(wait, range(6))) == [0, 1, 2, 3, 4, 5]
-    monkeypatch.setattr(folders, "LATE_S", math.inf)
-    names = folders.map_files(lambda _: threading.current_thread().name, range(6))
+    monkeypatch.setattr(foreign, "_LATE_S", 0.0)
+    assert sorted(foreign.map_late(wait, range(6))) == [0, 1, 2, 3, 4, 5]
+    monkeypatch.setattr(foreign, "_LATE_S", math.inf)
+    names = foreign.map_late(lambda _: threading.current_thread().name, range(6))
     assert set(names) == {threading.current_thread().name}
 
 

@@ -25,20 +25,24 @@ different values for one tensor; ``from_pretrained`` silently takes the value of
 import os
 import re
 import stat
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from itertools import combinations
 from math import prod
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from weighin.errors import CheckpointError
-from weighin.stream import foreign, pickles, safetensors_files, torch_files
-from weighin.stream.foreign import LATE_S, THREADS, broken_link, read_object, unreadable
+from weighin.stream import pickles, safetensors_files, torch_files
+from weighin.stream.foreign import (
+    broken_link,
+    damaged,
+    map_late,
+    read_object,
+    truncated,
+    unreadable,
+)
 from weighin.stream.pickles import Named, Opaque
 from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, are_equal, is_sizes, row_major
 from weighin.stream.state_dicts import largest, with_key
@@ -71,26 +75,6 @@ _HEAD_BYTES: Final = 4096  # of an index.json, in which its format stands
 _ORDER: Final = "weighin.order"
 _KEYS: Final = ("key", "keys")
 _SHARDS_AGAIN: Final = "write the folder again: model.save_pretrained(FOLDER), or weighin convert"
-
-Item = TypeVar("Item")
-Value = TypeVar("Value")
-
-
-def map_files(function: Callable[[Item], Value], items: Sequence[Item]) -> Iterator[Value]:
-    """Yield the function's value for each item; ``function`` reads one file for each item.
-
-    If the disk answers the first read late, as storage behind a network does, threads read the other
-    files at the same time. The iteration ends at the first error, in the order of the items.
-    """
-    start_s = time.monotonic()
-    yield from map(function, items[:1])
-    if time.monotonic() - start_s < LATE_S:
-        yield from map(function, items[1:])
-        return
-    with ThreadPoolExecutor(THREADS) as pool:
-        # Each thread gets a context, so that ``foreign.remembering`` holds in it, too.
-        contexts = [copy_context() for _ in items[1:]]
-        yield from pool.map(lambda context, item: context.run(function, item), contexts, items[1:])
 
 
 def format_of(path: Path) -> str:
@@ -168,7 +152,7 @@ def _read_shards(
     files = tuple(index.parent / shard for shard in homes)
     places: dict[str, Slice] = {}
     contradictions: dict[str, list[str]] = {}
-    for shard, stored in zip(homes, map_files(read_shard, files), strict=True):
+    for shard, stored in zip(homes, map_late(read_shard, files), strict=True):
         # A tied name of safetensors is not in the map; its tensor has the offset of a name in the map.
         listed = {one.offset for one in stored if weight_map.get(one.name) == shard}
         for place in stored:
@@ -297,7 +281,7 @@ def _read_keys(folder: Path, fmt: str) -> Checkpoint:  # noqa: PLR0912 (one for 
         return state
 
     places: dict[str, Slice] = {}
-    for state in map_files(read_file, [*files.items()]):
+    for state in map_late(read_file, [*files.items()]):
         places |= state
     for key, first in shared.items():
         one, other = places.get(key), places.get(first) if isinstance(first, str) else None
@@ -348,12 +332,12 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
     metadata = _dcp_metadata(path)
     tensors, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not (isinstance(tensors, dict) and isinstance(stored, dict) and tensors):
-        raise _dcp_damaged(path, "it has no tensors or no offsets")
+        raise damaged(path, "it has no tensors or no offsets", _DCP_AGAIN)
     places: dict[str, list[tuple[Any, Any]]] = {}
     for index, place in stored.items():
         fields = _fields(index)
         if not isinstance(name := fields.get("fqn"), str):
-            raise _dcp_damaged(path, "an offset belongs to no key")
+            raise damaged(path, "an offset belongs to no key", _DCP_AGAIN)
         places.setdefault(name, []).append((fields.get("offset"), _fields(place)))
     found = Checkpoint()
     values: dict[str, object] = {}
@@ -362,7 +346,7 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
     sizes: dict[str, int] = {}  # of the state dicts in nested dicts, but those of optimizers
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise _dcp_damaged(path, f"a key is not a string: {shown(name)}")
+            raise damaged(path, f"a key is not a string: {shown(name)}", _DCP_AGAIN)
         if key and not name.startswith(f"{key}."):
             continue
         if isinstance(tensor, Opaque) and tensor.kind == _BYTES:
@@ -422,13 +406,13 @@ def _dcp_tensor(  # noqa: PLR0912 (one for each fault)
     if isinstance(properties, Opaque) and isinstance(properties.contents[-1], tuple):
         named = next(iter(properties.contents[-1]), None)
     if not isinstance(named, Named) or not places:
-        raise _dcp_damaged(path, f"{shown(key)} has no dtype or no offset")
+        raise damaged(path, f"{shown(key)} has no dtype or no offset", _DCP_AGAIN)
     if (dtype := named.name.removeprefix("torch.")) not in ITEM_BYTES:
         raise CheckpointError(
             f"{path}: {shown(key)} has the dtype torch.{dtype}; weighin does not read this dtype",
             "load the checkpoint with torch, and save tensors of another dtype",
         )
-    impossible = _dcp_damaged(path, f"invalid shape or offset of {shown(key)}")
+    impossible = damaged(path, f"invalid shape or offset of {shown(key)}", _DCP_AGAIN)
     if not is_sizes(shape):
         raise impossible
     shape = tuple(shape)
@@ -442,7 +426,9 @@ def _dcp_tensor(  # noqa: PLR0912 (one for each fault)
             if not (is_sizes(start) and is_sizes(size)):
                 raise impossible
             if tuple(start) not in by_start:
-                raise _dcp_damaged(path, f"the part of {shown(key)} at {tuple(start)} is missing")
+                raise damaged(
+                    path, f"the part of {shown(key)} at {tuple(start)} is missing", _DCP_AGAIN
+                )
             blocks.append((tuple(start), tuple(size), by_start[tuple(start)]))
         _check_tiles(path, key, shape, [(start, size) for start, size, _ in blocks])
     parts = []
@@ -480,11 +466,7 @@ def _dcp_archive(index: Path, key: str, name: str, offset: int, length: int) -> 
             raise CheckpointError(f"{path}: not a file", _DCP_AGAIN)
         size = path.stat().st_size
         if offset + length > size:
-            raise CheckpointError(
-                f"{path}: truncated: {shown(key)} ends at byte {offset + length:,}, but the file"
-                f" ends at byte {size:,}",
-                foreign.AGAIN,
-            )
+            raise truncated(path, shown(key), offset + length, size)
         return torch_files.read_one(path, key, offset, length)
     except OSError as error:
         raise unreadable(index.parent / plain(name), error) from error
@@ -500,7 +482,7 @@ def _check_tiles(
             end > length for end, length in zip(ends, shape, strict=True)
         ):
             what = f"the part of {shown(key)} at {start} is outside the shape {shape}"
-            raise _dcp_damaged(path, what)
+            raise damaged(path, what, _DCP_AGAIN)
     if len(blocks) > _MOST_BLOCKS:
         raise CheckpointError(f"{path}: {shown(key)} is stored in {len(blocks):,} parts", _MERGE)
     solid = [block for block in blocks if prod(block[1])]
@@ -509,10 +491,6 @@ def _check_tiles(
             a < b + n and b < a + m for a, m, b, n in zip(start, size, other, others, strict=True)
         ):
             what = f"the parts of {shown(key)} at {start} and {other} overlap"
-            raise _dcp_damaged(path, what)
+            raise damaged(path, what, _DCP_AGAIN)
     if not blocks or sum(prod(size) for _, size in solid) != prod(shape):  # without an overlap
-        raise _dcp_damaged(path, f"the parts of {shown(key)} leave a gap in {shape}")
-
-
-def _dcp_damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: damaged: {what}", _DCP_AGAIN)
+        raise damaged(path, f"the parts of {shown(key)} leave a gap in {shape}", _DCP_AGAIN)

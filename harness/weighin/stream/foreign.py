@@ -8,10 +8,13 @@ module also reads a file's first bytes, by which readers recognise their files, 
 import errno
 import json
 import re
+import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
+from itertools import islice
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final, TypeVar
@@ -42,11 +45,9 @@ MOST_JSON_BYTES: Final = 16 * MIB
 """The size of the largest JSON file that is read: an index of some 170,000 keys. One byte of JSON text
 takes up to 12 bytes of memory as Python objects."""
 
-LATE_S: Final = 0.002
-"""A disk counts as late if reading and parsing a part of a file takes this many seconds or more."""
-THREADS: Final = 128
-"""How many headers are read at the same time from a disk that answers late."""
-
+_LATE_S: Final = 0.002  # a disk that takes so long for the first reads answers late
+_FIRST_READS: Final = 3  # the first alone may have been cached
+_THREADS: Final = 128  # which read headers at the same time from a disk that answers late
 _MOST_BRACKETS: Final = 200_000  # in one JSON file: an empty list takes 80 bytes of memory
 _HEAD_BYTES: Final = 512
 _HEADER_BYTES: Final = 128 * 1024  # as long as most headers of safetensors files
@@ -173,6 +174,8 @@ _TAGS: Final = ("latest", "latest_universal", "latest_checkpointed_iteration.txt
 _known: Final[ContextVar[dict[Hashable, Any] | None]] = ContextVar("known", default=None)
 
 Kept = TypeVar("Kept")
+Item = TypeVar("Item")
+Value = TypeVar("Value")
 
 
 @contextmanager
@@ -198,6 +201,29 @@ def once(key: Hashable, read: Callable[[], Kept]) -> Kept:
         known[key] = read()
     kept: Kept = known[key]
     return kept
+
+
+def map_late(function: Callable[[Item], Value], items: Iterable[Item]) -> Iterator[Value]:
+    """Yield the function's value for each item; ``function`` reads a header or a file for each item.
+
+    If the disk answers the first reads late, as storage behind a network does, threads do the other
+    reads at the same time. The iteration ends at the first error, in the order of the items.
+    """
+    rest, spent_s = iter(items), 0.0
+    for item in islice(rest, _FIRST_READS):
+        start_s = time.monotonic()
+        value = function(item)
+        spent_s += time.monotonic() - start_s
+        yield value
+        if spent_s >= _LATE_S:
+            break
+    if spent_s < _LATE_S:
+        yield from map(function, rest)
+        return
+    with ThreadPoolExecutor(_THREADS) as pool:
+        # Each thread gets a context, so that ``remembering`` holds in it, too.
+        others = [(copy_context(), item) for item in rest]
+        yield from pool.map(lambda one: one[0].run(function, one[1]), others)
 
 
 def read_start(path: Path) -> bytes:
@@ -455,8 +481,8 @@ def no_model(folder: Path) -> CheckpointError:  # noqa: PLR0911 (one for each ki
             broken := broken_link(folder / name)
         ):
             return broken
-    if pipeline.is_pipeline(folder) and (found := pipeline.read(folder)).models:
-        return found.refused()
+    if pipeline.is_pipeline(folder) and (whole := pipeline.read(folder)).models:
+        return whole.refused()
     weights = [name for name in names if name.endswith(WEIGHTS)]
 
     def refused(what: str, repair: str) -> CheckpointError:

@@ -69,7 +69,7 @@ _SAFE: Final = frozenset({
 
 
 class Malformed(Exception):
-    """The pickle is invalid, or describes an impossible tensor."""
+    """The pickle is invalid, or describes an impossible tensor; the place in bytes may be the second argument."""
 
 
 class _Ended(Malformed):
@@ -313,21 +313,19 @@ class _Reader(pickle.Unpickler):
 
     def _persistent(self, identity: Any) -> Storage | Named:
         """Return the record for a persistent id of torch: a storage, or the class of a pickled module."""
-        if not isinstance(identity, tuple) or len(identity) < 2:
-            raise Malformed("a persistent id does not describe a storage")
-        if identity[0] == "module" and isinstance(identity[1], Named):
-            return identity[1]
-        if identity[0] != "storage" or len(identity) < 5:
-            raise Malformed("a persistent id does not describe a storage")
-        kind, key, _location, numel = identity[1:5]
-        if len(identity) > 5 and identity[5] is not None:
+        match identity:
+            case ("module", Named() as kind, *_):
+                return kind
+            case ("storage", Named(name), str(key), _, numel, *view):
+                pass
+            case _:
+                raise Malformed("a persistent id does not describe a storage")
+        if view and view[0] is not None:
             raise Malformed("a storage is a view of another, as torch wrote before 0.4")
-        if not isinstance(kind, Named) or not isinstance(key, str):
-            raise Malformed("a storage has no type or no key")
-        if not (dtype := _STORED.get(kind.name, "")):
+        if not (dtype := _STORED.get(name, "")):
             raise CheckpointError(
                 f"{self._path}: the pickle holds more than tensors, and weighin did NOT execute it: it"
-                f" refers to {kind.name}",
+                f" refers to {name}",
                 "if you trust the file, load the file with torch and save plain weights:"
                 " torch.save(model.state_dict(), ...)",
             )

@@ -12,13 +12,9 @@ The older format is, as torch.save(..., _use_new_zipfile_serialization=False) st
 """
 
 import io
-import mmap
 import os
 import struct
-import time
 import zipfile
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -27,15 +23,16 @@ from weighin.errors import CheckpointError
 from weighin.stream import pickles
 from weighin.stream.foreign import (
     AGAIN,
-    LATE_S,
     RESAVE,
     SHARDS,
-    THREADS,
     check_present,
+    damaged,
     is_legacy,
     is_zip,
+    map_late,
     other_zip,
     resaving,
+    truncated,
     unknown,
     unreadable,
 )
@@ -49,8 +46,6 @@ VERSION: Final = 1001
 
 _MOST_DIRECTORY_BYTES: Final = 8 * 1024**2  # of a zip file: the directory of 100,000 tensors
 _LOCAL_BYTES: Final = 30  # of a record's own header, before its name
-_MOST_AHEAD_BYTES: Final = 1024**2  # of the pickle's record, which the kernel reads ahead
-_BLOCK_BYTES: Final = 64 * 1024  # one read takes all headers in a block of this size
 
 Record = tuple[int, int]
 """The offset of a record's first byte in the file, and the record's size in bytes."""
@@ -76,7 +71,7 @@ class TorchFile:
         """
         start, size = self.places.get(tensor.name, (0, 0))
         if tensor.storage_bytes != size:  # torch.load refuses a longer record, too
-            raise _damaged(
+            raise damaged(
                 self.path,
                 f"the storage of {shown(name)} has {tensor.storage_bytes:,} bytes, but its record in"
                 f" the file has {size:,}",
@@ -131,10 +126,16 @@ class _Window:
         self._at += len(data)
         return data
 
+    def header(self, record: zipfile.ZipInfo) -> bytes:
+        """Return the header before a record; b"" if it does not lie in the archive."""
+        at = record.header_offset
+        is_inside = 0 <= at <= self.length - _LOCAL_BYTES
+        return os.pread(self.descriptor, _LOCAL_BYTES, self.base + at) if is_inside else b""
+
     def bytes_at(self, at: int, size: int) -> bytes:
         data = os.pread(self.descriptor, size, self.base + at) if at + size <= self.length else b""
         if len(data) != size:
-            raise _damaged(self.path, f"truncated: it ends before byte {at + size:,}")
+            raise damaged(self.path, f"truncated: it ends before byte {at + size:,}")
         return data
 
 
@@ -219,25 +220,28 @@ def _zip_file(window: _Window) -> TorchFile:
 
 def _records(window: _Window) -> dict[str, Record]:  # noqa: PLR0912 (one for each fault)
     """Return the records of a zip archive, which lie apart in the file and have different names."""
-    path, start_s = window.path, time.monotonic()
+    path = window.path
     try:
         archive = zipfile.ZipFile(window)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as error:  # fmt: skip
         if "not a zip file" in str(error):
             what = "truncated: the zip archive has no end record"
             raise CheckpointError(f"{path}: {what}", AGAIN) from None
-        raise _damaged(path, f"{error}") from None
+        raise damaged(path, f"{error}") from None
     except OSError as error:
         if error.errno is not None:  # of the disk
             raise
-        raise _damaged(path, f"{error}") from None  # of the window
-    infos = archive.infolist()
+        raise damaged(path, f"{error}") from None  # of the window
+    infos, end = archive.infolist(), archive.start_dir
     if other := other_zip(path, [info.filename for info in infos]):
         raise other
-    headers = _headers_ahead(window, infos, late=time.monotonic() - start_s >= LATE_S)
+    if hasattr(os, "posix_fadvise"):  # the disk may read all headers at the same time
+        for at in (info.header_offset for info in infos if 0 <= info.header_offset < end):
+            size = io.DEFAULT_BUFFER_SIZE
+            os.posix_fadvise(window.descriptor, window.base + at, size, os.POSIX_FADV_WILLNEED)
     records: dict[str, Record] = {}
     folded: dict[bytes, str] = {}
-    for info in infos:
+    for info, header in zip(infos, map_late(window.header, infos), strict=True):
         name = info.filename
         if info.flag_bits & 1:
             raise CheckpointError(
@@ -248,78 +252,31 @@ def _records(window: _Window) -> dict[str, Record]:  # noqa: PLR0912 (one for ea
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise CheckpointError(f"{path}: record {shown(name)} is compressed", resaving(path))
         if name in records:
-            raise _damaged(path, f"record {shown(name)} occurs twice")
+            raise damaged(path, f"record {shown(name)} occurs twice")
         # Only ASCII's case, as torch.load ignores it.
         lower = name.encode("utf-8", "surrogatepass").lower()
-        if (other := folded.setdefault(lower, name)) != name:
-            raise _damaged(
+        if (other_name := folded.setdefault(lower, name)) != name:
+            raise damaged(
                 path,
-                f"the names of the records {shown(other)} and {shown(name)} differ only in case,"
+                f"the names of the records {shown(other_name)} and {shown(name)} differ only in case,"
                 " and torch.load reads one of them for both",
             )
-        at, header = info.header_offset, headers.get(info.header_offset, b"")
-        if len(header) < _LOCAL_BYTES and 0 <= at <= archive.start_dir - _LOCAL_BYTES:
-            header = window.bytes_at(at, _LOCAL_BYTES)
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        records[name] = at + _LOCAL_BYTES + lengths, info.file_size
-        if not header.startswith(b"PK\3\4") or sum(records[name]) > archive.start_dir:
-            raise _damaged(path, f"record {shown(name)} at byte {at:,} lies outside the archive")
-    end, before = 0, ""
-    for name, (at, size) in sorted(records.items(), key=lambda item: item[1][0]):
-        if at < end:
-            raise _damaged(path, f"record {shown(name)} overlaps record {shown(before)}")
-        end, before = at + size, name
+        at = info.header_offset + _LOCAL_BYTES + lengths
+        records[name] = at, info.file_size
+        if not header.startswith(b"PK\3\4") or at + info.file_size > end:
+            raise damaged(
+                path,
+                f"record {shown(name)} at byte {info.header_offset:,} lies outside the archive",
+            )
+    at, before = 0, ""
+    for name, (begin, size) in sorted(records.items(), key=lambda item: item[1][0]):
+        if begin < at:
+            raise damaged(path, f"record {shown(name)} overlaps record {shown(before)}")
+        at, before = begin + size, name
     if min((info.header_offset for info in infos), default=0):
-        raise _damaged(path, "something lies before the archive, where torch.load would read it")
+        raise damaged(path, "something lies before the archive, where torch.load would read it")
     return records
-
-
-def _headers_ahead(
-    window: _Window, infos: Iterable[zipfile.ZipInfo], *, late: bool
-) -> dict[int, bytes]:
-    """Ask the kernel to read the records' own headers ahead. If ``late`` (the disk answers slowly, as
-    storage behind a network does), read all of them at the same time, and return them by offset.
-
-    These reads bypass the page cache where they can: FUSE sends at most 12 requests of read-ahead at
-    a time.
-    """
-    if window.base:  # an archive inside another file has few records
-        return {}
-    descriptor, size = window.descriptor, window.length
-    blocks: dict[int, list[int]] = {}
-    for info in (info for info in infos if 0 <= info.header_offset < size):
-        at = info.header_offset
-        blocks.setdefault(at // _BLOCK_BYTES * _BLOCK_BYTES, []).append(at)
-        if hasattr(os, "posix_fadvise") and not (late and "/data/" in info.filename):
-            ahead = min(info.file_size, _MOST_AHEAD_BYTES) if late else 0
-            ahead += io.DEFAULT_BUFFER_SIZE
-            os.posix_fadvise(descriptor, at, ahead, os.POSIX_FADV_WILLNEED)
-    if not late:
-        return {}
-    try:
-        flags = os.O_RDONLY | getattr(os, "O_DIRECT", 0)
-        direct = os.open(f"/proc/self/fd/{descriptor}", flags)
-    except OSError:  # tmpfs, some network file systems
-        direct = os.dup(descriptor)
-
-    def read(block: tuple[int, list[int]]) -> dict[int, bytes]:
-        start, places = block
-        with mmap.mmap(-1, _BLOCK_BYTES + mmap.PAGESIZE) as buffer:  # aligned, as direct reads need
-            try:
-                length = os.preadv(direct, [buffer], start)
-            except OSError:
-                return {}
-            return {
-                at: buffer[at - start : min(at - start + _LOCAL_BYTES, length)] for at in places
-            }
-
-    try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            return {
-                at: one for found in pool.map(read, blocks.items()) for at, one in found.items()
-            }
-    finally:
-        os.close(direct)
 
 
 def _open_legacy(path: Path, key: str) -> TorchFile:
@@ -327,7 +284,7 @@ def _open_legacy(path: Path, key: str) -> TorchFile:
         with path.open("rb") as file:
             magic, version, system = (pickles.load(path, file).value for _ in range(3))
             if magic != MAGIC:
-                raise _damaged(path, "it does not begin with the magic number of torch before 1.6")
+                raise damaged(path, "it does not begin with the magic number of torch before 1.6")
             if version != VERSION:
                 what = f"format version {shown(version)}, but this weighin reads {VERSION}"
                 raise CheckpointError(f"{path}: {what}", resaving(path))
@@ -345,9 +302,9 @@ def _legacy_places(
     path: Path, file: BinaryIO, storages: dict[str, pickles.Storage], keys: Any
 ) -> dict[str, Record]:
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise _damaged(path, "its list of storages is not a list of strings")
+        raise damaged(path, "its list of storages is not a list of strings")
     if len(set(keys)) != len(keys) or set(keys) != set(storages):
-        raise _damaged(path, "its list of storages does not match its tensors")
+        raise damaged(path, "its list of storages does not match its tensors")
     file_bytes, at = os.fstat(file.fileno()).st_size, file.tell()
     places: dict[str, Record] = {}
     for key in keys:
@@ -355,23 +312,15 @@ def _legacy_places(
         numel = int.from_bytes(os.pread(file.fileno(), 8, at), "little")
         places[key] = at + 8, storage.nbytes
         if (end := sum(places[key])) > file_bytes:
-            raise CheckpointError(
-                f"{path}: truncated: storage {shown(key)} ends at byte {end:,}, but the file ends at"
-                f" byte {file_bytes:,}",
-                AGAIN,
-            )
+            raise truncated(path, f"storage {shown(key)}", end, file_bytes)
         if numel != storage.numel:
-            raise _damaged(
+            raise damaged(
                 path,
                 f"storage {shown(key)} at byte {at:,} has {numel:,} elements, but its tensors need"
                 f" {storage.numel:,}",
             )
         at = end
     return places
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: damaged: {what}", RESAVE)
 
 
 def _big_endian(path: Path) -> CheckpointError:
