@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError, extra
-from weighin.stream.foreign import AGAIN, SHARDS, check_present, first_bytes, once, unreadable
+from weighin.stream.foreign import (
+    AGAIN,
+    SHARDS,
+    check_present,
+    first_bytes,
+    once,
+    truncated,
+    unreadable,
+)
 from weighin.stream.slices import LARGEST, MOST_DIMENSIONS, Checkpoint, Slice, is_sizes, row_major
 from weighin.text import few, shown
 
@@ -134,24 +142,22 @@ def read(path: Path) -> Checkpoint:
     file = file_of(path)
     parts = [file]
     if match := _PART.fullmatch(file.name):
-        count = int(match[3])
-        names = (
-            f"{match[1]}-{number:05d}-of-{match[3]}{_SUFFIX}" for number in range(1, count + 1)
-        )
+        stem, _, count = match.groups()
+        names = (f"{stem}-{number:05d}-of-{count}{_SUFFIX}" for number in range(1, int(count) + 1))
         parts = [file.with_name(name) for name in names]
         if absent := next((part for part in parts if not part.is_file()), None):
             raise CheckpointError(
-                f"{file}: one of {count} parts of a model, but the part {absent.name} is missing",
+                f"{file}: one of {int(count)} parts of a model, but the part {absent.name} is missing",
                 "copy or download the missing part into the folder of the others",
             )
     places: dict[str, Slice] = {}
     for part in parts:
         metadata, tensors = read_tables(part)
-        count = metadata.get("split.count", 1)
-        if isinstance(count, int) and count > len(parts):
+        of = metadata.get("split.count", 1)
+        if isinstance(of, int) and of > len(parts):
             raise CheckpointError(
-                f"{part}: one of {count} parts of a model, but the file's name does not say which part",
-                f"name the parts as llama.cpp does: {part.stem}-00001-of-{count:05d}{_SUFFIX}",
+                f"{part}: one of {of} parts of a model, but the file's name does not say which part",
+                f"name the parts as llama.cpp does: {part.stem}-00001-of-{of:05d}{_SUFFIX}",
             )
         for place in tensors:
             if place.name in places:
@@ -204,17 +210,22 @@ class _Tables:
                 what = "a GGUF file of a big-endian machine"
             raise CheckpointError(f"{self._file}: {what}", _CONVERT)
         tensors, count = self._number("<Q"), self._number("<Q")
-        self._check_count(tensors, _LEAST_TENSOR, "tensors")
-        self._check_count(count, _LEAST_METADATUM, "metadata")
+        self._check_fits(tensors, _LEAST_TENSOR, "tensors")
+        self._check_fits(count, _LEAST_METADATUM, "metadata", count)
         if tensors > _MOST_TENSORS:
             raise self._too_many(f"{tensors:,} tensors", _MOST_TENSORS)
-        self._count(count)
         metadata: dict[str, Any] = {}
         for _ in range(count):
             key = self._text("a key")
             if (value := self._value(self._number("<I"), key, 1)) is not None:
                 metadata[key] = value
-        entries = [self._entry() for _ in range(tensors)]
+        entries = []
+        for _ in range(tensors):
+            name, dimensions = self._text("a tensor's name"), self._number("<I")
+            if dimensions > MOST_DIMENSIONS:
+                raise self._damaged(f"{shown(name)} has {dimensions:,} dimensions")
+            shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
+            entries.append((name, shape, self._number("<I"), self._number("<Q")))
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0:
             raise self._damaged("general.alignment is no positive number")
@@ -222,39 +233,25 @@ class _Tables:
         return metadata, [self._place(metadata, start, *entry) for entry in entries]
 
     def _value(self, kind: int, key: str, depth: int) -> Any:
-        """Return a number or text of the metadata; skip an array or a long text and return None."""
-        if kind in _SCALARS:
-            return self._number(_SCALARS[kind])
+        """Return a number, a text or ComfyUI's shape; skip another array or a long text, return None."""
+        if form := _SCALARS.get(kind):
+            return self._number(form)
         if kind == _STRING:
             length = self._number("<Q")
-            if length <= _LONGEST:
-                return self._take(length).decode(errors="replace")
-            return self._skip(length)
+            is_long = length > _LONGEST
+            return self._skip(length) if is_long else self._take(length).decode(errors="replace")
         if kind != _ARRAY or depth > _DEEPEST:
             raise self._damaged(f"{shown(key)} has the type {kind}, which weighin does not know")
         kind, count = self._number("<I"), self._number("<Q")
-        if key.startswith(_COMFY):
-            if kind not in _SCALARS or count > MOST_DIMENSIONS:
-                raise self._damaged(f"{shown(key)} is no shape")
-            return tuple(self._number(_SCALARS[kind]) for _ in range(count))
-        if kind in _SCALARS:
-            return self._skip(count * struct.calcsize(_SCALARS[kind]))
-        self._check_count(count, 8, f"values of {shown(key)}")
-        self._count(count if kind == _STRING else count * _ARRAY_VALUES)
+        if form := _SCALARS.get(kind):
+            if key.startswith(_COMFY) and count <= MOST_DIMENSIONS:
+                return tuple(self._number(form) for _ in range(count))
+            return self._skip(count * struct.calcsize(form))
+        values = count if kind == _STRING else count * _ARRAY_VALUES
+        self._check_fits(count, 8, f"values of {shown(key)}", values)
         for _ in range(count):
-            if kind == _STRING:
-                self._skip(self._number("<Q"))
-            else:
-                self._value(kind, key, depth + 1)
+            self._value(kind, key, depth + 1)
         return None
-
-    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._text("a tensor's name")
-        dimensions = self._number("<I")
-        if dimensions > MOST_DIMENSIONS:
-            raise self._damaged(f"{shown(name)} has {dimensions:,} dimensions")
-        shape = struct.unpack(f"<{dimensions}Q", self._take(8 * dimensions))
-        return name, shape[::-1], self._number("<I"), self._number("<Q")
 
     def _place(
         self, metadata: Metadata, start: int, name: str, shape: tuple[int, ...], kind: int, at: int
@@ -278,11 +275,7 @@ class _Tables:
             raise self._damaged(f"{shown(name)} has the shape {own}, which torch cannot represent")
         length, offset = prod(shape) // block * block_bytes, start + at
         if offset + length > self._size:
-            raise CheckpointError(
-                f"{self._file}: truncated: {shown(name)} ends at byte {offset + length:,}, and the file"
-                f" at byte {self._size:,}",
-                AGAIN,
-            )
+            raise truncated(self._file, shown(name), offset + length, self._size)
         dtype = _DTYPES.get(encoding, "float32")  # of dequantised elements
         quantised = "" if encoding in _DTYPES else encoding
         place = name, own, row_major(own), dtype, self._file, offset, offset, length
@@ -309,24 +302,24 @@ class _Tables:
             raise self._cut_off()
         self._stream.seek(length, os.SEEK_CUR)
 
-    def _check_count(self, count: int, least_bytes: int, what: str) -> None:
+    def _check_fits(self, count: int, least_bytes: int, what: str, values: int = 0) -> None:
+        """Raise CheckpointError if the file is too short for ``count`` entries, or has too many values
+        of metadata.
+        """
         if count * least_bytes > self._size - self._stream.tell():
             raise self._damaged(f"{count:,} {what} do not fit into the file's {self._size:,} bytes")
-
-    def _count(self, values: int) -> None:
-        """Raise CheckpointError if the metadata has more values than weighin walks through."""
         self._values += values
         if self._values > _MOST_VALUES:
             raise self._too_many("too many values in its metadata", _MOST_VALUES)
+
+    def _cut_off(self) -> CheckpointError:
+        what = f"truncated: the file ends at byte {self._size:,}, within its tables"
+        return CheckpointError(f"{self._file}: {what}", AGAIN)
 
     def _too_many(self, what: str, most: int) -> CheckpointError:
         return CheckpointError(
             f"{self._file}: {what}, more than the {most:,} that weighin reads in one file", SHARDS
         )
-
-    def _cut_off(self) -> CheckpointError:
-        what = f"truncated: the file ends at byte {self._size:,}, within its tables"
-        return CheckpointError(f"{self._file}: {what}", AGAIN)
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._file}: damaged tables: {what}", AGAIN)
@@ -349,29 +342,10 @@ def rows(where: Slice) -> "Iterator[torch.Tensor]":
     Raises:
         CheckpointError, ConfigError: as for ``decoded``.
     """
-    import torch
-
     columns = where.shape[-1]
-    count = max(1, _FEW_ELEMENTS // max(1, columns)) * columns
-    if not where.nbytes:
-        return
-    if where.encoding:
-        yield from (piece.view(-1, columns) for piece in decoded(where, count))
-        return
-    for content in _stored(where, where.nbytes, count * where.dtype.itemsize):
-        yield torch.frombuffer(bytearray(content), dtype=where.dtype).float().view(-1, columns)
-
-
-def _stored(where: Slice, all_bytes: int, piece_bytes: int) -> Iterator[bytes]:
-    with where.file.open("rb") as file:
-        file.seek(where.offset)
-        for start in range(0, all_bytes, piece_bytes):
-            content = file.read(min(piece_bytes, all_bytes - start))
-            if len(content) < min(piece_bytes, all_bytes - start):
-                raise CheckpointError(
-                    f"{where.file}: another program truncated the file while weighin read it", AGAIN
-                )
-            yield content
+    if where.nbytes:
+        for piece in decoded(where, max(1, _FEW_ELEMENTS // columns) * columns):
+            yield piece.view(-1, columns)
 
 
 def decoded(where: Slice, piece_elements: int) -> "Iterator[torch.Tensor]":
@@ -387,18 +361,29 @@ def decoded(where: Slice, piece_elements: int) -> "Iterator[torch.Tensor]":
     import torch
 
     check_decoded([where])
-    with extra("gguf", f"reading {shown(where.name)}, which is quantised to {where.encoding},"):
-        from gguf import GGMLQuantizationType, quants
-    kind, block, size = _BLOCKS[where.encoding]
-    row = _ROW_ELEMENTS // block * size
-    for content in _stored(where, where.storage_bytes, piece_elements // block * size):
-        codes = np.frombuffer(content, np.uint8)
-        whole = len(content) // row * row
-        piece, at = torch.empty(len(content) // size * block), 0
-        for part in (codes[:whole].reshape(-1, row), codes[whole:].reshape(1, -1)):
-            if part.size:
-                with np.errstate(all="ignore"):  # a scale may be infinite
-                    values = quants.dequantize(part, GGMLQuantizationType(kind)).reshape(-1)
-                piece[at : at + values.size] = torch.from_numpy(values)
-                at += values.size
-        yield piece
+    kind, block, size = _BLOCKS.get(where.encoding, (0, 1, where.dtype.itemsize))
+    if where.encoding:
+        with extra("gguf", f"reading {shown(where.name)}, which is quantised to {where.encoding},"):
+            from gguf import GGMLQuantizationType, quants
+    row, piece_bytes = _ROW_ELEMENTS // block * size, piece_elements // block * size
+    with where.file.open("rb") as file:
+        file.seek(where.offset)
+        for start in range(0, where.storage_bytes, piece_bytes):
+            content = file.read(min(piece_bytes, where.storage_bytes - start))
+            if len(content) < min(piece_bytes, where.storage_bytes - start):
+                raise CheckpointError(
+                    f"{where.file}: another program truncated the file while weighin read it", AGAIN
+                )
+            if not where.encoding:
+                yield torch.frombuffer(bytearray(content), dtype=where.dtype).float()
+                continue
+            codes = np.frombuffer(content, np.uint8)
+            whole = len(content) // row * row
+            piece, at = torch.empty(len(content) // size * block), 0
+            for part in (codes[:whole].reshape(-1, row), codes[whole:].reshape(1, -1)):
+                if part.size:
+                    with np.errstate(all="ignore"):  # a scale may be infinite
+                        values = quants.dequantize(part, GGMLQuantizationType(kind)).reshape(-1)
+                    piece[at : at + values.size] = torch.from_numpy(values)
+                    at += values.size
+            yield piece

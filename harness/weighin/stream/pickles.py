@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError
 from weighin.stream.foreign import AGAIN, RESAVE
-from weighin.stream.slices import ITEM_BYTES, LARGEST, Slice, frozen_in_types, is_sizes
+from weighin.stream.slices import ITEM_BYTES, LARGEST, Slice, is_sizes
 from weighin.text import shown
 
 MOST_BYTES: Final = 32 * 1024**2
@@ -169,7 +169,7 @@ class Size(tuple[int, ...]):
     __slots__ = ()
 
 
-@frozen_in_types
+@dataclass(slots=True, unsafe_hash=True)
 class Storage:
     """A storage: the key in the file, the dtype, and the number of elements."""
 

@@ -30,6 +30,7 @@ from weighin.stream.foreign import (
     is_safetensors,
     no_duplicates,
     read_start,
+    truncated,
     unknown,
     unreadable,
 )
@@ -75,29 +76,16 @@ def read(path: Path) -> Checkpoint:
             that torch lacks. The message names the faulty tensor or byte offset.
     """
     text, file_bytes = _header(path)
-    start = 8 + len(text)
-    is_long = len(text) > _MOST_TEXT_BYTES or text.count(b",") > _MOST_COMMAS
-    is_long = is_long or text.count(b":") > _MOST_COLONS
-    if is_long or text.count(b"[") + text.count(b"{") > _MOST_BRACKETS:
-        raise CheckpointError(
-            f"{path}: its header lists more than weighin reads in one file", SHARDS
-        )
-    try:
-        entries = json.loads(text.decode(), object_pairs_hook=_fields)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise _damaged(path, f"the header is not JSON: {reason}") from error
-    if not isinstance(entries, dict):
-        raise _damaged(path, "the header is not a JSON object of tensors")
-    metadata = entries.pop(METADATA, None)
-    if metadata is None:
-        metadata = {}
+    entries = _parsed(path, text)
+    metadata: Any = entries.pop(METADATA, None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict):
         raise _damaged(path, f"{METADATA} is not a JSON object of strings")
     if odd := [key for key, value in metadata.items() if not isinstance(value, str)]:
         raise _damaged(path, f"{METADATA}: {shown(odd[0])} is not a string")
-    tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
-    _check_cover(path, tensors.values(), start, file_bytes)
+    start = 8 + len(text)
+    slices = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
+    _check_cover(path, slices.values(), start, file_bytes)
     parts = metadata.get(_PARTS)
     # The first rank's parts begin at 0, as whole tensors do: only the file's name tells them apart.
     if parts is not None and (_LATER.search(parts) or not _WHOLE.fullmatch(path.name)):
@@ -107,10 +95,9 @@ def read(path: Path) -> Checkpoint:
             "join the shards of all ranks: consolidate_safetensors_files(FOLDER, OUT, {name: 1 for"
             " each tensor}) in torch.distributed.checkpoint._consolidate_hf_safetensors",
         )
-    slices = dict(tensors)
     for name, first in metadata.items():
-        if name not in tensors and first in tensors and name not in {FORMAT, ORDER}:
-            slices[name] = replace(tensors[first], name=name)
+        if name not in entries and first in entries and name not in {FORMAT, ORDER}:
+            slices[name] = replace(slices[first], name=name)
     order: Any = list(slices)
     if ORDER in metadata:
         try:
@@ -128,6 +115,7 @@ def read(path: Path) -> Checkpoint:
 def _header(path: Path) -> tuple[bytes, int]:
     """Return the header's JSON text, and the size of the file."""
     head = check_present(path)
+    length = int.from_bytes(head[:8], "little")
     try:
         file_bytes, text = path.stat().st_size, read_start(path)[8:]
         if file_bytes < _SHORTEST:
@@ -135,9 +123,8 @@ def _header(path: Path) -> tuple[bytes, int]:
             raise CheckpointError(f"{path}: truncated: {least}", AGAIN)
         if not is_safetensors(head):
             raise unknown(path, head)
-        length = int.from_bytes(head[:8], "little")
         if 8 + length > file_bytes:
-            raise _truncated(path, "the header", 8 + length, file_bytes)
+            raise truncated(path, "the header", 8 + length, file_bytes)
         if len(text) < length:
             with path.open("rb") as file:
                 file.seek(8)
@@ -150,25 +137,42 @@ def _header(path: Path) -> tuple[bytes, int]:
     return text[:length], file_bytes
 
 
-def _fields(pairs: list[tuple[str, Any]]) -> Any:
-    """Return a JSON object as a dict; a tensor's as a tuple, of which the garbage collector keeps no
-    track: with 20,000 dicts, its passes take longer than the header.
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+    """Return the header as a dict, with a tuple (dtype, shape, offsets) for each well-formed tensor.
+
+    The garbage collector keeps no track of these tuples: with 20,000 dicts, its passes take longer
+    than the header.
     """
-    fields = no_duplicates(pairs)
-    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list):
-        return dtype, tuple(shape), tuple(offsets)
-    return fields
+
+    def fields(pairs: list[tuple[str, Any]]) -> Any:
+        found = no_duplicates(pairs)
+        dtype, shape, offsets = (found.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list):
+            return dtype, tuple(shape), tuple(offsets)
+        return found
+
+    if (
+        len(text) > _MOST_TEXT_BYTES
+        or text.count(b",") > _MOST_COMMAS
+        or text.count(b":") > _MOST_COLONS
+        or text.count(b"[") + text.count(b"{") > _MOST_BRACKETS
+    ):
+        what = "its header lists more than weighin reads in one file"
+        raise CheckpointError(f"{path}: {what}", SHARDS)
+    try:
+        entries = json.loads(text.decode(), object_pairs_hook=fields)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise _damaged(path, f"the header is not JSON: {reason}") from error
+    if not isinstance(entries, dict):
+        raise _damaged(path, "the header is not a JSON object of tensors")
+    return entries
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> Slice:
-    dtype: Any = None
-    shape: Any = None
-    offsets: Any = None
-    if isinstance(entry, tuple):
-        dtype, shape, offsets = entry
-    elif isinstance(entry, dict):
-        dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if isinstance(entry, dict):
+        entry = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    dtype, shape, offsets = entry if isinstance(entry, tuple) else (None, None, None)
     if not isinstance(dtype, str) or dtype not in DTYPES:
         whose = "torch does not have" if dtype in _NOT_IN_TORCH else "weighin does not know"
         raise CheckpointError(
@@ -205,22 +209,13 @@ def _check_cover(path: Path, tensors: Iterable[Slice], data_start: int, file_byt
     for one in sorted(tensors, key=lambda one: (one.offset, one.storage_bytes)):
         if one.offset != at:
             fault = "overlaps" if one.offset < at else "leaves a gap after"
-            before = before if before == "the header" else f"tensor {shown(before)}"
             what = f"tensor {shown(one.name)} at byte {one.offset:,} {fault} {before}"
             raise _damaged(path, what)
-        at, before = at + one.storage_bytes, one.name
+        at, before = at + one.storage_bytes, f"tensor {shown(one.name)}"
         if at > file_bytes:
-            raise _truncated(path, f"tensor {shown(before)}", at, file_bytes)
+            raise truncated(path, before, at, file_bytes)
     if at != file_bytes:
-        before = before if before == "the header" else f"tensor {shown(before)}"
         raise _damaged(path, f"{file_bytes - at:,} bytes after {before} belong to no tensor")
-
-
-def _truncated(path: Path, what: str, end: int, file_bytes: int) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: truncated: {what} ends at byte {end:,}, but the file ends at byte {file_bytes:,}",
-        AGAIN,
-    )
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

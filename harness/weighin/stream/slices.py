@@ -5,12 +5,12 @@ describes checkpoints with these types alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, Final
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.text import shown
@@ -56,20 +56,7 @@ def is_sizes(value: object) -> bool:
     return not [size for size in value if type(size) is not int or not 0 <= size <= LARGEST]
 
 
-Kind = TypeVar("Kind")
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def frozen_in_types(kind: type[Kind]) -> type[Kind]:
-    """Make a slotted dataclass whose fields mypy treats as read-only.
-
-    Making an instance of a really frozen dataclass takes five times as long, and a checkpoint may
-    have 100,000 tensors.
-    """
-    return dataclass(slots=True, unsafe_hash=True)(kind)
-
-
-@frozen_in_types
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, which would take five times as long to make
 class Slice:
     """One tensor of a state dict, and its place in a file.
 
@@ -135,10 +122,10 @@ class Slice:
         Raises:
             CheckpointError: this version of torch does not have the dtype.
         """
-        dtype = _torch_dtype(self.dtype_name)
-        if dtype is None:
-            import torch  # not at the top: `weighin inspect` needs no torch
+        import torch  # not at the top: `weighin inspect` needs no torch
 
+        dtype: torch.dtype | None = getattr(torch, self.dtype_name, None)
+        if dtype is None:
             raise CheckpointError(
                 f"{self.file}: {shown(self.name)} has the dtype {self.dtype_name}; torch"
                 f" {torch.__version__} does not have this dtype",
@@ -149,13 +136,6 @@ class Slice:
     @property
     def contiguous(self) -> bool:
         return _is_row_major(self.shape, self.stride)
-
-
-@lru_cache
-def _torch_dtype(name: str) -> "torch.dtype | None":
-    import torch
-
-    return getattr(torch, name, None)
 
 
 @lru_cache

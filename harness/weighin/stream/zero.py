@@ -31,7 +31,6 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, is_sizes, row_major
-from weighin.stream.state_dicts import state_dict
 from weighin.stream.torch_files import open_zip
 from weighin.text import few, shown
 
@@ -167,15 +166,11 @@ class _ModelStates:
         with _reading(file, "model states of DeepSpeed"):
             pickled = open_zip(file)
             value = pickled.value
-            if any(
-                isinstance(value.get(key), list) for key in ("ds_autoep_layers", "autoep_layers")
-            ):
+            if any(isinstance(value.get(f"{of}autoep_layers"), list) for of in ("ds_", "")):
                 raise _experts_divided(file.parent, f"{file.name} has AutoEP layers")
-            state: Any = ({}, {}, None)
-            if value["module"] is not None:
-                state = state_dict(file, value, "module")
-            tensors, self._values, self._metadata = state
-            self.module = {name: pickled.slice(name, each) for name, each in tensors.items()}
+            is_here = value["module"] is not None
+            self._state = pickled.checkpoint("module") if is_here else Checkpoint()
+            self.module = {one.name: one for one in self._state}
             groups = value.get("param_shapes")
             if isinstance(groups, dict):  # DeepSpeed before 0.4 wrote one group
                 groups = [groups]
@@ -221,7 +216,7 @@ class _ModelStates:
             CheckpointError: no file has the values of a parameter.
         """
         found = Checkpoint()
-        found.metadata, found.values = self._metadata, self._values
+        found.metadata, found.values = self._state.metadata, self._state.values
         aliases = (name for name, source in self._shared.items() if source in stored)
         for name in dict.fromkeys([*self.module, *stored, *aliases]):
             where = stored.get(self._shared.get(name, name)) or stored.get(name)
@@ -256,18 +251,10 @@ class _Share:
             self.flats = [pickled.slice(f"{key}.{n}", flat) for n, flat in enumerate(flats)]
             count = state["partition_count"]  # a list has a number for each group of parameters
             self.ranks = max(count) if isinstance(count, list) else count
-            self._paddings = state.get("param_alignment_paddings")  # since DeepSpeed 0.19
+            paddings = state.get("param_alignment_paddings")  # since DeepSpeed 0.19
+            self.paddings = paddings if isinstance(paddings, list) and not self.is_stage_3 else None
             if type(self.ranks) is not int or self.ranks < 1:
                 raise ValueError
-
-    def paddings(self, group: int, count: int) -> list[int]:
-        """Return the number of padding elements after each of the ``count`` parameters of a group."""
-        if not isinstance(self._paddings, list) or self.is_stage_3:
-            return [0] * count
-        paddings: Any = self._paddings[group] if group < len(self._paddings) else None
-        if not is_sizes(paddings) or len(paddings) != count:
-            raise _incomplete(self.file, f"the paddings of group {group} are impossible")
-        return list(paddings)
 
 
 def _joined_shares(
@@ -283,10 +270,15 @@ def _joined_shares(
     # Under ZeRO 1 and 2, DeepSpeed pads a group to a multiple of a number that is even.
     aligned = 1 if is_stage_3 else 2 * len(shares)
     for number, shapes in enumerate(groups):
-        paddings = shares[0].paddings(number, len(shapes))
         rows = [one.flats for one in shares]  # of each of which every parameter has a part
         if not is_stage_3:
             rows = [[one.flats[number] for one in shares]]
+        paddings: Any = [0] * len(shapes)
+        if shares[0].paddings is not None:
+            paddings = shares[0].paddings[number] if number < len(shares[0].paddings) else None
+            if not is_sizes(paddings) or len(paddings) != len(shapes):
+                what = f"the paddings of group {number} are impossible"
+                raise _incomplete(shares[0].file, what)
         at = 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             size = prod(shape)
