@@ -30,6 +30,7 @@ from dataclasses import replace
 from hashlib import sha256
 from itertools import combinations
 from math import prod
+from operator import gt
 from pathlib import Path
 from typing import Any, Final
 
@@ -111,10 +112,10 @@ def read(path: Path, name: str, key: str = "") -> Checkpoint:
     return found
 
 
-def _check_name(name: object, what: str, error: Callable[[str], CheckpointError]) -> str:
-    """Return the file name in an index; raise the error if it leads out of the folder."""
+def _check_name(index: Path, name: object, what: str, repair: str) -> str:
+    """Return the file name in an index; raise CheckpointError if it leads out of the folder."""
     if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
-        raise error(f"the {what} lies outside the folder: {shown(name)}")
+        raise CheckpointError(f"{index}: the {what} lies outside the folder: {shown(name)}", repair)
     return name
 
 
@@ -133,16 +134,14 @@ def _shard_index(path: Path, name: str) -> Path | None:
 def _read_shards(
     index: Path, read_shard: Callable[[Path], Checkpoint], *, ties_in_map: bool
 ) -> Checkpoint:
-    def damaged(what: str) -> CheckpointError:
-        return CheckpointError(f"{index}: {what}", _SHARDS_AGAIN)
-
     content = read_object(index, _SHARDS_AGAIN)
     weight_map, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise damaged("damaged: no 'weight_map'")
+        raise damaged(index, "no 'weight_map'", _SHARDS_AGAIN)
     homes: dict[str, str] = {}  # the first key in each shard
     for key, shard in weight_map.items():
-        homes.setdefault(_check_name(shard, f"shard that holds {shown(key)}", damaged), key)
+        what = f"shard that holds {shown(key)}"
+        homes.setdefault(_check_name(index, shard, what, _SHARDS_AGAIN), key)
     for shard, key in homes.items():
         if not os.path.isfile(index.parent / shard):  # noqa: PTH113 (False for an impossible name)
             raise broken_link(index.parent / shard) or CheckpointError(
@@ -173,7 +172,8 @@ def _read_shards(
         and all(isinstance(name, str) for name in order)
         and sorted(order) == sorted(places)
     ):
-        raise damaged(f"{_ORDER} is not a list of the checkpoint's tensor names")
+        what = f"{_ORDER} is not a list of the checkpoint's tensor names"
+        raise CheckpointError(f"{index}: {what}", _SHARDS_AGAIN)
     names = dict.fromkeys(order or [*weight_map, *places])
     found = Checkpoint(places[name] for name in names if name in places)
     found.files = (index, *files)
@@ -231,42 +231,43 @@ def module_of(key: str) -> str:
 
 
 def _read_keys(folder: Path, fmt: str) -> Checkpoint:  # noqa: PLR0912 (one for each fault)
+    path = folder / INDEX_NAME
     again = f"convert the checkpoint again: weighin convert CHECKPOINT OUT --format {fmt}"
 
-    def damaged(what: str) -> CheckpointError:
-        return CheckpointError(f"{folder / INDEX_NAME}: {what}", again)
+    def refused(what: str) -> CheckpointError:
+        return CheckpointError(f"{path}: {what}", again)
 
     def are_keys(value: object) -> bool:
         return isinstance(value, list) and all(isinstance(key, str) for key in value)
 
-    index = read_object(folder / INDEX_NAME, again)
+    index = read_object(path, again)
     if index.get("format") != fmt:
-        raise damaged(f"not an index of the format {fmt}")
+        raise refused(f"not an index of the format {fmt}")
     if (version := index.get("version")) != INDEX_VERSION:
-        raise damaged(f"index of version {version!r}, but this weighin reads {INDEX_VERSION}")
+        raise refused(f"index of version {version!r}, but this weighin reads {INDEX_VERSION}")
     if not all(isinstance(index.get(name), kind) for name, kind in INDEX_FIELDS[fmt].items()):
-        raise damaged(f"damaged: no {' or no '.join(map(repr, INDEX_FIELDS[fmt]))}")
+        raise damaged(path, f"no {' or no '.join(map(repr, INDEX_FIELDS[fmt]))}", again)
     shared = index["shared"]
     files: Any = index.get("files")
     order: Any = index.get("order")
     if fmt == "per_param":
         files, order = {}, [*index["tensors"]]
         for key, name in index["tensors"].items():
-            own = _check_name(name, f"file that holds {shown(key)}", damaged)
+            own = _check_name(path, name, f"file that holds {shown(key)}", again)
             files.setdefault(own, []).append(key)
     homes: dict[str, str] = {}
     for name, keys in files.items():
         if not are_keys(keys) or not keys:
-            raise damaged(f"the keys of file {shown(name)} are not a list of strings")
-        _check_name(name, f"file that holds {shown(keys[0])}", damaged)
+            raise refused(f"the keys of file {shown(name)} are not a list of strings")
+        _check_name(path, name, f"file that holds {shown(keys[0])}", again)
         if not os.path.isfile(folder / name):  # noqa: PTH113 (False for an impossible name)
-            raise damaged(f"the file {shown(name)}, which holds {shown(keys[0])}, is missing")
+            raise refused(f"the file {shown(name)}, which holds {shown(keys[0])}, is missing")
         for key in keys:
             if key in homes:
-                raise damaged(f"{shown(key)} occurs twice")
+                raise refused(f"{shown(key)} occurs twice")
             homes[key] = name
     if not are_keys(order) or not homes or sorted(order) != sorted(homes):
-        raise damaged("'order' must name each tensor of 'files' exactly once, and no other")
+        raise refused("'order' must name each tensor of 'files' exactly once, and no other")
 
     def read_file(item: tuple[str, list[str]]) -> dict[str, Slice]:
         name, keys = item
@@ -286,9 +287,9 @@ def _read_keys(folder: Path, fmt: str) -> Checkpoint:  # noqa: PLR0912 (one for 
     for key, first in shared.items():
         one, other = places.get(key), places.get(first) if isinstance(first, str) else None
         if one is None or other is None or one.place != other.place:
-            raise damaged(f"{shown(key)} is tied to {shown(first)} but stored elsewhere")
+            raise refused(f"{shown(key)} is tied to {shown(first)} but stored elsewhere")
     found = Checkpoint(places[key] for key in order)
-    found.files = tuple(sorted([folder / INDEX_NAME, *(folder / name for name in files)]))
+    found.files = tuple(sorted([path, *(folder / name for name in files)]))
     return found
 
 
@@ -351,13 +352,13 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
             continue
         if isinstance(tensor, Opaque) and tensor.kind == _BYTES:
             values[name] = Opaque("pickled object")
-        else:
-            found.append(_dcp_tensor(path, name, tensor, places.get(name, []), archives))
-            keys = paths.get(name) if isinstance(paths, dict) else None
-            if isinstance(keys, tuple) and 1 < len(keys) <= _DEEPEST:
-                place = ".".join(one if isinstance(one, str) else shown(one) for one in keys[:-1])
-                if "optim" not in place.lower():
-                    sizes[place] = sizes.get(place, 0) + found[-1].nbytes
+            continue
+        found.append(_dcp_tensor(path, name, tensor, places.get(name, []), archives))
+        keys = paths.get(name) if isinstance(paths, dict) else None
+        if isinstance(keys, tuple) and 1 < len(keys) <= _DEEPEST:
+            inside = ".".join(one if isinstance(one, str) else shown(one) for one in keys[:-1])
+            if "optim" not in inside.lower():
+                sizes[inside] = sizes.get(inside, 0) + found[-1].nbytes
     if values and not key and (nested := largest(sizes)):
         what = f"not a flat state dict of tensors: {shown(next(iter(values)))} is not a tensor"
         raise CheckpointError(f"{path}: {what}", with_key(nested))
@@ -366,7 +367,7 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
 
 
 def _dcp_metadata(path: Path) -> Any:
-    """Return a dict of the attributes of the pickled metadata."""
+    """Return the attributes of the pickled metadata."""
     try:
         with path.open("rb") as file:
             pickled = pickles.load(path, file, resave=_DCP_AGAIN)
@@ -379,14 +380,13 @@ def _dcp_metadata(path: Path) -> Any:
                 f" refers to {name}",
                 f"if you trust the folder, {_MERGE}",
             )
-    metadata = pickled.value
-    if not isinstance(metadata, Opaque) or metadata.kind not in _METADATA:
+    if not isinstance(pickled.value, Opaque) or pickled.value.kind not in _METADATA:
         raise CheckpointError(f"{path}: not metadata of torch.distributed.checkpoint", _DCP_AGAIN)
-    return _fields(metadata)
+    return _fields(pickled.value)
 
 
 def _fields(value: Any) -> Any:
-    """Return a dict of the attributes that the pickle sets on an object; {} if it sets none."""
+    """Return the attributes that the pickle sets on an object."""
     state = value.contents[-1] if isinstance(value, Opaque) else None
     return state if isinstance(state, dict) else {}
 
@@ -415,21 +415,19 @@ def _dcp_tensor(  # noqa: PLR0912 (one for each fault)
     impossible = damaged(path, f"invalid shape or offset of {shown(key)}", _DCP_AGAIN)
     if not is_sizes(shape):
         raise impossible
-    shape = tuple(shape)
-    blocks: list[tuple[Any, Any, Any]] = []  # the start, shape and place of each
-    if len(places) == 1 and not (isinstance(chunks, list) and len(chunks) > 1):
-        blocks = [((0,) * len(shape), shape, places[0][1])]
-    else:
+    shape, chunks = tuple(shape), chunks if isinstance(chunks, list) else []
+    blocks = [((0,) * len(shape), shape, places[0][1])]  # the start, shape and place of each
+    if len(places) > 1 or len(chunks) > 1:
         by_start = {tuple(start): place for start, place in places if is_sizes(start)}
-        for chunk in map(_fields, chunks if isinstance(chunks, list) else ()):
+        blocks = []
+        for chunk in map(_fields, chunks):
             start, size = chunk.get("offsets"), chunk.get("sizes")
             if not (is_sizes(start) and is_sizes(size)):
                 raise impossible
-            if tuple(start) not in by_start:
-                raise damaged(
-                    path, f"the part of {shown(key)} at {tuple(start)} is missing", _DCP_AGAIN
-                )
-            blocks.append((tuple(start), tuple(size), by_start[tuple(start)]))
+            if (start := tuple(start)) not in by_start:
+                what = f"the part of {shown(key)} at {start} is missing"
+                raise damaged(path, what, _DCP_AGAIN)
+            blocks.append((start, tuple(size), by_start[start]))
         _check_tiles(path, key, shape, [(start, size) for start, size, _ in blocks])
     parts = []
     for start, size, place in blocks:
@@ -451,22 +449,21 @@ def _dcp_tensor(  # noqa: PLR0912 (one for each fault)
         parts.append(where)
     if len(parts) == 1:
         return replace(parts[0], start=())
-    whole = {"shape": shape, "stride": row_major(shape), "start": (), "parts": tuple(parts)}
-    return replace(parts[0], **whole)  # type: ignore[arg-type]
+    return replace(
+        parts[0], shape=shape, stride=row_major(shape), start=(), parts=tuple(parts)
+    )  # fmt: skip
 
 
 def _dcp_archive(index: Path, key: str, name: str, offset: int, length: int) -> Slice:
     """Return the tensor in one of the archives of a ``.distcp`` file."""
-    _check_name(
-        name, f"file that holds {shown(key)}", lambda what: CheckpointError(f"{index}: {what}", _DCP_AGAIN)
-    )  # fmt: skip
-    path = index.parent / name
+    what = f"file that holds {shown(key)}"
+    path = index.parent / _check_name(index, name, what, _DCP_AGAIN)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
             raise CheckpointError(f"{path}: not a file", _DCP_AGAIN)
-        size = path.stat().st_size
-        if offset + length > size:
-            raise truncated(path, shown(key), offset + length, size)
+        if offset + length > status.st_size:
+            raise truncated(path, shown(key), offset + length, status.st_size)
         return torch_files.read_one(path, key, offset, length)
     except OSError as error:
         raise unreadable(index.parent / plain(name), error) from error
@@ -478,9 +475,7 @@ def _check_tiles(
     """Raise CheckpointError unless at most 2,000 blocks contain each element, and exactly once."""
     for start, size in blocks:
         ends = [at + length for at, length in zip(start, size, strict=False)]
-        if not len(start) == len(size) == len(shape) or any(
-            end > length for end, length in zip(ends, shape, strict=True)
-        ):
+        if not len(start) == len(size) == len(shape) or any(map(gt, ends, shape)):
             what = f"the part of {shown(key)} at {start} is outside the shape {shape}"
             raise damaged(path, what, _DCP_AGAIN)
     if len(blocks) > _MOST_BLOCKS:

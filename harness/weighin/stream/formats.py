@@ -1,29 +1,12 @@
-"""List the supported formats of checkpoints, detect the format of a checkpoint, and read it.
+"""Detect the format of a checkpoint, and read it.
 
-=============  ====================================================================
-``pt``         one file, as ``torch.save(model.state_dict(), ...)`` writes it
-``pt_legacy``  one file, as torch wrote it before 1.6
-``safetensors`` one file: a JSON header and the tensors' bytes
-``per_param``  a folder: one file for each state-dict key, and ``index.json``
-``per_module`` a folder: one file for each layer or submodule, and ``index.json``
-``sharded``    a folder: Hugging Face's safetensors shards and their index
-``sharded_pt`` a folder: Hugging Face's ``.bin`` shards and their index
-``dcp``        a folder that ``torch.distributed.checkpoint`` wrote, with ``.metadata``
-=============  ====================================================================
+weighin reads and writes ``pt`` and ``pt_legacy`` (``torch_files``), ``safetensors``, and the folders
+``per_param``, ``per_module``, ``sharded``, ``sharded_pt`` and ``dcp`` (``folders``). weighin reads, but
+does not write, ``deepspeed`` and ``deepspeed_universal`` (``zero``), ``gguf`` (``gguf_files``) and
+``sentence_transformers``, the folder of a model whose parts lie in folders of their own.
 
-weighin reads these formats, but does not write them:
-
-=======================  ==========================================================
-``deepspeed``            DeepSpeed's folder of a step: ZeRO 1, 2, 3 or none
-``deepspeed_universal``  DeepSpeed's universal checkpoint: a folder for each weight
-``gguf``                 llama.cpp: a file, a part of a model, or a model's folder
-``sentence_transformers`` the folder of a model whose parts lie in folders of their own
-=======================  ==========================================================
-
-If a path is the folder of a whole training run, weighin reads the run's newest step.
-
-weighin also writes files in the format of the package ``tensorizer``, for the strategy of that
-name, which alone reads them.
+If a path is the folder of a whole training run, weighin reads the run's newest step. weighin also
+writes files in the format of the package ``tensorizer``, which alone reads them.
 """
 
 from collections.abc import Sequence

@@ -72,12 +72,13 @@ def write(
         FormatLimit: there are more tensors than the format, or weighin's reader of it, allows.
         ValueError: the pieces of a tensor together have another size than the tensor.
     """
+    values = _Values(pieces, progress)
     if fmt in folders.SHARD_INDEXES:
-        _write_shards(fmt, target, tensors, pieces, progress, max_shard_bytes)
+        _write_shards(fmt, target, tensors, values, max_shard_bytes)
     elif fmt in INDEX_FIELDS:
-        _write_keys(fmt, target, tensors, pieces, progress)
+        _write_keys(fmt, target, tensors, values)
     else:
-        _WRITE[fmt](target, tensors, pieces, progress)
+        _WRITE[fmt](target, tensors, values)
 
 
 # Holes
@@ -93,46 +94,51 @@ class _Hole:
     crc_places: tuple[int, ...] = ()
 
 
-def _fill(
-    path: Path, holes: Iterable[_Hole], pieces: Pieces | None, progress: Progress | None
-) -> None:
-    if pieces is None:
-        return
-    pending, lock = 0, threading.Lock()
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """What ``write`` puts into the holes, and tells its progress."""
 
-    def fill(hole: _Hole) -> None:
-        nonlocal pending
-        at, crc = 0, 0
-        for piece in pieces(hole.name):
-            data = memoryview(piece.detach().reshape(-1).view(torch.uint8).numpy().data)
-            if at + len(data) > hole.size:
+    pieces: Pieces | None
+    progress: Progress | None
+
+    def fill(self, path: Path, holes: Iterable[_Hole]) -> None:
+        if self.pieces is None:
+            return
+        pieces, pending, lock = self.pieces, 0, threading.Lock()
+
+        def fill(hole: _Hole) -> None:
+            nonlocal pending
+            at, crc = 0, 0
+            for piece in pieces(hole.name):
+                data = memoryview(piece.detach().reshape(-1).view(torch.uint8).numpy().data)
+                if at + len(data) > hole.size:
+                    at += len(data)
+                    break
+                _write_all(descriptor, data, hole.start + at)
                 at += len(data)
-                break
-            _write_all(descriptor, data, hole.start + at)
-            at += len(data)
-            if hole.crc_places:
-                crc = zlib.crc32(data, crc)
-            if progress is not None:
-                progress(len(data))
-            with lock:
-                pending += len(data)
-                is_due = pending >= _SYNC_EVERY_BYTES
+                if hole.crc_places:
+                    crc = zlib.crc32(data, crc)
+                if self.progress is not None:
+                    self.progress(len(data))
+                with lock:
+                    pending += len(data)
+                    is_due = pending >= _SYNC_EVERY_BYTES
+                    if is_due:
+                        pending = 0
                 if is_due:
-                    pending = 0
-            if is_due:
-                drop_written(descriptor)
-        if at != hole.size:
-            raise ValueError(
-                f"{hole.name!r}: {at} bytes or more were given for a tensor whose size in bytes is"
-                f" {hole.size}"
-            )
-        for place in hole.crc_places:
-            os.pwrite(descriptor, struct.pack("<I", crc), place)
+                    drop_written(descriptor)
+            if at != hole.size:
+                raise ValueError(
+                    f"{hole.name!r}: {at} bytes or more were given for a tensor whose size in bytes is"
+                    f" {hole.size}"
+                )
+            for place in hole.crc_places:
+                os.pwrite(descriptor, struct.pack("<I", crc), place)
 
-    with path.open("r+b") as file:
-        descriptor = file.fileno()
-        run_parallel(partial(fill, hole) for hole in holes)
-        drop_written(descriptor)
+        with path.open("r+b") as file:
+            descriptor = file.fileno()
+            run_parallel(partial(fill, hole) for hole in holes)
+            drop_written(descriptor)
 
 
 def run_parallel(jobs: Iterable[Callable[[], None]]) -> None:
@@ -197,9 +203,7 @@ def _with_holes(path: Path, value: object, names: Sequence[str]) -> list[_Hole]:
     return [holes[number] for number in sorted(holes)]
 
 
-def _write_pt(
-    target: Path, tensors: Plans, pieces: Pieces | None, progress: Progress | None
-) -> None:
+def _write_pt(target: Path, tensors: Plans, values: _Values) -> None:
     if len(tensors) > _MOST_PT_TENSORS:
         raise FormatLimit(
             f"{len(tensors):,} tensors are more than the {_MOST_PT_TENSORS:,} that weighin reads in"
@@ -207,12 +211,10 @@ def _write_pt(
             "write them in safetensors: --format safetensors",
         )
     names = [plan.name for plan in tensors if plan.shared_with is None]
-    _fill(target, _with_holes(target, _blanks(tensors), names), pieces, progress)
+    values.fill(target, _with_holes(target, _blanks(tensors), names))
 
 
-def _write_legacy(
-    target: Path, tensors: Plans, pieces: Pieces | None, progress: Progress | None
-) -> None:
+def _write_legacy(target: Path, tensors: Plans, values: _Values) -> None:
     stored = [plan for plan in tensors if plan.shared_with is None]
     for plan in stored:
         if plan.dtype not in torch.storage._dtype_to_storage_type_map():
@@ -242,7 +244,7 @@ def _write_legacy(
         holes.append(_Hole(plan.name, at + 8, plan.nbytes))
         at += 8 + plan.nbytes
     _write_fixed(target, fixed, at)
-    _fill(target, holes, pieces, progress)
+    values.fill(target, holes)
 
 
 def _write_fixed(target: Path, fixed: Mapping[int, bytes], size: int) -> None:
@@ -257,9 +259,7 @@ def _write_fixed(target: Path, fixed: Mapping[int, bytes], size: int) -> None:
 # safetensors
 
 
-def _write_safetensors(
-    target: Path, tensors: Plans, pieces: Pieces | None, progress: Progress | None
-) -> None:
+def _write_safetensors(target: Path, tensors: Plans, values: _Values) -> None:
     """Write a file in which the tensors with the widest elements come first, so that each offset is a
     multiple of the tensor's element size. The header keeps the order of ``tensors``.
     """
@@ -305,19 +305,14 @@ def _write_safetensors(
     head = len(text).to_bytes(8, "little") + text
     _write_fixed(target, {0: head}, len(head) + at)
     holes = [_Hole(plan.name, len(head) + begins[plan.name], plan.nbytes) for plan in stored]
-    _fill(target, holes, pieces, progress)
+    values.fill(target, holes)
 
 
 # Folders
 
 
 def _write_shards(
-    fmt: str,
-    target: Path,
-    tensors: Plans,
-    pieces: Pieces | None,
-    progress: Progress | None,
-    max_shard_bytes: int,
+    fmt: str, target: Path, tensors: Plans, values: _Values, max_shard_bytes: int
 ) -> None:
     """Write the shards, with all names of a tied tensor in one shard, then the index.
 
@@ -344,7 +339,7 @@ def _write_shards(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
-        write("pt" if is_pt else "safetensors", target / name, shard, pieces, progress)
+        (_write_pt if is_pt else _write_safetensors)(target / name, shard, values)
         weight_map |= {plan.name: name for plan in shard if is_pt or plan.shared_with is None}
     size = sum(plan.nbytes for plan in tensors if plan.shared_with is None)
     metadata: dict[str, Any] = {"total_size": size}
@@ -356,12 +351,10 @@ def _write_shards(
     write_text(target / index_name, json.dumps(index, indent=2) + "\n")
 
 
-def _write_keys(
-    fmt: str, target: Path, tensors: Plans, pieces: Pieces | None, progress: Progress | None
-) -> None:
+def _write_keys(fmt: str, target: Path, tensors: Plans, values: _Values) -> None:
     def write_one(plan: TensorPlan) -> None:
         file = target / file_name(plan.name)
-        _fill(file, _with_holes(file, _blank(plan), [plan.name]), pieces, progress)
+        values.fill(file, _with_holes(file, _blank(plan), [plan.name]))
 
     target.mkdir()
     if fmt == "per_param":
@@ -372,7 +365,7 @@ def _write_keys(
             module = folders.module_of(plan.shared_with or plan.name)
             modules.setdefault(module, []).append(plan)
         for module, plans in modules.items():
-            _write_pt(target / file_name(module), plans, pieces, progress)
+            _write_pt(target / file_name(module), plans, values)
     shared = {plan.name: plan.shared_with for plan in tensors if plan.shared_with is not None}
     write_index(fmt, target, [plan.name for plan in tensors], shared)
 
@@ -394,9 +387,7 @@ def write_index(fmt: str, folder: Path, keys: Iterable[str], shared: Mapping[str
     write_text(folder / INDEX_NAME, json.dumps(index, indent=1))
 
 
-def _write_dcp(
-    target: Path, tensors: Plans, pieces: Pieces | None, progress: Progress | None
-) -> None:
+def _write_dcp(target: Path, tensors: Plans, values: _Values) -> None:
     """Write each tensor as an archive of ``torch.save`` into one file, and the metadata.
 
     Tied keys refer to the same archive. torch's own writer needs whole tensors in memory.
@@ -421,7 +412,7 @@ def _write_dcp(
             places[plan.name] = at, length
             at += -(-length // _ALIGNMENT) * _ALIGNMENT
     scratch.unlink(missing_ok=True)
-    _fill(target / DCP_DATA, holes, pieces, progress)
+    values.fill(target / DCP_DATA, holes)
     write_bytes(target / DCP_INDEX, _dcp_metadata(tensors, places))
 
 
@@ -458,9 +449,7 @@ def _dcp_metadata(tensors: Plans, places: Mapping[str, tuple[int, int]]) -> byte
 # tensorizer
 
 
-def _write_tensorizer(
-    target: Path, tensors: Plans, pieces: Pieces | None, progress: Progress | None
-) -> None:
+def _write_tensorizer(target: Path, tensors: Plans, values: _Values) -> None:
     """Write a file with the package tensorizer, which alone reads it, for the strategy of that name.
 
     A tied weight is written only under the first of its names.
@@ -490,21 +479,21 @@ def _write_tensorizer(
     writer = TensorSerializer(str(target))
     try:
         for number, plan in enumerate(stored):
-            values, at = torch.empty(plan.shape, dtype=plan.dtype), 0
-            for piece in pieces(plan.name) if pieces else ():
-                values.view(-1)[at : at + piece.numel()] = piece.reshape(-1)
+            whole, at = torch.empty(plan.shape, dtype=plan.dtype), 0
+            for piece in values.pieces(plan.name) if values.pieces else ():
+                whole.view(-1)[at : at + piece.numel()] = piece.reshape(-1)
                 at += piece.numel()
-                if progress is not None:
-                    progress(piece.nbytes)
+                if values.progress is not None:
+                    values.progress(piece.nbytes)
             index = number % 2**16  # two bytes in the file; the strategy does not read them
-            writer.write_tensor(index, plan.name, TensorType.STATE_DICT, values)
+            writer.write_tensor(index, plan.name, TensorType.STATE_DICT, whole)
     finally:
         writer.close()
     with target.open("rb+") as file:
         drop_written(file.fileno())
 
 
-_WRITE: Final[Mapping[str, Callable[[Path, Plans, Pieces | None, Progress | None], None]]] = {
+_WRITE: Final[Mapping[str, Callable[[Path, Plans, _Values], None]]] = {
     "pt": _write_pt,
     "pt_legacy": _write_legacy,
     "safetensors": _write_safetensors,
