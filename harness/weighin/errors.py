@@ -88,7 +88,6 @@ class UnknownName(ConfigError):
         super().__init__(
             f"no {kind} is called {name!r}", f"{listing}; {repair}" if repair else listing
         )
-        self.name = name
 
 
 class IsolationUnavailable(HarnessError):

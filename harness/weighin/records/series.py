@@ -285,12 +285,12 @@ def over_ranks(results: Sequence[Result], searched_floors: Sequence[Floor]) -> l
     for group in grouped(loads, lambda one: replace(one.cell, ranks=1).series).values():
         ordered = sorted(group, key=lambda each: each.cell.ranks)
         by_ranks = grouped(ordered, lambda each: each.cell.ranks)
-        sizes = {
-            ranks: found.get(repeats[0].cell.series, middle(map(charge, repeats)))
-            for ranks, repeats in by_ranks.items()
+        charges = {
+            ranks: size
+            for ranks, same in by_ranks.items()
+            if (size := found.get(same[0].cell.series, middle(map(charge, same)))) is not None
         }
         if max(by_ranks) > 1:
-            charges = {ranks: size for ranks, size in sizes.items() if size is not None}
             model = next((each.model_bytes for each in group if each.model_bytes), None)
             series.append(RankSeries(replace(group[0].cell, ranks=1), by_ranks, charges, model))
     return series

@@ -159,12 +159,15 @@ _Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     BeforeValidator(lambda value: DTYPES.get(value, value) if isinstance(value, str) else value),
 ]
+_NAMED = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
 _Isolation = Literal["auto", "docker", "cgroup", "process"]
 _SET_BY_US = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HOME")
 _Environment = Annotated[dict[str, str], BeforeValidator(_as_environment)]
 _Limit = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_bytes))]
 _DEVICE: Final = matching(r"cpu|cuda(:\d+)?", "a device", "write cpu, cuda or cuda:1")
 _Path = Annotated[Path, PlainSerializer(str)]
+_Texts = Annotated[list[str], BeforeValidator(_as_list)]
+_Names = Annotated[list[str], BeforeValidator(_listed)]
 _Ranks = Annotated[int, Field(ge=1, le=64)]
 _Some = Annotated[list[_One], BeforeValidator(_listed), Field(min_length=1)]
 _Rate = Annotated[StrictInt | None, BeforeValidator(partial(_read, parse_rate))]
@@ -187,10 +190,6 @@ class Strict(BaseModel):
             field.alias or name: field.is_required() for name, field in cls.model_fields.items()
         }
 
-    @classmethod
-    def unknown(cls, _key: str, _context: str | None) -> str:
-        return "unknown key"
-
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, content: object, info: ValidationInfo) -> object:
@@ -201,8 +200,12 @@ class Strict(BaseModel):
         if unknown := [str(key) for key in content if key not in keys]:
             from difflib import get_close_matches  # here to save time: most files are right
 
-            near = get_close_matches(unknown[0], keys, n=1)
-            message, key = cls.unknown(unknown[0], info.context), unknown[0]
+            near, key = get_close_matches(unknown[0], keys, n=1), unknown[0]
+            is_other = any(
+                key in cls.keys(kind) for kind in _KINDS
+            )  # a key of the other kind of suite
+            on = "commands" if info.context == COMMANDS else "a model"
+            message = f"it has no effect on {on}" if is_other else "unknown key"
             hint = f"did you mean {near[0]!r}? " if near else ""
         elif lacking := [
             key for key, is_needed in keys.items() if is_needed and key not in content
@@ -295,17 +298,9 @@ class SuiteCommand(Strict):
     """What the command is called in reports and baselines. Each command has its own name."""
     command: Annotated[list[str], BeforeValidator(_as_command), Field(min_length=1)]
     """The program and its arguments: a list, or one text that is split as a shell splits it."""
-    cold: Annotated[
-        list[str],
-        BeforeValidator(_as_list),
-        Option(HOW, "run floor", "PATH", is_repeatable=True),
-    ] = []
+    cold: Annotated[_Texts, Option(HOW, "run floor", "PATH", is_repeatable=True)] = []
     """Drop this file or folder from the page cache before each start: else the pages that another program read before are missing in the figures."""
-    marks: Annotated[
-        list[str],
-        BeforeValidator(_as_list),
-        Option(HOW, "run", "REGEX", ("--mark",), is_repeatable=True),
-    ] = []
+    marks: Annotated[_Texts, Option(HOW, "run", "REGEX", ("--mark",), is_repeatable=True)] = []
     """Mark each line of output that matches this regular expression on the timeline."""
     environment: Annotated[
         _Environment, Option(HOW, "run floor", "NAME=VALUE", ("--env",), is_repeatable=True)
@@ -372,6 +367,9 @@ def _check_timeout(value: float, info: ValidationInfo) -> float:
         least = "greater than or equal to 0" if of_commands else "greater than 0"
         raise PydanticCustomError("too_small", "input should be {least}", {"least": least})
     return value
+
+
+_Limits = Annotated[_Some[_Limit], AfterValidator(_check_limits)]
 
 
 class Model(Strict):
@@ -443,9 +441,7 @@ class Load(Strict):
     """The loaded model's dtype: float32, bfloat16, float16, or auto, that of a Hugging Face folder's config.json, else float32."""
     cache: Annotated[Literal["cold", "warm"], Option(HOW, "bench", "STATE")] = "cold"
     """Whether the checkpoint is out of the page cache when the load begins (cold), or was read just before (warm)."""
-    format: Annotated[
-        list[str], BeforeValidator(_listed), Option(WHAT, "bench floor predict", "NAMES")
-    ] = []
+    format: Annotated[_Names, Option(WHAT, "bench floor predict", "NAMES")] = []
     """Formats of the checkpoint: pt, safetensors, sharded ... Default: what each strategy reads."""
     passes: int = 1
     """The number of forward passes of the use forward: each reads a mapped model that is larger than the limit again."""
@@ -457,9 +453,7 @@ class Load(Strict):
     """Rates to which the checkpoint's disk is slowed down: 50MB/s,none. It needs FUSE and weighin[disk]."""
     disk_latency: Annotated[_Some[_Latency], Option(LIMITS, "recommend", "TIMES")] = [None]
     """How much later the checkpoint's disk answers each request: 1ms,none. It needs FUSE and weighin[disk]."""
-    vram: Annotated[
-        _Some[_Limit], AfterValidator(_check_limits), Option(LIMITS, "recommend", "SIZES")
-    ] = [None]
+    vram: Annotated[_Limits, Option(LIMITS, "recommend", "SIZES")] = [None]
     """Limits of GPU memory without the CUDA context's own: 8g,none."""
     ram_high: Annotated[_Limit, AfterValidator(_check_limits)] = None
     """A soft RAM limit (cgroup v2), above which the kernel slows the process down and reclaims its memory."""
@@ -480,9 +474,7 @@ class Load(Strict):
 class Measure(Strict):
     """How each cell is limited, measured and repeated."""
 
-    ram: Annotated[
-        _Some[_Limit], AfterValidator(_check_limits), Option(LIMITS, "bench run recommend", "SIZES")
-    ] = [None]
+    ram: Annotated[_Limits, Option(LIMITS, "bench run recommend", "SIZES")] = [None]
     """RAM limits: 8g, 6500m, none. Several, as in 8g,4g, are measured one after the other."""
     isolation: Annotated[_Isolation, Option(LIMITS, _MEASURED, "NAME")] = "auto"
     """What enforces the limits: docker, cgroup, process (no limit), or auto, the first that works; for commands, auto takes no container. A gate should name one: their figures differ."""
@@ -498,11 +490,7 @@ class Measure(Strict):
     """Files and folders that a container may read, at the same path: `--set mounts=[/data]`."""
     description: str = ""
     """One line for `weighin list suites`."""
-    engine: Annotated[
-        dict[str, Any],
-        BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value),
-        Option(HOW, "bench run", "NAME"),
-    ] = {}
+    engine: Annotated[dict[str, Any], _NAMED, Option(HOW, "bench run", "NAME")] = {}
     """Where to measure: local, on this machine, or ray, on the nodes of a Ray cluster that have the resource weighin_slot."""
     address: Annotated[str, Field(exclude=True)] = ""
     """With the engine ray, the cluster's address, HOST:PORT. Default: auto, the cluster of this machine."""
@@ -545,14 +533,6 @@ class Settings(Measure, Load, Command, Model):
         needed, parts = _KINDS[context]
         names = {name for part in parts for name in part.model_fields}
         return {name: name == needed for name in cls.model_fields if name in names}
-
-    @classmethod
-    def unknown(cls, key: str, context: str | None) -> str:
-        """Say why a key is none: often it is one of the other kind of suite."""
-        for kind in _KINDS.keys() - {context}:
-            if context in _KINDS and key in cls.keys(kind):
-                return f"it has no effect on {'commands' if context == COMMANDS else 'a model'}"
-        return "unknown key"
 
     @field_validator(*_NO_EFFECT["operation", "save"])
     @classmethod
