@@ -32,7 +32,7 @@ from weighin.isolation.cgroup import limit, temporary_group
 from weighin.probes import gpu_memory, kernel_log, page_cache
 from weighin.probes.cgroup import Cgroup, memory_hierarchy
 from weighin.records import run_folder
-from weighin.records.explanation import answer, cause_of
+from weighin.records.explanation import Facts, answer
 from weighin.records.run_folder import read_samples
 from weighin.records.verdict import Reference, judge_result
 from weighin.result import UNNAMED, Outcome, Phase, Result
@@ -262,7 +262,8 @@ def phases_of(result: Result) -> dict[str, Phase]:
 def explained(run: Path) -> tuple[Result, str | None, str]:
     """Return the one record of a run, the name of the cause that it proves, and what weighin says."""
     (result,) = run_folder.read(run).results
-    cause = cause_of(result, read_samples(run, result.samples_path))
+    assert result.ran
+    cause = Facts(result, result.ran, read_samples(run, result.samples_path)).cause
     return result, cause.name if cause else None, "\n".join(answer(run, result))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from command_records import PID, made, process, samples_of, stack
 
-from weighin.records.explanation import Cause, cause_of
+from weighin.records.explanation import Cause, Facts
 from weighin.result import Kill, OpenFile, Outcome, Peaks, Process, Result, Sample
 from weighin.units import MIB
 
@@ -51,7 +51,8 @@ def killed(anon: list[int], *, shmem: int = 0, **ran: Any) -> tuple[Result, list
 
 
 def found(result: Result, samples: list[Sample], *, without: str = "") -> Cause | None:
-    cause = cause_of(result, samples)
+    assert result.ran
+    cause = Facts(result, result.ran, samples).cause
     assert cause is None or cause.name != without
     return cause
 
@@ -453,7 +454,7 @@ def test_the_more_specific_of_two_causes_is_said() -> None:
 
 
 def test_a_small_command_and_a_record_without_evidence_have_no_cause() -> None:
-    assert cause_of(made()) is None
+    assert found(made(), []) is None
     assert found(*killed([20 * MIB], stacks=(stack(20 * MIB, *LOADS),))) is None
 
 

@@ -214,18 +214,6 @@ class Facts:
         cause = next(_causes(self), None)
         return cause and replace(cause, place=cause.place or self.place)
 
-    @property
-    def kernel_bytes(self) -> int:
-        """The kernel memory that could not be reclaimed, with TCP sockets: the kernel's own mark (v1)
-        or its log of a kill, if it is higher than the sample, up to what no other kind of memory
-        accounts for.
-        """
-        marks = [self.result.peaks.kernel_bytes, *(kill.kernel_bytes for kill in self.ran.kills)]
-        mark = max(each or 0 for each in marks) - (self.at_peak.kernel_reclaimable_bytes or 0)
-        known = self.held_bytes + (self.at_peak.locked_bytes or 0)
-        unseen = min(mark, (self.ran.needed_bytes or 0) - known)
-        return max(self.at_peak.needed_bytes - known, unseen, 0)
-
     def _last_place(self) -> Place | None:
         def weight(place: Place) -> tuple[int, bool, int]:
             process = self.process(place.stack.pid)
@@ -327,10 +315,6 @@ def answer(run: Path, result: Result) -> list[str]:
     return explain(result, read_samples(run, result.samples_path)) if result.cell.command else []
 
 
-def cause_of(result: Result, samples: Sequence[Sample] | None = None) -> Cause | None:
-    return Facts(result, result.ran, samples or ()).cause if result.ran else None
-
-
 def _ending(result: Result) -> str:
     limit = result.cell.ram_limit_bytes
     if result.outcome is Outcome.OK:
@@ -368,12 +352,18 @@ def _need(facts: Facts) -> str:
 
 
 def _kinds(facts: Facts, needed: int) -> str:
-    killed_with = max((kill.anon_bytes or 0 for kill in facts.ran.kills), default=0)
+    at_peak, kills, locked = facts.at_peak, facts.ran.kills, facts.at_peak.locked_bytes or 0
+    killed_with = max((kill.anon_bytes or 0 for kill in kills), default=0)
+    # The kernel's own mark (v1) or its log of a kill count, if they are higher than the sample, up to
+    # what no other kind of memory accounts for.
+    marks = [facts.result.peaks.kernel_bytes, *(kill.kernel_bytes for kill in kills)]
+    mark = max(each or 0 for each in marks) - (at_peak.kernel_reclaimable_bytes or 0)
+    known = facts.held_bytes + locked
     sizes = {
-        "anonymous": min(max(facts.at_peak.anon_bytes, killed_with), needed),
-        "shared": facts.at_peak.shmem_bytes,
-        "locked": facts.at_peak.locked_bytes or 0,
-        "kernel": facts.kernel_bytes,
+        "anonymous": min(max(at_peak.anon_bytes, killed_with), needed),
+        "shared": at_peak.shmem_bytes,
+        "locked": locked,
+        "kernel": max(at_peak.needed_bytes - known, min(mark, needed - known), 0),
     }
     named = {name: number for name, number in sizes.items() if number >= max(MIB, needed // 100)}
     if not named:
