@@ -289,7 +289,7 @@ def _by_content(path: Path, head: bytes) -> CheckpointError | None:
 
 def _recognised(column: str, text: str, path: Path) -> CheckpointError | None:
     """Return the error for ``path`` by the first row of the table whose pattern occurs in ``text``."""
-    flags = re.ASCII | (re.DOTALL if column == "head" else re.MULTILINE)
+    flags = re.DOTALL | re.ASCII if column == "head" else re.MULTILINE
     for of, pattern, what, repair in _TABLE:
         if of != column or not (found := [*re.finditer(pattern, text, flags)]):
             continue

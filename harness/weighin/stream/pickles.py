@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError
-from weighin.stream.foreign import AGAIN, RESAVE
+from weighin.stream.foreign import AGAIN, RESAVE, damaged
 from weighin.stream.slices import ITEM_BYTES, LARGEST, Slice, is_sizes
 from weighin.text import shown
 
@@ -246,12 +246,12 @@ def _rewritten(data: bytes) -> tuple[bytes, int]:  # noqa: PLR0912
                 continue
             objects += 1
             if objects > _MOST_OBJECTS:
-                raise _Beyond(f"more than {_MOST_OBJECTS:,} objects", at)
+                raise _Beyond(f"more than {_MOST_OBJECTS:,} objects")
             if width := _COUNTED.get(instruction, 0):
                 start = at + 1 + width
                 end = start + int.from_bytes(data[at + 1 : start], "little")
                 if end > MOST_BYTES:
-                    raise _Beyond(f"longer than {MOST_BYTES:,} bytes", at)
+                    raise _Beyond(f"longer than {MOST_BYTES:,} bytes")
                 at = end
             elif instruction in _MAKING:
                 at += 1
@@ -282,11 +282,11 @@ def _rewritten(data: bytes) -> tuple[bytes, int]:  # noqa: PLR0912
 
                 for known in pickletools.opcodes:
                     if known.code == chr(instruction):
-                        raise _Beyond(f"weighin does not know the instruction {known.name}", at)
+                        raise _Beyond(f"weighin does not know the instruction {known.name}")
                 raise Malformed(f"{instruction:#04x} is no instruction of a pickle", at)
     except IndexError:
         raise _Ended("truncated: the file ends inside the pickle", len(data)) from None
-    raise _Beyond(f"more than {_MOST_INSTRUCTIONS:,} instructions", at)
+    raise _Beyond(f"more than {_MOST_INSTRUCTIONS:,} instructions")
 
 
 class _Reader(pickle.Unpickler):
@@ -386,7 +386,7 @@ def load(
                 break
             except _Ended:
                 if len(data) >= MOST_BYTES:
-                    raise _Beyond(f"longer than {MOST_BYTES:,} bytes", MOST_BYTES) from None
+                    raise _Beyond(f"longer than {MOST_BYTES:,} bytes") from None
                 if not more:
                     raise
         data = more = b""  # which may be as large as the value
@@ -394,17 +394,16 @@ def load(
         value = reader.load()
     except _Beyond as error:
         raise CheckpointError(
-            f"{path}: the pickle from byte {start:,} cannot be read: {error.args[0]}",
+            f"{path}: the pickle from byte {start:,} cannot be read: {error}",
             "load the file with torch, and save plain weights: torch.save(model.state_dict(), ...)",
         ) from None
     except (Malformed, pickle.UnpicklingError, LookupError, ValueError, TypeError, AttributeError,
             EOFError, OverflowError, MemoryError) as error:  # fmt: skip
         reason, *places = error.args if isinstance(error, Malformed) else (str(error),)
         place = f" at byte {start + places[0]:,}" if places else ""
-        raise CheckpointError(
-            f"{path}: damaged: the pickle from byte {start:,} cannot be read{place}: {reason}",
-            AGAIN if isinstance(error, _Ended) and not base else resave,
-        ) from error
+        what = f"the pickle from byte {start:,} cannot be read{place}: {reason}"
+        is_cut = isinstance(error, _Ended) and not base
+        raise damaged(path, what, AGAIN if is_cut else resave) from error
     file.seek(at + length)
     return Pickled(value, reader.storages, tuple(reader.names))
 
@@ -569,19 +568,16 @@ def _tensor(
     item_bytes = ITEM_BYTES[kind]
     if (prod(shape) or prod([max(size, 1) for size in shape])) * item_bytes > LARGEST:
         raise Malformed(f"a tensor in storage {shown(source.key)} has an impossible shape")
-    place, end = 0, 0  # of a tensor without elements
-    if 0 not in shape:
-        place = offset * item_bytes
-        steps = sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)])
-        end = place + (steps + 1) * item_bytes
-    if end > source.nbytes:
+    place = 0 if 0 in shape else offset * item_bytes
+    found = Slice(
+        source.key, tuple(shape), tuple(stride), kind, _NOWHERE, place, 0, source.nbytes
+    )  # fmt: skip
+    if (end := place + found.span * item_bytes) > source.nbytes:
         raise Malformed(
             f"a tensor ends at byte {end:,} of storage {shown(source.key)}, "
             f"which has {source.nbytes:,}"
         )
-    return Slice(
-        source.key, tuple(shape), tuple(stride), kind, _NOWHERE, place, 0, source.nbytes
-    )  # fmt: skip
+    return found
 
 
 def _tensor_v3(

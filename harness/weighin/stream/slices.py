@@ -310,29 +310,25 @@ class Footprint:
 
 
 def footprint(slices: Sequence[Slice]) -> Footprint:
-    def reach(one: Slice) -> int:
-        return one.span * ITEM_BYTES[one.dtype_name]
-
-    tied = ties(slices)
+    tied, repeated = ties(slices), []
     sizes: dict[tuple[Path, int], int] = {}
-    spans: dict[tuple[Path, int], list[tuple[int, int]]] = {}
+    spans: list[tuple[str, int, int, int]] = []  # of each tensor: storage, first and last byte
     for one in chain.from_iterable(one.parts or [one] for one in slices):
+        reach = one.span * ITEM_BYTES[one.dtype_name]
         if one.storage_bytes:
             storage = one.file, one.storage_offset
             sizes[storage] = max(sizes.get(storage, 0), one.storage_bytes)
-            spans.setdefault(storage, []).append((one.offset, one.offset + reach(one)))
-    covered = 0
-    for intervals in spans.values():
-        reached = 0
-        for start, end in sorted(intervals):
-            covered += max(0, end - max(start, reached))
-            reached = max(reached, end)
-    return Footprint(
-        tensor_bytes=sum(one.nbytes for one in slices if one.name not in tied),
-        storage_bytes=sum(sizes.values()),
-        used_bytes=covered,
-        repeated=tuple(one.name for one in slices if not one.parts and one.nbytes > reach(one)),
-    )
+            spans.append((str(one.file), one.storage_offset, one.offset, one.offset + reach))
+        if one.nbytes > reach:
+            repeated.append(one.name)
+    covered, before, reached = 0, ("", 0), 0
+    for file, storage_at, start, end in sorted(spans):
+        if (file, storage_at) != before:
+            before, reached = (file, storage_at), 0
+        covered += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    tensor_bytes = sum(one.nbytes for one in slices if one.name not in tied)
+    return Footprint(tensor_bytes, sum(sizes.values()), covered, tuple(repeated))
 
 
 def pack(slices: Sequence[Slice]) -> str:

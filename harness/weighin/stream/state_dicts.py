@@ -50,19 +50,16 @@ def state_dict(path: Path, value: Any, key: str) -> tuple[dict[str, Slice], dict
     tensors: dict[str, Slice] = {}
     values: dict[Any, Any] = {}
     for name, item in inside.items():
-        if isinstance(name, str) and isinstance(item, Slice):
-            tensors[name] = item
-        else:
-            values[name] = item
+        is_tensor = isinstance(name, str) and isinstance(item, Slice)
+        (tensors if is_tensor else values)[name] = item
     seen: set[int] = set()
     for name, item in values.items():
-        fits = bool(tensors) and isinstance(name, str) and (bool(key) or is_extra_state(name))
-        objects = (one for _, one in _walk(item, "", seen)) if fits else ()
-        holds = (
-            Opaque if is_extra_state(name) else (Opaque, Slice)
-        )  # torch.load reads an extra state
+        is_extra = is_extra_state(name)
+        fits = bool(tensors) and isinstance(name, str) and (bool(key) or is_extra)
+        holds = Opaque if is_extra else (Opaque, Slice)  # torch.load reads an extra state
         if not fits or any(
-            isinstance(one, holds) and getattr(one, "way", "tensor") for one in objects
+            isinstance(one, holds) and getattr(one, "way", "tensor")
+            for _, one in _walk(item, "", seen)
         ):
             raise _no_state_dict(path, value, key, values, name)
     return tensors, values, getattr(inside, "metadata", None)
@@ -78,15 +75,11 @@ def _inner(path: Path, value: Any, key: str) -> Any:
         return value
     for found in _found(value, key):
         return found
-    items = value.items() if isinstance(value, dict) else ()
-    named = {
-        name.removeprefix(f"{key}."): item
-        for name, item in items
-        if isinstance(name, str) and name.startswith(f"{key}.")
-    }
-    if not named:
-        raise no_key(path, key, value if isinstance(value, dict) else ())
-    return named
+    items = value if isinstance(value, dict) else {}
+    names = [name for name in items if isinstance(name, str) and name.startswith(f"{key}.")]
+    if not names:
+        raise no_key(path, key, items)
+    return {name.removeprefix(f"{key}."): items[name] for name in names}
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:

@@ -17,7 +17,7 @@ import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.stream import pickles
@@ -193,10 +193,11 @@ def open_zip(path: Path, base: int = 0, length: int | None = None) -> TorchFile:
 def _zip_file(window: _Window) -> TorchFile:
     path, records = window.path, _records(window)
     texts = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
-    if len(texts) != 1:
+    if not texts:
+        what = "the archive holds no data.pkl, which a checkpoint of torch has"
+        raise CheckpointError(f"{path}: {what}", RESAVE)
+    if len(texts) > 1:
         what = "the archive contains several files data.pkl, but a checkpoint of torch has one"
-        if not texts:
-            what = "the archive holds no data.pkl, which a checkpoint of torch has"
         raise CheckpointError(f"{path}: {what}", RESAVE)
     root = texts[0].removesuffix("data.pkl")
     start, size = records[texts[0]]
@@ -209,11 +210,10 @@ def _zip_file(window: _Window) -> TorchFile:
     if (order := records.get(f"{root}byteorder")) and window.bytes_at(*order) != b"little":
         raise _big_endian(path)
     pickled = pickles.load(path, io.BytesIO(window.bytes_at(start, size)), start, chunk_bytes=size)
-    prefix = f"{root}data/"
     places = {
-        name.removeprefix(prefix): (window.base + at, size)
+        name.removeprefix(f"{root}data/"): (window.base + at, size)
         for name, (at, size) in records.items()
-        if name.startswith(prefix)
+        if name.startswith(f"{root}data/")
     }
     return TorchFile(path, pickled, places)
 
@@ -293,34 +293,28 @@ def _open_legacy(path: Path, key: str) -> TorchFile:
             pickled = pickles.load(path, file)
             keys = pickles.load(path, file).value
             state_dict(path, pickled.value, key)  # code in the file is named before damage
-            return TorchFile(path, pickled, _legacy_places(path, file, pickled.storages, keys))
+            if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+                raise damaged(path, "its list of storages is not a list of strings")
+            if sorted(keys) != sorted(pickled.storages):
+                raise damaged(path, "its list of storages does not match its tensors")
+            file_bytes, at = os.fstat(file.fileno()).st_size, file.tell()
+            places: dict[str, Record] = {}
+            for storage in map(pickled.storages.__getitem__, keys):
+                name, end = f"storage {shown(storage.key)}", at + 8 + storage.nbytes
+                if end > file_bytes:
+                    raise truncated(path, name, end, file_bytes)
+                numel = int.from_bytes(os.pread(file.fileno(), 8, at), "little")
+                if numel != storage.numel:
+                    raise damaged(
+                        path,
+                        f"{name} at byte {at:,} has {numel:,} elements, but its tensors need"
+                        f" {storage.numel:,}",
+                    )
+                places[storage.key] = at + 8, storage.nbytes
+                at = end
+            return TorchFile(path, pickled, places)
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def _legacy_places(
-    path: Path, file: BinaryIO, storages: dict[str, pickles.Storage], keys: Any
-) -> dict[str, Record]:
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise damaged(path, "its list of storages is not a list of strings")
-    if len(set(keys)) != len(keys) or set(keys) != set(storages):
-        raise damaged(path, "its list of storages does not match its tensors")
-    file_bytes, at = os.fstat(file.fileno()).st_size, file.tell()
-    places: dict[str, Record] = {}
-    for key in keys:
-        storage = storages[key]
-        numel = int.from_bytes(os.pread(file.fileno(), 8, at), "little")
-        places[key] = at + 8, storage.nbytes
-        if (end := sum(places[key])) > file_bytes:
-            raise truncated(path, f"storage {shown(key)}", end, file_bytes)
-        if numel != storage.numel:
-            raise damaged(
-                path,
-                f"storage {shown(key)} at byte {at:,} has {numel:,} elements, but its tensors need"
-                f" {storage.numel:,}",
-            )
-        at = end
-    return places
 
 
 def _big_endian(path: Path) -> CheckpointError:
