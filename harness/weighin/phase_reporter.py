@@ -19,8 +19,7 @@ from time import monotonic_ns
 from typing import Any, Final
 
 MET: Final = ("baseline", "ready", "shared", "done")
-AWAITED: Final = (*MET, "phase")
-"""A process also waits after the begin of a program's phase, which has an id."""
+AWAITED: Final = (*MET, "begin", "end", "phase")
 SOCKET: Final = "phases"
 JOB: Final = "job"
 """The names of the socket, and of the file with a worker's job, in a folder of one cell."""
@@ -146,7 +145,6 @@ class Reporter:
         self._is_off = False
         self._ids = count(1)
         self._lock = RLock()  # reentrant: a signal handler may begin a phase during a message
-        self._open: dict[int, dict[str, Any]] = {}  # the fields of each phase that has not ended
         os.register_at_fork(after_in_child=self._after_fork)
 
     def begin(self, name: str) -> tuple[int, int]:
@@ -169,7 +167,7 @@ class Reporter:
             self._is_off = True
             return
         try:
-            self._measure(number, name)
+            self._report(number, name)
         except Exception:  # the measured program must go on as it would without weighin
             self._is_off = True
             self._connection.drop()
@@ -179,46 +177,25 @@ class Reporter:
         finally:
             self._lock.release()
 
-    def _measure(self, number: int, name: str | None) -> None:
-        """Read this process's mark, which counts for all open phases; then reset it."""
-        end_ns = monotonic_ns()
+    def _report(self, number: int, name: str | None) -> None:
+        """Send what this process reads of itself; at the begin of a phase, reset the mark."""
+        fields: dict[str, Any] = {"event": "end", "id": number, "t_ns": monotonic_ns()}
         status = parse_status(read_text("/proc/self/status"))
-        faults = parse_faults(read_text("/proc/self/stat"))
-        peak_bytes = status["VmHWM"]
-        for phase in self._open.values():
-            phase["peak_rss_bytes"] = max(phase["peak_rss_bytes"], peak_bytes)
-        if name is None:
-            if (ended := self._open.pop(number, None)) is None:
-                return
-            minor, major = ended.pop("faults")
-            changes = {"minor_faults": faults[0] - minor, "major_faults": faults[1] - major}
-            end = {"event": "phase", "id": number, "end_ns": end_ns, "end": memory_of(status)}
-            self._connection.send(ended | end | changes, wait=True)
-            return
-        name = str(name)[:LONGEST_NAME].encode(errors="replace").decode()  # no lone surrogate
-        resets = True
-        try:
-            reset_peak()  # before weighin samples this process as one in the new phase
-        except OSError:  # the program has another user now, or /proc is read-only
-            resets = False
-        begun = {"id": number, "name": name, "t_ns": end_ns, "faults": faults}
-        self._connection.send(
-            {"event": "begin", **begun, "peak_rss_bytes": peak_bytes, "memory": memory_of(status)},
-            wait=True,
-        )
-        self._open[number] = {
-            "name": name,
-            "start_ns": monotonic_ns(),
-            "faults": faults,
-            "peak_rss_bytes": 0 if resets else peak_bytes,
-            "resets": resets,
-        }
+        fields |= {"peak_rss_bytes": status["VmHWM"], "memory": memory_of(status)}
+        fields["faults"] = parse_faults(read_text("/proc/self/stat"))
+        if name is not None:
+            name = str(name)[:LONGEST_NAME].encode(errors="replace").decode()  # no lone surrogate
+            fields |= {"event": "begin", "name": name, "resets": True}
+            try:
+                reset_peak()  # before weighin samples this process as one in the new phase
+            except OSError:  # the program has another user now, or /proc is read-only
+                fields["resets"] = False
+        self._connection.send(fields, wait=True)
 
     def _after_fork(self) -> None:
-        """In a forked child, drop the parent's connection and phases, and make a new, unlocked lock."""
+        """In a forked child, drop the parent's connection, and make a new, unlocked lock."""
         self._lock = RLock()
         self._connection.drop()
-        self._open = {}
 
 
 def _connection(descriptor: int | None = None) -> _socket.socket:

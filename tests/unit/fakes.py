@@ -218,8 +218,8 @@ def event(kind: str, **fields: Any) -> bytes:
     return encode_event({"event": kind, **fields})
 
 
-def begin(name: str, t_ns: int = 0) -> bytes:
-    return event("begin", name=name, t_ns=t_ns)
+def begin(name: str) -> bytes:
+    return event("told", phase=name)
 
 
 def baseline(t_ns: int = 100, mib: int = 300) -> bytes:

@@ -76,7 +76,7 @@ def test_the_repeats_of_a_suite_are_bounded(tmp_path: Path) -> None:
     "line",
     [
         b'{"event":"phase"}',
-        b'{"event":"begin","name":7,"t_ns":1}',
+        b'{"event":"told","phase":7}',
         b'{"event":"ready","ready_at_ns":"x","touch_ns":{}}',
         b'{"event":"told","notes":["x"],"id":5}',
         b'{"event":"told","outcome":"perfect","message":""}',

@@ -8,7 +8,7 @@ from factories import make_cell
 
 from weighin.isolation.base import Exit
 from weighin.probes.cgroup import Counters
-from weighin.result import Outcome
+from weighin.result import Outcome, Phase
 from weighin.run import listener as messages
 from weighin.run.judge import Evidence, judge, where
 from weighin.run.listener import Reported
@@ -21,10 +21,8 @@ def told(*lines: bytes) -> Reported:
     track = Reported()
     for line in lines:
         match messages.decode(line)[1]:
-            case messages.PhaseEnd() as message:
-                track.end(message, Counters(), resets_group=False)
-            case messages.Begin() as message:
-                track.begin(message, Counters(), resets_group=False)
+            case Phase() as message:
+                track.add(message, Counters(), resets_group=False)
             case messages.Told() as message:
                 track.take(message)
                 track.current = None if message.baseline else track.current

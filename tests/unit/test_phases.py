@@ -139,9 +139,9 @@ def test_a_phase_is_announced_when_it_begins(
     marks: Marks, parent: Parent, clock: SimpleNamespace
 ) -> None:
     with marks.phase("read"):
-        assert parent.events == [("begin", {"name": "read", "t_ns": 0})]
+        assert parent.events == [("told", {"phase": "read"})]
         clock.now += 5 * MS
-    assert [event for event, _ in parent.events] == ["begin", "phase"]
+    assert [event for event, _ in parent.events] == ["told", "phase"]
     assert (parent.phases[0].start_ns, parent.phases[0].end_ns) == (0, 5 * MS)
 
 
@@ -225,7 +225,7 @@ def test_the_gpu_is_waited_for_read_and_only_then_reset(
     monkeypatch.setattr(parent, "send", lambda event, **fields: calls.append(event))
     with marks.phase("a"):
         calls.append("work")
-    assert calls == ["begin", "work", "synchronize", "peaks", "told", "phase", "reset"]
+    assert calls == ["told", "work", "synchronize", "peaks", "told", "phase", "reset"]
     assert marks.memory(read_status())["cuda_allocated_bytes"] == 7
 
 

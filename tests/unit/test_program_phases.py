@@ -355,14 +355,14 @@ def test_the_messages_of_a_process_that_has_ended_are_taken(tmp_path: Path) -> N
     listener = PhaseListener(tmp_path)
     code = (
         "from weighin.phase_reporter import Connection\n"
-        "message = {'event': 'begin', 'name': 'quick', 't_ns': 1}\n"
+        "message = {'event': 'told', 'phase': 'quick'}\n"
         f"Connection({str(listener.inner.path)!r}).send(message, wait=False)"
     )
     subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(HARNESS)}, check=True)
     taken = []
     listener.inner.watch(lambda _, message: taken.append(message), Counters)
     listener.inner.close()
-    assert [type(each).__name__ for each in taken] == ["Begin"]
+    assert [type(each).__name__ for each in taken] == ["Told"]
 
 
 @pytest.mark.parametrize("path", ["", "no/such/socket", "a file", "closed", "x" * 5000])

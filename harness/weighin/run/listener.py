@@ -31,7 +31,7 @@ from weighin.phase_reporter import (
 )
 from weighin.probes.cgroup import Counters, grown, start_time
 from weighin.probes.process import memory_of, read_status
-from weighin.result import UNTIL_READY, Memory, Outcome, Phase, Written, phases_of
+from weighin.result import Memory, Outcome, Phase, Written, phases_of
 from weighin.text import one_line
 from weighin.worker.phases import named_by_strategy
 
@@ -47,21 +47,19 @@ _MOST_PHASES: Final = 1000  # of one program, because a training loop may have m
 _MOST_RENAMED: Final = 3  # in a warning
 
 
-class Begin(Struct, forbid_unknown_fields=True):
-    name: str
+class End(Struct, forbid_unknown_fields=True):
+    """The end of a program's phase, with what its process read of itself."""
+
+    id: int
     t_ns: int
-    id: int = 0  # of a program's phase, whose end repeats it; from here on of a program alone
-    faults: tuple[int, int] = (0, 0)
-    peak_rss_bytes: int = 0
-    memory: Memory = Memory(0, 0, 0, 0)
+    faults: tuple[int, int]
+    peak_rss_bytes: int
+    memory: Memory
 
 
-class PhaseEnd(Struct, forbid_unknown_fields=True):
-    """The end of a phase; in the packet, the fields of ``phase`` but those of the cgroup are its own."""
-
-    phase: Phase
-    id: int = 0
-    resets: bool = True  # False if the process could not reset its mark at the begin
+class Begin(End, forbid_unknown_fields=True):
+    name: str
+    resets: bool  # False if the process could not reset its mark
 
 
 class Ended(Struct, forbid_unknown_fields=True):
@@ -77,6 +75,7 @@ class Told(Struct, forbid_unknown_fields=True):
     """What a worker tells of itself and its load, a part at a time; lists grow by each part."""
 
     rank: int | None = None  # its number, if it loads a model with others; in its first message
+    phase: str = ""  # which begins; its end is a message of its own
     notes: list[str] = []
     # Before the load:
     baseline: Memory | None = None
@@ -101,10 +100,11 @@ class Told(Struct, forbid_unknown_fields=True):
 
 
 _NOTHING: Final = {name: getattr(Told(), name) for name in Told.__struct_fields__}
-Message = Begin | PhaseEnd | Ended | Told
-_KINDS: Final = {"begin": Begin, "phase": PhaseEnd, "ended": Ended} | dict.fromkeys(
-    ("told", *MET), Told
-)
+Message = Begin | End | Phase | Ended | Told
+_KINDS: Final[dict[str, type]] = {
+    **{"begin": Begin, "end": End, "phase": Phase, "ended": Ended},
+    **dict.fromkeys(("told", *MET), Told),
+}
 
 
 def decode(packet: bytes) -> tuple[str, Message | None]:
@@ -115,13 +115,10 @@ def decode(packet: bytes) -> tuple[str, Message | None]:
     try:
         fields = parse_json(packet)
         kind = fields.pop("event")
-        for name in ("name", "message"):
+        for name in ("name", "phase", "message"):
             if isinstance(text := fields.get(name), str):
                 fields[name] = one_line(text, _LONGEST_TEXT)
         json.dumps(fields, ensure_ascii=False).encode()  # fails for a lone surrogate
-        if kind == "phase":
-            own = {name: fields.pop(name) for name in ("id", "resets") if name in fields}
-            fields = {"phase": fields, **own}
         message: Message = convert(fields, _KINDS[kind])
     except (ValueError, TypeError, AttributeError, KeyError, ValidationError, RecursionError):
         return str(kind), None
@@ -155,20 +152,20 @@ class Reported:
     """What one process has reported so far: its phases, and as a worker, what it has ``told``.
 
     ``pid`` is 0 for a rank that has not reported anything. Only the phases of the first process
-    (``is_main``) have the peaks of the cgroup. Those of a program may be nested, and overlap.
+    (``is_main``) have the peaks of the cgroup. Those of a program may be nested, and overlap; those of
+    a worker follow each other, and the worker itself measures them.
     """
 
     pid: int = 0
     is_main: bool = True
-    is_program: bool = False
     told: Told = field(default_factory=Told)
-    current: str | None = None
+    current: str | None = None  # the phase of a worker that began last
     stderr_tail: str = ""
     highest_rss_bytes: int = 0
     died_in: str | None = None
     is_refused: bool = False
     before: Counters = field(default_factory=Counters)
-    """The cgroup at the end of the last phase."""
+    """The cgroup at the end of a worker's last phase."""
     _phases: list[Phase] = field(default_factory=list)
     _in_phase: bool = False
     _open: dict[int, _Open] = field(default_factory=dict)
@@ -180,13 +177,11 @@ class Reported:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        if not self.is_program:
-            return tuple(self._phases)
         return tuple(sorted(self._phases, key=lambda phase: (phase.start_ns, -phase.end_ns)))
 
     @property
     def is_worker(self) -> bool:
-        return not self.is_program and (self.current or self.told.baseline) is not None
+        return (self.current or self.told.baseline) is not None
 
     @property
     def where(self) -> str:
@@ -205,32 +200,41 @@ class Reported:
         return phases_of(self._phases) if self.told.baseline else ()
 
     @property
-    def cuda_phases(self) -> list[Phase]:
-        """The load's phases before the checksums, which themselves allocate GPU memory."""
-        return [phase for phase in self.load_phases if phase.name not in UNTIL_READY]
-
-    @property
     def ready_ns(self) -> int | None:
         """The time until every byte of a load was read once, or every byte of a save is on the disk; None if unknown."""
         load_ns, touch_ns = self.told.load_ns, self.told.touch_ns
         return None if load_ns is None or touch_ns is None else load_ns + touch_ns
 
     def take(self, part: Told) -> None:
+        """Take a part of what a worker tells."""
         for name in part.__struct_fields__:
             value = getattr(part, name)
             if isinstance(value, list):
                 getattr(self.told, name).extend(value)
             elif value != _NOTHING[name]:
                 setattr(self.told, name, value)
+        if part.phase:
+            self.current, self._in_phase = part.phase, True
+
+    def add(self, phase: Phase, now: Counters, *, resets_group: bool) -> None:
+        """Add a worker's phase, which has ended."""
+        phase = replace(
+            phase,
+            end=replace(phase.end, cgroup_bytes=now.usage_bytes),
+            peak_cgroup_bytes=now.peak_bytes if resets_group else None,
+            workingset_refault_file=grown(self.before.refaults, now.refaults),
+        )
+        self._phases.append(phase)
+        self.before, self._in_phase = now, False
 
     def begin(self, begun: Begin, now: Counters, *, resets_group: bool) -> None:
-        if not begun.id:
-            self.current, self._in_phase = begun.name, True
-            return
-        self.is_program, self._resets_group = True, self._resets_group and resets_group
+        self._resets, self._resets_group = (
+            self._resets and begun.resets,
+            self._resets_group and resets_group,
+        )
         self._raise(begun.peak_rss_bytes, now)
         if before := self._open.pop(begun.id, None):  # a phase from before the process called exec
-            self._add(before, now)
+            self._close(before, now)
         was, begun.name = one_line(begun.name, 2 * _LONGEST_NAME), _cleaned(begun.name)
         if begun.name != was and len(self._renamed) < _MOST_RENAMED:
             self._renamed[was] = begun.name
@@ -238,21 +242,15 @@ class Reported:
         self._open[begun.id] = _Open(begun, start_ns := time.monotonic_ns(), now)
         self._last = start_ns, begun.memory, begun.faults
 
-    def end(self, ended: PhaseEnd, now: Counters, *, resets_group: bool) -> None:
-        """Add a phase that has ended; of a program, the end of one that has not begun has no effect."""
-        phase = replace(ended.phase, end=replace(ended.phase.end, cgroup_bytes=now.usage_bytes))
-        if ended.id:
-            self._resets = self._resets and ended.resets
-            self._raise(phase.peak_rss_bytes, now)
-            if begun := self._open.pop(ended.id, None):
-                self._add(begun, now, phase)
-            return
-        peak_bytes = now.peak_bytes if resets_group else None
-        refaults = grown(self.before.refaults, now.refaults)
-        self._phases.append(
-            replace(phase, peak_cgroup_bytes=peak_bytes, workingset_refault_file=refaults)
-        )
-        self.before, self._in_phase = now, False
+    def end(self, ended: End, now: Counters) -> None:
+        """End a program's phase; the end of one that has not begun has no effect."""
+        self._raise(ended.peak_rss_bytes, now)
+        if one := self._open.pop(ended.id, None):
+            # Its time may be invalid: keep it between begin and now.
+            end_ns = min(max(one.start_ns, ended.t_ns), time.monotonic_ns())
+            memory = replace(ended.memory, cgroup_bytes=now.usage_bytes)
+            self._last = end_ns, memory, ended.faults
+            self._close(one, now)
 
     def _raise(self, peak_rss_bytes: int, now: Counters) -> None:
         self.highest_rss_bytes = max(self.highest_rss_bytes, peak_rss_bytes)
@@ -282,31 +280,23 @@ class Reported:
             self.died_in = list(self._open.values())[-1].begun.name
             self._raise(0, now)
         while self._open:
-            self._add(self._open.popitem()[1], now)
+            self._close(self._open.popitem()[1], now)
 
-    def _add(self, one: _Open, now: Counters, told: Phase | None = None) -> None:
-        """Add a program's phase, as the process ``told`` its end, or else as it was read last; after 1000 phases,
-        only in the place of the highest of its name, if its own peak RSS is higher.
+    def _close(self, one: _Open, now: Counters) -> None:
+        """Add a program's phase as it was read last; after 1000 phases, only in the place of the highest of
+        its name, if its own peak RSS is higher.
         """
-        begun = one.begun
-        if told:  # with a time that may be invalid: keep it between begin and now
-            end_ns = min(max(one.start_ns, told.end_ns), time.monotonic_ns())
-            phase = replace(told, name=begun.name, start_ns=one.start_ns, end_ns=end_ns)
-        else:
-            end_ns, memory, (minor, major) = self._last
-            if end_ns < one.start_ns:
-                end_ns, memory, (minor, major) = one.start_ns, begun.memory, begun.faults
-            phase = Phase(
-                name=begun.name,
-                start_ns=one.start_ns,
-                end_ns=end_ns,
-                peak_rss_bytes=one.peak_rss_bytes or begun.memory.rss_bytes,
-                end=replace(memory, cgroup_bytes=memory.cgroup_bytes or now.usage_bytes),
-                minor_faults=max(0, minor - begun.faults[0]),  # the process sent the first ones
-                major_faults=max(0, major - begun.faults[1]),
-            )
-        phase = replace(
-            phase,
+        begun, (end_ns, memory, (minor, major)) = one.begun, self._last
+        if end_ns < one.start_ns:
+            end_ns, memory, (minor, major) = one.start_ns, begun.memory, begun.faults
+        phase = Phase(
+            name=begun.name,
+            start_ns=one.start_ns,
+            end_ns=end_ns,
+            peak_rss_bytes=one.peak_rss_bytes or memory.rss_bytes,
+            end=replace(memory, cgroup_bytes=memory.cgroup_bytes or now.usage_bytes),
+            minor_faults=max(0, minor - begun.faults[0]),  # the process sent both
+            major_faults=max(0, major - begun.faults[1]),
             peak_cgroup_bytes=one.peak_cgroup_bytes if self._resets_group else None,
             workingset_refault_file=grown(one.before.refaults, now.refaults),
         )
@@ -402,6 +392,8 @@ class Listener:
             raise
         self._woken, self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._thread: threading.Thread | None = None
         self._by_connection: dict[socket.socket, tuple[int, int]] = {}
         self._waiting = set[socket.socket]()  # a rank that says it twice is still one
@@ -432,34 +424,28 @@ class Listener:
         self.path.unlink(missing_ok=True)
 
     def _listen(self) -> None:
+        """Take what arrives; when woken, only what had been sent until then."""
+        deadline: float | None = None
         try:
-            self._selector.register(self._server, selectors.EVENT_READ)
-            self._selector.register(self._woken, selectors.EVENT_READ)
-            while not self._serve(None):
-                pass
-            self._selector.unregister(self._woken)
-            deadline = time.monotonic() + _DRAIN_S
-            while self._serve(0) and time.monotonic() < deadline:
-                pass
+            while deadline is None or time.monotonic() < deadline:
+                in_phase = any(reported.is_in_phase for reported in self.by_process.values())
+                wait_s = _INTERVAL_S if in_phase else None
+                ready = self._selector.select(wait_s if deadline is None else 0)
+                if deadline and not ready:
+                    return
+                for key, _ in ready:
+                    if key.fileobj is self._woken:
+                        self._selector.unregister(self._woken)
+                        deadline = time.monotonic() + _DRAIN_S
+                    elif key.fileobj is self._server:
+                        self._accept()
+                    else:
+                        assert isinstance(key.fileobj, socket.socket)
+                        self._receive(key.fileobj)
+                for reported in self.by_process.values():
+                    reported.sample(self._counters if reported.is_main else Counters)
         except BaseException as error:  # the main thread raises it
             self.error = error
-
-    def _serve(self, timeout_s: float | None) -> bool:
-        """Take what has arrived; return whether to stop or, without waiting, whether something had."""
-        is_in_phase = any(reported.is_in_phase for reported in self.by_process.values())
-        wait_s = _INTERVAL_S if is_in_phase and timeout_s is None else timeout_s
-        ready = self._selector.select(wait_s)
-        for key, _ in ready:
-            if key.fileobj is self._woken:
-                return True
-            assert isinstance(key.fileobj, socket.socket)
-            if key.fileobj is self._server:
-                self._accept()
-            else:
-                self._receive(key.fileobj)
-        for reported in self.by_process.values():
-            reported.sample(self._counters if reported.is_main else Counters)
-        return bool(ready) if timeout_s is not None else False
 
     def _accept(self) -> None:
         try:
@@ -512,7 +498,7 @@ class Listener:
                     for met in self._waiting:
                         self._answer(met)
                     self._waiting.clear()
-            elif kind in AWAITED or (isinstance(message, Begin) and message.id):
+            elif kind in AWAITED:
                 self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:

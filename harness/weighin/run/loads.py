@@ -28,7 +28,7 @@ from weighin.probes import environment, mounts, page_cache
 from weighin.probes.cgroup import grown
 from weighin.records import run_folder
 from weighin.records.metrics import largest
-from weighin.result import Faults, Memory, Outcome, Peaks, Pressure, Rank, Sample, Use
+from weighin.result import UNTIL_READY, Faults, Memory, Outcome, Peaks, Pressure, Rank, Sample, Use
 from weighin.run.judge import Evidence, culprit, lost
 from weighin.run.measure import Measured, Spec, Watch, measure
 from weighin.settings.definition import Settings
@@ -246,7 +246,8 @@ def _peaks(watch: Watch) -> Peaks:
         seen += [each for each in watch.samples if baseline_ns <= each.t_ns <= last_ns]
     number, private_bytes = sampler.others if sampler else (0, 0)
     pss = [each.told.pss_bytes for each in ranks]
-    on_gpu = first.cuda_phases
+    # The checksums themselves allocate GPU memory.
+    on_gpu = [phase for phase in first.load_phases if phase.name not in UNTIL_READY]
     unreclaimable = [each.anon_bytes + each.shmem_bytes for each in seen]
     return Peaks(
         rss_bytes=largest(rss),

@@ -33,7 +33,7 @@ from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, with_cuda
 from weighin.probes.sampler import Sampler, write_samples
 from weighin.records import run_folder, verdict
 from weighin.records.metrics import largest
-from weighin.result import SCHEMA, Cost, Kill, Outcome, Process, Result, Sample, Stopped
+from weighin.result import SCHEMA, Cost, Kill, Outcome, Phase, Process, Result, Sample, Stopped
 from weighin.run import interrupts, listener
 from weighin.run.judge import Evidence, contradictions, is_beyond, judge, void
 from weighin.run.listener import Listener, Reported, Told
@@ -400,29 +400,24 @@ class Watch:
     # What the cell reports ------------------------------------------------------------------------
 
     def _take(self, reported: Reported, message: listener.Message) -> None:
-        of_program = isinstance(message, listener.Begin | listener.PhaseEnd) and message.id
-        is_rank = any(reported is each for each in self.ranks)
-        if not of_program and not (
-            self._spec.is_load and (is_rank or not isinstance(message, Told))
-        ):
+        is_rank, is_alone = any(reported is each for each in self.ranks), len(self.ranks) == 1
+        of_any = isinstance(message, listener.Begin | listener.End)
+        of_load = self._spec.is_load and (is_rank or isinstance(message, listener.Ended))
+        if not of_any and not of_load:
             return  # a command reports phases alone, and a strategy's own process may say anything
-        is_alone = len(self.ranks) == 1
         with self._reading:
             match message:
                 case listener.Begin():
-                    now, resets = Counters(), True
-                    if message.id and reported.is_main:
-                        now, resets = self._counters(), self._reset_mark() or not self.cgroup
+                    now = self._counters() if reported.is_main else Counters()
+                    resets = not reported.is_main or self._reset_mark() or not self.cgroup
                     reported.begin(message, now, resets_group=resets)
-                    if not message.id and reported is self.ranks[0]:
-                        self._spec.on_phase(message.name)
-                case listener.PhaseEnd() if is_alone and reported.is_main:
-                    now = self._counters()
-                    resets = not message.id and self._reset_mark()
-                    reported.end(message, now, resets_group=resets)
-                case listener.PhaseEnd():  # ranks share a cgroup, so its figures are of no single phase
-                    usage = None if reported.is_program else self._counters().usage_bytes
-                    reported.end(message, Counters(usage_bytes=usage), resets_group=False)
+                case listener.End():
+                    reported.end(message, self._counters() if reported.is_main else Counters())
+                case Phase() if is_alone:
+                    reported.add(message, self._counters(), resets_group=self._reset_mark())
+                case Phase():  # ranks share a cgroup, so its figures are of no single phase
+                    usage = Counters(usage_bytes=self._counters().usage_bytes)
+                    reported.add(message, usage, resets_group=False)
                 case listener.Ended():
                     if 0 <= message.rank < len(self.ranks):
                         self.ranks[message.rank].stderr_tail = message.stderr_tail
@@ -432,6 +427,8 @@ class Watch:
                         self._take_baseline(reported, message)
                 case Told():
                     reported.take(message)
+                    if message.phase and reported is self.ranks[0]:
+                        self._spec.on_phase(message.phase)
                     is_ready = all(each.told.ready_at_ns is not None for each in self.ranks)
                     if message.ready_at_ns is not None and is_ready:
                         self.at_ready = reported.before if is_alone else self._counters()

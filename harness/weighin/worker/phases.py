@@ -108,7 +108,7 @@ class Marks:
             )
         self.flush()
         self._current = name
-        self._lifeline.send("begin", name=name, t_ns=time.monotonic_ns())
+        self._lifeline.send("told", phase=name)
         try:
             yield
         finally:

@@ -70,7 +70,7 @@ def _measuring(device: str, lifeline: Lifeline, marks: Marks, import_ns: int) ->
     marks.close("prepare")
     marks.report_baseline(import_ns)
     marks.restart()
-    lifeline.send("begin", name=BODY, t_ns=time.monotonic_ns())
+    lifeline.send("told", phase=BODY)
     start_ns, marked_ns = time.monotonic_ns(), marks.spent_ns
     try:
         yield
