@@ -70,7 +70,7 @@ def task_of(seconds: float) -> Task:
     """Return a task that answers a cell with a published record after ``seconds``."""
     template = RECORDS.read_text().splitlines()[0]
 
-    def answer(assignment: Mapping[str, Any]) -> tuple[str, list[bytes]]:
+    def answer(assignment: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
         import time
 
         import ray
@@ -79,7 +79,7 @@ def task_of(seconds: float) -> Task:
         time.sleep(seconds)
         record = json.loads(template) | {"cell": assignment["cell"], "samples_path": None}
         event = {"event": "record", "record": json.dumps(record), "files": {}}
-        return place, [b'{"event": "began"}', json.dumps(event).encode()]
+        return place, [{"event": "began"}, event]
 
     return answer
 

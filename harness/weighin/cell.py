@@ -174,7 +174,8 @@ class Body:
 @dataclass(frozen=True, slots=True)
 class Job:
     """A cell, with the files that its worker (measured process) reads: their paths as the worker sees
-    them. ``rank`` is None for the worker that starts several ranks, or is alone.
+    them. ``rank`` is None for the worker that starts several ranks, or is alone. ``parent`` is the pid of the
+    worker's parent; 0 in a container, which has pids of its own.
     """
 
     cell: Cell
@@ -187,6 +188,7 @@ class Job:
     body: Body | None = None
     rank: int | None = None
     use_path: str = ""
+    parent: int = 0
 
 
 def with_arguments(name: str, kwargs: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
-"""Exchange lines between weighin and the processes that it starts.
+"""Exchange events between weighin and the processes that it starts, over a socket that is their standard input.
 
-``Child`` is weighin's end of the pipes, and ``Parent`` the end of a child that runs weighin's code. This
-module imports little, because a measured process imports it before torch. Ray pickles ``Child``, and
-what ``Child`` uses, by value, and sends both to machines that may lack weighin.
+``Child`` is weighin's end, and ``Parent`` the end of a child that runs weighin's code. This module imports
+little, because a measured process imports it before torch. Ray pickles ``Child``, and what ``Child`` uses,
+by value, and sends both to machines that may lack weighin.
 """
 
 import contextlib
@@ -19,14 +19,11 @@ from math import ceil, inf
 from time import monotonic
 from typing import Any, Self
 
-from weighin.files import parse_json
-
 STDERR_KEPT_BYTES = 64 * 1024
 PATIENCE_S = 10.0
 """The longest wait from SIGKILL to the end of a process."""
-_LONGEST_BYTES = 256 * 1024**2
-_PART_BYTES = 4096  # small, so that the worker's heap does not grow
-_MOST_READS = 512  # parts of 2 MiB, more than a pipe can hold
+_PART_BYTES = 4096
+_ORPHANED = 125
 _PIDFD_GET_INFO = 0xC040FF0B  # of linux/pidfd.h, since Linux 6.13
 _PIDFD_INFO_EXIT = 8  # since Linux 6.15
 _REST_S = 0.5  # for what a process printed before its end
@@ -56,53 +53,34 @@ def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dic
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def encode_event(event: dict[str, Any]) -> bytes:
-    return json.dumps(event, separators=(",", ":")).encode() + b"\n"
+class Channel:
+    """One end of a socket between two processes, with events in both directions."""
 
+    def __init__(self, descriptor: int, other: int | None = None) -> None:
+        """``other`` is the pidfd of the process at the other end."""
+        from multiprocessing.connection import Connection  # imported here to save a worker's memory
 
-def decode_event(line: bytes) -> dict[str, Any] | None:
-    """Return the event in a line; None for a line that is no event but a strategy's output."""
-    try:
-        event = parse_json(line)
-    except ValueError:
-        return None
-    is_event = isinstance(event, dict) and isinstance(event.get("event"), str)
-    return event if is_event else None
+        self._connection, self._other = Connection(descriptor), other
 
+    def send(self, event: str, **fields: Any) -> None:
+        """Send an event; do nothing if the other process has ended."""
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(json.dumps({"event": event, **fields}).encode())
 
-class Lines:
-    """The lines that arrive on a descriptor, without an incomplete last line, as of a killed writer."""
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-        self._lines: list[bytes] = []
-        self._begun = bytearray()
-        self._reads_left = _MOST_READS  # after the writer's end
-
-    def receive(self, timeout_s: float = inf, writer: int | None = None) -> bytes | None:
-        """Return the next line, or None after the last line.
-
-        The lines end with the descriptor, or with the process ``writer`` (a pidfd), although a process
-        that it forked may keep the descriptor open. TimeoutError: no line arrived in ``timeout_s``.
+    def receive(self, timeout_s: float = inf) -> dict[str, Any] | None:
+        """Return the next event, or None after the last one. The other process's end is the end of the events,
+        although a process that it forked may keep the socket open. TimeoutError: none came in ``timeout_s``.
         """
-        deadline = monotonic() + timeout_s
-        awaited = [self._file] if writer is None else [self._file, writer]
-        while not self._lines:
-            if not (found := ready(awaited, deadline - monotonic())):
-                raise TimeoutError
-            self._reads_left -= writer in found
-            if self._file not in found or self._reads_left < 0:
-                return None
-            if not (data := os.read(self._file, _PART_BYTES)):
-                return None
-            rest, *later = data.split(b"\n")
-            self._begun += rest  # in place: else long lines take forever
-            if len(self._begun) > _LONGEST_BYTES:
-                self._begun[:] = rest
-            for rest in later:
-                self._lines.append(bytes(self._begun))
-                self._begun[:] = rest
-        return self._lines.pop(0)
+        from multiprocessing.connection import wait
+
+        awaited: list[Any] = [self._connection, *([] if self._other is None else [self._other])]
+        if not (found := wait(awaited, None if timeout_s == inf else timeout_s)):
+            raise TimeoutError
+        if self._connection in found:
+            with contextlib.suppress(EOFError, OSError):  # OSError: it was killed inside an event
+                event: dict[str, Any] = json.loads(self._connection.recv_bytes())
+                return event
+        return None
 
 
 class Tail:
@@ -133,32 +111,29 @@ class Tail:
         os.close(self._file)
 
 
-class Child:
-    """A running child in a session and process group of its own, which Ctrl-C does not reach.
+class Child(Channel):
+    """A running child in a session and process group of its own, which Ctrl-C does not reach."""
 
-    With ``sends``, its standard output has lines, which ``receive`` returns; else both outputs are one.
-    """
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        import socket  # as is subprocess, to save a worker's memory
+        import subprocess
 
-    def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str], *, sends: bool = True
-    ) -> None:
-        import subprocess  # imported here to save a worker's memory
-
-        pipe = subprocess.PIPE
-        self._popen = subprocess.Popen(
-            command,
-            bufsize=0,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe if sends else subprocess.STDOUT,
-            start_new_session=True,
-            env=variables,
-        )
-        self.pid = self._popen.pid
-        self.process = open_process(self.pid)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=variables,
+            )
+            self.pid = self._popen.pid
+            self.process = open_process(self.pid)
+            super().__init__(ours.detach(), self.process)
         assert self._popen.stdout
-        self._lines = Lines(self._popen.stdout.fileno())
-        self._stderr = Tail(os.dup((self._popen.stderr or self._popen.stdout).fileno()))
+        self._printed = Tail(os.dup(self._popen.stdout.fileno()))
+        self._popen.stdout.close()
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -168,21 +143,9 @@ class Child:
         self.close()
 
     @property
-    def stderr_tail(self) -> bytes:
-        return self._stderr.text
-
-    def send(self, line: bytes) -> None:
-        """Write a line to the process; do nothing if the process has ended."""
-        assert self._popen.stdin
-        if not self._popen.stdin.closed:
-            write(self._popen.stdin.fileno(), line)
-
-    def end_input(self) -> None:
-        assert self._popen.stdin
-        self._popen.stdin.close()
-
-    def receive(self, timeout_s: float = inf) -> bytes | None:
-        return self._lines.receive(timeout_s, self.process)
+    def printed(self) -> bytes:
+        """The end of what the child printed to its standard output and error."""
+        return self._printed.text
 
     def wait(self, timeout_s: float = inf) -> int:
         """Wait for the child's end; return the exit code, -n for signal n, or raise TimeoutError."""
@@ -207,11 +170,8 @@ class Child:
         try:
             self.wait(PATIENCE_S)
         finally:
-            self.end_input()
-            self._stderr.close()
-            for file in (self._popen.stdout, self._popen.stderr):
-                if file:
-                    file.close()
+            self._connection.close()
+            self._printed.close()
             if self.process is not None:
                 os.close(self.process)
 
@@ -219,41 +179,34 @@ class Child:
 def ask(
     command: Sequence[str], variables: Mapping[str, str], timeout_s: float = inf
 ) -> tuple[dict[str, Any] | None, str]:
-    """Run a command to its end, and return the last event that it sent; if it failed or sent none, None and
-    why. After ``timeout_s``, kill it and raise TimeoutError.
+    """Run a command to its end, and return the event that it sent; if it failed or sent none, None and why.
+    After ``timeout_s``, kill it and raise TimeoutError.
     """
     deadline = monotonic() + timeout_s
     with Child(command, variables) as child:
-        child.end_input()
-        lines = list(iter(lambda: child.receive(deadline - monotonic()), None))
-        code = child.wait(deadline - monotonic())
-        events = [] if code else [event for event in map(decode_event, lines) if event]
-        if events:
-            return events[-1], ""
-        return None, last_line(child.stderr_tail) or f"exit code {code}"
+        event = child.receive(timeout_s)
+        if (code := child.wait(deadline - monotonic())) or not event:
+            return None, last_line(child.printed) or f"exit code {code}"
+        return event, ""
 
 
-class Parent(Lines):
-    """The connection of this process to the process that started it, which takes its events from the original
-    standard output; what is printed goes to standard error.
-    """
+class Parent(Channel):
+    """The connection of this process to the process that started it."""
 
     def __init__(self) -> None:
         super().__init__(os.dup(0))
-        self._events = os.dup(1)
-        os.dup2(2, 1)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
 
-    def send(self, event: str, **fields: Any) -> None:
-        """Send one event; do nothing if the parent has ended."""
-        write(self._events, encode_event({"event": event, **fields}))
 
-
-def end_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started this process ends."""
+def end_with_parent(parent: int = 0) -> None:
+    """Ask the kernel to kill this process when the thread that started this process ends. End now if that
+    has ended before: if ``parent``, a pid, is not the parent any more.
+    """
     _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG in linux/prctl.h
+    if parent and os.getppid() != parent:
+        os._exit(_ORPHANED)
 
 
 def adopt_orphans(*, adopt: bool = True) -> bool:

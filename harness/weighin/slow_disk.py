@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin import child_process, install
-from weighin.child_process import Parent, decode_event, last_line
+from weighin.child_process import Parent, last_line
 from weighin.errors import IsolationUnavailable
 from weighin.probes import mounts
 from weighin.probes.cgroup import is_left_behind, owned_name
@@ -126,7 +126,7 @@ class Mount:
         if not is_mounted:
             raise IsolationUnavailable(
                 f"FUSE could not mount {self._source} a second time:"
-                f" {last_line(self._child.stderr_tail) or 'no answer'}",
+                f" {last_line(self._child.printed) or 'no answer'}",
                 "weighin doctor tests whether FUSE works on this machine",
             )
         # From mountinfo, because a stat could wait forever.
@@ -135,9 +135,9 @@ class Mount:
 
     def waiting(self) -> list[tuple[str, int, int]]:
         """Return path, offset and arrival (monotonic ns) of each unanswered read, the oldest first."""
-        self._child.send(b"waiting\n")
+        self._child.send("waiting")
         try:
-            event = decode_event(self._child.receive(_ANSWER_S) or b"") or {}
+            event = self._child.receive(_ANSWER_S) or {}
         except TimeoutError:
             return []
         return [(path, offset, since_ns) for path, offset, since_ns in event.get("reads", ())]

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import pytest
 
 from weighin.cell import Job, decode_job
-from weighin.child_process import encode_event
 from weighin.isolation.base import Exit
 from weighin.phase_reporter import JOB, SOCKET
 from weighin.probes.cgroup import Counters
@@ -215,7 +214,7 @@ def memory(mib: int, **changes: Any) -> dict[str, Any]:
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    return encode_event({"event": kind, **fields})
+    return json.dumps({"event": kind, **fields}).encode()
 
 
 def begin(name: str) -> bytes:

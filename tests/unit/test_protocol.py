@@ -1,13 +1,11 @@
-"""What parent and worker say to each other arrives as it was said, and garbage as nothing."""
+"""A job arrives at its worker as it was sent."""
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weighin.cell import Cell, Job, ModelSpec, decode_job, encode_job
-from weighin.child_process import decode_event, encode_event
 
 JSON: Any = st.recursive(
     st.none()
@@ -41,29 +39,3 @@ def test_a_job_arrives_as_it_was_sent(
     )  # fmt: skip
     job = Job(cell, "/c", "/m", "/s.py", tuple(python_path))
     assert decode_job(encode_job(job)) == job
-
-
-@given(ARGUMENTS)
-def test_an_event_arrives_as_it_was_sent(fields: dict[str, Any]) -> None:
-    event = fields | {"event": "begin"}
-    line = encode_event(event)
-    assert line.count(b"\n") == 1
-    assert decode_event(line) == event
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"",
-        b"Loading...",
-        b"\xff\xfe",
-        b"null",
-        b"3",
-        b'"event"',
-        b'["event"]',
-        b'{"evnt": 1}',
-        b"{",
-    ],
-)
-def test_garbage_is_no_event(line: bytes) -> None:
-    assert decode_event(line) is None

@@ -11,7 +11,6 @@ from fakes import PlayedIsolation, done, ready
 from scripts import JOB, measure
 
 from weighin import slow_disk
-from weighin.child_process import encode_event
 from weighin.errors import IsolationUnavailable
 from weighin.run import loads
 from weighin.slow_disk import Mount, Pace
@@ -36,16 +35,16 @@ class Answering:
     def __init__(self, *waited_ns: int | None) -> None:
         self._waited_ns = waited_ns
 
-    def send(self, line: bytes) -> None:
-        assert line == b"waiting\n"
+    def send(self, event: str) -> None:
+        assert event == "waiting"
 
-    def receive(self, _timeout_s: float) -> bytes:
+    def receive(self, _timeout_s: float) -> dict[str, Any]:
         reads = []
         for one in self._waited_ns:
             if one is None:
                 raise TimeoutError
             reads.append(["/a", 4096, monotonic_ns() - one])
-        return encode_event({"event": "waiting", "reads": reads})
+        return {"event": "waiting", "reads": reads}
 
 
 def stalled(latency_ns: int | None, *waited_ns: int | None) -> str:

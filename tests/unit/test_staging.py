@@ -61,10 +61,11 @@ def test_a_folder_of_a_killed_process_is_removed_and_one_in_use_is_not(tmp_path:
     code = (
         "import os, sys, pathlib; from weighin.checkpoint import staging;"
         "held = staging.own_folder(pathlib.Path(sys.argv[1]), 'ours-');"
-        "print(held.__enter__(), flush=True); sys.stdin.read(); os._exit(0)"
+        "from weighin.child_process import Parent; parent = Parent();"
+        "parent.send('held', folder=str(held.__enter__())); parent.receive(); os._exit(0)"
     )
     with Child((sys.executable, "-P", "-c", code, str(tmp_path)), environment()) as child:
-        folder = Path((child.receive(60) or b"").decode())
+        folder = Path((child.receive(60) or {})["folder"])
         (tmp_path / "theirs").mkdir()
         with staging.own_folder(tmp_path, "ours-") as mine:
             assert folder.exists() and mine != folder

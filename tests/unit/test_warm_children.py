@@ -1,6 +1,5 @@
 """A fork of a warm process is to its parent what a process of its own is."""
 
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,10 +13,12 @@ from warm_children import Forks
 from weighin import child_process
 
 PROBE = """
-import json, os, sys, time
-asked = json.loads(sys.stdin.readline())
+import os, sys, time
+from weighin.child_process import Parent
+parent = Parent()
+asked = parent.receive()
 told = {"pid": os.getpid(), "argv": sys.argv[1:], "folder": os.getcwd(), "set": os.environ.get("OF_THIS_TEST")}
-print(json.dumps({"event": "told", "warm": "colorsys" in sys.modules, **told}), flush=True)
+parent.send("told", warm="colorsys" in sys.modules, **told)
 print("noise", file=sys.stderr, flush=True)
 if asked["end"] == "waits":
     time.sleep(600)
@@ -43,7 +44,7 @@ def start(forks: Forks, end: object, *arguments: str) -> child_process.Child:
         forks.command("probe", *arguments),
         child_process.environment() | {"OF_THIS_TEST": "a\nb"},
     )
-    child.send(json.dumps({"end": end}).encode() + b"\n")
+    child.send("asked", end=end)
     return child
 
 
@@ -53,23 +54,23 @@ def test_streams_arguments_variables_folder_and_end_are_its_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with start(forks, end, "one", "two words") as child:
-        told = json.loads(child.receive(60) or b"{}")
+        told = child.receive(60) or {}
         assert (told["warm"], told["argv"]) == (True, ["one", "two words"])
         assert (told["folder"], told["set"]) == (str(tmp_path), "a\nb")
         assert child.receive(60) is None
         assert child.wait(60) == end
-        assert child.stderr_tail == b"noise\n"
+        assert child.printed == b"noise\n"
 
 
 def test_an_exception_is_printed_and_ends_it_with_1(forks: Forks) -> None:
     with start(forks, "raises") as child:
         assert child.wait(60) == 1
-        assert child.stderr_tail.endswith(b"ValueError: no such end\n")
+        assert child.printed.endswith(b"ValueError: no such end\n")
 
 
 def test_a_killed_child_takes_its_fork_with_it(forks: Forks) -> None:
     with start(forks, "waits") as child:
-        fork = json.loads(child.receive(60) or b"{}")["pid"]
+        fork = (child.receive(60) or {})["pid"]
         assert fork != child.pid
         assert leftovers.lives(fork)
     leftovers.wait_until(lambda: not leftovers.lives(fork), "the fork lives")

@@ -1,14 +1,12 @@
 """Make, index (compare with a model) or convert a checkpoint: ``python -m weighin.checkpoint``.
 
-``child.run_child`` starts this module. The first line of its standard input is the request in JSON; the
-field ``verb`` is make, index or convert. The child answers with events, one JSON object on each line of
-standard output. Before it writes any tensor, it sends ``size``, with ``needed_bytes``, and waits for a line
-on standard input. Events ``progress`` have ``done_bytes`` and ``total_bytes``. The last event is ``done``,
+``child.run_child`` starts this module and sends it the request, whose field ``verb`` is make, index or convert.
+The child answers with events. Before it writes any tensor, it sends ``size``, with ``needed_bytes``, and waits
+for the permission. Events ``progress`` have ``done_bytes`` and ``total_bytes``. The last event is ``done``,
 with what a conversion tells, or ``error``, with ``type``, ``message`` and ``repair``. The kernel kills the
 child when its parent ends.
 """
 
-import json
 import sys
 import threading
 import time
@@ -32,7 +30,7 @@ def main() -> int:
         return 1
     try:
         try:
-            parent.send("done", **answer(json.loads(request), parent))
+            parent.send("done", **answer(request, parent))
         except OSError as error:
             repair = "check that the folder is writable and has free space"
             raise CheckpointError(str(error), repair) from error

@@ -1,13 +1,12 @@
 """Run ``python -m weighin.checkpoint``, the child that makes, indexes or converts a checkpoint."""
 
-import json
 import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from weighin import child_process
-from weighin.child_process import decode_event, printed_lines
+from weighin.child_process import printed_lines
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError, UnknownName
 from weighin.units import format_bytes
 
@@ -39,27 +38,26 @@ def run_child(
     """
     command = child_process.module("weighin.checkpoint")
     with child_process.Child(command, child_process.environment(python_path)) as child:
-        child.send(json.dumps(request).encode() + b"\n")
+        child.send("request", **request)
         done: dict[str, Any] | None = None
-        while (line := child.receive()) is not None:
-            event = decode_event(line) or {"event": ""}
+        while (event := child.receive()) is not None:
             if event["event"] == "error":
                 raise _ERRORS.get(event["type"], HarnessError)(event["message"], event["repair"])
             if event["event"] == "size":
                 permit(event["needed_bytes"])
-                child.send(b"\n")
+                child.send("permitted")
             elif event["event"] == "progress":
                 report(event["done_bytes"], event["total_bytes"])
             elif event["event"] == "done":
                 done = event
         code = child.wait()
         if done is None:
-            raise _died(code, child.stderr_tail)
+            raise _died(code, child.printed)
         return done
 
 
-def _died(code: int, stderr_tail: bytes) -> CheckpointError:
-    lines = printed_lines(stderr_tail)[-_LAST_LINES:]
+def _died(code: int, printed: bytes) -> CheckpointError:
+    lines = printed_lines(printed)[-_LAST_LINES:]
     if lines and (refused := _REFUSED.search(lines[-1])):
         size = f" {format_bytes(int(refused[1]))} at once" if refused[1] else ""
         return CheckpointError(

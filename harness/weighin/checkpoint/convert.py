@@ -126,7 +126,7 @@ class Conversion:
     def of_request(cls, request: Mapping[str, Any]) -> "Conversion":
         """Return the conversion that ``run`` sent to the child."""
         return cls(
-            **{name: value for name, value in request.items() if name != "verb"}
+            **{name: value for name, value in request.items() if name not in ("verb", "event")}
             | {"source": Path(request["source"]), "target": Path(request["target"])}
             | {"selection": Selection(**request["selection"])}
             | {"choice": FolderChoice(**request["choice"])}

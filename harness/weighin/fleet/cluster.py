@@ -1,6 +1,5 @@
 """Run cells (measurements) as tasks on the nodes of a Ray cluster; Ray chooses among the able nodes."""
 
-import json
 import logging
 import sys
 import time
@@ -40,11 +39,11 @@ _ANSWER_S: Final = 120.0  # for what a node has
 for _name in (__name__, run_here.__module__, Child.__module__):  # a node may lack weighin
     cloudpickle.register_pickle_by_value(sys.modules[_name])
 
-Task = Callable[[Mapping[str, Any]], tuple[str, list[bytes]]]
+Task = Callable[[Mapping[str, Any]], tuple[str, list[dict[str, Any]]]]
 """A function that Ray runs on a node: it takes an assignment, and returns the node's id and the events."""
 
 
-def run(assignment: Mapping[str, Any]) -> tuple[str, list[bytes]]:
+def run(assignment: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     """Run an assignment on the node to which Ray copied this function.
 
     The process of the assignment gets the environment with which the node was started. Ray's own
@@ -66,7 +65,7 @@ def run(assignment: Mapping[str, Any]) -> tuple[str, list[bytes]]:
         why = f"weighin does not start on this node: {error!r}"
         fix = "see to that node, and start Ray there again"
     told = {"message": why, "repair": f"{fix}: {START}", "exit_code": 2}
-    return place, [json.dumps({"event": "error", **told}).encode()]
+    return place, [{"event": "error", **told}]
 
 
 class Cluster:

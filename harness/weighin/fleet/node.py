@@ -1,8 +1,7 @@
 """Measure one cell on this machine, or describe the machine: ``python -m weighin.fleet.node``.
 
-``run`` starts this process, writes the assignment as the first line of its standard input, and keeps the
-input open for as long as it wants the answer. When the input ends, this process stops the measurement
-and cleans up. Each line of standard output is an event (``weighin.child_process.encode_event``).
+``run`` starts this process, and sends it the assignment. When ``run`` sends the event ``stop``, or ends, this
+process stops the measurement and cleans up. It sends these events:
 
 began   nothing: weighin runs here
 record  record: a line of records.jsonl; files: the run's others, by path
@@ -28,7 +27,7 @@ from typing import Any, Final
 
 from weighin import __version__, child_process, install
 from weighin.checkpoint import staging
-from weighin.child_process import Child, Parent, decode_event, last_line, module
+from weighin.child_process import Child, Parent, last_line, module
 from weighin.errors import ConfigError, HarnessError, Interrupted, explain
 from weighin.isolation import cgroup, select
 from weighin.plan import start
@@ -52,7 +51,7 @@ def run(
     assignment: Mapping[str, Any],
     variables: Mapping[str, str],
     is_stopped: Callable[[], bool] = lambda: False,
-) -> list[bytes]:
+) -> list[dict[str, Any]]:
     """Run an assignment in a process of its own, and return its events; the process ends with ``run``.
 
     Ray copies this function by value to the nodes, with what it uses of ``child_process``: it needs only
@@ -61,14 +60,14 @@ def run(
     process = Child(module("weighin.fleet.node"), variables)
     events = []
     try:
-        process.send(json.dumps(assignment).encode() + b"\n")
+        process.send("assignment", **assignment)
         while not is_stopped():
             with contextlib.suppress(TimeoutError):
-                if (line := process.receive(_PAUSE_S)) is None:
+                if (event := process.receive(_PAUSE_S)) is None:
                     break
-                events.append(line)
+                events.append(event)
     finally:
-        process.end_input()
+        process.send("stop")
         end_s = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(TimeoutError):
             while (left_s := end_s - time.monotonic()) > 0 and process.receive(left_s) is not None:
@@ -77,13 +76,12 @@ def run(
         process.kill()
         code = process.wait()
         process.close()
-    ended = {"event": "ended", "code": code, "stderr": last_line(process.stderr_tail)}
-    return [*events, json.dumps(ended).encode()]
+    return [*events, {"event": "ended", "code": code, "stderr": last_line(process.printed)}]
 
 
-def answer(place: str, lines: Iterable[bytes]) -> Answer:
-    """Return the events of ``run``, which may come from another machine."""
-    return place, {event["event"]: event for event in map(decode_event, lines) if event}
+def answer(place: str, events: Iterable[dict[str, Any]]) -> Answer:
+    """Return the events of ``run``, which may come from another machine, by their kind."""
+    return place, {event["event"]: event for event in events}
 
 
 def own_code() -> str:
@@ -94,16 +92,14 @@ def main() -> int:
     """Read an assignment from standard input, run it, and return the exit code of this process."""
     child_process.is_program = True
     driver = Parent()
-    if (line := driver.receive()) is None:  # the driver has ended
+    if (assignment := driver.receive()) is None:  # the driver has ended
         return 1
-    assignment = json.loads(line)
 
-    def stop_at_end_of_input() -> None:
-        while driver.receive() is not None:
-            pass
+    def stop_when_told() -> None:
+        driver.receive()  # nothing after the assignment but the order to stop, or the end
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=stop_at_end_of_input, daemon=True).start()
+    threading.Thread(target=stop_when_told, daemon=True).start()
     try:
         with interrupts.stoppable(interrupts.EndedBySignal):
             driver.send("began")

@@ -235,6 +235,7 @@ def _start(
     """Start a command as a shell does; if ``apart``, in a session and process group of its own."""
     # Popen would go on to the next program of this name where the first is no binary.
     program = shutil.which(command[0], path=variables.get("PATH")) or command[0]
+    here = os.getpid()
     with ExitStack() as opened:
         files = [opened.enter_context((group / "cgroup.procs").open("wb", 0)) for group in groups]
 
@@ -243,7 +244,7 @@ def _start(
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED)
             for file in files:
                 file.write(b"0")  # 0 stands for the process that writes
-            child_process.end_with_parent()
+            child_process.end_with_parent(here)
 
         start = partial(
             subprocess.Popen,

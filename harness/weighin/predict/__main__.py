@@ -67,8 +67,7 @@ def main() -> None:
     # After the import of the model's class, which may import these modules.
     hide_once = cache(PRELOADED.hide)
     made: dict[str, dict[str, Any]] = {}
-    while (line := parent.receive()) is not None:
-        request = json.loads(line)
+    while (request := parent.receive()) is not None:
         with suppress(Exception):  # the fork imports the class again, and answers with the error
             model = ModelSpec(**request["cell"]["model"])
             if library := library_of(model.builder):

@@ -107,7 +107,7 @@ class LoadSpec(Spec):
             self.facts["read_ahead_bytes"] = mounts.read_ahead_bytes(Path(job.checkpoint))
 
     def start(self, isolation: Isolation, folder: Path) -> Running:
-        job = self._job
+        job = replace(self._job, parent=0 if isolation.name == "docker" else os.getpid())
         (folder / JOB).touch(0o600)  # the environment may have secrets
         (folder / JOB).write_text(encode_job(job))
         mounts = chain(visible.of_job(job), job.mounts, [str(folder)])

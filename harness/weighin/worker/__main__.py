@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weighin.cell import FORWARD, Job
-from weighin.child_process import Child, module
+from weighin.child_process import Tail, module
 from weighin.probes.process import read_rollup
 from weighin.result import Outcome
 from weighin.stream.pretrained_library import library_of, module_of
@@ -259,8 +259,8 @@ def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:
     before weighin can see which rank the kernel killed. Each rank gets torchrun's variables, and connects
     to weighin itself. If a rank fails, weighin ends the others: they end with this process.
     """
-    import queue
     import socket
+    import subprocess
     import threading
 
     with socket.socket() as free:
@@ -274,26 +274,35 @@ def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    ended = queue.Queue[tuple[int, int]]()
+    telling = threading.Lock()
 
-    def wait(rank: int, child: Child) -> None:
-        ended.put((rank, child.wait()))
-
-    ranks: list[Child] = []
-    for rank in range(job.cell.ranks):
-        variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    def run(rank: int) -> None:
         command = module("weighin.worker", lifeline.folder, str(rank))
-        ranks.append(Child(command, variables, sends=False))
-        threading.Thread(target=wait, args=(rank, ranks[rank]), daemon=True).start()
-    for _ in ranks:
-        rank, code = ended.get()
-        lifeline.send(
-            "ended",
-            rank=rank,
-            code=code if code >= 0 else None,
-            signal=-code if code < 0 else None,
-            stderr_tail=ranks[rank].stderr_tail[-_KEPT_BYTES:].decode(errors="replace"),
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
+        assert process.stdout
+        printed = Tail(process.stdout.fileno())
+        code = process.wait()
+        with telling:  # in the order in which they end
+            lifeline.send(
+                "ended",
+                rank=rank,
+                code=code if code >= 0 else None,
+                signal=-code if code < 0 else None,
+                stderr_tail=printed.text[-_KEPT_BYTES:].decode(errors="replace"),
+            )
+
+    ranks = [threading.Thread(target=run, args=[rank]) for rank in range(job.cell.ranks)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
     os._exit(0)
 
 

@@ -51,9 +51,9 @@ class Lifeline:
 
     def __init__(self, folder: str, rank: int | None = None) -> None:
         """Read the job in ``folder``, and connect to the socket there."""
-        end_with_parent()
         self.folder = folder
         self.job: Job = replace(decode_job(read_text(f"{folder}/{JOB}")), rank=rank)
+        end_with_parent(self.job.parent if rank is None else 0)
         self._connection = Connection(f"{folder}/{SOCKET}")
         self._lock = threading.Lock()
         if rank is not None:
