@@ -25,7 +25,7 @@ from weighin.isolation.base import Exit, Running, Streams
 from weighin.isolation.process import WORKER_VARIABLE, ProcessIsolation, ProcessTree, Started
 from weighin.probes.cgroup import parent_of, this_process
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
-from weighin.run.commands import end_rest
+from weighin.run.measure import end_rest
 
 Start = Callable[..., Running]
 
@@ -251,7 +251,7 @@ def test_a_process_of_another_user_is_spared_and_named_and_not_waited_for(
     anothers.add(pid)
     assert running.wait(20)
     began_s = time.monotonic()
-    assert end_rest(running, grace_s=20, settle_s=0.1) == ("sleep 61",)
+    assert end_rest(running, grace_s=20) == ("sleep 61",)
     assert running.reap() == Exit(0)
     running.close()
     running.close()

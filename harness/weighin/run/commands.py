@@ -5,7 +5,6 @@ import os
 import signal
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from weighin.cell import Cell
-from weighin.child_process import signal_each
 from weighin.errors import Interrupted
 from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
@@ -22,7 +20,6 @@ from weighin.phase_reporter import SOCKET
 from weighin.plan.start import files_in
 from weighin.plan.task import Planned, Progress, Run
 from weighin.probes import mounts
-from weighin.probes.process_table import command_of
 from weighin.program_phases import VARIABLE
 from weighin.records.metrics import largest
 from weighin.result import Faults, Outcome, Peaks, Pressure, Ran, Sample, Track
@@ -38,10 +35,7 @@ _TIMES: Final = 10
 _LEAST_S: Final = 30.0
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BY_KERNEL: Final = 0x80  # SI_KERNEL, of <signal.h>: the kernel sends the terminal's signals
-_SETTLE_S: Final = 0.3  # in which short children of a command end by themselves
-_PAUSE_S: Final = 0.01
 _CLOCK_S: Final = 0.02  # the kernel's clock for files is a little behind
-_COMMAND_LENGTH: Final = 120
 
 
 class CommandSpec(Spec):
@@ -57,8 +51,6 @@ class CommandSpec(Spec):
         self._shares_terminal = False  # the terminal sends its signals (Ctrl-C, Ctrl-Z) to it, too
         self._listening: threading.Thread | None = None
         self._is_over = False
-        self._rest: tuple[str, ...] = ()
-        self._left = ""
 
     def enter(self, opened: ExitStack) -> None:
         opened.enter_context(self._passing_signals_on())
@@ -79,17 +71,6 @@ class CommandSpec(Spec):
         self._listening.start()
         self._output.start()
         return running
-
-    def end_rest(self, running: Running) -> None:
-        self._rest = end_rest(running, self.settings.grace_s, _SETTLE_S)
-
-    def ended(self, watch: Watch) -> None:
-        # The last sample has all page cache, which stays in the cgroup after the process's end.
-        assert watch.sampler
-        samples, running = watch.sampler.without_caches(), watch.running
-        if running.shares_terminal and not running.members():  # else a container's files are gone
-            has_last = watch.cgroup and samples and not watch.server_ready_ns
-            self._left = left(watch.started_s, samples[-1] if has_last else None)
 
     def finish(self, cached_bytes: int | None) -> list[str]:
         self._output.finish()
@@ -171,7 +152,10 @@ class CommandSpec(Spec):
         if kernel_bytes is None:  # v2 keeps no mark of the kernel's own memory
             own_bytes = most("kernel_needed_bytes") or 0
             is_exact = is_exact and own_bytes <= MIB + (needed or 0) // 100
-        notes = tuple(filter(None, (watch.running.unseen, self._left)))
+        notes = [watch.running.unseen] if watch.running.unseen else []
+        if watch.running.shares_terminal:  # else the container's files are gone
+            has_last = watch.cgroup and samples and not watch.server_ready_ns
+            notes += left(watch.started_s, samples[-1] if has_last else None)
         warnings = [*notes, *(text for each in (main, *others) for text in each.warnings)]
         if watch.stacks and watch.stacks.why:
             warnings.append(watch.stacks.why)
@@ -203,13 +187,13 @@ class CommandSpec(Spec):
             needed_bytes=needed,
             needed_is_sampled=not is_exact or bool(evidence.escape),
             at_peak=sampler.peak,
-            notes=notes,
+            notes=tuple(notes),
             signal=number,
             survived=number != signal.SIGKILL,
             processes=tuple(processes),
             kills=tuple(evidence.kills or ()),
             stacks=tuple(stacks),
-            ended=self._rest,
+            ended=watch.ended_rest,
             tracks=tuple(Track(each.pid, each.phases) for each in others),
             cold=tuple(self._own.cold),
             frozen_ns=watch.stacks.frozen_ns if watch.stacks else 0,
@@ -229,41 +213,12 @@ class CommandSpec(Spec):
         }
 
 
-def end_rest(running: Running, grace_s: float, settle_s: float) -> tuple[str, ...]:
-    """End the processes of a command that outlive its first process; return the command lines of those that
-    got a signal: one that this user may not signal, or that ends in ``settle_s``, is not among them.
-    """
-    names, spared = [], {running.pid}
-
-    def rest(patience_s: float) -> list[int]:
-        """Wait for the end of all that are not spared; return the pids of those that still run."""
-        deadline = time.monotonic() + patience_s
-        while left := [pid for pid in running.members() if pid not in spared]:
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(_PAUSE_S)
-        return left
-
-    for pid in rest(settle_s):
-        name = ""
-        with suppress(OSError):
-            name = one_line(command_of(pid), _COMMAND_LENGTH)
-        try:
-            signal_each([pid], signal.SIGTERM)
-            names.append(name or f"process {pid}")
-        except PermissionError:
-            spared.add(pid)
-    if rest(grace_s) or len(spared) > 1:
-        running.kill()  # of a container, the engine ends also those
-    return tuple(names)
-
-
-def left(started_s: float, last: Sample | None) -> str:
-    """Say which files of a tmpfs that changed since ``started_s`` take memory; empty below 1 MiB. Without
+def left(started_s: float, last: Sample | None) -> list[str]:
+    """Say which files of a tmpfs that changed since ``started_s`` take memory; nothing below 1 MiB. Without
     ``last``, the cgroup's sample after the end of all processes, a file may be another program's.
     """
     if last and last.shmem_bytes <= MIB:
-        return ""
+        return []
     sizes: dict[str, int] = {}
     for place in (one.place for one in mounts.read() if one.kind in ("tmpfs", "ramfs")):
         for folder, below, names in os.walk(place):
@@ -275,12 +230,14 @@ def left(started_s: float, last: Sample | None) -> str:
                         sizes[str(path)] = state.st_blocks * 512
     total = last.shmem_bytes if last else sum(sizes.values())
     if total <= MIB:
-        return ""
+        return []
     own = [path for path, size in sizes.items() if size <= total]  # a larger one is another's
     largest_first = sorted(own, key=lambda path: -sizes[path])
     named = few([f"{one_line(path)} ({format_bytes(sizes[path])})" for path in largest_first])
     who = "the command left" if last else "while it ran, files of a tmpfs got"
-    return f"{who} {format_bytes(total)} of shared memory: {named or 'in no file that is visible'}"
+    return [
+        f"{who} {format_bytes(total)} of shared memory: {named or 'in no file that is visible'}"
+    ]
 
 
 def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weighin.cell import Cell
 from weighin.checkpoint import staging
-from weighin.child_process import Tail
+from weighin.child_process import Tail, signal_each
 from weighin.errors import HarnessError
 from weighin.files import no_link
 from weighin.isolation.base import Exit, Isolation, Running
@@ -30,6 +30,7 @@ from weighin.probes.cgroup import (
     read_machine_oom_kills,
 )
 from weighin.probes.gpu_memory import DriverMemory, NvmlUnavailable, with_cuda
+from weighin.probes.process_table import command_of
 from weighin.probes.sampler import Sampler, write_samples
 from weighin.records import run_folder, verdict
 from weighin.records.metrics import largest
@@ -39,6 +40,7 @@ from weighin.run.judge import Evidence, contradictions, is_beyond, judge, void
 from weighin.run.listener import Listener, Reported, Told
 from weighin.run.output import Readiness
 from weighin.settings.definition import Settings
+from weighin.text import one_line
 from weighin.units import format_bytes
 
 if TYPE_CHECKING:
@@ -48,10 +50,12 @@ if TYPE_CHECKING:
 _PREFIX: Final = "weighin-run-"  # of the folder for the socket to which the processes report
 _PATIENCE_S: Final = 10.0  # from SIGKILL to the end of a process
 _LONGEST_PAUSE_S: Final = 0.2  # between two looks at a cell that runs
-_PAUSE_S: Final = 0.01  # while a server is awaited
+_PAUSE_S: Final = 0.01  # while a server, or the end of what outlives a command, is awaited
 _RANKS_END_S: Final = 0.5  # for other ranks to fail after one, so that the first cause is known
 _TEST_S: Final = 0.5  # between two tests whether the cell thrashes
 _TEST_SHARE: Final = 10  # and at least so many times a test, which is slow in a thrashing container
+_SETTLE_S: Final = 0.3  # in which short children of a command end by themselves
+_COMMAND_LENGTH: Final = 120
 _AFTER_KILL_S: Final = 1.0  # from the kill of a process of a server, which will not be ready
 
 
@@ -90,12 +94,6 @@ class Spec:
     def before_load(self) -> None:
         """Do what is to be done when the worker waits for the begin of its load."""
 
-    def end_rest(self, running: Running) -> None:
-        """End what runs on after the first process has ended by itself."""
-
-    def ended(self, watch: "Watch") -> None:
-        """Look at what is left when the last figures were read."""
-
     def finish(self, cached_bytes: int | None) -> list[str]:
         """Do what is left to do after the end of the cell; return warnings.
 
@@ -125,25 +123,20 @@ class Measured:
         """Write the samples into the run's folder, then raise ``trouble``, if any; raise
         RecordError if a file cannot be written, whose partial content is removed.
         """
-        _write(run, self.result.samples_path, self.samples)
+        files = {self.result.samples_path: self.samples}
         for number, rank in enumerate(self.result.ranks):
-            _write(run, rank.samples_path, self.rank_samples.get(number, ()))
+            files[rank.samples_path] = self.rank_samples.get(number, ())
+        for path, samples in ((run / name, files[name]) for name in files if name):
+            with run_folder.writing(path, "; the record of its cell is kept"):
+                no_link(path.parent, run)
+                path.unlink(missing_ok=True)
+                try:
+                    write_samples(path, samples)
+                except OSError:
+                    path.unlink(missing_ok=True)
+                    raise
         if self.trouble:
             raise self.trouble
-
-
-def _write(run: Path, name: str | None, samples: Sequence[Sample]) -> None:
-    if name is None:
-        return
-    path = run / name
-    with run_folder.writing(path, "; the record of its cell is kept"):
-        no_link(path.parent, run)
-        path.unlink(missing_ok=True)
-        try:
-            write_samples(path, samples)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
 
 
 def remove_leftovers() -> list[str]:
@@ -166,9 +159,9 @@ def measure(
     with staging.own_folder(Path(tempfile.gettempdir()), _PREFIX) as folder, ExitStack() as opened:
         spec.enter(opened)
         watch = Watch(spec, Listener(folder, spec.cell.ranks), reference)
+        opened.callback(watch.abandon)
         begun_ns = time.monotonic_ns()
         with interrupts.put_off(), ExitStack() as failing:
-            failing.callback(watch.abandon)
             running = spec.start(isolation, folder)
             failing.callback(running.close)
             failing.callback(watch.release)
@@ -180,7 +173,6 @@ def measure(
             finally:
                 watch.close()
             failing.pop_all()
-            opened.push(lambda kind, *_: watch.abandon() if kind else None)
             watch.release()
             trouble: HarnessError | None = None
             try:
@@ -188,24 +180,31 @@ def measure(
             except HarnessError as error:  # the result is still recorded
                 trouble = error
         warnings = spec.finish(cached_bytes)
-    try:
-        result = result_of(spec, watch, end_ns - begun_ns, time.monotonic_ns() - start_ns, warnings)
-    finally:
-        watch.abandon()
-    result = replace(
-        result,
-        cached_bytes_at_start=cached_bytes,
-        started_at=started_at,
-        environment={**(environment or {}), **spec.facts, **watch.ranks[0].told.environment},
-    )
+        result = result_of(
+            spec,
+            watch,
+            end_ns - begun_ns,
+            time.monotonic_ns() - start_ns,
+            warnings,
+            started_at=started_at,
+            cached_bytes_at_start=cached_bytes,
+            environment={**(environment or {}), **spec.facts, **watch.ranks[0].told.environment},
+        )
     return Measured(result, watch.samples, watch.rank_samples, trouble)
 
 
 def result_of(
-    spec: Spec, watch: "Watch", spent_ns: int, wall_ns: int, warnings: Sequence[str] = ()
+    spec: Spec,
+    watch: "Watch",
+    spent_ns: int,
+    wall_ns: int,
+    warnings: Sequence[str] = (),
+    **known: Any,
 ) -> Result:
-    """Return the record of a cell that has ended, ``spent_ns`` after a command's start, or when it was ready."""
-    cell, evidence = spec.cell, watch.evidence()
+    """Return the record of a cell that has ended, ``spent_ns`` after a command's start, or when it was ready;
+    ``known`` are further fields of it.
+    """
+    evidence = watch.evidence()
     judged, message = judge(evidence)
     figures = spec.figures(watch, evidence, judged, spent_ns)
     outcome, doubts = judged, list[str]()
@@ -214,7 +213,7 @@ def result_of(
     if spec.because:
         outcome, message = void(outcome, message, *spec.because)
     spent_ns = max(figures["ready_ns"] or 0, figures["load_ns"] or 0)
-    wrong = contradictions(cell, figures["peaks"], figures.get("baseline"), spent_ns, wall_ns)
+    wrong = contradictions(spec.cell, figures["peaks"], figures.get("baseline"), spent_ns, wall_ns)
     if outcome is Outcome.OK and (why := next(wrong, "")):
         outcome, message = void(outcome, message, Outcome.MEASUREMENT_FAILED, why)
     if outcome is Outcome.THRASHING:  # it was killed, so its times are no results
@@ -222,7 +221,7 @@ def result_of(
         figures["cost"]["load_ns"] = None
     return Result(
         schema=SCHEMA,
-        cell=cell,
+        cell=spec.cell,
         outcome=outcome,
         message=message,
         oom_kills=evidence.oom_kills,
@@ -230,8 +229,9 @@ def result_of(
         exit_code=evidence.ended.shell_code,
         cost=Cost(wall_ns=wall_ns, **figures.pop("cost")),
         warnings=(*figures.pop("warnings"), *doubts, *warnings),
-        samples_path=run_folder.samples_path(cell) if watch.samples else None,
+        samples_path=run_folder.samples_path(spec.cell) if watch.samples else None,
         stopped=None if judged is Outcome.OOM_KILLED else watch.stopped,
+        **known,
         **figures,
     )
 
@@ -252,6 +252,7 @@ class Watch:
         at_end: those when a server was ready, or when the cell ended.
         stopped: why weighin killed the cell; None if it did not.
         processes: those of a command, or of a load that started others, after ``evidence``.
+        ended_rest: what ``end_rest`` has ended of a command.
     """
 
     def __init__(
@@ -270,6 +271,7 @@ class Watch:
         self.stopped: Stopped | None = None
         self.started_s = time.time()
         self.processes: tuple[Process, ...] = ()
+        self.ended_rest: tuple[str, ...] = ()
         self._spec, self._started_ns = spec, time.monotonic_ns()
         self._reference = reference if spec.cell.ram_limit_bytes else None
         self._test_s = time.monotonic() + _TEST_S if self._reference else math.inf
@@ -487,8 +489,8 @@ class Watch:
             spec.readiness.end()
         if not self._is_frozen:
             self.at_end = self._counters()
-        if not self.stopped:
-            spec.end_rest(running)
+        if not self.stopped and not spec.is_load:
+            self.ended_rest = end_rest(running, spec.settings.grace_s)
         now = self._counters()  # what ran on after the first process may have grown, or been killed
         if not is_server_ready:
             oom_kills = largest((self.at_end.oom_kills, now.oom_kills))
@@ -497,7 +499,8 @@ class Watch:
         self.listener.close()  # takes the last messages
         if self.sampler:
             self.sampler.stop()
-        spec.ended(self)
+            if not spec.is_load:  # the last sample has all page cache, which stays in the cgroup
+                self.sampler.without_caches()
 
     def close(self) -> None:
         self.listener.close()
@@ -562,6 +565,35 @@ class Watch:
             stalled=self._stalled,
             stderr_tail=self._spec.printed.text if self._spec.printed else b"",
         )
+
+
+def end_rest(running: Running, grace_s: float) -> tuple[str, ...]:
+    """End the processes of a command that outlive its first process; return the command lines of those that
+    got a signal: one that this user may not signal, or that ends by itself at once, is not among them.
+    """
+    names, spared = [], {running.pid}
+
+    def rest(patience_s: float) -> list[int]:
+        """Wait for the end of all that are not spared; return the pids of those that still run."""
+        deadline = time.monotonic() + patience_s
+        while left := [pid for pid in running.members() if pid not in spared]:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_PAUSE_S)
+        return left
+
+    for pid in rest(_SETTLE_S):
+        name = ""
+        with suppress(OSError):
+            name = one_line(command_of(pid), _COMMAND_LENGTH)
+        try:
+            signal_each([pid], signal.SIGTERM)
+            names.append(name or f"process {pid}")
+        except PermissionError:
+            spared.add(pid)
+    if rest(grace_s) or len(spared) > 1:
+        running.kill()  # of a container, the engine ends also those
+    return tuple(names)
 
 
 def cgroup_of(running: Running) -> Cgroup | None:
