@@ -87,28 +87,21 @@ class Tail:
     """Reads what processes print into a pipe, in a thread, so that none waits; keeps the last 64 KiB."""
 
     def __init__(self, file: int) -> None:
-        self._file, self._text, self._is_over = file, b"", False
-        self._reader = threading.Thread(target=self._read, name="stderr", daemon=True)
+        """Read the descriptor ``file`` until nobody can print into it any more, then close it."""
+        self._text = b""
+        self._reader = threading.Thread(target=self._read, args=[file], daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
-        while not self._is_over:
-            if ready([self._file], _REST_S):
-                if not (data := os.read(self._file, _PART_BYTES)):
-                    return
-                self._text = (self._text + data)[-STDERR_KEPT_BYTES:]
+    def _read(self, file: int) -> None:
+        while data := os.read(file, _PART_BYTES):
+            self._text = (self._text + data)[-STDERR_KEPT_BYTES:]
+        os.close(file)
 
     @property
     def text(self) -> bytes:
         """What was printed until now; this takes 0.5 s while any process keeps the pipe open."""
         self._reader.join(_REST_S)
         return self._text
-
-    def close(self) -> None:
-        self._reader.join(_REST_S)
-        self._is_over = True
-        self._reader.join()
-        os.close(self._file)
 
 
 class Child(Channel):
@@ -171,7 +164,6 @@ class Child(Channel):
             self.wait(PATIENCE_S)
         finally:
             self._connection.close()
-            self._printed.close()
             if self.process is not None:
                 os.close(self.process)
 

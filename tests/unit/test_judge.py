@@ -149,7 +149,7 @@ DONE = (*READY, fakes.begin("forward"), fakes.phase("forward"), fakes.done())
             (*BASELINE, fakes.begin("read")),
             Exit(None, signal=11),
             1,  # a child was killed, the worker itself was not
-            b"Loading\nSegmentation fault\n\n",
+            b"Loading\n\n",
             Outcome.STRATEGY_FAILED,
             "the measured process was ended by SIGSEGV in phase 'read': Loading",
         ),

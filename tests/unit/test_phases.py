@@ -2,17 +2,21 @@
 
 import mmap
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import scripts
 
+from weighin.cell import encode_job
+from weighin.phase_reporter import JOB
 from weighin.probes.process import read_status
 from weighin.result import Memory, Phase
 from weighin.units import KIB, MIB
 from weighin.worker import phases as module
 from weighin.worker.cuda import CudaMemory
-from weighin.worker.phases import Lifeline, Marks
+from weighin.worker.phases import Marks
 
 MS = 1_000_000
 HELD = 64 * MIB
@@ -42,8 +46,9 @@ class Parent:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    clock = SimpleNamespace(now=0)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic_ns=lambda: clock.now))
+    clock = SimpleNamespace(now=0, waited=0)
+    times = {"monotonic_ns": lambda: clock.now, "process_time_ns": lambda: clock.now - clock.waited}
+    monkeypatch.setattr(module, "time", SimpleNamespace(**times))
     return clock
 
 
@@ -53,8 +58,12 @@ def parent(clock: SimpleNamespace) -> Parent:
 
 
 @pytest.fixture
-def marks(parent: Parent) -> Marks:
-    return Marks(cast(Lifeline, parent))
+def marks(parent: Parent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Marks:
+    (tmp_path / JOB).write_text(encode_job(scripts.JOB))
+    monkeypatch.setattr(module, "end_with_parent", lambda _: None)
+    marks = Marks(str(tmp_path))
+    monkeypatch.setattr(marks, "send", parent.send)
+    return marks
 
 
 @pytest.fixture
@@ -146,10 +155,16 @@ def test_a_phase_is_announced_when_it_begins(
 
 
 @pytest.mark.parametrize(
-    ("gap_ns", "expected"),
+    ("gap_ns", "waited_ns", "expected"),
     [
-        (MS - 1, [("a", 0, 2 * MS), ("b", 5 * MS, 8 * MS - 1)]),  # goes to the second phase
-        (MS, [("a", 0, 2 * MS), ("other", 5 * MS, 6 * MS), ("b", 9 * MS, 11 * MS)]),
+        (MS - 1, 0, [("a", 0, 2 * MS), ("b", 5 * MS, 8 * MS - 1)]),  # goes to the second phase
+        (MS, 0, [("a", 0, 2 * MS), ("other", 5 * MS, 6 * MS), ("b", 9 * MS, 11 * MS)]),
+        (MS, 1, [("a", 0, 2 * MS), ("b", 5 * MS, 8 * MS)]),  # another process ran meanwhile
+        (
+            100 * MS,
+            100 * MS,
+            [("a", 0, 2 * MS), ("other", 5 * MS, 105 * MS), ("b", 108 * MS, 110 * MS)],
+        ),
     ],
 )
 def test_the_time_between_two_phases(
@@ -157,11 +172,13 @@ def test_the_time_between_two_phases(
     parent: Parent,
     clock: SimpleNamespace,
     gap_ns: int,
+    waited_ns: int,
     expected: list[tuple[str, int, int]],
 ) -> None:
     with marks.phase("a"):
         clock.now += 2 * MS
     clock.now += gap_ns
+    clock.waited += waited_ns
     with marks.phase("b"):
         clock.now += 2 * MS
     assert [(p.name, p.start_ns, p.end_ns) for p in parent.phases] == expected
@@ -218,11 +235,11 @@ class Cuda:
 
 
 def test_the_gpu_is_waited_for_read_and_only_then_reset(
-    marks: Marks, parent: Parent, monkeypatch: pytest.MonkeyPatch
+    marks: Marks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     marks.cuda = cast(CudaMemory, Cuda(calls))
-    monkeypatch.setattr(parent, "send", lambda event, **fields: calls.append(event))
+    monkeypatch.setattr(marks, "send", lambda event, **fields: calls.append(event))
     with marks.phase("a"):
         calls.append("work")
     assert calls == ["told", "work", "synchronize", "peaks", "told", "phase", "reset"]

@@ -128,8 +128,6 @@ def _of_process(end: Evidence, reported: Reported, ended: Exit) -> tuple[Outcome
     elif ended.signal:
         how = f"was ended by {ended.signal_name}"
     lines = printed_lines(reported.stderr_tail.encode() if end.ends else end.stderr_tail)
-    if lines and ended.signal and lines[-1].startswith(signal.strsignal(ended.signal) or "?"):
-        lines.pop()  # the shell in a container prints the signal as its last line
     last = f": {one_line(lines[-1], _STDERR_LENGTH)}" if lines else ""
     if oom_kills and ended.signal is None and not ended.still_runs:
         return Outcome.OOM_KILLED, f"{_LOST}; then it {how} {reported.where}{last}"

@@ -87,7 +87,6 @@ class LoadSpec(Spec):
         printed, end = os.pipe()
         self._end = opened.enter_context(FileIO(end, "wb"))
         self.printed = child_process.Tail(printed)
-        opened.callback(self.printed.close)
         if pace := Pace(cell.disk_bytes_per_s, cell.disk_latency_ns, self._stall_from_bytes):
             folder = folder_of(Path(job.checkpoint))
             self.disk = Mount(folder, pace, staging.slow_disks())

@@ -12,21 +12,13 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from weighin.cell import FORWARD, Job
+from weighin.cell import FORWARD
 from weighin.child_process import Tail, module
 from weighin.probes.process import read_rollup
 from weighin.result import Outcome
 from weighin.stream.pretrained_library import library_of, module_of
 from weighin.text import one_line
-from weighin.worker.phases import (
-    BEFORE_LOAD,
-    Lifeline,
-    Marks,
-    StrategyFailed,
-    UseFailed,
-    describe,
-    fail,
-)
+from weighin.worker.phases import BEFORE_LOAD, Marks, StrategyFailed, UseFailed, describe
 
 if TYPE_CHECKING:
     import torch
@@ -36,37 +28,34 @@ _KEPT_BYTES = 4096  # of a rank's standard error
 
 def main() -> None:
     folder, *ranks = sys.argv[1:]
-    lifeline = Lifeline(folder, *map(int, ranks))
-    job = lifeline.job
+    marks = Marks(folder, *map(int, ranks))
+    job = marks.job
     if job.cell.ranks > 1 and job.rank is None:
-        start_ranks(job, lifeline)
-    marks = Marks(lifeline)
+        start_ranks(marks)
     if job.body:
         from weighin.worker.pytest_body import run_body
 
-        run_body(job, job.body, lifeline, marks)
+        run_body(marks, job.body)
     try:
-        worker = Worker(job, lifeline, marks)
+        worker = Worker(marks)
     except Exception as error:
-        fail(lifeline, Outcome.MEASUREMENT_FAILED, f"{BEFORE_LOAD}: {describe(error)}")
+        marks.fail(Outcome.MEASUREMENT_FAILED, f"{BEFORE_LOAD}: {describe(error)}")
     try:
         if job.cell.operation == "save":
             worker.save()
         else:
             worker.check(worker.load())
     except BaseException as error:
-        outcome, message = classify(error, job.strategy_path)
-        summary = marks.cuda.summary() if marks.cuda and outcome is Outcome.CUDA_OOM else ""
-        fail(lifeline, outcome, message, summary)
+        marks.fail(*classify(error, job.strategy_path))
     os._exit(0)  # skip the interpreter's shutdown, which takes time
 
 
 class Worker:
     """Loads or saves a model, after what it prepares in the same way for every strategy."""
 
-    def __init__(self, job: Job, lifeline: Lifeline, marks: Marks) -> None:
+    def __init__(self, marks: Marks) -> None:
         """Import torch and the model's code, create a CUDA context, report the memory before the load."""
-        self.job, self.lifeline, self.marks = job, lifeline, marks
+        self.marks, self.job = marks, (job := marks.job)
         import_start_ns = time.monotonic_ns()
         with marks.phase("import"):
             import torch
@@ -142,11 +131,11 @@ class Worker:
 
         from weighin.worker.loading import import_strategy
 
-        job, lifeline, marks = self.job, self.lifeline, self.marks
+        job, marks = self.job, self.marks
         if marks.cuda:
-            lifeline.send("told", notes=marks.cuda.notes())
+            marks.send("told", notes=marks.cuda.notes())
         marks.restart()
-        marked_ns, start_ns = marks.spent_ns, time.monotonic_ns()
+        start_ns = marks.clock_ns()
         try:
             returned = import_strategy(Path(job.strategy_path), job.cell.operation)(argument)
             marks.refuse_open()
@@ -154,11 +143,11 @@ class Worker:
                 marks.cuda.synchronize()
         except BaseException as error:
             raise StrategyFailed from error
-        load_ns = time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
+        load_ns = marks.clock_ns() - start_ns
         marks.flush()
-        lifeline.send("told", load_ns=load_ns)
+        marks.send("told", load_ns=load_ns)
         if marks.cuda:
-            lifeline.send("told", notes=marks.cuda.notes_at_end())
+            marks.send("told", notes=marks.cuda.notes_at_end())
         return returned
 
     def save(self) -> None:
@@ -167,7 +156,7 @@ class Worker:
 
         from weighin.worker import saving
 
-        lifeline, marks, cell = self.lifeline, self.marks, self.job.cell
+        marks, cell = self.marks, self.job.cell
         target = Path(self.job.target)
         argument = saving.WorkerSave(self.model, target, cell.format, cell.options, marks)
         self._run_strategy(argument)
@@ -179,10 +168,10 @@ class Worker:
             saving.sync(target)
             end_ns = time.monotonic_ns()
         written = asdict(saving.sizes(target))
-        lifeline.send("ready", ready_at_ns=end_ns, touch_ns=end_ns - start_ns, written=written)
+        marks.send("ready", ready_at_ns=end_ns, touch_ns=end_ns - start_ns, written=written)
         with marks.phase("verify"):
             saving.check(target, self.manifest, self.argument.dtype)
-        lifeline.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
+        marks.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
 
     def check(self, model: "torch.nn.Module") -> None:
         """Read every byte of the model, compare the checksums with the checkpoint's, and use the model.
@@ -191,7 +180,7 @@ class Worker:
         """
         from weighin.worker import verify
 
-        job, lifeline, marks, load = self.job, self.lifeline, self.marks, self.argument
+        job, marks, load = self.job, self.marks, self.argument
         expected = [entry.name for entry in self.manifest.tensors]
         tensors = verify.named_tensors(model, expected)
         verify.check_structure(tensors, self.manifest, load.device, load.dtype)
@@ -200,15 +189,15 @@ class Worker:
         with marks.phase("touch"):
             checksums = verify.touch(tensors)
             end_ns = time.monotonic_ns()
-        lifeline.send("ready", ready_at_ns=end_ns, touch_ns=end_ns - start_ns)
+        marks.send("ready", ready_at_ns=end_ns, touch_ns=end_ns - start_ns)
         if job.rank is not None:
-            lifeline.send("shared", pss_bytes=read_rollup()["Pss"])
+            marks.send("shared", pss_bytes=read_rollup()["Pss"])
             checksums |= verify.checksums_of_sharded(tensors)
         notes = verify.check_values(checksums, self.manifest, load.dtype)
         if not job.rank:  # only rank 0 sends notes
-            lifeline.send("told", notes=notes)
+            marks.send("told", notes=notes)
         del tensors  # would keep the old buffers alive while a use converts the model
-        lifeline.send("done", first_use_ns=self._use(model), marks_ns=marks.spent_ns)
+        marks.send("done", first_use_ns=self._use(model), marks_ns=marks.spent_ns)
 
     def _use(self, model: "torch.nn.Module") -> int | None:
         """Perform the cell's use, or run forward passes; return the time in ns, None without either."""
@@ -216,18 +205,18 @@ class Worker:
 
         marks, cell = self.marks, self.job.cell
         inputs = self.inputs and self.inputs.to(self.argument.device)
-        start_ns, marked_ns = time.monotonic_ns(), marks.spent_ns
+        start_ns = marks.clock_ns()
         if cell.use:
             from weighin.worker import uses
 
-            self.lifeline.send("told", **uses.perform(model, self.job, inputs, marks))
+            marks.send("told", **uses.perform(model, self.job, inputs, marks))
         elif inputs and cell.passes:
             for _ in range(cell.passes):
                 with marks.phase(FORWARD):
                     verify.check_forward(model, inputs)
         else:
             return None
-        return time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
+        return marks.clock_ns() - start_ns
 
 
 def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
@@ -252,7 +241,7 @@ def classify(error: BaseException, strategy: str) -> tuple[Outcome, str]:
     return Outcome.STRATEGY_FAILED, describe(cause, strategy)
 
 
-def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:
+def start_ranks(marks: Marks) -> NoReturn:
     """Run all ranks of a cell (processes that load one model), report each one's end, and then end.
 
     This process replaces torchrun, which would import torch into the cell's cgroup, and end all ranks
@@ -267,8 +256,8 @@ def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = os.environ | {
-        "WORLD_SIZE": str(job.cell.ranks),
-        "LOCAL_WORLD_SIZE": str(job.cell.ranks),
+        "WORLD_SIZE": str(marks.job.cell.ranks),
+        "LOCAL_WORLD_SIZE": str(marks.job.cell.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
@@ -277,7 +266,7 @@ def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:
     telling = threading.Lock()
 
     def run(rank: int) -> None:
-        command = module("weighin.worker", lifeline.folder, str(rank))
+        command = module("weighin.worker", marks.folder, str(rank))
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -287,10 +276,10 @@ def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         assert process.stdout
-        printed = Tail(process.stdout.fileno())
+        printed = Tail(os.dup(process.stdout.fileno()))
         code = process.wait()
         with telling:  # in the order in which they end
-            lifeline.send(
+            marks.send(
                 "ended",
                 rank=rank,
                 code=code if code >= 0 else None,
@@ -298,7 +287,7 @@ def start_ranks(job: Job, lifeline: Lifeline) -> NoReturn:
                 stderr_tail=printed.text[-_KEPT_BYTES:].decode(errors="replace"),
             )
 
-    ranks = [threading.Thread(target=run, args=[rank]) for rank in range(job.cell.ranks)]
+    ranks = [threading.Thread(target=run, args=[rank]) for rank in range(marks.job.cell.ranks)]
     for each in ranks:
         each.start()
     for each in ranks:

@@ -1,8 +1,7 @@
 """Report phases and failures to weighin; a phase has the high-water marks of kernel and allocator.
 
-At the end of a phase the worker reads and resets VmHWM, its peak RSS. The worker then waits until
-weighin has read and reset the cgroup's peak. The worker subtracts the time of these readings from
-the load time.
+At the end of a phase the worker reads and resets VmHWM, its peak RSS, and waits until weighin has read and
+reset the cgroup's peak. The load time does not include the time of these readings.
 """
 
 import os
@@ -35,38 +34,16 @@ from weighin.text import one_line
 if TYPE_CHECKING:
     from weighin.worker.cuda import CudaMemory
 
-_SHORTEST_GAP_NS = 1_000_000  # a shorter gap between two phases counts to the second phase
+# A gap between two phases counts to the second phase if this process ran for less than 1 ms in it, unless it
+# waited for long; on a busy machine, any gap may take a few ms.
+_SHORTEST_GAP_NS = 1_000_000
+_LONG_GAP_NS = 100_000_000
 _ORPHANED = 125
 _PIECE = 1000  # the most points in one message
 _LONGEST = 8000  # characters of a failure; a longer message would not fit into a packet
 
 BEFORE_LOAD = "before the load"
 """With these words begins the message of a failure that is not the strategy's."""
-
-
-class Lifeline:
-    """A worker's connection to weighin, with which it ends: by a signal, also inside a long call of C; in
-    a container, the engine sends it.
-    """
-
-    def __init__(self, folder: str, rank: int | None = None) -> None:
-        """Read the job in ``folder``, and connect to the socket there."""
-        self.folder = folder
-        self.job: Job = replace(decode_job(read_text(f"{folder}/{JOB}")), rank=rank)
-        end_with_parent(self.job.parent if rank is None else 0)
-        self._connection = Connection(f"{folder}/{SOCKET}")
-        self._lock = threading.Lock()
-        if rank is not None:
-            self.send("told", rank=rank)
-
-    def send(self, event: str, **fields: Any) -> None:
-        """Send a message; if it is in ``AWAITED``, return when weighin has answered."""
-        try:
-            with self._lock:
-                self._connection.send({"event": event, **fields}, wait=event in AWAITED)
-        except OSError:  # weighin has ended
-            sys.stderr.flush()
-            os._exit(_ORPHANED)
 
 
 def named_by_strategy(name: object) -> str:
@@ -84,16 +61,42 @@ def named_by_strategy(name: object) -> str:
 
 
 class Marks:
-    """Measures the phases of one worker, and reports each phase at its end."""
+    """A worker's report to weighin: its phases, each at its end, and what it tells of its load. The worker
+    ends with weighin: by a signal, also inside a long call of C; in a container, the engine sends it.
+    """
 
-    def __init__(self, lifeline: Lifeline) -> None:
+    def __init__(self, folder: str, rank: int | None = None) -> None:
+        """Read the job in ``folder``, at whose socket weighin listens."""
+        self.folder = folder
+        self.job: Job = replace(decode_job(read_text(f"{folder}/{JOB}")), rank=rank)
+        end_with_parent(self.job.parent if rank is None else 0)
         self.spent_ns = 0
         self.is_over = False  # a phase at the end of a test's fixture is none of the test
         self.cuda: CudaMemory | None = None
-        self._lifeline = lifeline
+        self._connection, self._lock = Connection(f"{folder}/{SOCKET}"), threading.Lock()
         self._current: str | None = None
-        self._start_ns = time.monotonic_ns()
-        self._faults = _read_faults()
+        self.restart()
+        if rank is not None:
+            self.send("told", rank=rank)
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Send a message; if it is in ``AWAITED``, return when weighin has answered."""
+        try:
+            with self._lock:
+                self._connection.send({"event": event, **fields}, wait=event in AWAITED)
+        except OSError:  # weighin has ended
+            sys.stderr.flush()
+            os._exit(_ORPHANED)
+
+    def fail(self, outcome: Outcome, message: str) -> NoReturn:
+        """Report the failure, print the traceback to standard error, and end this process."""
+        import traceback
+
+        traceback.print_exc()
+        summary = self.cuda.summary() if self.cuda and outcome is Outcome.CUDA_OOM else ""
+        self.send("told", outcome=outcome, message=message[:_LONGEST], summary=summary)
+        sys.stderr.flush()
+        os._exit(1)  # do not wait for the strategy's threads and exit handlers
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -108,7 +111,7 @@ class Marks:
             )
         self.flush()
         self._current = name
-        self._lifeline.send("told", phase=name)
+        self.send("told", phase=name)
         try:
             yield
         finally:
@@ -116,8 +119,9 @@ class Marks:
             self.close(name)
 
     def flush(self) -> None:
-        """Report the time since the last phase as phase "other", unless it is below 1 ms."""
-        if time.monotonic_ns() - self._start_ns >= _SHORTEST_GAP_NS:
+        """Report the time since the last phase as phase "other", unless that is a short gap."""
+        ran_ns = time.process_time_ns() - self._start_cpu_ns
+        if ran_ns >= _SHORTEST_GAP_NS or time.monotonic_ns() - self._start_ns >= _LONG_GAP_NS:
             self.close(UNNAMED)
 
     def refuse_open(self) -> None:
@@ -125,10 +129,14 @@ class Marks:
         if self._current is not None:
             raise RuntimeError(f"phase {self._current!r} began and never ended")
 
+    def clock_ns(self) -> int:
+        """Return the time on a clock that stands still between phases."""
+        return time.monotonic_ns() - self.spent_ns
+
     def restart(self) -> None:
         """Let the next phase start now, so that it does not include weighin's own work before now."""
         self._faults = _read_faults()
-        self._start_ns = time.monotonic_ns()
+        self._start_ns, self._start_cpu_ns = time.monotonic_ns(), time.process_time_ns()
 
     def memory(self, status: dict[str, int]) -> dict[str, int]:
         of_gpu = {"cuda_allocated_bytes": self.cuda.allocated()} if self.cuda else {}
@@ -147,8 +155,8 @@ class Marks:
             of_gpu = self.cuda.peaks()
             points = self.cuda.take_timeline()
             for start in range(0, len(points), _PIECE):
-                self._lifeline.send("told", points=points[start : start + _PIECE])
-        self._lifeline.send(
+                self.send("told", points=points[start : start + _PIECE])
+        self.send(
             "phase",
             name=name,
             start_ns=self._start_ns,
@@ -176,7 +184,7 @@ class Marks:
             "threads": torch.get_num_threads(),
             "libc": os.confstr("CS_GNU_LIBC_VERSION"),
         }
-        self._lifeline.send(
+        self.send(
             "baseline",
             baseline_ns=time.monotonic_ns(),
             baseline=self.memory(parse_status(read_text("/proc/self/status"))),
@@ -211,13 +219,3 @@ def describe(error: BaseException, strategy: str = "") -> str:
     place = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in (own or frames)[-1:])
     text = one_line(str(error))
     return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
-
-
-def fail(lifeline: Lifeline, outcome: Outcome, message: str, summary: str = "") -> NoReturn:
-    """Report the failure, print the traceback to standard error, and end this process."""
-    import traceback
-
-    traceback.print_exc()
-    lifeline.send("told", outcome=outcome, message=message[:_LONGEST], summary=summary)
-    sys.stderr.flush()
-    os._exit(1)  # do not wait for the strategy's threads and exit handlers

@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
-from weighin.cell import BODY_PLUGIN, Body, Job
+from weighin.cell import BODY_PLUGIN, Body
 from weighin.result import Outcome
-from weighin.worker.phases import Lifeline, Marks, describe, fail
+from weighin.worker.phases import Marks, describe
 
 BODY = "body"
 """The name of the phase for the parts of a test's body that are in no other phase."""
@@ -27,14 +27,14 @@ BODY = "body"
 Measuring = Callable[[], AbstractContextManager[None]]
 
 
-def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn:
+def run_body(marks: Marks, body: Body) -> NoReturn:
     """Run the body, send its outcome and its phases to weighin, and end this process."""
     start_ns = time.monotonic_ns()
     with marks.phase("import"):
         import torch  # noqa: F401 (torch is part of every body's baseline)
     import_ns = time.monotonic_ns() - start_ns
-    sys.path += [folder for folder in job.python_path if folder not in sys.path]
-    measuring, message = partial(_measuring, job.cell.device, lifeline, marks, import_ns), ""
+    sys.path += [folder for folder in marks.job.python_path if folder not in sys.path]
+    measuring, message = partial(_measuring, marks, import_ns), ""
     try:
         if body.pytest_arguments:
             message = _run_test(body, marks, measuring)
@@ -44,24 +44,24 @@ def run_body(job: Job, body: Body, lifeline: Lifeline, marks: Marks) -> NoReturn
             with measuring():
                 function(*arguments, **keywords)
     except BaseException as error:
-        fail(lifeline, Outcome.STRATEGY_FAILED, describe(error))
+        marks.fail(Outcome.STRATEGY_FAILED, describe(error))
     if message:
-        lifeline.send("told", outcome=Outcome.STRATEGY_FAILED, message=message)
+        marks.send("told", outcome=Outcome.STRATEGY_FAILED, message=message)
     else:
-        lifeline.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
+        marks.send("done", first_use_ns=None, marks_ns=marks.spent_ns)
     sys.stderr.flush()
     os._exit(0)
 
 
 @contextmanager
-def _measuring(device: str, lifeline: Lifeline, marks: Marks, import_ns: int) -> Iterator[None]:
+def _measuring(marks: Marks, import_ns: int) -> Iterator[None]:
     """Report the memory before the test's body, run the body, and end the body's last phase, even
     if the body raises.
     """
     marks.is_over = False  # a test that failed may run again
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    if device.startswith("cuda"):
+    if (device := marks.job.cell.device).startswith("cuda"):
         import torch
 
         from weighin.worker.cuda import CudaMemory
@@ -70,15 +70,15 @@ def _measuring(device: str, lifeline: Lifeline, marks: Marks, import_ns: int) ->
     marks.close("prepare")
     marks.report_baseline(import_ns)
     marks.restart()
-    lifeline.send("told", phase=BODY)
-    start_ns, marked_ns = time.monotonic_ns(), marks.spent_ns
+    marks.send("told", phase=BODY)
+    start_ns = marks.clock_ns()
     try:
         yield
     finally:
-        load_ns = time.monotonic_ns() - start_ns - (marks.spent_ns - marked_ns)
+        load_ns = marks.clock_ns() - start_ns
         marks.close(BODY)
-        lifeline.send("told", load_ns=load_ns)
-        lifeline.send("ready", ready_at_ns=time.monotonic_ns(), touch_ns=0)
+        marks.send("told", load_ns=load_ns)
+        marks.send("ready", ready_at_ns=time.monotonic_ns(), touch_ns=0)
         marks.is_over = True
 
 
