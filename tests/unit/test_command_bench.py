@@ -18,7 +18,6 @@ from weighin.records.floor import Aim
 from weighin.records.verdict import Reference
 from weighin.result import Outcome
 from weighin.run import commands, runner
-from weighin.run.commands import Commands
 from weighin.run.measure import Measured, Spec
 from weighin.units import GIB, MIB
 
@@ -82,12 +81,10 @@ def test_each_record_is_parsed_once_by_a_run_and_once_by_the_run_that_resumes_it
 
 
 def test_a_signal_that_a_command_got_ends_the_run_before_the_next() -> None:
-    run = asked("exit 0")
-    bench = Commands(run, Progress())
-    bench.take(run.planned[0])
-    bench.stopped = True
+    run = asked("kill -TERM $PPID; sleep 60", "touch more")
     with pytest.raises(Interrupted, match="stopped; nothing is left running"):
-        bench.take(run.planned[0])
+        runner.run(run, Progress())
+    assert not Path("more").exists()
 
 
 UNLIMITED = make_ran(make_command())  # 3 s
@@ -127,8 +124,7 @@ def test_a_command_that_starves_in_a_search_is_ended(
         return Measured(UNLIMITED)
 
     monkeypatch.setattr(commands, "measure", measure)
-    bench = Commands(searching(timeout_s=timeout_s, within=within), Progress())
-    bench.take(Planned(cell))
+    commands.take(searching(timeout_s=timeout_s, within=within), Planned(cell), {})
     assert given == [expected]
 
 

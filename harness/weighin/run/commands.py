@@ -5,7 +5,7 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,24 +13,23 @@ from typing import Any, Final
 
 from weighin.cell import Cell
 from weighin.errors import Interrupted
-from weighin.isolation import select
 from weighin.isolation.base import Isolation, Running
 from weighin.isolation.process import PASSED
 from weighin.phase_reporter import SOCKET
 from weighin.plan.start import files_in
-from weighin.plan.task import Planned, Progress, Run
+from weighin.plan.task import Planned, Run
 from weighin.probes import mounts
 from weighin.program_phases import VARIABLE
 from weighin.records.metrics import largest
 from weighin.result import Faults, Outcome, Peaks, Pressure, Ran, Sample, Track
 from weighin.run import output
+from weighin.run.interrupts import STOPPED
 from weighin.run.judge import Evidence
 from weighin.run.measure import Measured, Spec, Watch, measure
 from weighin.settings.definition import Settings
 from weighin.text import few, one_line
 from weighin.units import MIB, format_bytes
 
-_STOPPED: Final = "stopped; nothing is left running"
 _TIMES: Final = 10
 _LEAST_S: Final = 30.0
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -254,31 +253,19 @@ def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
     return ""
 
 
-class Commands:
-    """Measures the commands of a run; ``stopped`` after SIGINT, SIGTERM or SIGHUP during a command."""
+def take(task: Run, planned: Planned, known_environment: Mapping[str, Any]) -> Measured:
+    """Run one command and return its measurement.
 
-    def __init__(self, task: Run, progress: Progress) -> None:
-        """Prepare the isolation; raise ConfigError if a cell's limit exceeds that of an outer cgroup."""
-        select.check_limits_around(task.isolation, [each.cell for each in task.planned])
-        task.prepare(progress)
-        self._task, self.environment, self.stopped = task, task.environment(), False
-
-    def take(self, planned: Planned) -> Measured:
-        """Run one command and return its measurement.
-
-        Without --timeout, a search gives it 10 times its time without a limit, plus 30 s. Interrupted: a
-        signal broke the run off, whose result counts only if it is all that there is to measure.
-        """
-        if self.stopped:
-            raise Interrupted(_STOPPED)
-        cell, task, settings = planned.cell, self._task, self._task.settings
-        is_search = settings.within is not None
-        if not settings.timeout_s and is_search and (first := task.unlimited_result(cell)):
-            timeout_s = round(_TIMES * (first.ready_ns or 0) / 1e9 + _LEAST_S, 1)
-            settings = settings.model_copy(update={"timeout_s": timeout_s})
-        spec = CommandSpec(cell, settings)
-        measured = measure(task.isolation, spec, self.environment, task.reference_for(cell))
-        self.stopped = spec.asked_to_end
-        if self.stopped and (is_search or len(task.planned) > 1):
-            raise Interrupted(_STOPPED)
-        return measured
+    Without --timeout, a search gives it 10 times its time without a limit, plus 30 s. Interrupted: a
+    signal broke the run off, whose result counts only if it is all that there is to measure.
+    """
+    cell, settings = planned.cell, task.settings
+    is_search = settings.within is not None
+    if not settings.timeout_s and is_search and (first := task.unlimited_result(cell)):
+        timeout_s = round(_TIMES * (first.ready_ns or 0) / 1e9 + _LEAST_S, 1)
+        settings = settings.model_copy(update={"timeout_s": timeout_s})
+    spec = CommandSpec(cell, settings)
+    measured = measure(task.isolation, spec, known_environment, task.reference_for(cell))
+    if spec.asked_to_end and (is_search or len(task.planned) > 1):
+        raise Interrupted(STOPPED)
+    return measured

@@ -7,9 +7,11 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from weighin.errors import Interrupted
 
+STOPPED: Final = "stopped; nothing is left running"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -97,4 +99,4 @@ def _take(*_: object) -> None:
 
 def _stop() -> None:
     _state.raised = True
-    raise (_state.error or Interrupted)("stopped; nothing is left running")
+    raise (_state.error or Interrupted)(STOPPED)

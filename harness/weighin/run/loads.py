@@ -20,7 +20,7 @@ from weighin import child_process, slow_disk
 from weighin.cell import FORK, SAVE, Cell, Job, encode_job, is_of_use
 from weighin.checkpoint import cache, staging
 from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
-from weighin.isolation import select, visible
+from weighin.isolation import visible
 from weighin.isolation.base import Isolation, Running, Streams
 from weighin.phase_reporter import JOB
 from weighin.plan.task import Planned, Progress, Run, skipped
@@ -247,6 +247,7 @@ def _peaks(watch: Watch) -> Peaks:
     pss = [each.told.pss_bytes for each in ranks]
     # The checksums themselves allocate GPU memory.
     on_gpu = [phase for phase in first.load_phases if phase.name not in UNTIL_READY]
+    of_gpu = ("cuda_requested", "cuda_allocated", "cuda_reserved", "pinned")
     unreclaimable = [each.anon_bytes + each.shmem_bytes for each in seen]
     return Peaks(
         rss_bytes=largest(rss),
@@ -256,15 +257,15 @@ def _peaks(watch: Watch) -> Peaks:
         unreclaimable_sampled_bytes=largest(unreclaimable)
         if any(each.shmem_bytes for each in seen)
         else None,
-        cuda_requested_bytes=largest(phase.peak_cuda_requested_bytes for phase in on_gpu),
-        cuda_allocated_bytes=largest(phase.peak_cuda_allocated_bytes for phase in on_gpu),
-        cuda_reserved_bytes=largest(phase.peak_cuda_reserved_bytes for phase in on_gpu),
         cuda_driver_sampled_bytes=largest(
             each.cuda_driver_bytes for each in seen if isinstance(each, Sample)
         ),
-        pinned_bytes=largest(phase.peak_pinned_bytes for phase in on_gpu),
         pss_bytes=sum(each or 0 for each in pss) if None not in pss else None,
         others_private_sampled_bytes=private_bytes if number and len(ranks) == 1 else None,
+        **{
+            f"{one}_bytes": largest(getattr(phase, f"peak_{one}_bytes") for phase in on_gpu)
+            for one in of_gpu
+        },
     )
 
 
@@ -302,12 +303,11 @@ class Loads:
 
         Raises:
             FormatLimit: none of the checkpoints can be written.
-            ConfigError: a cell's limit is too small for the import of torch, or above a limit around.
+            ConfigError: a cell's limit is too small for the import of torch.
         """
         self._task, self._progress = task, progress
         self._checkpoints: dict[_Key, cache.Prepared | FormatLimit] = {}
         compile_code()
-        select.check_limits_around(task.isolation, [each.cell for each in needed])
         needed = [each for each in needed if not each.skip]
         if any(each.cell.disk for each in needed):
             slow_disk.check(in_container=task.isolation.name == "docker")
@@ -327,25 +327,21 @@ class Loads:
         if not task.is_probed:
             progress.preparing("importing torch, to measure the memory that the import needs", None)
             self._check_limits([each for each in needed if self._key(each) not in refused])
-        self.environment = task.environment()
 
-    def take(self, planned: Planned) -> Measured:
+    def take(self, planned: Planned, known: dict[str, Any]) -> Measured:
+        """Measure one cell, in whose record are the facts that are ``known`` about its environment."""
         key, cell, task = self._key(planned), planned.cell, self._task
-        checkpoint = self._checkpoints[key]
-        if isinstance(checkpoint, FormatLimit):
-            planned = replace(planned, skip=checkpoint.message)
-            return Measured(skipped(planned, self.environment))
-        job = self._job(planned, checkpoint)
-        is_plain = checkpoint.in_place and not planned.strategy.maps_keys
-        if is_plain and (keys := checkpoint.manifest().keys):
+        if isinstance(checkpoint := self._checkpoints[key], FormatLimit):
+            return Measured(skipped(replace(planned, skip=checkpoint.message), known))
+        manifest = checkpoint.manifest()
+        if checkpoint.in_place and manifest.keys and not planned.strategy.maps_keys:
             why = (
-                f"needs {keys}, as from_pretrained does, but {planned.strategy.name} expects the"
-                " model's own keys: give another --format, or write a checkpoint with those"
+                f"needs {manifest.keys}, as from_pretrained does, but {planned.strategy.name} expects"
+                " the model's own keys: give another --format, or write a checkpoint with those"
                 " keys: weighin convert FOLDER TARGET --keys model"
             )
-            return Measured(skipped(replace(planned, skip=why), self.environment))
-        model_bytes = checkpoint.manifest().model_bytes(cell.dtype)
-        known = self.environment
+            return Measured(skipped(replace(planned, skip=why), known))
+        job, model_bytes = self._job(planned, checkpoint), manifest.model_bytes(cell.dtype)
         if needed := planned.strategy.packages:  # versions are the same in a container as here
             known = known | {"packages": packages.versions(needed)}
         with ExitStack() as opened:
@@ -507,11 +503,10 @@ def remove_leftovers() -> list[str]:
 
 def _state(file: Path) -> tuple[int, int, int, int] | None:
     """Return a file's size, times and inode, which show any change; None for a missing file."""
-    try:
+    with suppress(OSError):
         state = file.stat()
-    except OSError:
-        return None
-    return state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino
+        return state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino
+    return None
 
 
 def _saving() -> Path:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from weighin.checkpoint import staging
 from weighin.errors import (
@@ -27,7 +27,7 @@ from weighin.errors import (
     StillRunning,
 )
 from weighin.files import try_lock
-from weighin.isolation import cgroup
+from weighin.isolation import cgroup, select
 from weighin.plan import start
 from weighin.plan.task import Planned, Progress, Run, skipped
 from weighin.probes.cgroup import LOCK_VARIABLE, lock_suffix
@@ -36,9 +36,6 @@ from weighin.result import Result
 from weighin.run import commands, interrupts
 from weighin.run.measure import Measured
 from weighin.units import format_bytes, format_duration
-
-if TYPE_CHECKING:
-    from weighin.run.loads import Loads
 
 Following = Callable[[Sequence[Result]], Planned | None]
 """A function that gets the run's results so far and returns the next cell; None ends the run."""
@@ -88,21 +85,24 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
             todo = {cell.id for cell in run_folder.pending([p.cell for p in task.planned], results)}
             needed = [planned for planned in task.planned if planned.cell.id in todo]
             cells = iter(needed)
-        bench: commands.Commands | Loads | None = None
+        take: Callable[[Planned, dict[str, Any]], Measured] | None = None
+        known_environment: dict[str, Any] = {}
         for planned in cells:
             interrupts.check()
-            if bench is None and any(not each.skip for each in needed):
+            if take is None and any(not each.skip for each in needed):
+                select.check_limits_around(task.isolation, [each.cell for each in needed])
                 if task.settings.commands:
-                    bench = commands.Commands(task, progress)
+                    task.prepare(progress)
+                    take = partial(commands.take, task)
                 else:
-                    bench = loads.Loads(task, needed, progress)
+                    take = loads.Loads(task, needed, progress).take
+                known_environment = task.environment()
             with run_folder.room(task.folder):
-                if planned.skip or bench is None:
-                    known_environment = bench.environment if bench else {}
+                if planned.skip or take is None:
                     measured = Measured(skipped(planned, known_environment))
                 else:
                     progress.starting(planned.cell)
-                    measured = bench.take(planned)
+                    measured = take(planned, known_environment)
                 with interrupts.put_off():
                     result = run_folder.append(task.folder, measured.result)
                     results.append(result)
