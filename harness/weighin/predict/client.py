@@ -155,7 +155,6 @@ def _process(python_path: Sequence[str]) -> Iterator[tuple[Callable[..., dict[st
     process: child_process.Child | None = None
     imported: dict[str, Any] = {}
 
-<<<<<<< HEAD
     def ask(**question: Any) -> dict[str, Any]:
         nonlocal process, imported
         model = question["cell"]["model"]
@@ -165,78 +164,9 @@ def _process(python_path: Sequence[str]) -> Iterator[tuple[Callable[..., dict[st
                 process.close()
             command, imported = child_process.module("weighin.predict"), model_class
             process = child_process.Child(command, child_process.environment(python_path))
-        process.send(json.dumps(question).encode() + b"\n")
-        answer = decode_event(process.receive() or b"")
-        if answer is None:
-=======
-    Attributes:
-        own: the format of the user's checkpoint, if cells of this format can load the checkpoint as
-            it is.
-        made: for each model and format, the path of the checkpoint, or why it cannot be made.
-    """
-
-    ask: "_Asker"
-    folder: Path
-    checkpoint: Path | None
-    selection: Selection
-    dtype: str | None
-    own: str | None
-    made: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def refuse_misfit(self, planned: Sequence[Planned]) -> None:
-        """Raise HarnessError if no strategy can load the checkpoint into the cells' model.
-
-        Only a model of a library, such as transformers, is checked.
-        """
-        cell = next((one.cell for one in planned if not (one.skip or _not_followed(one))), None)
-        if not self.checkpoint or cell is None or library_of(cell.model.builder) is None:
-            return
-        checked = {"source": str(self.checkpoint), "selection": asdict(self.selection)}
-        answer = self.ask({"cell": asdict(cell), "checked": checked})
-        if "error" in answer:
-            raise HarnessError(*answer["error"])
-
-    def predict(self, planned: Planned, after: dict[str, Any]) -> Prediction:
-        """Return the prediction for a cell; ``after`` describes the use that follows the load."""
-        cell = replace(planned.cell, ranks=1)
-        fields = {
-            "cell": asdict(cell),
-            "read_ahead_bytes": read_ahead_bytes(self.checkpoint or staging.folder()),
-        }
-        key = f"{cell.model}{cell.format}"
-        if key not in self.made:
-            make = {
-                "folder": f"{self.folder}/{len(self.made)}",
-                "dtype": self.dtype,
-                "source": str(self.checkpoint) if self.checkpoint else None,
-                "own": self.own == cell.format,
-                "selection": asdict(self.selection),
-            }
-            self.made[key] = self.ask(fields | {"make": make})
-        place = self.made[key]
-        if place.get("cannot"):
-            return Prediction(planned.cell, cannot=place["cannot"])
-        strategy = {"strategy_path": str(planned.strategy.path)}
-        of_one = from_json(cell, self.ask(fields | place | strategy | after))
-        of_one = replace(of_one, checkpoint_dtype=place["checkpoint_dtype"])
-        return of_one if planned.cell.ranks == 1 else of_ranks(planned.cell, of_one)
-
-
-class _Asker:
-    def __init__(self, variables: dict[str, str]) -> None:
-        self._variables = variables
-        self._process: child_process.Child | None = None
-        self._imported: dict[str, Any] = {}
-
-    def close(self) -> None:
-        if self._process:
-            self._process.close()
-
-    def __call__(self, question: dict[str, Any]) -> dict[str, Any]:
-        process = self._process_of(question["cell"]["model"])
         process.send("question", **question)
-        if (answer := process.receive()) is None:
->>>>>>> b4d4ee03 (Speak with children over one socket, and end orphans at once)
+        answer = process.receive()
+        if answer is None:
             raise HarnessError(
                 "weighin's process that computes the prediction was killed",
                 "run the command again; if `dmesg` says that the kernel killed the process for"
