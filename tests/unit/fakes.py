@@ -214,7 +214,7 @@ def memory(mib: int, **changes: Any) -> dict[str, Any]:
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    return json.dumps({"event": kind, **fields}).encode()
+    return json.dumps({"event": kind, **fields}, separators=(",", ":")).encode()
 
 
 def begin(name: str) -> bytes:
