@@ -97,35 +97,31 @@ class Connection:
 
     def send(self, message: dict[str, Any], *, wait: bool) -> None:
         """Send a message; with ``wait``, return when weighin has answered."""
+        packet = json.dumps(message, separators=(",", ":")).encode()
         if not self._is_ours():
             self._descriptor = -1
-            self._connect()
-        packet = json.dumps(message, separators=(",", ":")).encode()
-        connection = _connection(self._descriptor)
+        descriptor = None if self._descriptor < 0 else self._descriptor
+        connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET, 0, descriptor)
         try:
             connection.settimeout(self._patience_s)
+            if descriptor is None:
+                with address(self._path) as place:
+                    connection.connect(place)
+                self._inode = os.fstat(connection.fileno()).st_ino
+                self._descriptor = connection.fileno()
             connection.send(packet, _socket.MSG_NOSIGNAL)  # SIGPIPE could kill the program
             if wait and not connection.recv(1):
                 raise ConnectionResetError
         finally:
-            connection.detach()
+            # Only the descriptor is kept: an open socket object causes a ResourceWarning at exit.
+            if connection.fileno() == self._descriptor:
+                connection.detach()
+            connection.close()
 
     def drop(self) -> None:
         if self._is_ours():
             os.close(self._descriptor)
         self._descriptor = -1
-
-    def _connect(self) -> None:
-        connection = _connection()
-        try:
-            connection.settimeout(self._patience_s)
-            with address(self._path) as place:
-                connection.connect(place)
-            self._inode = os.fstat(connection.fileno()).st_ino
-            # Only the descriptor is kept: an open socket object causes a ResourceWarning at exit.
-            self._descriptor = connection.detach()
-        finally:
-            connection.close()
 
     def _is_ours(self) -> bool:
         try:
@@ -196,7 +192,3 @@ class Reporter:
         """In a forked child, drop the parent's connection, and make a new, unlocked lock."""
         self._lock = RLock()
         self._connection.drop()
-
-
-def _connection(descriptor: int | None = None) -> _socket.socket:
-    return _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET, 0, descriptor)

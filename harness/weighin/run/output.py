@@ -87,14 +87,6 @@ class _Channel:
                 return True
         return False
 
-    def pass_on(self) -> bytes:
-        """Pass the next bytes on, and return them; none at the end, or if nobody reads the target."""
-        try:
-            data = os.read(self.source, _AT_ONCE)
-        except OSError:  # no process has the pseudo-terminal open any more
-            return b""
-        return data if write(self.target, data) else b""
-
     def close(self, *descriptors: int) -> None:
         """Close some descriptors, or else all; one that is closed already stays closed."""
         for descriptor in self._open & {*(descriptors or self._open)}:
@@ -198,7 +190,10 @@ class Relay:
                 if self._ends.is_set():
                     break
                 continue
-            if not (data := channel.pass_on()):
+            data = b""
+            with contextlib.suppress(OSError):  # no process has the pseudo-terminal open any more
+                data = os.read(channel.source, _AT_ONCE)
+            if not data or not write(channel.target, data):
                 break  # if the target has no reader, the command's next write must fail as well
             now_ns = time.monotonic_ns()
             if (end := max(data.rfind(b"\n"), data.rfind(b"\r"))) < 0:

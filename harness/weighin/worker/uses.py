@@ -51,7 +51,7 @@ def prepare(use: str) -> None:
 def perform(
     model: torch.nn.Module, job: Job, inputs: Inputs | None, marks: Marks
 ) -> dict[str, Any]:
-    """Run the cell's use in a phase of its own, and return the fields of the event "used".
+    """Run the cell's use in a phase of its own, and return what to tell of it.
 
     Raises:
         UseFailed: the use raised an error.
