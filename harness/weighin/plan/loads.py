@@ -102,7 +102,8 @@ def cells_of(
     own_formats: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Planned]:
     """Return the cells of a run without duplicates, all before the first is repeated: A B C A B C.
-    ``dtypes`` and ``own_formats`` (of the user's checkpoint) are by the model's title.
+    ``dtypes`` and ``own_formats`` (of the user's checkpoint) are by the model's title. A strategy that
+    supports none of the wanted formats has a cell of the first one, which is skipped with a reason.
     """
     wanted = [formats.known(name) for name in settings.format]
     axes: dict[str, Sequence[Any]] = {
@@ -122,8 +123,10 @@ def cells_of(
         if info.shares_load and fields["ranks"] == 1 and max(settings.ranks) > 1:
             continue
         is_forward = use == FORWARD and settings.operation == "load"
-        own = own_formats.get(model.title)
-        for fmt in _formats(wanted, own, info):
+        own, able = own_formats.get(model.title), [fmt for fmt in wanted if fmt in info.formats]
+        if not wanted and own and (own in info.formats or own == gguf.NAME):
+            able = [own]  # a GGUF file is not dequantised: the result is up to 8 times as large
+        for fmt in able or [*wanted, *info.formats][:1]:
             cell = Cell(
                 model=model,
                 strategy=info.name,
@@ -184,17 +187,6 @@ def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operati
         able = "streaming and transformers" if found.dequantises else "transformers"
         return f"the weights are {found.summary}; only {able} can load them"
     return ""
-
-
-def _formats(wanted: Sequence[str], own: str | None, info: StrategyInfo) -> list[str]:
-    """Return the formats in which one strategy loads or saves one model; if it supports none of
-    ``wanted``, the first one, whose cell is then skipped with a reason.
-    """
-    if not wanted and own and (own in info.formats or own == gguf.NAME):
-        # Without --format, a GGUF file is not dequantised: the result is up to 8 times as large.
-        return [own]
-    supported = [fmt for fmt in wanted if fmt in info.formats]
-    return supported or [*wanted, *info.formats][:1]
 
 
 def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:

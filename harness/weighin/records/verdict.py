@@ -51,6 +51,12 @@ _SEVERITY: Final = {Verdict.SURVIVES: 0, Verdict.THRASHES: 1, Verdict.KILLED: 3}
 _FAILED: Final = 2  # between a cell that thrashes and one that the kernel killed
 
 
+_KILLED: Final = {
+    Outcome.CUDA_OOM: "the CUDA allocator refused an allocation",
+    Outcome.OOM_KILLED: "killed by the kernel for lack of memory",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Judgement:
     verdict: Verdict
@@ -65,8 +71,11 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
     is_ok, is_command = outcome is Outcome.OK, cell.operation == "command"
     if limit is None:
         return None
-    if killed := _killed(result):
-        return Judgement(Verdict.KILLED, killed)
+    if not is_ok and (outcome in _KILLED or result.oom_kills):
+        why = f"the kernel killed {result.oom_kills} of its processes for lack of memory"
+        if outcome in _KILLED:
+            why = result.message or _KILLED[outcome]
+        return Judgement(Verdict.KILLED, why)
     if outcome is Outcome.THRASHING:
         return Judgement(Verdict.THRASHES, result.message)
 
@@ -108,16 +117,6 @@ def judge_result(result: Result, reference_ns: int | None = None) -> Judgement |
     if lost_time and (is_ok or outcome is Outcome.TIMEOUT):
         return Judgement(Verdict.THRASHES, "; ".join(said))
     return Judgement(Verdict.SURVIVES, "; ".join(said)) if is_ok else None
-
-
-def _killed(result: Result) -> str:
-    if result.outcome is Outcome.CUDA_OOM:
-        return result.message or "the CUDA allocator refused an allocation"
-    if result.outcome is Outcome.OOM_KILLED:
-        return result.message or "killed by the kernel for lack of memory"
-    if result.outcome is not Outcome.OK and result.oom_kills:
-        return f"the kernel killed {result.oom_kills} of its processes for lack of memory"
-    return ""
 
 
 def judge_all(results: Iterable[Result]) -> dict[str, Judgement | None]:
