@@ -591,9 +591,6 @@ _KINDS: Final[dict[str | None, tuple[str, tuple[type[Strict], ...]]]] = {
 _OF_FILES: Final = (
     "key", "trust_remote_code", "strip_prefix", "variant", "model_class", "revision",
 )  # fmt: skip
-_OF_A_PREDICTION: Final = (
-    *Model.model_fields, "strategies", "device", "dtype", "format", "uses", "ranks", "environment", "seed",
-)  # fmt: skip
 _OF_A_MEASUREMENT: Final = {
     "ram", "vram", "ram_high", "disk", "disk_latency", "cache", "operation", "repeats", "passes",
     "steady", "jobs", "engine", "shard",
@@ -602,7 +599,10 @@ _OF_A_MEASUREMENT: Final = {
 _USED: Final[dict[str, tuple[str, ...]]] = {
     "inspect": ("models", "kwargs", *_OF_FILES),
     "convert": ("adapter", *_OF_FILES),
-    "predict": _OF_A_PREDICTION,
+    "predict": (
+        *Model.model_fields, "strategies", "device", "dtype", "format", "uses", "ranks", "environment",
+        "seed",
+    ),
     "recommend": (
         *Model.model_fields, "ram", "vram", "disk", "disk_latency", "device", "dtype", "uses", "ranks",
     ),
@@ -614,9 +614,7 @@ def used_by(verb: str, kind: str = MODELS) -> set[str]:
     """Return the settings that have an effect on a verb; ``kind`` is MODELS or COMMANDS."""
     keys = {*Settings.keys(kind)}
     if verb == "floor":
-        return keys - (
-            {"ram", "repeats", "engine", "shard"} if kind == COMMANDS else _OF_A_MEASUREMENT
-        )
+        return keys - _OF_A_MEASUREMENT
     return keys & {*_USED.get(verb, keys)}
 
 
