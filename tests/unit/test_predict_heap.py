@@ -2,13 +2,13 @@
 
 import pytest
 
-from weighin.predict.allocators import Chunk, Heap
+from weighin.predict.allocators import Block, Heap
 from weighin.units import KIB, MIB
 
 OVERHEAD = 96  # what posix_memalign adds for torch's alignment
 
 
-def written(heap: Heap, nbytes: int) -> Chunk:
+def written(heap: Heap, nbytes: int) -> Block:
     chunk = heap.malloc(nbytes)
     if chunk.in_heap:
         heap.pages.add(chunk.address, nbytes)

@@ -108,15 +108,56 @@ class HeapPages:
 
 
 @dataclass(slots=True, eq=False)
-class Chunk:
-    """A part of the heap, with links to its neighbours; or, if not ``in_heap``, a separate mapping."""
+class Block:
+    """A part of a heap, or of a segment (one reservation) of GPU memory, with links to its neighbours.
+
+    ``in_heap`` is False for a mapping of its own, ``small`` tells the pool of a segment, and
+    ``requested`` is the size that was asked for.
+    """
 
     address: int
     size: int
-    in_heap: bool
     free: bool = False
-    before: "Chunk | None" = None
-    after: "Chunk | None" = None
+    before: "Block | None" = None
+    after: "Block | None" = None
+    in_heap: bool = True
+    small: bool = False
+    requested: int = 0
+
+
+def _taken(pool: list[Block], size: int) -> Block | None:
+    """Take the block that fits best out of a pool of free blocks."""
+    at = bisect_left(pool, (size, -1), key=_BEST_FIT)
+    return pool.pop(at) if at < len(pool) else None
+
+
+def _divide(pool: list[Block], block: Block, size: int) -> Block:
+    """Cut a block to ``size``, and return the free rest, which is now in the pool."""
+    rest = Block(block.address + size, block.size - size, True, block, block.after)
+    rest.small = block.small
+    if block.after:
+        block.after.before = rest
+    block.after, block.size = rest, size
+    insort(pool, rest, key=_BEST_FIT)
+    return rest
+
+
+def _joined(pool: list[Block], block: Block) -> Block:
+    """Free a block and join it with its free neighbours, which leave the pool; return all as one."""
+    block.free = True
+    first = last = block
+    if block.before and block.before.free:
+        first = block.before
+    if block.after and block.after.free:
+        last = block.after
+    for other in (first, last):
+        if other is not block:
+            pool.pop(bisect_left(pool, _BEST_FIT(other), key=_BEST_FIT))
+    first.size = last.address + last.size - first.address
+    first.after = last.after
+    if first.after:
+        first.after.before = first
+    return first
 
 
 class Heap:
@@ -134,45 +175,44 @@ class Heap:
         self._threshold = _FIRST_THRESHOLD_BYTES
         self._trim_threshold = _FIRST_THRESHOLD_BYTES
         self._top = 0
-        self._last: Chunk | None = None  # the chunk just below the top
-        self._holes: list[Chunk] = []
+        self._last: Block | None = None  # the chunk just below the top
+        self._holes: list[Block] = []
 
-    def malloc(self, nbytes: int) -> Chunk:
+    def malloc(self, nbytes: int) -> Block:
         wanted = nbytes + _ALIGNING_BYTES
         if wanted >= self._threshold:
-            return Chunk(0, nbytes, in_heap=False)
-        at = bisect_left(self._holes, (wanted, -1), key=_BEST_FIT)
-        if at < len(self._holes):
-            return self._from_hole(self._holes.pop(at), nbytes + self._added_bytes)
-        chunk = Chunk(self._top, nbytes + self._added_bytes, in_heap=True, before=self._last)
+            return Block(0, nbytes, in_heap=False)
+        if hole := _taken(self._holes, wanted):
+            rest = _divide(self._holes, hole, nbytes + self._added_bytes)
+            if not rest.after:
+                self._last = rest
+            hole.free = False
+            return hole
+        block = Block(self._top, nbytes + self._added_bytes, before=self._last)
         if self._last:
-            self._last.after = chunk
-        self._last = chunk
-        self._top += chunk.size
-        return chunk
+            self._last.after = block
+        self._last = block
+        self._top += block.size
+        return block
 
-    def free(self, chunk: Chunk) -> None:
-        """Free a chunk; release the free top of the heap if it then exceeds glibc's threshold."""
-        if not chunk.in_heap:
-            if self._threshold < chunk.size <= _LAST_THRESHOLD_BYTES:
-                self._threshold, self._trim_threshold = chunk.size + PAGE_BYTES, 2 * chunk.size
+    def free(self, block: Block) -> None:
+        """Free a block; release the free top of the heap if it then exceeds glibc's threshold."""
+        if not block.in_heap:
+            if self._threshold < block.size <= _LAST_THRESHOLD_BYTES:
+                self._threshold, self._trim_threshold = block.size + PAGE_BYTES, 2 * block.size
             return
-        chunk.free = True
-        for other in (chunk.before, chunk.after):
-            if other and other.free:
-                self._holes.pop(bisect_left(self._holes, _BEST_FIT(other), key=_BEST_FIT))
-        first = chunk.before if chunk.before and chunk.before.free else chunk
-        last = chunk.after if chunk.after and chunk.after.free else chunk
-        first.size = last.address + last.size - first.address
-        first.after = last.after
-        if first.after:
-            first.after.before = first
-        elif self._pinned:
-            self._last = first
-        else:
-            self._lower_top(first)
+        block = _joined(self._holes, block)
+        if block.after or self._pinned:
+            if not block.after:
+                self._last = block
+            insort(self._holes, block, key=_BEST_FIT)
             return
-        insort(self._holes, first, key=_BEST_FIT)
+        self._last = block.before  # the last block becomes a part of the top
+        if self._last:
+            self._last.after = None
+        self._top = block.address
+        if self.pages.end - self._top >= self._trim_threshold:
+            self.pages.remove_from(self._top + _TOP_PAD_BYTES)
 
     def trim(self) -> None:
         """Release every page that no chunk in use covers, as ``malloc_trim`` does."""
@@ -180,41 +220,9 @@ class Heap:
             self.pages.remove(hole.address, hole.size)
         self.pages.remove_from(self._top)
 
-    def _from_hole(self, hole: Chunk, size: int) -> Chunk:
-        rest = Chunk(hole.address + size, hole.size - size, True, True, hole, hole.after)
-        if hole.after:
-            hole.after.before = rest
-        else:
-            self._last = rest
-        hole.after, hole.size, hole.free = rest, size, False
-        insort(self._holes, rest, key=_BEST_FIT)
-        return hole
-
-    def _lower_top(self, chunk: Chunk) -> None:
-        """Join the free last chunk to the top; release the top if it exceeds glibc's threshold."""
-        self._last = chunk.before
-        if self._last:
-            self._last.after = None
-        self._top = chunk.address
-        if self.pages.end - self._top >= self._trim_threshold:
-            self.pages.remove_from(self._top + _TOP_PAD_BYTES)
-
 
 class CudaOutOfMemory(Exception):
     """A request exceeds the GPU memory limit, even after the allocator has emptied its cache."""
-
-
-@dataclass(slots=True, eq=False)
-class CudaBlock:
-    """A part of a segment (one reservation), with links to its neighbours. Free neighbours merge."""
-
-    address: int
-    size: int
-    small: bool
-    free: bool = True
-    requested: int = 0
-    before: "CudaBlock | None" = None
-    after: "CudaBlock | None" = None
 
 
 class CachingAllocator:
@@ -227,10 +235,10 @@ class CachingAllocator:
         self.limit_bytes = limit_bytes
         self.current = dict.fromkeys(_KINDS, 0)
         self.peak = dict.fromkeys(_KINDS, 0)
-        self._free: dict[bool, list[CudaBlock]] = {True: [], False: []}
+        self._free: dict[bool, list[Block]] = {True: [], False: []}
         self._next_address = 0
 
-    def malloc(self, requested: int) -> CudaBlock:
+    def malloc(self, requested: int) -> Block:
         """Return a block for ``requested`` bytes; ``requested`` must be at least 1.
 
         Raises:
@@ -238,25 +246,21 @@ class CachingAllocator:
         """
         size = -(-requested // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
         small = size <= _SMALL_BYTES
-        block = self._best_fit(size, small) or self._new_segment(size, small)
+        block = _taken(self._free[small], size) or self._new_segment(size, small)
         rest = block.size - size
         if rest >= _MIN_BLOCK_BYTES if small else rest > _SMALL_BYTES:
-            self._split(block, size)
+            _divide(self._free[small], block, size)
         block.free, block.requested = False, requested
         self._count("requested", requested)
         self._count("allocated", block.size)  # includes a remainder that is too small to split off
         return block
 
-    def free(self, block: CudaBlock) -> None:
-        """Free a block and merge it with free neighbours; the block's segment stays reserved."""
+    def free(self, block: Block) -> None:
+        """Free a block and join it with free neighbours; the block's segment stays reserved."""
         self._count("requested", -block.requested)
         self._count("allocated", -block.size)
-        block.free = True
-        for other in (block.before, block.after):
-            if other is not None and other.free:
-                self._take(other)
-        block = self._merge(block)
-        insort(self._free[block.small], block, key=_BEST_FIT)
+        pool = self._free[block.small]
+        insort(pool, _joined(pool, block), key=_BEST_FIT)
 
     def empty_cache(self) -> None:
         """Release every segment that contains no block in use, so that it is no longer reserved."""
@@ -268,12 +272,7 @@ class CachingAllocator:
     def reset_peaks(self) -> None:
         self.peak = dict(self.current)
 
-    def _best_fit(self, size: int, small: bool) -> CudaBlock | None:
-        pool = self._free[small]
-        at = bisect_left(pool, (size, -1), key=_BEST_FIT)
-        return pool.pop(at) if at < len(pool) else None
-
-    def _new_segment(self, size: int, small: bool) -> CudaBlock:
+    def _new_segment(self, size: int, small: bool) -> Block:
         if small:
             length = _SMALL_SEGMENT_BYTES
         elif size < _MIN_LARGE_BYTES:
@@ -288,34 +287,8 @@ class CachingAllocator:
                     f"{size:,} bytes beside {self.current['reserved']:,} reserved"
                 )
         self._count("reserved", length)
-        block = CudaBlock(self._next_address, length, small)
+        block = Block(self._next_address, length, free=True, small=small)
         self._next_address += length
-        return block
-
-    def _split(self, block: CudaBlock, size: int) -> None:
-        rest = CudaBlock(block.address + size, block.size - size, block.small)
-        rest.before, rest.after = block, block.after
-        if block.after is not None:
-            block.after.before = rest
-        block.after, block.size = rest, size
-        insort(self._free[rest.small], rest, key=_BEST_FIT)
-
-    def _take(self, block: CudaBlock) -> None:
-        pool = self._free[block.small]
-        pool.pop(bisect_left(pool, _BEST_FIT(block), key=_BEST_FIT))
-
-    @staticmethod
-    def _merge(block: CudaBlock) -> CudaBlock:
-        if block.before is not None and block.before.free:
-            first = block.before
-            first.size += block.size
-            first.after = block.after
-            block = first
-        if block.after is not None and block.after.free:
-            block.size += block.after.size
-            block.after = block.after.after
-        if block.after is not None:
-            block.after.before = block
         return block
 
     def _count(self, kind: str, change: int) -> None:

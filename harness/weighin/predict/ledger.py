@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 import torch
 
-from weighin.predict.allocators import CachingAllocator, Chunk, CudaBlock, Extents, Heap
+from weighin.predict.allocators import Block, CachingAllocator, Extents, Heap
 from weighin.predict.prediction import PredictedPhase
 from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory
@@ -51,11 +51,11 @@ class MemoryBlock:
     place: Place
     address: int
     nbytes: int
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[Block, ...] = ()
     real: bool = False
     known: bool = True
     pages: Extents = field(default_factory=Extents)
-    cuda: CudaBlock | None = None
+    cuda: Block | None = None
     storage: "FollowedStorage | None" = None
     before: "MemoryBlock | None" = None
     after: "MemoryBlock | None" = None
