@@ -410,6 +410,15 @@ def pipeline(context: click.Context) -> Path | None:
     return path if pipelines.is_pipeline(path) and pipelines.read(path).models else None
 
 
+def parts_of(context: click.Context, path: Path) -> dict[str, Path]:
+    """Return the folders of a pipeline's parts by name; refuse --use, which needs one model."""
+    from weighin.stream import pipeline as pipelines
+
+    repair = "give the folder of one part"
+    refuse(context, ("uses",), "--use needs one model, not a pipeline", repair)
+    return {part.name: part.path for part in pipelines.read(path).models}
+
+
 def names(texts: Iterable[str]) -> list[str]:
     """Split each text at its commas, and return all names: for ["a,b", "c"], ["a", "b", "c"]."""
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]

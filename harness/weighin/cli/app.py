@@ -93,7 +93,10 @@ def main() -> NoReturn:
     except HarnessError as error:
         _end(error)
     except OSError as error:
-        _drop_unwritable_output()
+        try:
+            sys.stdout.flush()
+        except OSError:  # discard what cannot be written: Python would try again at its exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _end(explain(error))
     except (click.Abort, interrupts.EndedBySignal):  # Ctrl-C; click raises Abort at a question
         sys.exit(Interrupted.exit_code)
@@ -102,14 +105,6 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     finally:
         gc.freeze()  # Python then collects no garbage at exit, and ends 0.01 s sooner
-
-
-def _drop_unwritable_output() -> None:
-    """Discard output that could not be written, because Python would try again at its exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(error: HarnessError) -> NoReturn:

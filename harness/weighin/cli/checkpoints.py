@@ -203,7 +203,12 @@ def cache_list(json_file: str | None) -> None:
 
     stored = cache.list_entries()
     document = {"folder": str(staging.folder()), "checkpoints": _described(stored)}
-    _console.deliver(json_file, document, lambda: _console.show(_table(stored)))
+
+    def show() -> None:
+        _console.line(f"checkpoints in {staging.folder()}")
+        _console.show(_table(stored))
+
+    _console.deliver(json_file, document, show)
 
 
 @click.command(
@@ -261,23 +266,14 @@ cache = Verbs(
 
 
 def _table(stored: "Sequence[CachedCheckpoint]") -> "Table":
-    from weighin.checkpoint import staging
     from weighin.show.table import Column, Table
 
     heads = ("model", "format", "size", "last used")
-    return Table(
-        f"checkpoints in {staging.folder()}",
-        [Column(head, is_name=head != "size") for head in heads],
-        [
-            [
-                one.name,
-                one.format,
-                format_bytes(one.size_bytes),
-                datetime.fromtimestamp(one.last_used_s).strftime("%Y-%m-%d %H:%M"),
-            ]
-            for one in stored
-        ],
-    )
+    rows = []
+    for one in stored:
+        used = datetime.fromtimestamp(one.last_used_s).strftime("%Y-%m-%d %H:%M")
+        rows.append([one.name, one.format, format_bytes(one.size_bytes), used])
+    return Table("", [Column(head, is_name=head != "size") for head in heads], rows)
 
 
 def _described(stored: "Sequence[CachedCheckpoint]") -> list[dict[str, Any]]:

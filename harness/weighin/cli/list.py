@@ -1,7 +1,7 @@
 """``weighin list``: list strategies, models, uses, suites and isolations, without slow imports."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import click
@@ -45,20 +45,10 @@ _ISOLATIONS: Final = {
 @_options.json
 def list_(kind: str, json_file: str | None) -> None:
     """List the strategies, models, uses, suites and isolations."""
-    entries: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "strategies": lambda: _strategies("load"),
-        "saving": lambda: _strategies("save"),
-        "models": _models,
-        "uses": lambda: [{"name": name, "summary": summary} for name, summary in USES.items()],
-        "suites": _suites,
-        "isolations": lambda: [
-            _isolation(name, tried=kind == "isolations") for name in _ISOLATIONS
-        ],
-    }
     if kind not in (*KINDS, "all"):
         raise UnknownName("list", kind, [*KINDS, "all"])
-    chosen = {"all": entries, "strategies": ("strategies", "saving")}.get(kind, (kind,))
-    found = {each: entries[each]() for each in chosen}
+    chosen = {"all": [*_HEADINGS], "strategies": ["strategies", "saving"]}.get(kind, [kind])
+    found = {each: _entries(each, tried=kind == "isolations") for each in chosen}
     width = min(shutil.get_terminal_size().columns, WIDEST)
     _console.deliver(json_file, found, lambda: _console.line("\n".join(_lines(found, width))))
 
@@ -103,41 +93,38 @@ def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
         yield "works here" if entry["works"] else f"does not work here: {entry['why']}"
 
 
-def _strategies(operation: Any) -> list[dict[str, Any]]:
+def _entries(kind: str, *, tried: bool) -> list[dict[str, Any]]:
+    """Return what the JSON document lists of one kind; isolations are tested only if ``tried``."""
     from weighin.suite import registry
 
-    facts = ("formats", "devices", "options", "packages")
-    return [
-        {
-            "name": name,
-            "summary": info.summary,
-            **{fact: list(getattr(info, fact)) for fact in facts},
-            "path": str(info.path),
-        }
-        for name, info in registry.strategies(operation).items()
-    ]
-
-
-def _models() -> list[dict[str, Any]]:
+    if kind == "uses":
+        return [{"name": name, "summary": summary} for name, summary in USES.items()]
+    if kind in ("strategies", "saving"):
+        facts = ("formats", "devices", "options", "packages")
+        return [
+            {
+                "name": name,
+                "summary": info.summary,
+                **{fact: list(getattr(info, fact)) for fact in facts},
+                "path": str(info.path),
+            }
+            for name, info in registry.strategies("save" if kind == "saving" else "load").items()
+        ]
+    if kind == "isolations":
+        return [_isolation(name, tried=tried) for name in _ISOLATIONS]
     from weighin.settings.yaml_file import read_mapping
-    from weighin.suite import registry
 
-    read = {name: read_mapping(path) for name, path in registry.models().items()}
-    return [
-        {
-            "name": name,
-            "summary": content.get("description", ""),
-            "builder": content["builder"],
-            "kwargs": content.get("kwargs", {}),
-        }
-        for name, content in read.items()
-    ]
-
-
-def _suites() -> list[dict[str, Any]]:
-    from weighin.settings.yaml_file import read_mapping
-    from weighin.suite import registry
-
+    if kind == "models":
+        read = {name: read_mapping(path) for name, path in registry.models().items()}
+        return [
+            {
+                "name": name,
+                "summary": content.get("description", ""),
+                "builder": content["builder"],
+                "kwargs": content.get("kwargs", {}),
+            }
+            for name, content in read.items()
+        ]
     return [
         {"name": name, "summary": read_mapping(path).get("description", ""), "path": str(path)}
         for name, path in registry.suites().items()
@@ -145,7 +132,6 @@ def _suites() -> list[dict[str, Any]]:
 
 
 def _isolation(name: str, *, tried: bool) -> dict[str, Any]:
-    """Return an isolation; test it if ``tried``, else set its ``works`` to None."""
     works, why = None, ""
     if tried:
         from weighin.isolation import select

@@ -68,23 +68,20 @@ def predict(context: click.Context, /, **_: Any) -> None:
 def _predictions(
     context: click.Context, part: str = "", model: str = "", strategies: "Sequence[str]" = ()
 ) -> "list[Prediction]":
-    """Return the predictions for the options, or for a part of a pipeline, which is ``model``."""
+    """Return the predictions for the typed model, or for a part of a pipeline, which is ``model``."""
     from weighin.cell import FORWARD
-    from weighin.errors import ConfigError
+    from weighin.errors import ConfigError, UnknownName
     from weighin.plan import loads
     from weighin.predict import client
+    from weighin.settings.definition import DTYPES
     from weighin.stream import quantised
     from weighin.suite import chosen_models, registry, uses
 
     typed = context.params
     if not model:
         _options.note_default(context)
-    settings = _options.read(
-        context,
-        model=model,
-        strategies=strategies,
-        defaults={"uses": ["none"]},
-    )
+    usual = {"uses": ["none"]}
+    settings = _options.read(context, model=model, strategies=strategies, defaults=usual)
     chosen = chosen_models.choose(settings)
     _console.note(*chosen.notes)
     for spec in chosen.specs:
@@ -107,14 +104,15 @@ def _predictions(
         dtypes=chosen.dtypes,
         own_formats=chosen.own_formats,
     )
-    stored = typed["checkpoint_dtype"] and client.dtype_name(typed["checkpoint_dtype"])
+    if (stored := typed["checkpoint_dtype"]) and stored not in DTYPES:
+        raise UnknownName("dtype", stored, DTYPES)
     prefix = f"{part}, " if part else ""
     with _console.working("importing torch") as status:
         return client.predict(
             planned,
             checkpoint=chosen.checkpoint,
             selection=chosen.selection,
-            checkpoint_dtype=stored,
+            checkpoint_dtype=DTYPES[stored] if stored else None,
             python_path=chosen.python_path,
             forward=FORWARD in use_paths and (is_asked or not typed["suite"]),
             use_paths=use_paths,
@@ -127,17 +125,14 @@ def _predictions(
 def _pipeline(context: click.Context, path: "Path") -> "_Answer":
     """Predict the memory of each part of a diffusers pipeline, and of all parts together."""
     from weighin.predict import tables
-    from weighin.stream import pipeline
     from weighin.suite.registry import library_at
 
-    _options.refuse(
-        context, ("uses",), "--use needs one model, not a pipeline", "give the folder of one part"
-    )
+    folders = _options.parts_of(context, path)
     names = _options.names(context.params["strategies"])
     parts = {}
-    for part in pipeline.read(path).models:
-        chosen = tables.strategies_for(names, library_at(part.path))
-        parts[part.name] = _predictions(context, part.name, str(part.path), _options.names(chosen))
+    for part, folder in folders.items():
+        chosen = tables.strategies_for(names, library_at(folder))
+        parts[part] = _predictions(context, part, str(folder), chosen)
     answers = tables.combined(parts)
     predictions = [each for of_part in parts.values() for each in of_part]
     document = tables.as_json(predictions)

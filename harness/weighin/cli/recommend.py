@@ -11,10 +11,6 @@ from weighin.cli._verb import Verb
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.console import RenderableType
-
     from weighin.recommend.answer import Advice, PipelineAdvice, Question
 
 EXAMPLES = {
@@ -67,7 +63,11 @@ def recommend(context: click.Context, /, **_: Any) -> None:
     typed = context.params
     advice: Advice | PipelineAdvice
     if path := _options.pipeline(context):
-        advice, parts = _pipeline(context, path)
+        folders = _options.parts_of(context, path)
+        questions = {name: question_of(context, str(part)) for name, part in folders.items()}
+        with steps(_console.err()) as say:
+            advice = answer.advise_pipeline(path.resolve().name, questions, say)
+        parts = answer.pipeline_parts(advice)
     else:
         question = question_of(context)
         with steps(_console.err()) as say:
@@ -77,25 +77,6 @@ def recommend(context: click.Context, /, **_: Any) -> None:
     _console.deliver(typed["json_file"], advice.as_json(), show)
     if not advice.best:
         context.exit(NOTHING_FITS_EXIT)
-
-
-def _pipeline(
-    context: click.Context, path: Path
-) -> "tuple[PipelineAdvice, Iterator[RenderableType]]":
-    """Recommend a strategy for each part of a pipeline; return the advice, and what to print."""
-    from weighin.cli._progress import steps
-    from weighin.recommend import answer
-    from weighin.stream import pipeline
-
-    _options.refuse(
-        context, ("uses",), "--use needs one model, not a pipeline", "give the folder of one part"
-    )
-    questions = {
-        part.name: question_of(context, str(part.path)) for part in pipeline.read(path).models
-    }
-    with steps(_console.err()) as say:
-        advice = answer.advise_pipeline(path.resolve().name, questions, say)
-    return advice, answer.pipeline_parts(advice)
 
 
 def question_of(context: click.Context, model: str = "") -> "Question":

@@ -11,11 +11,10 @@ from typing import Any, Final
 from weighin import child_process
 from weighin.cell import Cell, ModelSpec
 from weighin.checkpoint import staging
-from weighin.errors import ConfigError, HarnessError, UnknownName
+from weighin.errors import ConfigError, HarnessError
 from weighin.plan.task import Planned
 from weighin.predict.prediction import Peaks, Prediction, Work, from_json
 from weighin.probes.mounts import read_ahead_bytes
-from weighin.settings.definition import DTYPES
 from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.pretrained_library import LIBRARIES, WHOLE, Selection, library_of
@@ -140,13 +139,6 @@ def _not_followed(planned: Planned) -> str:  # noqa: PLR0911 (one reason each)
     if unknown := {name_of(each) for each in planned.strategy.packages} - _FOLLOWED:
         return f"weighin cannot predict how {', '.join(sorted(unknown))} reads files"
     return ""
-
-
-def dtype_name(text: str) -> str:
-    """Return torch's name for a user's dtype such as "bf16"; raise UnknownName if it is unknown."""
-    if text not in DTYPES:
-        raise UnknownName("dtype", text, DTYPES)
-    return DTYPES[text]
 
 
 @contextmanager

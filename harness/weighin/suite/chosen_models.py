@@ -1,7 +1,4 @@
-"""Find the models of a run, their checkpoints and their dtypes from the user's arguments.
-
-Every verb that takes a model uses ``choose``, so that all verbs accept the same models.
-"""
+"""Find the models of a run, their checkpoints and their dtypes, for every verb that takes a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -47,12 +44,10 @@ class ChosenModels:
     @property
     def own_formats(self) -> Mapping[str, str]:
         """The format in which each user's checkpoint is loaded, by the model's title."""
-        loaded = {
-            spec.title: formats.loaded_as(
-                self.checkpoints.get(spec.title, self.checkpoint), self.selection
-            )
-            for spec in self.specs
+        places = {
+            spec.title: self.checkpoints.get(spec.title, self.checkpoint) for spec in self.specs
         }
+        loaded = {title: formats.loaded_as(path, self.selection) for title, path in places.items()}
         return {title: fmt for title, fmt in loaded.items() if fmt}
 
     @property
@@ -98,16 +93,21 @@ def choose(settings: Settings) -> ChosenModels:
         is_named = entry.name and entry.name != entry.source
         spec = replace(spec, name=entry.name) if is_named else spec
         specs.append(spec)
-        dtypes[spec.title] = _dtype(spec, entry.dtype or settings.dtype)
+        asked = entry.dtype or settings.dtype
+        dtypes[spec.title] = dtype = own_dtype(spec) if asked == "auto" else asked
+        if dtype not in DTYPES.values():
+            raise ConfigError(
+                f"{spec.title} has the dtype {dtype}, but weighin cannot load a model in this dtype",
+                "choose another dtype for the loaded model: --dtype float32, bfloat16 or float16",
+            )
         if entry.checkpoint and weights is None:
             weights = registry.weights_of(Path(entry.checkpoint))
         if weights:
             several[spec.title] = weights
+    own = given
     if given or len(settings.models) == 1:  # --checkpoint overrides those of the suite
         own = given or next(iter(several.values()), None)
         several = {}
-    else:
-        own = None
     if selection and several:
         raise ConfigError(
             f"{next(iter(several))} has its own checkpoint, but {' '.join(selection.options)} would"
@@ -120,9 +120,8 @@ def choose(settings: Settings) -> ChosenModels:
             "add --checkpoint PATH (checkpoint: PATH of a suite's model), or leave them out",
         )
     python_path: tuple[str, ...] = ()
-    if not all(
-        user_code.is_ours(spec.builder) for spec in specs
-    ):  # a folder on the path may hide any module
+    # A folder on the path may hide any module.
+    if not all(user_code.is_ours(spec.builder) for spec in specs):
         python_path = user_code.import_path([model.source for model in settings.models])
     notes: list[str] = []
     named = {spec.kwargs["architecture"] for spec in specs if is_folder(spec)}
@@ -147,18 +146,3 @@ def _selection(settings: Settings) -> Selection:
             "give all models the same key and strip_prefix, or write a suite file for each model",
         )
     return settings.selection or first
-
-
-def _dtype(spec: ModelSpec, asked: str) -> str:
-    """Return the dtype of a model's loads.
-
-    Raises:
-        ConfigError: "auto" stands for a dtype in which weighin cannot load.
-    """
-    dtype = own_dtype(spec) if asked == "auto" else asked
-    if dtype not in DTYPES.values():
-        raise ConfigError(
-            f"{spec.title} has the dtype {dtype}, but weighin cannot load a model in this dtype",
-            "choose another dtype for the loaded model: --dtype float32, bfloat16 or float16",
-        )
-    return dtype
