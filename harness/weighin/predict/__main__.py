@@ -45,13 +45,8 @@ if TYPE_CHECKING:
 
 _PR_SET_THP_DISABLE: Final = 41  # linux/prctl.h
 _STARTS: Final = (
-    "subprocess.Popen",
-    "os.exec",
-    "os.fork",
-    "os.forkpty",
-    "os.posix_spawn",
-    "os.system",
-)
+    "subprocess.Popen", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system",
+)  # fmt: skip
 _REFUSED: Final = "the strategy starts a process, whose memory a prediction cannot compute"
 _refused: list[str] = []
 
@@ -187,16 +182,9 @@ def _predict(cell: Cell, request: dict[str, Any]) -> dict[str, Any]:
     checkpoint, strategy = Path(request["checkpoint"]), Path(request["strategy_path"])
     sys.addaudithook(_refuse_process)
     predicted = run(
-        cell,
-        builder,
-        checkpoint,
-        strategy,
-        baseline,
-        own_bytes,
-        request["read_ahead_bytes"],
-        request["kernels_bytes"],
-        use,
-    )
+        cell, builder, checkpoint, strategy, baseline, own_bytes,
+        request["read_ahead_bytes"], request["kernels_bytes"], use,
+    )  # fmt: skip
     del manifest
     _check_processes()
     return asdict(predicted)

@@ -66,8 +66,7 @@ class Call:
 
 
 def _name(func: Any) -> str:
-    name: str = func._schema.name
-    return name.removeprefix("aten::")
+    return str(func._schema.name).removeprefix("aten::")
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -158,10 +157,19 @@ class Operations(TorchDispatchMode):
         if self._all_real(call.inputs):
             return call.run()
         for tensor in call.inputs:
-            if not any(tensor is other for other in written):
-                self._read(tensor)
+            if not (tensor.is_meta or any(tensor is other for other in written)):
+                self._ledger.read(tensor)
         if call.name == "copy_":
-            self._convert_on_cpu(written[0], call.args[1])
+            target, source = written[0], call.args[1]
+            is_on_gpu = self._ledger.place_of(target) == "cuda"
+            if (
+                target.dtype != source.dtype
+                and is_on_gpu
+                and self._ledger.place_of(source) != "cuda"
+            ):
+                # ATen's copy_kernel_cuda converts the dtype in a buffer on the CPU.
+                with self._ledger.holding(target.nbytes):
+                    pass
         for tensor in written:
             self._write(tensor, call.name)
         returns = call.func._schema.returns
@@ -169,21 +177,12 @@ class Operations(TorchDispatchMode):
             return tuple(written)
         return written[0] if returns else None
 
-    def _convert_on_cpu(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Record the CPU buffer that a copy to the GPU needs if the copy also converts the dtype.
-
-        ATen's copy_kernel_cuda allocates this buffer.
-        """
-        ledger = self._ledger
-        if target.dtype != source.dtype and ledger.place_of(target) == "cuda":
-            with ledger.holding(target.nbytes if ledger.place_of(source) != "cuda" else 0):
-                pass
-
     def _computes(self, call: Call) -> Any:
         if self._all_real(call.inputs):
             return self._really(call)
         for tensor in call.inputs:
-            self._read(tensor)
+            if not tensor.is_meta:
+                self._ledger.read(tensor)
         if call.name == "_local_scalar_dense":  # torch.asarray reads one element
             if self._ledger.place_of(call.inputs[0]) != "file":
                 raise CannotFollow(
@@ -245,10 +244,6 @@ class Operations(TorchDispatchMode):
         """Tell whether all tensors are really written, with the same values as in a real load."""
         blocks = [self._ledger.block_of(one) for one in inputs if not one.is_meta]
         return all(block.real and block.known for block in blocks)
-
-    def _read(self, tensor: torch.Tensor) -> None:
-        if not tensor.is_meta:
-            self._ledger.read(tensor)
 
     def _write(self, tensor: torch.Tensor, operation: str) -> None:
         ledger = self._ledger

@@ -42,10 +42,8 @@ SMALL_BYTES: Final = 64 * KIB
 class MemoryBlock:
     """One tensor storage, and the memory that it would use in a real load.
 
-    Attributes:
-        chunks: the storage's chunk in each of the ledger's heaps.
-        real: whether the storage is really written, and so uses memory of this process.
-        known: whether the values are the same as in a real load.
+    ``chunks`` are its blocks in the ledger's heaps. A ``real`` storage is really written, and so uses
+    memory of this process. If ``known``, its values are the same as in a real load.
     """
 
     place: Place
@@ -112,11 +110,8 @@ class Ledger:
         # A linked list: the table of a dict would move while it grows, and pin the heap's top.
         self._last: MemoryBlock | None = None
         self._files: list[MappedFile] = []
-        self._heap, self._tight_heap, self._pinned_heap = self._heaps = (
-            Heap(),
-            Heap(reuses=True),
-            Heap(pinned=True),
-        )
+        self._heaps = Heap(), Heap(reuses=True), Heap(pinned=True)
+        self._heap, self._tight_heap, self._pinned_heap = self._heaps
         self._free_pinned: Counter[int] = Counter()
         self._mapped_anon_bytes = 0
         self._phase_peaks = (0, 0)
@@ -194,9 +189,8 @@ class Ledger:
             return
         for heap, chunk in zip(self._heaps, block.chunks, strict=False):
             heap.free(chunk)
-        self._mapped_anon_bytes -= (
-            block.pages.nbytes
-        )  # without the heap, whose freed pages may stay resident
+        # Without the heap, whose freed pages may stay resident.
+        self._mapped_anon_bytes -= block.pages.nbytes
 
     # -- touching memory
 
@@ -204,24 +198,21 @@ class Ledger:
         """Record a write to all elements of a tensor; really fill a small tensor with zeros."""
         block = self.block_of(tensor)
         block.known = False
+        start, length = extent(tensor)
         if block.real:
-            ctypes.memset(tensor.data_ptr(), 0, extent(tensor)[1])
-        elif block.place == "host":
-            start, length = extent(tensor)
-            if block.chunks and block.chunks[0].in_heap:
-                fresh, *_ = (
-                    heap.pages.add(start - block.address + chunk.address, length)
-                    for heap, chunk in zip(self._heaps, block.chunks, strict=True)
-                )
-                self.work["fresh_bytes"] += fresh
-            else:
-                self._touch(block, start, length)
-        elif block.place == "file":  # a private mapping: written pages become anonymous
-            self._touch(block, *extent(tensor))
+            ctypes.memset(start, 0, length)
+        elif block.place == "host" and block.chunks and block.chunks[0].in_heap:
+            fresh, *_ = (
+                heap.pages.add(start - block.address + chunk.address, length)
+                for heap, chunk in zip(self._heaps, block.chunks, strict=True)
+            )
+            self.work["fresh_bytes"] += fresh
+        elif block.place in ("host", "file"):  # a written page of a private mapping is anonymous
+            self._touch(block, tensor)
         self.update()
 
-    def _touch(self, block: MemoryBlock, start: int, length: int) -> None:
-        new = block.pages.add(start, length)
+    def _touch(self, block: MemoryBlock, tensor: torch.Tensor) -> None:
+        new = block.pages.add(*extent(tensor))
         self._mapped_anon_bytes += new
         self.work["fresh_bytes"] += new
 
@@ -268,19 +259,14 @@ class Ledger:
         load, so that ``own_anon_bytes`` does not count them again.
         """
         kind = mmap.MAP_SHARED if self.forced_place == "pinned" else mmap.MAP_PRIVATE
-        flags = kind | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        area = mmap.mmap(-1, nbytes, flags=flags)
+        area = mmap.mmap(-1, nbytes, flags=kind | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
         return torch.frombuffer(area, dtype=torch.uint8).untyped_storage()
 
     def map_file(self, path: str, nbytes: int) -> torch.UntypedStorage:
         """Return a storage on a private mapping of a file, as ``UntypedStorage.from_file`` does."""
+        flags, prot = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         with Path(path).open("rb") as file:
-            mapped = mmap.mmap(
-                file.fileno(),
-                nbytes,
-                flags=mmap.MAP_PRIVATE | MAP_NORESERVE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            )
+            mapped = mmap.mmap(file.fileno(), nbytes, flags=flags, prot=prot)
         storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
         mapped_file = MappedFile(path, storage.data_ptr(), nbytes)
         self._files.append(mapped_file)
@@ -344,9 +330,8 @@ class Ledger:
         yield
         self.update()
         anon, file = self._phase_peaks
-        figures = {
-            f"cuda_{kind}_bytes": n for kind, n in (self.cuda.peak if self.cuda else {}).items()
-        }
+        peaks = self.cuda.peak if self.cuda else {}
+        figures = {f"cuda_{kind}_bytes": size for kind, size in peaks.items()}
         self.phases.append(
             PredictedPhase(name, host_anon_peak_bytes=anon, host_file_peak_bytes=file, **figures)
         )

@@ -19,7 +19,7 @@ import json
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -47,17 +47,15 @@ _POPULATE_READ: Final = 22  # MADV_POPULATE_READ, which Python's mmap does not n
 @contextmanager
 def declared(ledger: Ledger) -> Iterator[None]:
     """Replace functions that read a checkpoint by functions that only update the ledger."""
-    with ExitStack() as stack:
-        for place in (
-            _archives(ledger),
-            _maps(ledger),
-            _legacy(ledger),
-            _streaming(ledger),
-            _trim(ledger),
-            _prefetches(),
-            _truncated(),
-        ):
-            stack.enter_context(place)
+    with (
+        _archives(ledger),
+        _maps(ledger),
+        _legacy(ledger),
+        _streaming(ledger),
+        _trim(ledger),
+        _prefetches(),
+        _truncated(),
+    ):
         yield
 
 
@@ -94,12 +92,11 @@ def safetensors_reads(ledger: Ledger, names: dict[str, Any]) -> Iterator[None]:
 
     original = Path.read_bytes
     fakes = {module.load: load, module.load_file: load_file}
+    # Some values cannot be hashed, so a lookup would fail.
     found = {
         name: fakes[value]
         for name, value in names.items()
-        if any(
-            value is function for function in fakes
-        )  # some values cannot be hashed, so a lookup would fail
+        if any(value is function for function in fakes)
     }
     with patch.dict(names, found), patch.object(Path, "read_bytes", read_bytes):
         yield
@@ -150,10 +147,7 @@ def _filled(ledger: Ledger, tensor: torch.Tensor) -> None:
 
 
 def _maps(ledger: Ledger) -> Any:
-    """In a prediction, let the ledger map files and count their resident pages.
-
-    ``torch.load(mmap=True)`` and safetensors map files with ``UntypedStorage.from_file``.
-    """
+    """``torch.load(mmap=True)`` and safetensors map files with ``UntypedStorage.from_file``."""
 
     def from_file(filename: Any, shared: bool = False, nbytes: int = 0) -> Any:  # noqa: ARG001 (torch's names)
         return ledger.map_file(str(filename), nbytes)
@@ -162,9 +156,7 @@ def _maps(ledger: Ledger) -> Any:
 
 
 def _legacy(ledger: Ledger) -> Any:
-    """In a prediction, replace the reads of ``torch.load`` from files in the legacy format: torch
-    creates all storages first, and the reads then fill them.
-    """
+    """Of a file in the legacy format, torch creates all storages first; the reads then fill them."""
 
     def set_from_file(
         self: torch.UntypedStorage, file: Any, offset: Any, _direct: bool, _element_size: int
@@ -172,8 +164,7 @@ def _legacy(ledger: Ledger) -> Any:
         if offset is not None:
             file.seek(offset)
         file.seek(8 + self.nbytes(), 1)  # skips the number of elements, and the elements
-        whole = torch.empty(0, dtype=torch.uint8).set_(self)
-        _filled(ledger, whole)
+        _filled(ledger, torch.empty(0, dtype=torch.uint8).set_(self))
         return self
 
     return patch.object(torch.UntypedStorage, "_set_from_file", set_from_file, create=True)
@@ -181,9 +172,7 @@ def _legacy(ledger: Ledger) -> Any:
 
 @contextmanager
 def _streaming(ledger: Ledger) -> Iterator[None]:
-    """In a prediction, replace the reads of ``load_streaming``. They fill tensors that exist
-    already, so that only their buffers need further memory.
-    """
+    """The reads of ``load_streaming`` fill tensors that exist: only their buffers need more memory."""
     from weighin.stream import filling
     from weighin.stream.bytes import DISK_THREADS, HUGE_PAGE_BYTES, Disk
 
@@ -213,7 +202,7 @@ def _streaming(ledger: Ledger) -> Iterator[None]:
 
 
 def _prefetches() -> Any:
-    """Patch ``mmap`` to skip prefetches into the page cache, whose size is not predicted."""
+    """Skip prefetches into the page cache, whose size is not predicted."""
 
     class Mapping(mmap.mmap):
         def madvise(self, option: int, *stretch: int) -> None:
@@ -224,11 +213,7 @@ def _prefetches() -> Any:
 
 
 def _truncated() -> Any:
-    """In a prediction, let ``trunc_normal_`` skip its check that no drawn value is outside the
-    bounds.
-
-    The check is skipped only for bounds so far from the mean that no value can be outside.
-    """
+    """Let ``trunc_normal_`` read no drawn value if its bounds are so far that none can be outside."""
     original = torch.nn.init._no_grad_trunc_normal_
 
     def trunc_normal(
@@ -245,7 +230,6 @@ def _truncated() -> Any:
 
 
 def _trim(ledger: Ledger) -> Any:
-    """Patch ``give_back_heap`` to record in the ledger that ``malloc_trim`` released pages."""
     from weighin.stream import construct
 
     original: Callable[[], None] = construct.give_back_heap
@@ -296,14 +280,10 @@ def gguf_reads(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(module, "load_gguf_checkpoint", load_gguf_checkpoint))
-        try:
-            from transformers.quantizers import quantizer_gguf
-        except ImportError:  # before transformers 5.20
-            pass
-        else:
-            stack.enter_context(
-                patch.object(quantizer_gguf, "load_gguf_state_dict", load_gguf_state_dict)
-            )
+        with suppress(ImportError):  # before transformers 5.20
+            from transformers.quantizers import quantizer_gguf as newer
+
+            stack.enter_context(patch.object(newer, "load_gguf_state_dict", load_gguf_state_dict))
         yield
 
 
@@ -341,9 +321,7 @@ def _values(
 
 
 def _computing_bytes(where: Slice, size: int) -> int:
-    """Return the bytes in which numpy computes ``size`` bytes of values: twice ``size`` if numpy
-    joins groups of rows, 0 if the file has the values as float32, else ``size``.
-    """
+    """Return the bytes in which numpy computes values; twice their size if it joins groups of rows."""
     if where.encoding or where.dtype_name == "bfloat16":
         return 2 * size
     return 0 if where.dtype_name == "float32" else size
@@ -433,7 +411,7 @@ def pretended(ledger: Ledger) -> Iterator[None]:
     """Simulate one GPU until the context exits; the ledger's allocator manages the GPU's memory."""
     allocator = ledger.cuda
     assert allocator is not None
-    answers: dict[str, Callable[..., Any]] = {
+    answers: dict[str, Any] = {
         # Each name needs its own function: torch._dynamo refuses one object with two names.
         "synchronize": lambda *_: None,
         "init": lambda *_: None,
@@ -449,11 +427,7 @@ def pretended(ledger: Ledger) -> Iterator[None]:
         "max_memory_allocated": lambda *_: allocator.peak["allocated"],
         "max_memory_reserved": lambda *_: allocator.peak["reserved"],
     }
-    with ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(patch.object(torch.cuda, name, answer))
-        stack.enter_context(_deserialized())
-        stack.enter_context(Devices(ledger))
+    with patch.multiple(torch.cuda, **answers), _deserialized(), Devices(ledger):
         yield
 
 

@@ -189,27 +189,17 @@ class Prediction(Peaks):
         return max(self.tensor_peak_bytes or 0, self.use.tensor_peak_bytes if self.use else 0)
 
     def cuda_with_use(self, name: str) -> int | None:
-        """Return the load's or the use's peak, whichever is larger.
-
-        ``name`` is the field of the peak, such as "cuda_reserved_bytes".
-        """
+        """Return the larger of the load's and the use's peak ("cuda_reserved_bytes")."""
         sizes = [getattr(self, name), getattr(self.use, name) if self.use else None]
         return max((size for size in sizes if size is not None), default=None)
 
     @property
-    def _most_bytes(self) -> int | None:
-        most = self.host_anon_most_bytes or self.host_anon_peak_bytes
-        if self.use is None or most is None:
-            return most
-        return max(most, self.use.all_most_bytes)
-
-    @property
     def above_peak_bytes(self) -> int:
         """The RAM floor minus the highest anonymous peak; ``ABOVE_PEAK_BYTES`` if one is unknown."""
-        most = self._most_bytes
+        most = self.host_anon_most_bytes or self.host_anon_peak_bytes
         if self.floor_bytes is None or most is None:
             return ABOVE_PEAK_BYTES
-        return self.floor_bytes - most
+        return self.floor_bytes - max(most, self.use.all_most_bytes if self.use else 0)
 
     @property
     def strategy(self) -> str:

@@ -74,11 +74,8 @@ def run(
         use: the use that follows the load; None if nothing follows the load.
     """
     device = torch.device(cell.device)
-    ledger = Ledger(
-        CachingAllocator(cell.vram_limit_bytes) if cell.needs_gpu else None,
-        baseline,
-        own_bytes,
-    )
+    gpu = CachingAllocator(cell.vram_limit_bytes) if cell.needs_gpu else None
+    ledger = Ledger(gpu, baseline, own_bytes)
     PRELOADED.on_import = ledger.adopt
     job = WorkerLoad(
         checkpoint=checkpoint,
@@ -124,11 +121,7 @@ def _intercepted(ledger: Ledger, checkpoint: Path) -> Iterator[None]:
 
 
 def _ready(
-    ledger: Ledger,
-    model: torch.nn.Module,
-    cell: Cell,
-    read_ahead_bytes: int,
-    kernels_bytes: int,
+    ledger: Ledger, model: torch.nn.Module, cell: Cell, read_ahead_bytes: int, kernels_bytes: int
 ) -> Prediction:
     """Read every tensor of the loaded model, and return the prediction of the load.
 
@@ -145,15 +138,14 @@ def _ready(
     model_bytes = sum(tensor.nbytes for tensor in tensors.values())
     mapped = any(ledger.place_of(tensor) == "file" for tensor in tensors.values())
     in_flight_bytes = mapped * WINDOWS_IN_FLIGHT * read_ahead_bytes
-    highest: dict[str, Any] = {
-        name: max((getattr(phase, name) or 0 for phase in ledger.phases), default=0)
-        if ledger.cuda
-        else None
-        for name in ledger.phases[-1].cuda
-    }
+    highest: dict[str, Any] = dict.fromkeys(ledger.phases[-1].cuda)
+    for name in highest if ledger.cuda else ():
+        highest[name] = max(getattr(phase, name) or 0 for phase in ledger.phases)
     work = Work(**ledger.work)
     kinds = {one.dtype for one in tensors.values() if one.is_floating_point() or one.is_complex()}
     most_bytes = max(ledger.most_anon_bytes, ledger.peak_anon_bytes)
+    mapped_bytes = ledger.peak_file_bytes - ledger.baseline.file_bytes
+    requested = highest["cuda_requested_bytes"]
     return Prediction(
         cell,
         model_bytes=model_bytes,
@@ -169,14 +161,7 @@ def _ready(
         disk_read_bytes=work.disk_read_bytes,
         work=work,
         phases=tuple(ledger.phases),
-        reasons=tuple(
-            reasons(
-                model_bytes,
-                ledger.peak_tensor_bytes,
-                ledger.peak_file_bytes - ledger.baseline.file_bytes,
-                highest["cuda_requested_bytes"],
-            )
-        ),
+        reasons=(*reasons(model_bytes, ledger.peak_tensor_bytes, mapped_bytes, requested),),
         is_mixed=bool(tied_names(model)) or not kinds <= {getattr(torch, cell.dtype)},
         computes_buffers=any(each._non_persistent_buffers_set for each in model.modules()),
         **highest,
@@ -229,7 +214,8 @@ def follow(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Predicte
     written_bytes = 0
     with ledger.phase(phase_of(use.name)):
         if use.name == FORK:
-            written_bytes = _weight_bytes(model)
+            pages = Extents()
+            written_bytes = sum(pages.add(*extent(t)) for t in named_tensors(model).values())
         else:
             kept = _perform(ledger, model, use)
             ledger.update()
@@ -249,7 +235,13 @@ def follow(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Predicte
 
 def _perform(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Any:
     if use.function is None:
-        return _forward(model, use.inputs)
+        if use.inputs is None:
+            raise CannotFollow("the model's module has no example_inputs for a forward pass")
+        model.eval()
+        with torch.inference_mode():
+            for tensor in tensors_in(model(*use.inputs.positional, **use.inputs.keywords)):
+                torch.isfinite(tensor).all()
+        return None
     with tempfile.TemporaryDirectory() as folder, _saves():
         try:
             return use.function(model, use.inputs, Path(folder))
@@ -261,22 +253,6 @@ def _perform(ledger: Ledger, model: torch.nn.Module, use: UseToFollow) -> Any:
             weight.grad = None
         ledger.restart_peaks()
         return use.function(model, None, Path(folder))
-
-
-def _forward(model: torch.nn.Module, inputs: Inputs | None) -> None:
-    if inputs is None:
-        raise CannotFollow("the model's module has no example_inputs for a forward pass")
-    model.eval()
-    with torch.inference_mode():
-        for tensor in tensors_in(model(*inputs.positional, **inputs.keywords)):
-            torch.isfinite(tensor).all()
-
-
-def _weight_bytes(model: torch.nn.Module) -> int:
-    pages = Extents()
-    for tensor in named_tensors(model).values():
-        pages.add(*extent(tensor))
-    return pages.nbytes
 
 
 @contextmanager

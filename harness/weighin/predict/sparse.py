@@ -53,9 +53,8 @@ def make_sparse(
         tensors = truth.plans(described)
         kept = {one.name for one in described if one.is_kept}
     if dtype is not None:
-        kind = getattr(torch, dtype)
         tensors = [
-            replace(one, dtype=kind)
+            replace(one, dtype=getattr(torch, dtype))
             if one.dtype.is_floating_point and one.name not in kept
             else one
             for one in tensors
@@ -88,9 +87,8 @@ def refuse_misfit(model: ModelSpec, source: Path, selection: Selection) -> None:
     builder = resolve_builder(model.builder)
     built = build_skeleton(builder, model.kwargs, real_buffers="non_persistent")
     wanted = built.state_dict(keep_vars=True)
-    shapes: dict[
-        str, tuple[int, ...] | None
-    ] = {}  # None: a conversion of the library gives the shape
+    # None: a conversion of the library gives the shape.
+    shapes: dict[str, tuple[int, ...] | None] = {}
     library = module_of(model.builder)
     if library is pretrained:
         names = pretrained.ModelNames(built)
