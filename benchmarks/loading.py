@@ -1,71 +1,57 @@
-"""Compare the load times of strategies with raw reads of the same file.
+"""Compare the load times of strategies with raw reads of the same file, cached and from disks.
 
-Each strategy runs once per round in a fresh process, in random order, with a warm and with a cold
-page cache. Memory is freed just before the clock starts, because in a virtual machine the first
-access to a page is slow if the page was free for some seconds. For a warm cache, the file's pages
-are dropped and the file is read again, as weighin does, because pages that were just written take
-longer to map. The clock starts after ``import torch``. A strategy's time includes its own imports
-(from bytecode, as after a pip install), unless ``--imports before`` is given.
+    .venv/bin/python benchmarks/loading.py --model gpt2-large
+    .venv/bin/python benchmarks/loading.py --model gpt2-medium --states 200MB/s,1ms 200MB/s,20ms
 
-"Loaded" is the time until the strategy returned. "Ready" also includes reading every byte once. The
-values are verified after the clock stopped. A raw read fills fresh memory, and then reads this
-memory once too; it is the limit for "loaded" and for "ready". The column "x limit" is the median,
-over the rounds, of a strategy's time divided by the time of the raw read of the same file in the
-same round, since files of equal content may lie differently on a disk. Use --beside to compare two
-strategies: it computes ratios within a round, which cancels the drift of a machine's speed.
+In each round, ``weighin bench`` loads with each strategy once, in random order. Then each file is read raw,
+in processes of their own, which begin as weighin's do: with a page cache that is warm or cold, and with
+memory that was just freed. A state RATE,LATENCY is a cold page cache before a disk that FUSE slows down (the
+extra ``disk``).
+
+"Loaded" is the time until the strategy returned, with its imports; "ready" also includes reading every byte
+once. A raw read fills fresh huge pages, and then reads them once too: it is the limit for both. The columns
+"x raw" are medians, over the rounds, of a time divided by that of the fastest raw read of the same file in
+the same round, since files of equal content may lie differently on a disk. --beside compares two strategies
+by ratios within a round, which cancel the drift of a machine's speed.
 """
 
 import argparse
 import json
 import mmap
-import operator
 import os
 import random
-import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from statistics import median
+from typing import Final
 
-from weighin.cell import ModelSpec
+from rounds import ratios, spread
+
 from weighin.checkpoint import cache
 from weighin.probes import page_cache
-from weighin.probes.page_cache import ask_for_huge_pages
+from weighin.records import run_folder
 from weighin.run import loads
+from weighin.show.table import Table
+from weighin.slow_disk import Mount, Pace
 from weighin.suite import registry
+from weighin.units import KIB, MIB, parse_rate, parse_seconds
 
-RAW = {"warm": "pread, 2 threads", "cold": "O_DIRECT, 4 threads"}
-WAYS = {
-    "streaming": ("streaming", "pt"),
-    "streaming safetensors": ("streaming", "safetensors"),
-    "load_assign": ("load_assign", "pt"),
-    "mmap_assign": ("mmap_assign", "pt"),
-    "safetensors_copy": ("safetensors_copy", "safetensors"),
-    "safetensors_mmap": ("safetensors_mmap", "safetensors"),
-}
-PEERS = ("runai", "fastsafetensors", "tensorizer", "eager", "prefetch_mmap", "safetensors_pread")
-_PIECE_BYTES = 4 * 1024**2
-_THREADS = {"warm": 2, "cold": 4}
-_WARM_ATTEMPTS = 5
-_MEMORY = {
-    "warm": 5,
-    "cold": 9,
-}  # in quarters of the checkpoint's size: the memory of a load, page cache included
+STRATEGIES: Final = "streaming,load_assign,mmap_assign,safetensors_copy,safetensors_mmap"
+PEERS: Final = "runai,fastsafetensors,tensorizer,eager,prefetch_mmap,safetensors_pread"
+RAW: Final = {"warm": {"pread, 2 threads": (2, 4 * MIB)}, "cold": {"O_DIRECT, 4 threads": (4, 4 * MIB)}}  # fmt: skip
+RAW_LATE: Final = {f"O_DIRECT, {threads} threads": (threads, 256 * KIB) for threads in (16, 64)}
+HEADS: Final = ("loaded s", "x raw", "ready s", "x raw", "MB/s")
+_WARM_ATTEMPTS: Final = 5
 
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A strategy's file and the checkpoint that it reads; without a strategy, a raw read."""
-
-    name: str
-    strategy: Path | None
-    checkpoint: Path
-    manifest: Path
+Times = tuple[float, float]
+"""The seconds until loaded, and until ready."""
 
 
 def main() -> None:
@@ -73,212 +59,108 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", default="gpt2-large")
-    parser.add_argument(
-        "--dtype", default="float32", help="of the model; the checkpoint is float32"
-    )
+    parser.add_argument("--dtype", default="float32", help="of the model; the file is float32")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--states", nargs="+", choices=RAW, default=list(RAW))
-    parser.add_argument(
-        "--ways", nargs="+", help="run only these strategies, named as in the table"
-    )
-    parser.add_argument(
-        "--peers", action="store_true", help="compare with the loaders of other projects too"
-    )
-    parser.add_argument(
-        "--beside",
-        metavar="WAY",
-        help="add the ratio of each ready time to this strategy's in the same round",
-    )
-    parser.add_argument(
-        "--imports",
-        choices=("paid", "before"),
-        default="paid",
-        help="before: strategies' imports and the first use of the meta device precede the clock",
-    )
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--states", nargs="+", default=list(RAW), metavar="warm|cold|RATE,LATENCY")
+    parser.add_argument("--strategies", default=STRATEGIES)
+    parser.add_argument("--peers", action="store_true", help="also the loaders of other projects")
+    parser.add_argument("--beside", metavar="WAY", help="a row, such as 'mmap_assign pt'")
+    parser.add_argument("--raw", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(_run_one(json.loads(options.one))))
+    if options.raw:
+        print(json.dumps(_read_raw(*json.loads(options.raw))))
         return
-    loads.compile_code()
-    ways = _ways(options.model, peers=options.peers)
-    ways = [way for way in ways if not options.ways or way.name in options.ways]
-    if options.beside and options.beside not in [way.name for way in ways]:
-        parser.error(
-            f"--beside {options.beside!r}: choose of {', '.join(way.name for way in ways)}"
-        )
+    strategies = f"{options.strategies},{PEERS}" if options.peers else options.strategies
+    formats = ("pt", "safetensors", *(["tensorizer"] if options.peers else []))
+    files = {fmt: cache.ensure(registry.model(options.model), fmt).path for fmt in formats}
     for state in options.states:
-        _print(state, _compare(options, ways, state), options.beside)
+        taken = _taken(options, strategies.split(","), files, state)
+        print(f"\n{_table(state, taken, files, options.beside).markdown()}", flush=True)
 
 
-def _ways(model: str, *, peers: bool) -> list[Way]:
-    """Return the strategies to compare; generates missing checkpoints."""
-    spec = registry.model(model)
-    ways = []
-    for name, (strategy, fmt) in WAYS.items():
-        made = cache.ensure(spec, fmt)
-        ways.append(Way(name, registry.strategy(strategy).path, made.path, made.manifest_path))
-    return ways + (_peers(spec) if peers else [])
+def _raw_ways(state: str) -> dict[str, tuple[int, int]]:
+    """Return the raw reads of a state: the number of threads, and the bytes of a piece."""
+    return RAW.get(state, RAW_LATE)
 
 
-def _peers(spec: ModelSpec) -> list[Way]:
-    """Return the loaders of other projects that are installed here."""
-    ways = []
-    for name in PEERS:
-        info = registry.strategy(name)
-        if info.missing:
-            print(f"{name} is left out: it {info.missing}", file=sys.stderr)
-        else:
-            made = cache.ensure(spec, info.formats[0])
-            ways.append(Way(name, info.path, made.path, made.manifest_path))
-    return ways
-
-
-def _compare(
-    options: argparse.Namespace, ways: list[Way], state: str
-) -> list[tuple[Way, list[tuple[float, float]]]]:
-    """Return the seconds of each strategy and of a raw read of each file, by round."""
-    read_raw = {
-        way.checkpoint: Way(
-            f"{RAW[state]}, {way.checkpoint.suffix}", None, way.checkpoint, way.manifest
-        )
-        for way in ways
-    }
-    timings: list[tuple[Way, list[tuple[float, float]]]] = [
-        (way, []) for way in (*read_raw.values(), *ways)
-    ]
-    for file in read_raw:
-        assert page_cache.drop([file]) == 0  # pages must come from a read, not from a write
+def _taken(
+    options: argparse.Namespace, strategies: list[str], files: Mapping[str, Path], state: str
+) -> dict[str, list[Times]]:
+    """Return the times of each raw read and of each strategy, by round."""
+    taken: dict[str, list[Times]] = defaultdict(list)
     shuffle = random.Random(0)  # noqa: S311 (varies which strategy runs before which)
     for number in range(options.rounds):
-        for way, seconds in shuffle.sample(timings, len(timings)):
-            print(f"{state}, round {number + 1}: {way.name}", file=sys.stderr)
-            job = {
-                "raw": state if way.strategy is None else "",
-                "strategy": str(way.strategy),
-                "path": str(way.checkpoint),
-                "manifest": str(way.manifest),
-                "imports": options.imports,
-                "model": options.model,
-                "dtype": options.dtype,
-            }
-            seconds.append(in_fresh_process(job, way.checkpoint, state))
-    return timings
+        print(f"{state}, round {number + 1} of {options.rounds}", file=sys.stderr)
+        for fmt, path in files.items():
+            for name, (threads, piece_bytes) in _raw_ways(state).items():
+                taken[f"{name}, {fmt}"].append(_raw(path, state, threads, piece_bytes))
+        order = shuffle.sample(strategies, len(strategies))
+        for name, times in _bench(options, order, files, state).items():
+            taken[name].append(times)
+    return taken
 
 
-def in_fresh_process(job: dict[str, Any], read: Path, state: str) -> tuple[float, float]:
-    """Time one strategy, or a raw read, whose memory is freed just before its clock starts."""
-    memory_bytes = _MEMORY[state] * read.stat().st_size // 4
-    command = [sys.executable, __file__, "--one", json.dumps(job)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout
-        with loads.held(memory_bytes):
-            process.stdout.readline()
-            _prepare_cache(read, state)
-            time.sleep(loads.SETTLED_S)
-            _prepare_cache(read, state)  # some machines evict pages that were not used recently
-        output, _ = process.communicate("go\n")
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    loaded, ready = json.loads(output.splitlines()[-1])
-    return loaded, ready
-
-
-def _print(
-    state: str, timings: list[tuple[Way, list[tuple[float, float]]]], beside: str | None
-) -> None:
-    limits = {
-        way.checkpoint: list(zip(*seconds, strict=True))
-        for way, seconds in timings
-        if way.strategy is None
+def _bench(
+    options: argparse.Namespace, strategies: Sequence[str], formats: Mapping[str, Path], state: str
+) -> dict[str, Times]:
+    """Load with each strategy once, from each of the formats that it reads."""
+    rate, _, latency = state.partition(",")
+    slow = ("--disk", rate, "--set", f"disk_latency={latency}") if latency else ("--cache", state)
+    with tempfile.TemporaryDirectory() as folder:
+        command = (
+            *(sys.executable, "-P", "-m", "weighin", "bench", options.model, "--dtype", options.dtype),
+            *("--strategies", ",".join(strategies), "--format", ",".join(formats), *slow),
+            *("--use", "none", "--isolation", "process", "--set", "steady=true", "--set", "wait=true", "--out", f"{folder}/run"),
+        )  # fmt: skip
+        ended = subprocess.run(command, check=False, capture_output=True, text=True)
+        if ended.returncode:
+            sys.exit(ended.stdout + ended.stderr)
+        results = run_folder.read(Path(folder, "run")).results
+    return {
+        f"{one.cell.strategy} {one.cell.format}": (one.load_ns / 1e9, one.ready_ns / 1e9)
+        for one in results
+        if one.load_ns and one.ready_ns
     }
-    other = [ready for way, seconds in timings if way.name == beside for _, ready in seconds]
-    print(
-        f"\n{state:<34}"
-        + "".join(f"{what + ' s':>9}{'range':>14}{'x limit':>9}" for what in ("loaded", "ready"))
-        + (f"{'x ' + beside:>20}{'range':>14}" if beside else "")
-    )
-    for way, seconds in timings:
-        line = f"{way.name:<34}"
-        columns = list(zip(*seconds, strict=True))
-        for column, limit in zip(columns, limits[way.checkpoint], strict=True):
-            ratio = statistics.median(map(operator.truediv, column, limit))
-            line += with_range(column, 9) + f"{ratio:>9.2f}"
-        if beside:
-            line += with_range(list(map(operator.truediv, columns[1], other)), 20)
-        print(line, flush=True)
 
 
-def with_range(values: Sequence[float], width: int) -> str:
-    spread = f"{min(values):.2f}..{max(values):.2f}"
-    return f"{statistics.median(values):>{width}.2f}{spread:>14}"
+def _raw(path: Path, state: str, threads: int, piece_bytes: int) -> Times:
+    """Read a file raw in a fresh process, for which memory is freed just before its clock starts."""
+    rate, _, latency = state.partition(",")
+    with ExitStack() as opened:
+        if latency:
+            root = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+            disk = Mount(path.parent, Pace(parse_rate(rate), parse_seconds(latency)), root)
+            opened.callback(disk.close)
+            path = disk.folder / path.name
+        job = json.dumps([str(path), threads, piece_bytes, state != "warm"])
+        command = [sys.executable, __file__, "--raw", job]
+        pipe = subprocess.PIPE
+        process = opened.enter_context(
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        )
+        assert process.stdout
+        with loads.held(9 * path.stat().st_size // 4):
+            process.stdout.readline()
+            time.sleep(loads.SETTLED_S)
+            _prepare_cache(path, state)
+        loaded, ready = json.loads(process.communicate("go\n")[0])
+        return loaded, ready
 
 
-def _run_one(job: dict[str, Any]) -> tuple[float, float]:
-    """Return the seconds until one strategy returned and until ready, in this fresh process."""
+def _read_raw(path: str, threads: int, piece_bytes: int, is_direct: bool) -> Times:
+    """Wait for a line; read the file into fresh huge pages, and these pages once."""
     import torch
 
-    from weighin.checkpoint.manifest import read_manifest
-    from weighin.stream.construct import resolve_builder
-    from weighin.worker.loading import WorkerLoad, import_strategy
-    from weighin.worker.verify import check_values, named_tensors, touch
+    from weighin.worker.verify import touch
 
-    path = Path(job["path"])
-    if job["raw"]:
-        start = _start_clock()
-        threads, piece_bytes = job.get("threads", _THREADS[job["raw"]]), job.get("piece_bytes")
-        area = _read_raw(path, threads, piece_bytes or _PIECE_BYTES, direct=job["raw"] == "cold")
-        loaded = time.monotonic() - start
-        words = torch.frombuffer(area, dtype=torch.int64, count=len(area) // 8)
-        touch(
-            {str(at): chunk for at, chunk in enumerate(words.chunk(512))}
-        )  # about as many as a model has tensors
-        return loaded, time.monotonic() - start
-    spec = registry.model(job["model"])
-    load = WorkerLoad(
-        checkpoint=path,
-        device=torch.device("cpu"),
-        dtype=getattr(torch, job["dtype"]),
-        options={},
-        model=spec,
-        builder=resolve_builder(spec.builder),
-        marks=cast(Any, _NoMarks()),
-    )
-    if job["imports"] == "before":
-        import_strategy(Path(job["strategy"]))
-        with torch.device("meta"):
-            torch.triu(torch.nn.Embedding(1, 1).weight)
-    start = _start_clock()
-    model = import_strategy(Path(job["strategy"]))(load)
-    loaded = time.monotonic() - start
-    checksums = touch(named_tensors(model))
-    ready = time.monotonic() - start
-    check_values(checksums, read_manifest(Path(job["manifest"])), load.dtype)
-    return loaded, ready
-
-
-def _start_clock() -> float:
-    """Announce the load, wait until memory was freed for it, and return the time."""
-    print("at the load", flush=True)
+    print("ready to read", flush=True)
     sys.stdin.readline()
-    return time.monotonic()
-
-
-class _NoMarks:
-    """Phases that measure nothing, because this benchmark needs total times only."""
-
-    def phase(self, _name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-def _read_raw(path: Path, count: int, piece_bytes: int, *, direct: bool) -> mmap.mmap:
-    """Read the file into fresh huge pages: from the page cache, or with ``direct`` from the disk."""
-    file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    start_s = time.monotonic()
+    file = os.open(path, os.O_RDONLY | (os.O_DIRECT if is_direct else 0))
     size = os.fstat(file).st_size
     starts, lock = iter(range(0, size, piece_bytes)), threading.Lock()
     area = mmap.mmap(-1, size + piece_bytes, flags=mmap.MAP_PRIVATE)
-    ask_for_huge_pages(area, 0, len(area))
+    page_cache.ask_for_huge_pages(area, 0, len(area))
 
     def work() -> None:
         while True:
@@ -288,27 +170,57 @@ def _read_raw(path: Path, count: int, piece_bytes: int, *, direct: bool) -> mmap
                 return
             os.preadv(file, [memoryview(area)[start : start + piece_bytes]], start)
 
-    threads = [threading.Thread(target=work) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return area
+    readers = [threading.Thread(target=work) for _ in range(threads)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    loaded_s = time.monotonic() - start_s
+    words = torch.frombuffer(area, dtype=torch.int64, count=len(area) // 8)
+    touch(
+        {str(at): chunk for at, chunk in enumerate(words.chunk(512))}
+    )  # as many as a model's tensors
+    return loaded_s, time.monotonic() - start_s
 
 
 def _prepare_cache(file: Path, state: str) -> None:
     """Load the whole file into the page cache, or drop it from there."""
-    if state == "cold":
-        assert page_cache.drop([file]) == 0
+    assert page_cache.drop([file]) == 0  # pages must come from a read, not from a write
+    if state != "warm":
         return
-    piece = bytearray(1024**2)
+    piece = bytearray(MIB)
     for _ in range(_WARM_ATTEMPTS):
-        if (page_cache.cached([file]) or 0) >= file.stat().st_size:
-            return
         with file.open("rb", buffering=0) as source:
             while source.readinto(piece):
                 pass
-    raise SystemExit(f"the page cache does not keep {file}: free some memory, or --states cold")
+        if (page_cache.cached([file]) or 0) >= file.stat().st_size:
+            return
+    sys.exit(f"the page cache does not keep {file}: free some memory, or --states cold")
+
+
+def _table(
+    state: str, taken: Mapping[str, list[Times]], files: Mapping[str, Path], beside: str | None
+) -> Table:
+    if beside and beside not in taken:
+        sys.exit(f"--beside {beside!r}: choose of {', '.join(taken)}")
+    limits = {}
+    for fmt in files:
+        reads = (taken[f"{name}, {fmt}"] for name in _raw_ways(state))
+        limits[fmt] = [
+            tuple(map(min, zip(*each, strict=True))) for each in zip(*reads, strict=True)
+        ]
+    rows = []
+    for name, times in taken.items():
+        fmt = name.split()[-1]
+        loaded, ready = zip(*times, strict=True)
+        row = [name]
+        for own, raw in zip((loaded, ready), zip(*limits[fmt], strict=True), strict=True):
+            row += [spread(own), f"{median(ratios(own, raw)):.2f}"]
+        row.append(f"{files[fmt].stat().st_size / median(ready) / 1e6:.0f}")
+        if beside:
+            row.append(spread([*ratios(ready, [each for _, each in taken[beside]])]))
+        rows.append(row)
+    return Table.of((state, *HEADS, *([f"ready x {beside}"] if beside else [])), rows)
 
 
 if __name__ == "__main__":
