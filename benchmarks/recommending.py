@@ -27,10 +27,13 @@ from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.run.runner import run
 from weighin.settings.definition import DTYPES
+from weighin.show.table import Table
 from weighin.suite import registry
 from weighin.units import MIB, format_exact
 
 _EXPECTED: Final = {True: Outcome.OK, False: Outcome.OOM_KILLED}
+_OF_CELLS: Final = ("strategy", "RAM limit", "predicted", "outcome", "ready s")
+_OF_LIMITS: Final = ("RAM limit", "recommended without records", "with records")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Promise:
 
     planned: Planned
     lives: bool
+    verdict: FitVerdict | None = None
 
 
 def main() -> None:
@@ -57,157 +61,113 @@ def main() -> None:
     known = gather(question, _say)
     planned = [_changed(one, isolation=options.isolation) for one in known.planned]
     known = replace(known, planned=tuple(planned), evidence={})
-    folder = options.run or options.out
-    limits = list(_limits_of(options.run) if options.run else _limits(known))
-    before = [_advice(question, known, limit) for limit in limits]
-    promises, results = _tried(options, known, limits, before)
-    kept = _print_cells(promises, results)
-    after_known = replace(known, evidence=find([folder], known.planned[0].cell))
-    after = [_advice(question, after_known, limit) for limit in limits]
-    same = _print_names(limits, before, after)
+    results: Sequence[Result] = run_folder.read(options.run).results if options.run else ()
+    limits = sorted({*_limits_of(results)} if options.run else {*_limits(known)})
+
+    def asked() -> list[Advice]:
+        return [advise(replace(question, limits=Limits(limit)), known) for limit in limits]
+
+    before = asked()
+    promises = list(_promises(known, limits, before))
+    if not options.run:
+        unlimited = [Promise(one, lives=True) for one in known.planned if not one.skip]
+        promises = [*unlimited, *_outermost(promises)]
+        results = _measure(options.out, [one.planned for one in promises], options.isolation)
+    found = {_key(one.cell): one for one in results}
+    promises = [one for one in promises if _key(one.planned.cell) in found]
+    kept = sum(found[_key(one.planned.cell)].outcome is _EXPECTED[one.lives] for one in promises)
+    rows = [_row(one, found[_key(one.planned.cell)]) for one in promises]
+    print(Table.of(_OF_CELLS, rows).markdown())
+    known = replace(known, evidence=find([options.run or options.out], known.planned[0].cell))
+    after = asked()
+    rows = [
+        [format_exact(limit), *map(_named, both)]
+        for limit, *both in zip(limits, before, after, strict=True)
+    ]
+    print(f"\n{Table.of(_OF_LIMITS, rows).markdown()}")
+    same = sum(_best(one) == _best(other) for one, other in zip(before, after, strict=True))
     print(f"\n{kept} of {len(promises)} cells ended as predicted")
     print(f"{same} of {len(limits)} limits give the same strategy without and with records")
-    if (kept, same) != (len(promises), len(limits)):
-        sys.exit(1)
-
-
-def _tried(
-    options: argparse.Namespace,
-    known: PriorKnowledge,
-    limits: Sequence[int],
-    asked: Sequence[Advice],
-) -> tuple[list[Promise], Sequence[Result]]:
-    """Return the predicted ends and the results, measured here or read from ``options.run``."""
-    if options.run:
-        results = run_folder.read(options.run).results
-        return [*_promised(known, limits, asked, results)], results
-    promises = [
-        *[Promise(one, lives=True) for one in known.planned if not one.skip],
-        *_refused(known, limits, asked),
-        *_named(known, limits, asked),
-    ]
-    return promises, _measure(options.out, promises, options.isolation)
+    sys.exit((kept, same) != (len(promises), len(limits)))
 
 
 def _limits(known: PriorKnowledge) -> Iterator[int]:
     """Yield limits for each predicted floor: just below and above it, and two larger limits."""
-    limits = set()
     for each in known.predictions:
         if each.floor_bytes and each.floor_least_bytes and each.model_bytes:
-            least, doubt = each.floor_least_bytes, doubt_bytes(each.floor_bytes)
-            limits |= {least - doubt_bytes(least) - MIB, each.floor_bytes + doubt}
-            limits |= {each.floor_bytes * 21 // 20, each.floor_bytes + each.model_bytes}
-    yield from sorted({-(-limit // MIB) * MIB for limit in limits})
+            least, floor = each.floor_least_bytes, each.floor_bytes
+            for limit in (
+                least - doubt_bytes(least) - MIB,
+                floor + doubt_bytes(floor),
+                floor * 21 // 20,
+                floor + each.model_bytes,
+            ):
+                yield -(-limit // MIB) * MIB
 
 
-def _limits_of(run: Path) -> list[int]:
-    """Return the RAM limits of a run's cells."""
-    limits = {one.cell.ram_limit_bytes for one in run_folder.read(run).results}
-    return sorted(limit for limit in limits if limit is not None)
+def _limits_of(results: Sequence[Result]) -> Iterator[int]:
+    for one in results:
+        if one.cell.ram_limit_bytes is not None:
+            yield one.cell.ram_limit_bytes
 
 
-def _promised(
-    known: PriorKnowledge, limits: Sequence[int], asked: Sequence[Advice], results: Sequence[Result]
+def _promises(
+    known: PriorKnowledge, limits: Sequence[int], asked: Sequence[Advice]
 ) -> Iterator[Promise]:
-    """Yield each strategy that is recommended or rejected under a limit of the run."""
+    """Yield each strategy that is recommended or rejected under a limit."""
     planned = {one.cell.strategy: one for one in known.planned}
     for limit, advice in zip(limits, asked, strict=True):
         for one in advice.candidates:
-            if one != advice.best and one.verdict is not FitVerdict.TOO_LARGE:
-                continue
-            for result in results:
-                cell = result.cell
-                if (cell.strategy, cell.format, cell.ram_limit_bytes) == (
-                    one.strategy, one.format, limit,
-                ):  # fmt: skip
-                    yield Promise(replace(planned[one.strategy], cell=cell), one == advice.best)
+            if one == advice.best or one.verdict is FitVerdict.TOO_LARGE:
+                limited = _changed(planned[one.strategy], ram_limit_bytes=limit)
+                yield Promise(limited, one == advice.best, one.verdict)
 
 
-def _advice(question: Question, known: PriorKnowledge, limit: int) -> Advice:
-    return advise(replace(question, limits=Limits(limit)), known)
+def _outermost(promises: Sequence[Promise]) -> list[Promise]:
+    """Return each strategy under the largest limit that rejects it, and the smallest that names it."""
+    found: dict[object, Promise] = {}
+    for one in promises:  # from the smallest limit to the largest
+        key = one.planned.cell.strategy, one.lives, one.verdict
+        if not one.lives or key not in found:
+            found[key] = one
+    return list(found.values())
 
 
-def _refused(
-    known: PriorKnowledge, limits: Sequence[int], asked: Sequence[Advice]
-) -> Iterator[Promise]:
-    """Yield each strategy under the largest limit that rejects it."""
-    for planned in known.planned:
-        too_small = [
-            limit
-            for limit, advice in zip(limits, asked, strict=True)
-            for one in advice.candidates
-            if (one.strategy, one.verdict) == (planned.cell.strategy, FitVerdict.TOO_LARGE)
-        ]
-        if too_small:
-            yield Promise(_changed(planned, ram_limit_bytes=max(too_small)), lives=False)
-
-
-def _named(
-    known: PriorKnowledge, limits: Sequence[int], asked: Sequence[Advice]
-) -> Iterator[Promise]:
-    """Yield each strategy under the smallest limit that recommends it, for each verdict."""
-    smallest: dict[tuple[str, FitVerdict], int] = {}
-    for limit, advice in zip(limits, asked, strict=True):
-        if advice.best:
-            smallest.setdefault((advice.best.strategy, advice.best.verdict), limit)
-    for (name, _), limit in smallest.items():
-        (planned,) = [one for one in known.planned if one.cell.strategy == name]
-        yield Promise(_changed(planned, ram_limit_bytes=limit), lives=True)
+def _key(cell: Cell) -> tuple[str, str, int | None]:
+    return cell.strategy, cell.format, cell.ram_limit_bytes
 
 
 def _changed(planned: Planned, **changes: Any) -> Planned:
     return replace(planned, cell=replace(planned.cell, **changes))
 
 
-def _measure(folder: Path, promises: Sequence[Promise], isolation: str) -> list[Result]:
-    planned = [one.planned for one in promises]
+def _measure(folder: Path, planned: Sequence[Planned], isolation: str) -> list[Result]:
     if not (folder / run_folder.PLAN).exists():
         run_folder.write_plan(folder, [one.cell for one in planned], {})
     task = Run(folder, planned, select.choose(isolation, limited=True)[0])
-    return run(task, Progress(starting=_say_cell))
+    return run(task, Progress(starting=lambda one: _say(f"{one.strategy} under {_size(one)}")))
 
 
-def _print_cells(promises: Sequence[Promise], results: Sequence[Result]) -> int:
-    """Print the outcome of each cell; return the number of cells that ended as predicted."""
-    by_id = {result.cell.id: result for result in results}
-    print(
-        "| strategy | RAM limit | predicted | outcome | ready s |\n| --- | ---: | --- | --- | ---: |"
-    )
-    kept = 0
-    for one in promises:
-        cell, result = one.planned.cell, by_id[one.planned.cell.id]
-        kept += result.outcome is _EXPECTED[one.lives]
-        print(
-            f"| {cell.strategy} | {_size(cell.ram_limit_bytes)} | {_EXPECTED[one.lives]} |"
-            f" {result.outcome} | {'-' if result.ready_ns is None else f'{result.ready_ns / 1e9:.1f}'} |"
-        )
-    return kept
+def _row(one: Promise, result: Result) -> list[str]:
+    ready = "-" if result.ready_ns is None else f"{result.ready_ns / 1e9:.1f}"
+    cell = one.planned.cell
+    return [cell.strategy, _size(cell), _EXPECTED[one.lives], result.outcome, ready]
 
 
-def _print_names(limits: Sequence[int], before: Sequence[Advice], after: Sequence[Advice]) -> int:
-    """Print the strategy of each limit; return the number of limits where both answers agree."""
-    print("\n| RAM limit | recommended without records | with records |\n| ---: | --- | --- |")
-    same = 0
-    for limit, *asked in zip(limits, before, after, strict=True):
-        first, last = (
-            f"{one.best.strategy}, {one.best.verdict}" if one.best else "nothing" for one in asked
-        )
-        names = [one.best.strategy if one.best else "" for one in asked]
-        same += names[0] == names[1]
-        print(f"| {format_exact(limit)} | {first} | {last} |")
-    return same
+def _best(advice: Advice) -> str:
+    return advice.best.strategy if advice.best else ""
 
 
-def _size(limit: int | None) -> str:
-    return "none" if limit is None else format_exact(limit)
+def _named(advice: Advice) -> str:
+    return f"{advice.best.strategy}, {advice.best.verdict}" if advice.best else "nothing"
+
+
+def _size(cell: Cell) -> str:
+    return "none" if cell.ram_limit_bytes is None else format_exact(cell.ram_limit_bytes)
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _say_cell(cell: Cell) -> None:
-    _say(f"{cell.strategy} under {_size(cell.ram_limit_bytes)}")
 
 
 if __name__ == "__main__":
