@@ -1,33 +1,23 @@
-"""``make self-bench``: what it computes from its readings, and what its page says of them."""
+"""``make self-bench``: what it computes from its readings, and the blocks of its page."""
 
 from dataclasses import replace
 
 import pytest
-from factories import ENVIRONMENT, make_result
-from known_commands import KNOWN
-from own_figures import amounts, page
-from own_figures.amounts import Amounts
-from own_figures.cells import CellCost, Costs
-from own_figures.sampling import Sampled
-from own_figures.spread import Gaps, Spread, errors
+from factories import make_result
+from page_blocks import filled
+from rounds import interleaved, ratios, spread
+from self_bench import amounts, cost_of, gaps
 
 from weighin.result import Cost
 from weighin.units import MIB
 
 MS = 1_000_000
-SPEND = next(one for one in KNOWN if one.id == "spend 256 5")
-ABOUT = ENVIRONMENT | {"cpus": 2, "ram_bytes": 2**34, "python": "3.11.2", "weighin": "1.0", "git_commit": "c0ffee" * 6}  # fmt: skip
 
 
-def test_gaps_are_the_times_between_samples_and_not_the_samples_themselves() -> None:
-    gaps = Gaps.between([7 * MS, 12 * MS, 17 * MS, 22 * MS, 52 * MS])
-    assert gaps == Gaps(median_ns=5 * MS, most_ns=30 * MS, largest_ns=30 * MS)
-
-
-def test_one_gap_of_a_hundred_may_be_longer_than_the_99_percent() -> None:
+def test_gaps_are_the_times_between_samples_and_one_of_a_hundred_may_be_longer() -> None:
+    assert gaps([7 * MS, 12 * MS, 17 * MS, 22 * MS, 52 * MS]) == (5 * MS, 30 * MS, 30 * MS)
     steps = [*range(1, 100), 5000]
-    times = [sum(steps[:count]) for count in range(len(steps) + 1)]
-    assert Gaps.between(times) == Gaps(median_ns=50, most_ns=99, largest_ns=5000)
+    assert gaps([sum(steps[:count]) for count in range(len(steps) + 1)]) == (50, 99, 5000)
 
 
 @pytest.mark.parametrize(
@@ -39,62 +29,53 @@ def test_one_gap_of_a_hundred_may_be_longer_than_the_99_percent() -> None:
     ],
 )
 def test_the_range_stands_beside_the_median_if_it_differs(values: list[float], text: str) -> None:
-    assert Spread.of(values).text(1, 2) == text
+    assert spread(values) == text
 
 
-def test_errors_are_shares_of_the_truth_on_both_sides() -> None:
-    assert errors([(110, 100), (60, 100), (50, 25)]) == pytest.approx((-0.4, 1.0))
-
-
-def cost_of_a_cell() -> CellCost:
-    """The cost of a cell of 20 s: its worker's phases last from 0.5 s to 19 s."""
-    result = make_result()
-    phases = [result.phases[0], result.phases[-1]]
-    begun_ns = 1000 * MS
-    phases[0] = replace(phases[0], start_ns=begun_ns + 500 * MS)
-    phases[1] = replace(phases[1], end_ns=begun_ns + 19_000 * MS)
-    cost = Cost(wall_ns=0, import_ns=2000 * MS, load_ns=10_000 * MS, touch_ns=700 * MS, first_use_ns=3000 * MS)  # fmt: skip
-    result = replace(result, phases=tuple(phases), cost=cost)
-    return CellCost.of(result, begun_ns, begun_ns + 20_000 * MS, cpu_ns=250 * MS)
+def test_each_way_is_taken_once_in_each_round() -> None:
+    taken: list[str] = []
+    found = interleaved({name: lambda name=name: taken.append(name) or name for name in "abc"}, 5)
+    assert found == {name: [name] * 5 for name in "abc"}
+    rounds = [taken[at : at + 3] for at in range(0, 15, 3)]
+    assert (
+        all(sorted(one) == ["a", "b", "c"] for one in rounds) and len(set(map(tuple, rounds))) > 1
+    )
+    assert list(ratios([4, 9], [2, 3])) == [2, 3]
 
 
 def test_the_parts_of_a_cell_add_up_to_its_wall_time() -> None:
-    found = cost_of_a_cell()
-    assert (found.before_ns, found.after_ns) == (500 * MS, 1000 * MS)
-    assert (found.load_ns, found.checks_ns) == (15_000 * MS, 3500 * MS)
-    assert found.added_ns + found.load_ns == 20_000 * MS
-
-
-def test_a_load_without_a_forward_pass_has_no_time_of_it() -> None:
-    result = make_result()
-    result = replace(result, cost=Cost(wall_ns=0, import_ns=2, load_ns=3))
-    assert CellCost.of(result, 0, 0, 0).load_ns == 5
-
-
-def test_the_page_has_a_row_for_each_figure_and_a_reason_for_each_that_is_missing() -> None:
-    costs = Costs(
-        {"process": [cost_of_a_cell()], "docker": []},
-        {"docker": "no engine answers"},
-        [20 * MS],
-        ABOUT,
-        512 * MIB,
+    result, begun_ns = make_result(), 1000 * MS
+    first, last = result.phases[0], result.phases[-1]
+    phases = (replace(first, start_ns=begun_ns + 500 * MS), replace(last, end_ns=begun_ns + 19_000 * MS))  # fmt: skip
+    cost = Cost(wall_ns=0, import_ns=2000 * MS, load_ns=10_000 * MS, touch_ns=700 * MS, first_use_ns=3000 * MS)  # fmt: skip
+    result = replace(result, phases=phases, cost=cost)
+    before, checks, after, added, load, cpu = cost_of(result, begun_ns, 21_000 * MS, 250 * MS)
+    assert (before, checks, after, load, cpu) == (
+        500 * MS,
+        3500 * MS,
+        1000 * MS,
+        15_000 * MS,
+        250 * MS,
     )
-    gaps = Gaps(5 * MS, 6 * MS, 17 * MS)
-    sampled = [
-        Sampled("load", "process", 5, is_busy=busy, share=share, gaps=gaps)
-        for busy, share in ((False, 0.012), (True, 0.004))
+    assert added + load == 20_000 * MS
+    assert cost_of(replace(result, cost=Cost(wall_ns=0, import_ns=2, load_ns=3)), 0, 0, 0)[4] == 5
+
+
+def test_errors_are_shares_of_the_truth_and_a_missing_tool_has_its_reason() -> None:
+    found = {("spend", "a"): [320 * MIB, 330 * MIB], ("spend", "b"): [64 * MIB, 320 * MIB]}
+    lines = amounts(
+        {"spend": 320 * MIB}, ["a", "b"], found, {"c": "it is not installed"}
+    ).splitlines()
+    assert lines[2:] == [
+        "| spend | 320 | 320.0 (320.0-330.0) | 64.0 (64.0-320.0) |",
+        "| errors |  | +0.0% to +3.1% | -80.0% to +0.0% |",
+        "",
+        "The table lacks c: it is not installed.",
     ]
-    figures = {amounts.MAX_RSS: [320 * MIB, 330 * MIB], amounts.NOTEBOOK: [64 * MIB, 320 * MIB]}
-    known = Amounts([SPEND], {SPEND.id: figures}, {amounts.OPTIMUM: "it is not installed"}, "")
-    text = page.text(costs, sampled, known, seconds=5, load_average=0.125)
-    lines = text.splitlines()
-    assert "| process | 0.50 | 3.50 | 1.00 | 5.00 | 15.00 | 0.25 |" in lines
-    assert "The table lacks docker: no engine answers." in lines
-    assert (
-        "| a load | process | 5 ms | 1.2% / 0.4% | 5.0 / 5.0 | 6.0 / 6.0 | 17.0 / 17.0 |" in lines
-    )
-    assert "| spend 256 5 | 320 | 320.0 (320.0-330.0) | 64.0 (64.0-320.0) |" in lines
-    assert "| errors |  | +0.0% to +3.1% | -80.0% to +0.0% |" in lines
-    assert "The table lacks optimum-benchmark: it is not installed." in lines
-    assert "Example CPU" in text
-    assert f" with weighin commit {ABOUT['git_commit'][:10]}" in text
+
+
+def test_a_benchmark_writes_its_blocks_into_a_page_and_nothing_else() -> None:
+    page = "a\n<!-- x.py one -->\nold\n<!-- end -->\nb\n<!-- x.py two -->\nkept\n<!-- end -->\n"
+    assert filled(page, {"x.py one": r"new \1"}) == page.replace("old", r"new \1")
+    with pytest.raises(ValueError, match="no block <!-- y -->"):
+        filled(page, {"y": ""})
