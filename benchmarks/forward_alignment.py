@@ -9,21 +9,20 @@ resnet50, the extra ``zoo``.
 """
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from rounds import interleaved, ratios, spread
 from safetensors.torch import save_model
 
 from weighin.models.gpt2 import gpt2
 from weighin.stream.model import load_streaming
-
-_POWERS = (64, 32, 16, 8, 4, 2, 1)
 
 
 def resnet50() -> torch.nn.Module:
@@ -49,63 +48,46 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="comma-separated names")
     options = parser.parse_args()
     for name in options.models.split(","):
+        build, example = MODELS[name]
+        torch.manual_seed(0)
+        allocated = build().eval()
         with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="weighin-alignment-") as folder:
-            _compare(name, Path(folder) / "model.safetensors", options.rounds)
+            save_model(allocated, f"{folder}/model.safetensors")
+            loaded = load_streaming(build, f"{folder}/model.safetensors").eval()
+        print(f"{name}: {_compared(allocated, loaded, example(), options.rounds)}", flush=True)
 
 
-def _compare(name: str, file: Path, rounds: int) -> None:
-    build, example = MODELS[name]
-    torch.manual_seed(0)
-    allocated = build().eval()
-    save_model(allocated, str(file))
-    loaded = load_streaming(build, file).eval()
-    torch.manual_seed(0)
-    inputs = example()
-    seconds = []
+def _compared(
+    allocated: torch.nn.Module, loaded: torch.nn.Module, inputs: torch.Tensor, rounds: int
+) -> str:
     # One unmeasured pass of each model warms up pages, kernels and threads.
-    outputs = [_forward(model, inputs)[0] for model in (allocated, loaded)]
-    for number in range(rounds):
-        turn = [_forward(model, inputs)[1] for model in _in_turn(number, allocated, loaded)]
-        seconds.append(turn if number % 2 == 0 else turn[::-1])
-    ratios = [after / before for before, after in seconds]
-    medians = [statistics.median(column) for column in zip(*seconds, strict=True)]
-    print(
-        f"{name}: {medians[0]:.4f} s allocated by torch, {medians[1]:.4f} s loaded; ratio "
-        f"{statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f}), {rounds} rounds, "
-        f"{torch.get_num_threads()} threads\n  {_difference(*outputs)}; number of loaded tensors by "
-        f"alignment in bytes: {_alignments(loaded)}",
-        flush=True,
-    )
-
-
-def _in_turn(number: int, *models: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """Return the models, in reverse order in every second round."""
-    return models if number % 2 == 0 else models[::-1]
-
-
-def _forward(model: torch.nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, float]:
     with torch.inference_mode():
-        # With one thread use CPU time, which does not include waiting for other processes.
-        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        start = clock()
-        output: torch.Tensor = model(inputs)
-        return output, clock() - start
-
-
-def _difference(allocated: torch.Tensor, loaded: torch.Tensor) -> str:
-    if torch.equal(allocated, loaded):
-        return "outputs equal bit by bit"
-    error = float((allocated - loaded).abs().max() / allocated.abs().max())
-    return f"outputs differ by up to {error:.1e} of the largest value"
-
-
-def _alignments(model: torch.nn.Module) -> str:
+        first, second = allocated(inputs), loaded(inputs)
+    ways = {"allocated": partial(_seconds, allocated, inputs), "loaded": partial(_seconds, loaded, inputs)}  # fmt: skip
+    taken = interleaved(ways, rounds)
+    error = float((first - second).abs().max() / first.abs().max())
+    equal = "equal bit by bit" if torch.equal(first, second) else f"differ by up to {error:.1e} of the largest value"  # fmt: skip
     counts = Counter(
-        next(power for power in _POWERS if tensor.data_ptr() % power == 0)
-        for tensor in model.state_dict().values()
+        next(power for power in (64, 32, 16, 8, 4, 2, 1) if tensor.data_ptr() % power == 0)
+        for tensor in loaded.state_dict().values()
         if tensor.numel()
     )
-    return ", ".join(f"{power}: {counts[power]}" for power in _POWERS if counts[power])
+    alignments = ", ".join(f"{power}: {counts[power]}" for power in sorted(counts, reverse=True))
+    return (
+        f"{spread(taken['allocated'], digits=4)} s allocated by torch, {spread(taken['loaded'], digits=4)} s"
+        f" loaded; ratio {spread([*ratios(taken['loaded'], taken['allocated'])], digits=3)}, {rounds} rounds,"
+        f" {torch.get_num_threads()} threads\n  outputs {equal}; number of loaded tensors by alignment in"
+        f" bytes: {alignments}"
+    )
+
+
+def _seconds(model: torch.nn.Module, inputs: torch.Tensor) -> float:
+    # With one thread use CPU time, which does not include waiting for other processes.
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    with torch.inference_mode():
+        start = clock()
+        model(inputs)
+        return clock() - start
 
 
 if __name__ == "__main__":

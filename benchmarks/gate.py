@@ -13,16 +13,16 @@ import argparse
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from weighin.checkpoint import cache
 from weighin.gate import baseline, check
-from weighin.gate.check import GateResult
 from weighin.records.metrics import METRICS
 from weighin.records.series import STRATEGY
 from weighin.settings.definition import DEFAULT_STRATEGIES
+from weighin.show.table import Table
 from weighin.suite import registry
 
 SHARE: Final = 0.05
@@ -53,100 +53,85 @@ def main() -> None:
     parser.add_argument("--planted", default=",".join(DEFAULT_STRATEGIES))
     parser.add_argument("--out", type=Path, default=Path("results/gate"))
     options = parser.parse_args()
-    out, strategies = options.out, options.strategies.split(",")
+    out, unchanged = options.out, options.strategies.split(",")
     command = ("bench", options.model, "--isolation", options.isolation)
     for number in range(options.baselines):
-        _measure(out / f"baseline-{number}", command, strategies)
+        _measure(out / f"baseline-{number}", command, unchanged)
     for number in range(options.rounds):
-        _measure(out / f"unchanged-{number}", command, strategies)
+        _measure(out / f"unchanged-{number}", command, unchanged)
         planted = _plant(out, options.model, options.planted.split(","), PLACES[number % 2])
         _measure(out / f"planted-{number}", command, planted)
-    _judge(out, options.rounds, options.baselines, strategies)
+    _judge(out, options.rounds, options.baselines, unchanged)
 
 
-def _measure(folder: Path, command: Sequence[str], strategies: Iterable[object]) -> None:
+def _measure(folder: Path, command: Sequence[str], strategies: Sequence[str]) -> None:
     if (folder / "report.md").exists():
         return
-    names = ",".join(map(str, strategies))
     again = ("bench", "--resume", str(folder), "--trust")
-    new = (*command, "--strategies", names, "--out", str(folder))
+    new = (*command, "--strategies", ",".join(strategies), "--out", str(folder))
     arguments = again if (folder / "plan.json").exists() else new
     subprocess.run((sys.executable, "-m", "weighin", *arguments), check=True, capture_output=True)
     print(f"measured {folder}", flush=True)
 
 
-def _plant(out: Path, model: str, strategies: Iterable[str], place: str) -> list[Path]:
-    """Write a copy of each strategy, of the same name, that keeps an extra tensor."""
+def _plant(out: Path, model: str, strategies: Sequence[str], place: str) -> list[str]:
+    """Write a copy of each strategy, of the same name, that keeps an extra tensor; return the files."""
     size_bytes = round(SHARE * cache.ensure(registry.model(model), "pt").manifest().model_bytes())
     folder = out / "planted" / place
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
     for name in strategies:
         text = registry.strategy(name).path.read_text()
         text += _PLANTED.format(at_start=place == "start", size_bytes=size_bytes)
-        (path := folder / f"{name}.py").write_text(text)
-        paths.append(path)
-    return paths
+        (folder / f"{name}.py").write_text(text)
+    return [str(folder / f"{name}.py") for name in strategies]
 
 
 def _judge(out: Path, rounds: int, baselines: int, strategies: Sequence[str]) -> None:
     path = out / "baseline.json"
     path.unlink(missing_ok=True)
-    measured = check.read_runs([out / f"baseline-{n}" for n in range(baselines)])
+    measured = check.read_runs([out / f"baseline-{number}" for number in range(baselines)])
     wanted = {
-        name: series
-        for name, series in measured.series.items()
-        if name.split()[STRATEGY] in strategies
+        name: one for name, one in measured.series.items() if name.split()[STRATEGY] in strategies
     }
     baseline.write(path, measured.environment, wanted)
-    alarms, caught, runs_caught, cells = Counter[str](), Counter[str](), 0, 0
+    alarms, runs_caught, cells, caught = 0, 0, 0, Counter[str]()
     for number in range(rounds):
-        judgement = check.check(check.read_runs([out / f"unchanged-{number}"]), path)
-        alarms[_verdict(judgement)] += 1
-        for line in judgement.failed:
-            print(
-                f"  false alarm in unchanged-{number}: {line.series}: {line.what} {line.now} > {line.allowed}"
-            )
+        failed = check.check(check.read_runs([out / f"unchanged-{number}"]), path).failed
+        alarms += bool(failed)
+        for line in failed:
+            print(f"  false alarm in unchanged-{number}: {line.series}: {line.what} {line.now} > {line.allowed}")  # fmt: skip
         planted = check.read_runs([out / f"planted-{number}"])
-        judgement = check.check(planted, path)
-        detected = {line.series for line in judgement.failed} & planted.series.keys()
-        caught.update(line.what for line in judgement.failed if line.series in detected)
-        cells += len(planted.series)
+        failed = check.check(planted, path).failed
+        detected = {line.series for line in failed} & planted.series.keys()
+        caught.update(line.what for line in failed if line.series in detected)
         caught["any metric"] += len(detected)
+        cells += len(planted.series)
         runs_caught += len(detected) == len(planted.series)
         for name in planted.series.keys() - detected:
             print(f"  not detected in planted-{number} ({PLACES[number % 2]}): {name}")
-    print(
-        f"unchanged: {alarms['passed']} of {rounds} runs pass the gate, {alarms['failed']} raise a false alarm"
-    )
-    print(
-        f"planted ({SHARE:.0%} of the model): all strategies of the run are detected in {runs_caught} of {rounds}"
-    )
-    print(f"planted cells detected, of {cells}: {dict(caught.most_common())}")
-    _print_spread([out / f"unchanged-{number}" for number in range(rounds)])
+    print(f"unchanged: {rounds - alarms} of {rounds} runs pass the gate, {alarms} raise a false alarm")  # fmt: skip
+    print(f"planted ({SHARE:.0%} of the model): all strategies of the run are detected in {runs_caught} of {rounds}")  # fmt: skip
+    print(f"planted cells detected, of {cells}: {dict(caught.most_common())}\n")
+    print(_spreads([out / f"unchanged-{number}" for number in range(rounds)]).markdown())
 
 
-def _verdict(judgement: GateResult) -> str:
-    return "failed" if judgement.failed else "passed"
-
-
-def _print_spread(folders: Sequence[Path]) -> None:
-    """Print the strategy with the widest spread of each metric over the unchanged runs."""
+def _spreads(folders: Sequence[Path]) -> Table:
+    """Return the strategy with the widest spread of each metric over the unchanged runs."""
     series = check.read_runs(folders).series
-    print(
-        f"\n| metric | widest spread over {len(folders)} runs | of | strategy |\n| --- | ---: | ---: | --- |"
-    )
+    rows = []
     for metric in METRICS.values():
         figures = {
-            name: entry.figures[metric.name]
-            for name, entry in series.items()
-            if metric.name in entry.figures
+            name: one.figures[metric.name]
+            for name, one in series.items()
+            if metric.name in one.figures
         }
         if figures:
             name = max(figures, key=lambda name: figures[name].high - figures[name].low)
-            figure, strategy = figures[name], name.split()[STRATEGY]
-            spread = metric.text(figure.high - figure.low)
-            print(f"| {metric.title} | {spread} | {metric.text(figure.median)} | {strategy} |")
+            widest = metric.text(figures[name].high - figures[name].low)
+            of = metric.text(figures[name].median)
+            rows.append([metric.title, widest, of, name.split()[STRATEGY]])
+    heads = ("metric", f"widest spread over {len(folders)} runs", "of", "strategy")
+    return Table.of(heads, rows)
 
 
 if __name__ == "__main__":

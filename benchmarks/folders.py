@@ -1,0 +1,132 @@
+"""Make folders of models with random weights, which suites and pages load.
+
+    .venv/bin/python benchmarks/folders.py converting [FOLDER]
+    .venv/bin/python benchmarks/folders.py loaders FOLDER
+
+"converting" are the inputs of configs/suites/converting.yaml, by default in results/folders/converting: models whose
+weights a load converts, dequantises or merges, of 300 to 800 MB once they are loaded. "loaders" are those of
+docs/loaders.md, in bfloat16: a Llama of 395 MiB and a mixture of experts of 459 MiB. A folder that exists is left as
+it is.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+
+from weighin.models.pretrained import pretrained_class
+
+TESTS: Final = Path(__file__).resolve().parents[1] / "tests"
+sys.path += [str(TESTS), str(TESTS / "checkpoints")]
+
+import gguf_files  # noqa: E402 (in the tests, which make small files of the same kinds)
+import quantised_folders  # noqa: E402
+
+LLAMA: Final[Mapping[str, Any]] = {
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "vocab_size": 16_000, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS: Final[Mapping[str, Any]] = {
+    "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 64, "num_experts_per_tok": 4,
+    "vocab_size": 32_000,
+}  # fmt: skip
+OSS: Final[Mapping[str, Any]] = {
+    "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 16_000, "num_local_experts": 16,
+    "num_experts_per_tok": 4, "layer_types": ["sliding_attention", "full_attention"] * 3,
+}  # fmt: skip
+RANK: Final = 64
+
+
+def made(architecture: str, settings: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """Return a model of transformers with random weights."""
+    kind = pretrained_class(architecture)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return kind(kind.config_class(**settings))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def saved(
+    architecture: str,
+    settings: Mapping[str, Any],
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    made(architecture, settings, dtype).save_pretrained(folder)
+
+
+def gguf_of(kind: str, folder: Path) -> None:
+    model = made("LlamaForCausalLM", LLAMA, torch.float32)
+    folder.mkdir(parents=True)
+    file, arrays = folder / f"{folder.name}.gguf", gguf_files.of_llama(model)
+    gguf_files.write(file, "llama", arrays, kind, gguf_files.described(model))
+
+
+def quantised(name: str, sizes: Mapping[str, Any], folder: Path) -> None:
+    quantised_folders.write_folder(folder, name, sizes)
+
+
+def adapted(folder: Path) -> None:
+    """Write a Llama, and beside its folder an adapter of rank 64 of all its linear layers."""
+    model = made("LlamaForCausalLM", LLAMA, torch.bfloat16)
+    model.save_pretrained(folder)
+    adapter = folder.with_name(f"{folder.name}-adapter")
+    adapter.mkdir()
+    config = {
+        "peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none", "task_type": "CAUSAL_LM",
+        "target_modules": "all-linear", "init_lora_weights": True,
+    }  # fmt: skip
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    matrices = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            prefix = f"base_model.model.{name}"
+            matrices[f"{prefix}.lora_A.weight"] = torch.randn(RANK, module.in_features) / 100
+            matrices[f"{prefix}.lora_B.weight"] = torch.randn(module.out_features, RANK) / 100
+    save_file(matrices, adapter / "adapter_model.safetensors", {"format": "pt"})
+
+
+MAKERS: Final[Mapping[str, Mapping[str, Callable[[Path], None]]]] = {
+    "converting": {
+        "experts": partial(saved, "Qwen3MoeForCausalLM", EXPERTS),
+        "float32": partial(saved, "LlamaForCausalLM", LLAMA, dtype=torch.float32),
+        "gguf-Q8_0": partial(gguf_of, "Q8_0"),
+        "gguf-Q4_K": partial(gguf_of, "Q4_K"),
+        "gguf-F16": partial(gguf_of, "F16"),
+        "mxfp4": partial(quantised, "mxfp4", OSS),
+        "fp8": partial(quantised, "fp8", LLAMA),
+        "lora": adapted,
+    },
+    "loaders": {
+        "llama": partial(saved, "LlamaForCausalLM", {**LLAMA, "vocab_size": 32_000}),
+        "moe": partial(saved, "Qwen3MoeForCausalLM", EXPERTS),
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("which", choices=MAKERS)
+    default = Path("results/folders/converting")
+    parser.add_argument("folder", type=Path, nargs="?", default=default, metavar="FOLDER")
+    options = parser.parse_args()
+    for name, maker in MAKERS[options.which].items():
+        if not (options.folder / name).exists():
+            torch.manual_seed(0)
+            maker(options.folder / name)
+
+
+if __name__ == "__main__":
+    main()
