@@ -6,15 +6,15 @@ The page has a table for each model, sorted by the times of the first run.
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from predicted_runs import check
 
 from weighin.records import run_folder
-from weighin.records.metrics import METRICS, middle
+from weighin.records.metrics import METRICS, grouped, middle
 from weighin.records.run import Measured
+from weighin.records.series import option_words
 from weighin.result import Outcome, Result
 from weighin.show import words
 from weighin.show.table import Table
@@ -30,7 +30,6 @@ HEADINGS: Final = (
     "private memory left MiB",
 )
 """The headings before those of the times; the memory is that of the first run."""
-_NAMES: Final = 2
 
 INTRODUCTION: Final = """\
 # Loaders
@@ -52,73 +51,62 @@ number of tensors.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    ready_ns: int
-    memory: tuple[str, ...]
-
-
 def page(runs: Sequence[Sequence[Result]], floors: Mapping[str, int | None]) -> str:
     """Return the page for ``runs``, each a list of results.
 
     ``floors`` has the predicted RAM floors in bytes, by ``cell.series``.
     """
-    models: dict[str, list[list[Result]]] = {}
-    for results in runs:
-        measured = [result for result in results if result.outcome is not Outcome.SKIPPED]
-        if measured:
-            models.setdefault(measured[0].cell.model.title, []).append(list(results))
+    measured = [run for run in runs if any(one.outcome is not Outcome.SKIPPED for one in run)]
+    models = grouped(measured, lambda run: _first(run).cell.model.title)
     lines = (line for title, some in models.items() for line in _section(title, some, floors))
     return "\n".join([INTRODUCTION, *lines])
+
+
+def _first(run: Sequence[Result]) -> Result:
+    return next(one for one in run if one.outcome is not Outcome.SKIPPED)
 
 
 def _section(
     title: str, runs: Sequence[Sequence[Result]], floors: Mapping[str, int | None]
 ) -> Iterator[str]:
     yield f"## {escaped(title)}\n"
-    results = [result for run in runs for result in run]
-    measured = [result for result in results if result.outcome is not Outcome.SKIPPED]
-    tables = [dict(_rows(run, floors)) for run in runs]
-    found: dict[tuple[str, str], _Row] = {}
-    for table in tables:
-        found = table | found
-    times = [f"ready, {_cache(run)}" for run in runs]
-    rows = [
-        (*name, *row.memory, *(_time(table[name].ready_ns) if name in table else "-" for table in tables))
-        for name, row in sorted(found.items(), key=lambda one: one[1].ready_ns)
-    ]  # fmt: skip
-    yield Table.of((*HEADINGS, *times), rows, names=_NAMES).markdown()
-    yield ""
-    yield from _left_out(results)
-    yield f"{escaped(words.shared(Measured(measured)))} · {_repeats(measured)}\n"
-
-
-def _cache(run: Sequence[Result]) -> str:
-    """Return the state of the page cache in a run: "cold"."""
-    return next(str(result.cache) for result in run if result.outcome is not Outcome.SKIPPED)
-
-
-def _rows(
-    results: Sequence[Result], floors: Mapping[str, int | None]
-) -> Iterator[tuple[tuple[str, str], _Row]]:
-    """Yield the name, format and row of each strategy with a repeat that ended ok."""
-    for name in dict.fromkeys(result.cell.series for result in results):
-        good = [
-            result
-            for result in results
-            if result.cell.series == name and result.outcome is Outcome.OK
-        ]
-        ready_ns = middle(map(METRICS["ready"].of, good))
-        if ready_ns is None:
-            continue
-        cell = good[0].cell
-        label = " ".join([cell.strategy, *(f"{k}={v}" for k, v in sorted(cell.options.items()))])
-        memory = (
-            scaled(middle(map(METRICS["peak_rss"].of, good)), MIB, 0),
-            scaled(floors.get(name), MIB, 0),
-            scaled(middle(map(_private_bytes, good)), MIB, 0),
+    rows: dict[tuple[str, str], tuple[int, list[str]]] = {}
+    times: list[dict[tuple[str, str], str]] = []
+    for run in runs:
+        good = grouped(
+            (one for one in run if one.outcome is Outcome.OK), lambda one: one.cell.series
         )
-        yield (label, cell.format), _Row(ready_ns, memory)
+        times.append({})
+        for series, repeats in good.items():
+            ready_ns = middle(map(METRICS["ready"].of, repeats))
+            if ready_ns is None:
+                continue
+            cell = repeats[0].cell
+            name = " ".join([cell.strategy, *option_words(cell)]), cell.format
+            memory = (
+                middle(map(METRICS["peak_rss"].of, repeats)),
+                floors.get(series),
+                middle(map(_private_bytes, repeats)),
+            )
+            rows.setdefault(name, (ready_ns, [scaled(size, MIB, 0) for size in memory]))
+            times[-1][name] = format_seconds(ready_ns)
+    heads = [*HEADINGS, *(f"ready, {_first(run).cache}" for run in runs)]
+    table = [
+        [*name, *memory, *(each.get(name, "-") for each in times)]
+        for name, (_, memory) in sorted(rows.items(), key=lambda row: row[1][0])
+    ]
+    yield Table.of(heads, table, names=2).markdown()
+    yield ""
+    results = [one for run in runs for one in run]
+    reasons = [
+        (one.cell.strategy, one.message or one.outcome)
+        for one in results
+        if one.outcome is not Outcome.OK
+    ]
+    if reasons:
+        yield "\n".join(["Not in the table:", "", *by_reason(reasons), ""])
+    measured = [one for one in results if one.outcome is not Outcome.SKIPPED]
+    yield f"{escaped(words.shared(Measured(measured)))} · {_repeats(measured)}\n"
 
 
 def _repeats(measured: Sequence[Result]) -> str:
@@ -128,26 +116,11 @@ def _repeats(measured: Sequence[Result]) -> str:
     return f"{least} to {most} repeats" if least != most else f"{most} repeat{'s' * (most != 1)}"
 
 
-def _left_out(results: Sequence[Result]) -> Iterator[str]:
-    """Yield the strategies that have no row, grouped by the reason."""
-    reasons = [
-        (result.cell.strategy, result.message or result.outcome)
-        for result in results
-        if result.outcome is not Outcome.OK
-    ]
-    if reasons:
-        yield "\n".join(["Not in the table:", "", *by_reason(reasons), ""])
-
-
 def _private_bytes(result: Result) -> int | None:
     left = METRICS["ready_anon"].of(result)
     return (
         max(0, left - result.baseline.anon_bytes) if left is not None and result.baseline else None
     )
-
-
-def _time(duration_ns: int | None) -> str:
-    return "-" if duration_ns is None else format_seconds(duration_ns)
 
 
 def main() -> None:

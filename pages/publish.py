@@ -24,9 +24,8 @@ from typing import Final
 
 import yaml
 
-from pages import sources
-from pages.checked import FILE as PREDICTED
-from pages.freshness import since, standing
+from pages.freshness import deciding, since, standing
+from pages.run_tables import PREDICTED
 from weighin.cell import Cell
 from weighin.probes import environment, gpu_memory
 from weighin.records import run_folder
@@ -44,6 +43,9 @@ FOLDERS: Final = Path("results/folders")
 """Where a Hugging Face folder of a run is written if it is missing."""
 QUIET_LOAD: Final = 0.3
 """The largest load average (1 minute) of an idle machine; an idle desktop has 0.1."""
+_WRONG: Final = (
+    Outcome.MEASUREMENT_FAILED, Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.USE_FAILED,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,17 @@ class Run:
 
 
 def main() -> None:
-    arguments = _arguments()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="only these runs; default: all")
+    parser.add_argument(
+        "--status", action="store_true", help="list the runs whose code has changed"
+    )
+    parser.add_argument("--predict", action="store_true", help="only renew the predictions")
+    parser.add_argument("--plan", action="store_true", help="print the commands and durations only")
+    parser.add_argument(
+        "--anyway", action="store_true", help="measure on a busy machine or with uncommitted code"
+    )
+    arguments = parser.parse_args()
     os.chdir(ROOT)
     runs = read(ROOT, arguments.runs)
     if arguments.status:
@@ -114,12 +126,19 @@ def status(runs: Iterable[Run], root: Path) -> list[str]:
         stands = standing(run.results, root)
         state = f"{words.code(run.results)}: {stands}" if run.results else "never measured"
         lines.append(f"{run.name}: {state}")
-        is_stale = stands.is_stale or not run.results
+        is_stale = bool(stands.changed) or not run.results
         if (path := root / PUBLISHED / run.name / PREDICTED).exists():
             predicted = json.loads(path.read_text(encoding="utf-8"))
-            changed = _changed_since_predicted(run, predicted["environment"]["git_commit"], root)
-            made = words.when_and_what([(predicted["environment"], predicted["predicted_at"])])
-            lines.append(f"  its predictions: {made}: {_in_words(changed)}")
+            environment_then = predicted["environment"]
+            changed = _changed_since_predicted(run, environment_then["git_commit"], root)
+            made = words.when_and_what([(environment_then, predicted["predicted_at"])])
+            if changed is None:
+                told = "cannot tell: git does not know its commit"
+            elif changed:
+                told = f"OLDER than the current code ({changed})"
+            else:
+                told = "made with the current code"
+            lines.append(f"  its predictions: {made}: {told}")
             is_stale |= bool(changed)
         stale += [run.name] if is_stale else []
     lines.append(
@@ -135,14 +154,8 @@ def _changed_since_predicted(run: Run, commit: str | None, root: Path) -> str | 
     """Name the changed files that decide a run's predictions; None if git does not know the commit."""
     files = {*(root / "harness" / "weighin" / "predict").glob("*.py")}
     for cell in {one.cell.strategy: one.cell for one in run.results}.values():
-        files.update(sources.deciding(registry.strategy(cell.strategy, cell.operation).path, cell))
-    return since(root, commit, sorted(files)) if commit else None
-
-
-def _in_words(changed: str | None) -> str:
-    if changed is None:
-        return "cannot tell: git does not know its commit"
-    return f"OLDER than the current code ({changed})" if changed else "made with the current code"
+        files |= deciding(registry.strategy(cell.strategy, cell.operation).path, cell)
+    return since(root, commit, files) if commit else None
 
 
 def measurable(runs: Sequence[Run], no_gpu: str) -> tuple[list[Run], list[str]]:
@@ -156,11 +169,10 @@ def measurable(runs: Sequence[Run], no_gpu: str) -> tuple[list[Run], list[str]]:
 
 def plan(runs: Sequence[Run]) -> list[str]:
     """Return a line for each command with its last duration, and a line with the total."""
-    lines = [f"{run.took_s / 60:5.0f} min  weighin {shlex.join(run.command)}" for run in runs]
     total = sum(run.took_s for run in runs) / 60
-    lines.append(f"{total:5.0f} min in total, as the published runs took, plus the time to")
     return [
-        *lines,
+        *(f"{run.took_s / 60:5.0f} min  weighin {shlex.join(run.command)}" for run in runs),
+        f"{total:5.0f} min in total, as the published runs took, plus the time to",
         "           generate checkpoints that the cache lacks. If stopped, the next call resumes.",
     ]
 
@@ -185,7 +197,13 @@ def measure(run: Run) -> None:
     folder = PUBLISHING / run.name
     verb, *rest = run.command
     if (folder / run_folder.PLAN).exists():
-        _refuse_other_code(folder)
+        now = environment.code()["git_commit"]
+        then = {one.environment.get("git_commit") for one in run_folder.read(folder).results}
+        if then - {now}:
+            sys.exit(
+                f"error: {folder} was started at commit {', '.join(str(one)[:10] for one in then)}, but this"
+                f" is {str(now)[:10]}: check out that commit to resume, or start again: rm -r {folder}"
+            )
         arguments = [verb, "--resume", str(folder)]
     else:
         arguments = [verb, *rest, "--out", str(folder)]
@@ -194,16 +212,17 @@ def measure(run: Run) -> None:
             save_folder(path)
     for word in run.command:
         if Path(word).name in ("converting.yaml", "converting-files.yaml"):
-            subprocess.run([sys.executable, "benchmarks/converting_folders.py"], check=True)
+            subprocess.run([sys.executable, "benchmarks/folders.py", "converting"], check=True)
     print(f"\nweighin {shlex.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
     if done.returncode:
         sys.exit(f"error: weighin ended with {done.returncode}. The same command resumes it")
     results = run_folder.read(folder).results
-    if wrong := _without_figures(results):
-        sys.exit(
-            f"error: {folder}: {wrong[0].cell.strategy} is {wrong[0].outcome}: {wrong[0].message}"
-        )
+    measured = {one.cell.strategy for one in results if one.outcome is not Outcome.SKIPPED}
+    for one in results:  # a strategy may be skipped for some models only
+        is_skipped = one.outcome is Outcome.SKIPPED
+        if one.outcome in _WRONG or (is_skipped and one.cell.strategy not in measured):
+            sys.exit(f"error: {folder}: {one.cell.strategy} is {one.outcome}: {one.message}")
     before = {one.cell.isolation for one in run.results}
     now = {one.cell.isolation for one in results}
     if before and now != before:
@@ -236,33 +255,6 @@ def save_folder(path: Path) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, own_dtype(spec)))
     kind(kind.config_class.from_dict(spec.kwargs["config"])).save_pretrained(path)
-
-
-_NO_FIGURES: Final = {
-    Outcome.MEASUREMENT_FAILED, Outcome.WRONG_WEIGHTS, Outcome.STRATEGY_FAILED, Outcome.USE_FAILED,
-    Outcome.SKIPPED,
-}  # fmt: skip
-
-
-def _without_figures(results: Sequence[Result]) -> list[Result]:
-    """Return the results that must not be published: a strategy may be skipped for some models only."""
-    measured = {one.cell.strategy for one in results if one.outcome is not Outcome.SKIPPED}
-    return [
-        one
-        for one in results
-        if one.outcome in _NO_FIGURES
-        and not (one.outcome is Outcome.SKIPPED and one.cell.strategy in measured)
-    ]
-
-
-def _refuse_other_code(folder: Path) -> None:
-    now = environment.code()["git_commit"]
-    then = {one.environment.get("git_commit") for one in run_folder.read(folder).results}
-    if then - {now}:
-        sys.exit(
-            f"error: {folder} was started at commit {', '.join(str(one)[:10] for one in then)}, but this"
-            f" is {str(now)[:10]}: check out that commit to resume, or start again: rm -r {folder}"
-        )
 
 
 def has_timeline(cells: Sequence[Cell]) -> bool:
@@ -308,20 +300,6 @@ def predict(run: Run, measured: Path, published: Path) -> None:
 def fill_pages() -> None:
     """Fill the tables and draw the pictures of the documentation (``make pages``)."""
     subprocess.run(["make", "--no-print-directory", "pages"], check=True)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="only these runs; default: all")
-    parser.add_argument(
-        "--status", action="store_true", help="list the runs whose code has changed"
-    )
-    parser.add_argument("--predict", action="store_true", help="only renew the predictions")
-    parser.add_argument("--plan", action="store_true", help="print the commands and durations only")
-    parser.add_argument(
-        "--anyway", action="store_true", help="measure on a busy machine or with uncommitted code"
-    )
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -6,11 +6,15 @@ comparable between machines, but times are comparable only within one run.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
+from weighin.errors import RecordError
+from weighin.files import parse_json, read_bytes
 from weighin.records.floor import KILLED, Aim, Floor, floors
 from weighin.records.metrics import COLUMNS, grouped, middle, outcome_of
 from weighin.records.run import Measured, Row, varying
+from weighin.records.verdict import Verdict
 from weighin.result import Outcome, Result
 from weighin.show import words
 from weighin.show.findings import multiple
@@ -27,24 +31,25 @@ CONVERTING: Final = (
     "load", "strategy", "outcome", "result MiB", "anonymous (sampled), x result", "peak RSS, x result",
     "load time",
 )  # fmt: skip
+PREDICTED: Final = "predicted.json"
+CHECKED: Final = (
+    "run", "code", "series", "largest difference of anonymous MiB", "strategy",
+    "largest difference of floors MiB", "strategy",
+)  # fmt: skip
 _NOTE_FLOORS: Final = (
     "One step below its floor, a load was killed for lack of memory, unless the table names another"
     " outcome."
 )
 
 
-def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
-    """Return a table with the RAM floors of several searches side by side, and their differences.
-
-    ``runs`` maps the name of each search to its results.
-    """
-    searches = {
-        name: {floor.cell.strategy: floor for floor in floors(results)}
-        for name, results in runs.items()
-    }
+def markdown_agreement(runs: Mapping[Path, Sequence[Result]]) -> str:
+    """Return a table with the RAM floors of several searches side by side, and their differences."""
+    searches = [
+        {floor.cell.strategy: floor for floor in floors(results)} for results in runs.values()
+    ]
     rows = []
-    for strategy in dict.fromkeys(name for search in searches.values() for name in search):
-        of_strategy = [search.get(strategy) for search in searches.values()]
+    for strategy in dict.fromkeys(name for search in searches for name in search):
+        of_strategy = [search.get(strategy) for search in searches]
         sizes = [size for floor in of_strategy if floor and (size := floor.bytes) is not None]
         difference = _MISSING
         if len(sizes) > 1:
@@ -53,7 +58,8 @@ def markdown_agreement(runs: Mapping[str, Sequence[Result]]) -> str:
         rows.append([strategy, *map(_floor_text, of_strategy), difference])
     everything = Measured([result for results in runs.values() for result in results])
     shared = words.shared(everything, without=("ram_limit_bytes",))
-    found = Table.of(["floor, MiB", *searches, "difference, MiB"], rows)
+    names = (run.name for run in runs)
+    found = Table.of(["floor, MiB", *names, "difference, MiB"], rows)
     return "\n\n".join([found.markdown(), _NOTE_FLOORS, escaped(shared)])
 
 
@@ -64,6 +70,54 @@ def _floor_text(floor: Floor | None) -> str:
     mark = " (ends)" if floor.aim is Aim.ENDS else ""
     below = f" ({floor.below})" if floor.below != KILLED else ""
     return f"{floor.bytes / MIB:.0f}{mark}{below}"
+
+
+def markdown_checked(runs: Mapping[Path, Sequence[Result]]) -> str:
+    """Return the largest difference between prediction and measurement in each run.
+
+    The predictions are in the run's file predicted.json, which is published with the run, because a prediction
+    takes minutes, and differs by some MiB between machines.
+
+    Raises:
+        RecordError: the file of a run cannot be read.
+    """
+    rows, made = [], []
+    for run, results in runs.items():
+        told = _read_predicted(run / PREDICTED)
+        made.append((told["environment"], told["predicted_at"]))
+        series = [one for one in told["checked"] if not one["cannot"]]
+        anonymous = [
+            (abs(sizes["predicted"] - sizes["measured"]), one["strategy"])
+            for one in series
+            for name, sizes in one["figures"].items()
+            if name.startswith("host_anon_")
+        ]
+        predicted = {(one["strategy"], one["format"]): one["floor_bytes"] for one in series}
+        apart = [
+            (abs(size - floor.bytes), floor.cell.strategy)
+            for floor in floors(results)
+            if (size := predicted.get((floor.cell.strategy, floor.cell.format))) is not None
+            and floor.bytes is not None
+            and Verdict.THRASHES not in floor.below  # only a time could predict such a floor
+        ]
+        row = [run.name, words.code(results), str(len(series))]
+        for each in (anonymous, apart):
+            size, strategy = max(each, default=(None, _MISSING))
+            row += [scaled(size, MIB, 0), strategy]
+        rows.append(row)
+    note = f"Predicted {words.when_and_what(made)}."
+    return f"{Table.of(CHECKED, rows, names=2).markdown()}\n\n{note}"
+
+
+def _read_predicted(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = parse_json(read_bytes(path))
+    except (OSError, ValueError) as error:
+        raise RecordError(
+            f"cannot read predictions from {path}: {error}",
+            f"create the file: .venv/bin/python benchmarks/predicted_runs.py {path.parent} --json {path}",
+        ) from error
+    return content
 
 
 def markdown_converting(results: Sequence[Result]) -> str:

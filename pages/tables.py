@@ -3,12 +3,11 @@
 The command also draws the pictures of the pages from the published records. ``make publish`` draws
 the timelines, because a timeline needs samples, which are not published.
 
-The text between the two comments of a block is generated from records. A block names a run, and a key
+The text between the two comments of a block is generated. A block names a run, and a key
 of ``_PARTS``: ``survival`` is the table of survival; without a key, the block is the table of all
 results. The block of a run in runs.yaml that has no records yet names the command that measures it.
-A block with the key ``agreement`` names several searches, whose RAM floors it compares. A block with
-the key ``checked`` names several runs, whose predictions it compares with their measurements.
-``suite_keys`` fills the blocks with the keys of suites::
+A block with a key of ``_OF_SEVERAL`` names several runs. A block can also have the keys of suite files, which
+come from the pydantic model that reads suite files::
 
     <!-- results/published/gpt2-xl-8GiB -->
     ...
@@ -16,28 +15,28 @@ the key ``checked`` names several runs, whose predictions it compares with their
     <!-- results/published/gpt2-xl-survival survival -->
     ...
     <!-- end -->
+    <!-- keys of a suite -->
+    ...
+    <!-- end -->
 """
 
+import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, get_args, get_origin
 
-from pages import suite_keys
-from pages.checked import markdown_checked
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from pages import run_tables
 from pages.notebook import markdown_notebook
-from pages.run_tables import (
-    markdown_agreement,
-    markdown_converting,
-    markdown_models,
-    markdown_relative,
-    markdown_trained,
-)
 from weighin.records import run_folder
 from weighin.records.run import Measured
 from weighin.result import Result
+from weighin.settings.definition import COMMANDS, MODELS, Settings, SuiteCommand, SuiteModel
 from weighin.settings.yaml_file import read_mapping
 from weighin.show import findings, report, style, words
 from weighin.show.plots import pictures
@@ -49,7 +48,22 @@ _BLOCK: Final = re.compile(
     r".*?<!-- end -->",
     re.DOTALL,
 )
+_KEYS: Final = re.compile(r"(<!-- keys of a ([\w ]+) -->\n).*?<!-- end -->", re.DOTALL)
 _PICTURE: Final = re.compile(r"results/published/(?P<run>[\w.-]+)/(?P<name>[\w-]+)\.svg")
+_KINDS: Final[dict[str, tuple[type[BaseModel], Iterable[str]]]] = {
+    "suite": (Settings, Settings.keys(MODELS)),
+    "model": (SuiteModel, SuiteModel.keys()),
+    "suite of commands": (Settings, Settings.keys(COMMANDS)),
+    "command": (SuiteCommand, SuiteCommand.keys()),
+}
+_DEFAULTS: Final = {
+    ("suite", "models"): "required",
+    ("suite", "strategies"): "six strategies",
+    ("suite", "timeout_s"): "`600`",
+    ("suite of commands", "commands"): "required",
+    ("suite of commands", "timeout_s"): "`0`",
+}
+"""The defaults that depend on other keys."""
 
 
 def _tables(read: Callable[[Measured], Iterable[Table]]) -> Callable[[Sequence[Result]], str]:
@@ -70,20 +84,25 @@ def markdown_table(results: Sequence[Result]) -> str:
     return "\n\n".join([*parts, escaped(words.shared(run))])
 
 
-_PARTS: Final[dict[str | None, Callable[[Sequence[Result]], str]]] = {
+_PARTS: Final[Mapping[str | None, Callable[[Sequence[Result]], str]]] = {
     None: markdown_table,
-    "relative": markdown_relative,
+    "relative": run_tables.markdown_relative,
     "survival": _tables(findings.survival),
     "floors": _tables(findings.floors),
     "passes": _tables(findings.passes),
     "ranks": _tables(findings.ranks),
     "disks": _tables(findings.slow_disks),
-    "models": markdown_models,
-    "converting": markdown_converting,
+    "models": run_tables.markdown_models,
+    "converting": run_tables.markdown_converting,
     "uses": _tables(findings.uses),
-    "trained": markdown_trained,
+    "trained": run_tables.markdown_trained,
     "notebook": markdown_notebook,
 }
+_OF_SEVERAL: Final = {
+    "agreement": run_tables.markdown_agreement,
+    "checked": run_tables.markdown_checked,
+}
+"""Compare the RAM floors of several searches, and the predictions of several runs with their measurements."""
 
 
 def fill(page: str, root: Path) -> str:
@@ -92,25 +111,51 @@ def fill(page: str, root: Path) -> str:
     Raises:
         RecordError: a block names a run that does not exist or is damaged.
     """
+    planned = root / "results/published/runs.yaml"
+    commands = read_mapping(planned) if planned.exists() else {}
 
     def block(match: re.Match[str]) -> str:
-        first = match[0].partition("\n")[0]
-        if missing := [run for run in match["runs"].split() if _is_to_measure(run, root)]:
-            names = " ".join(run.rpartition("/")[2] for run in missing)
-            return f'{first}\nNot measured yet: `make publish ARGS="{names}"`.\n<!-- end -->'
-        runs: dict[str, Sequence[Result]] = {
-            run: run_folder.read(root / run).results for run in match["runs"].split()
-        }
-        return f"{first}\n{_content(match['part'], runs, root)}\n<!-- end -->"
+        runs, part = [root / name for name in match["runs"].split()], match["part"]
+        missing = [run.name for run in runs if run.name in commands and not run.exists()]
+        if missing:
+            text = f'Not measured yet: `make publish ARGS="{" ".join(missing)}"`.'
+        else:
+            found = {run: run_folder.read(run).results for run in runs}
+            if part in _OF_SEVERAL:
+                text = _OF_SEVERAL[part](found)
+            else:
+                (results,) = found.values()
+                text = _PARTS[part](results)
+        return f"{match[0].partition(chr(10))[0]}\n{text}\n<!-- end -->"
 
-    return suite_keys.fill(_BLOCK.sub(block, page))
+    page = _BLOCK.sub(block, page)
+    return _KEYS.sub(lambda match: f"{match[1]}{keys_of(match[2])}\n<!-- end -->", page)
 
 
-def _is_to_measure(run: str, root: Path) -> bool:
-    """Return whether runs.yaml names a run that has no record yet."""
-    folder, _, name = run.rpartition("/")
-    planned = root / folder / "runs.yaml"
-    return not (root / run).exists() and planned.exists() and name in read_mapping(planned)
+def keys_of(name: str) -> str:
+    """Return the keys of a mapping as a Markdown table, with their defaults and meanings."""
+    kind, keys = _KINDS[name]
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for key in keys:
+        field = kind.model_fields[key]
+        meaning = field.description or ""
+        if get_origin(field.annotation) is Literal:
+            meaning += f" One of {', '.join(f'`{choice}`' for choice in get_args(field.annotation))}."  # fmt: skip
+        meaning = meaning.replace("|", "\\|")
+        lines.append(f"| `{key}` | {_DEFAULTS.get((name, key)) or _default(field)} | {meaning} |")
+    return "\n".join(lines)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return f"`{_yaml(field.default)}`" if field.default not in ("", [], {}, [{}], None) else "none"
+
+
+def _yaml(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_yaml, value))
+    return value if isinstance(value, str) else json.dumps(value).replace("null", "none")
 
 
 def draw(page: str, root: Path) -> dict[Path, bytes]:
@@ -128,18 +173,8 @@ def draw(page: str, root: Path) -> dict[Path, bytes]:
     return drawn
 
 
-def _content(part: str | None, runs: dict[str, Sequence[Result]], root: Path) -> str:
-    if part == "checked":
-        return markdown_checked({root / run: results for run, results in runs.items()})
-    if part == "agreement":
-        return markdown_agreement({run.rpartition("/")[2]: one for run, one in runs.items()})
-    (results,) = runs.values()
-    return _PARTS[part](results)
-
-
 def main() -> None:
-    for name in sys.argv[1:]:
-        page = Path(name)
+    for page in map(Path, sys.argv[1:]):
         text = page.read_text()
         page.write_text(fill(text, Path.cwd()))
         for path, picture in draw(text, Path.cwd()).items():

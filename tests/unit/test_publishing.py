@@ -14,9 +14,9 @@ from factories import make_cell, make_result, make_skipped, write_samples
 from safetensors.torch import save_file
 from sweeps import a_sweep
 
-from pages import publish, sources
-from pages.freshness import standing
-from weighin.cell import Cell, ModelSpec
+from pages import freshness, publish
+from pages.freshness import code_of, standing
+from weighin.cell import Cell, ModelSpec, Operation
 from weighin.cli import app
 from weighin.isolation import select
 from weighin.isolation.process import ProcessIsolation
@@ -25,7 +25,6 @@ from weighin.records import run_folder
 from weighin.result import Outcome, Result
 from weighin.run import runner
 from weighin.settings.definition import COMMANDS, read_suite
-from weighin.show import words
 from weighin.suite import registry
 from weighin.units import GIB
 
@@ -50,14 +49,14 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / ".gitignore").write_text("__pycache__/\n")
     git(root, "add", ".")
     git(root, "commit", "--quiet", "-m", "first")
-    monkeypatch.setattr(sources, "_PACKAGE", root / "harness" / "weighin")
+    monkeypatch.setattr(freshness, "_PACKAGE", root / "harness" / "weighin")
     monkeypatch.setattr(registry, "CODE_PATH", (str(root / "harness"), str(root)))
     return root
 
 
-def change(root: Path, name: str) -> None:
+def change(root: Path, name: str, text: str = "CHANGED = 1\n") -> None:
     with (root / name).open("a") as file:
-        file.write("CHANGED = 1\n")
+        file.write(text)
 
 
 def measured(strategy: str, commit: str | None = None) -> Result:
@@ -65,60 +64,102 @@ def measured(strategy: str, commit: str | None = None) -> Result:
     return replace(make_result(cell), environment={"git_commit": commit, "git_dirty": False})
 
 
-def test_a_run_of_the_code_as_it_is_is_not_stale(copy: Path) -> None:
-    head = git(copy, "rev-parse", "HEAD")
-    results = [measured("baseline", head)]
-    assert str(standing(results, copy)) == "measured with the current code"
-    assert not standing(results, copy).is_stale
-
-
-def test_a_record_is_stale_by_git_for_its_files_alone(copy: Path) -> None:
+def test_a_record_is_stale_by_git_for_the_code_of_its_files_alone(copy: Path) -> None:
     head = git(copy, "rev-parse", "HEAD")
     results = [measured(name, head) for name in ("baseline", "sequential", "streaming")]
     change(copy, "harness/weighin/show/table.py")
+    change(copy, "harness/weighin/stream/model.py", "# a comment\n")
     git(copy, "commit", "--quiet", "-a", "-m", "a page")
-    assert not standing(results, copy).is_stale
-    change(copy, "harness/weighin/stream/filling.py")
+    assert str(standing(results, copy)) == "measured with the current code"
+    for name in ("filling", "model", "bytes", "construct"):
+        change(copy, f"harness/weighin/stream/{name}.py")
     git(copy, "commit", "--quiet", "-a", "-m", "the loader")
-    change(copy, "harness/weighin/stream/model.py")
-    assert str(standing(results, copy)) == (
-        "OLDER than the current code: streaming (filling.py, model.py changed)"
-    )
-    git(copy, "commit", "--quiet", "-a", "-m", "the loader again")
     change(copy, "harness/weighin/worker/verify.py")
-    git(copy, "commit", "--quiet", "-a", "-m", "the worker")
+    (copy / "strategies" / "baseline.py").unlink()
     assert str(standing(results, copy)) == (
-        "OLDER than the current code: baseline, sequential (verify.py changed);"
-        " streaming (filling.py, model.py, verify.py changed)"
+        "OLDER than the current code: baseline (strategy removed); sequential (verify.py changed);"
+        " streaming (bytes.py, construct.py, filling.py and 2 more changed)"
     )
-    for name in ("stream/bytes.py", "stream/construct.py"):
-        change(copy, f"harness/weighin/{name}")
-    assert str(standing(results[2:], copy)) == (
-        "OLDER than the current code: streaming (bytes.py, construct.py, filling.py and 2 more changed)"
-    )
-
-
-def test_a_record_is_not_stale_for_a_comment(copy: Path) -> None:
-    head = git(copy, "rev-parse", "HEAD")
-    with (copy / "harness/weighin/stream/model.py").open("a") as file:
-        file.write("# a comment\n")
-    git(copy, "commit", "--quiet", "-a", "-m", "a comment")
-    assert not standing([measured("streaming", head)], copy).is_stale
-
-
-def test_it_is_said_where_it_cannot_be_told(copy: Path) -> None:
-    results = [measured("baseline"), measured("streaming", "d" * 40)]
-    said = standing(results, copy)
-    assert str(said) == (
-        "cannot tell: baseline (its commit was not recorded);"
+    unknown = [measured("sequential"), measured("streaming", "d" * 40)]
+    assert str(standing(unknown, copy)) == (
+        "cannot tell: sequential (its commit was not recorded);"
         " streaming (git does not know commit dddddddddd)"
     )
-    assert not said.is_stale
-    (copy / "strategies" / "baseline.py").unlink()
-    assert (
-        str(standing(results[:1], copy))
-        == "OLDER than the current code: baseline (strategy removed)"
+
+
+def deciding(strategy: Path, operation: Operation = "load") -> set[str]:
+    cell = replace(make_cell(strategy.stem, operation=operation), model=registry.model("gpt2-tiny"))
+    found = freshness.deciding(strategy, cell)
+    return {str(path.relative_to(ROOT)) for path in found if path.is_relative_to(ROOT)}
+
+
+def test_the_strategy_the_model_the_worker_and_what_they_import_decide() -> None:
+    ours = "harness/weighin"
+    baseline = deciding(ROOT / "strategies" / "baseline.py")
+    assert {"strategies/baseline.py", *(f"{ours}/{name}.py" for name in ("models/gpt2", "worker/__main__", "worker/loading", "worker/verify"))} <= baseline  # fmt: skip
+    assert not {f"{ours}/stream/model.py", f"{ours}/worker/pytest_body.py"} & baseline
+    assert not [name for name in baseline if name.startswith((f"{ours}/show", f"{ours}/run"))]
+    streaming = deciding(ROOT / "strategies" / "streaming.py")
+    assert {f"{ours}/stream/{name}.py" for name in ("model", "filling", "torch_files")} <= streaming
+    assert f"{ours}/models/llama.py" not in streaming
+    save = deciding(ROOT / "strategies" / "saving" / "torch_save.py", "save")
+    assert {"strategies/saving/torch_save.py", f"{ours}/worker/saving.py"} <= save
+
+
+@pytest.mark.parametrize(
+    ("line", "is_reached"),
+    [
+        ("from weighin.strategy import load_streaming", True),
+        ("from weighin.strategy import Load", False),
+        ("from other.strategy import load_streaming", False),
+        ("from .strategy import load_streaming", False),
+        ("import weighin.stream.model", True),
+        ("if TYPE_CHECKING:\n    import weighin.stream.model", False),
+        ("if typing.TYPE_CHECKING:\n    pass\nelse:\n    import weighin.stream.model", True),
+        ("if os:\n    import weighin.stream.model", True),
+    ],
+)
+def test_an_import_is_followed_to_where_it_comes_from(
+    tmp_path: Path, line: str, is_reached: bool
+) -> None:
+    (mine := tmp_path / "mine.py").write_text(f"{line}\ndef load(job): ...\n")
+    assert ("harness/weighin/stream/model.py" in deciding(mine)) == is_reached
+
+
+@pytest.mark.parametrize(
+    ("change", "is_other_code"),
+    [
+        (('"""Load."""', '"""Load it all."""'), False),
+        (('    """Load."""\n', ""), False),
+        (("  # fast", "  # slow"), False),
+        (('"no file"', '"no file there"'), False),
+        (("{job}", "{job!r}"), True),
+        (("ValueError", "TypeError"), True),
+        (('"rb"', '"r+b"'), True),
+        (("open", "memoryview"), True),
+        (("\n        return", "\n        pass\n        return"), True),
+    ],
+)
+def test_texts_are_no_code(change: tuple[str, str], is_other_code: bool) -> None:
+    text = (
+        '"""Load."""\n\ndef load(job):\n    """Load."""\n    if job:\n'
+        '        raise ValueError("no file" + f"{job}")\n    else:  # fast\n'
+        '        return open(job, "rb")\n'
     )
+    assert change[0] in text
+    assert (code_of(text.encode()) != code_of(text.replace(*change).encode())) is is_other_code
+
+
+def test_no_source_is_imported_to_find_it() -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from pages import freshness\nfrom weighin.suite import registry\n"
+        "from weighin.cell import Cell\n"
+        "info = registry.strategy('streaming')\n"
+        "freshness.deciding(info.path, Cell(registry.model('gpt2-tiny'), 'streaming', 'process'))\n"
+        "assert not {'torch', 'weighin.stream.model'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_the_status_names_what_is_stale_with_commit_and_day(copy: Path) -> None:
@@ -127,45 +168,25 @@ def test_the_status_names_what_is_stale_with_commit_and_day(copy: Path) -> None:
     for name, strategy in {"a": "baseline", "b": "streaming"}.items():
         run_folder.append(folder / name, measured(strategy, head))
     (folder / "runs.yaml").write_text("a: bench a\nb: bench b\nc: floor c\n")
+    told = {"predicted_at": "2026-11-24T01:02:03+00:00", "environment": {"git_commit": head}}
+    (folder / "a" / "predicted.json").write_text(json.dumps(told))
     change(copy, "harness/weighin/stream/model.py")
     git(copy, "add", ".")
     git(copy, "commit", "--quiet", "-m", "second")
+    code = f"measured 2025-01-02 with weighin commit {head[:10]}"
+    predictions = f"  its predictions: 2026-11-24 with weighin commit {head[:10]}"
     assert publish.status(publish.read(copy), copy) == [
-        f"a: measured 2025-01-02 with weighin commit {head[:10]}: measured with the current code",
-        f"b: measured 2025-01-02 with weighin commit {head[:10]}: OLDER than the current code: streaming (model.py changed)",
+        f"a: {code}: measured with the current code",
+        f"{predictions}: made with the current code",
+        f"b: {code}: OLDER than the current code: streaming (model.py changed)",
         "c: never measured",
         "2 of 3 are older than the current code or were never measured: b, c",
     ]
-    assert (
-        publish.status(publish.read(copy, ["a"]), copy)[1]
-        == "all 1 were measured with the current code"
-    )
-
-
-def test_every_published_run_has_its_command_and_its_commit() -> None:
-    runs = {run.name: run for run in publish.read(ROOT)}
-    folders = {path.parent.name for path in ROOT.glob("results/published/*/records.jsonl")}
-    assert folders <= runs.keys()
-    for name in folders:
-        assert words.code(runs[name].results).startswith("measured 20")
-
-
-def test_the_status_says_of_which_code_predictions_are(copy: Path) -> None:
-    head = git(copy, "rev-parse", "HEAD")
-    run = publish.Run("a", ("bench", "a"), (measured("baseline", head),))
-    folder = copy / "results" / "published" / "a"
-    folder.mkdir(parents=True)
-    assert len(publish.status([run], copy)) == 2
-    told = {"predicted_at": "2026-11-24T01:02:03+00:00", "environment": {"git_commit": head}}
-    (folder / "predicted.json").write_text(json.dumps(told))
-    said = f"  its predictions: 2026-11-24 with weighin commit {head[:10]}: "
-    assert publish.status([run], copy)[1:] == [
-        said + "made with the current code",
-        "all 1 were measured with the current code",
-    ]
+    (run,) = publish.read(copy, ["a"])
+    assert publish.status([run], copy)[2] == "all 1 were measured with the current code"
     change(copy, "harness/weighin/predict/allocators.py")
     assert publish.status([run], copy)[1:] == [
-        said + "OLDER than the current code (allocators.py changed)",
+        f"{predictions}: OLDER than the current code (allocators.py changed)",
         "1 of 1 are older than the current code or were never measured: a",
     ]
 
@@ -378,17 +399,13 @@ def test_a_whole_run_takes_the_place_of_the_published_one(tmp_path: Path) -> Non
     assert "no samples" not in picture
 
 
-def test_a_run_under_several_limits_keeps_no_timeline(tmp_path: Path) -> None:
+def test_a_run_under_several_limits_or_on_several_disks_keeps_no_timeline(tmp_path: Path) -> None:
     for result in a_sweep():
         run_folder.append(tmp_path / "measured", result)
     publish.put_in_place(tmp_path / "measured", tmp_path / "published")
     assert [path.name for path in (tmp_path / "published").iterdir()] == ["records.jsonl"]
-
-
-def test_a_run_on_several_disks_keeps_no_timeline() -> None:
     cells = [make_cell("streaming", disk_bytes_per_s=rate) for rate in (50_000_000, 100_000_000)]
-    assert publish.has_timeline(cells[:1])
-    assert not publish.has_timeline(cells)
+    assert (publish.has_timeline(cells[:1]), publish.has_timeline(cells)) == (True, False)
 
 
 def test_git_keeps_no_more_of_a_published_run_than_is_said() -> None:

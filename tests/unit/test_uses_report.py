@@ -1,15 +1,11 @@
 """What the use of a model costs after its load, as a reader of a report, a page or a gate sees it."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pytest
 from factories import ENVIRONMENT, make_cell
 
 from pages.run_tables import markdown_trained
-from pages.tables import fill
-from weighin.records import run_folder
 from weighin.records.floor import floors, next_cell
 from weighin.records.run_folder import Records
 from weighin.records.series import name_of, summarise
@@ -57,19 +53,6 @@ def used(
     return replace(result, **changes)
 
 
-def a_run() -> list[Result]:
-    forked = replace(used("mmap_assign", "fork", 0.0, 0.0, 0.0), use=Use(IMPORTED, "", (MODEL, MODEL + 10 * MIB)))  # fmt: skip
-    killed = replace(used("baseline", "adamw", 1.0, 4.0, 4.0), outcome=Outcome.OOM_KILLED)
-    return [
-        used("mmap_assign", "forward", 0.0, 0.02, 0.01),
-        used("mmap_assign", "write", 0.0, 1.0, 1.0),
-        used("mmap_assign", "adamw", 0.0, 4.25, 4.03),
-        forked,
-        used("baseline", "write", 1.0, 1.0, 1.0),
-        killed,
-    ]
-
-
 def test_one_line_says_what_a_training_step_makes_of_each_strategy() -> None:
     run = [
         used("mmap_assign", "adamw", 0.0, 4.25, 4.03),
@@ -109,14 +92,3 @@ def test_a_search_for_the_floor_of_a_use_begins_at_what_the_use_needs() -> None:
     assert (
         0 <= first.ram_limit_bytes - anonymous(4.25).anon_bytes < 0.1 * anonymous(4.25).anon_bytes
     )
-
-
-@pytest.mark.parametrize("part", ["uses", "trained"])
-def test_a_block_of_a_run_that_nobody_measured_says_so(tmp_path: Path, part: str) -> None:
-    (published := tmp_path / "results/published").mkdir(parents=True)
-    (published / "runs.yaml").write_text("x: bench gpt2-tiny\n")
-    page = f"<!-- results/published/x {part} -->\nold\n<!-- end -->"
-    assert fill(page, tmp_path).splitlines()[1] == 'Not measured yet: `make publish ARGS="x"`.'
-    for result in a_run():
-        run_folder.append(published / "x", result)
-    assert "4.25" in fill(page, tmp_path)
