@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,16 +36,6 @@ _OBJECT_STORE_BYTES: Final = 80 * 2**20
 _WARM_UP: Final = 200  # cells before the first reading
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The driver's cost of a run, per cell."""
-
-    cells: int
-    wall_ms: float
-    cpu_ms: float
-    memory_kib: float
-
-
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -53,13 +43,12 @@ def main() -> None:
     parser.add_argument("--sleeping", type=int, default=40, help="cells that sleep for a second")
     arguments = parser.parse_args()
     with started(nodes=2) as address:
-        cost = measured(address, cells=arguments.cells)
-        print(
-            f"{cost.cells} cells on 2 nodes: {cost.wall_ms:.1f} ms per cell, of which the driver's"
-            f" processor time {cost.cpu_ms:.1f} ms; {cost.memory_kib:.1f} KiB of the driver's memory"
-            " per cell"
-        )
-        times_s = [slept(address, cells=arguments.sleeping, nodes=count) for count in (1, 2)]
+        print(f"{arguments.cells} cells on 2 nodes: {measured(address, arguments.cells)}")
+        times_s = []
+        for nodes in (1, 2):
+            begun_s = time.monotonic()
+            run(address, task_of(1), arguments.sleeping, nodes=nodes)
+            times_s.append(time.monotonic() - begun_s)
     print(
         f"{arguments.sleeping} cells that sleep for 1 s: {times_s[0]:.1f} s on 1 node,"
         f" {times_s[1]:.1f} s on 2 nodes, {times_s[1] / times_s[0]:.2f}x"
@@ -100,10 +89,9 @@ def started(nodes: int) -> Iterator[str]:
         local.shutdown()
 
 
-def measured(address: str, *, cells: int) -> Cost:
+def measured(address: str, cells: int) -> str:
     """Run cells that end at once, and return the driver's cost of each."""
     readings: list[tuple[float, float]] = []
-
     count, most_kib = 0, 0
 
     def finished(_: object) -> None:
@@ -113,27 +101,23 @@ def measured(address: str, *, cells: int) -> Cost:
             readings.append((time.monotonic(), time.process_time()))
         most_kib = max(most_kib, resident_kib())
 
-    run(address, task_of(0), _WARM_UP, nodes=2, progress=Progress())  # imports and connects
+    run(address, task_of(0), _WARM_UP, nodes=2)  # imports and connects
     before_kib = resident_kib()
     run(address, task_of(0), cells, nodes=2, progress=Progress(finished=finished))
     (wall_s, cpu_s), (wall_end_s, cpu_end_s) = readings
-    between = cells - _WARM_UP
-    return Cost(
-        cells,
-        wall_ms=(wall_end_s - wall_s) / between * 1000,
-        cpu_ms=(cpu_end_s - cpu_s) / between * 1000,
-        memory_kib=(most_kib - before_kib) / cells,  # the plan, the cells that wait, and Ray's own
+    wall_ms, cpu_ms = (
+        seconds / (cells - _WARM_UP) * 1000 for seconds in (wall_end_s - wall_s, cpu_end_s - cpu_s)
+    )
+    # The memory is that of the plan, of the cells that wait, and Ray's own.
+    return (
+        f"{wall_ms:.1f} ms per cell, of which the driver's processor time {cpu_ms:.1f} ms;"
+        f" {(most_kib - before_kib) / cells:.1f} KiB of the driver's memory per cell"
     )
 
 
-def slept(address: str, *, cells: int, nodes: int) -> float:
-    """Return the seconds that cells of one second each take on some of the nodes."""
-    begun_s = time.monotonic()
-    run(address, task_of(1), cells, nodes=nodes, progress=Progress())
-    return time.monotonic() - begun_s
-
-
-def run(address: str, task: Task, cells: int, *, nodes: int, progress: Progress) -> None:
+def run(
+    address: str, task: Task, cells: int, *, nodes: int, progress: Progress | None = None
+) -> None:
     """Run a plan of ``cells`` cells in a folder that is then removed."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         planned = plan(cells)
@@ -145,7 +129,7 @@ def run(address: str, task: Task, cells: int, *, nodes: int, progress: Progress)
                 Node(place, name, 8 * GIB, 8 * GIB, {"process": "" if number < nodes else "unused"})
                 for number, (place, name) in enumerate(cluster.names().items())
             ]
-            Driver(cluster, found, todo, progress).run()
+            Driver(cluster, found, todo, progress or Progress()).run()
         records = run_folder.read(Path(folder)).results
         assert len({record.cell.repeat for record in records}) == len(records) == cells
 

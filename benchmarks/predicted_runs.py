@@ -7,7 +7,7 @@ The script executes the code that a run names: its strategies, builders and uses
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,12 +24,11 @@ from weighin.predict.client import predict
 from weighin.predict.prediction import Prediction
 from weighin.probes import environment
 from weighin.records import run_folder
-from weighin.records.metrics import middle, use_needed_bytes
+from weighin.records.metrics import grouped, middle, use_needed_bytes
 from weighin.result import Outcome, Result
 from weighin.settings.definition import Settings, read_plan
 from weighin.show.table import Column, Table
 from weighin.suite import registry
-from weighin.suite.registry import StrategyInfo
 from weighin.units import MIB
 
 _PEAKS: Final = {
@@ -53,6 +52,7 @@ _FIGURES = {
     "cuda_reserved_bytes": "cuda_reserved_bytes",
 }
 _ANONYMOUS = ("host_anon_peak_bytes", "host_anon_least_bytes", "host_anon_most_bytes")
+_OF_CELL: Final = ("format", "dtype", "device", "ram_limit_bytes", "options", "use")
 _USED = "use_"
 """The prefix that replaces "host_" in the names of peaks during a use (after the load)."""
 _CHILDREN = "children_private_bytes"
@@ -137,10 +137,9 @@ def check(run: Path, records: run_folder.Records | None = None) -> list[Checked]
     A series (the repeats of a measurement) without an ok load is left out. ``records`` are those of
     the run, if they have been read.
     """
-    series: dict[str, list[Result]] = {}
-    for result in (records or run_folder.read(run)).results:
-        if result.outcome is Outcome.OK and result.cell.operation == "load":
-            series.setdefault(result.cell.series, []).append(result)
+    results = (records or run_folder.read(run)).results
+    good = [one for one in results if one.outcome is Outcome.OK and one.cell.operation == "load"]
+    series = grouped(good, lambda one: one.cell.series)
     if not series:
         raise RecordError(
             f"{run} has no load whose outcome is ok", "predict the model: weighin predict MODEL"
@@ -150,7 +149,11 @@ def check(run: Path, records: run_folder.Records | None = None) -> list[Checked]
     paths = settings.strategy_paths
     by_checkpoint: dict[Path | None, list[Planned]] = {}
     for cell in cells:
-        planned = loads.plan_cell(cell, _strategy(cell.strategy, paths))
+        name = cell.strategy
+        info = (
+            registry.read_strategy(Path(paths[name])) if name in paths else registry.strategy(name)
+        )
+        planned = loads.plan_cell(cell, info)
         by_checkpoint.setdefault(settings.checkpoint_of(cell.model), []).append(planned)
     predictions = {
         prediction.cell.series: prediction
@@ -178,23 +181,17 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
         "predicted_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment.code(),
         "checked": [
-            {
-                "strategy": series.prediction.strategy,
-                "model": series.prediction.cell.model.title,
-                "format": series.prediction.cell.format,
-                "dtype": series.prediction.cell.dtype,
-                "device": series.prediction.cell.device,
-                "ram_limit_bytes": series.prediction.cell.ram_limit_bytes,
-                "options": series.prediction.cell.options,
-                "use": series.prediction.cell.use,
-                "cannot": series.prediction.cannot,
-                "floor_bytes": series.prediction.floor_bytes,
+            {"strategy": one.prediction.strategy, "model": one.prediction.cell.model.title}
+            | {key: getattr(one.prediction.cell, key) for key in _OF_CELL}
+            | {
+                "cannot": one.prediction.cannot,
+                "floor_bytes": one.prediction.floor_bytes,
                 "figures": {
                     name: {"predicted": predicted, "measured": measured}
-                    for name, predicted, measured in series.figures
+                    for name, predicted, measured in one.figures
                 },
             }
-            for series in checked
+            for one in checked
         ],
     }
 
@@ -246,17 +243,13 @@ def _settings(run: Path) -> Settings:
     return settings.model_copy(update={"mounts": ()})
 
 
-def _strategy(name: str, paths: Mapping[str, str]) -> StrategyInfo:
-    return registry.read_strategy(Path(paths[name])) if name in paths else registry.strategy(name)
-
-
 def check_table(checked: Sequence[Checked]) -> Table:
     """Return a table with a row for each peak that was both measured and predicted.
 
     The title has the properties that all cells share.
     """
     names = [_parts(series.prediction.cell) for series in checked]
-    common = [parts.count(parts[0]) == len(parts) for parts in zip(*names, strict=True)]
+    common = [len({*parts}) == 1 for parts in zip(*names, strict=True)]
     title = " · ".join(part for part, same in zip(names[0], common, strict=True) if same and part)
     rows: list[list[str]] = []
     for series, parts in zip(checked, names, strict=True):
@@ -264,22 +257,14 @@ def check_table(checked: Sequence[Checked]) -> Table:
         if series.prediction.cannot:
             rows.append([f"{name}: {series.prediction.cannot}", *[""] * 5])
         for figure, predicted, measured in series.figures:
-            sizes = (
-                f"{predicted / MIB:,.1f}",
-                f"{measured / MIB:,.1f}",
-                f"{(predicted - measured) / MIB:+,.1f}",
-            )
-            share = f"{(predicted - measured) / measured:+.2%}" if measured else "-"
+            more = predicted - measured
+            sizes = f"{predicted / MIB:,.1f}", f"{measured / MIB:,.1f}", f"{more / MIB:+,.1f}"
+            share = f"{more / measured:+.2%}" if measured else "-"
             rows.append([name, _PEAKS[figure], *sizes, share])
             name = ""
-    numbers = (Column(one, "MiB") for one in ("predicted", "measured", "difference"))
-    columns = [
-        Column("cell", is_name=True),
-        Column("peak", is_name=True),
-        *numbers,
-        Column("", "%"),
-    ]
-    return Table(title, columns, rows)
+    heads = [Column("cell", is_name=True), Column("peak", is_name=True)]
+    numbers = [Column(one, "MiB") for one in ("predicted", "measured", "difference")]
+    return Table(title, [*heads, *numbers, Column("", "%")], rows)
 
 
 def summary_line(summary: Summary) -> str:

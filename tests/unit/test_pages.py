@@ -149,8 +149,8 @@ def test_the_page_of_loaders_has_the_fastest_first_and_the_reason_of_each_that_i
     assert page[3:7] == [
         "| strategy | format | peak RSS MiB | predicted floor MiB | private memory left MiB | ready, cold | ready, warm |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-        "| streaming | pt | 6697 | - | 6461 | 4.00 s | - |",
-        "| mmap_assign | pt | 6680 | 400 | 215 | 5.00 s | 1.00 s |",
+        "| streaming | pt | 6912 | - | 6461 | 4.00 s | - |",
+        "| mmap_assign | pt | 6984 | 400 | 215 | 5.00 s | 1.00 s |",
     ]
     assert "Not in the table:\n\n* runai, eager: needs x: install y\n" in text
     assert text.endswith(" · 1 to 3 repeats\n")

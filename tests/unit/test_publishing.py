@@ -77,7 +77,7 @@ def test_a_record_is_stale_by_git_for_the_code_of_its_files_alone(copy: Path) ->
     change(copy, "harness/weighin/worker/verify.py")
     (copy / "strategies" / "baseline.py").unlink()
     assert str(standing(results, copy)) == (
-        "OLDER than the current code: baseline (strategy removed); sequential (verify.py changed);"
+        "OLDER than the current code: baseline (strategy removed); sequential (construct.py, verify.py changed);"
         " streaming (bytes.py, construct.py, filling.py and 2 more changed)"
     )
     unknown = [measured("sequential"), measured("streaming", "d" * 40)]
