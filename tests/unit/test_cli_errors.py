@@ -7,11 +7,10 @@ from pathlib import Path
 
 import click
 import pytest
-from factories import make_result, mixed_run
+from factories import mixed_run
 
 from weighin.cli import app as cli
 from weighin.errors import ConfigError, HarnessError, Interrupted, IsolationUnavailable, UnknownName
-from weighin.isolation.docker import DockerIsolation
 from weighin.records import run_folder
 
 
@@ -63,49 +62,6 @@ def test_an_error_is_two_lines_and_an_exit_code(
     assert run() == (code, text)
 
 
-def test_a_floor_needs_an_isolation_that_can_enforce_a_limit(
-    run: Callable[..., tuple[object, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DockerIsolation, "check", lambda _: None)
-    assert run("floor", "--isolation", "process") == (
-        3,
-        "error: --isolation process cannot enforce a RAM limit\nuse --isolation docker; without a"
-        " RAM limit, these work: weighin recommend, predict, and bench without --ram\n",
-    )
-
-
-def test_an_unknown_list(run: Callable[..., tuple[object, str]]) -> None:
-    assert run("list", "model") == (
-        2,
-        "error: no list is called 'model'\n"
-        "did you mean 'models'? known: all, isolations, models, strategies, suites, uses\n",
-    )
-
-
-def test_the_folder_of_a_report_that_is_no_run(run: Callable[..., tuple[object, str]]) -> None:
-    assert run("report", "gone") == (
-        2,
-        "error: gone contains no records.jsonl, so it is not the folder of a run\nname the folder"
-        " that weighin bench printed at its end, such as results/RUN\n",
-    )
-
-
-def test_formats_and_metrics_that_do_not_exist(
-    run: Callable[..., tuple[object, str]], tmp_path: Path
-) -> None:
-    run_folder.append(tmp_path, make_result())
-    code, text = run("report", str(tmp_path), "--format", "md,htm", shown=True)
-    assert (code, text) == (
-        2,
-        "error: no format is called 'htm'\n"
-        "did you mean 'html'? known: bmf, csv, gha, html, md, parquet, png, svg\n",
-    )
-    code, text = run("history", str(tmp_path), "--metric", "peak_rs")
-    assert code == 2
-    assert text.startswith("error: no metric is called 'peak_rs'\ndid you mean 'peak_rss'? known:")
-    assert not list(tmp_path.glob("report.*"))
-
-
 def test_what_is_whole_of_a_damaged_run_is_reported(
     run: Callable[..., tuple[object, str]], tmp_path: Path
 ) -> None:
@@ -136,15 +92,3 @@ def test_what_is_whole_of_a_damaged_run_is_reported(
         assert "timeout" in report
         assert "okay" in report
     assert len((tmp_path / "summary.csv").read_text().splitlines()) == 3
-
-
-def test_a_run_of_which_nothing_is_whole(
-    run: Callable[..., tuple[object, str]], tmp_path: Path
-) -> None:
-    (tmp_path / run_folder.RECORDS).write_text('{"schema": 99}\n')
-    assert run("report", str(tmp_path)) == (
-        2,
-        f"error: {tmp_path / run_folder.RECORDS}, line 1: written by a newer weighin (schema 99; this"
-        " version reads up to 1)\npip install --upgrade 'weighin @ git+URL', where URL is the"
-        " address of weighin's repository\n",
-    )
