@@ -1,6 +1,7 @@
 """``make self-bench``: what it computes from its readings, and the blocks of its page."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from factories import make_result
@@ -34,7 +35,12 @@ def test_the_range_stands_beside_the_median_if_it_differs(values: list[float], t
 
 def test_each_way_is_taken_once_in_each_round() -> None:
     taken: list[str] = []
-    found = interleaved({name: lambda name=name: taken.append(name) or name for name in "abc"}, 5)
+
+    def take(name: str) -> str:
+        taken.append(name)
+        return name
+
+    found = interleaved({name: partial(take, name) for name in "abc"}, 5)
     assert found == {name: [name] * 5 for name in "abc"}
     rounds = [taken[at : at + 3] for at in range(0, 15, 3)]
     assert (

@@ -481,6 +481,7 @@ def draw_disks(run: Measured, over: int) -> "Figure":
             axes.plot(values, [size / value for value in values], ":", color=look.GREY, linewidth=1)
         axes.set_xscale("log")
         axes.set_xticks(values, [(format_rate, format_latency)[over](value) for value in values])
+        axes.minorticks_off()
     dotted = " Dotted: the model's size divided by the rate." if over == 0 else ""
     lines = [f"{NOTE_DISKS}{dotted}", words.shared(run), *_left_out(len(panels))]
     title = look.headline(run.rows, f"Ready + first pass over the disk's {_BY[over]}:")
