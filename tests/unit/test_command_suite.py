@@ -12,7 +12,6 @@ from weighin.records import run_folder
 from weighin.settings.definition import COMMANDS, MODELS, Settings, read_suite
 
 KEYS = f"known keys: {', '.join(Settings.keys(COMMANDS))}"
-KEYS_OF_A_COMMAND = "known keys: name, command, cold, marks, environment"
 TWO = """
 commands:
   - {name: first, command: "sh -c 'echo a b'", cold: cold.bin, marks: [a]}
@@ -46,46 +45,6 @@ def test_a_command_is_a_list_or_a_line_that_is_split_as_a_shell_does(tmp_path: P
     assert first.command == ["sh", "-c", "echo a b"]
     assert second.command == ["true", "1"]
     assert (first.cold, first.marks, second.environment) == (["cold.bin"], ["a"], {"A": "1"})
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("ram: 8g", f"commands: missing\n{KEYS}"),
-        ("commands: []", "commands: empty\nwrite at least one value, or leave the key out"),
-        ("commands: {name: a}", f"commands.command: missing\n{KEYS_OF_A_COMMAND}"),
-        ("commands: {command: a}", f"commands.name: missing\n{KEYS_OF_A_COMMAND}"),
-        (
-            "commands: {name: a, command: a, mark: x}",
-            f"commands.mark: unknown key\ndid you mean 'marks'? {KEYS_OF_A_COMMAND}",
-        ),
-        (
-            'commands: {name: a, command: "echo \'x"}',
-            'commands.command: "echo \'x" cannot be split into words: no closing quotation\n'
-            "write a list of words: [python, train.py]",
-        ),
-        (
-            "commands: {name: a, command: ''}",
-            "commands.command: empty\nwrite at least one value, or leave the key out",
-        ),
-        (
-            "commands: [{name: a, command: x}, {name: a, command: y}]",
-            "commands: two commands are called 'a'\nrename one of the two commands, because a record identifies a command by its name",
-        ),
-        (
-            "commands: {name: a, command: x}\nram: 8",
-            "ram: 8B is less than any program needs\ndid you mean 8g?",
-        ),
-        (
-            "commands: {name: a, command: x}\ndtype: float32",
-            f"dtype: it has no effect on commands\n{KEYS}",
-        ),
-    ],
-)
-def test_a_wrong_suite_of_commands(tmp_path: Path, text: str, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        suite(tmp_path, text)
-    assert str(caught.value).replace(f"{tmp_path}/suite.yaml: ", "") == expected
 
 
 @pytest.mark.parametrize("kind", [MODELS, COMMANDS])

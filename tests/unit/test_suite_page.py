@@ -116,35 +116,3 @@ def test_a_selection_that_a_suite_cannot_make(
         typed_too = {"key": typed.key, "strip_prefix": typed.strip_prefix}
         choose(suite(f"models: {models}").model_copy(update=typed_too))
     assert str(caught.value) == text
-
-
-@pytest.mark.parametrize(
-    ("models", "text"),
-    [
-        (
-            "{folder: ./f, kwargs: {a: 1}}",
-            "the folder ./f already determines the model's code and weights\nleave builder, kwargs"
-            " and checkpoint out",
-        ),
-        (
-            "{builder: nets}",
-            "'nets' is not a builder\nwrite package.module:function or file.py:function",
-        ),
-        (
-            "{kwargs: {a: 1}}",
-            "a model of the suite has no name, builder, folder or checkpoint\nadd one of them",
-        ),
-        (
-            "{name: n, build: 'n:b'}",
-            "unknown key\ndid you mean 'builder'? known keys: name, builder, kwargs, checkpoint, key,"
-            " strip_prefix, folder, adapter, dtype",
-        ),
-    ],
-)
-def test_a_model_that_cannot_be_measured(tmp_path: Path, models: str, text: str) -> None:
-    path = tmp_path / "suite.yaml"
-    path.write_text(f"models: {models}\n")
-    with pytest.raises(ConfigError) as caught:
-        read_suite(path)
-    place, _, said = str(caught.value).partition(": ")[2].partition(": ")
-    assert (place.split(".")[0], said) == ("models", text)
