@@ -20,12 +20,12 @@ def test_each_line_says_yes_partly_or_no() -> None:
     assert code == 0
     assert [line.rstrip() for line in text.splitlines()] == [
         "",
-        " subject                             works    detail",
+        " subject                            works   detail",
         f" {'─' * 108}",
-        " isolation docker                    no       no Docker engine answers at unix:///var/run/docker.sock. start",
-        "                                              one",
-        " isolation cgroup enforces a limit   yes      a probe was killed, cgroup peak 384.000 MiB",
-        " soft limit (ram_high)               partly   cgroup v1 has no memory.high",
+        " isolation docker                   no      no Docker engine answers at unix:///var/run/docker.sock. start",
+        "                                            one",
+        " isolation cgroup enforces a limit  yes     a probe was killed, cgroup peak 384.000 MiB",
+        " soft limit (ram_high)              partly  cgroup v1 has no memory.high",
         "",
     ]
 

@@ -99,6 +99,7 @@ def test_a_comparison_has_bytes_beside_its_texts() -> None:
         "before": compared["now"],
         "now": compared["now"],
         "changed_beyond_noise": False,
+        "verdict": "same",
     }
 
 

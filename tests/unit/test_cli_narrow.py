@@ -1,6 +1,5 @@
 """In a terminal of 60 columns no table breaks a word, and none is wider than the terminal."""
 
-import io
 import os
 import re
 import shutil
@@ -10,12 +9,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from typed_verbs import VERBS, prepare
 
 from weighin.cli import app
-from weighin.cli._fitting import FittingConsole
 
 _BESIDE_WORDS = re.compile(r"[\s:─━]+")
 _FIGURE = re.compile(r"\d+\.\d+")
@@ -61,68 +57,6 @@ def test_the_bench_and_the_floor_too(monkeypatch: pytest.MonkeyPatch) -> None:
         text = output(verb, 60)
         assert whole in words(text)
         assert max(map(len, text.splitlines())) <= 60
-
-
-def shown(table: Table, columns: int) -> list[str]:
-    console = FittingConsole(width=columns, file=io.StringIO(), color_system=None)
-    console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
-
-
-def example() -> Table:
-    table = Table("name", "what it does", "figure", box=None, pad_edge=False)
-    table.add_row("safetensors_copy", "copies tensor by tensor", "1.234 GiB\n(1.2..1.3)")
-    table.add_row("", "and the same again", "2.345 GiB")
-    return table
-
-
-def test_a_table_that_fits_is_a_table() -> None:
-    assert shown(example(), 60) == [
-        "name              what it does             figure",
-        "safetensors_copy  copies tensor by tensor  1.234 GiB",
-        "                                           (1.2..1.3)",
-        "                  and the same again       2.345 GiB",
-    ]
-
-
-def test_the_widest_column_gives_room_but_no_word() -> None:
-    assert shown(example(), 40) == [
-        "                  what it",
-        "name              does        figure",
-        "safetensors_copy  copies      1.234 GiB",
-        "                  tensor by   (1.2..1.3)",
-        "                  tensor",
-        "                  and the     2.345 GiB",
-        "                  same again",
-    ]
-
-
-def test_a_table_with_a_box_gives_its_padding_before_it_becomes_blocks() -> None:
-    table = example()
-    table.box = SIMPLE_HEAD
-    assert shown(table, 36)[:6] == [
-        "",
-        "                  what",
-        "                  it",
-        " name             does   figure",
-        " ──────────────────────────────────",
-        " safetensors_copy copies 1.234 GiB",
-    ]
-    assert shown(table, 34)[0] == "safetensors_copy"
-
-
-def test_a_table_that_is_too_wide_becomes_blocks() -> None:
-    assert shown(example(), 30) == [
-        "safetensors_copy",
-        "  what it does: copies",
-        "    tensor by tensor",
-        "  figure: 1.234 GiB",
-        "    (1.2..1.3)",
-        "  what it does: and the same",
-        "    again",
-        "  figure: 2.345 GiB",
-    ]
 
 
 def test_a_terminal_of_ascii_gets_a_mark_for_each_letter_that_it_lacks(tmp_path: Path) -> None:

@@ -12,12 +12,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Final
 
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
-from rich.table import Table
-
 from weighin.errors import HarnessError, UnknownName
 from weighin.files import object_in
+from weighin.show.table import Column, Entry, Table
 from weighin.stream import formats, pipeline, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.folders import module_of
@@ -210,19 +207,19 @@ def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> li
         UnknownName: ``sort`` is not one of SORTS.
     """
     layout = found["layout"]
-    needs = Table("strategy", "reads this format", box=SIMPLE_HEAD, pad_edge=False)
-    needs.title = "expected peak of a load on the CPU"
-    needs.add_column("anonymous", justify="right")
-    needs.add_column("file-backed", justify="right")
-    for need in sorted(found["expected"], key=lambda need: layout not in need["layouts"]):
-        needs.add_row(
-            escape(need["strategy"]),
+    heads = ("strategy", "reads this format", "anonymous", "file-backed")
+    rows = [
+        [
+            need["strategy"],
             "yes" if layout in need["layouts"] else f"no: use --format {need['layouts'][0]}",
             *(
                 "-" if need[size] is None else format_bytes(need[size])
                 for size in ("anonymous_bytes", "mapped_bytes")
             ),
-        )
+        ]
+        for need in sorted(found["expected"], key=lambda need: layout not in need["layouts"])
+    ]
+    needs = Table.of(heads, rows, names=2, title="expected peak of a load on the CPU")
     return [
         _tensor_table(_in_order(found["tensors"], sort, lambda one: int(one["bytes"])), show_all),
         *_summary(found),
@@ -247,33 +244,30 @@ def _in_order(
 def _tensor_table(tensors: list[Document], show_all: bool) -> Table:
     sharing = any(tensor["shared_with"] for tensor in tensors)
     encoded = any(tensor["encoding"] for tensor in tensors)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("tensor", overflow="fold")
-    table.add_column("shape")
-    table.add_column("dtype")
-    table.add_column("size", justify="right")
-    if encoded:
-        table.add_column("dequantised", justify="right")
-    table.add_column("offset", justify="right")
-    if sharing:
-        table.add_column("shared with", overflow="fold")
-    left_out = 0 if show_all else max(0, len(tensors) - _SHOWN_ROWS)
-    half = (len(tensors) - left_out) // 2 if left_out else len(tensors)
-    for number, tensor in enumerate(tensors):
-        if left_out and number == half:
-            table.add_row(f"[dim]... {left_out:,} more (--all)[/]")
-        if half <= number < half + left_out:
-            continue
-        table.add_row(
-            escape(one_line(tensor["name"], 100)),
+    columns = [
+        *(Column(head, is_name=True) for head in ("tensor", "shape", "dtype")),
+        Column("size"),
+        *([Column("dequantised")] if encoded else []),
+        Column("offset"),
+        *([Column("shared with", is_name=True)] if sharing else []),
+    ]
+    rows: list[list[Entry | str]] = [
+        [
+            one_line(tensor["name"], 100),
             " x ".join(map(str, tensor["shape"])) or "scalar",
             tensor["encoding"] or tensor["dtype"],
             format_bytes(tensor["stored_bytes"]),
             *([format_bytes(tensor["bytes"]) if tensor["encoding"] else ""] if encoded else []),
             f"{tensor['offset']:,}",
-            *([escape(one_line(tensor["shared_with"] or "", 100))] if sharing else []),
-        )
-    return table
+            *([one_line(tensor["shared_with"] or "", 100)] if sharing else []),
+        ]
+        for tensor in tensors
+    ]
+    if not show_all and (left_out := len(tensors) - _SHOWN_ROWS) > 0:
+        more = Entry(f"... {left_out:,} more (--all)", kind="dim")
+        half = _SHOWN_ROWS // 2
+        rows[half : half + left_out] = [[more, *[""] * (len(columns) - 1)]]
+    return Table("", columns, rows)
 
 
 def _summary(found: Document) -> Iterator[str]:
@@ -354,21 +348,19 @@ def pipeline_tables(found: Document, *, sort: str = "file") -> list[Table | str]
         return int(part["totals"]["bytes"]) if part["totals"] else 0
 
     parts = found["parts"]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("part", "class", "format", "dtype"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("tensors", justify="right")
-    table.add_column("size", justify="right")
-    for part in _in_order(parts, sort, size):
-        totals = part["totals"]
-        table.add_row(
-            escape(one_line(part["name"])),
-            escape(one_line(part["class"])),
+    rows = [
+        [
+            one_line(part["name"]),
+            one_line(part["class"]),
             part["layout"] or "not read",
             ", ".join(part["dtypes"] or ()),
-            f"{totals['tensors']}" if totals else "-",
-            format_bytes(totals["bytes"]) if totals else "-",
-        )
+            f"{part['totals']['tensors']}" if part["totals"] else "-",
+            format_bytes(part["totals"]["bytes"]) if part["totals"] else "-",
+        ]
+        for part in _in_order(parts, sort, size)
+    ]
+    heads = ("part", "class", "format", "dtype", "tensors", "size")
+    table = Table.of(heads, rows, names=4)
     lines = [
         f"{one_line(found['path'])}: a pipeline of diffusers"
         + (f", {one_line(found['pipeline'])}" if found["pipeline"] else "")

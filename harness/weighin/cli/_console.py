@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from weighin.errors import ConfigError, HarnessError
+from weighin.text import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
     from rich.status import Status
+
+    from weighin.show.table import Lines, Table
 
 SCHEMA: Final = 1
 """The version of the documents that ``--json`` writes."""
@@ -42,14 +45,16 @@ def line(text: str) -> None:
     click.echo(text)
 
 
-def show(*parts: "RenderableType", folds: bool = True) -> None:
-    """Print tables and texts with rich; without ``folds``, rich neither wraps nor colours texts."""
-    from weighin.cli._fitting import FittingConsole
+def show(*parts: "Table | Lines | str", folds: bool = True) -> None:
+    """Print tables and texts; without ``folds``, a text keeps its lines, however long they are."""
+    from rich.console import Console
+    from rich.text import Text
 
-    console = FittingConsole(emoji=False, color_system=None if is_plain() else "auto")
+    console = Console(emoji=False, color_system=None if is_plain() else "auto")
     for part in parts:
-        keeps_lines = isinstance(part, str) and not folds
-        console.print(part, highlight=None if folds else False, soft_wrap=keeps_lines)
+        is_text = isinstance(part, str)
+        shown = Text(printable(part, "\n\t")) if isinstance(part, str) else part
+        console.print(shown, soft_wrap=is_text and not folds)
 
 
 def note(*texts: str) -> None:

@@ -48,8 +48,6 @@ def inspect(context: click.Context, /, **typed: Any) -> None:
     model or a builder, you see the checkpoint that `weighin bench` would generate; of the folder of a
     diffusers pipeline, its parts and their sizes.
     """
-    from rich.markup import escape
-
     from weighin.checkpoint import inspect as inspecting
     from weighin.stream.foreign import remembering
 
@@ -63,8 +61,7 @@ def inspect(context: click.Context, /, **typed: Any) -> None:
         with remembering():  # the notes are of the headers that inspect reads
             document = _inspected(context)
         parts = inspecting.tables(document, sort=typed["sort"], show_all=typed["show_all"])
-    shown = [escape(part) if isinstance(part, str) else part for part in parts]
-    _console.deliver(typed["json_file"], document, lambda: _console.show(*shown, folds=False))
+    _console.deliver(typed["json_file"], document, lambda: _console.show(*parts, folds=False))
 
 
 def _inspected(context: click.Context) -> dict[str, Any]:
@@ -230,7 +227,7 @@ def cache_clear(
     context: click.Context, model: str | None, yes: bool, json_file: str | None
 ) -> None:
     """Delete generated checkpoints after a question. Your own checkpoints are never deleted."""
-    from weighin.checkpoint import cache
+    from weighin.checkpoint import cache, staging
 
     stored = cache.list_entries()
     chosen = [one for one in stored if model in (None, one.name, one.name.rpartition("-")[0])]
@@ -245,6 +242,7 @@ def cache_clear(
                 " you first",
                 "to delete them without a question, add --yes",
             )
+        _console.tell(f"checkpoints in {staging.folder()}")
         _console.err().print(_table(chosen))
         if not click.confirm(f"Delete {counted} ({size})?", err=True):
             _console.note("nothing was deleted")

@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from rich.console import RenderableType
-
     from weighin.predict.prediction import Prediction
+    from weighin.show.table import Table
 
-    _Answer = tuple[list[Prediction], dict[str, Any], Sequence[RenderableType]]
+    _Answer = tuple[list[Prediction], dict[str, Any], Sequence[Table | str]]
     """The predictions, the document for --json, and the tables and texts to print."""
 
 EXAMPLES = {
@@ -52,7 +51,7 @@ def predict(context: click.Context, /, **_: Any) -> None:
     from weighin.predict import tables
 
     typed = context.params
-    parts: Iterable[RenderableType]
+    parts: Iterable[Table | str]
     if path := _options.pipeline(context):
         predictions, document, parts = _pipeline(context, path)
     else:

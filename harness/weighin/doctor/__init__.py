@@ -17,10 +17,6 @@ from statistics import median
 from time import monotonic
 from typing import Any, Literal
 
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
-from rich.table import Table
-
 from weighin import slow_disk
 from weighin.cell import Cell, Job
 from weighin.checkpoint import cache, staging
@@ -33,6 +29,7 @@ from weighin.probes.cgroup import Cgroup, memory_hierarchy, pressure_hierarchy
 from weighin.result import Outcome
 from weighin.run.loads import LoadSpec
 from weighin.run.measure import measure, remove_leftovers
+from weighin.show.table import Column, Entry, Table
 from weighin.slow_disk import Pace
 from weighin.suite.registry import model, read_strategy
 from weighin.units import MIB, format_bytes
@@ -42,7 +39,7 @@ _PROBE_LIMIT_BYTES = 384 * MIB
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of NVIDIA, of WSL and of AMD
 _PACE = Pace(100_000_000, 5_000_000)
 _WORDS = {"good": "yes", "poor": "partly", "bad": "no"}
-_STYLES = {"good": "green", "poor": "yellow", "bad": "red"}
+_KINDS = {"good": "ok", "poor": "changed", "bad": "failed"}
 
 Verdict = Literal["good", "poor", "bad"]
 Found = tuple[Verdict, str]
@@ -93,13 +90,12 @@ def examine(say: Callable[[str], None]) -> Examination:
 
 
 def table(examination: Examination) -> Table:
-    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in ("subject", "works", "detail"):
-        shown.add_column(head)
-    for one in examination.capabilities:
-        works = f"[{_STYLES[one.verdict]}]{_WORDS[one.verdict]}[/]"
-        shown.add_row(escape(one.subject), works, escape(one.detail))
-    return shown
+    columns = [Column(head, is_name=True) for head in ("subject", "works", "detail")]
+    rows = [
+        [one.subject, Entry(_WORDS[one.verdict], kind=_KINDS[one.verdict]), one.detail]
+        for one in examination.capabilities
+    ]
+    return Table("", columns, rows)
 
 
 def tried(subject: str, attempt: Callable[[], Found], otherwise: Verdict = "bad") -> Capability:

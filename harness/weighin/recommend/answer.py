@@ -10,8 +10,6 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Final
 
-from rich.markup import escape
-
 from weighin.cell import FORWARD, SYNTHESISED, TRAINING, Cell, ModelSpec
 from weighin.errors import CheckpointError, UnknownName
 from weighin.files import object_in
@@ -376,14 +374,14 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[Table | str]:
         for one in advice.candidates[:most]
     ]
     yield Table(f"{load}, {asked.limits}", columns, rows, notes)
-    yield from (f"{escape(note)}\n" for note in advice.notes)
+    yield from (f"{note}\n" for note in advice.notes)
     if advice.best is None:
-        yield escape(_no_best(advice))
+        yield _no_best(advice)
         return
     if advice.best.verdict is FitVerdict.THRASHES:
         yield f"No strategy fits with the whole model in memory. This one works, but slowly. {_help(asked.dtype)}\n"
     yield f"Use {advice.best.strategy}:\n"
-    yield escape(advice.code)
+    yield advice.code
 
 
 def _no_best(advice: Advice) -> str:
@@ -566,4 +564,4 @@ def pipeline_parts(advice: PipelineAdvice) -> Iterator[Table | str]:
     yield f"Load the parts {advice.best}:\n"
     for name, one in advice.advices[advice.best].items():
         assert one.best is not None
-        yield escape(f"# {name}: {one.best.strategy}\n{one.code}")
+        yield f"# {name}: {one.best.strategy}\n{one.code}"

@@ -317,11 +317,15 @@ def floors(run: Measured) -> Iterator[Table]:
         (Column(kind.words["what"], is_name=True), label),
         (Column("RAM floor", "GiB"), lambda one: scaled(one.bytes, GIB, 3) + _ends(one)),
         *([] if is_command else [(Column("floor", "x model"), _per_model)]),
-        *([] if is_command or is_below else [(Column("above import", "x model"), _above_import)]),
+        *(
+            []
+            if is_command or is_below
+            else [(Column("above import", "x model", rank=1), _above_import)]
+        ),
         (Column("one step below"), _below),
         (Column("at the floor ready"), lambda one: _at(one, one.at_floor)),
-        (Column("at 1.1x ready"), lambda one: _at(one, one.with_room)),
-        (Column("no limit ready"), lambda one: _at(one, one.unlimited)),
+        (Column("at 1.1x ready", rank=3), lambda one: _at(one, one.with_room)),
+        (Column("no limit ready", rank=2), lambda one: _at(one, one.unlimited)),
     ]
     above = "above import: (floor - anonymous memory after `import torch`) / the model's size."
     ends = any(floor.aim is Aim.ENDS and floor.bytes is not None for floor in run.floors)

@@ -5,7 +5,6 @@ dtype, is a column; a setting that all rows share is in the caption.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
@@ -68,7 +67,7 @@ def document(run: Measured) -> list[Table | Lines]:
         *about_commands(run),
         *_refused(run),
         *_lines("Warnings", words.warnings(run), "warning"),
-        replace(Table.of(_EXPLAINED, explained_figures(run.rows), names=4), title=FIGURES),
+        Table.of(_EXPLAINED, explained_figures(run.rows), names=4, title=FIGURES),
     ]
 
 

@@ -64,8 +64,7 @@ class Entry:
 class Column:
     """A column of numbers, or of names, which are aligned left and may be wrapped.
 
-    A terminal that is too narrow leaves out the columns of the highest ``rank``; with rank 0, it
-    keeps the column.
+    A terminal that is too narrow leaves out the columns of the highest ``rank`` first.
     """
 
     title: str
@@ -85,29 +84,35 @@ class Table:
     reasons: Sequence[str] = ()
 
     @classmethod
-    def of(cls, heads: Sequence[str], rows: Iterable[Sequence[str]], *, names: int = 1) -> "Table":
-        """Return a table without a title, of texts, whose first ``names`` columns are names."""
-        return cls("", [Column(head, is_name=at < names) for at, head in enumerate(heads)], [*rows])
+    def of(
+        cls, heads: Sequence[str], rows: Iterable[Sequence[str]], *, names: int = 1, title: str = ""
+    ) -> "Table":
+        """Return a table of texts, whose first ``names`` columns are names."""
+        columns = [Column(head, is_name=at < names) for at, head in enumerate(heads)]
+        return cls(title, columns, [*rows])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Print the table without breaking a word or a number, with as few columns left out as needed."""
         if self.title:
             yield _text(f"\n{self.title}", "bold")
-        ranked = sorted((c for c in self.columns if c.rank), key=lambda c: -c.rank)
-        for count in range(len(ranked) + 1):
-            table = self.without(ranked[:count])
-            least = table._widths(is_narrow=True)
-            padding = 1 if sum(least) + 2 * len(least) <= options.max_width else 0
+        least = dict(enumerate(self._widths(is_narrow=True)))
+        # Those of the highest rank are left out first, then the last ones, but never the first.
+        able = sorted([*least][1:], key=lambda at: (self.columns[at].rank, at))
+        left_out: list[Column] = []
+        while True:
+            padding = 1 if sum(least.values()) + 2 * len(least) <= options.max_width else 0
             around = (1 + padding) * len(least) + 1 - padding
-            if sum(least) + around <= options.max_width:
+            if sum(least.values()) + around <= options.max_width or not able:
                 break
-        else:
-            table, count, least = self, 0, self._widths(is_narrow=True)
-        yield table._drawn(_widened(least, table._widths(), options.max_width - around), padding)
+            left_out.append(self.columns[place := able.pop()])
+            del least[place]
+        table = self.without(left_out)
+        widths = _widened([*least.values()], table._widths(), options.max_width - around)
+        yield table._drawn(widths, padding)
         for reason in self.reasons:
             yield _text(reason)
-        if count:
-            names = ", ".join(column.title for column in ranked[:count])
+        if left_out:
+            names = ", ".join(" ".join(column.title.split()) for column in left_out)
             yield _text(
                 f"Left out at {options.max_width} columns: {names}. A wider terminal shows them.",
                 "dim",
