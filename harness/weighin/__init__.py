@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weighin.program_phases import phase
-    from weighin.show.frame import results
+    from weighin.show.write import results
     from weighin.strategy import Load, Save
     from weighin.stream.hugging_face import load_pretrained
     from weighin.stream.model import load_streaming
@@ -29,7 +29,7 @@ _PUBLIC = {
     "load_pretrained": "weighin.stream.hugging_face",
     "load_streaming": "weighin.stream.model",
     "phase": "weighin.program_phases",
-    "results": "weighin.show.frame",
+    "results": "weighin.show.write",
 }
 __all__ = ["Load", "Save", "__version__", "load_pretrained", "load_streaming", "phase", "results"]
 

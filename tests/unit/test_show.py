@@ -30,12 +30,12 @@ from weighin.records.run import Measured
 from weighin.records.run_folder import Records
 from weighin.result import Outcome, Peaks, Result
 from weighin.show import page, write
-from weighin.show.frame import results
 from weighin.show.plots import pictures
 from weighin.show.report import answer, terminal
 from weighin.show.style import svg
 from weighin.show.table import Lines
 from weighin.show.timeline import draw_timelines
+from weighin.show.write import results
 from weighin.units import GIB, MIB
 
 HOSTILE = "<script>alert(1)</script> | `x` \x1b[31m $y$ =SUM(1)"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from weighin.cell import Cell
@@ -37,14 +37,40 @@ def progress(console: Console, cells: int | None) -> Iterator[Progress]:
         transient=True,
         disable=not console.is_terminal,
     ) as bar:
-        live = _Live(console, bar, bar.add_task("starting", total=cells))
+        task = bar.add_task("starting", total=cells)
+        current = ""
+
+        def show(text: str) -> None:
+            bar.update(task, description=escape(text))
+
+        def tell(markup: str) -> None:
+            # rich prints a line twice if a signal's exception comes after the write and before the
+            # clearing of rich's buffer.
+            with interrupts.put_off():
+                console.print(markup, highlight=False, soft_wrap=True)
+
+        def prepare(text: str, share: float | None = None) -> None:
+            show(text if share is None else f"{text}: {share:.0%}")
+            if not console.is_terminal and share is None:
+                tell(escape(text))
+
+        def start(cell: Cell) -> None:
+            nonlocal current
+            limits = [*_limits(cell)]
+            current = cell.strategy + (f" under {' and '.join(limits)}" if limits else "")
+            show(current)
+
+        def finish(result: Result) -> None:
+            bar.advance(task)
+            tell(line(result))
+
         yield Progress(
-            preparing=live.prepare,
-            building=live.prepare,
-            starting=live.start,
-            phase=lambda phase: live.show(f"{live.cell}: {phase}"),
-            narrowed=lambda text: live.print(f"  [bold]{escape(text)}[/]"),
-            finished=live.finish,
+            preparing=prepare,
+            building=prepare,
+            starting=start,
+            phase=lambda phase: show(f"{current}: {phase}"),
+            narrowed=lambda text: tell(f"  [bold]{escape(text)}[/]"),
+            finished=finish,
         )
 
 
@@ -64,37 +90,6 @@ def steps(console: Console) -> Iterator[Callable[[str], None]]:
         return
     with console.status("starting") as status:
         yield lambda text: status.update(escape(text))
-
-
-class _Live:
-    def __init__(self, console: Console, bar: Bar, task: TaskID) -> None:
-        self._console = console
-        self._bar = bar
-        self._task = task
-        self.cell = ""
-
-    def prepare(self, text: str, share: float | None = None) -> None:
-        self.show(text if share is None else f"{text}: {share:.0%}")
-        if not self._console.is_terminal and share is None:
-            self.print(escape(text))
-
-    def start(self, cell: Cell) -> None:
-        limits = [*_limits(cell)]
-        self.cell = cell.strategy + (f" under {' and '.join(limits)}" if limits else "")
-        self.show(self.cell)
-
-    def finish(self, result: Result) -> None:
-        self._bar.advance(self._task)
-        self.print(line(result))
-
-    def print(self, markup: str) -> None:
-        # rich prints a line twice if a signal's exception comes after the write and before the
-        # clearing of rich's buffer.
-        with interrupts.put_off():
-            self._console.print(markup, highlight=False, soft_wrap=True)
-
-    def show(self, text: str) -> None:
-        self._bar.update(self._task, description=escape(text))
 
 
 def line(result: Result) -> str:

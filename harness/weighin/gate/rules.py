@@ -54,25 +54,28 @@ _OUTCOMES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """An upper bound of one metric, for each series that ``selector`` matches.
+class _Selecting:
+    """A rule for each series that ``selector`` matches."""
 
-    The bound is ``amount`` in the metric's unit, plus shares of the model's size and the RAM limit.
-    """
-
-    text: str
-    metric: Metric
-    selector: str = "*"
-    is_below: bool = False  # whether the figure must be smaller than the bound ("<")
-    amount: int = 0
-    models: float = 0.0
-    limits: float = 0.0
-
-    def __str__(self) -> str:
-        return self.text
+    selector: str
 
     def covers(self, name: str) -> bool:
         return selects(self.selector, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget(_Selecting):
+    """An upper bound of one metric: ``amount`` in its unit, plus shares of the model's size and RAM limit."""
+
+    text: str
+    metric: Metric
+    is_below: bool  # whether the figure must be smaller than the bound ("<")
+    amount: int
+    models: float
+    limits: float
+
+    def __str__(self) -> str:
+        return self.text
 
     def bound(self, series: Series) -> int | None:
         """Return the bound in bytes or ns; None if it depends on an unknown model size or RAM limit."""
@@ -86,18 +89,14 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Expectation:
+class Expectation(_Selecting):
     """An outcome other than ok that passes; ``source`` is the option or file key that named it."""
 
-    selector: str
     outcome: Outcome
     source: str = "expect"
 
     def __str__(self) -> str:
         return f"{self.selector}={self.outcome}"
-
-    def covers(self, name: str) -> bool:
-        return selects(self.selector, name)
 
 
 def _default_tolerances() -> dict[str, Tolerance]:
@@ -192,9 +191,9 @@ def parse_budget(text: str) -> Budget:
         else:
             shares[share["reference"]] += float(share["factor"] or 1)
     return Budget(
+        match["selector"] or "*",
         " ".join(text.split()).removeprefix("*:").strip(),
         metric,
-        match["selector"] or "*",
         match["sign"] == "<",
         amount,
         shares["model"],
@@ -257,16 +256,11 @@ def _parse_policy(text: str) -> tuple[str, Policy]:
 
 def parse_expected(text: str) -> list[Expectation]:
     """Parse the value of ``--expect``, such as ``streaming=oom_killed,sequential=timeout``."""
-    found, place = [], 0
-    while place < len(text):
-        item = _ITEM.match(text, place)
-        if item is None:
-            break
-        found.append(expectation(item["selector"], item["outcome"], "--expect"))
-        place = item.end()
-    if not found or place < len(text):
-        raise ConfigError(f"cannot read --expect {text[place:]!r}", _OUTCOMES)
-    return found
+    items = [*_ITEM.finditer(text)]
+    rest = text[items[-1].end() :] if items else text
+    if rest or not items:
+        raise ConfigError(f"cannot read --expect {rest!r}", _OUTCOMES)
+    return [expectation(item["selector"], item["outcome"], "--expect") for item in items]
 
 
 def expectation(selector: str, outcome: str, source: str = "expect") -> Expectation:

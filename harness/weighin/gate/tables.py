@@ -80,7 +80,7 @@ def write_markdown(result: GateResult) -> str:
         parts.append(_table(notable, names).markdown())
     for line in _explained(result):
         head = markdown(f"{names[line.series]}, {line.what}, by phase")
-        parts.append(f"**{head}**\n\n```\n" + "\n".join(phase_lines(line)) + "\n```")
+        parts.append(f"**{head}**\n\n{Lines('', phase_lines(line), 'verbatim').markdown()}")
     if same := [line for line in result.lines if line.verdict is LineVerdict.SAME]:
         counts = Counter("within budget" if line.is_budget else "unchanged" for line in same)
         words = ", ".join(f"{counts[title]} {title}" for title in sorted(counts, reverse=True))

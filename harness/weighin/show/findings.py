@@ -1,14 +1,20 @@
-"""The tables of what a run found: RAM floors, survival, slow disks, passes, uses and ranks."""
+"""The tables of what a run found: RAM floors, survival, slow disks, passes, uses and ranks; of commands,
+the kinds of their memory, their processes, and which ones were killed.
+"""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from pathlib import PurePath
 from typing import Any, Final
 
 from weighin.cell import FORK, NONE
-from weighin.records.floor import Aim, Floor
+from weighin.records.floor import Aim, Floor, searched
 from weighin.records.metrics import (
     COLUMNS,
     METRICS,
     Metric,
+    grouped,
     middle,
     outcome_of,
     per_model,
@@ -17,13 +23,14 @@ from weighin.records.metrics import (
     unreclaimable,
 )
 from weighin.records.run import IN_LABELS, Measured, Row, cells_of, varying
-from weighin.records.series import Matrix, RankSeries, labels_among
+from weighin.records.series import Matrix, labels_among
 from weighin.records.verdict import Typical, Verdict
-from weighin.result import Outcome, Phase, Result
+from weighin.result import Kill, OpenFile, Outcome, Phase, Process, Ran, Result, Stack
 from weighin.show import words
-from weighin.show.table import Column, Entry, Table, pivot
-from weighin.show.words import KINDS, scaled
-from weighin.units import GIB, MIB, format_latency, format_rate, format_seconds
+from weighin.show.table import Column, Entry, Lines, Table, pivot
+from weighin.show.words import KINDS, plain, scaled
+from weighin.text import few
+from weighin.units import GIB, MIB, format_bytes, format_latency, format_rate, format_seconds
 
 NOTE_RANKS: Final = (
     "The cgroup's peak counts each page once, with the page cache of the checkpoint; above the"
@@ -56,6 +63,27 @@ _NOTE_ENDS: Final = (
 BELOW_IMPORT: Final = (
     "Left out: above import x model, because the model is smaller than import torch."
 )
+_MOST_FILES: Final = 3  # in a table, of one process
+_MOST_PROCESSES: Final = 20
+_LEAST_SHARE: Final = 0.01  # of the memory of all processes; a smaller process has no row
+_MOST_NAMES: Final = 8
+_COMMAND_LENGTH: Final = 80
+PROCESSES_NOTE: Final = (
+    "Each process's share of the memory (PSS) when the command used most memory, sampled: a page that"
+    " several processes share is divided among them."
+)
+_KINDS_OF_MEMORY: Final = (
+    "anonymous", "shared", "locked", "kernel", "sockets", "page tables", "slab",
+    "page cache", "given back", "kernel's caches",
+)  # fmt: skip
+CHARGE_NOTE: Final = (
+    "In the sample with the most needed memory. The command needs the first five kinds; page tables and"
+    " slab are parts of the kernel's. The kernel reclaims the last three."
+)
+KILLS_NOTE: Final = (
+    "The memory is that of the killed process at the instant of the kill, from the kernel's log."
+)
+_LIMITS: Final = {"": "its own", "machine": "the machine's memory", "unknown": "not known"}
 _MOST_LIMITS: Final = 7
 """The largest number of RAM limits that fit, as table columns, a terminal of 80 characters."""
 
@@ -75,20 +103,22 @@ def findings(run: Measured) -> Iterator[Table]:
 def ranks(run: Measured) -> Iterator[Table]:
     """Yield a table of the memory of all ranks, unless no load by several ranks ended ok."""
     label = labels_among([each.cell for each in run.ranks])
-    rows = [
-        [
-            label(each.cell),
-            str(number),
-            scaled(middle(one.peaks.cgroup_bytes for one in repeats), GIB, 3),
-            scaled(each.charges.get(number), each.model_bytes, 2),
-            scaled(middle(map(unreclaimable, repeats)), each.model_bytes, 2),
-            scaled(middle(one.peaks.pss_bytes for one in repeats), GIB, 3),
-            scaled(middle(sum_of_peaks(one) or one.peaks.rss_bytes for one in repeats), GIB, 3),
-            _growth(each) if number == max(each.by_ranks) else "",
+    rows = []
+    for each in run.ranks:
+        growth = f"{each.growth} ({each.copies_per_rank:.2f}x a rank)" if each.growth else "-"
+        rows += [
+            [
+                label(each.cell),
+                str(number),
+                scaled(middle(one.peaks.cgroup_bytes for one in repeats), GIB, 3),
+                scaled(each.charges.get(number), each.model_bytes, 2),
+                scaled(middle(map(unreclaimable, repeats)), each.model_bytes, 2),
+                scaled(middle(one.peaks.pss_bytes for one in repeats), GIB, 3),
+                scaled(middle(sum_of_peaks(one) or one.peaks.rss_bytes for one in repeats), GIB, 3),
+                growth if number == max(each.by_ranks) else "",
+            ]
+            for number, repeats in each.by_ranks.items()
         ]
-        for each in run.ranks
-        for number, repeats in each.by_ranks.items()
-    ]
     columns = [
         Column("strategy", is_name=True),
         Column("ranks", is_name=True),
@@ -104,16 +134,12 @@ def ranks(run: Measured) -> Iterator[Table]:
         yield Table("Memory of all ranks", columns, rows, notes)
 
 
-def _growth(each: RankSeries) -> str:
-    return f"{each.growth} ({each.copies_per_rank:.2f}x a rank)" if each.growth else "-"
-
-
 def uses(run: Measured) -> Iterator[Table]:
     """Yield a table of memory after the load, unless models ran nothing but forward passes."""
     if not any(result.cell.use for result in run.results):
         return
     loads = [one for one in run.results if one.cell.operation == "load"]
-    name = _names(run.rows_of(loads), without=("use",))
+    name = names(run.rows_of(loads), without=("use",))
     yield pivot(
         "After the load",
         [("loaded", one) for one in loads]
@@ -156,33 +182,26 @@ def passes(run: Measured) -> Iterator[Table]:
 
     Of several repeats, the table shows the repeat whose passes took the median time.
     """
-    called = {
-        series: [one for one in repeats if _passes(one)]
-        for series, repeats in run.by_series.items()
-    }
-    if not any(len(_passes(one)) > 1 for repeats in called.values() for one in repeats):
-        return
-    name = _names(run.rows)
-    typical = []
-    for repeats in filter(None, called.values()):
-        typical_ns = middle(map(_spent_ns, repeats))
-        typical.append(next(one for one in repeats if _spent_ns(one) == typical_ns))
-    yield pivot(
-        "Forward passes",
-        [(one, number, each) for one in typical for number, each in enumerate(_passes(one), 1)],
-        lambda one: name[one[0].cell.series],
-        lambda one: f"pass {one[1]}",
-        lambda ours: _pass(ours[0][2], ours[0][0]),
-        notes=[_NOTE_PASSES, words.shared(run)],
-    )
-
-
-def _passes(result: Result) -> list[Phase]:
-    return [phase for phase in result.phases if phase.name == "forward"]
-
-
-def _spent_ns(result: Result) -> int:
-    return sum(phase.end_ns - phase.start_ns for phase in _passes(result))
+    name, shown = names(run.rows), []
+    for repeats in run.by_series.values():
+        called = [
+            (one, [phase for phase in one.phases if phase.name == "forward"]) for one in repeats
+        ]
+        times = [sum(each.end_ns - each.start_ns for each in ours) for _, ours in called if ours]
+        typical_ns = middle(times)
+        for at, (one, ours) in enumerate(each for each in called if each[1]):
+            if times[at] == typical_ns:
+                shown += [(one, number, each) for number, each in enumerate(ours, 1)]
+                break
+    if max((number for _, number, _ in shown), default=0) > 1:
+        yield pivot(
+            "Forward passes",
+            shown,
+            lambda one: name[one[0].cell.series],
+            lambda one: f"pass {one[1]}",
+            lambda ours: _pass(ours[0][2], ours[0][0]),
+            notes=[_NOTE_PASSES, words.shared(run)],
+        )
 
 
 def _pass(phase: Phase, result: Result) -> str:
@@ -195,17 +214,17 @@ def _pass(phase: Phase, result: Result) -> str:
 
 def slow_disks(run: Measured) -> Iterator[Table]:
     """Yield a table of the time of each strategy on each disk, unless no disk was slowed."""
+
+    def time(repeats: Sequence[Result]) -> str:
+        time_ns = first_pass_ns(repeats)
+        if time_ns is None:
+            return outcome_of(each.outcome for each in repeats)
+        return format_seconds(time_ns)
+
     if any(result.cell.disk for result in run.results):
-        name = _names(run.rows, without=("disk", "disk_latency"))
-        yield pivot(
-            "Slow disks",
-            run.results,
-            lambda one: name[one.cell.series],
-            disk_of,
-            _over_disk,
-            column_title=disk_words,
-            notes=[NOTE_DISKS, words.shared(run)],
-        )
+        name = names(run.rows, without=("disk", "disk_latency"))
+        notes = [NOTE_DISKS, words.shared(run)]
+        yield pivot("Slow disks", run.results, lambda one: name[one.cell.series], disk_of, time, column_title=disk_words, notes=notes)  # fmt: skip
 
 
 Disk = tuple[int | None, int | None]
@@ -227,52 +246,40 @@ def first_pass_ns(repeats: Iterable[Result]) -> int | None:
     return middle(through_first_pass_ns(one) for one in repeats if one.outcome is Outcome.OK)
 
 
-def _over_disk(repeats: Sequence[Result]) -> str:
-    time_ns = first_pass_ns(repeats)
-    if time_ns is None:
-        return outcome_of(each.outcome for each in repeats)
-    return format_seconds(time_ns)
-
-
 def survival(run: Measured) -> Iterator[Table]:
     """Yield a table of strategies by RAM limits for each model measured under two or more limits."""
     for matrix in run.matrices:
-        labels = matrix.labels
-        fields = [(row, matrix.limits[at], one) for (row, at), one in matrix.fields.items()]
-        fields.sort(key=lambda one: (one[0], matrix.limits.index(one[1])))
+        labels, limits = matrix.labels, matrix.limits
+        # The function that reads a field's place, the places, their titles, and a word for them.
+        axes: list[tuple[Any, Sequence[int], Callable[[int], str], str]] = [
+            (lambda one: one[0], range(len(labels)), labels.__getitem__, KINDS[matrix.scene.operation].words["what"]),
+            (lambda one: one[1], range(len(limits)), lambda at, limits=limits: words.limit(limits[at]), "RAM limit"),
+        ]  # fmt: skip
+        is_tall = len(limits) > max(_MOST_LIMITS, len(labels))
+        (row, _, row_title, name), (column, columns, column_title, _) = axes[
+            :: -1 if is_tall else 1
+        ]
+        fields = [(*place, one) for place, one in sorted(matrix.fields.items(), key=itemgetter(0))]
         reasons = [
-            f"{labels[row]} under {words.size(limit)} thrashes: {one.judgement.reason}"
-            for row, limit, one in fields
+            f"{labels[at]} under {words.size(limits[under])} thrashes: {one.judgement.reason}"
+            for at, under, one in fields
             if one.judgement and one.judgement.verdict is Verdict.THRASHES
         ]
-        about: dict[str, Any] = {
-            "title": "Survival under each limit",
-            "items": fields,
-            "entry": lambda ours, labels=labels: _lived(ours[0][2], labels[ours[0][0]], ours[0][1]),
-            "notes": [*survival_notes(run), survival_caption(run, matrix)],
-            "reasons": reasons,
-        }
-        if len(matrix.limits) > max(_MOST_LIMITS, len(labels)):  # limits are rows
-            fields.sort(key=lambda one: matrix.limits.index(one[1]))
-            yield pivot(
-                row=lambda one: one[1],
-                column=lambda one: one[0],
-                columns=range(len(labels)),
-                row_title=words.limit,
-                column_title=labels.__getitem__,
-                name="RAM limit",
-                **about,
-            )
-        else:
-            yield pivot(
-                row=lambda one: one[0],
-                column=lambda one: one[1],
-                columns=matrix.limits,
-                row_title=labels.__getitem__,
-                column_title=words.limit,
-                name=KINDS[matrix.scene.operation].words["what"],
-                **about,
-            )
+        yield pivot(
+            "Survival under each limit",
+            sorted(fields, key=row),
+            row,
+            column,
+            lambda ours, labels=labels, limits=limits: _lived(
+                ours[0][2], f"{labels[ours[0][0]]}, {words.limit(limits[ours[0][1]])}"
+            ),
+            columns=columns,
+            row_title=row_title,
+            column_title=column_title,
+            name=name,
+            notes=[*survival_notes(run), survival_caption(run, matrix)],
+            reasons=reasons,
+        )
 
 
 def survival_notes(run: Measured) -> list[str]:
@@ -293,8 +300,7 @@ def survival_caption(run: Measured, matrix: Matrix) -> str:
     return words.shared(run, ("ram_limit_bytes", *IN_LABELS), rows)
 
 
-def _lived(field: Typical, label: str, limit: int | None) -> Entry:
-    name = f"{label}, {words.limit(limit)}"
+def _lived(field: Typical, name: str) -> Entry:
     judgement, outcome = field.judgement, field.result.outcome
     if judgement:
         tip = f"{name}: {judgement.verdict}\n{judgement.reason}"
@@ -315,23 +321,26 @@ def floors(run: Measured) -> Iterator[Table]:
     label = floor_label(run.floors)
     columns: list[tuple[Column, Callable[[Floor], Entry | str]]] = [
         (Column(kind.words["what"], is_name=True), label),
-        (Column("RAM floor", "GiB"), lambda one: scaled(one.bytes, GIB, 3) + _ends(one)),
-        *([] if is_command else [(Column("floor", "x model"), _per_model)]),
-        *(
-            []
-            if is_command or is_below
-            else [(Column("above import", "x model", rank=1), _above_import)]
+        (
+            Column("RAM floor", "GiB"),
+            lambda one: scaled(one.bytes, GIB, 3) + "\n(ends)" * _ends(one),
         ),
-        (Column("one step below"), _below),
+    ]
+    if not is_command:
+        columns.append((Column("floor", "x model"), lambda one: scaled(one.per_model, 1, 2)))
+    if not is_command and not is_below:
+        column = Column("above import", "x model", rank=1)
+        columns.append((column, lambda one: scaled(one.above_import_per_model, 1, 2)))
+    columns += [
+        (Column("one step below"), lambda one: f"{scaled(one.step_bytes, MIB, 0)} MiB:\n{one.below}" if one.bytes else "-"),
         (Column("at the floor ready"), lambda one: _at(one, one.at_floor)),
         (Column("at 1.1x ready", rank=3), lambda one: _at(one, one.with_room)),
         (Column("no limit ready", rank=2), lambda one: _at(one, one.unlimited)),
-    ]
+    ]  # fmt: skip
     above = "above import: (floor - anonymous memory after `import torch`) / the model's size."
-    ends = any(floor.aim is Aim.ENDS and floor.bytes is not None for floor in run.floors)
     notes = [
         kind.floor,
-        *([_NOTE_ENDS] if ends else []),
+        *([_NOTE_ENDS] if any(map(_ends, run.floors)) else []),
         *([] if is_command else [BELOW_IMPORT if is_below else above]),
         f"{kind.ready} The search ran {sum(one.cells for one in run.floors)} cells in all.",
         words.shared(run, without=("ram_limit_bytes",)),
@@ -358,21 +367,8 @@ def floor_label(floors: Sequence[Floor]) -> Callable[[Floor], str]:
     return name
 
 
-def _per_model(floor: Floor) -> str:
-    return scaled(floor.per_model, 1, 2)
-
-
-def _above_import(floor: Floor) -> str:
-    return scaled(floor.above_import_per_model, 1, 2)
-
-
-def _ends(floor: Floor) -> str:
-    return "\n(ends)" if floor.bytes and floor.aim is Aim.ENDS else ""
-
-
-def _below(floor: Floor) -> str:
-    """Return the search's last step in MiB, and how the load failed at one step below the floor."""
-    return f"{scaled(floor.step_bytes, MIB, 0)} MiB:\n{floor.below}" if floor.bytes else "-"
+def _ends(floor: Floor) -> bool:
+    return bool(floor.bytes) and floor.aim is Aim.ENDS
 
 
 def _at(floor: Floor, typical: Typical | None) -> Entry | str:
@@ -445,7 +441,7 @@ def floor_as_dict(floor: Floor) -> dict[str, Any]:
     }
 
 
-def _names(rows: Sequence[Row], without: Sequence[str] = ()) -> Mapping[str, str]:
+def names(rows: Sequence[Row], without: Sequence[str] = ()) -> Mapping[str, str]:
     """Return a name for each series: its label, and the settings in which the rows differ."""
     label = labels_among(cells_of(rows))
     changing = [name for name in varying(rows) if name not in (*IN_LABELS, *without)]
@@ -455,3 +451,146 @@ def _names(rows: Sequence[Row], without: Sequence[str] = ()) -> Mapping[str, str
         )
         for row in rows
     }
+
+
+def about_commands(run: Measured) -> Iterator[Table | Lines]:
+    """Yield the tables of kills, kinds of memory, processes and marked lines, and the stacks."""
+    first: dict[str, tuple[str, Result, Ran]] = {}
+    for one in run.results:
+        if one.ran:
+            limit = one.cell.ram_limit_bytes
+            title = [plain(one.cell.strategy), *([words.size(limit)] if limit else [])]
+            title += one.cell.settings
+            first.setdefault(one.cell.series, (" ".join(title), one, one.ran))
+    # Of each command's measurements under all RAM limits, the one with the most memory.
+    by_command = grouped(first.values(), lambda one: searched(one[1].cell).series).values()
+    largest = [max(same, key=lambda one: one[2].needed_bytes or 0) for same in by_command]
+
+    killed = [
+        [
+            title,
+            _short(kill.command),
+            "the first process" if kill.is_main else "another process",
+            plain(_LIMITS.get(kill.limit_of, kill.limit_of)),
+            str(kill.pid),
+            *_sizes(kill),
+        ]
+        for title, _, ran in first.values()
+        for kill in ran.kills
+    ]
+    heads = ["of", "killed", "which", "limit", "pid"]
+    yield from _table("Killed for lack of memory", heads, 4, killed, [KILLS_NOTE], len(first))
+
+    kinds = [[title, *row] for title, _, ran in largest if (row := _kinds(ran))]
+    at_peak = "Kinds of memory at the peak"
+    yield from _table(at_peak, ["of"], 1, kinds, [CHARGE_NOTE], len(largest), _KINDS_OF_MEMORY)
+
+    processes, notes = [], [PROCESSES_NOTE]
+    for title, _, ran in largest:
+        seen = [each for each in ran.processes if each.anon_bytes is not None]
+        ordered = sorted(seen, key=_held, reverse=True)
+        least = _LEAST_SHARE * sum(map(_held, seen))
+        shown = [each for each in ordered[:_MOST_PROCESSES] if _held(each) >= least or each.files]
+        for each in shown:
+            reads = "; ".join(map(_read, each.files[:_MOST_FILES])) or "-"
+            pids = (str(each.pid), str(each.parent_pid))
+            processes.append([title, _short(each.command), reads, *pids, *_sizes(each)])
+        if smaller := [each for each in seen if each not in shown]:
+            notes.append(f"{title}: smaller processes are not shown: {_named(smaller)}.")
+        if others := [each for each in ran.processes if each.anon_bytes is None]:
+            notes.append(f"{title} also ran, at other times: {_named(others)}.")
+        if ran.ended:
+            left_running = few([plain(each) for each in ran.ended], _MOST_NAMES)
+            notes.append(f"{title} left these running, which weighin ended: {left_running}.")
+    heads = ["of", "command", "reads", "pid", "parent"]
+    yield from _table("Processes at the peak", heads, 3, processes, notes, len(largest))
+
+    lines = []
+    for title, _, ran in largest:
+        starts = [each.start_ns for each in ran.processes] or [mark.t_ns for mark in ran.marks[:1]]
+        times = [format_seconds(max(mark.t_ns - min(starts), 0)) for mark in ran.marks]
+        lines += [[title, plain(m.text), time] for m, time in zip(ran.marks, times, strict=True)]
+    heads = ["of", "line", "after"]
+    yield from _table("Marked lines of output", heads, 2, lines, [], len(largest), ())
+
+    stacks = [
+        "\n".join([
+            f"{title}, process {stack.pid}, thread {plain(stack.thread)}, at {format_bytes(stack.usage_bytes, digits=1)}:",
+            *(f"  {plain(frame)}" for frame in stack.frames),
+            *([f"  > {plain(stack.code)}"] if stack.code else []),
+        ])
+        for title, result, _ in first.values()
+        for stack in stacks_at_peak(result)
+    ]  # fmt: skip
+    if stacks:
+        yield Lines("Stacks at the peak", ["\n\n".join(stacks)], "verbatim")
+
+
+def stacks_at_peak(result: Result) -> list[Stack]:
+    """Return, of the Python stacks that were read, those at the highest memory of the command."""
+    found = [stack for stack in (result.ran.stacks if result.ran else ()) if stack.frames]
+    most = max((stack.usage_bytes for stack in found), default=0)
+    return [stack for stack in found if stack.usage_bytes == most]
+
+
+def _table(
+    title: str,
+    heads: Sequence[str],
+    names: int,
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    commands: int,
+    sizes: Sequence[str] = ("anonymous", "file", "shared"),
+) -> Iterator[Table]:
+    """Yield a table, unless it has no rows. For a single command, leave out the column of its name."""
+    start = 0 if commands > 1 else 1
+    columns = [Column(head, is_name=at < names) for at, head in enumerate(heads)]
+    columns += [Column(size, "MiB") for size in sizes]
+    if rows:
+        yield Table(title, columns[start:], [row[start:] for row in rows], notes)
+
+
+def _kinds(ran: Ran) -> list[str]:
+    """Return the kinds of memory at the peak, in MiB; nothing without a cgroup."""
+    at = ran.at_peak
+    if at is None or at.kernel_bytes is None:
+        return []
+    caches = at.kernel_reclaimable_bytes or 0
+    slab = None if at.slab_bytes is None else at.slab_bytes - caches
+    needed = (at.anon_bytes, at.shmem_bytes, at.locked_bytes, at.kernel_bytes - caches)
+    parts = (at.socket_bytes, at.page_tables_bytes, slab)
+    rest = (at.page_cache_bytes, at.freed_bytes, caches)
+    return [scaled(size, MIB, 1) for size in (*needed, *parts, *rest)]
+
+
+def _sizes(owner: Process | Kill) -> list[str]:
+    """Return the anonymous, file-backed and shared memory of a process in MiB."""
+    return [scaled(one, MIB, 1) for one in (owner.anon_bytes, owner.file_bytes, owner.shmem_bytes)]
+
+
+def _read(file: OpenFile) -> str:
+    """Return the name of a file, with the bytes that were read or mapped: "w.pt, 1.2 GiB of 3.1 GiB"."""
+    name, size = plain(PurePath(file.path).name), format_bytes(file.size_bytes, digits=1)
+    if file.position_bytes is None:
+        text = f"{name}, {format_bytes(file.mapped_bytes, digits=1)} of {size} mapped"
+    else:
+        text = f"{name}, {format_bytes(file.position_bytes, digits=1)} of {size}"
+    return text if file.is_open else f"{text}, closed before"
+
+
+def _named(others: Sequence[Process]) -> str:
+    """Return the names of the programs that ran, with the number of processes: "sh (12 times), cat"."""
+    counts = Counter(_short(each.command).partition(" ")[0] or "unknown" for each in others)
+    texts = [f"{name} ({n} times)" if n > 1 else name for name, n in counts.items()]
+    return few(texts, _MOST_NAMES)
+
+
+def _short(command: str) -> str:
+    """Return a command line without the folder of its program, cut off after 80 characters."""
+    program, _, arguments = plain(command).partition(" ")
+    text = f"{PurePath(program).name} {arguments}".strip()
+    return text if len(text) <= _COMMAND_LENGTH else text[: _COMMAND_LENGTH - 1] + "…"
+
+
+def _held(process: Process) -> int:
+    return (process.anon_bytes or 0) + (process.shmem_bytes or 0) + (process.file_bytes or 0)

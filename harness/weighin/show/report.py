@@ -5,6 +5,7 @@ dtype, is a column; a setting that all rows share is in the caption.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
@@ -29,8 +30,7 @@ from weighin.records.series import labels_among
 from weighin.records.verdict import Verdict
 from weighin.result import Outcome
 from weighin.show import words
-from weighin.show.commands import about_commands
-from weighin.show.findings import findings, floor_as_dict, floor_label
+from weighin.show.findings import about_commands, findings, floor_as_dict, floor_label
 from weighin.show.table import Column, Entry, Lines, Table, listed
 from weighin.show.words import ABOVE_IMPORT, HEADINGS, KINDS, OF_USES, plain
 from weighin.units import GIB
@@ -49,37 +49,33 @@ _IN_TERMINAL: Final = 3  # sentences
 
 def document(run: Measured) -> list[Table | Lines]:
     """Return the report of a run: the answer first, then what was found, then every figure."""
+    found, others = _parts(run)
+    figures = Table.of(_EXPLAINED, explained_figures(run.rows), names=4, title=FIGURES)
+    head = _lines("Answer", answer(run), "answer")
+    return [*head, *found, *others, *([figures] if run.rows else [])]
+
+
+def terminal(run: Measured) -> list[Table | Lines]:
+    """Return the report in the order of a terminal: the answer comes last, where it is seen."""
+    found, others = _parts(run)
+    notes = [words.shared(run), _HELP] if run.rows else []
+    last = Lines("", answer(run)[:_IN_TERMINAL], "answer")
+    return [*others, *found, Lines("", notes, "dim"), last]
+
+
+def _parts(run: Measured) -> tuple[list[Table], list[Table | Lines]]:
+    """Return the tables of what was found, and the parts with every figure and reason."""
     if not run.rows:
-        return [
-            *_lines("Answer", answer(run), "answer"),
-            *_lines("Warnings", run.warnings, "warning"),
-        ]
+        return [], [*_lines("Warnings", run.warnings, "warning")]
     shared = words.shared(run)
-    found = [
-        Table(one.title, one.columns, one.rows, [n for n in one.notes if n != shared], one.reasons)
-        for one in findings(run)
-    ]
-    return [
-        *_lines("Answer", answer(run), "answer"),
-        *found,
+    found = [replace(one, notes=[n for n in one.notes if n != shared]) for one in findings(run)]
+    return found, [
         *tables(run),
         *_lines("Not ok", _failures(run.rows)),
         *about_commands(run),
         *_refused(run),
         *_lines("Warnings", words.warnings(run), "warning"),
-        Table.of(_EXPLAINED, explained_figures(run.rows), names=4, title=FIGURES),
     ]
-
-
-def terminal(run: Measured) -> list[Table | Lines]:
-    """Return the report in the order of a terminal: the answer comes last, where it is seen."""
-    head, *parts = document(run)
-    found = [one.title for one in findings(run)]
-    shown = [part for part in parts if part.title not in (*found, FIGURES)]
-    last = [part for part in parts if part.title in found]
-    notes = [words.shared(run), _HELP] if run.rows else []
-    assert isinstance(head, Lines)
-    return [*shown, *last, Lines("", notes, "dim"), Lines("", head.lines[:_IN_TERMINAL], "answer")]
 
 
 def _lines(title: str, lines: Sequence[str], kind: Any = "") -> Iterator[Lines]:
@@ -109,28 +105,34 @@ def table(
     """Return a table of these rows: their labels, the settings ``names``, the outcome and figures."""
     label, kind = labels_among(cells_of(rows)), words.kind_of(rows)
     shown = [name for name in names if name not in IN_LABELS]
+    sizes = ("ram_limit_bytes", "vram_limit_bytes")
     headings = kind.headings if len(words.kinds_of(rows)) == 1 else {}
     columns = [
         Column(kind.words["what"], is_name=True),
-        *(_setting_column(name) for name in shown),
+        *(
+            Column(HEADINGS.get(name, name), is_name=name not in sizes, rank=int(name == "use"))
+            for name in shown
+        ),
         Column("outcome", is_name=True),
         *(Column(headings.get(f.key, f.heading), f.column_unit, rank=f.rank) for f in figures),
     ]
     fields = [
         [
             Entry(plain(label(row["cell"]))),
-            *(Entry(words.setting(name, row), key=_sorted_by(name, row)) for name in shown),
+            *(
+                # No RAM limit is sorted as a very large one.
+                Entry(
+                    words.setting(name, row),
+                    key=float(row[name] or 2**63) if name == sizes[0] else None,
+                )
+                for name in shown
+            ),
             Entry(words.ending(row), kind=_KIND.get(row["outcome"], "failed")),
             *(_figure(row, figure) for figure in figures),
         ]
         for row in rows
     ]
     return Table(title, columns, fields, notes)
-
-
-def _setting_column(name: str) -> Column:
-    is_size = name.endswith("_limit_bytes")
-    return Column(HEADINGS.get(name, name), is_name=not is_size, rank=int(name == "use"))
 
 
 _KIND: Final = {Outcome.OK.value: "ok", Outcome.SKIPPED.value: "skipped"}
@@ -155,11 +157,6 @@ def _figure(row: Row, figure: Metric) -> Entry:
     bound = "≥ " if figure.at_least and text != "-" and row[figure.at_least] else ""
     low, high = (figure.in_column(row[f"{figure.key}{end}"]) for end in ("_min", "_max"))
     return Entry(f"{bound}{text}", "" if low == high else f"{low}..{high}", key=value)
-
-
-def _sorted_by(name: str, row: Row) -> float | None:
-    """Return the number by which a column is sorted; no RAM limit counts as a very large one."""
-    return float(row[name] or 2**63) if name == "ram_limit_bytes" else None
 
 
 def explained_figures(rows: Sequence[Row] = ()) -> list[tuple[str, str, str, str]]:

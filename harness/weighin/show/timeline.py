@@ -16,7 +16,7 @@ from weighin.records.series import labels_among
 from weighin.result import Outcome, Phase, Result, Sample, phases_of
 from weighin.show import style as look
 from weighin.show import words
-from weighin.show.commands import stacks_at_peak
+from weighin.show.findings import stacks_at_peak
 from weighin.show.report import SCENE
 from weighin.text import few, one_line
 from weighin.units import GIB, format_bytes, format_seconds
@@ -56,19 +56,43 @@ class Track:
     Attributes:
         samples: readings of memory. For a command in a cgroup, their file-backed memory is all page
             cache that the kernel charged to the cgroup.
+        ranks: the samples of each rank, if several ranks loaded the model.
         zero_ns: the start of the load, or of the command.
         end_s: the time from ``zero_ns`` to the end of the measurement.
-        gpu: pairs of a time in nanoseconds and the GPU memory in bytes.
-        ranks: the samples of each rank, if several ranks loaded the model.
     """
 
     label: str
     result: Result
     samples: Sequence[Sample]
+    ranks: Sequence[Sequence[Sample]]
     zero_ns: int
     end_s: float
-    gpu: Sequence[tuple[int, int]] = ()
-    ranks: Sequence[Sequence[Sample]] = ()
+
+    @classmethod
+    def of(cls, run: Measured, row: Row, label: str) -> "Track":
+        """Return the first repeat of a measurement; without samples, they are empty."""
+        result = run.by_series[row["group"]][0]
+        samples = read_samples(run.folder, result.samples_path)
+        times = [sample.t_ns for sample in (*samples[:1], *samples[-1:])]
+        phases = result.phases
+        if result.ran:
+            samples = list(map(_of_group, samples))
+        else:
+            phases = phases_of(phases) or phases
+        begun = [
+            *(one.start_ns for one in phases),
+            *(times[:1] if result.ran or not phases else ()),
+        ]
+        zero_ns = min(begun, default=0)
+        end_ns = max([*(one.end_ns for one in result.phases), *times], default=0)
+        ranks = [read_samples(run.folder, rank.samples_path) for rank in result.ranks]
+        shown = one_line(label, look.LABEL_LENGTH)
+        return cls(shown, result, samples, ranks if all(ranks) else (), zero_ns, (end_ns - zero_ns) / 1e9)  # fmt: skip
+
+    def gpu(self) -> list[tuple[int, int]]:
+        """Return pairs of a time in nanoseconds and the GPU memory in bytes."""
+        known = ((sample.t_ns, sample.cuda_allocated_bytes) for sample in self.samples)
+        return [(t_ns, used) for t_ns, used in known if used is not None]
 
     def seconds(self, t_ns: int) -> float:
         return (t_ns - self.zero_ns) / 1e9
@@ -116,67 +140,37 @@ def draw_timelines(run: Measured, most: int = 1) -> "Iterator[Figure]":
 
     A panel shows the first repeat of a measurement. Without its samples, it says "no samples".
     """
-    left_out = len(run.rows) - most * look.MAX_PANELS
+    label = labels_among(cells_of(run.rows))
+    scene = [name for name in SCENE if len(values(run.rows, name)) > 1]
     starts = range(0, len(run.rows), look.MAX_PANELS)[:most]
     for start in starts:
         rows = run.rows[start : start + look.MAX_PANELS]
-        yield _figure(run, rows, left_out if start == starts[-1] else 0)
-
-
-def _figure(run: Measured, rows: Sequence[Row], left_out: int) -> "Figure":
-    tracks = list(_tracks(run, rows))
-    columns = min(2, len(tracks))
-    lines = -(-len(tracks) // columns)
-    figure, grid = look.new_figure(lines * 2.2 + 0.2, lines, columns, sharex=True, sharey=True)
-    span, top = longest(tracks), highest(tracks)
-    kind = words.kind_of(rows)
-    for axes, track in zip(grid.flat, tracks, strict=False):
-        axes.set_xlim(0 if track.result.ran else -_BEFORE * span, span)
-        axes.set_ylim(0, top * _HEADROOM)
-        _panel(axes, track, span)
-    for axes in grid.flat[len(tracks) :]:
-        axes.axis("off")
-    for axes in grid[:, 0]:
-        axes.set_ylabel(kind.axis, fontsize=9)
-    for axes in grid.flat[max(0, len(tracks) - columns) : len(tracks)]:
-        axes.tick_params(labelbottom=True)  # also above an empty panel
-    for axes in grid.flat[(lines - 1) * columns : len(tracks)]:
-        axes.set_xlabel(f"time since {kind.zero}, s", fontsize=9)
-    title = look.headline(rows, f"Memory over time while {words.doing(rows)}")
-    handles = _legend(tracks, top * _HEADROOM, kind.cached)
-    look.dress(figure, title, handles, _caption(run, rows, tracks, left_out))
-    return figure
-
-
-def _tracks(run: Measured, rows: Sequence[Row]) -> Iterator[Track]:
-    label = labels_among(cells_of(run.rows))
-    scene = [name for name in SCENE if len(values(run.rows, name)) > 1]
-    for row in rows:
-        result = run.by_series[row["group"]][0]
-        about = [words.dimension(name, row[name]) for name in scene]
-        samples = read_samples(run.folder, result.samples_path)
-        if result.ran:
-            samples = list(map(_of_group, samples))
-        times = [sample.t_ns for sample in (*samples[:1], *samples[-1:])]
-        phases = result.phases if result.ran else phases_of(result.phases) or result.phases
-        zero = min((one.start_ns for one in phases), default=min(times, default=0))
-        if result.ran:
-            zero = min([zero, *times[:1]])
-        end = max([*(one.end_ns for one in result.phases), *times], default=0)
-        ranks = [read_samples(run.folder, rank.samples_path) for rank in result.ranks]
-        yield Track(
-            one_line(" · ".join([label(row["cell"]), *about]), look.LABEL_LENGTH),
-            result,
-            samples,
-            zero,
-            (end - zero) / 1e9,
-            [
-                (sample.t_ns, sample.cuda_allocated_bytes)
-                for sample in samples
-                if sample.cuda_allocated_bytes is not None
-            ],
-            ranks if all(ranks) else (),
-        )
+        tracks = []
+        for row in rows:
+            about = [words.dimension(name, row[name]) for name in scene]
+            tracks.append(Track.of(run, row, " · ".join([label(row["cell"]), *about])))
+        columns = min(2, len(tracks))
+        lines = -(-len(tracks) // columns)
+        figure, grid = look.new_figure(lines * 2.2 + 0.2, lines, columns, sharex=True, sharey=True)
+        span, top = longest(tracks), highest(tracks) * _HEADROOM
+        kind = words.kind_of(rows)
+        for axes, track in zip(grid.flat, tracks, strict=False):
+            axes.set_xlim(0 if track.result.ran else -_BEFORE * span, span)
+            axes.set_ylim(0, top)
+            _panel(axes, track, span)
+        for axes in grid.flat[len(tracks) :]:
+            axes.axis("off")
+        for axes in grid[:, 0]:
+            axes.set_ylabel(kind.axis, fontsize=9)
+        for axes in grid.flat[max(0, len(tracks) - columns) : len(tracks)]:
+            axes.tick_params(labelbottom=True)  # also above an empty panel
+        for axes in grid.flat[(lines - 1) * columns : len(tracks)]:
+            axes.set_xlabel(f"time since {kind.zero}, s", fontsize=9)
+        title = look.headline(rows, f"Memory over time while {words.doing(rows)}")
+        left_out = len(run.rows) - most * look.MAX_PANELS if start == starts[-1] else 0
+        caption = _caption(run, rows, tracks, left_out)
+        look.dress(figure, title, _legend(tracks, top, kind.cached), caption)
+        yield figure
 
 
 def _of_group(sample: Sample) -> Sample:
@@ -207,7 +201,7 @@ def highest(tracks: Sequence[Track]) -> float:
     data = 0
     for track in tracks:
         peaks = [track.phase_peak(phase) or 0 for phase in track.result.phases]
-        used = [sample.rss_bytes for sample in track.samples] + [size for _, size in track.gpu]
+        used = [sample.rss_bytes for sample in track.samples] + [size for _, size in track.gpu()]
         data = max([data, *used, *peaks])
     limits = [track.result.cell.ram_limit_bytes or 0 for track in tracks]
     near = [limit for limit in limits if not data or limit <= 2 * data]
@@ -240,8 +234,8 @@ def _panel(axes: "Axes", track: Track, span: float) -> None:
             return
     else:
         _areas(axes, track)
-    if track.gpu:
-        points = thin(track.gpu, _POINTS, itemgetter(1))
+    if gpu := track.gpu():
+        points = thin(gpu, _POINTS, itemgetter(1))
         axes.step(
             [track.seconds(t_ns) for t_ns, _ in points], [used / GIB for _, used in points],
             where="post", color="black", linewidth=1, zorder=3, label="GPU",
@@ -264,8 +258,12 @@ def _areas(axes: "Axes", track: Track) -> None:
     colours: list[Any] = [shades[name] for name in parts]
     total = [sum(heights) for heights in zip(*layers, strict=True)]
     if track.ranks:  # an area of anonymous memory for each rank, alternately in two shades
-        by_rank = anonymous_by_rank(track, points)
-        layers = [*([size / GIB for size in layer] for layer in by_rank), *layers[1:]]
+        by_rank: list[list[float]] = []
+        for samples in track.ranks:
+            times = [sample.t_ns for sample in samples]
+            places = [bisect_right(times, point.t_ns) for point in points]
+            by_rank.append([samples[at - 1].anon_bytes / GIB if at else 0 for at in places])
+        layers = [*by_rank, *layers[1:]]
         two = (shade, look.tint(shade))
         colours = [two[at % 2] for at in range(len(by_rank))] + ["#DDDDDD"] * (len(parts) - 1)
         parts = [_PARTS[0]] * len(by_rank) + parts[1:]
@@ -274,16 +272,6 @@ def _areas(axes: "Axes", track: Track) -> None:
         if part in parts:
             drawn[parts.index(part)].set_hatch(hatch)
     axes.plot(seconds, total, color=look.INK, linewidth=0.8)
-
-
-def anonymous_by_rank(track: Track, points: Sequence[Sample]) -> list[list[int]]:
-    """Return the anonymous memory of each rank in bytes, at the times of ``points``."""
-    layers = []
-    for samples in track.ranks:
-        times = [sample.t_ns for sample in samples]
-        places = [bisect_right(times, point.t_ns) for point in points]
-        layers.append([samples[at - 1].anon_bytes if at else 0 for at in places])
-    return layers
 
 
 def _phases(axes: "Axes", track: Track, span: float) -> None:
@@ -384,7 +372,7 @@ def _legend(tracks: Sequence[Track], top: float, cached: str) -> list[Any]:
         handles.append(Patch(facecolor=look.GREY, hatch="//", label="kernel", **look.EDGE))
     exact = "exact peak of a phase"
     handles.append(Line2D([], [], color="black", linewidth=1.4, label=exact))
-    if any(track.gpu for track in tracks):
+    if any(track.gpu() for track in tracks):
         handles.append(Line2D([], [], color="black", linewidth=1, label="on the GPU"))
     if any(any(track.marks()) for track in tracks):
         handles.append(Line2D([], [], color=look.INK, linestyle=":", label="line of output"))
@@ -417,7 +405,7 @@ def _caption(
             "Of several ranks: the anonymous memory of each rank, in two shades in turn; above it in grey,"
             " file-backed and shared memory, counted once. Bands: the phases of rank 0."
         )
-    if any(track.gpu for track in tracks):
+    if any(track.gpu() for track in tracks):
         lines.append("On the GPU: allocated bytes, sampled.")
     if left_out > 0:
         lines.append(f"{left_out} more panels are not drawn: see samples/.")

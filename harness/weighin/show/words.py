@@ -303,17 +303,15 @@ def code(results: Sequence[Result]) -> str:
 
 def when_and_what(made: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     """Return days and commits as text; ``made`` has each measurement's environment and start time."""
-    commits = list(dict.fromkeys(_commit(environment) for environment, _ in made))
+    commits: dict[str, None] = {}
+    for environment, _ in made:
+        commit = str(environment.get("git_commit") or "")[:_COMMIT_DIGITS] or "unknown"
+        is_changed = environment.get("git_commit") and environment.get("git_dirty")
+        commits[f"{commit} with changes" if is_changed else commit] = None
     days = sorted({day[:10] for _, day in made} - {""})
     when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "on an unknown day"
     noun = "commit" if len(commits) == 1 else "commits"
     return f"{when} with weighin {noun} {', '.join(commits)}"
-
-
-def _commit(environment: Mapping[str, Any]) -> str:
-    commit = environment.get("git_commit")
-    changed = " with changes" if environment.get("git_dirty") else ""
-    return f"{str(commit)[:_COMMIT_DIGITS]}{changed}" if commit else "unknown"
 
 
 def machine(environments: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -364,7 +362,8 @@ def notes(run: Measured) -> list[str]:
         lines.append(
             "Not ok: the figures are the last readings before the end, and not the memory that a load needs."
         )
-    if any(_is_above_its_limit(row) for row in run.rows):
+    ok = [row for row in run.rows if row["outcome"] == Outcome.OK and row["ram_limit_bytes"]]
+    if any((row["peak_rss_bytes"] or 0) > row["ram_limit_bytes"] for row in ok):
         lines.append(
             "A peak RSS above the RAM limit: pages of libraries and files that were in memory before count"
             " in the RSS, and the kernel charges them to the cgroup that read them first."
@@ -372,22 +371,15 @@ def notes(run: Measured) -> list[str]:
     if (repeats := max((row["repeats"] for row in run.rows), default=0)) > 1:
         lines.append(f"Median of up to {repeats} repeats, with the whole range.")
     builders = {
-        result.cell.model.name: result.cell.model.builder.partition(":")[0]
-        for result in run.results
-        if result.outcome is Outcome.OK and result.cell.operation == "load" and _is_unused(result)
+        one.cell.model.name: one.cell.model.builder.partition(":")[0]
+        for one in run.results
+        if (one.outcome, one.cell.operation) == (Outcome.OK, "load")
+        and one.cell.passes > 0
+        and one.cost is not None
+        and not any(phase.name == "forward" for phase in one.phases)
     }
     return lines + [
         f"{name}: no forward pass was run, because {module} defines no example_inputs"
         " (docs/models.md): ok means that every weight is right, not that the model runs."
         for name, module in builders.items()
     ]
-
-
-def _is_above_its_limit(row: Row) -> bool:
-    bound, peak = row["ram_limit_bytes"], row["peak_rss_bytes"]
-    return row["outcome"] == Outcome.OK and bool(bound and peak) and peak > bound
-
-
-def _is_unused(result: Result) -> bool:
-    is_called = any(phase.name == "forward" for phase in result.phases)
-    return result.cell.passes > 0 and result.cost is not None and not is_called

@@ -9,6 +9,7 @@ run that was stopped would otherwise look complete.
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,17 +17,18 @@ from typing import TYPE_CHECKING, Any, Final
 from weighin.errors import UnknownName
 from weighin.files import write_bytes
 from weighin.records import run_folder
-from weighin.records.metrics import METRICS
-from weighin.records.run import OF_CELLS, OF_SERIES, Measured, row_of
+from weighin.records.metrics import COLUMNS, METRICS
+from weighin.records.run import OF_CELLS, OF_SERIES, Measured, Row, row_of
 from weighin.records.run_folder import Records
 from weighin.records.series import Series, name_of, summarise
-from weighin.result import Outcome
+from weighin.result import Outcome, Sample
 from weighin.show import page, style, words
 from weighin.show.report import csv_columns, document, whole
 from weighin.show.table import escaped, markdown
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the import of each takes half a second
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 DEFAULT: Final = ("md", "html", "csv", "png")
 _PICTURES: Final = ("png", "svg")
@@ -36,6 +38,15 @@ _RUN: Final = "run"
 """The name of the entry, beside the measurements, with the number of missing cells of a run."""
 # A cell that begins with one of these characters is a formula in a spreadsheet.
 _FORMULA_STARTS: Final = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+
+_INTEGERS: Final = (
+    "ram_limit_bytes",
+    "vram_limit_bytes",
+    "repeat",
+    "repeats",
+    "ok",
+    "missing_cells",
+)
 
 Figures = Mapping[str, "Figure"]
 
@@ -180,14 +191,50 @@ def _summary(run: Measured) -> Iterator[tuple[str, Series, int]]:
 
 def _parquet(run: Measured) -> bytes:
     from weighin.errors import extra
-    from weighin.show.frame import frame
 
     with extra("parquet", "parquet"):
         import pyarrow  # noqa: F401  # an optional dependency, because it takes 170 MB
     file = BytesIO()
     rows = [row_of(result) for result in run.results]
-    frame(rows, csv_columns(rows, OF_CELLS), run.missing).to_parquet(file, index=False)
+    _frame(rows, csv_columns(rows, OF_CELLS), run.missing).to_parquet(file, index=False)
     return file.getvalue()
+
+
+def results(run: str | Path, *, samples: bool = False) -> "DataFrame":
+    """Return a run's figures: a row for the repeats of each measurement, with the columns of summary.csv.
+
+    With ``samples``, return instead the memory over time: a row for each sample of each repeat, whose
+    column ``series`` has the measurement's name in ``weighin check``.
+
+    Raises:
+        RecordError: the folder has no readable records.
+    """
+    measured = Measured.of(Path(run), run_folder.read(Path(run)))
+    if not samples:
+        return _frame(measured.rows, csv_columns(measured.rows, OF_SERIES), measured.missing)
+    import pandas as pd
+
+    return pd.DataFrame(
+        [
+            {"series": name_of(one.cell), "repeat": one.cell.repeat, **asdict(sample)}
+            for one in measured.results
+            for sample in run_folder.read_samples(measured.folder, one.samples_path)
+        ],
+        columns=["series", "repeat", *(each.name for each in fields(Sample))],
+    )
+
+
+def _frame(rows: Sequence[Row], names: Sequence[str], missing: int | None) -> "DataFrame":
+    """Return the rows as a table whose integers stay exact, beside missing values too."""
+    import pandas as pd
+
+    table = pd.DataFrame([[row[n] for n in names] for row in rows], columns=[*names], dtype=object)
+    table["missing_cells"] = missing
+    types = dict.fromkeys(_INTEGERS, "Int64")
+    for key, figure in COLUMNS.items():
+        kind = "Int64" if figure.is_whole else "Float64"
+        types |= dict.fromkeys((key, f"{key}_min", f"{key}_max"), kind)
+    return table.astype({name: types[name] for name in table.columns if name in types})
 
 
 def _drawn(_: Measured, figures: Figures, kind: str) -> dict[str, str | bytes]:
