@@ -312,9 +312,10 @@ class History:
         from weighin.show.style import png, svg
 
         places = {run["run"]: place for place, run in enumerate(self.runs)}
+        names, _ = short_names(one["series"] for one in self.series)
         unit, scale = ("s", 1e9) if self.metric.unit == "ns" else ("GiB", GIB)
         curves = {
-            one["series"]: (
+            names[one["series"]]: (
                 one["series"].split(" ")[STRATEGY],
                 [
                     (places[point["run"]], point["median"] / scale)

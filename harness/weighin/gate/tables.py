@@ -265,5 +265,7 @@ def _table(lines: Sequence[Line], names: dict[str, str]) -> Table:
         *(Column(one) for one in ("now", "from limit" if only_budgets else "change", "limit")),
         Column("grew in", is_name=True, rank=2),
     ]
-    table = Table("", columns, rows)
-    return table.without([columns[3]]) if only_budgets else table
+    if only_budgets:
+        del columns[3]
+        rows = [[*row[:3], *row[4:]] for row in rows]
+    return Table("", columns, rows)

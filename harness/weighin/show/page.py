@@ -16,7 +16,7 @@ from weighin.records import run_folder
 from weighin.records.run import Measured
 from weighin.show import style, words
 from weighin.show.report import FIGURES, document
-from weighin.show.table import Column, Lines, Table, escape
+from weighin.show.table import Lines, Table, escape
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,6 +35,9 @@ def render(run: Measured, figures: "Mapping[str, Figure]") -> str:
     """Return the report of a run as HTML; ``figures`` are its pictures by name."""
     title = escape(words.title(run.rows) if run.rows else "A run without cells")
     parts = document(run)
+    settings = words.settings(run.results)
+    about = [[name, " | ".join(values)] for name, values in settings.items()]
+    environment = Table.of(("setting", "value"), about, names=2, title="Machine and software")
     last = [part for part in parts if part.title == FIGURES]
     pictures = [
         f'<figure id="{name}" class="picture scroll" tabindex="0">{style.svg(figure, name)}</figure>\n'
@@ -48,12 +51,15 @@ def render(run: Measured, figures: "Mapping[str, Figure]") -> str:
             f" read its figures.</p>\n{''.join(pictures)}</section>\n"
             if pictures
             else "",
-            *_sections([_environment(run), *last]),
+            *_sections([environment, *last]),
         ]
     )
     folder = [file for file in _FILES if (run.folder / file).exists()]
     links = ", ".join(f'<a href="{file}">{file}</a>' for file in folder)
-    script, css = (_template(name) for name in ("script.js", "style.css"))
+    templates = resources.files("weighin.show") / "templates"
+    script, css = (
+        (templates / one).read_text(encoding="utf-8") for one in ("script.js", "style.css")
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"""<!doctype html>
 <html lang="en">
@@ -94,13 +100,6 @@ def _sections(parts: Iterable[Table | Lines]) -> Iterable[str]:
         yield f'<section aria-label="{title}"{kind}>\n<h2>{title}</h2>\n{part.html()}</section>\n'
 
 
-def _environment(run: Measured) -> Table:
-    """Return each recorded setting of machine and software with its value, or all its values."""
-    columns = [Column("setting", is_name=True), Column("value", is_name=True)]
-    rows = [[name, " | ".join(values)] for name, values in words.settings(run.results).items()]
-    return Table("Machine and software", columns, rows)
-
-
 def _when(run: Measured) -> str:
     """Return the times at which the first and the last measurement of a run started."""
     starts = sorted(one.started_at for one in run.results if one.started_at)
@@ -109,7 +108,3 @@ def _when(run: Measured) -> str:
     first, last = (start[:16].replace("T", " ") for start in (starts[0], starts[-1]))
     zone = " UTC" if all(start.endswith("+00:00") for start in starts) else ""
     return f"Measured {first if first == last else f'{first} to {last}'}{zone}."
-
-
-def _template(name: str) -> str:
-    return (resources.files("weighin.show") / "templates" / name).read_text(encoding="utf-8")

@@ -215,23 +215,18 @@ def _references(axes: "Axes", group: Sequence[Row], right: float) -> None:
 
 
 def _legend(rows: Sequence[Row]) -> list[Any]:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    marker: dict[str, Any] = {"linestyle": "", "color": "black", "markersize": 5}
     kind = words.kind_of(rows)
     _, name, accuracy = kind.peak
-    peak = f"{name} ({accuracy})"
-    handles: list[Any] = [
-        Patch(facecolor=look.GREY, label=f"{kind.held[1]} (sampled)", **look.EDGE),
-        Patch(facecolor=look.tint(look.GREY), label=f"{kind.cached} (sampled)", **look.EDGE),
-        Line2D([], [], marker="D", markerfacecolor="white", label=peak, **marker),
-    ]
-    if any(row["outcome"] != Outcome.OK for row in rows):
-        handles.append(Patch(facecolor="white", hatch="////", label="not ok", **look.EDGE))
-    if has(rows, "peak_cuda_allocated_bytes"):
-        handles.append(Line2D([], [], marker="^", label="CUDA peak, on the GPU (exact)", **marker))
-    return handles
+    marker: dict[str, Any] = {"linestyle": "", "color": "black", "markersize": 5}
+    not_ok = any(row["outcome"] != Outcome.OK for row in rows)
+    on_gpu = has(rows, "peak_cuda_allocated_bytes")
+    return look.legend(
+        (True, f"{kind.held[1]} (sampled)", {"facecolor": look.GREY}),
+        (True, f"{kind.cached} (sampled)", {"facecolor": look.tint(look.GREY)}),
+        (True, f"{name} ({accuracy})", {"marker": "D", "markerfacecolor": "white", **marker}),
+        (not_ok, "not ok", {"facecolor": "white", "hatch": "////"}),
+        (on_gpu, "CUDA peak, on the GPU (exact)", {"marker": "^", **marker}),
+    )
 
 
 def _compared(group: Sequence[Row]) -> list[Row]:
@@ -303,7 +298,7 @@ def _spread(places: Sequence[float], gap: float) -> list[float]:
 
 def draw_survival(run: Measured) -> "Figure":
     """Draw a field for each strategy and RAM limit, coloured by the verdict."""
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Rectangle
 
     drawn = run.matrices[: look.MAX_PANELS]
     heights = [0.55 * len(matrix.rows) + 0.7 for matrix in drawn]
@@ -341,7 +336,7 @@ def draw_survival(run: Measured) -> "Figure":
         Verdict.THRASHES: f"thrashes: {kind.words['thrashes']}",
         Verdict.KILLED: "killed for lack of memory",
     }
-    handles = [Patch(facecolor=FILLS[verdict], label=text) for verdict, text in meant.items()]
+    handles = look.legend(*((True, text, {"facecolor": FILLS[one]}) for one, text in meant.items()))
     title = f"Which {kind.words['several']} survive which RAM limit? {_model(first)}"
     look.dress(figure, title, handles, [time, rule, survival_caption(run, first)])
     return figure
@@ -374,8 +369,6 @@ def field_words(field: Typical | None) -> tuple[str, str]:
 
 def draw_times(run: Measured) -> "Figure":
     """Draw each strategy's time over RAM limits; an x marks the first failure."""
-    from matplotlib.lines import Line2D
-
     drawn = run.matrices[: look.MAX_PANELS]
     panels: list[look.Panel] = []
     for matrix in drawn:
@@ -402,12 +395,11 @@ def draw_times(run: Measured) -> "Figure":
             axes.axvline(column - 0.5, color="black", linewidth=1.2, linestyle="--", zorder=0)
             across = axes.get_xaxis_transform()
             axes.text(column - 0.5, 1.01, below, transform=across, fontsize=8, color=look.INK)
-    sign: dict[str, Any] = {"linestyle": "", "color": look.INK}
-    signs = [
-        Line2D([], [], marker="o", markersize=5, label="survives", **sign),
-        Line2D([], [], marker="^", markersize=5, label="thrashes", **sign),
-        Line2D([], [], marker="x", markersize=7, markeredgewidth=2, label="killed", **sign),
-    ]
+    signs = look.legend(
+        (True, "survives", {"linestyle": "", "marker": "o", "markersize": 5}),
+        (True, "thrashes", {"linestyle": "", "marker": "^", "markersize": 5}),
+        (True, "killed", {"linestyle": "", "marker": "x", "markersize": 7, "markeredgewidth": 2}),
+    )
     lines = [*survival_notes(run), survival_caption(run, drawn[0])]
     title = f"Time under lower RAM limits: {_model(drawn[0])}"
     look.dress(figure, title, [*handles, *signs], lines)

@@ -181,6 +181,20 @@ def dress(figure: "Figure", title: str, handles: Sequence[Any], lines: Sequence[
         )  # fmt: skip
 
 
+def legend(*keys: tuple[object, str, dict[str, Any]]) -> list[Any]:
+    """Return a handle for each key whose first item is true: its label, and the style of a patch or line."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    return [
+        Patch(label=label, **EDGE, **style)
+        if "facecolor" in style
+        else Line2D([], [], label=label, **({"color": INK} | style))
+        for is_drawn, label, style in keys
+        if is_drawn
+    ]
+
+
 def headline(rows: Sequence[Row], subject: str) -> str:
     """Return the title of a picture: ``subject``, then model and RAM limit, each if all rows share it."""
     changing, first = varying(rows), rows[0]

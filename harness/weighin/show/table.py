@@ -6,12 +6,12 @@ A document is a list of ``Table`` and ``Lines``. A console prints each of them a
 
 import html
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -22,6 +22,7 @@ from weighin.text import printable
 _Item = TypeVar("_Item")
 
 KINDS: Final = {
+    "": ("", "", ""),
     "survives": ("green", "🟢", "✓"),
     "thrashes": ("yellow", "🟡", "≈"),
     "killed": ("red", "🔴", "✗"),
@@ -91,82 +92,73 @@ class Table:
         columns = [Column(head, is_name=at < names) for at, head in enumerate(heads)]
         return cls(title, columns, [*rows])
 
+    @property
+    def entries(self) -> list[list[Entry]]:
+        return [[Entry(one) if isinstance(one, str) else one for one in row] for row in self.rows]
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Print the table without breaking a word or a number, with as few columns left out as needed."""
         if self.title:
             yield _text(f"\n{self.title}", "bold")
-        least = dict(enumerate(self._widths(is_narrow=True)))
+        most, least = self._widths(), dict(enumerate(self._widths(is_narrow=True)))
         # Those of the highest rank are left out first, then the last ones, but never the first.
         able = sorted([*least][1:], key=lambda at: (self.columns[at].rank, at))
-        left_out: list[Column] = []
+        left_out: list[str] = []
         while True:
             padding = 1 if sum(least.values()) + 2 * len(least) <= options.max_width else 0
             around = (1 + padding) * len(least) + 1 - padding
             if sum(least.values()) + around <= options.max_width or not able:
                 break
-            left_out.append(self.columns[place := able.pop()])
+            left_out.append(" ".join(self.columns[place := able.pop()].title.split()))
             del least[place]
-        table = self.without(left_out)
-        widths = _widened([*least.values()], table._widths(), options.max_width - around)
-        yield table._drawn(widths, padding)
+        widths = _widened([*least.values()], [most[at] for at in least], options.max_width - around)
+        drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding), collapse_padding=True)  # fmt: skip
+        for at, width in zip(least, widths, strict=True):
+            side: Literal["left", "right"] = "left" if self.columns[at].is_name else "right"
+            drawn.add_column(
+                _text(_head(self.columns[at])), justify=side, overflow="fold", width=width
+            )
+        for row in self.entries:
+            fields = [_text(row[at].text, KINDS[row[at].kind][0]) for at in least]
+            spreads = [f"\n{row[at].spread}" if row[at].spread else "" for at in least]
+            drawn.add_row(
+                *(one.append(spread, "dim") for one, spread in zip(fields, spreads, strict=True))
+            )
+        yield drawn
         for reason in self.reasons:
             yield _text(reason)
         if left_out:
-            names = ", ".join(" ".join(column.title.split()) for column in left_out)
-            yield _text(
-                f"Left out at {options.max_width} columns: {names}. A wider terminal shows them.",
-                "dim",
-            )
+            where = f"Left out at {options.max_width} columns: {', '.join(left_out)}."
+            yield _text(f"{where} A wider terminal shows them.", "dim")
         for note in self.notes:
             yield _text(note, "dim")
 
-    def without(self, columns: Sequence[Column]) -> "Table":
-        places = [at for at, column in enumerate(self.columns) if column not in columns]
-        return replace(
-            self,
-            columns=[self.columns[at] for at in places],
-            rows=[[row[at] for at in places] for row in self.rows],
-        )
-
-    def _drawn(self, widths: Sequence[int], padding: int) -> RichTable:
-        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding), collapse_padding=True)  # fmt: skip
-        for column, width in zip(self.columns, widths, strict=True):
-            side: Literal["left", "right"] = "left" if column.is_name else "right"
-            table.add_column(_text(_head(column)), justify=side, overflow="fold", width=width)
-        for row in self.rows:
-            fields: list[RenderableType] = []
-            for entry in map(_entry, row):
-                text = _text(entry.text, KINDS[entry.kind][0] if entry.kind else "")
-                fields.append(text.append(f"\n{entry.spread}", "dim") if entry.spread else text)
-            table.add_row(*fields)
-        return table
-
     def _widths(self, *, is_narrow: bool = False) -> list[int]:
         """Return the width of each column; with ``is_narrow``, of a name only that of its longest word."""
-        widths = []
-        for at, column in enumerate(self.columns):
-            entries = [_entry(row[at]) for row in self.rows]
-            lines = [_head(column), *(f"{one.text}\n{one.spread}" for one in entries)]
-            parts = (
-                line.split() if is_narrow and column.is_name else line.split("\n") for line in lines
-            )
-            widths.append(
-                max(cell_len(printable(part)) for found in parts for part in [*found, ""])
-            )
+        widths = [0] * len(self.columns)
+        heads = [Entry(_head(column)) for column in self.columns]
+        for row in [heads, *self.entries]:
+            for at, (one, column) in enumerate(zip(row, self.columns, strict=True)):
+                text = printable(f"{one.text}\n{one.spread}", "\n")
+                parts = text.split() if is_narrow and column.is_name else text.split("\n")
+                widths[at] = max([widths[at], *map(cell_len, parts)])
         return widths
 
     def markdown(self) -> str:
         """Return the table in Markdown without its title; each line break becomes a space."""
+
+        def line(cells: Iterable[str]) -> str:
+            return f"| {' | '.join(cells)} |"
+
         lines = [
-            _line(_joined(column.title, column.unit) for column in self.columns),
-            _line(("---" if column.is_name else "---:" for column in self.columns), is_plain=True),
+            line(_joined(column.title, column.unit) for column in self.columns),
+            line("---" if column.is_name else "---:" for column in self.columns),
         ]
-        for row in self.rows:
-            cells = []
-            for entry in map(_entry, row):
-                mark = KINDS[entry.kind][1] if entry.kind else ""
-                cells.append(_joined(mark, entry.text, entry.spread and f"({entry.spread})"))
-            lines.append(_line(cells))
+        for row in self.entries:
+            marked = (
+                (KINDS[one.kind][1], one.text, one.spread and f"({one.spread})") for one in row
+            )
+            lines.append(line(_joined(*parts) for parts in marked))
         if self.notes:
             lines += ["", escaped("\n\n".join(self.notes))]
         if self.reasons:
@@ -175,28 +167,28 @@ class Table:
 
     def html(self) -> str:
         """Return the table as HTML without its title; a script of the page sorts its rows."""
-        head = "".join(
-            f'<th scope="col"{_number(column)}>{escape(column.title)}'
+        heads = "".join(
+            ('<th scope="col">' if column.is_name else '<th scope="col" class="number">')
+            + escape(column.title)
             + (f" <small>{escape(column.unit)}</small>" if column.unit else "")
             + "</th>"
             for column in self.columns
         )
-        body = "".join(
-            "<tr>"
-            + "".join(
-                _field(_entry(entry), column, "td" if at else "th")
+        rows = [
+            "".join(
+                _field(entry, column, "td" if at else "th")
                 for at, (entry, column) in enumerate(zip(row, self.columns, strict=True))
             )
-            + "</tr>\n"
-            for row in self.rows
-        )
+            for row in self.entries
+        ]
+        body = "".join(f"<tr>{row}</tr>\n" for row in rows)
         notes = "".join(
             f'<p class="hint">{escape(one)}</p>\n' for one in (*self.reasons, *self.notes)
         )
         label = escape(self.title or "table")
         return (
             f'<div class="scroll" tabindex="0" role="region" aria-label="{label}">\n'
-            f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n</div>\n{notes}"
+            f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n</div>\n{notes}"
         )
 
 
@@ -272,10 +264,6 @@ def pivot(
     return Table(title, heads, rows, notes, reasons)
 
 
-def _entry(given: Entry | str) -> Entry:
-    return Entry(given) if isinstance(given, str) else given
-
-
 def _head(column: Column) -> str:
     """Return a heading for a terminal, with one word in each line, so that many columns fit."""
     title = column.title if column.is_name else "\n".join(column.title.split())
@@ -296,15 +284,7 @@ def _widened(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
 
 
 def _joined(*parts: str) -> str:
-    return " ".join(" ".join(parts).split())
-
-
-def _line(cells: Iterable[str], *, is_plain: bool = False) -> str:
-    return f"| {' | '.join(cells if is_plain else map(escaped, cells))} |"
-
-
-def _number(column: Column) -> str:
-    return "" if column.is_name else ' class="number"'
+    return escaped(" ".join(" ".join(parts).split()))
 
 
 def _field(entry: Entry, column: Column, tag: str) -> str:
@@ -313,7 +293,7 @@ def _field(entry: Entry, column: Column, tag: str) -> str:
     about = f' class="{classes}"' if classes else ""
     about += f' data-tip="{escape(entry.tip)}"' if entry.tip else ""
     about += f' data-key="{entry.key!r}"' if entry.key is not None else ""
-    sign = KINDS[entry.kind][2] if entry.kind else ""
+    sign = KINDS[entry.kind][2]
     sign = f'<span aria-hidden="true">{sign}</span> ' if sign else ""
     spread = f"<small>{escape(entry.spread)}</small>" if entry.spread else ""
     scope = ' scope="row"' if tag == "th" else ""

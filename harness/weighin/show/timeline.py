@@ -359,29 +359,22 @@ def _cut(axes: "Axes", track: Track, span: float) -> None:
 
 
 def _legend(tracks: Sequence[Track], top: float, cached: str) -> list[Any]:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    handles: list[Any] = [
-        Patch(facecolor=look.GREY, label="anonymous", **look.EDGE),
-        Patch(facecolor=look.tint(look.GREY), label=cached, **look.EDGE),
-    ]
-    if any(track.has("shmem_bytes") for track in tracks):
-        handles.append(Patch(facecolor="white", hatch=_DOTS, label="shared", **look.EDGE))
-    if any(track.has("kernel_bytes") for track in tracks):
-        handles.append(Patch(facecolor=look.GREY, hatch="//", label="kernel", **look.EDGE))
-    exact = "exact peak of a phase"
-    handles.append(Line2D([], [], color="black", linewidth=1.4, label=exact))
-    if any(track.gpu() for track in tracks):
-        handles.append(Line2D([], [], color="black", linewidth=1, label="on the GPU"))
-    if any(any(track.marks()) for track in tracks):
-        handles.append(Line2D([], [], color=look.INK, linestyle=":", label="line of output"))
     limits = [track.result.cell.ram_limit_bytes for track in tracks]
-    if any(limit and limit / GIB <= top for limit in limits):
-        handles.append(Line2D([], [], color="black", linestyle="--", label="RAM limit"))
-    if any(track.result.outcome in CUT_OFF for track in tracks):
-        handles.append(Line2D([], [], marker="X", color="black", linestyle="", label="cut off"))
-    return handles
+    has_limit = any(limit and limit / GIB <= top for limit in limits)
+    is_cut = any(track.result.outcome in CUT_OFF for track in tracks)
+    has_marks = any(any(track.marks()) for track in tracks)
+    shared, kernel = (any(track.has(part) for track in tracks) for part in _PARTS[2:])
+    return look.legend(
+        (True, "anonymous", {"facecolor": look.GREY}),
+        (True, cached, {"facecolor": look.tint(look.GREY)}),
+        (shared, "shared", {"facecolor": "white", "hatch": _DOTS}),
+        (kernel, "kernel", {"facecolor": look.GREY, "hatch": "//"}),
+        (True, "exact peak of a phase", {"color": "black", "linewidth": 1.4}),
+        (any(track.gpu() for track in tracks), "on the GPU", {"color": "black", "linewidth": 1}),
+        (has_marks, "line of output", {"linestyle": ":", "linewidth": 0.8}),
+        (has_limit, "RAM limit", {"color": "black", "linestyle": "--"}),
+        (is_cut, "cut off", {"color": "black", "linestyle": "", "marker": "X"}),
+    )
 
 
 def _caption(

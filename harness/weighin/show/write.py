@@ -51,24 +51,6 @@ _INTEGERS: Final = (
 Figures = Mapping[str, "Figure"]
 
 
-def write_report(
-    folder: Path, formats: Sequence[str] = (), records: Records | None = None
-) -> list[Path]:
-    """Write the report of a run into the run's folder, and return the paths of the written files.
-
-    ``formats`` are keys of ``FORMATS``; an empty sequence means ``DEFAULT``. ``records`` are the
-    run's records, if the caller has already read them. If a part of records.jsonl is damaged, the
-    report contains the undamaged records.
-
-    Raises:
-        ConfigError: a format needs a package that is not installed.
-        RecordError: the run's records cannot be read, or the run's folder cannot be written.
-        UnknownName: ``FORMATS`` does not contain a requested format.
-    """
-    run = Measured.of(folder, records or run_folder.read_whole(folder))
-    return write(run, formats)
-
-
 def checked(formats: Sequence[str]) -> tuple[str, ...]:
     """Return each requested format once; raise UnknownName if ``FORMATS`` does not contain it."""
     wanted = tuple(dict.fromkeys(formats or DEFAULT))
@@ -79,7 +61,15 @@ def checked(formats: Sequence[str]) -> tuple[str, ...]:
 
 
 def write(run: Measured, formats: Sequence[str] = ()) -> list[Path]:
-    """Write a report as ``write_report`` does."""
+    """Write the report of a run into the run's folder, and return the paths of the written files.
+
+    ``formats`` are keys of ``FORMATS``; an empty sequence means ``DEFAULT``.
+
+    Raises:
+        ConfigError: a format needs a package that is not installed.
+        RecordError: the run's folder cannot be written.
+        UnknownName: ``FORMATS`` does not contain a requested format.
+    """
     wanted = checked(formats)
     drawn = dict(draw(run)) if {*wanted} & {"html", *_PICTURES} else {}
     paths = []
