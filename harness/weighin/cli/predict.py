@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from weighin.predict.prediction import Prediction
-    from weighin.show.table import Table
+    from weighin.show.table import Lines, Table
 
-    _Answer = tuple[list[Prediction], dict[str, Any], Sequence[Table | str]]
+    _Answer = tuple[list[Prediction], dict[str, Any], Sequence[Table | Lines]]
     """The predictions, the document for --json, and the tables and texts to print."""
 
 EXAMPLES = {
@@ -51,7 +51,7 @@ def predict(context: click.Context, /, **_: Any) -> None:
     from weighin.predict import tables
 
     typed = context.params
-    parts: Iterable[Table | str]
+    parts: Iterable[Table | Lines]
     if path := _options.pipeline(context):
         predictions, document, parts = _pipeline(context, path)
     else:

@@ -91,7 +91,7 @@ def examine(say: Callable[[str], None]) -> Examination:
 
 def table(examination: Examination) -> Table:
     columns = [Column(head, is_name=True) for head in ("subject", "works", "detail")]
-    rows = [
+    rows: list[list[Entry | str]] = [
         [one.subject, Entry(_WORDS[one.verdict], kind=_KINDS[one.verdict]), one.detail]
         for one in examination.capabilities
     ]

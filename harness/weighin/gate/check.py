@@ -141,20 +141,12 @@ class Group:
     """
 
     name: str
-    runs: tuple[Records, ...]
-    warnings: tuple[str, ...] = ()
+    runs: Sequence[Records]
     incomplete: Mapping[Path, Coverage] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, name: str, runs: Iterable[tuple[Path, Records]]) -> "Group":
-        """Return the results in the folders of runs."""
-        runs = [*runs]
-        return cls(
-            name,
-            tuple(one for _, one in runs),
-            tuple(dict.fromkeys(text for _, one in runs for text in one.warnings)),
-            {folder: one.coverage for folder, one in runs if one.missing and one.coverage},
-        )
+    @property
+    def warnings(self) -> list[str]:
+        return [*dict.fromkeys(text for run in self.runs for text in run.warnings)]
 
     @property
     def environments(self) -> list[dict[str, Any]]:
@@ -181,14 +173,17 @@ def read_runs(folders: Sequence[Path]) -> Group:
     Raises:
         RecordError: a folder is not a run, or has no record or a damaged one.
     """
-    runs = [(folder, run_folder.read(folder)) for folder in folders]
-    for folder, records in runs:
+    runs = [run_folder.read(folder) for folder in folders]
+    incomplete = {}
+    for folder, records in zip(folders, runs, strict=True):
         if not records.results:
             raise RecordError(
                 f"{folder} contains no record: nothing was measured",
                 f"measure first: {records.coverage.again}" if records.coverage else "",
             )
-    return Group.of(", ".join(map(str, folders)), runs)
+        if records.missing and records.coverage:
+            incomplete[folder] = records.coverage
+    return Group(", ".join(map(str, folders)), runs, incomplete)
 
 
 def check(

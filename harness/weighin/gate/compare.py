@@ -358,7 +358,7 @@ def history(folder: Path, metric: str, words: Sequence[str] = ()) -> History:
         warnings += records.warnings
         if records.results:
             name = str(path.parent.relative_to(folder)) if len(parts) > 1 else folder.name
-            runs.append(Group.of(name, [(path.parent, records)]))
+            runs.append(Group(name, [records]))
     warnings += [
         f"the {count} runs in {path} are left out; to see these runs: weighin history {quote(str(path))}"
         for path, count in left_out.items()

@@ -4,6 +4,7 @@ the kinds of their memory, their processes, and which ones were killed.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import PurePath
 from typing import Any, Final
@@ -248,38 +249,35 @@ def first_pass_ns(repeats: Iterable[Result]) -> int | None:
 
 def survival(run: Measured) -> Iterator[Table]:
     """Yield a table of strategies by RAM limits for each model measured under two or more limits."""
-    for matrix in run.matrices:
-        labels, limits = matrix.labels, matrix.limits
-        # The function that reads a field's place, the places, their titles, and a word for them.
-        axes: list[tuple[Any, Sequence[int], Callable[[int], str], str]] = [
-            (lambda one: one[0], range(len(labels)), labels.__getitem__, KINDS[matrix.scene.operation].words["what"]),
-            (lambda one: one[1], range(len(limits)), lambda at, limits=limits: words.limit(limits[at]), "RAM limit"),
-        ]  # fmt: skip
-        is_tall = len(limits) > max(_MOST_LIMITS, len(labels))
-        (row, _, row_title, name), (column, columns, column_title, _) = axes[
-            :: -1 if is_tall else 1
-        ]
-        fields = [(*place, one) for place, one in sorted(matrix.fields.items(), key=itemgetter(0))]
-        reasons = [
-            f"{labels[at]} under {words.size(limits[under])} thrashes: {one.judgement.reason}"
-            for at, under, one in fields
-            if one.judgement and one.judgement.verdict is Verdict.THRASHES
-        ]
-        yield pivot(
-            "Survival under each limit",
-            sorted(fields, key=row),
-            row,
-            column,
-            lambda ours, labels=labels, limits=limits: _lived(
-                ours[0][2], f"{labels[ours[0][0]]}, {words.limit(limits[ours[0][1]])}"
-            ),
-            columns=columns,
-            row_title=row_title,
-            column_title=column_title,
-            name=name,
-            notes=[*survival_notes(run), survival_caption(run, matrix)],
-            reasons=reasons,
-        )
+    return map(partial(_survival, run), run.matrices)
+
+
+def _survival(run: Measured, matrix: Matrix) -> Table:
+    labels, limits = matrix.labels, list(map(words.limit, matrix.limits))
+    fields = [(*place, one) for place, one in sorted(matrix.fields.items(), key=itemgetter(0))]
+    reasons = [
+        f"{labels[row]} under {words.size(matrix.limits[column])} thrashes: {one.judgement.reason}"
+        for row, column, one in fields
+        if one.judgement and one.judgement.verdict is Verdict.THRASHES
+    ]
+    # The place of a field in its key, the names of the places, and what they are.
+    axes = [(0, labels, KINDS[matrix.scene.operation].words["what"]), (1, limits, "RAM limit")]
+    if len(limits) > max(_MOST_LIMITS, len(labels)):
+        axes.reverse()
+    (row, rows, name), (column, columns, _) = axes
+    return pivot(
+        "Survival under each limit",
+        sorted(fields, key=itemgetter(row)),
+        itemgetter(row),
+        itemgetter(column),
+        lambda ours: _lived(ours[0][2], f"{labels[ours[0][0]]}, {limits[ours[0][1]]}"),
+        columns=range(len(columns)),
+        row_title=rows.__getitem__,
+        column_title=columns.__getitem__,
+        name=name,
+        notes=[*survival_notes(run), survival_caption(run, matrix)],
+        reasons=reasons,
+    )
 
 
 def survival_notes(run: Measured) -> list[str]:
@@ -459,9 +457,9 @@ def about_commands(run: Measured) -> Iterator[Table | Lines]:
     for one in run.results:
         if one.ran:
             limit = one.cell.ram_limit_bytes
-            title = [plain(one.cell.strategy), *([words.size(limit)] if limit else [])]
-            title += one.cell.settings
-            first.setdefault(one.cell.series, (" ".join(title), one, one.ran))
+            named = [plain(one.cell.strategy), *([words.size(limit)] if limit else [])]
+            title = " ".join([*named, *one.cell.settings])
+            first.setdefault(one.cell.series, (title, one, one.ran))
     # Of each command's measurements under all RAM limits, the one with the most memory.
     by_command = grouped(first.values(), lambda one: searched(one[1].cell).series).values()
     largest = [max(same, key=lambda one: one[2].needed_bytes or 0) for same in by_command]
@@ -485,7 +483,8 @@ def about_commands(run: Measured) -> Iterator[Table | Lines]:
     at_peak = "Kinds of memory at the peak"
     yield from _table(at_peak, ["of"], 1, kinds, [CHARGE_NOTE], len(largest), _KINDS_OF_MEMORY)
 
-    processes, notes = [], [PROCESSES_NOTE]
+    processes: list[list[str]] = []
+    notes = [PROCESSES_NOTE]
     for title, _, ran in largest:
         seen = [each for each in ran.processes if each.anon_bytes is not None]
         ordered = sorted(seen, key=_held, reverse=True)
@@ -505,7 +504,7 @@ def about_commands(run: Measured) -> Iterator[Table | Lines]:
     heads = ["of", "command", "reads", "pid", "parent"]
     yield from _table("Processes at the peak", heads, 3, processes, notes, len(largest))
 
-    lines = []
+    lines: list[list[str]] = []
     for title, _, ran in largest:
         starts = [each.start_ns for each in ran.processes] or [mark.t_ns for mark in ran.marks[:1]]
         times = [format_seconds(max(mark.t_ns - min(starts), 0)) for mark in ran.marks]

@@ -74,11 +74,9 @@ class Track:
         result = run.by_series[row["group"]][0]
         samples = read_samples(run.folder, result.samples_path)
         times = [sample.t_ns for sample in (*samples[:1], *samples[-1:])]
-        phases = result.phases
+        phases = result.phases if result.ran else phases_of(result.phases) or result.phases
         if result.ran:
             samples = list(map(_of_group, samples))
-        else:
-            phases = phases_of(phases) or phases
         begun = [
             *(one.start_ns for one in phases),
             *(times[:1] if result.ran or not phases else ()),
