@@ -12,7 +12,6 @@ from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
     from weighin.recommend.answer import Advice, PipelineAdvice, Question
-    from weighin.show.table import Table
 
 EXAMPLES = {
     "Recommend a way to load the model on a machine with 8 GiB of RAM": "weighin recommend gpt2-xl --ram 8g",
