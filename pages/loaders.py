@@ -46,7 +46,7 @@ strategy that cannot read the format of a Hugging Face folder reads a copy in th
   model before this reading. At the start, the page cache holds no page of the checkpoint (cold) or all of its pages (warm).
 
 If the whole model fits into RAM, a strategy that maps the file needs the least private memory. If RAM is so short that the kernel drops pages of
-the file, take the fastest strategy that holds one copy of the weights. [Many tensors](many-tensors.md) shows how the time of a load grows with the
+the file, take the fastest strategy that holds one copy of the weights. [Many tensors](results.md#many-tensors) shows how the time of a load grows with the
 number of tensors.
 """
 

@@ -5,9 +5,9 @@ the timelines, because a timeline needs samples, which are not published.
 
 The text between the two comments of a block is generated. A block names a run, and a key
 of ``_PARTS``: ``survival`` is the table of survival; without a key, the block is the table of all
-results. The block of a run in runs.yaml that has no records yet names the command that measures it.
-A block with a key of ``_OF_SEVERAL`` names several runs. A block can also have the keys of suite files, which
-come from the pydantic model that reads suite files::
+results, and ``short`` is this table with the columns that decide. The block of a run in runs.yaml that has
+no records yet names the command that measures it. A block with a key of ``_OF_SEVERAL`` names several runs.
+A block can also have the keys of suite files, which come from the pydantic model that reads suite files::
 
     <!-- results/published/gpt2-xl-8GiB -->
     ...
@@ -40,7 +40,7 @@ from weighin.settings.definition import COMMANDS, MODELS, Settings, SuiteCommand
 from weighin.settings.yaml_file import read_mapping
 from weighin.show import findings, report, style, words
 from weighin.show.plots import pictures
-from weighin.show.table import Table
+from weighin.show.table import Entry, Table
 from weighin.text import markdown as escaped
 
 _BLOCK: Final = re.compile(
@@ -73,11 +73,30 @@ def _tables(read: Callable[[Measured], Iterable[Table]]) -> Callable[[Sequence[R
     )
 
 
-def markdown_table(results: Sequence[Result]) -> str:
+_SECOND: Final = ("import", "above import", "cgroup peak")
+"""The columns that the part ``short`` leaves out."""
+
+
+def markdown_short(results: Sequence[Result]) -> str:
+    """Return the tables of a run without ranges, and without the figures that decide nothing."""
+    return markdown_table(results, _short)
+
+
+def _short(table: Table) -> Table:
+    table = table.without([column for column in table.columns if column.title in _SECOND])
+    rows = [
+        [replace(e, spread="") if isinstance(e, Entry) else e for e in row] for row in table.rows
+    ]
+    return replace(table, rows=rows)
+
+
+def markdown_table(
+    results: Sequence[Result], change: Callable[[Table], Table] = lambda table: table
+) -> str:
     """Return the tables of a run as Markdown, with the caption below the tables."""
     run = Measured(results)
     parts = []
-    for table in report.tables(run):
+    for table in map(change, report.tables(run)):
         heading = table.title.partition(": ")[2]
         parts += [f"**{escaped(heading)}**"] if heading else []
         parts.append(replace(table, notes=()).markdown())
@@ -86,6 +105,7 @@ def markdown_table(results: Sequence[Result]) -> str:
 
 _PARTS: Final[Mapping[str | None, Callable[[Sequence[Result]], str]]] = {
     None: markdown_table,
+    "short": markdown_short,
     "relative": run_tables.markdown_relative,
     "survival": _tables(findings.survival),
     "floors": _tables(findings.floors),

@@ -42,16 +42,6 @@ _OTHERS: Final = "source/"
 _LANGUAGES: Final = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List every decision in the navigation, in their order."""
-    decisions = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
-    pages = ["decisions/README.md", *(f"decisions/{path.name}" for path in decisions)]
-    for entry in config.nav or []:
-        if isinstance(entry, dict) and "Decisions" in entry:
-            entry["Decisions"] = pages
-    return config
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from outside docs/, and all pictures and source files that pages name."""
     for path, page in PAGES.items():

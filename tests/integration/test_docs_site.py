@@ -172,5 +172,5 @@ def test_the_search_finds_a_page(browser: Browser, address: str) -> None:
     # Until the index is loaded, this line says "Initializing search".
     page.locator(".md-search-result__meta", has_text="Type to start").wait_for(timeout=60_000)
     box.press_sequentially("bisection")
-    page.locator(".md-search-result__item a[href*='/floors.html']").first.wait_for(timeout=60_000)
+    page.locator(".md-search-result__item a[href*='/results.html']").first.wait_for(timeout=60_000)
     page.close()

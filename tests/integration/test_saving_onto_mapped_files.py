@@ -1,4 +1,4 @@
-"""Saving onto a file whose pages are a model's weights, as docs/saving-onto-a-mapped-file.md describes.
+"""Saving onto a file whose pages are a model's weights, as docs/recommend.md describes.
 
 Each way runs in a child process of its own, because three of the ways end with SIGBUS.
 """
@@ -15,7 +15,7 @@ from typing import Any, Final
 import pytest
 from fork_server import ForkServer
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "saving-onto-a-mapped-file.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "recommend.md"
 
 SETUP: Final = """
 import json, resource, shutil, sys

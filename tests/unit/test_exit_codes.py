@@ -67,7 +67,7 @@ def test_the_help_says_what_each_exit_code_means(verb: tuple[str, ...]) -> None:
 
 
 def test_the_page_of_the_command_line_has_them_all() -> None:
-    text = (ROOT / "docs" / "command-line.md").read_text()
+    text = (ROOT / "docs" / "suites.md").read_text()
     codes = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
     assert list(map(int, codes)) == list(errors.MEANINGS)
 

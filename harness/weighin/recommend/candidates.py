@@ -74,7 +74,7 @@ class Speeds:
 
     The defaults are those of a small cloud machine. They order strategies better than speeds that
     are measured on the machine within seconds: such figures differ by a factor of two between two
-    measurements (docs/decisions/0023-recommend.md).
+    measurements (docs/internals.md).
 
     Attributes:
         read_bytes_per_s: reading a file that is not in the page cache: one thread, buffered.

@@ -24,7 +24,7 @@ def chosen(names: list[str]) -> dict[str, str]:
             found[name] = ""
             continue
         path = Path(name).expanduser().resolve()
-        example = "see docs/after-the-load.md for an example of 3 lines"
+        example = "see docs/results.md for an example of 3 lines"
         user_code.parse(path, "use", "use(model)", example)
         if path.stem in (*USES, NONE) or found.get(path.stem, str(path)) != str(path):
             raise ConfigError(
