@@ -40,7 +40,7 @@ from weighin.settings.definition import COMMANDS, MODELS, Settings, SuiteCommand
 from weighin.settings.yaml_file import read_mapping
 from weighin.show import findings, report, style, words
 from weighin.show.plots import pictures
-from weighin.show.table import Entry, Table
+from weighin.show.table import Table
 from weighin.text import markdown as escaped
 
 _BLOCK: Final = re.compile(
@@ -83,11 +83,9 @@ def markdown_short(results: Sequence[Result]) -> str:
 
 
 def _short(table: Table) -> Table:
-    table = table.without([column for column in table.columns if column.title in _SECOND])
-    rows = [
-        [replace(e, spread="") if isinstance(e, Entry) else e for e in row] for row in table.rows
-    ]
-    return replace(table, rows=rows)
+    places = [at for at, column in enumerate(table.columns) if column.title not in _SECOND]
+    rows = [[replace(row[at], spread="") for at in places] for row in table.entries]
+    return replace(table, columns=[table.columns[at] for at in places], rows=rows)
 
 
 def markdown_table(
