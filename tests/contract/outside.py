@@ -240,9 +240,9 @@ def found_floors(run: str) -> Iterator[None]:
 def examined() -> Iterator[None]:
     """Let ``weighin doctor`` find one capability of each kind, whatever this machine has."""
     found = (
-        Capability("isolation docker", "bad", "no Docker engine answers"),
-        Capability("isolation cgroup enforces a limit", "good", "a probe was killed"),
-        Capability("soft limit (ram_high)", "poor", "cgroup v1 has no memory.high"),
+        Capability("isolation docker", "no", "no Docker engine answers"),
+        Capability("isolation cgroup enforces a limit", "yes", "a probe was killed"),
+        Capability("soft limit (ram_high)", "partly", "cgroup v1 has no memory.high"),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(doctor, "examine", lambda *_, **__: doctor.Examination(found))

@@ -13,9 +13,9 @@ from weighin.doctor import Capability, of_group
 from weighin.errors import IsolationUnavailable
 from weighin.probes.cgroup import Cgroup
 
-KILLS = Capability("kills for lack of memory", "good", "exact: oom_kill in memory.events.local")
-REFAULTS = Capability("refaults", "good", "exact: workingset_refault_file in memory.stat")
-SOFT = Capability("soft limit (ram_high)", "good", "memory.high, with --isolation cgroup")
+KILLS = Capability("kills for lack of memory", "yes", "exact: oom_kill in memory.events.local")
+REFAULTS = Capability("refaults", "yes", "exact: workingset_refault_file in memory.stat")
+SOFT = Capability("soft limit (ram_high)", "yes", "memory.high, with --isolation cgroup")
 
 
 def findings(folder: Path, kernel: str) -> list[Capability]:
@@ -25,10 +25,10 @@ def findings(folder: Path, kernel: str) -> list[Capability]:
 def test_version_1(tmp_path: Path) -> None:
     exact = "exact for each phase: memory.max_usage_in_bytes, reset at the end of each"
     assert findings(tmp_path, HYBRID) == [
-        Capability("cgroup peak", "good", exact),
-        Capability("kills for lack of memory", "good", "exact: oom_kill in memory.oom_control"),
+        Capability("cgroup peak", "yes", exact),
+        Capability("kills for lack of memory", "yes", "exact: oom_kill in memory.oom_control"),
         REFAULTS,
-        Capability("soft limit (ram_high)", "poor", "cgroup v1 has no memory.high"),
+        Capability("soft limit (ram_high)", "partly", "cgroup v1 has no memory.high"),
     ]
 
 
@@ -38,14 +38,14 @@ def test_version_2_whose_mark_is_the_whole_cells(
     monkeypatch.setattr(Cgroup, "reset_peak", lambda _: False)
     assert findings(tmp_path, "v2-6.12")[0] == Capability(
         "cgroup peak",
-        "poor",
+        "partly",
         "exact for the whole cell, not for a phase: resetting memory.peak needs Linux 6.12",
     )
 
 
 def test_version_2_without_a_mark(tmp_path: Path) -> None:
     missing = "missing: memory.peak needs Linux 5.19; only samples are available"
-    peak = Capability("cgroup peak", "bad", missing)
+    peak = Capability("cgroup peak", "no", missing)
     assert findings(tmp_path, "v2-5.10") == [peak, KILLS, REFAULTS, SOFT]
 
 
@@ -78,4 +78,4 @@ def test_a_slow_disk_on_a_fresh_machine_and_for_containers(
     monkeypatch.setattr(doctor, "_page_read_s", lambda file: 0.005 if file.exists() else 0)
     found = "asked for 100MB/s, 5ms: a direct read of a page took 5.00 ms through FUSE"
     why = "; not for a load in docker: they may not read it: write a line" if is_refused else ""
-    assert doctor._slow_disk() == ("poor" if is_refused else "good", found + why)
+    assert doctor._slow_disk() == ("partly" if is_refused else "yes", found + why)
