@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ import psutil
 from weighin import install
 from weighin.child_process import Child
 from weighin.errors import ConfigError, HarnessError, extra
-from weighin.fleet.node import Answer, answer, own_code
+from weighin.fleet.node import Answer, by_kind, own_code
 from weighin.fleet.node import run as run_here
 from weighin.plan.task import Node
 from weighin.result import Result
@@ -40,11 +40,11 @@ for _name in (__name__, run_here.__module__, Child.__module__):  # a node may la
     cloudpickle.register_pickle_by_value(sys.modules[_name])
 
 Task = Callable[[Mapping[str, Any]], tuple[str, list[dict[str, Any]]]]
-"""A function that Ray runs on a node: it takes an assignment, and returns the node's id and the events."""
+"""A function that Ray runs on a node, as ``run``."""
 
 
 def run(assignment: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    """Run an assignment on the node to which Ray copied this function.
+    """Run an assignment on the node to which Ray copied this function; return its id and the events.
 
     The process of the assignment gets the environment with which the node was started. Ray's own
     workers have further variables, such as OMP_NUM_THREADS, that would change the measurement.
@@ -55,9 +55,8 @@ def run(assignment: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
         raylet = next(p for p in psutil.Process().parents() if p.name() == "raylet").environ()
         value = raylet.get(_MONITOR) if (of := assignment["monitor"]) is None else str(of)
         if value is not None and value.strip() == "0":
-            return place, run_here(
-                {**assignment, "is_tested": place in assignment["is_tested"]}, raylet
-            )
+            is_tested = place in assignment["is_tested"]
+            return place, run_here({**assignment, "is_tested": is_tested}, raylet)
         source = f"{_MONITOR} is not set: Ray's default" if value is None else f"{_MONITOR}={value}"
         why = f"Ray's memory monitor is on ({source}), and would kill cells before their limit does"
         fix = "stop Ray on these nodes (ray stop), and start Ray there without its memory monitor"
@@ -114,17 +113,16 @@ class Cluster:
     def answer(self, done: Future[Any]) -> Answer:
         """Return the answer to a finished assignment, or raise HarnessError: Ray lost all tries."""
         try:
-            place, events = answer(*done.result())
+            place, told = done.result()
         except RayError as lost:
             raise HarnessError(f"the node was lost: {one_line(str(lost), 200)}") from None
-        if "error" in events or "began" in events:
-            return place, events
-        error = {
-            "message": f"weighin does not run on this node: {events['ended']['stderr']}",
-            "repair": "install weighin on that node, in Ray's environment:"
-            f" {install.command('ray', anywhere=True)}",
-        }
-        return place, {**events, "error": {"exit_code": 2, **error}}
+        events = by_kind(told)
+        if "error" not in events and "began" not in events:
+            why = f"weighin does not run on this node: {events['ended']['stderr']}"
+            fix = "install weighin on that node, in Ray's environment"
+            fix = f"{fix}: {install.command('ray', anywhere=True)}"
+            events["error"] = {"message": why, "repair": fix, "exit_code": 2}
+        return place, events
 
     def stop(self, assignments: Iterable[Future[Any]]) -> None:
         """Cancel assignments, and wait until what they ran has ended."""
@@ -147,19 +145,20 @@ class Cluster:
         finally:
             lost = [task for task in tasks.values() if not task.done()]
             self.stop(lost)
-        found, refused = [], []
+        found, errors = [], []
         for place, task in tasks.items():
-            events: dict[str, Any] = {}
-            with suppress(HarnessError):
+            try:
                 events = {} if task in lost else self.answer(task)[1]
+            except HarnessError:
+                continue
             if has := events.get("node"):
                 del has["event"]
                 found.append(Node(place, self._names[place], **has))
             elif error := events.get("error"):
-                refused.append((f"{self._names[place]}: {error['message']}", error["repair"]))
+                errors.append({**error, "message": f"{self._names[place]}: {error['message']}"})
         self._silent = tasks.keys() - {node.id for node in found}
-        if refused:
-            raise ConfigError("; ".join(message for message, _ in refused), refused[0][1])
+        if errors:
+            raise ConfigError("; ".join(each["message"] for each in errors), errors[0]["repair"])
         if not found:
             raise ConfigError(
                 f"no node of the cluster has the resource {SLOT} and all labels of the run",

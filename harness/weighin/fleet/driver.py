@@ -27,7 +27,6 @@ from weighin.probes import environment
 from weighin.probes.cgroup import LOCK_VARIABLE
 from weighin.records import run_folder
 from weighin.records.machine import CONCURRENT
-from weighin.records.run_folder import parse
 from weighin.result import SCHEMA, Outcome, Result
 from weighin.run import interrupts, runner
 from weighin.suite import registry
@@ -53,24 +52,26 @@ class Driver:
         self, crew: "Cluster | Jobs", nodes: Sequence[Node], task: Run, progress: Progress
     ) -> None:
         self._crew, self._task, self._progress = crew, task, progress
-        self._nodes = nodes
         self._names = self._alive = {n.id: n.name for n in nodes}
         self._left_out = {n.id for n in nodes if n.isolations[task.isolation.name]}
         self._trouble: HarnessError = NoNodeLeft(f"none can use {task.isolation.name}")
         self._waiting = {Demand.of(each.cell): deque[Planned]() for each in task.planned}
-        self._short, self._asks_again = self._obstacles(), True
+        # Why nodes cannot run cells of a demand: never, or with what they had free at the last cell.
+        self._short = {
+            demand: {n.id: why for n in nodes if (why := demand.obstacle(n))}
+            for demand in self._waiting
+        }
+        self._asks_again = True
         self._running: dict[Future[Any], tuple[Planned, Demand, float]] = {}
         self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
 
     def run(self) -> Sequence[Result]:
         """Run every cell that has no record yet, and return the results of all cells."""
         task = self._task
-        code = environment.code()
-        self._code = {name: value for name, value in code.items() if name.startswith("git_")}
+        self._code = {n: value for n, value in environment.code().items() if n.startswith("git_")}
         # A node finds a strategy that is part of weighin in its own installation.
         own = {str(info.path) for info in registry.strategies(task.settings.operation).values()}
-        paths = task.settings.strategy_paths
-        paths = {name: "" if path in own else path for name, path in paths.items()}
+        paths = {n: "" if p in own else p for n, p in task.settings.strategy_paths.items()}
         ours = {"strategy_paths": paths, "shard": None, "engine": {}}
         self._assignment = {
             "kind": "measure",
@@ -108,19 +109,12 @@ class Driver:
                 looked_s = time.monotonic()
             self._hand_out()
             if not self._running and self._asks_again:  # a node may have more free RAM now
-                self._short, self._asks_again = self._obstacles(), False
+                self._short, self._asks_again = {demand: {} for demand in self._waiting}, False
                 self._hand_out()
             if not self._running:
                 raise self._stuck()
             for done in wait(self._running, _WAIT_S, FIRST_COMPLETED).done:
                 self._take(done, *self._running.pop(done)[:2])
-
-    def _obstacles(self) -> dict[Demand, dict[str, str]]:
-        """Return, for each demand, why nodes can never run such cells; a node that joins is asked by a cell."""
-        return {
-            demand: {n.id: reason for n in self._nodes if (reason := demand.obstacle(n))}
-            for demand in self._waiting
-        }
 
     def _able(self, demand: Demand, gpus: float = 0) -> set[str]:
         places = self._alive.keys() - self._left_out - self._short[demand].keys()
@@ -167,18 +161,18 @@ class Driver:
             self._tested.add(place)
             self._write(cell, record["files"])
             where = f"a record from the node {self._names[place]}"
-            result = replace(parse(Result, record["record"].encode(), where), cell=cell)
+            result = replace(run_folder.parse(Result, record["record"].encode(), where), cell=cell)
             self._record(self._crew.placed(result, place))
         elif short or error:
             self._waiting[demand].appendleft(planned)
         else:
             code, stderr = events["ended"]["code"], one_line(events["ended"]["stderr"])
-            self._fail(cell, place, f"exit code {code}" + (f", {stderr}" if stderr else ""))
+            why = f"exit code {code}" + (f", {stderr}" if stderr else "")
+            self._fail(cell, place, f"on {self._names[place]}: {why}")
         if short:
-            has = {name: short[name] for name in ("ram_bytes", "free_ram_bytes", "gpu_bytes")}
-            self._short[demand][place] = demand.obstacle(
-                Node(place, self._names[place], **has), is_now=True
-            )
+            has = {name: value for name, value in short.items() if name != "event"}
+            there = Node(place, self._names[place], **has)
+            self._short[demand][place] = demand.obstacle(there, is_now=True)
         if error and place not in self._left_out:
             told = {name: error[name] for name in ("message", "repair", "exit_code")}
             self._leave_out(place, HarnessError(**told))
@@ -201,8 +195,7 @@ class Driver:
         reasons = "; ".join(sorted(short.get(n, f"{self._names[n]} {no_gpu}") for n in nodes))
         return NoNodeLeft(f"{waiting}: {reasons}", "free memory on a node, or add a node")
 
-    def _fail(self, cell: Cell, place: str, why: str) -> None:
-        message = f"on {self._names[place]}: {why}" if place else why
+    def _fail(self, cell: Cell, place: str, message: str) -> None:
         now = datetime.now(UTC).isoformat("T", "milliseconds")
         failed = Result(SCHEMA, cell, Outcome.MEASUREMENT_FAILED, message=message, started_at=now)
         self._record(self._crew.placed(failed, place))
@@ -230,9 +223,7 @@ class Jobs:
 
     def __init__(self, jobs: int, isolation: str, caches: Path) -> None:
         self.slots, self.gpus = jobs, dict[str, float]()
-        self._isolation = isolation
-        self._caches = caches
-        self._is_tested = False
+        self._isolation, self._caches, self._is_tested = isolation, caches, False
         self._pool = ThreadPoolExecutor(jobs, "job")
         self._stopped = Event()
 
@@ -247,14 +238,11 @@ class Jobs:
             LOCK_VARIABLE: f"{runner.lock_name()}.{job}",
             "WEIGHIN_CACHE": str(self._caches / job),
         }
-        events = node.run(
-            {**assignment, "is_tested": self._is_tested},  # as it is when the cell begins
-            child_process.environment(inherit=False) | own,
-            self._stopped.is_set,
-        )
-        answer = node.answer(_HERE, events)
-        self._is_tested |= "record" in answer[1]
-        return answer
+        told = {**assignment, "is_tested": self._is_tested}  # as it is when the cell begins
+        variables = child_process.environment(inherit=False) | own
+        events = node.by_kind(node.run(told, variables, self._stopped.is_set))
+        self._is_tested |= "record" in events
+        return _HERE, events
 
     def answer(self, done: Future[node.Answer]) -> node.Answer:
         return done.result()

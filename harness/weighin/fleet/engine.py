@@ -5,6 +5,7 @@ What only several jobs and a cluster need is imported when it is asked for, beca
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 from weighin.errors import ConfigError, UnknownName
@@ -23,20 +24,16 @@ def settings(name: str, address: str, labels: Mapping[str, str], jobs: int = 1) 
     """Return an engine's settings for plan.json; empty if this machine runs the cells one by one."""
     if name not in NAMES:
         raise UnknownName("engine", name, NAMES)
-    if name == "local":
-        if address or labels:
-            key = "address" if address else "labels"
-            raise ConfigError(
-                f"{key} has an effect only with --engine ray",
-                f"add --engine ray, or leave {key} out",
-            )
-        return {"name": name, "jobs": jobs} if jobs > 1 else {}
-    if jobs > 1:
-        raise ConfigError(
-            "jobs is for one machine, because each node of a cluster runs one cell at a time",
-            "leave jobs out",
-        )
-    return {"name": name, "address": address or "auto", "labels": dict(labels)}
+    key = "address" if address else "labels" if labels else ""
+    if name == "local" and key:
+        repair = f"add --engine ray, or leave {key} out"
+        raise ConfigError(f"{key} has an effect only with --engine ray", repair)
+    if name == "ray" and jobs > 1:
+        why = "jobs is for one machine, because each node of a cluster runs one cell at a time"
+        raise ConfigError(why, "leave jobs out")
+    if name == "ray":
+        return {"name": name, "address": address or "auto", "labels": dict(labels)}
+    return {"name": name, "jobs": jobs} if jobs > 1 else {}
 
 
 @contextmanager
@@ -49,7 +46,7 @@ def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]
         case {"name": "local", "jobs": int(number)}:
             from weighin.fleet.driver import run_jobs
 
-            yield (), lambda task, progress: run_jobs(number, task, progress)
+            yield (), partial(run_jobs, number)
         case {"name": "ray", "address": str(address), "labels": dict(labels)}:
             from weighin.fleet.cluster import connected
             from weighin.fleet.driver import Driver

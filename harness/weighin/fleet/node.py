@@ -10,8 +10,8 @@ node    what the machine has
 error   message, repair, exit_code
 ended   code, stderr: how this process ended, and its last line; added by ``run``
 
-A command that this process measures has no input, because ``Parent`` has replaced standard input by
-/dev/null. The command has no terminal: its output goes to this process's standard error, a pipe.
+A command that this process measures has no input and no terminal: its output goes to this process's
+standard error, a pipe.
 """
 
 import contextlib
@@ -79,9 +79,9 @@ def run(
     return [*events, {"event": "ended", "code": code, "stderr": last_line(process.printed)}]
 
 
-def answer(place: str, events: Iterable[dict[str, Any]]) -> Answer:
+def by_kind(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the events of ``run``, which may come from another machine, by their kind."""
-    return place, {event["event"]: event for event in events}
+    return {event["event"]: event for event in events}
 
 
 def own_code() -> str:
@@ -121,24 +121,24 @@ def main() -> int:
 
 
 def _describe(assignment: Mapping[str, Any], driver: Parent) -> None:
-    def error(check: Callable[[], object]) -> HarnessError | None:
+    broken, no_soft_limit = dict.fromkeys(select.NAMES, ""), ""
+    for name in broken:
         try:
-            check()
+            select.named(name).check()
         except HarnessError as error:
-            return error
-        return None
+            broken[name] = f"{error.message} ({error.repair})"
+    try:
+        select.check_soft_limit(select.named("cgroup"))
+    except HarnessError as error:
+        no_soft_limit = error.message
+    has = _memory("cgroup", gpu=assignment["gpu"])
+    driver.send("node", **has, isolations=broken, no_soft_limit=no_soft_limit)
 
-    found = {name: error(select.named(name).check) for name in select.NAMES}
-    hard_only = error(lambda: select.check_soft_limit(select.named("cgroup")))
-    total, free = cgroup.ram_bytes()
-    driver.send(
-        "node",
-        ram_bytes=total,
-        free_ram_bytes=free,
-        isolations={n: f"{e.message} ({e.repair})" if e else "" for n, e in found.items()},
-        no_soft_limit=hard_only.message if hard_only else "",
-        gpu_bytes=[g.total_bytes for g in gpu_memory.look().gpus] if assignment["gpu"] else [],
-    )
+
+def _memory(isolation: str, *, gpu: bool) -> dict[str, Any]:
+    total, free = cgroup.ram_bytes(isolation)
+    gpus = [each.total_bytes for each in gpu_memory.look().gpus] if gpu else []
+    return {"ram_bytes": total, "free_ram_bytes": free, "gpu_bytes": gpus}
 
 
 def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
@@ -159,10 +159,8 @@ def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
         )
         (planned,) = task.planned
         demand, end_s = Demand.of(planned.cell), time.monotonic() + _FREE_S
-        gpus = [g.total_bytes for g in gpu_memory.look().gpus] if planned.cell.needs_gpu else []
         while True:
-            total, free = cgroup.ram_bytes(task.isolation.name)
-            has: dict[str, Any] = {"ram_bytes": total, "free_ram_bytes": free, "gpu_bytes": gpus}
+            has = _memory(task.isolation.name, gpu=planned.cell.needs_gpu)
             if not demand.obstacle(node := Node("", "", **has), is_now=True):
                 break
             if demand.obstacle(node) or time.monotonic() >= end_s:  # the node may have joined later
