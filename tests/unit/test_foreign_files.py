@@ -43,7 +43,7 @@ assert [b.sum().item() for b in model.buffers()] == [n * s for n, s in enumerate
 ASK = """
 print(page_cache.cached([foreign]), page_cache.drop([foreign]))
 with foreign.open("rb") as opened:
-    print(page_cache.is_cached(opened.fileno(), 0, 4096))
+    print(page_cache.cached_share(opened.fileno(), 0, 4096) == 1)
 """
 
 

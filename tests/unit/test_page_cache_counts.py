@@ -44,8 +44,8 @@ def test_both_ways_to_ask_agree(file: Path) -> None:
     by_cachestat = ask(file, page_cache._cachestat_pages)
     assert by_cachestat == ask(file, page_cache._mincore_pages) == pages(MIB)
     with file.open("rb") as source:
-        assert page_cache.is_cached(source.fileno(), 2 * MIB + 5, MIB - 5)
-        assert not page_cache.is_cached(source.fileno(), 2 * MIB + 5, MIB)
+        assert page_cache.cached_share(source.fileno(), 2 * MIB + 5, MIB - 5) == 1
+        assert page_cache.cached_share(source.fileno(), 2 * MIB + 5, MIB) < 1
     file.read_bytes()
     by_cachestat = ask(file, page_cache._cachestat_pages)
     assert by_cachestat == ask(file, page_cache._mincore_pages) == pages(SIZE)
@@ -60,9 +60,9 @@ def test_a_stretch_behind_the_files_end_is_not_cached(
         monkeypatch.setattr(page_cache, "_SYS_CACHESTAT", 9999)
     file.read_bytes()
     with file.open("rb") as source:
-        assert page_cache.is_cached(source.fileno(), SIZE - 5000, 5000)
-        assert not page_cache.is_cached(source.fileno(), SIZE - 5000, 5000 + 64 * MIB)
-        assert not page_cache.is_cached(source.fileno(), SIZE + 64 * MIB, 5000)
+        assert page_cache.cached_share(source.fileno(), SIZE - 5000, 5000) == 1
+        assert page_cache.cached_share(source.fileno(), SIZE - 5000, 5000 + 64 * MIB) < 1
+        assert page_cache.cached_share(source.fileno(), SIZE + 64 * MIB, 5000) < 1
 
 
 def test_where_nobody_tells_it_is_not_known(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,4 +72,4 @@ def test_where_nobody_tells_it_is_not_known(file: Path, monkeypatch: pytest.Monk
     assert page_cache.cached([file]) is None
     assert page_cache.drop([file]) is None
     with file.open("rb") as source:
-        assert not page_cache.is_cached(source.fileno(), 0, SIZE)
+        assert page_cache.cached_share(source.fileno(), 0, SIZE) < 1

@@ -46,51 +46,38 @@ def drop(files: Iterable[Path]) -> int | None:
 
     A page that is mapped or in a per-CPU batch survives the first attempt, so ``drop`` tries for 0.1 s.
     """
-    left = {file: _drop(file) for file in files}
+    left = {file: _cached_bytes(file, drops=True) for file in files}
     deadline = time.monotonic() + _RETRY_S
     while any(left.values()):
         time.sleep(0.005)
-        left |= {file: _drop(file) for file, size in left.items() if size}
+        left |= {file: _cached_bytes(file, drops=True) for file, size in left.items() if size}
         if time.monotonic() > deadline:
             break
     return _sum(left.values())
 
 
 def cached(files: Iterable[Path]) -> int | None:
-    return _sum([_cached(file) for file in files])
-
-
-def cached_bytes(descriptor: int) -> int | None:
-    pages = _cached_pages(descriptor, 0, os.fstat(descriptor).st_size)
-    return None if pages is None else pages * mmap.PAGESIZE
-
-
-def is_cached(descriptor: int, offset: int, length: int) -> bool:
-    """Return whether a range of a file is in the page cache; False if its pages cannot be counted.
-
-    ``is_cached`` does not read with RWF_NOWAIT, because such a read starts the read-ahead.
-    """
-    return length <= 0 or cached_share(descriptor, offset, length) == 1
+    return _sum([_cached_bytes(file) for file in files])
 
 
 def cached_share(descriptor: int, offset: int, length: int) -> float:
-    """Return the cached share of a range's pages, from 0 to 1; 0 if they cannot be counted."""
+    """Return the cached share of a range's pages, from 0 to 1; 0 if they cannot be counted.
+
+    It does not read with RWF_NOWAIT, because such a read starts the read-ahead.
+    """
     start = offset - offset % mmap.PAGESIZE
     length += offset - start
     pages = _cached_pages(descriptor, start, length)
     return 0.0 if pages is None else min(1.0, pages / max(-(-length // mmap.PAGESIZE), 1))
 
 
-def _drop(file: Path) -> int | None:
+def _cached_bytes(file: Path, *, drops: bool = False) -> int | None:
     with file.open("rb", buffering=0) as opened:
-        os.fsync(opened)
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return cached_bytes(opened.fileno())
-
-
-def _cached(file: Path) -> int | None:
-    with file.open("rb", buffering=0) as opened:
-        return cached_bytes(opened.fileno())
+        if drops:
+            os.fsync(opened)
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        pages = _cached_pages(opened.fileno(), 0, os.fstat(opened.fileno()).st_size)
+        return None if pages is None else pages * mmap.PAGESIZE
 
 
 def _sum(sizes: Collection[int | None]) -> int | None:
