@@ -103,16 +103,14 @@ class Mount:
         # Mode 0700: a parent folder of ``source`` may keep other users out, but not from this mount.
         self.folder.parent.mkdir(mode=0o700, parents=True)
         self.folder.mkdir()
-        options = {
-            "rate": pace.bytes_per_s and format_rate(pace.bytes_per_s),
-            "latency": pace.latency_ns and format_latency(pace.latency_ns),
-            "stall-from": pace.stall_from_bytes,
-            "name": name,
-        }
-        given = [f"--{option}={value}" for option, value in options.items() if value]
-        command = child_process.module(
-            "weighin.slow_disk", *given, str(self._source), str(self.folder)
-        )
+        given = [f"--name={name}", str(self._source), str(self.folder)]
+        if pace.bytes_per_s:
+            given.append(f"--rate={format_rate(pace.bytes_per_s)}")
+        if pace.latency_ns:
+            given.append(f"--latency={format_latency(pace.latency_ns)}")
+        if pace.stall_from_bytes:
+            given.append(f"--stall-from={pace.stall_from_bytes}")
+        command = child_process.module("weighin.slow_disk", *given)
         self._child = child_process.Child(command, child_process.environment())
         self.pid = self._child.pid
         self._device: int | None = None
@@ -136,22 +134,18 @@ class Mount:
     def waiting(self) -> list[tuple[str, int, int]]:
         """Return path, offset and arrival (monotonic ns) of each unanswered read, the oldest first."""
         self._child.send("waiting")
-        try:
+        event: dict[str, Any] = {}
+        with contextlib.suppress(TimeoutError):
             event = self._child.receive(_ANSWER_S) or {}
-        except TimeoutError:
-            return []
-        return [(path, offset, since_ns) for path, offset, since_ns in event.get("reads", ())]
+        return list(map(tuple, event.get("reads", ())))
 
     def stalled(self) -> str:
         """Describe the oldest read without an answer, if it is late by 0.5 s; empty if none is."""
         for path, offset, arrival_ns in self.waiting()[:1]:
             waited_ns = time.monotonic_ns() - arrival_ns
             if waited_ns > (self._pace.latency_ns or 0) + _LONG_NS:
-                file = self._source / path.lstrip("/")
-                return (
-                    f"the read of {file} at offset {offset} has had no answer for"
-                    f" {format_seconds(waited_ns)}"
-                )
+                read = f"the read of {self._source / path.lstrip('/')} at offset {offset}"
+                return f"{read} has had no answer for {format_seconds(waited_ns)}"
         return ""
 
     def close(self) -> None:
@@ -200,7 +194,7 @@ def remove_stale(root: Path) -> list[str]:
             _unmount(one.place, one.minor)
             _remove(one.place.parent)
             removed.append(f"slow disk at {one.place}")
-    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+    for folder in sorted(root.glob("*")):
         if is_left_behind(folder.name):
             _remove(folder)
     return removed
@@ -222,9 +216,8 @@ def _unmount(mountpoint: Path, device: int | None = None) -> None:
     if device is not None:
         with contextlib.suppress(OSError):  # fusectl is not mounted, or the connection has ended
             (_CONNECTIONS / str(device) / "abort").write_text("1")
-    if _libc.umount2(os.fsencode(mountpoint), _MNT_FORCE | _MNT_DETACH) and (
-        command := _fusermount()
-    ):
+    failed = _libc.umount2(os.fsencode(mountpoint), _MNT_FORCE | _MNT_DETACH)
+    if failed and (command := _fusermount()):
         subprocess.run([command, "-uz", str(mountpoint)], capture_output=True, check=False)
 
 
@@ -233,13 +226,8 @@ def _fusermount() -> str | None:
 
 
 def _may_allow_others() -> bool:
-    if os.geteuid() == 0:
-        return True
-    try:
-        lines = Path("/etc/fuse.conf").read_text().splitlines()
-    except OSError:
-        return False
-    return "user_allow_other" in (line.strip() for line in lines)
+    lines = mounts.text_of(Path("/etc/fuse.conf")) or ""
+    return os.geteuid() == 0 or "user_allow_other" in map(str.strip, lines.splitlines())
 
 
 class _PassThrough:
@@ -250,7 +238,7 @@ class _PassThrough:
         self._free_ns = 0  # when the disk has sent the last byte of all earlier requests
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        # The reads without an answer, in the order of arrival: path, offset, time of arrival in ns.
+        # The reads without an answer, in the order of arrival: path, offset, time in monotonic ns.
         self.waiting: dict[int, tuple[str, int, int]] = {}
         self._buffered: set[int] = set()  # the descriptors without O_DIRECT
         # Buffers to use again. FUSE's threads change, so that none can keep a buffer.
@@ -331,12 +319,13 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", help="the folder to mount a second time")
     parser.add_argument("mountpoint", help="an empty folder, at which the files appear")
-    rate = "the rate of all requests together: 200MB/s"
-    parser.add_argument("--rate", type=parse_rate, help=rate)
-    parser.add_argument("--latency", type=parse_seconds, help="the latency of each request: 5ms")
-    stall = "never answer a read that ends behind this offset: 64MiB"
-    parser.add_argument("--stall-from", type=parse_bytes, help=stall)
-    parser.add_argument("--name", default="", help=argparse.SUPPRESS)
+    for option, parse, told in (
+        ("--rate", parse_rate, "the rate of all requests together: 200MB/s"),
+        ("--latency", parse_seconds, "the latency of each request: 5ms"),
+        ("--stall-from", parse_bytes, "never answer a read that ends behind this offset: 64MiB"),
+        ("--name", str, argparse.SUPPRESS),
+    ):
+        parser.add_argument(option, type=parse, help=told)
     given = parser.parse_args()
     import mfusepy  # installed by weighin[disk]
 
