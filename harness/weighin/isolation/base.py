@@ -61,6 +61,7 @@ class Running(ABC):
     shares_terminal = False  # whether the terminal itself sends Ctrl-C to the command
     # The cgroup, if its peak was reset at the start; on v2, only this object's open file shows the reset.
     opened: Cgroup | None = None
+    ended: Exit | None = None  # how the first process ended, when it was reaped
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the first process ends in ``timeout_s``, without reaping it."""
@@ -73,13 +74,9 @@ class Running(ABC):
     def reap(self) -> Exit:
         """Wait for the end of the first process, and return how it ended."""
 
-    @property
-    @abstractmethod
-    def is_reaped(self) -> bool: ...
-
     def send_signal(self, number: int) -> None:
         """Send a signal to the first process; do nothing if it was reaped, or is another user's."""
-        if self.pid and not self.is_reaped:
+        if self.pid and not self.ended:
             with contextlib.suppress(PermissionError):  # of sudo, for example
                 signal_each([self.pid], number)
 

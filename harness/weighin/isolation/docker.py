@@ -266,7 +266,6 @@ class DockerStarted(Running):
     ) -> None:
         """Start a container; in it, a ``shell`` becomes the command, as the user and in the folder ``where``."""
         self._client, self._container = client, container
-        self._exit: Exit | None = None
         self._first_pid, self._first_stdin = 0, None  # of the container's first process
         self._pump: Any = None
         apart = [f"{n}={value}" for n, value in variables.items() if n in NOT_FOR_SHELLS]
@@ -327,24 +326,20 @@ class DockerStarted(Running):
         with suppress(*ENGINE_ERRORS):  # the command has ended
             self._client.exec_resize(self.exec, size.lines, size.columns)
 
-    @property
-    def is_reaped(self) -> bool:
-        return self._exit is not None
-
     def has_ended(self) -> bool:
-        if self.is_reaped or self.process:
-            return self.is_reaped or bool(child_process.ready([self.process or 0], 0))
+        if self.ended or self.process:
+            return bool(self.ended or child_process.ready([self.process or 0], 0))
         with explained("report how a command ended"):
             return not self._client.exec_inspect(self.exec)["Running"]
 
     def reap(self) -> Exit:
         """Return how the command ended, after its other processes were killed and all output passed on."""
-        if self._exit is None:
+        if self.ended is None:
             self.kill()  # the engine waits for all processes that hold the output open
             with explained("report how a command ended"):
-                self._exit = self._read_exit()
+                self.ended = self._read_exit()
             self._pump.finish()
-        return self._exit
+        return self.ended
 
     def _read_exit(self) -> Exit:
         deadline = time.monotonic() + child_process.PATIENCE_S

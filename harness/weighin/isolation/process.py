@@ -44,7 +44,7 @@ _UNSEEN_OF_COMMAND: Final = (
     " (memfd, /dev/shm)"
 )
 _NOT_ORPHANS: Final = ("py-spy",)  # weighin itself starts it beside a command
-_PAUSE_S = 0.005  # a killed process takes a moment to end, and may just have forked
+_PAUSE_S: Final = 0.005  # a killed process takes a moment to end, and may just have forked
 _numbers = itertools.count()
 
 
@@ -70,11 +70,8 @@ class ProcessIsolation(Isolation):
         _mounts: Iterable[str] = (),
     ) -> "Started":
         is_worker = cell.operation != "command"
-        groups = self._groups(cell)
+        groups = cgroup.make(cell) if self.limits else []
         return Started(command, cell.environment, groups, folder, streams, is_worker=is_worker)
-
-    def _groups(self, _cell: Cell) -> list[Path]:
-        return []
 
     def remove_stale(self) -> list[str]:
         """Kill the processes whose mark names an ended weighin process; return one line for each.
@@ -118,9 +115,6 @@ class CgroupIsolation(ProcessIsolation):
                 f"weighin measures outside its own cgroup {left[1]}, whose limit of"
                 f" {format_bytes(left[0])} does not apply there"
             )
-
-    def _groups(self, cell: Cell) -> list[Path]:
-        return cgroup.make(cell)
 
     def remove_stale(self) -> list[str]:
         return cgroup.remove_stale()
@@ -181,18 +175,15 @@ class Started(Running):
 
     def has_ended(self) -> bool:
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
-        return self.is_reaped or os.waitid(os.P_PID, self.pid, options) is not None
-
-    @property
-    def is_reaped(self) -> bool:
-        return self._popen.returncode is not None
+        return bool(self.ended or os.waitid(os.P_PID, self.pid, options))
 
     def reap(self) -> Exit:
         try:
             code = self._popen.wait(child_process.PATIENCE_S)
         except subprocess.TimeoutExpired:
             return Exit(None, still_runs=True)
-        return Exit(code) if code >= 0 else Exit(None, signal=-code)
+        self.ended = Exit(code) if code >= 0 else Exit(None, signal=-code)
+        return self.ended
 
     def members(self) -> list[int]:
         """Return the pids of all processes, in cgroups that they made below their own, too."""
@@ -210,7 +201,7 @@ class Started(Running):
     def close(self) -> None:
         try:
             self.send_signal(signal.SIGKILL)
-            if not self.is_reaped and self.reap().still_runs:
+            if not self.ended and self.reap().still_runs:
                 with suppress(HarnessError):
                     cgroup.remove(self.groups, waits=False)
                 raise StillRunning(

@@ -285,25 +285,20 @@ class Sampler:
             self.oom_kills = max(ever or 0, sum(self._kills.values()))
 
     def read(self, t_ns: int, pids: list[int]) -> Sample | None:
-        charge = self._charge(self._cgroup) if self._cgroup else None
+        group, charge, stat = self._cgroup, None, dict[str, int]()
+        if group:
+            with contextlib.suppress(OSError, ValueError):  # the group was removed
+                usage, text = map(_pread, self._files)
+                charge, stat = int(usage), group.parse_stat(text)
         if self._loading:
             if len(self._loading) == 1:
                 self._add_up_others(pids)
-            return self._of_load(t_ns, *(charge or (None, None)))
-        if self._cgroup:
-            return self._of_group(self._cgroup, t_ns, *charge) if charge else None
+            return self._of_load(t_ns, charge, stat)
+        if group:
+            return None if charge is None else self._of_group(group, t_ns, charge, stat)
         return self._of_tree(t_ns, pids)
 
-    def _charge(self, cgroup: Cgroup) -> tuple[int, dict[str, int]] | None:
-        try:
-            usage, text = map(_pread, self._files)
-            return int(usage), cgroup.parse_stat(text)
-        except (OSError, ValueError):  # the group was removed
-            return None
-
-    def _of_load(
-        self, t_ns: int, usage_bytes: int | None, stat: dict[str, int] | None
-    ) -> Sample | None:
+    def _of_load(self, t_ns: int, charge: int | None, stat: dict[str, int]) -> Sample | None:
         for number, files in enumerate(self._loading):
             try:
                 status_text, stat_text = map(_pread, files)
@@ -321,24 +316,20 @@ class Sampler:
         if stat and len(self._loading) > 1:
             shmem = stat.get("shmem", 0)
             file = max(stat.get("file", 0) - shmem, 0)
-        anon = sum(one.anon_bytes for one in now)
+        summed = ("anon_bytes", "swap_bytes", "minor_faults", "major_faults")
+        sums = {name: sum(getattr(one, name) for one in now) for name in summed}
         return Sample(
             t_ns=t_ns,
-            rss_bytes=anon + file + shmem,
-            anon_bytes=anon,
+            rss_bytes=sums["anon_bytes"] + file + shmem,
             file_bytes=file,
             shmem_bytes=shmem,
-            swap_bytes=sum(one.swap_bytes for one in now),
-            minor_faults=sum(one.minor_faults for one in now),
-            major_faults=sum(one.major_faults for one in now),
-            cgroup_bytes=usage_bytes,
+            cgroup_bytes=charge,
             cgroup_file_bytes=stat.get("file", 0) if stat else None,
             cgroup_shmem_bytes=stat.get("shmem", 0) if stat else None,
+            **sums,
         )
 
-    def _of_group(
-        self, cgroup: Cgroup, t_ns: int, usage_bytes: int, stat: dict[str, int]
-    ) -> Sample:
+    def _of_group(self, group: Cgroup, t_ns: int, charge: int, stat: dict[str, int]) -> Sample:
         anon, file, shmem = (stat.get(name, 0) for name in ("anon", "file", "shmem"))
         listed = stat.get("active_file", 0) + stat.get("inactive_file", 0)
         freed = min(max(listed - (file - shmem), 0), anon)
@@ -354,12 +345,12 @@ class Sampler:
             swap_bytes=stat.get("swap", 0),
             minor_faults=stat.get("pgfault", 0) - major,
             major_faults=major,
-            cgroup_bytes=usage_bytes,
+            cgroup_bytes=charge,
             cgroup_file_bytes=file,
             cgroup_shmem_bytes=shmem,
             locked_bytes=min(max(file - shmem - listed, 0), stat.get("unevictable", 0)),
             freed_bytes=freed,
-            kernel_bytes=stat.get("kernel", sum(parts) if parts else cgroup.read("kernel")),
+            kernel_bytes=stat.get("kernel", sum(parts) if parts else group.read("kernel")),
             kernel_reclaimable_bytes=stat.get("slab_reclaimable"),
             socket_bytes=stat.get("sock"),
             slab_bytes=stat.get("slab"),
