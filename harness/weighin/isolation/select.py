@@ -59,20 +59,23 @@ def choose(
         isolation = named(candidate, image)
         if limited and not isolation.limits:
             continue
-        broken = {node: of[candidate] for node, of in nodes.items() if of[candidate]}
-        why = "; ".join(f"{candidate} on {node}: {broken[node]}" for node in broken)
+        broken = [
+            f"{candidate} on {n}: {of[candidate]}" for n, of in nodes.items() if of[candidate]
+        ]
+        why = "; ".join(broken)
         if broken and name != "auto" and len(broken) < len(nodes):
             return isolation, f"these nodes take no part in the run: {why}"
+        if broken:
+            refused.append(IsolationUnavailable(why, _ON_NODES))
+            continue
         try:
             if not nodes:
                 isolation.check()
         except IsolationUnavailable as error:
             refused.append(error)
-        else:
-            if not broken:
-                reasons = "; ".join(error.message for error in refused)
-                return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
-            refused.append(IsolationUnavailable(why, _ON_NODES))
+            continue
+        reasons = "; ".join(error.message for error in refused)
+        return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
     message = "; ".join(error.message for error in refused)
     # The last isolation has the easiest repair: a cgroup needs nothing but the permission.
     repairs = list(dict.fromkeys(error.repair for error in reversed(refused) if error.repair))

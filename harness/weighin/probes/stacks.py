@@ -52,17 +52,11 @@ class StackTaker:
     ``frozen_ns`` is the time of all readings, in which py-spy stops processes for moments.
     """
 
-    def __init__(
-        self,
-        pids: Callable[[], list[int]],
-        cgroup: Path | None = None,
-        share: float = _SHARE,
-    ) -> None:
+    def __init__(self, pids: Callable[[], list[int]], cgroup: Path | None = None) -> None:
         self.frozen_ns = 0
         self._pids = pids
         self._limit = room_in(cgroup) if cgroup else None
         self._margin_bytes = max(_MARGIN_BYTES, int((self._limit or 0) * _MARGIN))
-        self._share = share
         self._start_s = time.monotonic()
         self._taken_ns = self._taken_bytes = 0
         self._last = (0, 0)
@@ -149,7 +143,7 @@ class StackTaker:
                     self._was_near = True
                     return True
                 least_bytes = self._margin_bytes // _STEPS_IN_MARGIN
-        is_allowed = self.frozen_ns / 1e9 <= self._share * (time.monotonic() - self._start_s)
+        is_allowed = self.frozen_ns / 1e9 <= _SHARE * (time.monotonic() - self._start_s)
         return growth >= least_bytes and (is_allowed or is_much)
 
     def _dump(self, program: str, deadline_s: float, pid: int) -> list[Stack]:

@@ -209,20 +209,10 @@ def _run(folder: Path, body: Body, name: str, limit: Limit, isolation: str) -> R
             "use --weighin-isolation cgroup or process, or measure a strategy: weighin.measure(...)",
         )
     chosen, _ = select.choose(isolation, limited=limit.ram is not None, containers=False)
-    job = Job(
-        cell=Cell(
-            ModelSpec("none", "none:none"),
-            name,
-            chosen.name,
-            ram_limit_bytes=parse_bytes(limit.ram) if limit.ram else None,
-            device=limit.device,
-        ),
-        checkpoint="",
-        manifest="",
-        strategy_path="",
-        python_path=tuple(folder or str(Path.cwd()) for folder in sys.path),
-        body=body,
-    )
+    cell = Cell(ModelSpec("none", "none:none"), name, chosen.name, device=limit.device)
+    cell = replace(cell, ram_limit_bytes=parse_bytes(limit.ram) if limit.ram else None)
+    path = tuple(folder or str(Path.cwd()) for folder in sys.path)
+    job = Job(cell, checkpoint="", manifest="", strategy_path="", python_path=path, body=body)
     (folder / "samples").mkdir()
     settings = Settings().model_copy(update={"timeout_s": limit.timeout_s})
     measured = measure(chosen, LoadSpec(job, settings=settings), environment.machine())
@@ -279,19 +269,16 @@ def _judged(
         return report
     kind = "sampled" if metric == "anon" else "exact"
     text = f"{metric} ({kind}) grew by {format_bytes(growth)} during the test's body"
+    than = f"limit of {format_bytes(allowed)}"
     if growth > allowed:
-        text += f", more than its limit of {format_bytes(allowed)}"
+        text += f", more than its {than}"
     else:
-        text += (
-            f", and its child processes had {format_bytes(held)} of private memory (sampled):"
-            f" together more than the limit of {format_bytes(allowed)}"
-        )
+        children = f"its child processes had {format_bytes(held)} of private memory (sampled)"
+        text += f", and {children}: together more than the {than}"
     before = result.baseline.rss_bytes if result.baseline else 0
     if highest := max(result.phases, key=lambda phase: phase.peak_rss_bytes, default=None):
-        above = format_bytes(highest.peak_rss_bytes - before)
-        text += (
-            f"\nthe phase with the highest peak RSS is {highest.name!r}: {above} above the start"
-        )
+        above = f"{format_bytes(highest.peak_rss_bytes - before)} above the start"
+        text += f"\nthe phase with the highest peak RSS is {highest.name!r}: {above}"
     return _failed(item, text, result)
 
 
@@ -299,10 +286,8 @@ def phase_table(result: Result) -> str:
     """Return a table of the phases; an error message and the RSS at the start follow, if any."""
     rows: list[tuple[str, ...]] = [_HEADS]
     for phase in result.phases:
-        sizes = (
-            *(phase.peak_rss_bytes, phase.end.anon_bytes),
-            *(phase.peak_cgroup_bytes, phase.peak_cuda_allocated_bytes),
-        )
+        peaks = phase.peak_cgroup_bytes, phase.peak_cuda_allocated_bytes
+        sizes = phase.peak_rss_bytes, phase.end.anon_bytes, *peaks
         texts = ("-" if size is None else format_bytes(size) for size in sizes)
         rows.append((phase.name, format_seconds(phase.end_ns - phase.start_ns), *texts))
     columns = [each for each in zip(*rows, strict=True) if {*each[1:]} - {"-"}]
