@@ -375,9 +375,8 @@ def one_model(context: click.Context) -> str:
     if argument and named and argument != named:
         repair = "give one of the two models, or list both models in a suite file: --suite FILE"
         if Path(argument).exists():
-            repair = (
-                f"to load {named} with your own weights: --model {named} --checkpoint {argument}"
-            )
+            weights = f"--model {named} --checkpoint {argument}"
+            repair = f"to load {named} with your own weights: {weights}"
         raise ConfigError(
             f"two models are given in place of one: {argument!r} and {named!r}", repair
         )
@@ -386,12 +385,8 @@ def one_model(context: click.Context) -> str:
 
 def note_default(context: click.Context) -> None:
     """Print a note if the user gave no model or suite: for verbs whose output does not name it."""
-    given = {"models", "suite"} & context.params.keys()
-    if not (
-        one_model(context)
-        or any(context.params[name] for name in given)
-        or "models" in assigned(context)
-    ):
+    given = [context.params.get("models"), context.params.get("suite")]
+    if not (one_model(context) or any(given) or "models" in assigned(context)):
         _console.note(f"no model given: {DEFAULT_MODEL}")
 
 

@@ -1,12 +1,10 @@
 """Read defaults of options from ``[tool.weighin]`` in pyproject.toml.
 
 A key is the name of an option, or a key of a suite for the verbs that take ``--set``.
-``[tool.weighin]`` holds defaults for ``bench``, ``floor``, ``predict`` and ``recommend``.
-``[tool.weighin.VERB]`` holds defaults for one verb, which override ``[tool.weighin]``. The command
-line overrides both tables. The settings file is the nearest pyproject.toml with a table
-``[tool.weighin]``, in the current folder or above it. weighin ignores a file whose owner is neither
-this user, nor root, nor the owner of the current folder. Relative paths in the file start at the
-file's folder. Options such as ``--trust`` and ``--yes`` are accepted only on the command line.
+``[tool.weighin]`` holds defaults for ``bench``, ``floor``, ``predict`` and ``recommend``, and
+``[tool.weighin.VERB]`` for one verb, which override them. The file is the nearest pyproject.toml with
+such a table, in the current folder or above it. Relative paths in it start at its folder. Options
+such as ``--trust`` and ``--yes`` are accepted only on the command line.
 """
 
 import os
@@ -75,13 +73,12 @@ def place_of(context: click.Context, key: str) -> str:
 
 def options_of(verb: click.Command) -> dict[str, click.Parameter]:
     """Return the options of a verb that pyproject.toml may set, by their keys in pyproject.toml."""
-    keys = {}
-    for param in verb.params:
-        longest = max(param.opts, key=len).lstrip("-")
-        is_option = isinstance(param, click.Option) and not param.hidden and longest != "set"
-        if is_option and longest not in _ONLY_TYPED:
-            keys[longest] = param
-    return keys
+    keys = {max(param.opts, key=len).lstrip("-"): param for param in verb.params}
+    return {
+        key: param
+        for key, param in keys.items()
+        if isinstance(param, click.Option) and not param.hidden and key not in (*_ONLY_TYPED, "set")
+    }
 
 
 def _table(path: Path) -> dict[str, Any] | None:

@@ -29,9 +29,8 @@ _LONGEST_BESIDE = 30
 
 def wrap(text: str, width: int) -> list[str]:
     """Return the lines of one paragraph; a word that is longer than ``width`` stays whole."""
-    return textwrap.wrap(
-        " ".join(text.split()), max(width, 1), break_long_words=False, break_on_hyphens=False
-    )
+    words, width = " ".join(text.split()), max(width, 1)
+    return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False)
 
 
 def definitions(rows: Sequence[tuple[str, str]], width: int, indent: int = 2) -> Iterator[str]:
@@ -132,21 +131,18 @@ class Verb(click.Command):
                         formatter.write_command(command)
         self.format_options(ctx, formatter)
         if self.codes:
-            _write_codes(formatter)
+            formatter.write_paragraph()
+            formatter.write_text(EXPLAINED)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        params = self.get_params(ctx)
-        arguments = [one for one in params if isinstance(one, click.Argument)]
-        groups = {"Arguments": arguments} | {
-            group: [
-                one
-                for one in params
-                if isinstance(one, click.Option) and getattr(one, "group", "Options") == group
-            ]
-            for group in _GROUPS
-        }
-        for group, members in groups.items():
-            if records := [found for one in members if (found := one.get_help_record(ctx))]:
+        groups = {one: list[tuple[str, str]]() for one in ("Arguments", *_GROUPS)}
+        for param in self.get_params(ctx):
+            is_option = isinstance(param, click.Option)
+            group = getattr(param, "group", "Options") if is_option else "Arguments"
+            if record := param.get_help_record(ctx):
+                groups[group].append(record)
+        for group, records in groups.items():
+            if records:
                 with formatter.section(group):
                     formatter.write_dl(records)
 
@@ -193,10 +189,7 @@ class Verb(click.Command):
 
 
 class VerbOfModelOrCommand(Verb):
-    """A verb for a model, or for a command after ``--``.
-
-    The parameter ``command`` holds all words after the first ``--``; without ``--``, it is None.
-    """
+    """A verb for a model, or for a command after ``--``, without which ``command`` is None."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         here = args.index("--") if "--" in args else len(args)
@@ -276,12 +269,8 @@ class Verbs(click.Group):
                     [(name.ljust(longest), summary(self.commands[name])) for name in names]
                 )
         if self.codes:
-            _write_codes(formatter)
-
-
-def _write_codes(formatter: click.HelpFormatter) -> None:
-    formatter.write_paragraph()
-    formatter.write_text(EXPLAINED)
+            formatter.write_paragraph()
+            formatter.write_text(EXPLAINED)
 
 
 def summary(command: click.Command) -> str:

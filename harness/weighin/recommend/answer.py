@@ -98,29 +98,37 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
-    """The answer of ``weighin recommend``: all allowed strategies, best first, and the best's code.
+class PriorKnowledge:
+    """What is known of all strategies, whatever the memory limits: predictions and earlier runs.
 
-    Attributes:
-        incomplete: a text for each run that was stopped before its end, but has usable records.
-        left_out: a text for each run whose records cannot be read.
+    ``left_out`` has a text for each run whose records cannot be read.
     """
 
-    question: Question
-    candidates: tuple[Candidate, ...]
-    code: str = ""
-    incomplete: tuple[str, ...] = ()
+    planned: tuple[Planned, ...]
+    predictions: tuple[Prediction, ...]
+    evidence: dict[tuple[str, str], Evidence]
+    checkpoint_format: str
     left_out: tuple[str, ...] = ()
-    import_bytes: int | None = None
-    """The bytes in use after ``import torch``, which the memory of each strategy includes."""
-    use_floors: tuple[int, ...] = ()
-    """For each predicted strategy, the smallest RAM limit in bytes that suffices for the use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The answer of ``weighin recommend``: all allowed strategies, best first, and the best's code."""
+
+    question: Question
+    prior: PriorKnowledge
+    candidates: tuple[Candidate, ...]
 
     @property
     def best(self) -> Candidate | None:
         """The recommended strategy; None if no strategy is sure to work."""
         first = self.candidates[0] if self.candidates else None
         return first if first and first.verdict in _USABLE else None
+
+    @property
+    def code(self) -> str:
+        """The code of the recommended strategy; empty if none is recommended."""
+        return _code(self)
 
     @property
     def saves_again(self) -> bool:
@@ -131,11 +139,12 @@ class Advice:
     def notes(self) -> tuple[str, ...]:
         """Sentences on what the table does not show, such as how to convert the checkpoint first."""
         asked = self.question
+        stopped = dict.fromkeys(text for e in self.prior.evidence.values() for text in e.incomplete)
+        unread = self.prior.left_out
         notes = [
-            f"Some measured figures are from a run that was stopped: {text}."
-            for text in self.incomplete
+            f"Some measured figures are from a run that was stopped: {one}." for one in stopped
         ]
-        notes += [f"weighin left out a run that it cannot read: {text}." for text in self.left_out]
+        notes += [f"weighin left out a run that it cannot read: {text}." for text in unread]
         if asked.model.builder == SYNTHESISED:
             notes.append(
                 f"{asked.model.name} is a checkpoint without the code of its model, so the answer"
@@ -159,8 +168,9 @@ class Advice:
             )
         if found := quantised.of_model(asked.model):
             notes.append(f"The weights are {found.summary}.")
-        if self.use_floors:
-            notes.append(_of_use(asked.use, min(self.use_floors), max(self.use_floors)))
+        floors = [n for one in self.prior.predictions if (n := one.use_floor_bytes) is not None]
+        if floors:
+            notes.append(_of_use(asked.use, min(floors), max(floors)))
         if asked.ranks > 1 and self.best and registry.strategy(self.best.strategy).shares_load:
             notes.append(
                 f"{self.best.strategy} needs the default process group: run the code with torchrun"
@@ -196,17 +206,6 @@ def check_allowed(words: Sequence[str]) -> tuple[str, ...]:
         if word not in ALLOWED:
             raise UnknownName("requirement", word, [*ALLOWED, "none"])
     return tuple(words)
-
-
-@dataclass(frozen=True, slots=True)
-class PriorKnowledge:
-    """What is known of all strategies, whatever the memory limits: predictions and earlier runs."""
-
-    planned: tuple[Planned, ...]
-    predictions: tuple[Prediction, ...]
-    evidence: dict[tuple[str, str], Evidence]
-    checkpoint_format: str
-    left_out: tuple[str, ...] = ()
 
 
 def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
@@ -256,24 +255,12 @@ def advise(question: Question, prior: PriorKnowledge) -> Advice:
         for one, prediction, evidence in zip(prior.planned, prior.predictions, records, strict=True)
     ]  # fmt: skip
     allowed = [one for one in judged if _is_allowed(one, question.allow)]
-    texts = (text for one in prior.evidence.values() for text in one.incomplete)
-    imports = [each.baseline_anon_bytes or 0 for each in prior.predictions]
-    advice = Advice(
-        question,
-        tuple(ranked(allowed)),
-        incomplete=tuple(dict.fromkeys(texts)),
-        left_out=prior.left_out,
-        import_bytes=max(imports, default=None),
-        use_floors=tuple(
-            each.use_floor_bytes for each in prior.predictions if each.use_floor_bytes is not None
-        ),
-    )
-    return replace(advice, code=_code(advice, prior))
+    return Advice(question, prior, tuple(ranked(allowed)))
 
 
-def _code(advice: Advice, prior: PriorKnowledge) -> str:
-    """Return the code of the recommended strategy; an empty text without a recommended strategy."""
+def _code(advice: Advice) -> str:
     question, best, checkpoint = advice.question, advice.best, advice.question.checkpoint
+    prior = advice.prior
     if not best:
         return ""
     planned, predicted = next(
@@ -337,17 +324,17 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[Table | str]:
     asked = advice.question
     sources = {
         one.strategy: ", ".join(dict.fromkeys(filter(None, (one.memory_from, one.time_from))))
-        or "-"
         for one in advice.candidates
     }
-    known = [one for one in dict.fromkeys(sources.values()) if one != "-"]
+    known = [*dict.fromkeys(filter(None, sources.values()))]
     of_ranks = f" in {asked.ranks} ranks" if asked.ranks > 1 else ""
     of_ranks += f" from a disk of {asked.disk}" if asked.disk else ""
     of_ranks += f" for the use {asked.use}" if asked.use else ""
     load = f"{asked.model.title} as {asked.dtype} on {asked.device}{of_ranks}"
     notes = [f"Memory and time are {known[0]}."] if len(known) == 1 else []
-    if advice.import_bytes:
-        notes.append(f"Memory includes {format_bytes(advice.import_bytes, digits=1)} of imports.")
+    imports = (one.baseline_anon_bytes or 0 for one in advice.prior.predictions)
+    if import_bytes := max(imports, default=0):
+        notes.append(f"Memory includes {format_bytes(import_bytes, digits=1)} of imports.")
     if asked.disk:
         notes.append("Ready: the time until every byte of the model was read once.")
     if hidden := len(advice.candidates[most:]) if most else 0:
@@ -365,7 +352,7 @@ def parts(advice: Advice, most: int | None = None) -> Iterator[Table | str]:
             one.why,
             "-" if one.margin_bytes is None else format_bytes(one.margin_bytes, digits=1),
             "-" if one.ready_s is None else f"{one.ready_s:.1f} s",
-            *([] if len(known) == 1 else [sources[one.strategy]]),
+            *([] if len(known) == 1 else [sources[one.strategy] or "-"]),
             ", ".join(
                 name if name.startswith((SAVED_AS, OWN_CODE)) else f"package {name}"
                 for name in one.asks
@@ -408,7 +395,6 @@ def _of_use(use: str, least_bytes: int, most_bytes: int) -> str:
 
 
 def _help(dtype: str) -> str:
-    """Return the advice for a model that does not fit under the limits."""
     if dtype == "float32":
         return "A smaller dtype (--dtype bf16) or a higher limit may help."
     return "A higher limit may help."
@@ -421,10 +407,18 @@ def _file_name(fmt: str) -> str:
 
 def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
     selected = {key: value for key, value in asdict(question.selection).items() if value}
+    found, adapter = quantised.of_model(question.model), adapter_of(question.model)
     for info in registry.strategies().values():
-        if question.device.partition(":")[0] not in info.devices:
-            continue
         fmt = checkpoint_format if checkpoint_format in info.formats else info.formats[0]
+        if (
+            question.device.partition(":")[0] not in info.devices
+            or (info.shares_load and question.ranks == 1)
+            or (found and not info.loads(found))
+            or (not info.merges if adapter else info.needs_adapter)
+            # A dequantised checkpoint would be up to 8 times as large.
+            or (checkpoint_format == gguf.NAME and checkpoint_format not in info.formats)
+        ):
+            continue
         reads_part = fmt == checkpoint_format and _reads_part(info, question)
         cell = Cell(
             question.model, info.name, "process", device=question.device, dtype=question.dtype,
@@ -432,14 +426,6 @@ def _planned(question: Question, checkpoint_format: str) -> Iterator[Planned]:
             disk_latency_ns=question.disk.latency_ns,
             use="" if question.use == FORWARD else question.use, passes=int(question.use == FORWARD),
         )  # fmt: skip
-        if info.shares_load and question.ranks == 1:
-            continue
-        if (found := quantised.of_model(question.model)) and not info.loads(found):
-            continue
-        if not info.merges if adapter_of(question.model) else info.needs_adapter:
-            continue
-        if checkpoint_format == gguf.NAME and checkpoint_format not in info.formats:
-            continue  # a dequantised checkpoint would be up to 8 times as large
         yield plan_cell(cell, info)
 
 
@@ -459,13 +445,12 @@ def _reads_part(info: StrategyInfo, question: Question) -> bool:
 
 
 def _is_allowed(candidate: Candidate, allow: Sequence[str]) -> bool:
-    for asked in candidate.asks:
-        if asked == OWN_CODE:
-            continue
-        kind = "resave" if asked.startswith(SAVED_AS) else "packages"
-        if (asked if asked == "weighin" else kind) not in allow:
-            return False
-    return True
+    kinds = {
+        "resave" if one.startswith(SAVED_AS) else one if one == "weighin" else "packages"
+        for one in candidate.asks
+        if one != OWN_CODE
+    }
+    return kinds <= {*allow}
 
 
 @dataclass(frozen=True, slots=True)
