@@ -337,16 +337,15 @@ def _outcome(
     accepted = {each.outcome.value for each in expected}
     accepted |= was.failures & {*EXPECTABLE} if was else set()
     lost = next((each for each in expected if each in unmet), None)
+    repair = f"; remove {str(lost)!r} from {lost.source}" if lost else ""
     verdict, text = None, now.outcome if now else ""
     if now is None:
         verdict = LineVerdict.MISSING
         text = f"was not measured; {was.outcome if was else ''} in the baseline"
-    elif now.is_ok and (lost or (was and not was.is_ok)):
-        verdict, earlier = LineVerdict.IMPROVED, was.outcome if was else Outcome.OK
-        text = (
-            f"{earlier if earlier != Outcome.OK or not lost else f'{lost.outcome} expected'} -> ok"
-        )
-        text += f"; remove {str(lost)!r} from {lost.source}" if lost else ""
+    elif now.is_ok and was and not was.is_ok:
+        verdict, text = LineVerdict.IMPROVED, f"{was.outcome} -> ok{repair}"
+    elif now.is_ok and lost:
+        verdict, text = LineVerdict.IMPROVED, f"{lost.outcome} expected -> ok{repair}"
     elif now.is_ok and was:
         verdict = LineVerdict.SAME
     elif now.is_ok and is_new:

@@ -206,13 +206,10 @@ def highest(tracks: Sequence[Track]) -> float:
     return max([data, *near]) / GIB or 1.0
 
 
-def thin(
-    points: Sequence[_Point], most: int, memory: Callable[[_Point], int] = attrgetter("rss_bytes")
-) -> list[_Point]:
-    """Return at most ``most`` points: of each group of neighbouring points, the one with most memory."""
-    step = max(1, -(-len(points) // most))
-    groups = (points[start : start + step] for start in range(0, len(points), step))
-    return [max(group, key=memory) for group in groups]
+def thin(points: Sequence[_Point], memory: Callable[[_Point], int]) -> list[_Point]:
+    """Return of each group of neighbouring points the one with most memory: at most 300 points."""
+    step = max(1, -(-len(points) // _POINTS))
+    return [max(points[at : at + step], key=memory) for at in range(0, len(points), step)]
 
 
 def _panel(axes: "Axes", track: Track, span: float) -> None:
@@ -233,7 +230,7 @@ def _panel(axes: "Axes", track: Track, span: float) -> None:
     else:
         _areas(axes, track)
     if gpu := track.gpu():
-        points = thin(gpu, _POINTS, itemgetter(1))
+        points = thin(gpu, itemgetter(1))
         axes.step(
             [track.seconds(t_ns) for t_ns, _ in points], [used / GIB for _, used in points],
             where="post", color="black", linewidth=1, zorder=3, label="GPU",
@@ -246,7 +243,7 @@ def _panel(axes: "Axes", track: Track, span: float) -> None:
 
 def _areas(axes: "Axes", track: Track) -> None:
     """Draw anonymous, file-backed, shared and kernel memory as stacked areas."""
-    points = thin(track.samples, _POINTS)
+    points = thin(track.samples, attrgetter("rss_bytes"))
     seconds = [track.seconds(point.t_ns) for point in points]
     shade = look.colour(track.result.cell.strategy)
     shades = dict(zip(_PARTS, (shade, look.tint(shade), "white", look.GREY), strict=True))
