@@ -1,6 +1,5 @@
 """``weighin cache``: deleting asks first; both verbs are data, too."""
 
-import json
 from pathlib import Path
 
 import click
@@ -89,14 +88,3 @@ def test_a_model_that_is_not_cached_is_named() -> None:
         "no cached model is called 'gpt2-tinny'\n"
         "did you mean 'gpt2-tiny'? known: gpt2-tiny, tied-tiny"
     )
-
-
-def test_both_verbs_as_data() -> None:
-    listed = json.loads(shown("cache", "list", "--json", "-")[1])
-    assert listed["folder"] == str(staging.folder())
-    sizes = {one["name"]: (one["format"], one["bytes"]) for one in listed["checkpoints"]}
-    assert sizes == {ALL[0]: ("pt", 3000), ALL[1]: ("pt", 1000)}
-    code, text = shown("cache", "clear", "--yes", "--json", "-")
-    cleared = json.loads(text)
-    assert (code, cleared["schema"], cleared["freed_bytes"]) == (0, 1, 4000)
-    assert sorted(one["name"] for one in cleared["deleted"]) == ALL

@@ -112,18 +112,3 @@ def test_a_history_has_every_point() -> None:
     assert line["points"][0]["median"] == line["points"][1]["median"] > 0
     assert (line["steps"], line["outcome_changes"]) == ([], [])
     assert document["files"] == []
-
-
-def test_the_doctor_says_yes_partly_or_no() -> None:
-    document = data("doctor")
-    assert document["holds_a_limit"] is True
-    assert [one["verdict"] for one in document["capabilities"]] == ["no", "yes", "partly"]
-
-
-def test_annotations_and_data_do_not_share_standard_output() -> None:
-    with pytest.raises(ConfigError) as caught:
-        typed(*VERBS["check"], "--github", "--json", "-")
-    assert str(caught.value) == (
-        "--github and --json - would both write to standard output\n"
-        "give --json a file: --json check.json"
-    )

@@ -62,26 +62,6 @@ def test_one_kind_as_data(kind: str) -> None:
     assert all(entry["name"] and entry["summary"] for found in document.values() for entry in found)
 
 
-def test_the_data_of_a_strategy_and_of_a_model() -> None:
-    document = json.loads(shown("list", "--json", "-")[1])
-    streaming = next(one for one in document["strategies"] if one["name"] == "streaming")
-    info = registry.strategy("streaming")
-    assert streaming == {
-        "name": "streaming",
-        "summary": info.summary,
-        "formats": list(info.formats),
-        "devices": list(info.devices),
-        "options": list(info.options),
-        "packages": [],
-        "path": str(info.path),
-    }
-    tiny = next(one for one in document["models"] if one["name"] == "gpt2-tiny")
-    assert (tiny["builder"], tiny["kwargs"]["n_layers"]) == ("weighin.models.gpt2:gpt2", 1)
-    llama = next(one for one in document["models"] if one["name"] == "llama-8b")
-    assert llama["kwargs"]["config"]["num_hidden_layers"] == 32
-    assert [one["works"] for one in document["isolations"]] == [None, None, None]
-
-
 def test_only_the_list_of_isolations_tries_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
     _, text = shown("list", "isolations", columns=100)

@@ -18,7 +18,7 @@ from weighin.settings.definition import (
     read_model,
     read_suite,
 )
-from weighin.suite.registry import data_folder, model
+from weighin.suite.registry import data_folder, model, read_strategy
 from weighin.units import GIB, MIB
 
 CONFIGS = data_folder("configs")
@@ -28,6 +28,8 @@ READERS = {
     "model": read_model,
     "suite": read_suite,
     "commands": partial(read_suite, kind=COMMANDS),
+    "strategy": read_strategy,
+    "saving": partial(read_strategy, operation="save"),
     "options": lambda path: check_suite(yaml.safe_load(path.read_text())),
 }
 

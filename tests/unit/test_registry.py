@@ -69,40 +69,6 @@ def test_a_file_in_another_encoding_is_read_as_python_reads_it(tmp_path: Path) -
     assert registry.read_strategy(path).summary == "Größe."
 
 
-@pytest.mark.parametrize(
-    "constant",
-    [
-        'FORMATS = ["pt"]',
-        'FORMATS = "pt"',
-        "FORMATS = (1,)",
-        "FORMATS = ()",
-        "FORMATS = tuple(names)",
-        'FORMATS: tuple = ["pt"]',
-        'FORMATS = ("pt",) + 3',
-    ],
-)
-def test_a_constant_that_is_no_tuple_of_strings(write: Callable[..., Path], constant: str) -> None:
-    path = write(f"{constant}\ndef load(job): ...")
-    assert complaint(lambda: registry.read_strategy(path)) == (
-        f'{path}, line 1: FORMATS is not a tuple of strings\nwrite it as in FORMATS = ("pt",)'
-    )
-
-
-@pytest.mark.parametrize("text", ["", "load = 3", "async def load(job): ...", "def lod(job): ..."])
-def test_a_file_without_load(write: Callable[..., Path], text: str) -> None:
-    path = write(text)
-    assert complaint(lambda: registry.read_strategy(path)) == (
-        f"{path} has no function load(job)\nsee strategies/README.md for an example of 20 lines"
-    )
-
-
-def test_a_file_that_is_no_python(write: Callable[..., Path]) -> None:
-    path = write("def load(job:\n")
-    assert complaint(lambda: registry.read_strategy(path)) == (
-        f"{path} is not Python: '(' was never closed (mine.py, line 1)"
-    )
-
-
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "gone.py"
     assert complaint(lambda: registry.strategy(str(path))) == (
@@ -260,13 +226,6 @@ def test_ways_of_saving_are_listed_apart() -> None:
     assert registry.strategy("per_param", "save").path != registry.strategy("per_param").path
 
 
-def test_a_file_without_save(write: Callable[..., Path]) -> None:
-    path = write(WHOLE)
-    assert complaint(lambda: registry.strategy(str(path), "save")) == (
-        f"{path} has no function save(job)\nsee strategies/README.md for an example of 20 lines"
-    )
-
-
 def test_an_unknown_way_of_saving_gets_the_nearest() -> None:
     with pytest.raises(UnknownName) as caught:
         registry.strategy("torch_safe", "save")
@@ -298,20 +257,6 @@ def test_a_strategy_without_options_takes_none(text: str, tmp_path: Path) -> Non
     (path := tmp_path / "mine.py").write_text(f"{text}def load(job): ...\n")
     with pytest.raises(UnknownName, match="no option of mine is called 'threads'"):
         registry.read_strategy(path).check_options(["threads"])
-
-
-@pytest.mark.parametrize("text", ['OPTIONS = "threads"', "OPTIONS = (1,)", "OPTIONS = names()"])
-def test_options_must_be_written_out(text: str, tmp_path: Path) -> None:
-    (path := tmp_path / "mine.py").write_text(f"{text}\ndef load(job): ...\n")
-    with pytest.raises(ConfigError, match="OPTIONS is not a tuple of strings"):
-        registry.read_strategy(path)
-
-
-@pytest.mark.parametrize("text", ['PEAK = ("models",)', 'PEAK = ("model", "mapped")', "PEAK = 3"])
-def test_an_expected_peak_is_a_sum_of_known_words(text: str, tmp_path: Path) -> None:
-    (path := tmp_path / "mine.py").write_text(f"{text}\ndef load(job): ...\n")
-    with pytest.raises(ConfigError, match=r"line 1: PEAK is not a (sum of model|tuple of strings)"):
-        registry.read_strategy(path)
 
 
 PASSED_ON = {
