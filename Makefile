@@ -44,8 +44,7 @@ floor: .venv/ready  ## Find the smallest RAM limit of each strategy: make floor 
 peers: .venv/ready  ## Measure all installed loaders, cold and warm, and write docs/loaders.md: make peers MODEL="gpt2-medium ./folder"
 	for model in $(MODEL); do for cache in cold warm; do $(BIN)/weighin bench $$model --strategies all \
 	  --repeats 3 --set steady=true --cache $$cache --out $(PEERS)/$$(basename $$model)-$$cache $(ARGS) || exit; done; done
-	PYTHONPATH=benchmarks $(BIN)/python -m pages.loaders $(PEERS)/* > docs/loaders.md.new
-	mv docs/loaders.md.new docs/loaders.md
+	PYTHONPATH=benchmarks $(BIN)/python -m pages.loaders docs/loaders.md $(PEERS)/*
 
 report: .venv/ready  ## Write the report of RUN again (default: the newest run)
 	$(BIN)/weighin report $(RUN)

@@ -2,11 +2,12 @@
 
     .venv/bin/python benchmarks/folders.py converting [FOLDER]
     .venv/bin/python benchmarks/folders.py loaders FOLDER
+    .venv/bin/python benchmarks/folders.py published [FOLDER]
 
 "converting" are the inputs of configs/suites/converting.yaml, by default in results/folders/converting: models whose
 weights a load converts, dequantises or merges, of 300 to 800 MB once they are loaded. "loaders" are those of
-docs/loaders.md, in bfloat16: a Llama of 395 MiB and a mixture of experts of 459 MiB. A folder that exists is left as
-it is.
+docs/loaders.md, in bfloat16: a Llama of 395 MiB and a mixture of experts of 459 MiB. "published" is the model of a
+published run, in results/folders. A folder that exists is left as it is.
 """
 
 import argparse
@@ -21,6 +22,8 @@ import torch
 from safetensors.torch import save_file
 
 from weighin.models.pretrained import pretrained_class
+from weighin.stream.pretrained_folder import own_dtype
+from weighin.suite import registry
 
 TESTS: Final = Path(__file__).resolve().parents[1] / "tests"
 sys.path += [str(TESTS), str(TESTS / "checkpoints")]
@@ -65,6 +68,14 @@ def saved(
     made(architecture, settings, dtype).save_pretrained(folder)
 
 
+def built_in(folder: Path) -> None:
+    """Write a model that weighin knows by the folder's name, in its own dtype."""
+    spec = registry.model(folder.name.lower())
+    kind = pretrained_class(spec.kwargs["architecture"])
+    torch.set_default_dtype(getattr(torch, own_dtype(spec)))
+    kind(kind.config_class.from_dict(spec.kwargs["config"])).save_pretrained(folder)
+
+
 def gguf_of(kind: str, folder: Path) -> None:
     model = made("LlamaForCausalLM", LLAMA, torch.float32)
     folder.mkdir(parents=True)
@@ -107,6 +118,7 @@ MAKERS: Final[Mapping[str, Mapping[str, Callable[[Path], None]]]] = {
         "fp8": partial(quantised, "fp8", LLAMA),
         "lora": adapted,
     },
+    "published": {"Qwen3-0.6B": built_in},
     "loaders": {
         "llama": partial(saved, "LlamaForCausalLM", {**LLAMA, "vocab_size": 32_000}),
         "moe": partial(saved, "Qwen3MoeForCausalLM", EXPERTS),
@@ -119,13 +131,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("which", choices=MAKERS)
-    default = Path("results/folders/converting")
-    parser.add_argument("folder", type=Path, nargs="?", default=default, metavar="FOLDER")
+    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER")
     options = parser.parse_args()
+    default = Path("results/folders", "converting" if options.which == "converting" else "")
+    folder = options.folder or default
     for name, maker in MAKERS[options.which].items():
-        if not (options.folder / name).exists():
+        if not (folder / name).exists():
             torch.manual_seed(0)
-            maker(options.folder / name)
+            maker(folder / name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Print docs/loaders.md, which helps to choose a loader: ``python -m pages.loaders RUN...``.
+"""Write the tables of a page that helps to choose a loader: ``python -m pages.loaders docs/loaders.md RUN...``.
 
 The page has a table for each model, sorted by the times of the first run.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from page_blocks import filled
 from predicted_runs import check
 
 from weighin.records import run_folder
@@ -31,35 +32,16 @@ HEADINGS: Final = (
 )
 """The headings before those of the times; the memory is that of the first run."""
 
-INTRODUCTION: Final = """\
-# Loaders
 
-`make peers MODEL=gpt2-small` measures all strategies that can load a model, and writes this page. Figures are medians of the repeats. A
-strategy that cannot read the format of a Hugging Face folder reads a copy in the first format that it supports.
-
-* **peak RSS**: the highest resident memory of the loading process, including torch.
-* **predicted floor**: the smallest RAM limit under which the load succeeds, as `weighin predict` computes it. "-": `predict`
-  cannot predict this strategy.
-* **private memory left**: the process's anonymous memory with the loaded model, minus that after `import torch`. Without swap, the kernel cannot
-  reclaim private memory. The pages of a mapped file are not private: the kernel can drop and read them again.
-* **ready**: the time from the start of the load until every byte of the loaded model was read. A strategy that maps the file returns the
-  model before this reading. At the start, the page cache holds no page of the checkpoint (cold) or all of its pages (warm).
-
-If the whole model fits into RAM, a strategy that maps the file needs the least private memory. If RAM is so short that the kernel drops pages of
-the file, take the fastest strategy that holds one copy of the weights. [Many tensors](results.md#many-tensors) shows how the time of a load grows with the
-number of tensors.
-"""
-
-
-def page(runs: Sequence[Sequence[Result]], floors: Mapping[str, int | None]) -> str:
-    """Return the page for ``runs``, each a list of results.
+def tables(runs: Sequence[Sequence[Result]], floors: Mapping[str, int | None]) -> str:
+    """Return the tables for ``runs``, each a list of results.
 
     ``floors`` has the predicted RAM floors in bytes, by ``cell.series``.
     """
     measured = [run for run in runs if any(one.outcome is not Outcome.SKIPPED for one in run)]
     models = grouped(measured, lambda run: _first(run).cell.model.title)
     lines = (line for title, some in models.items() for line in _section(title, some, floors))
-    return "\n".join([INTRODUCTION, *lines])
+    return "\n".join(lines).rstrip()
 
 
 def _first(run: Sequence[Result]) -> Result:
@@ -124,14 +106,15 @@ def _private_bytes(result: Result) -> int | None:
 
 
 def main() -> None:
-    folders = [Path(name) for name in sys.argv[1:]]
+    page, *folders = map(Path, sys.argv[1:])
     runs = [run_folder.read(folder) for folder in folders]
     checked = [check(folder, run) for folder, run in zip(folders, runs, strict=True)]
     predictions = [each.prediction for of_run in checked for each in of_run]
     floors = {each.cell.series: each.floor_bytes for each in predictions}
     for warning in (text for run in runs for text in run.warnings):
         print(warning, file=sys.stderr)
-    sys.stdout.write(page([run.results for run in runs], floors))
+    text = tables([run.results for run in runs], floors)
+    page.write_text(filled(page.read_text(), {"pages/loaders.py": text}))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 import yaml
-from pydantic import BaseModel, ConfigDict
 
 from weighin.cell import Cell, ModelSpec
 from weighin.plan.loads import plan_cell
@@ -33,57 +32,30 @@ _HEADINGS: Final = (
 )  # fmt: skip
 
 
-class Method(BaseModel):
-    """One line of the notebook's table; ``phase`` is None unless the figure is the peak of one phase."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    method: str
-    strategy: str
-    phase: str | None = None
-    gpu_gib: float
-    host_gib: float | None
-    host_why: str
-
-
-class Published(BaseModel):
-    """The table that the notebook published, and the name of the measured model."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: str
-    methods: tuple[Method, ...]
-
-
-def published() -> Published:
-    """Return the notebook's published figures."""
-    path = Path(__file__).with_suffix(".yaml")
-    return Published.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-
-
 def markdown_notebook(results: Sequence[Result]) -> str:
     """Return the published table beside measured and predicted figures, as Markdown; takes 10 s."""
-    table = published()
-    spec = model(table.model)
+    table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    spec = model(table["model"])
     planned = []
-    for name in dict.fromkeys(method.strategy for method in table.methods):
+    for name in dict.fromkeys(method["strategy"] for method in table["methods"]):
         info = strategy(name)
         cell = Cell(spec, name, "process", device="cuda", format=info.formats[0])
         planned.append(plan_cell(cell, info))
     predictions = {one.strategy: one for one in predict(planned)}
     measured = {one.cell.strategy: one for one in results if _is_notebooks(one.cell, spec)}
     rows = []
-    for method in table.methods:
-        prediction, phase = predictions[method.strategy], method.phase
+    for method in table["methods"]:
+        name, phase = method["strategy"], method.get("phase")
+        prediction, published = predictions[name], f"{method['gpu_gib']:.1f}"
         predicted_bytes = prediction.cuda_allocated_bytes
         if phase:
             phases = [one for one in prediction.phases if one.name == phase]
             predicted_bytes = phases[0].cuda_allocated_bytes if phases else None
-        gpu_bytes, *host_bytes = _measured(method, measured.get(method.strategy))
+        gpu_bytes, *host_bytes = _measured(phase, measured.get(name))
         gpu = (scaled(gpu_bytes, GIB, 3), scaled(predicted_bytes, GIB, 3))
-        host = (scaled(method.host_gib, 1, 1), *(scaled(size, GIB, 3) for size in host_bytes))
-        name = method.strategy + (f", phase {phase}" if phase else "")
-        rows.append([method.method, name, f"{method.gpu_gib:.1f}", *gpu, *host])
+        host = (scaled(method["host_gib"], 1, 1), *(scaled(size, GIB, 3) for size in host_bytes))
+        label = name + (f", phase {phase}" if phase else "")
+        rows.append([method["method"], label, published, *gpu, *host])
     caption = escaped(words.shared(Measured(results)))
     return f"{Table.of(_HEADINGS, rows, names=2).markdown()}\n\n{ABOUT}\n\n{caption}"
 
@@ -96,10 +68,12 @@ def _is_notebooks(cell: Cell, spec: ModelSpec) -> bool:
     )
 
 
-def _measured(method: Method, result: Result | None) -> tuple[int | None, int | None, int | None]:
+def _measured(
+    phase: str | None, result: Result | None
+) -> tuple[int | None, int | None, int | None]:
     """Return bytes allocated on the GPU, resident above the import, and anonymous; None if not measured."""
-    if result and method.phase:
-        phases = [one for one in result.phases if one.name == method.phase]
+    if result and phase:
+        phases = [one for one in result.phases if one.name == phase]
         return phases[0].peak_cuda_allocated_bytes if phases else None, None, None
     if result is None or result.outcome is not Outcome.OK:
         return None, None, None

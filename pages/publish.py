@@ -16,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -33,14 +33,16 @@ from weighin.records.run import Measured
 from weighin.result import Outcome, Result
 from weighin.show import style, words
 from weighin.show.timeline import draw_timelines
-from weighin.stream.pretrained_folder import own_dtype
 from weighin.suite import registry
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PUBLISHED: Final = Path("results/published")
 PUBLISHING: Final = Path("results/publishing")
-FOLDERS: Final = Path("results/folders")
-"""Where a Hugging Face folder of a run is written if it is missing."""
+FOLDERS: Final = {
+    "converting": "results/folders/converting",
+    "published": "results/folders/Qwen3-0.6B",
+}
+"""The folders that ``benchmarks/folders.py`` makes, and where runs name them."""
 QUIET_LOAD: Final = 0.3
 """The largest load average (1 minute) of an idle machine; an idle desktop has 0.1."""
 _WRONG: Final = (
@@ -207,12 +209,7 @@ def measure(run: Run) -> None:
         arguments = [verb, "--resume", str(folder)]
     else:
         arguments = [verb, *rest, "--out", str(folder)]
-    for path in _folders(run.command):
-        if not path.exists():
-            save_folder(path)
-    for word in run.command:
-        if Path(word).name in ("converting.yaml", "converting-files.yaml"):
-            subprocess.run([sys.executable, "benchmarks/folders.py", "converting"], check=True)
+    _make_folders(run.command)
     print(f"\nweighin {shlex.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
     if done.returncode:
@@ -232,29 +229,12 @@ def measure(run: Run) -> None:
         )
 
 
-def _folders(command: Iterable[str]) -> Iterator[Path]:
-    """Yield the Hugging Face folders of built-in models that a command, or its suite, loads."""
-    for word in command:
-        words = [word]
-        if word.endswith(".yaml"):
-            models = yaml.safe_load(Path(word).read_text(encoding="utf-8")).get("models", ())
-            words = [model.get("folder", "") for model in models if isinstance(model, dict)]
-        for each in map(Path, words):
-            if each.parent == FOLDERS and each.name.lower() in registry.models():
-                yield each
-
-
-def save_folder(path: Path) -> None:
-    """Write the Hugging Face folder of a built-in model with random weights: ``FOLDERS/Qwen3-0.6B``."""
-    import torch
-
-    from weighin.models.pretrained import pretrained_class
-
-    spec = registry.model(path.name.lower())
-    kind = pretrained_class(spec.kwargs["architecture"])
-    torch.manual_seed(0)
-    torch.set_default_dtype(getattr(torch, own_dtype(spec)))
-    kind(kind.config_class.from_dict(spec.kwargs["config"])).save_pretrained(path)
+def _make_folders(command: Iterable[str]) -> None:
+    """Write the folders of models that a command, or its suite, names and that are missing."""
+    texts = [Path(one).read_text("utf-8") if one.endswith(".yaml") else one for one in command]
+    for which, place in FOLDERS.items():
+        if any(place in text for text in texts):
+            subprocess.run([sys.executable, "benchmarks/folders.py", which], check=True)
 
 
 def has_timeline(cells: Sequence[Cell]) -> bool:

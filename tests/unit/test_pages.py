@@ -144,14 +144,13 @@ def test_the_page_of_loaders_has_the_fastest_first_and_the_reason_of_each_that_i
         make_skipped("eager", "eager needs x: install y"),
     ]  # fmt: skip
     floors: dict[str, int | None] = {cold[0].cell.series: 400 * MIB}
-    text = loaders.page([cold, [measured("mmap_assign", 1.0, cache="warm")], []], floors)
-    page = text.removeprefix(loaders.INTRODUCTION).splitlines()
-    assert page[3:7] == [
+    text = loaders.tables([cold, [measured("mmap_assign", 1.0, cache="warm")], []], floors)
+    assert text.splitlines()[2:6] == [
         "| strategy | format | peak RSS MiB | predicted floor MiB | private memory left MiB | ready, cold | ready, warm |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
         "| streaming | pt | 6912 | - | 6461 | 4.00 s | - |",
         "| mmap_assign | pt | 6984 | 400 | 215 | 5.00 s | 1.00 s |",
     ]
     assert "Not in the table:\n\n* runai, eager: needs x: install y\n" in text
-    assert text.endswith(" · 1 to 3 repeats\n")
-    assert "|" not in loaders.page([[make_skipped("runai", "why")], []], {})
+    assert text.endswith(" · 1 to 3 repeats")
+    assert "|" not in loaders.tables([[make_skipped("runai", "why")], []], {})
