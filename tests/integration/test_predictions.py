@@ -12,7 +12,7 @@ from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
 from weighin.suite import registry
-from weighin.suite.packages import name_of
+from weighin.suite.registry import name_of
 from weighin.units import MIB
 
 MEASURED = json.loads((Path(__file__).parent / "fixtures" / "anonymous_peaks.json").read_text())

@@ -21,7 +21,7 @@ from weighin.result import Outcome, Result
 from weighin.run import loads, runner
 from weighin.run.loads import Loads
 from weighin.settings.definition import check_suite
-from weighin.suite.packages import versions
+from weighin.suite.registry import versions
 from weighin.units import MIB
 
 TEXT = "importing torch, to measure the memory that the import needs"

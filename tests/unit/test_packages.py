@@ -10,7 +10,7 @@ from weighin.errors import ConfigError
 from weighin.plan.loads import plan_cell
 from weighin.plan.task import Planned
 from weighin.predict.client import predict
-from weighin.suite import packages, registry
+from weighin.suite import registry
 
 
 def written(folder: Path, constant: str) -> registry.StrategyInfo:
@@ -32,7 +32,7 @@ def test_a_strategy_without_packages_needs_none(tmp_path: Path) -> None:
 def test_installed_packages_are_no_reason_to_skip(tmp_path: Path) -> None:
     info = written(tmp_path, 'PACKAGES = ("safetensors>=0.6", "PyYAML")')
     assert (info.missing, planned(info).skip) == ("", "")
-    assert packages.versions(info.packages) == {
+    assert registry.versions(info.packages) == {
         "safetensors": version("safetensors"),
         "PyYAML": version("pyyaml"),
     }
@@ -43,7 +43,7 @@ def test_a_missing_package_is_a_reason_that_says_what_to_install(tmp_path: Path)
     assert planned(info).skip == (
         "mine needs not-on-any-index, torch>=99.1: pip install not-on-any-index 'torch>=99.1'"
     )
-    assert packages.versions(info.packages) == {"torch": version("torch")}
+    assert registry.versions(info.packages) == {"torch": version("torch")}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_missing_package_is_a_reason_that_says_what_to_install(tmp_path: Path)
     ],
 )
 def test_a_package_of_an_extra_is_installed_with_the_extra(package: str, extra: str) -> None:
-    assert packages.missing((package,)) == (
+    assert registry.missing_packages((package,)) == (
         f"needs {package}: pip install 'weighin[{extra}] @ git+URL',"
         " where URL is the address of weighin's repository"
     )
@@ -64,7 +64,7 @@ def test_a_package_of_an_extra_is_installed_with_the_extra(package: str, extra: 
 def test_every_package_of_our_strategies_comes_with_us_or_with_an_extra() -> None:
     for info in registry.strategies().values():
         for package in info.packages:
-            beyond = packages.missing((f"{packages.name_of(package)}>=999",))
+            beyond = registry.missing_packages((f"{registry.name_of(package)}>=999",))
             assert package.startswith("safetensors") or "pip install 'weighin[" in beyond
 
 

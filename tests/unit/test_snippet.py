@@ -19,7 +19,7 @@ from weighin.stream import formats
 from weighin.stream.slices import TensorPlan
 from weighin.stream.write import write as write_checkpoint
 from weighin.suite import registry
-from weighin.suite.packages import name_of
+from weighin.suite.registry import name_of
 
 STRATEGIES = {
     name: info

@@ -14,8 +14,7 @@ from weighin.plan.start import foreign
 from weighin.plan.task import Planned
 from weighin.records.series import name_of
 from weighin.settings.definition import Settings, check_suite
-from weighin.suite import uses as suite_uses
-from weighin.suite.registry import model, strategy
+from weighin.suite.registry import chosen_uses, model, strategy
 from weighin.units import MIB
 from weighin.worker import uses
 from weighin.worker.loading import Inputs
@@ -64,9 +63,9 @@ def test_a_suite_refuses_uses_without_an_effect(asked: dict[str, Any], message: 
 
 def test_a_use_is_a_name_or_a_file_of_the_users_own(tmp_path: Path) -> None:
     (file := tmp_path / "half.py").write_text(OWN)
-    assert suite_uses.chosen(["write", str(file)]) == {"write": "", "half": str(file)}
+    assert chosen_uses(["write", str(file)]) == {"write": "", "half": str(file)}
     with pytest.raises(UnknownName, match="did you mean 'adamw'"):
-        suite_uses.chosen(["adamv"])
+        chosen_uses(["adamv"])
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_a_use_is_a_name_or_a_file_of_the_users_own(tmp_path: Path) -> None:
 def test_an_own_file_must_be_a_use(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError) as refused:
-        suite_uses.chosen([str(tmp_path / name)])
+        chosen_uses([str(tmp_path / name)])
     assert message in str(refused.value)
 
 

@@ -40,7 +40,7 @@ from weighin.files import rename, write_text
 from weighin.stream import formats
 from weighin.stream.pretrained_folder import files_of_adapter
 from weighin.stream.pretrained_library import WHOLE, Selection, library_of
-from weighin.suite import packages, user_code
+from weighin.suite import registry, user_code
 from weighin.units import format_bytes
 
 Report = Callable[[str, float | None], None]
@@ -192,10 +192,10 @@ def _origin(model: ModelSpec, dtype: str, python_path: Sequence[str]) -> list[ob
     if not user_code.is_ours(model.builder):
         if code := user_code.file_of(model.builder, python_path):
             origin += [str(code), _digest(code)]
-        origin += packages.versions(["torch", "transformers"]).items()
+        origin += registry.versions(["torch", "transformers"]).items()
     elif library:
         names = ["torch", library.name, *_DECIDING]
-        origin += [dtype, *packages.versions(names).items()]
+        origin += [dtype, *registry.versions(names).items()]
     return origin
 
 

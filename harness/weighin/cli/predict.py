@@ -74,7 +74,7 @@ def _predictions(
     from weighin.predict import client
     from weighin.settings.definition import DTYPES
     from weighin.stream import quantised
-    from weighin.suite import chosen_models, registry, uses
+    from weighin.suite import chosen_models, registry
 
     typed = context.params
     if not model:
@@ -93,7 +93,7 @@ def _predictions(
             f" {len(chosen.checkpoints)}",
             "predict each model in a separate command: weighin predict FOLDER",
         )
-    use_paths = uses.chosen(settings.uses)
+    use_paths = registry.chosen_uses(settings.uses)
     is_asked = _options.is_typed(context, "uses") or "uses" in _options.assigned(context)
     planned = loads.cells_of(
         settings,

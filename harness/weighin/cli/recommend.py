@@ -85,7 +85,7 @@ def question_of(context: click.Context, model: str = "") -> "Question":
     from weighin.recommend import answer
     from weighin.recommend.candidates import Limits
     from weighin.slow_disk import Pace
-    from weighin.suite import chosen_models, uses
+    from weighin.suite import chosen_models, registry
 
     if not model:
         _options.note_default(context)
@@ -95,7 +95,7 @@ def question_of(context: click.Context, model: str = "") -> "Question":
             raise ConfigError(
                 f"weighin recommend answers for one value of {key}", "ask for each value in turn"
             )
-    ((use, use_path),) = uses.chosen(settings.uses).items()
+    ((use, use_path),) = registry.chosen_uses(settings.uses).items()
     chosen = chosen_models.choose(settings)
     _console.note(*chosen.notes)
     return answer.Question(

@@ -17,7 +17,7 @@ from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.pretrained_folder import adapter_of, code_of, folder_library
 from weighin.stream.pretrained_library import Selection
-from weighin.suite import chosen_models, packages, registry, uses
+from weighin.suite import chosen_models, registry
 from weighin.suite.registry import StrategyInfo
 
 _FOLDERS: Final = {
@@ -39,7 +39,7 @@ def plan(
     strategies = registry.chosen(settings, chosen.own_format)
     _check_names("models", [(spec.title, spec.builder) for spec in models])
     _check_names("strategies", [(info.name, str(info.path)) for info, _ in strategies])
-    use_paths = uses.chosen(settings.uses)
+    use_paths = registry.chosen_uses(settings.uses)
     for name in settings.format:
         formats.known(name)  # raises for an unknown format before the isolation is tested
     isolation, note = choose(settings, nodes)
@@ -114,7 +114,7 @@ def cells_of(
         "ranks": settings.ranks,
         "environment": settings.environment,
     }
-    inner = (*axes.values(), uses.chosen(settings.uses), strategies)
+    inner = (*axes.values(), registry.chosen_uses(settings.uses), strategies)
     found: dict[str, Planned] = {}
     for repeat, model, *values, use, (info, options) in product(
         range(settings.repeats), models, *inner
@@ -166,8 +166,10 @@ def plan_cell(cell: Cell, info: StrategyInfo, own_format: str | None = None) -> 
         skip = f"{info.name} loads {_FOLDERS[info.pretrained]} only"
     if info.shares_load and cell.ranks == 1:
         skip = f"{info.name} divides a load among several processes, so it needs --ranks 2 or more"
-    skip = uses.obstacle(cell) or skip
-    if cell.format == gguf.NAME and (missing := packages.missing(packages.OF_FORMAT[gguf.NAME])):
+    skip = registry.obstacle_of_use(cell) or skip
+    if cell.format == gguf.NAME and (
+        missing := registry.missing_packages(registry.OF_FORMAT[gguf.NAME])
+    ):
         skip = f"{info.name} of a GGUF file {missing}"
     if cell.format not in info.formats:
         skip = f"{info.name} does not {read} {cell.format}, only {', '.join(info.formats)}"

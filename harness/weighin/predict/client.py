@@ -18,7 +18,7 @@ from weighin.probes.mounts import read_ahead_bytes
 from weighin.stream import formats, quantised
 from weighin.stream import gguf_files as gguf
 from weighin.stream.pretrained_library import LIBRARIES, WHOLE, Selection, library_of
-from weighin.suite.packages import name_of
+from weighin.suite.registry import name_of
 
 _FOLLOWED: Final = frozenset(
     {"torch", "numpy", "safetensors", "accelerate", *(each.name for each in LIBRARIES)}

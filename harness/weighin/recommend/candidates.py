@@ -15,8 +15,7 @@ from weighin.slow_disk import LARGEST_READ_BYTES, Pace
 from weighin.stream.bytes import choose
 from weighin.stream.pretrained_folder import is_folder
 from weighin.stream.pretrained_library import LIBRARIES
-from weighin.suite.packages import name_of
-from weighin.suite.registry import StrategyInfo
+from weighin.suite.registry import StrategyInfo, name_of
 from weighin.units import GIB, MIB, format_bytes, format_exact
 
 MEASURED: Final = "measured"

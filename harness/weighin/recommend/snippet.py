@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weighin import install
 from weighin.strategy import HELPERS
 from weighin.stream.pretrained_library import DIFFUSERS, TIMM, TRANSFORMERS
-from weighin.suite.packages import name_of
-from weighin.suite.registry import StrategyInfo
+from weighin.suite.registry import StrategyInfo, name_of
 
 if TYPE_CHECKING:  # for reset_buffers, which is not run here
     import torch

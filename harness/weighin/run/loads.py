@@ -35,7 +35,7 @@ from weighin.settings.definition import Settings
 from weighin.slow_disk import LARGEST_READ_BYTES, Mount, Pace
 from weighin.stream import formats
 from weighin.stream.pretrained_folder import files_of_adapter, folder_of
-from weighin.suite import packages, user_code
+from weighin.suite import registry, user_code
 from weighin.suite.registry import data_folder
 from weighin.text import few
 from weighin.units import MIB, format_bytes, format_exact
@@ -343,7 +343,7 @@ class Loads:
             return Measured(skipped(replace(planned, skip=why), known))
         job, model_bytes = self._job(planned, checkpoint), manifest.model_bytes(cell.dtype)
         if needed := planned.strategy.packages:  # versions are the same in a container as here
-            known = known | {"packages": packages.versions(needed)}
+            known = known | {"packages": registry.versions(needed)}
         with ExitStack() as opened:
             if cell.operation == "save" or cell.use == SAVE:
                 job = replace(job, target=str(opened.enter_context(save_folder(model_bytes))))

@@ -1,20 +1,34 @@
-"""Find strategies and models by name, without importing torch or any strategy.
+"""Find strategies, uses and models by name, without importing torch or the files of users.
 
-A file with a function ``load`` is a strategy for loads. A file with a function ``save`` is a
-strategy for saves.
+A file with a function ``load`` is a strategy for loads, one with ``save`` a strategy for saves, and
+one with ``use`` a use of a model (what follows a load). A strategy declares each package that it
+needs by its name on PyPI, if necessary with a minimum version: "safetensors>=0.8".
 """
 
 import ast
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from shlex import quote
+from typing import TYPE_CHECKING, Any, Final
 
-from weighin.cell import SYNTHESISED, ModelSpec, Operation, with_arguments
+from weighin import install
+from weighin.cell import (
+    FORK,
+    NONE,
+    SYNTHESISED,
+    TO_DEVICE,
+    USES,
+    Cell,
+    ModelSpec,
+    Operation,
+    with_arguments,
+)
 from weighin.child_process import CODE_PATH
 from weighin.errors import ConfigError, UnknownName
 from weighin.models.description import spec_of, spec_of_gguf
@@ -46,6 +60,9 @@ _ENTRY_POINTS: dict[Operation, str] = {"load": "weighin.strategies", "save": "we
 PEAK_WORDS = ("model", "storages", "tensor", "layer", "shard", "mapped")
 """What a load can have in memory: the model's tensors, all storages of the files (the state dict that
 ``torch.load`` returns), the largest tensor, layer or shard, and the mapped file."""
+
+OF_FORMAT: Final[Mapping[str, tuple[str, ...]]] = {gguf.NAME: ("gguf", "accelerate")}
+"""The packages that transformers imports to load a checkpoint of this format."""
 
 _FROM = "from:"
 _FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
@@ -110,9 +127,7 @@ class StrategyInfo:
     @property
     def missing(self) -> str:
         """A text: the missing packages and the command that installs them; empty if none is missing."""
-        from weighin.suite import packages  # imports what `weighin list` does not need
-
-        return packages.missing(self.packages)
+        return missing_packages(self.packages)
 
     def check_options(self, names: Iterable[str]) -> None:
         for name in names:
@@ -215,6 +230,105 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
         needs_adapter="NEEDS_ADAPTER" in flags,
         peak=peak,
     )
+
+
+def name_of(requirement: str) -> str:
+    """Return the package's name in a requirement: "safetensors" in "safetensors>=0.8"."""
+    return re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]
+
+
+def versions(requirements: Iterable[str]) -> dict[str, str]:
+    found = {}
+    for name in map(name_of, requirements):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def missing_packages(requirements: Iterable[str]) -> str:
+    """Return the missing packages and the command that installs them; empty if no package is missing.
+
+    An example: "needs fastsafetensors: pip install 'weighin[loaders] @ git+URL'".
+    """
+    absent = [each for each in requirements if not _is_met(each)]
+    if not absent:
+        return ""
+    extras = {each: _extra_with(each) for each in absent}
+    others = [quote(each) for each in absent if not extras[each]]
+    commands = [f"pip install {' '.join(others)}"] if others else []
+    if chosen := sorted(filter(None, set(extras.values()))):
+        commands.append(install.command(*chosen, anywhere=True))
+    return f"needs {', '.join(absent)}: {'; '.join(commands)}"
+
+
+def _is_met(requirement: str) -> bool:
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", text)))
+
+    installed = versions([requirement]).get(name_of(requirement))
+    return installed is not None and numbers(installed) >= numbers(requirement.partition(">=")[2])
+
+
+def _extra_with(requirement: str) -> str:
+    """Return weighin's extra with the shortest name that installs a package: "loaders"; else empty."""
+    try:
+        lines = requires("weighin") or []
+    except PackageNotFoundError:  # weighin runs from a folder without being installed
+        lines = []
+    from packaging.utils import canonicalize_name  # `weighin list` does without it
+
+    name = canonicalize_name(name_of(requirement))
+    extras = [
+        found[1]
+        for line in lines
+        if canonicalize_name(name_of(line)) == name
+        and (found := re.search(r"""extra == ['"]([\w-]+)['"]""", line))
+    ]
+    return min(extras, key=len, default="")  # larger extras contain the package, too
+
+
+def chosen_uses(names: list[str]) -> dict[str, str]:
+    """Return the path of each use's file, by the use's name; empty for a use of weighin.
+
+    Raises:
+        UnknownName: a name is neither a file nor one of weighin's own uses.
+        ConfigError: a user's file has no function ``use``, or the same name as another use.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        if not (name.endswith(".py") or "/" in name):
+            if name not in (*USES, NONE):
+                raise UnknownName(
+                    "use", name, [*USES, NONE], "for a file of your own: --use ./mine.py"
+                )
+            found[name] = ""
+            continue
+        path = Path(name).expanduser().resolve()
+        example = "see docs/results.md for an example of 3 lines"
+        user_code.parse(path, "use", "use(model)", example)
+        if path.stem in (*USES, NONE) or found.get(path.stem, str(path)) != str(path):
+            raise ConfigError(
+                f"two uses are called {path.stem!r}, one of them {path}",
+                "rename the file: a use's name is its file's name",
+            )
+        found[path.stem] = str(path)
+    return found
+
+
+def obstacle_of_use(cell: Cell) -> str:
+    """Return why the cell's use cannot follow the load; empty if it can."""
+    is_on_gpu = cell.device != "cpu"
+    if cell.use and cell.ranks > 1:
+        return f"weighin measures the use {cell.use} only in one process: --ranks 1"
+    if cell.use == TO_DEVICE and is_on_gpu:
+        return (
+            "to-device moves a model from the CPU to the GPU, but the model is on the GPU already"
+        )
+    if cell.use == FORK and is_on_gpu:
+        return "a forked process cannot use a model on the GPU"
+    return ""
 
 
 def models() -> dict[str, Path]:
