@@ -21,7 +21,7 @@ from weighin.errors import ConfigError, HarnessError, RecordError
 from weighin.files import object_in, write_text
 from weighin.gate.rules import Rules, changed, expectation, parse_budget
 from weighin.records.machine import Policy, Setting, policy_of
-from weighin.records.metrics import METRICS, Direction, named
+from weighin.records.metrics import METRICS, Direction, Tolerance, named
 from weighin.records.series import Figure, Series
 from weighin.settings.definition import Strict, validate
 from weighin.settings.yaml_file import read_mapping
@@ -107,16 +107,16 @@ def _content(path: Path) -> dict[str, Any]:
 def _parsed(path: Path, content: Mapping[str, Any]) -> Baseline:
     file = validate(_File, content, str(path))
     try:
-        rules = Rules().plus(
-            {
-                (metric := named(name)).name: changed(metric, **chosen.model_dump())
-                if chosen
-                else None
-                for name, chosen in file.metrics.items()
-            },
-            map(parse_budget, file.budgets),
+        tolerances: dict[str, Tolerance | None] = {**Rules().tolerances}
+        for name, chosen in file.metrics.items():
+            metric = named(name)
+            tolerances[metric.name] = changed(metric, **chosen.model_dump()) if chosen else None
+        expected = (*file.expect.items(), *file.measured.expect.items())
+        rules = Rules(
+            {name: one for name, one in tolerances.items() if one},
+            tuple(map(parse_budget, file.budgets)),
             file.environment,
-            [expectation(*one) for one in (*file.expect.items(), *file.measured.expect.items())],
+            tuple(expectation(*one) for one in expected),
         )
     except HarnessError as error:
         raise ConfigError(f"{path}: {error.message}", error.repair) from None

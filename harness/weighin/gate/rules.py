@@ -112,26 +112,6 @@ class Rules:
     policies: Mapping[str, Policy] = field(default_factory=dict)
     expected: tuple[Expectation, ...] = ()
 
-    def plus(
-        self,
-        tolerances: Mapping[str, Tolerance | None],
-        budgets: Iterable[Budget],
-        policies: Mapping[str, Policy],
-        expected: Iterable[Expectation],
-    ) -> "Rules":
-        """Return these rules and further ones, which override; None turns a metric off."""
-        changed = {**self.tolerances, **tolerances}
-        return Rules(
-            {name: one for name, one in changed.items() if one},
-            (*self.budgets, *budgets),
-            # The first that matches counts: a new one comes first, and replaces one of the same name.
-            {
-                **policies,
-                **{name: one for name, one in self.policies.items() if name not in policies},
-            },
-            (*self.expected, *expected),
-        )
-
     def typed(
         self,
         budgets: Iterable[str] = (),
@@ -139,17 +119,21 @@ class Rules:
         tolerances: Iterable[str] = (),
         settings: Iterable[str] = (),
     ) -> "Rules":
-        """Return these rules and those of the command line.
+        """Return these rules and those of the command line, which override.
 
         Raises:
             ConfigError: a text is not a rule.
             UnknownName: no metric has the name in a text.
         """
-        return self.plus(
-            dict(map(parse_tolerance, tolerances)),
-            map(parse_budget, budgets),
-            dict(map(_parse_policy, settings)),
-            [one for text in expected for one in parse_expected(text)],
+        merged = {**self.tolerances, **dict(map(parse_tolerance, tolerances))}
+        # The first policy that matches counts: a new one comes first, and replaces one of the same name.
+        policies = dict(map(_parse_policy, settings))
+        policies |= {name: one for name, one in self.policies.items() if name not in policies}
+        return Rules(
+            {name: one for name, one in merged.items() if one},
+            (*self.budgets, *map(parse_budget, budgets)),
+            policies,
+            (*self.expected, *(one for text in expected for one in parse_expected(text))),
         )
 
     def only(self, metrics: Sequence[str]) -> "Rules":
