@@ -457,12 +457,7 @@ _NOWHERE: Final = Path()
 
 
 def _called(function: Any, arguments: Any) -> Any:
-    """Return the record for the result of a call in the pickle, without calling anything.
-
-    Raises:
-        Malformed: the pickle calls an object that is no function, or a function that makes tensors has
-            impossible arguments.
-    """
+    """Return the record for the result of a call in the pickle, without calling anything."""
     if not isinstance(arguments, tuple) or not isinstance(function, Named | Opaque):
         raise Malformed("the pickle calls an object that is not a function")
     if isinstance(function, Opaque):  # the pickle calls the result of another call

@@ -249,9 +249,6 @@ def are_equal(one: Slice, other: Slice) -> bool:
     """Tell whether two tensors of the same shape have the same dtype and the same bytes.
 
     ``are_equal`` reads both tensors up to the first difference.
-
-    Raises:
-        CheckpointError: a file cannot be read.
     """
     if (one.file, one.offset) == (other.file, other.offset):
         return one.stride == other.stride

@@ -64,11 +64,7 @@ class TorchFile:
         return self.pickled.value
 
     def slice(self, name: str, tensor: Slice) -> Slice:
-        """Return where a tensor of the pickle lies, under the name ``name``.
-
-        Raises:
-            CheckpointError: the tensor's storage does not fit its record.
-        """
+        """Return where a tensor of the pickle lies, under the name ``name``."""
         start, size = self.places.get(tensor.name, (0, 0))
         if tensor.storage_bytes != size:  # torch.load refuses a longer record, too
             raise damaged(
@@ -154,9 +150,6 @@ def read(path: Path, key: str = "") -> Checkpoint:
 def read_one(path: Path, name: str, base: int = 0, length: int | None = None) -> Slice:
     """Return the only tensor in a file, or in the archive of ``length`` bytes that begins at the byte
     ``base`` of a file, under the name ``name``.
-
-    Raises:
-        CheckpointError: as for ``open_zip``, or the file holds anything but one tensor.
     """
     file = open_zip(path, base, length)
     value = file.value
@@ -170,11 +163,7 @@ def read_one(path: Path, name: str, base: int = 0, length: int | None = None) ->
 
 
 def open_zip(path: Path, base: int = 0, length: int | None = None) -> TorchFile:
-    """Return the pickled value of a zip file, and the places of its storages.
-
-    Raises:
-        CheckpointError: the file is not a zip that ``torch.save`` wrote, or it is damaged.
-    """
+    """Return the pickled value of a zip archive that ``torch.save`` wrote, and its storages' places."""
     if length is None:
         head = check_present(path)
         if is_legacy(head):

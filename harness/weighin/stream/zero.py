@@ -184,11 +184,7 @@ class _ModelStates:
             self._shared = {new: old for new, old in shared.items() if isinstance(old, str)}
 
     def frozen(self, ranks: int) -> dict[str, Slice]:
-        """Return the parameters that are not trained; under ZeRO-3, each rank has a share of each.
-
-        Raises:
-            CheckpointError: the file of a rank is missing, or lacks a share.
-        """
+        """Return the parameters that are not trained; under ZeRO-3, each rank has a share of each."""
         if not self._frozen or not _OF_RANK.match(self.file.name):
             return {n: self._fragments[n] for n in self._frozen if n in self._fragments}
         # The number of ranks is the file's word: no more are named than may be there.
@@ -211,9 +207,6 @@ class _ModelStates:
 
         ``stored`` has the tensors whose values are in other files. All remaining tensors are
         those of this file of model states; with ``fallback=False``, only buffers may come from it.
-
-        Raises:
-            CheckpointError: no file has the values of a parameter.
         """
         found = Checkpoint()
         found.metadata, found.values = self._state.metadata, self._state.values
@@ -314,10 +307,7 @@ def _by_rank(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def _check_parallelism(path: Path) -> None:
-    """Raise CheckpointError if the training used pipeline, expert or tensor parallelism.
-
-    The files do not say how such a training divided the tensors among the ranks.
-    """
+    """Raise CheckpointError for parallelism of which the files do not say how it divided the tensors."""
     if expert := next(iter(_matching(path, _EXPERT)), None):
         raise _experts_divided(path, expert)
     ranks = _matching(path, _MODEL) | _matching(path, _OPTIMIZER)
@@ -387,11 +377,8 @@ def _shapes(value: Any) -> dict[str, Shape]:
 
 
 def elements(path: Path, flats: Sequence[Slice], first: int, count: int) -> list[Slice]:
-    """Return where ``count`` elements from the index ``first`` on lie in flat tensors, which follow
-    one another.
-
-    Raises:
-        CheckpointError: the tensors have fewer elements, or they are not flat.
+    """Return where ``count`` elements from the index ``first`` on lie in flat tensors, one after the
+    other.
     """
     ranges, at = [], 0
     for one in flats:
