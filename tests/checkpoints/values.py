@@ -183,15 +183,15 @@ _NOT_READ: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
     ),
     "a quantised tensor (qint8) beside plain ones": (
         _saved(_quantised),
-        rf"quantised tensor \(torch.qint8\); {_PLAIN}.* dequantise each such tensor",
+        rf"quantised tensor \(torch.qint8\); {_PLAIN}.*tensor.dequantize",
     ),
     "a tensor quantised by channel (quint8)": (
         _saved(_quantised_by_channel),
-        rf"quantised tensor \(torch.quint8\); {_PLAIN}.* dequantise each such tensor",
+        rf"quantised tensor \(torch.quint8\); {_PLAIN}.*tensor.dequantize",
     ),
     "a model after dynamic quantisation": (
         _saved(_quantised_model),
-        rf"_packed_params.0' is a quantised tensor \(torch.qint8\); {_PLAIN}.* dequantise each",
+        rf"_packed_params.0' is a quantised tensor \(torch.qint8\); {_PLAIN}.*tensor.dequantize",
     ),
     "a sparse tensor": (_saved(_sparse), rf"a sparse tensor; {_PLAIN}.*tensor.to_dense"),
     "a nested tensor": (_saved(_nested), rf"a nested tensor; {_PLAIN}.*tensor.unbind"),
