@@ -78,6 +78,13 @@ def memory_of(status: dict[str, int]) -> dict[str, int]:
     }
 
 
+def read_figures(pid: int | str = "self") -> dict[str, Any]:
+    """Return what a process's messages have of itself: its mark VmHWM, its memory and its page faults."""
+    status = parse_status(read_text(f"/proc/{pid}/status"))
+    faults = parse_faults(read_text(f"/proc/{pid}/stat"))
+    return {"peak_rss_bytes": status["VmHWM"], "memory": memory_of(status), "faults": faults}
+
+
 def reset_peak() -> None:
     """Reset VmHWM, the peak RSS of this process, to its present RSS."""
     with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123
@@ -175,10 +182,7 @@ class Reporter:
 
     def _report(self, number: int, name: str | None) -> None:
         """Send what this process reads of itself; at the begin of a phase, reset the mark."""
-        fields: dict[str, Any] = {"event": "end", "id": number, "t_ns": monotonic_ns()}
-        status = parse_status(read_text("/proc/self/status"))
-        fields |= {"peak_rss_bytes": status["VmHWM"], "memory": memory_of(status)}
-        fields["faults"] = parse_faults(read_text("/proc/self/stat"))
+        fields = {"event": "end", "id": number, "t_ns": monotonic_ns()} | read_figures()
         if name is not None:
             name = str(name)[:LONGEST_NAME].encode(errors="replace").decode()  # no lone surrogate
             fields |= {"event": "begin", "name": name, "resets": True}

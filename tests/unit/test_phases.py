@@ -206,7 +206,7 @@ def test_what_ran_before_a_restart_is_left_out(
 
 
 def test_memory_is_this_processs(marks: Marks) -> None:
-    memory = marks.memory(read_status())
+    memory = marks.read()["memory"]
     assert memory["rss_bytes"] == pytest.approx(read_status()["VmRSS"], abs=SLACK)
     assert "cuda_allocated_bytes" not in memory
 
@@ -243,7 +243,7 @@ def test_the_gpu_is_waited_for_read_and_only_then_reset(
     with marks.phase("a"):
         calls.append("work")
     assert calls == ["told", "work", "synchronize", "peaks", "told", "phase", "reset"]
-    assert marks.memory(read_status())["cuda_allocated_bytes"] == 7
+    assert marks.read()["memory"]["cuda_allocated_bytes"] == 7
 
 
 def test_what_ends_or_begins_after_a_tests_body_is_no_phase(marks: Marks, parent: Parent) -> None:

@@ -26,11 +26,9 @@ from weighin.phase_reporter import (
     MET,
     SOCKET,
     address,
-    parse_faults,
-    read_text,
+    read_figures,
 )
 from weighin.probes.cgroup import Counters, grown, start_time
-from weighin.probes.process import memory_of, read_status
 from weighin.result import Memory, Outcome, Phase, Written, phases_of
 from weighin.text import one_line
 from weighin.worker.phases import named_by_strategy
@@ -268,10 +266,9 @@ class Reported:
         if not self._open:
             return
         try:
-            status = read_status(self.pid)
-            faults = parse_faults(read_text(f"/proc/{self.pid}/stat"))
-            self._last = time.monotonic_ns(), memory_of(status), faults
-            self._raise(status["VmHWM"], Counters())
+            figures = read_figures(self.pid)
+            self._last = time.monotonic_ns(), Memory(**figures["memory"]), figures["faults"]
+            self._raise(figures["peak_rss_bytes"], Counters())
         except (OSError, KeyError):  # it has ended; a zombie has no memory
             self.close(now())
 

@@ -514,7 +514,7 @@ class Watch:
             raise self.listener.error
 
     def abandon(self) -> None:
-        """Close what is open, because there will be no result."""
+        """Close what is still open; a second call does nothing."""
         self.listener.close()
         if self._log is not None:
             os.close(self._log)

@@ -22,9 +22,8 @@ from weighin.phase_reporter import (
     JOB,
     SOCKET,
     Connection,
-    memory_of,
     parse_faults,
-    parse_status,
+    read_figures,
     read_text,
     reset_peak,
 )
@@ -135,12 +134,15 @@ class Marks:
 
     def restart(self) -> None:
         """Let the next phase start now, so that it does not include weighin's own work before now."""
-        self._faults = _read_faults()
+        self._faults = parse_faults(read_text("/proc/self/stat"))
         self._start_ns, self._start_cpu_ns = time.monotonic_ns(), time.process_time_ns()
 
-    def memory(self, status: dict[str, int]) -> dict[str, int]:
-        of_gpu = {"cuda_allocated_bytes": self.cuda.allocated()} if self.cuda else {}
-        return memory_of(status) | of_gpu
+    def read(self) -> dict[str, Any]:
+        """Return this process's figures; its memory has that of its GPU."""
+        figures = read_figures()
+        if self.cuda:
+            figures["memory"]["cuda_allocated_bytes"] = self.cuda.allocated()
+        return figures
 
     def close(self, name: str) -> None:
         """Report the time since the last phase as a phase of the given name, however short."""
@@ -148,8 +150,8 @@ class Marks:
             return
         if self.cuda:
             self.cuda.synchronize()
-        end_ns, (minor, major) = time.monotonic_ns(), _read_faults()
-        status = parse_status(read_text("/proc/self/status"))
+        end_ns, figures = time.monotonic_ns(), self.read()
+        minor, major = figures["faults"]
         of_gpu: dict[str, Any] = {}
         if self.cuda:
             of_gpu = self.cuda.peaks()
@@ -161,8 +163,8 @@ class Marks:
             name=name,
             start_ns=self._start_ns,
             end_ns=end_ns,
-            peak_rss_bytes=status["VmHWM"],
-            end=self.memory(status),
+            peak_rss_bytes=figures["peak_rss_bytes"],
+            end=figures["memory"],
             minor_faults=minor - self._faults[0],
             major_faults=major - self._faults[1],
             **of_gpu,
@@ -187,14 +189,10 @@ class Marks:
         self.send(
             "baseline",
             baseline_ns=time.monotonic_ns(),
-            baseline=self.memory(parse_status(read_text("/proc/self/status"))),
+            baseline=self.read()["memory"],
             import_ns=import_ns,
             environment=environment | (self.cuda.describe() if self.cuda else {}),
         )
-
-
-def _read_faults() -> tuple[int, int]:
-    return parse_faults(read_text("/proc/self/stat"))
 
 
 class StrategyFailed(Exception):
