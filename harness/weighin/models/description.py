@@ -1,19 +1,17 @@
 """Describe the model of a Hugging Face folder or of a GGUF file as a ``ModelSpec``.
 
-``config.json`` mostly names the model's class. If transformers has to choose the class, and for a GGUF
-file, weighin asks a child process, because its own process imports neither torch nor transformers. The
-child, ``python -m weighin.models.description REQUEST``, runs no code of the folder. REQUEST is JSON: the
-path, and the user's choices in a folder. The child sends one event: ``answer``, or ``error`` with
-type, message and repair.
+transformers decides what its model is: the class, and which weights are tied. weighin's own process
+imports neither torch nor transformers, so that it asks a child, ``python -m weighin.models.description
+REQUEST``. The child runs the folder's code only with --trust-remote-code. REQUEST is JSON: the path, and
+the user's choices in a folder. The child sends one event: ``answer``, with arguments of the model's
+builder, or ``error`` with type, message and repair.
 """
 
 import json
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,9 +19,8 @@ from weighin import child_process, install
 from weighin.cell import ModelSpec
 from weighin.child_process import Parent, end_with_parent
 from weighin.errors import CheckpointError, ConfigError, HarnessError
-from weighin.stream import formats, quantised
+from weighin.stream import foreign, formats, quantised
 from weighin.stream import gguf_files as gguf
-from weighin.stream.foreign import RESAVE, read_object
 from weighin.stream.hub_cache import name_of
 from weighin.stream.pretrained_folder import (
     AUTO_MAP,
@@ -37,108 +34,52 @@ from weighin.stream.pretrained_folder import (
     digest,
     dtype_of,
     index_in,
+    models_in_code,
     read_folder,
     refuse_adapter,
 )
-from weighin.stream.pretrained_library import WHOLE, FolderChoice, Selection
+from weighin.stream.pretrained_library import TRANSFORMERS, WHOLE, FolderChoice, Selection
 from weighin.stream.slices import Slice, are_equal
 from weighin.text import few, one_line
 
-_NUMBERED: Final = re.compile(r"\.\d+\.")
 _NAME_IT: Final = "name the class: --set model_class=CLASS (in Python: model_class='CLASS')"
 
 
 def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec:
     """Return the ``ModelSpec`` of a folder's model, with the class and configuration as arguments."""
     refuse_adapter(folder.path)
-    if (kind := folder.named_class) is None:
-        answer = _ask({"path": str(folder.path), "choice": asdict(folder.choice)})
-        kind = answer["architecture"], answer["in_code"]
-    architecture, in_code = kind
-    kwargs: dict[str, Any] = {"architecture": architecture, "config": folder.config}
-    if not folder.library.fixed_dtype:
-        config = kwargs["config"] = {"architectures": None} | folder.config
-        if dtype_of(config) is None:
-            config["dtype"] = auto_dtype(folder, selection)
-        if in_code:
-            auto_class(config, architecture)  # raises ConfigError if there is no code of this class
-            path = folder.path.absolute()
-            kwargs["code"] = {"folder": str(path), "sha256": digest(path)}
-        slices = formats.read(folder.checkpoint, selection)
-        if apart := _kept_apart(config, slices):
-            kwargs["apart"] = apart
-        if found := quantised.of_folder(folder.path, folder.config, slices):
-            kwargs["quantised"] = found.as_json()
-    return ModelSpec(name_of(folder.path.resolve()), folder.library.builder, kwargs)
+    config, library = folder.config, folder.library
+    if library is TRANSFORMERS:
+        choices = {"choice": asdict(folder.choice), "selection": asdict(selection)}
+        answer = _ask({"path": str(folder.path), **choices})
+        config = {"architectures": None} | config
+        if (dtype := answer.pop("dtype")) and dtype_of(config) is None:
+            config["dtype"] = dtype
+    else:
+        answer = {"architecture": str(library.class_in(config))}
+    kwargs = {"architecture": answer.pop("architecture"), "config": config, **answer}
+    return ModelSpec(name_of(folder.path.resolve()), library.builder, kwargs)
 
 
 def spec_of_gguf(file: Path) -> ModelSpec:
     """Return the ``ModelSpec`` of a GGUF file, like that of a Hugging Face folder."""
-    answer = _ask({"path": str(file), "choice": None})
-    return ModelSpec(file.stem, BUILDER, answer)
-
-
-def _kept_apart(config: Mapping[str, Any], slices: Sequence[Slice]) -> list[tuple[str, str]]:
-    """Return the pairs of tensors that the model's class may tie, but that differ in the files.
-
-    ``from_pretrained`` does not tie an output head to the embedding if the file has different
-    values for the two. ``_kept_apart`` compares the matrices of equal shape that have a row for each
-    token of the vocabulary, but no two matrices of numbered layers; only where the class ties two of
-    them, the model's builder unties them.
-    """
-    parts = [config, *(value for value in config.values() if isinstance(value, Mapping))]
-    if not any(part.get("tie_word_embeddings", True) for part in parts):
-        return []
-    sizes = {
-        value
-        for part in parts
-        for key, value in part.items()
-        if "vocab_size" in key and isinstance(value, int)
-    }
-    if not sizes:  # config.json may leave a usual size out
-        sizes = {max((one.shape[0] for one in slices if len(one.shape) > 1), default=0)}
-    rows = [one for one in slices if one.nbytes and one.shape and one.shape[0] in sizes]
-    return [
-        (one.name, other.name)
-        for one, other in combinations(rows, 2)
-        if one.shape == other.shape
-        and not (_NUMBERED.search(one.name) and _NUMBERED.search(other.name))
-        and not are_equal(one, other)
-    ]
-
-
-def auto_dtype(folder: PretrainedFolder, selection: Selection = WHOLE) -> str:
-    """Return the dtype of the model that ``from_pretrained(dtype="auto")`` builds.
-
-    ``auto`` means the first of these dtypes that exists: the library's fixed dtype; the dtype in
-    ``config.json``; the dtype in the index of shards; that of the first floating-point tensor in
-    the first file of weights (of a safetensors file, the first by name); float32.
-    """
-    if named := folder.library.fixed_dtype or dtype_of(folder.config):
-        return named
-    index = index_in(folder.path) if folder.checkpoint == folder.path else folder.checkpoint
-    if index.suffix == ".json":
-        metadata = read_object(index, RESAVE).get("metadata")
-        if isinstance(metadata, dict) and "dtype" in metadata:
-            return checked_dtype(metadata["dtype"], index)
-    slices = formats.read(folder.checkpoint, selection)
-    first = min((one.file.name for one in slices), default="")
-    stored = [one for one in slices if one.file.name == first]
-    if first.endswith(".safetensors"):
-        stored.sort(key=lambda one: one.name)
-    return next((one.dtype_name for one in stored if one.dtype_name in MODEL_DTYPES), "float32")
+    return ModelSpec(file.stem, BUILDER, _ask({"path": str(file), "choice": None}))
 
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:
     """Return the answer of a child process; raise the HarnessError that it sends."""
-    command = child_process.module("weighin.models.description", json.dumps(request))
-    answer, why = child_process.ask(command, child_process.environment())
+    text = json.dumps(request)
+    command = child_process.module("weighin.models.description", text)
+    answer, why = foreign.once(
+        text, lambda: child_process.ask(command, child_process.environment())
+    )
     if not answer:
         raise CheckpointError(
             f"{request['path']}: the process that asks transformers for the model's class failed:"
             f" {one_line(why)}",
             f"install transformers again: {install.command('hf')}",
         )
+    answer = dict(answer)
     if answer.pop("event") == "error":
         kind = ConfigError if answer["type"] == ConfigError.__name__ else CheckpointError
         raise kind(answer["message"], answer["repair"])
@@ -153,29 +94,103 @@ def main() -> None:
     path, choice = Path(request["path"]), request["choice"]
     try:
         if choice is None:
-            parent.send("answer", **described_gguf(path))
+            answer = described_gguf(path)
         else:
-            name, in_code = chosen_class(read_folder(path, FolderChoice(**choice)))
-            parent.send("answer", architecture=name, in_code=in_code)
+            folder = read_folder(path, FolderChoice(**choice))
+            answer = described(folder, Selection(**request["selection"]))
+        parent.send("answer", **answer)
     except HarnessError as error:
         kind = type(error).__name__
         parent.send("error", type=kind, message=error.message, repair=error.repair)
 
 
+def described(folder: PretrainedFolder, selection: Selection) -> dict[str, Any]:
+    """Return the builder's arguments for a folder's model, without ``config``, and the ``dtype`` of
+    ``from_pretrained(dtype="auto")``. This function imports transformers.
+    """
+    architecture, in_code = chosen_class(folder)
+    slices = formats.read(folder.checkpoint, selection)
+    answer: dict[str, Any] = {
+        "architecture": architecture,
+        "dtype": dtype_of(folder.config) or _dtype_in(folder, slices),
+    }
+    if in_code:
+        auto_class(
+            folder.config, architecture
+        )  # raises ConfigError if there is no code of this class
+        path = folder.path.absolute()
+        answer["code"] = {"folder": str(path), "sha256": digest(path)}
+    kwargs = {"architecture": architecture, "config": folder.config, "code": answer.get("code")}
+    with suppress(Exception, SystemExit):  # what cannot be built, no load builds, and it says why
+        if (ties := _ties(kwargs, slices)) is not None:
+            answer["ties"] = ties
+    if found := quantised.of_folder(folder.path, folder.config, slices):
+        answer["quantised"] = found.as_json()
+    return answer
+
+
+def _dtype_in(folder: PretrainedFolder, slices: Sequence[Slice]) -> str:
+    """Return the dtype that transformers takes if ``config.json`` names none: that in the index of
+    shards, else that of the first floating-point tensor in the first file of weights (of a safetensors
+    file, the first by name), else float32.
+    """
+    index = index_in(folder.path) if folder.checkpoint == folder.path else folder.checkpoint
+    if index.suffix == ".json":
+        metadata = foreign.read_object(index, foreign.RESAVE).get("metadata")
+        if isinstance(metadata, dict) and "dtype" in metadata:
+            return checked_dtype(metadata["dtype"], index)
+    first = min((one.file.name for one in slices), default="")
+    stored = [one for one in slices if one.file.name == first]
+    if first.endswith(".safetensors"):
+        stored.sort(key=lambda one: one.name)
+    return next((one.dtype_name for one in stored if one.dtype_name in MODEL_DTYPES), "float32")
+
+
+def _ties(kwargs: dict[str, Any], slices: Sequence[Slice]) -> list[list[str]] | None:
+    """Return the names that share a weight in the model that ``from_pretrained`` loads; None if they are
+    those that the class ties.
+
+    ``from_pretrained`` ties no two weights that have different values in the file.
+    """
+    from weighin.models.pretrained import ModelNames
+    from weighin.stream.construct import build_skeleton, resolve_builder
+    from weighin.stream.tensors import tied_names, untie
+
+    model: Any = build_skeleton(resolve_builder(BUILDER), kwargs, real_buffers="non_persistent")
+    if not (by_class := tied_names(model)):
+        return None
+    names = ModelNames(model)
+    stored = {names.of(one.name)[0]: one for one in slices}
+    missing = model.state_dict().keys() - stored
+    for target, source in list(model.all_tied_weights_keys.items()):
+        one, other = stored.get(target), stored.get(source)
+        if one and other and are_equal(one, other):
+            missing.add(target)
+        elif one and other:
+            del model.all_tied_weights_keys[target]
+        elif one:
+            stored[source] = one
+    untie(model, ())
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    return None if (ties := tied_names(model)) == by_class else ties
+
+
 def chosen_class(folder: PretrainedFolder) -> tuple[str, bool]:
-    """Return the class that transformers chooses for a folder's model, and whether the folder's code
-    defines the class. This function imports transformers.
+    """Return the class of a folder's model, and whether the folder's code defines it: the class that the
+    user or ``config.json`` names, or that transformers chooses for an auto class.
 
     Without ``trust_remote_code``, the folder's code may not run. The result is then transformers'
     own class for the model type, if there is one, else ConfigError.
     """
-    config, choice, wanted, names = (
-        folder.config,
-        folder.choice,
-        folder.wanted,
-        folder.architectures,
-    )
-    known = _classes_of(config.get("model_type"))
+    config, choice, wanted = folder.config, folder.choice, folder.wanted
+    if choice.trust_remote_code:
+        for auto, reference in models_in_code(config).items():
+            if wanted in (auto, name := reference.rpartition(".")[2]):
+                return name, True
+    needs_code = AUTO_MAP in config and not choice.model_class
+    if not (needs_code or wanted.startswith("Auto")):
+        return wanted, False
+    known, names = _classes_of(config.get("model_type")), folder.architectures
     if wanted in known:
         return next((name for name in names if name in known[wanted]), known[wanted][0]), False
     if names and not choice.model_class:

@@ -1,9 +1,11 @@
 """Build a model of the transformers library from its configuration, as ``from_pretrained`` does."""
 
 import contextlib
+import json
 import os
 import re
 import sys
+import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.stream.foreign import misfit
 from weighin.stream.pretrained_folder import (
     AUTO_MAP,
+    CONFIG,
     adapter_failed,
     auto_class,
     check_adapter,
@@ -30,7 +33,7 @@ from weighin.stream.pretrained_folder import (
 )
 from weighin.stream.pretrained_library import ARGUMENT, DIFFUSERS, TRANSFORMERS, Library
 from weighin.stream.quantised import dequantising
-from weighin.stream.tensors import storage_key
+from weighin.stream.tensors import storage_key, untie
 from weighin.text import one_line
 
 _FLAG: Final = "_is_hf_initialized"  # transformers sets this attribute
@@ -44,7 +47,7 @@ def from_config(
     architecture: str,
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
-    apart: Sequence[Sequence[str]] | Mapping[str, Sequence[Sequence[str]]] = (),
+    ties: Sequence[Sequence[str]] | None = None,
     quantised: object = None,  # noqa: ARG001 (load_pretrained dequantises and merges)
     adapter: str = "",  # noqa: ARG001
 ) -> torch.nn.Module:
@@ -56,19 +59,14 @@ def from_config(
         config: the content of ``config.json``.
         code: the folder with the class's code and a digest of the code, if the class is not in
             transformers.
-        apart: the pairs of tensors that differ in the files; see ``weighin.models.description``.
+        ties: the names that share a weight, where the files untie some of those that the class ties.
     """
     kind = pretrained_class(architecture, code, config)
     dtype_of(config)  # raises for a dtype that transformers cannot read
-    settings = _settings(kind, config)
     dtype = torch.get_default_dtype()
-    settings.dtype = dtype
-    for name in settings.sub_configs:  # each part is built in its own configuration's dtype
-        if (part := getattr(settings, name, None)) is not None:
-            part.dtype = dtype
-    model = kind(settings)
-    if apart:
-        _untie(model, apart["float32"] if isinstance(apart, Mapping) else apart)  # in old plans
+    model = kind._from_config(_settings(kind, config), dtype=dtype)
+    if ties is not None:
+        untie(model, ties)
     _keep_in_float32(model, dtype)
     _compute_in_float32(model, dtype)
     model.keeps_dtypes = True
@@ -102,45 +100,11 @@ class ModelNames:
         return new
 
 
-def _untie(model: Any, apart: Sequence[Sequence[str]]) -> None:
-    """Untie the weights that have different values in the file, as ``from_pretrained`` does.
-
-    As in ``tie_weights`` of transformers, a weight that the file lacks becomes one that it has.
-    """
-    names = ModelNames(model)
-    differ = {frozenset(names.of(name)[0] for name in pair) for pair in apart}
-    has = {name: name for pair in differ for name in pair}  # a weight, and where its values are
-    ties = list(model.all_tied_weights_keys.items())
-    owners = {name: name for name in (*dict(ties).values(), *dict(ties))}
-    for at, (target, source) in enumerate(ties):
-        if {has.get(target), has.get(source)} in differ:
-            del model.all_tied_weights_keys[target]
-            continue
-        to, of = (source, target) if target in has and source not in has else (target, source)
-        if of not in has:
-            of = next((one for one, its in ties[at + 1 :] if its == of and one in has), of)
-        owners[to] = owners[of]
-        has |= {to: has[of]} if of in has else {}
-    kept: dict[int, str] = {}
-    made: dict[str, torch.nn.Parameter] = {}
-    for name, owner in owners.items():
-        path, _, leaf = name.rpartition(".")
-        parameters = model.get_submodule(path)._parameters
-        if (old := parameters.get(leaf)) is not None and kept.setdefault(id(old), owner) != owner:
-            parameters[leaf] = made.setdefault(owner, torch.nn.Parameter(torch.empty_like(old)))
-
-
 def _settings(kind: Any, config: Mapping[str, Any]) -> Any:
     """Return a class's configuration object, from ``config.json`` or its part for the class."""
-    kind, part = kind.config_class, config
-    key = kind.base_config_key
-    if isinstance(key, str) and isinstance(config.get(key), Mapping):  # one class has a list here
-        part = config[key]
-    if part.get("model_type", kind.model_type) != kind.model_type:
-        for value in part.values():
-            if isinstance(value, Mapping) and value.get("model_type") == kind.model_type:
-                part = value
-    return kind.from_dict(_decoded(part))
+    with tempfile.TemporaryDirectory(prefix="weighin-") as folder:
+        (Path(folder) / CONFIG).write_text(json.dumps(config))
+        return kind.config_class.from_pretrained(folder, local_files_only=True)
 
 
 def pretrained_class(
@@ -354,15 +318,6 @@ def import_class(kwargs: Mapping[str, Any]) -> None:
             import_module("peft")
 
 
-def _decoded(value: Any) -> Any:
-    """Return a copy of a part of ``config.json``; {"__float__": "Infinity"} becomes a float."""
-    if isinstance(value, Mapping):
-        if value.keys() == {"__float__"}:
-            return float(value["__float__"])
-        return {key: _decoded(item) for key, item in value.items()}
-    return [_decoded(item) for item in value] if isinstance(value, list) else value
-
-
 def computed_keys(model: Any) -> set[str]:
     """Return the keys that a checkpoint may lack, because the model's class computes the values."""
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
@@ -456,7 +411,7 @@ def example_inputs(
     architecture: str,
     config: Mapping[str, Any],
     code: Mapping[str, str] | None = None,
-    apart: object = None,  # noqa: ARG001 (the builder's arguments)
+    ties: object = None,  # noqa: ARG001 (the builder's arguments)
     quantised: object = None,  # noqa: ARG001
     adapter: str = "",  # noqa: ARG001
 ) -> dict[str, torch.Tensor] | None:

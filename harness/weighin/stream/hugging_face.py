@@ -197,7 +197,7 @@ def _of_transformers(
     codes = quantised.of_folder(path, found.config, slices)
     if codes and not codes.dequantises:
         raise codes.error(path)
-    name, in_code = found.named_class or chosen_class(found)
+    name, in_code = chosen_class(found)
     if in_code:
         auto_class(found.config, name)  # raises ConfigError if there is no code of this class
     code = {"folder": str(path.absolute()), "sha256": digest(path)} if in_code else None

@@ -1,7 +1,7 @@
 """Read a Hugging Face folder: ``config.json``, the checkpoint beside it, and the names of Python code.
 
-No function uses the network, runs code of the folder, or imports the folder's library. Where
-transformers has to choose the model's class, ``weighin.models.description`` asks it.
+No function uses the network, runs code of the folder, or imports the folder's library:
+``weighin.models.description`` asks transformers what the model is.
 """
 
 import re
@@ -90,22 +90,6 @@ class PretrainedFolder:
         """The class that the user or ``config.json`` names, or an auto class such as "AutoModel"."""
         asked = self.choice.model_class.removeprefix("transformers.")
         return asked or next(iter(self.architectures), _BASE)
-
-    @property
-    def named_class(self) -> tuple[str, bool] | None:
-        """The model's class as ``config.json`` and the user name it, and whether the folder's code
-        defines the class. None: transformers has to choose, see ``weighin.models.description``.
-        """
-        if self.library is not TRANSFORMERS:
-            return str(self.library.class_in(self.config)), False
-        if self.choice.trust_remote_code:
-            for auto, reference in _models_in_code(self.config).items():
-                name = reference.rpartition(".")[2]
-                if self.wanted in (auto, name):
-                    return name, True
-        is_auto = self.wanted.startswith("Auto")
-        is_sure = bool(self.choice.model_class) or AUTO_MAP not in self.config
-        return None if is_auto or not is_sure else (self.wanted, False)
 
 
 def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder:
@@ -363,7 +347,7 @@ def auto_class(config: Mapping[str, Any], architecture: str) -> str:
     """Return the auto class of transformers that loads the model, such as "AutoModelForCausalLM";
     raise ConfigError if ``auto_map`` names no code for the class ``architecture``.
     """
-    for auto, reference in _models_in_code(config).items():
+    for auto, reference in models_in_code(config).items():
         if reference.rpartition(".")[2] == architecture:
             return auto
     raise ConfigError(
@@ -372,7 +356,7 @@ def auto_class(config: Mapping[str, Any], architecture: str) -> str:
     )
 
 
-def _models_in_code(config: Mapping[str, Any]) -> dict[str, str]:
+def models_in_code(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the entries of ``auto_map`` for models, by their auto classes."""
     named = config.get(AUTO_MAP)
     return {

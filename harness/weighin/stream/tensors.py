@@ -1,6 +1,6 @@
 """Walk the tensors of a model, tell which memory they use and share, and tie or move them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -123,6 +123,24 @@ def retie(model: torch.nn.Module, groups: list[list[str]]) -> None:
         for name in others:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, tensor)
+
+
+def untie(model: torch.nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    """Give each name of a tied parameter a parameter of its own, except that the names of a group still
+    share one. The new parameters are uninitialised.
+    """
+    firsts = {name: names[0] for names in groups for name in names}
+    for names in tied_names(model):
+        made: dict[str, torch.nn.Parameter] = {}
+        for name in names:
+            module, _, attribute = name.rpartition(".")
+            parameters = model.get_submodule(module)._parameters
+            if (old := parameters.get(attribute)) is None:
+                continue  # a buffer
+            owner = firsts.get(name, name)
+            if owner not in made:
+                made[owner] = torch.nn.Parameter(torch.empty_like(old)) if made else old
+            parameters[attribute] = made[owner]
 
 
 def share_missing(state: dict[str, torch.Tensor], groups: list[list[str]]) -> None:
