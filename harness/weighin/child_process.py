@@ -182,6 +182,13 @@ def ask(
         return event, ""
 
 
+def error_in(event: Mapping[str, Any]) -> Exception:
+    """Return the HarnessError that a child sent by ``Parent.answer``."""
+    from weighin import errors  # imported here, because a measured process needs none
+
+    return getattr(errors, event["type"])(event["message"], event["repair"])  # type: ignore[no-any-return]
+
+
 class Parent(Channel):
     """The connection of this process to the process that started it."""
 
@@ -190,6 +197,21 @@ class Parent(Channel):
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
+
+    def answer(self, event: str, make: Callable[[], Mapping[str, Any]]) -> int:
+        """Send what ``make`` returns as the fields of ``event``, or the HarnessError that it raises as
+        the event ``error``; return the exit code.
+        """
+        from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
+
+        try:
+            self.send(event, **make())
+        except HarnessError as error:
+            kinds = (FormatLimit, ConfigError, CheckpointError, HarnessError)
+            kind = next(kind for kind in kinds if isinstance(error, kind))
+            self.send("error", type=kind.__name__, message=error.message, repair=error.repair)
+            return error.exit_code
+        return 0
 
 
 def end_with_parent(parent: int = 0) -> None:

@@ -16,8 +16,8 @@ from weighin.cell import SYNTHESISED
 from weighin.cli.app import main
 from weighin.errors import CheckpointError, ConfigError, HarnessError
 from weighin.models.pretrained import pretrained_class
-from weighin.stream.hub_cache import cached_snapshot
 from weighin.stream.pretrained_folder import (
+    cached_snapshot,
     from_pretrained_arguments,
 )
 from weighin.stream.pretrained_library import FolderChoice

@@ -18,9 +18,9 @@ from weighin.errors import CheckpointError, ConfigError
 from weighin.models.pretrained import example_inputs, from_config, pretrained_class
 from weighin.predict import client
 from weighin.recommend.snippet import pretrained_snippet
-from weighin.stream.hub_cache import cached_snapshot
 from weighin.stream.pretrained_folder import (
     BUILDER,
+    cached_snapshot,
     own_dtype,
     path_of,
     read_folder,

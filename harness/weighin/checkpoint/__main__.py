@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from weighin.cell import ModelSpec
 from weighin.child_process import Parent, end_with_parent
-from weighin.errors import CheckpointError, HarnessError
+from weighin.errors import CheckpointError
 from weighin.stream.pretrained_library import Selection
 
 _PROGRESS_EVERY_S: Final = 0.1
@@ -28,30 +28,20 @@ def main() -> int:
     parent = Parent()
     if (request := parent.receive()) is None:  # the parent has ended
         return 1
-    try:
-        try:
-            parent.send("done", **answer(request, parent))
-        except OSError as error:
-            repair = "check that the folder is writable and has free space"
-            raise CheckpointError(str(error), repair) from error
-    except HarnessError as error:
-        kind = type(error).__name__
-        parent.send("error", type=kind, message=error.message, repair=error.repair)
-        return error.exit_code
-    return 0
+    return parent.answer("done", lambda: answer(request, parent))
 
 
 def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
     """Make, index or convert a checkpoint; return the fields of the event ``done``."""
-    if request["verb"] == "convert":
-        from weighin.checkpoint.convert import Conversion
-    else:
-        from weighin.checkpoint import truth  # imports torch
     meter = Meter(parent, rounds=2 if request.get("verify") else 1)
     hooks: dict[str, Any] = {"permit": meter.permit, "progress": meter.wrote}
-    if request["verb"] == "convert":
-        done = Conversion.of_request(request).write(**hooks)
-    else:
+    try:
+        if request["verb"] == "convert":
+            from weighin.checkpoint.convert import Conversion
+
+            return Conversion.of_request(request).write(**hooks)
+        from weighin.checkpoint import truth  # imports torch
+
         spec = ModelSpec(**request["model"])
         hooks |= {"fmt": request["format"], "folder": Path(request["out"])}
         if request["verb"] == "make":
@@ -59,8 +49,10 @@ def answer(request: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
         else:
             hooks |= {"dtype": request["dtype"], "selection": Selection(**request["selection"])}
             truth.index(spec, checkpoint=Path(request["checkpoint"]), **hooks)
-        done = {}
-    return done
+    except OSError as error:
+        repair = "check that the folder is writable and has free space"
+        raise CheckpointError(str(error), repair) from error
+    return {}
 
 
 class Meter:

@@ -23,7 +23,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -148,8 +147,7 @@ def ensure(
     def make() -> None:
         """Let a child write into a temporary folder, then move the files into the cache."""
         report(text, None)
-        temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=entry))
-        try:
+        with staging.own_folder(entry, _TEMPORARY) as temporary:
             run_child(
                 request | {"out": str(temporary)},
                 permit=lambda needed: _check_space(
@@ -159,15 +157,12 @@ def ensure(
                 python_path=python_path,
             )
             _publish(entry, temporary, fmt, in_place=in_place)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
     with _locked(
         entry, lambda: report(f"waiting for another weighin process that uses {entry.name}", None)
     ):
         entry.mkdir(parents=True, exist_ok=True)
-        for leftover in entry.glob(f"{_TEMPORARY}*"):  # of a child that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
+        staging.remove_orphans(entry, _TEMPORARY)
         damage = None if in_place else _damage(entry, fmt)
         if damage is None and _cached_manifest(entry) is None:
             damage = f"{_MANIFEST} is damaged" if (entry / _MANIFEST).exists() else ""

@@ -7,12 +7,9 @@ from typing import Any, Final
 
 from weighin import child_process
 from weighin.child_process import printed_lines
-from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError, UnknownName
+from weighin.errors import CheckpointError
 from weighin.units import format_bytes
 
-_ERRORS: Final = {kind.__name__: kind for kind in (ConfigError, CheckpointError, FormatLimit)} | {
-    UnknownName.__name__: ConfigError
-}
 _REFUSED: Final = re.compile(
     r"can't allocate memory: you tried to allocate (\d+) bytes|^MemoryError()"
 )
@@ -42,7 +39,7 @@ def run_child(
         done: dict[str, Any] | None = None
         while (event := child.receive()) is not None:
             if event["event"] == "error":
-                raise _ERRORS.get(event["type"], HarnessError)(event["message"], event["repair"])
+                raise child_process.error_in(event)
             if event["event"] == "size":
                 permit(event["needed_bytes"])
                 child.send("permitted")

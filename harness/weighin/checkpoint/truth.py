@@ -189,8 +189,7 @@ def make(
         return running.of(values, sums, name)
 
     _write(fmt, folder, plans(described), pieces, progress)
-    if len(stored) < len(described):
-        sums |= _buffer_checksums(spec)
+    sums |= _buffer_checksums(spec, described)
     entries = tuple(one.entry(sums[one.shared_with or one.name]) for one in described)
     return _written(folder, Manifest(spec.name, spec.builder, f"seed {seed}", entries))
 
@@ -264,8 +263,7 @@ def index(
                 "but have different values in the file",
                 "choose the model from which this checkpoint was saved",
             )
-    if not all(one.is_stored for one in described):
-        sums |= _buffer_checksums(spec)
+    sums |= _buffer_checksums(spec, described)
     entries = tuple(
         one.entry(sums[one.name], places[one.name].dtype if one.is_stored else None)
         for one in described
@@ -384,7 +382,7 @@ def check_fits(
         raise misfit(checkpoint, f"model {model}", problems, repair=repair)
 
 
-def _buffer_checksums(spec: ModelSpec) -> Sums:
+def _buffer_checksums(spec: ModelSpec, described: Sequence[Described]) -> Sums:
     """Return the checksums that non-persistent buffers must have after a load, by name and dtype.
 
     Only the model's constructor computes the values of these buffers, so that the whole model is
@@ -392,7 +390,7 @@ def _buffer_checksums(spec: ModelSpec) -> Sums:
     """
     build = resolve_builder(spec.builder)
     sums: Sums = {}
-    for wanted in CELL_DTYPES:
+    for wanted in () if all(one.is_stored for one in described) else CELL_DTYPES:
         for name, value in constructed_buffers(build, spec.kwargs, getattr(torch, wanted)).items():
             sums.setdefault(name, {})[dtype_name(value.dtype)] = checksum(value)
     return sums
@@ -401,7 +399,6 @@ def _buffer_checksums(spec: ModelSpec) -> Sums:
 def _write(
     fmt: str, folder: Path, tensors: list[TensorPlan], pieces: Pieces, progress: Progress | None
 ) -> None:
-    """Write a checkpoint into ``folder``, at the path that ``formats.checkpoint_in`` returns."""
     target = formats.checkpoint_in(folder, fmt)
     if formats.suffix_of(fmt):
         target.parent.mkdir()

@@ -18,10 +18,9 @@ from typing import Any, Final
 from weighin import child_process, install
 from weighin.cell import ModelSpec
 from weighin.child_process import Parent, end_with_parent
-from weighin.errors import CheckpointError, ConfigError, HarnessError
+from weighin.errors import CheckpointError, ConfigError
 from weighin.stream import foreign, formats, quantised
 from weighin.stream import gguf_files as gguf
-from weighin.stream.hub_cache import name_of
 from weighin.stream.pretrained_folder import (
     AUTO_MAP,
     BUILDER,
@@ -35,6 +34,7 @@ from weighin.stream.pretrained_folder import (
     dtype_of,
     index_in,
     models_in_code,
+    name_of,
     read_folder,
     refuse_adapter,
 )
@@ -79,29 +79,23 @@ def _ask(request: dict[str, Any]) -> dict[str, Any]:
             f" {one_line(why)}",
             f"install transformers again: {install.command('hf')}",
         )
-    answer = dict(answer)
-    if answer.pop("event") == "error":
-        kind = ConfigError if answer["type"] == ConfigError.__name__ else CheckpointError
-        raise kind(answer["message"], answer["repair"])
-    return answer
+    if answer["event"] == "error":
+        raise child_process.error_in(answer)
+    return {name: value for name, value in answer.items() if name != "event"}
 
 
 def main() -> None:
     """Answer the request in the argument."""
     end_with_parent()
-    parent = Parent()
     request = json.loads(sys.argv[1])
-    path, choice = Path(request["path"]), request["choice"]
-    try:
-        if choice is None:
-            answer = described_gguf(path)
-        else:
-            folder = read_folder(path, FolderChoice(**choice))
-            answer = described(folder, Selection(**request["selection"]))
-        parent.send("answer", **answer)
-    except HarnessError as error:
-        kind = type(error).__name__
-        parent.send("error", type=kind, message=error.message, repair=error.repair)
+    Parent().answer("answer", lambda: _answer(Path(request["path"]), request))
+
+
+def _answer(path: Path, request: dict[str, Any]) -> dict[str, Any]:
+    if request["choice"] is None:
+        return described_gguf(path)
+    folder = read_folder(path, FolderChoice(**request["choice"]))
+    return described(folder, Selection(**request["selection"]))
 
 
 def described(folder: PretrainedFolder, selection: Selection) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weighin import install
-from weighin.errors import CheckpointError, ConfigError
+from weighin.errors import CheckpointError, ConfigError, HarnessError
 from weighin.stream.foreign import misfit
 from weighin.stream.pretrained_folder import (
     AUTO_MAP,
@@ -38,7 +38,6 @@ from weighin.text import one_line
 
 _FLAG: Final = "_is_hf_initialized"  # transformers sets this attribute
 _TOKENS: Final = 8
-_MISMATCHED: Final = "ignore_mismatched_sizes"  # an option that the error of from_pretrained names
 _PIPELINES: Final = "diffusers.pipelines"
 _SAMPLES: Final = 16_000  # one second of sound
 
@@ -191,6 +190,19 @@ def import_failed(package: str, error: BaseException) -> ConfigError:
     )
 
 
+@contextlib.contextmanager
+def says(what: str, repair: str) -> Iterator[None]:
+    """Turn an error of a library into ours, with the library's own words."""
+    try:
+        yield
+    except (HarnessError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} fails: {type(error).__name__}: {one_line(str(error))}", repair
+        ) from error
+
+
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
@@ -200,30 +212,19 @@ def reference(
     """
     kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
     arguments = from_pretrained_arguments(checkpoint) | arguments_to_dequantise(checkpoint)
-    try:
-        model, info = kind.from_pretrained(**arguments, dtype=dtype, output_loading_info=True)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        if _MISMATCHED in str(error):
-            _, info = kind.from_pretrained(
-                **arguments, **{_MISMATCHED: True}, output_loading_info=True
-            )
-            names = sorted(str(name) for name, *_ in info["mismatched_keys"])
-            raise misfit(checkpoint, kind.__name__, {"of another shape": names}) from error
-        called = f"{kind.__name__}.from_pretrained"
-        if "gguf_file" in arguments:
-            called += f"(FOLDER, gguf_file={checkpoint.name!r})"
-        raise CheckpointError(
-            f"{checkpoint}: {called} fails: {type(error).__name__}: {one_line(str(error))}",
-            "install another version of transformers; or measure the tensors without the model's"
-            f" class: --model from:{checkpoint}",
-        ) from error
+    called = f"{kind.__name__}.from_pretrained"
+    if "gguf_file" in arguments:
+        called += f"(FOLDER, gguf_file={checkpoint.name!r})"
+    repair = (
+        "install another version of transformers; or measure the tensors without the model's"
+        f" class: --model from:{checkpoint}"
+    )
+    with says(f"{checkpoint}: {called}", repair):
+        model, info = kind.from_pretrained(
+            **arguments, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    if mismatched := sorted(str(name) for name, *_ in info["mismatched_keys"]):
+        raise misfit(checkpoint, kind.__name__, {"of another shape": mismatched})
     if adapter := kwargs.get(ARGUMENT):
         model = merged(model, adapter)
     return model, sorted(info["missing_keys"])

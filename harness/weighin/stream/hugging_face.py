@@ -8,8 +8,7 @@ weights.
 
 import logging
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,26 +16,27 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from weighin import install
-from weighin.errors import CheckpointError, ConfigError, HarnessError
+from weighin.errors import CheckpointError, ConfigError
 from weighin.models.description import chosen_class, described_gguf
-from weighin.models.pretrained import arguments_to_dequantise, merged, pretrained_class
+from weighin.models.pretrained import arguments_to_dequantise, merged, pretrained_class, says
 from weighin.stream import foreign, formats, quantised, sentence_parts
 from weighin.stream import gguf_files as gguf
 from weighin.stream.bytes import mapped
 from weighin.stream.construct import construct, without_weights
 from weighin.stream.foreign import lacks, misfit, no_model
-from weighin.stream.hub_cache import cached_snapshot, path_of
 from weighin.stream.pipeline import is_pipeline
 from weighin.stream.pretrained_folder import (
     CONFIG,
     PretrainedFolder,
     adapter_note,
     auto_class,
+    cached_snapshot,
     digest,
     dtype_of,
     find_weights,
     from_pretrained_arguments,
     is_pretrained,
+    path_of,
     read_folder,
     refuse_adapter,
 )
@@ -164,19 +164,6 @@ def load_pretrained(
     return _with_adapter(model, adapter)
 
 
-@contextmanager
-def _says(what: str, repair: str = _REPAIR) -> Iterator[None]:
-    """Turn an error of a library into ours, with the library's own words."""
-    try:
-        yield
-    except (HarnessError, ImportError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{what} fails: {type(error).__name__}: {one_line(str(error))}", repair
-        ) from error
-
-
 def _with_adapter(model: Any, adapter: Path | str) -> Any:
     if not adapter:
         return model
@@ -234,7 +221,7 @@ def _called(
     places = {} if device.type == "cpu" else {"device_map": {"": device}}
     called = f"{checkpoint}: {kind.__name__}.from_pretrained"
     try:
-        with _says(called), reading(load):
+        with says(called, _REPAIR), reading(load):
             return kind.from_pretrained(**arguments, dtype=wanted.dtype or "auto", **places)
     except ImportError as error:
         raise ConfigError(
@@ -325,7 +312,7 @@ def _of_diffusers(found: PretrainedFolder, selection: Selection, wanted: _Wanted
         )
     name, file = str(found.library.class_in(found.config)), found.checkpoint
     kwargs = {"architecture": name, "config": found.config}
-    with _says(f"{file}: {name}.from_pretrained"), reading(Load((), wanted.threads)):
+    with says(f"{file}: {name}.from_pretrained", _REPAIR), reading(Load((), wanted.threads)):
         model, missing = pretrained_diffusers.reference(kwargs, file, wanted.torch_dtype)
     if missing:
         raise lacks(file, missing, type(model).__name__)
@@ -374,7 +361,7 @@ def _of_sentences(folder: Path, wanted: _Wanted) -> Any:
     options: dict[str, Any] = {"model_kwargs": {"dtype": wanted.dtype}} if wanted.dtype else {}
     load = Load((), wanted.threads)
     call = f"{what} is a model that sentence-transformers {package.__version__} cannot load: it"
-    with _says(call, f"give the folder of one part: {folder / parts[0]}"), reading(load):
+    with says(call, f"give the folder of one part: {folder / parts[0]}"), reading(load):
         model = package.SentenceTransformer(
             str(folder), device=str(wanted.device), local_files_only=True, **options
         )

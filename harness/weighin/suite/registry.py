@@ -35,8 +35,8 @@ from weighin.models.description import spec_of, spec_of_gguf
 from weighin.stream import formats, pretrained_folder, quantised, sentence_parts
 from weighin.stream import gguf_files as gguf
 from weighin.stream.foreign import NOT_MEASURED
-from weighin.stream.hub_cache import cached_snapshot
 from weighin.stream.pretrained_folder import (
+    cached_snapshot,
     is_pretrained,
     read_folder,
     weights_in,
