@@ -58,11 +58,8 @@ _MANIFEST: Final = "manifest.json"
 class Prepared:
     """A checkpoint that is ready to load.
 
-    Attributes:
-        path: the checkpoint's file, or its folder if the format has many files.
-        made: whether this call of ``ensure`` wrote the checkpoint, or its manifest if ``in_place``.
-        in_place: whether ``path`` is the user's own checkpoint, not a checkpoint in the cache.
-        warnings: messages for the user, such as that a damaged checkpoint was replaced.
+    ``made`` tells whether this call of ``ensure`` wrote the checkpoint, or only its manifest if ``in_place``:
+    then ``path`` is the user's own checkpoint. ``warnings`` are for the user.
     """
 
     path: Path
@@ -78,10 +75,8 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class CachedCheckpoint:
-    """A checkpoint in the cache. ``last_used_s`` is in seconds since the epoch.
-
-    ``size_bytes`` is the size of the checkpoint's files. If the cache has only the manifest of a user's
-    own file, ``size_bytes`` is 0 and ``format`` is "index".
+    """A checkpoint in the cache; ``last_used_s`` is in seconds since the epoch. If the cache has only the
+    manifest of a user's own file, ``size_bytes`` is 0 and ``format`` is "index".
     """
 
     name: str
@@ -104,13 +99,10 @@ def ensure(
 ) -> Prepared:
     """Return a checkpoint of ``model`` in format ``fmt``; create it if the cache lacks it.
 
-    ``checkpoint`` is the user's own file, if any. weighin compares this file with the model at the
-    first use, and again after a change of the file (size or modification time), the model or
-    ``selection``. weighin converts the model's state dict into the cache if the file has another
-    format than ``fmt``, if ``selection`` is not ``WHOLE``, or if the file holds more than tensors
-    (except for models of transformers, diffusers and timm). ``dtype`` is that of the loads: the library
-    of a Hugging Face folder says how its model is in this dtype. ``python_path`` lists the folders from
-    which a user's builder is imported.
+    ``checkpoint`` is the user's own file, which is compared with the model at its first use and after a
+    change of the file, the model or ``selection``. Its state dict is converted into the cache if it has another
+    format than ``fmt``, or holds more than the model's tensors. ``dtype`` is that of the loads.
+    ``python_path`` lists the folders from which a user's builder is imported.
     """
     formats.known(fmt)
     origin, in_place = _origin(model, dtype, python_path), False
@@ -236,10 +228,7 @@ def _check_space(entry: Path, what: str, needed_bytes: int) -> None:
 
 
 def write_marker(entry: Path, fmt: str) -> None:
-    """Mark an entry's files of format ``fmt`` as complete, and make these files read-only.
-
-    The marker records the current sizes and modification times (in ns) of the files.
-    """
+    """Mark an entry's files of a format as complete, with their sizes and times, and make them read-only."""
     files = {}
     for file in sorted((entry / fmt).iterdir()):
         file.chmod(0o444)
@@ -248,11 +237,7 @@ def write_marker(entry: Path, fmt: str) -> None:
 
 
 def _damage(entry: Path, fmt: str) -> str | None:
-    """Return a text that says what is damaged in format ``fmt`` of an entry of the cache.
-
-    The result is None if the manifest exists and each file has the size and modification time in
-    the marker, and "" if the entry has no marker of this format.
-    """
+    """Return what is damaged in a format of an entry; "" if it has no marker, None if nothing is."""
     try:
         files: dict[str, list[int]] = json.loads((entry / f"{fmt}.json").read_text())["files"]
         recorded = [(name, size, mtime_ns) for name, (size, mtime_ns) in files.items()]
@@ -280,9 +265,8 @@ def discard(entry: Path, fmt: str) -> None:
 
 @contextmanager
 def _locked(entry: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Lock one entry within the context; the kernel releases the lock if the process is killed.
-
-    If another process has the lock, ``_locked`` calls ``waiting`` once and then waits.
+    """Lock one entry within the context; ``waiting`` is called if another process has the lock. The kernel
+    releases the lock of a process that is killed.
     """
     path = staging.folder() / "locks" / f"{entry.name}.lock"
     try:
@@ -313,11 +297,8 @@ def list_entries() -> list[CachedCheckpoint]:
 
 
 def clear(name: str | None = None) -> list[CachedCheckpoint]:
-    """Remove from the cache all entries of the model ``name``, or the one entry called ``name``. If
-    ``name`` is None, remove all entries.
-
-    ``clear`` waits for children that are writing to these entries, removes nothing else in the
-    cache's folder, and returns the removed checkpoints.
+    """Remove all entries of the model ``name``, the one entry called ``name``, or all entries if ``name`` is
+    None; return the removed checkpoints. ``clear`` waits for children that are writing to these entries.
     """
     chosen = [e for e in _entries() if name is None or name in {e.name, e.name.rpartition("-")[0]}]
     if name is not None and not chosen:

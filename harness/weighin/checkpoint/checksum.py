@@ -37,9 +37,7 @@ consists of whole chunks, as ``RunningChecksum`` needs."""
 def checksum(tensor: torch.Tensor) -> str:
     """Return the checksum of the tensor's elements in row-major order, as 16 hexadecimal digits.
 
-    Tensors with equal bytes have equal checksums, whatever their strides and device. ``checksum``
-    needs up to 16 MiB of memory for a contiguous tensor. It copies a tensor that is not contiguous:
-    as many rows (of the first dimension) at a time as fit into 4 MiB, or one larger row.
+    Neither strides nor device matter. It takes up to 16 MiB of memory, or that of the largest row.
     """
     running = RunningChecksum(tensor.numel() * tensor.element_size())
     for piece in pieces_of(tensor, CHUNK_BYTES // tensor.element_size()):
@@ -63,10 +61,8 @@ class RunningChecksum:
 
 
 class Checksums:
-    """The checksums of a tensor in its own dtype and, if floating-point, in all ``CELL_DTYPES``.
-
-    With ``is_kept``, the tensor keeps its own dtype in every model, and has only the checksum in
-    this dtype.
+    """The checksums of a tensor in its own dtype and, if floating-point and not kept in it by every model, in
+    all ``CELL_DTYPES``.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, *, is_kept: bool = False) -> None:
@@ -80,9 +76,8 @@ class Checksums:
     def of(
         self, pieces: Iterable[torch.Tensor], sums: dict[str, dict[str, str]], name: str
     ) -> Iterator[torch.Tensor]:
-        """Yield the pieces of the tensor ``name``, and then put the tensor's checksums into ``sums``.
-
-        Several threads may call this function with the same ``sums`` and different names.
+        """Yield the pieces of the tensor ``name``, and then put its checksums into ``sums``, which several threads
+        may share.
         """
         for piece in pieces:
             for kind, running in self._running.items():
@@ -92,9 +87,8 @@ class Checksums:
 
 
 def pieces_of(tensor: torch.Tensor, elements: int = PIECE_ELEMENTS) -> Iterator[torch.Tensor]:
-    """Yield a tensor's elements in row-major order, as flat tensors of ``elements`` elements.
-
-    Only the last piece may be shorter. The pieces of a contiguous tensor are views.
+    """Yield a tensor's elements in row-major order, as flat tensors of ``elements`` elements; the last may be
+    shorter. The pieces of a contiguous tensor are views.
     """
     tensor = tensor.detach()
     if tensor.is_contiguous():

@@ -26,12 +26,9 @@ def run_child(
 ) -> dict[str, Any]:
     """Run a child with a request; return the fields of its event ``done``.
 
-    ``run_child`` calls ``permit`` with the number of bytes to write, before the child writes any
-    tensor; to refuse, ``permit`` raises an exception. ``run_child`` calls ``report`` with the
-    numbers of bytes done and in total. The child ends before this function returns.
-
-    Raises:
-        HarnessError: the child sent an error, or ended without an answer (for example killed).
+    ``permit`` is called with the number of bytes to write before the child writes any tensor, and raises an
+    exception to refuse; ``report`` with the numbers of bytes done and in total. The child ends before this
+    function returns. HarnessError: the child sent one, or was killed.
     """
     command = child_process.module("weighin.checkpoint")
     with child_process.Child(command, child_process.environment(python_path)) as child:

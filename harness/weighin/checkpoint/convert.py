@@ -2,9 +2,8 @@
 
 ``Conversion.run`` starts a child, which calls ``Conversion.write``, and shows its progress. The child
 reads and writes tensors in pieces of 16 MiB (of float32); with ``model_keys`` it first loads the whole
-model. It writes the new files to a hidden folder next to the target, and gives the complete files the
-target's name. If it is killed before that, the source is unchanged and no target exists; the next
-conversion to the same target removes the hidden folder.
+model. The files grow in a hidden folder next to the target and get its name when they are complete, so
+that a killed child leaves no target.
 """
 
 import os
@@ -87,8 +86,7 @@ class Conversion:
     def run(self, console: Console, complete: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Convert in a child, show the progress, and return the fields of ``--json``.
 
-        ``run`` calls ``complete`` when the target is complete, and ignores a Ctrl-C that comes when the
-        target already has its name. After an error, it removes the unfinished files.
+        ``complete`` is called when the target is complete; a Ctrl-C after that is ignored.
         """
         source_format = formats.detect(self.source)
         request = asdict(self) | {
@@ -124,7 +122,6 @@ class Conversion:
 
     @classmethod
     def of_request(cls, request: Mapping[str, Any]) -> "Conversion":
-        """Return the conversion that ``run`` sent to the child."""
         return cls(
             **{name: value for name, value in request.items() if name not in ("verb", "event")}
             | {"source": Path(request["source"]), "target": Path(request["target"])}
@@ -165,7 +162,7 @@ class Conversion:
     ) -> dict[str, Any]:
         """Convert in this process; return the seconds that the writing took, and what is told of the source.
 
-        ``write`` calls ``permit`` with an upper bound of the bytes to write, before the first byte.
+        ``permit`` is called with an upper bound of the bytes to write, before the first byte.
         """
         import torch
 
@@ -301,10 +298,9 @@ def _verify(new: Path, tensors: Plans, sums: Mapping[str, str], progress: Progre
 
 
 def format_for(target: Path, fmt: str) -> str:
-    """Return the format to write into ``target``; for ``AUTO``, the format for the target's suffix.
+    """Return the format to write into ``target``; for ``AUTO``, the one of its suffix, or a folder of shards.
 
-    With ``AUTO``, a target without the suffix of a checkpoint file becomes a folder of shards. Refused are
-    another format than programs expect in a file of this suffix, and, with ``AUTO``, an unknown suffix.
+    ConfigError: programs expect another format in a file of this suffix, or ``AUTO`` and an unknown suffix.
     """
     suffix = next((one for one in _SUFFIXES if target.name.lower().endswith(one)), "")
     expected = _SUFFIXES.get(suffix, ())
@@ -346,9 +342,7 @@ def sentence(done: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _shown(console: Console, text: str) -> Iterator[Callable[[int, int], None]]:
-    """Show the share done, the speed and the remaining time; yield a function that updates them, which
-    takes the number of bytes done and the total.
-    """
+    """Show the progress; yield a function that takes the number of bytes done and the total."""
     started = monotonic()
     with Bar(
         TextColumn("{task.description}"),

@@ -42,9 +42,7 @@ _SUMMED: Final = ("tensors", "shared", "numbers", "bytes", "file_bytes")  # over
 def inspect(path: Path, selection: Selection = WHOLE) -> Document:
     """Describe a checkpoint of any format, without reading tensor data.
 
-    Raises:
-        CheckpointError: ``path`` is not a checkpoint, all its tensors are empty, or a file is
-            damaged; for damage, the message names the file and the damaged place.
+    CheckpointError: ``path`` is not a checkpoint, all its tensors are empty, or a file is damaged.
     """
     slices = formats.read(path, selection)
     layout = slices.format
@@ -98,13 +96,9 @@ def expected(
 ) -> Iterator[Document]:
     """Yield the expected memory, by its constant PEAK, of each strategy that loads in one process.
 
-    ``anonymous_bytes`` is the expected peak without ``import torch``, ``mapped_bytes`` the size of the
-    mapped file pages, which the kernel can reclaim; both are None for a strategy without PEAK.
-
-    ``layout`` is the checkpoint's format. ``sizes`` maps the names of tensors to their sizes in
-    bytes, with one name for tied tensors. ``storages`` has the sizes of the storages in the
-    checkpoint's files; None if the strategies load converted files, in which the storages and the
-    tensors have equal sizes.
+    ``anonymous_bytes`` leaves out ``import torch``; ``mapped_bytes`` are file pages, which the kernel can
+    reclaim; both are None without PEAK. ``sizes`` are bytes by name, with one name for tied tensors;
+    ``storages`` is None if the strategies load converted files, whose storages have the sizes of tensors.
     """
     total, largest = sum(sizes.values()), max(sizes.values(), default=0)
     layers: Counter[str] = Counter()
@@ -169,7 +163,7 @@ def _notes(
     adapter: str,
     found: quantised.Quantised | None,
 ) -> Iterator[str]:
-    """Yield notes on everything that distinguishes the checkpoint from a plain dict of tensors."""
+    """Yield what distinguishes the checkpoint from a plain dict of tensors."""
     if sized.unused_bytes:
         yield (
             f"{format_bytes(sized.unused_bytes)} of the files belong to no tensor, and torch.load reads them"
@@ -201,11 +195,7 @@ def _notes(
 
 
 def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> list[Table | str]:
-    """Return the tables and lines that ``weighin inspect`` prints for a checkpoint.
-
-    Raises:
-        UnknownName: ``sort`` is not one of SORTS.
-    """
+    """Return what ``weighin inspect`` prints for a checkpoint; UnknownName: ``sort`` is not one of SORTS."""
     layout = found["layout"]
     heads = ("strategy", "reads this format", "anonymous", "file-backed")
     rows = [
@@ -233,7 +223,7 @@ def tables(found: Document, *, sort: str = "file", show_all: bool = False) -> li
 def _in_order(
     items: Sequence[Document], sort: str, size: Callable[[Document], int]
 ) -> list[Document]:
-    """Return the items sorted by name or by size (the largest first); "file" keeps their order."""
+    """Return the items by name or by size (the largest first); "file" keeps their order."""
     if sort not in SORTS:
         raise UnknownName("order of tensors", sort, SORTS)
     if sort == "size":
@@ -338,11 +328,7 @@ def inspect_pipeline(path: Path) -> Document:
 
 
 def pipeline_tables(found: Document, *, sort: str = "file") -> list[Table | str]:
-    """Return the table and the lines that ``weighin inspect`` prints for a pipeline.
-
-    Raises:
-        UnknownName: ``sort`` is not one of SORTS.
-    """
+    """Return what ``weighin inspect`` prints for a pipeline; UnknownName: ``sort`` is not one of SORTS."""
 
     def size(part: Document) -> int:
         return int(part["totals"]["bytes"]) if part["totals"] else 0

@@ -23,15 +23,12 @@ class TensorEntry:
     """One parameter or buffer of a model, and checksums of its values in a correctly loaded model.
 
     Attributes:
-        dtype: the dtype in the checkpoint, without "torch.".
-        bytes: the size of all elements in that dtype.
+        dtype: the dtype in the checkpoint, without "torch."; ``bytes`` is the size in this dtype.
         shared_with: the first name of a tied tensor, in the entries of its other names; else None.
-        checksums: maps dtypes to checksums of the values. A floating-point tensor has a checksum in
-            float32, bfloat16, float16 and its own dtype. A tensor that is not floating-point, or
-            that keeps its dtype in every model, has a checksum only in its own dtype.
-        file_checksums: the checksums of the values in the file, for a tensor that
-            ``from_pretrained`` changes after reading it; else None. A correctly loaded tensor
-            matches ``file_checksums`` or ``checksums``.
+        checksums: by dtype: of a floating-point tensor, float32, bfloat16, float16 and its own; only its
+            own for any other tensor, and for one that keeps its dtype in every model.
+        file_checksums: those of the values in the file, which are right too, for a tensor that
+            ``from_pretrained`` changes after reading it; else None.
     """
 
     name: str
@@ -54,10 +51,8 @@ class TensorEntry:
 class Manifest:
     """All tensors of a model in the order of its state dict, with non-persistent buffers last.
 
-    Attributes:
-        source: the origin of the values: "seed 0", or the path of a user's checkpoint.
-        keys: a note on how the file differs from the model's state dict: "48 keys converted"
-            or "quantised with fp8"; empty without differences.
+    ``source`` is "seed 0", or the path of a user's checkpoint. ``keys`` tells how the file differs from
+    the state dict, such as "48 keys converted"; empty without differences.
     """
 
     model: str
@@ -71,16 +66,11 @@ class Manifest:
         return sum(one.bytes_as(dtype) for one in self.tensors if one.shared_with is None)
 
     def write(self, path: Path) -> None:
-        """Write the manifest as JSON; a concurrent reader sees a complete file, old or new."""
         write_text(path, json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1))
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest in a file that ``Manifest.write`` wrote.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, or has another schema version.
-    """
+    """Return the manifest in a file; CheckpointError if it is missing, damaged, or of another version."""
     repair = "delete this file; the next run creates it again"
     try:
         fields = json.loads(path.read_text())

@@ -17,10 +17,9 @@ _COMPUTING: Final = threading.Lock()  # a computed tensor is in memory as a whol
 
 
 def read_pieces(where: Slice) -> Iterator[torch.Tensor]:
-    """Yield the elements in row-major order, in pieces (flat tensors) of ``PIECE_ELEMENTS``.
+    """Yield the elements in row-major order, in flat pieces of ``PIECE_ELEMENTS``; the last may be shorter.
 
-    Only the last piece may be shorter. The next piece may overwrite the previous one, so finish
-    with each piece before you take the next.
+    The next piece may overwrite the previous one, so finish with each before you take the next.
     """
     if where.nbytes == 0:
         return
@@ -95,10 +94,9 @@ def _rows(where: Slice) -> Iterator[torch.Tensor]:
 
 
 def plans(slices: Sequence[Slice], dtype: torch.dtype | None = None) -> list[TensorPlan]:
-    """Return the ``TensorPlan`` of each tensor; tensors with the same elements in a file are tied.
+    """Return the ``TensorPlan`` of each tensor, in ``dtype`` if it is floating-point; None keeps its own dtype.
 
-    ``dtype`` is the new dtype of floating-point tensors; None keeps their own dtypes. Two views of
-    one storage become separate tensors if they have different elements.
+    Tensors with the same elements in a file are tied.
     """
     tied, tensors = ties(slices), []
     for source in slices:

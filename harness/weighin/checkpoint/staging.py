@@ -36,7 +36,6 @@ def folder() -> Path:
 
 
 def slow_disks() -> Path:
-    """Return the folder in which the slow disks of all runs are mounted."""
     return folder() / "disks"
 
 
@@ -63,10 +62,7 @@ def growing_beside(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def own_folder(root: Path, prefix: str = "") -> Iterator[Path]:
-    """Yield a new folder in ``root``, and remove it at the end.
-
-    ``own_folder`` first removes the folders with this prefix whose processes were killed.
-    """
+    """Yield a new folder in ``root``, and remove it at the end; before that, those of killed processes."""
     root.mkdir(parents=True, exist_ok=True)
     remove_orphans(root, prefix)
     folder = root / f"{prefix}{uuid4().hex}"

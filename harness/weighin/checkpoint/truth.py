@@ -67,11 +67,8 @@ _SCALES: Final = frozenset({"weight", "scale", "gamma"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """A tensor of a model. ``describe`` leaves the values of parameters, and of some buffers,
-    uninitialised.
-
-    ``is_kept`` tells whether the tensor keeps its own floating-point dtype, whatever dtype the
-    model is built in.
+    """A tensor of a model, of which some values are uninitialised. ``is_kept``: it keeps its own floating-point
+    dtype, whatever dtype the model is built in.
     """
 
     name: str
@@ -91,9 +88,7 @@ class Described:
         return TensorPlan(self.name, shape, self.tensor.dtype, self.shared_with)
 
     def entry(self, checksums: dict[str, str], dtype: torch.dtype | None = None) -> TensorEntry:
-        """Return the tensor's entry for a manifest. ``dtype`` is the tensor's dtype in the file;
-        None means the same dtype as in the model.
-        """
+        """Return the entry for a manifest; ``dtype`` is that in the file, if not the model's."""
         kind = dtype or self.tensor.dtype
         size = self.tensor.numel() * kind.itemsize
         shape, name = tuple(self.tensor.shape), dtype_name(kind)
@@ -103,9 +98,8 @@ class Described:
 def describe(
     spec: ModelSpec, *, real_buffers: RealBuffers, dtype: torch.dtype | None = None
 ) -> list[Described]:
-    """Return a model's tensors, built in ``dtype``: its state dict, then non-persistent buffers.
-
-    Without ``dtype``, the model has the dtype of its published files; without files, float32.
+    """Return a model's tensors, built in ``dtype`` (by default that of its published files, or float32): its
+    state dict, then non-persistent buffers.
     """
     builder, dtype = spec.builder, dtype or getattr(torch, own_dtype(spec))
     build = resolve_builder(builder)
@@ -154,7 +148,6 @@ def described_in(model: torch.nn.Module) -> Iterator[Described]:
 
 
 def plans(described: Iterable[Described]) -> list[TensorPlan]:
-    """Return what a checkpoint of the model has to contain."""
     return [one.plan for one in described if one.is_stored]
 
 
@@ -169,8 +162,8 @@ def make(
 ) -> Manifest:
     """Write a checkpoint and its ``manifest.json`` into ``folder``, which must be empty.
 
-    The tensors have the dtype of the model's published files, or float32 without such files.
-    ``make`` calls ``permit`` with an upper bound of the bytes to write, before it writes anything.
+    The tensors have the dtype of the model's published files, or float32. ``permit`` is called with an upper
+    bound of the bytes to write, before anything is written.
     """
     formats.suffix_of(fmt)  # raises for a format that is not written
     map_large_tensors()
@@ -207,10 +200,9 @@ def index(
 ) -> Manifest:
     """Write the manifest of a user's checkpoint into ``folder``, and convert the checkpoint if needed.
 
-    ``index`` reads tensors piece by piece, but loads a Hugging Face folder in ``dtype`` by the folder's
-    own library. ``index`` converts the checkpoint if its format is not ``fmt``, if it holds objects
-    other than tensors, or if ``selection`` is not ``WHOLE``. ``index`` calls ``permit`` with an upper
-    bound of the bytes to write.
+    Tensors are read piece by piece, but a Hugging Face folder is loaded in ``dtype`` by its own library. The
+    checkpoint is converted if its format is not ``fmt``, it holds objects other than tensors, or
+    ``selection`` is not ``WHOLE``. ``permit`` is called as by ``make``.
     """
     formats.known(fmt)
     map_large_tensors()
@@ -282,8 +274,8 @@ def _index_folder(
 ) -> Manifest:
     """Write the manifest of a Hugging Face folder: the tensors that its library loads in ``dtype``.
 
-    If the format of the folder's weights is not ``fmt``, write the state dict, too: in the widest
-    dtype of the files, or in float32 for a GGUF file. This needs memory for the loaded model.
+    If the weights' format is not ``fmt``, write the state dict, too: in the widest dtype of the files, or
+    in float32 for a GGUF file.
     """
     slices = formats.read(checkpoint)
     own = slices.format
@@ -346,7 +338,7 @@ def _loaded(spec: ModelSpec, checkpoint: Path, dtype: torch.dtype) -> torch.nn.M
 
 
 def _other_keys(slices: Sequence[Slice], described: Sequence[Described]) -> str:
-    """Return a text that counts the keys in which the file and the model differ; empty for none."""
+    """Count the keys in which the file and the model differ, as a text; empty for none."""
     stored = {where.name for where in slices}
     groups: dict[str, set[str]] = {}
     for one in described:
@@ -383,10 +375,9 @@ def check_fits(
 
 
 def _buffer_checksums(spec: ModelSpec, described: Sequence[Described]) -> Sums:
-    """Return the checksums that non-persistent buffers must have after a load, by name and dtype.
+    """Return the checksums of non-persistent buffers after a load, by name and dtype.
 
-    Only the model's constructor computes the values of these buffers, so that the whole model is
-    constructed for each dtype of ``CELL_DTYPES``, which needs the memory of one model.
+    Only the constructor computes their values, so that the whole model is constructed for each dtype.
     """
     build = resolve_builder(spec.builder)
     sums: Sums = {}
@@ -411,13 +402,10 @@ def _written(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def parameter_pieces(seed: int, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a parameter's values, from a normal distribution with standard deviation 0.02.
+    """Yield a parameter's values, from a normal distribution with standard deviation 0.02 and mean 0, or 1 for
+    the scales of normalisation layers; uint8 is uniform, and other integers are 0.
 
-    The mean is 1 for the scales of normalisation layers, and 0 for all other parameters. The values
-    of a uint8 parameter are uniformly distributed. Parameters of other integer dtypes are 0.
-
-    Every piece has its own random generator. The next piece may overwrite the previous one, so
-    finish with each piece before you take the next.
+    Every piece has its own random generator. The next piece may overwrite the previous one.
     """
     numel, dtype = tensor.numel(), tensor.dtype
     are_bytes = dtype == torch.uint8  # such as the blocks of a quantised matrix

@@ -1,10 +1,8 @@
 """Give the tensors of a GGUF file the names and values that transformers gives them.
 
-llama.cpp renames a model's tensors. For some architectures it also reorders or changes values.
-transformers has a table of the names, and code that undoes the changes of one tensor; this module
-uses both. To find out whether the code of transformers only moves rows, weighin runs the code on
-row numbers. If the code only moves rows, the loader dequantises a few rows at a time, and writes
-them directly to the model's tensor; if not, it computes the whole tensor first.
+llama.cpp renames a model's tensors, and reorders or changes the values of some. transformers has a table of
+the names, and code that undoes the changes. weighin runs this code on row numbers: if it only moves
+rows, the loader dequantises a few rows at a time into the model's tensor, else the whole tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,11 +78,10 @@ def _converted(undo: Undo, target: str, shape: tuple[int, ...], sources: Sequenc
 def _moves(
     undo: Undo, target: str, shape: tuple[int, ...], sources: Sequence[Slice]
 ) -> tuple[Any, bool] | None:
-    """Return to which rows transformers moves the rows of the file; None if it does more than move
-    whole rows.
+    """Return to which rows transformers moves the rows of the file; None if it does more than that.
 
-    The result is the number in the model's tensor of each row of the file (an array of NumPy, or None
-    if every row keeps its number), and whether the model's tensor is the transpose of the file's.
+    The result is the number in the model's tensor of each row of the file (an array of NumPy, or None if all
+    keep their numbers), and whether the model's tensor is the transpose of the file's.
     """
     import numpy as np
 
@@ -124,7 +121,6 @@ def _fill_whole(
     sources: Sequence[Slice],
     memory: torch.Tensor,
 ) -> None:
-    """Compute one tensor of the model as a whole, and write it into ``memory``."""
     from weighin.stream.gguf_files import rows  # imports numpy
 
     values = [torch.cat(list(rows(where))).reshape(where.shape).numpy() for where in sources]
@@ -143,7 +139,6 @@ def _fill_whole(
 def _fill_by_rows(
     sources: Sequence[Slice], targets: Any, is_turned: bool, memory: torch.Tensor
 ) -> None:
-    """Compute a few rows at a time, and write the computed rows to their places in ``memory``."""
     from weighin.stream.gguf_files import rows  # imports numpy
 
     table = memory.T if is_turned else memory

@@ -131,9 +131,8 @@ def llama(
     dtype: str = "",
     **sizes: int,
 ) -> LlamaModel:
-    """Return a Llama 3 model in evaluation mode; ``sizes`` are the other arguments of ``Decoder``.
-
-    The function ignores ``dtype``, the dtype of the published files, which weighin itself reads.
+    """Return a Llama 3 model in evaluation mode; ``sizes`` are the other arguments of ``Decoder``. weighin
+    itself reads ``dtype``, that of the published files.
     """
     del dtype
     decoder = Decoder(vocab_size=vocab_size, emb_dim=emb_dim, theta=theta, **sizes)

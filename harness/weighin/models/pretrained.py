@@ -54,10 +54,9 @@ def from_config(
     constructor gives them, as with ``from_pretrained``.
 
     Args:
-        architecture: the name of the class in transformers, such as "LlamaForCausalLM".
+        architecture: the name of the class, such as "LlamaForCausalLM".
         config: the content of ``config.json``.
-        code: the folder with the class's code and a digest of the code, if the class is not in
-            transformers.
+        code: the folder with the class's code and its digest, if the class is not in transformers.
         ties: the names that share a weight, where the files untie some of those that the class ties.
     """
     kind = pretrained_class(architecture, code, config)
@@ -111,10 +110,7 @@ def pretrained_class(
     code: Mapping[str, str] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return a model class by its name: a class of transformers, or of the code in a folder.
-
-    ``config`` is the content of the folder's ``config.json``; only ``code`` needs it.
-    """
+    """Return a model class of transformers, or of the ``code`` in a folder, whose ``config`` names it."""
     transformers = imported(TRANSFORMERS)
     try:
         kind = getattr(transformers, "PreTrainedModel" if code else architecture, None)
@@ -133,9 +129,7 @@ def pretrained_class(
 
 
 def class_of_pipelines(name: str) -> Any:
-    """Return a class that diffusers defines in a pipeline's module, such as
-    ``StableDiffusionSafetyChecker``; None if there is no such class.
-    """
+    """Return a class in a module of diffusers' pipelines, such as ``StableDiffusionSafetyChecker``, or None."""
     imported(DIFFUSERS)
     root = Path(import_module(_PIPELINES).__path__[0])
     definition = re.compile(rf"^class {re.escape(name)}\(", re.MULTILINE)
@@ -170,9 +164,8 @@ def imported(library: Library) -> Any:
 
 
 def import_failed(package: str, error: BaseException) -> ConfigError:
-    """Return the error for a package that cannot be imported, with the cause and advice.
-
-    The libraries import torchvision, which fails if it was built for another torch.
+    """Return the error for a package that cannot be imported, such as because torchvision was built for another
+    torch.
     """
     while (earlier := error.__cause__ or error.__context__) is not None:
         error = earlier
@@ -206,10 +199,7 @@ def says(what: str, repair: str) -> Iterator[None]:
 def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
-    """Return the model that ``from_pretrained`` loads, and the names of weights not in the checkpoint.
-
-    ``kwargs`` are the arguments with which ``from_config`` builds this model.
-    """
+    """Return the model that ``from_pretrained`` loads, and the names of weights not in the checkpoint."""
     kind = pretrained_class(kwargs["architecture"], kwargs.get("code"), kwargs["config"])
     arguments = from_pretrained_arguments(checkpoint) | arguments_to_dequantise(checkpoint)
     called = f"{kind.__name__}.from_pretrained"
@@ -270,10 +260,8 @@ def merged(model: Any, adapter: Path | str) -> Any:
 
 
 def _class_in(code: Mapping[str, str], architecture: str, config: Mapping[str, Any]) -> Any:
-    """Import a folder's code with transformers, and return the class.
-
-    ``auto_map`` in ``config.json`` may name a class's file in another repository:
-    "owner/name--modeling_x.XForCausalLM". transformers copies the code to its own cache before the import.
+    """Import a folder's code with transformers, and return the class. ``auto_map`` may name a file in another
+    repository: "owner/name--modeling_x.XForCausalLM".
     """
     from transformers import PreTrainedModel
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -326,9 +314,7 @@ def computed_keys(model: Any) -> set[str]:
 
 
 def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Compute in float32 the tensors that no checkpoint has, as ``from_pretrained`` does, and not, as
-    the constructor has, in ``dtype``.
-    """
+    """Compute in float32 the tensors that no checkpoint has, as ``from_pretrained`` does."""
     if dtype == torch.float32:
         return
     computed = computed_keys(model)
@@ -343,11 +329,8 @@ def _compute_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def written_after_load(model: Any) -> set[str]:
-    """Return the names (in the state dict) of the tensors to which ``from_pretrained`` writes after the load.
-
-    It then calls the model's ``_init_weights``, which does not overwrite a whole loaded tensor, but may
-    write to a part of it. For example, some classes set the padding token's row of the embedding to
-    zero, whatever values the file has.
+    """Return the names (in the state dict) of the tensors to which ``from_pretrained`` writes after the load:
+    ``_init_weights`` of some classes sets the padding token's row of the embedding to zero.
     """
     tensors = model.state_dict(keep_vars=True)
     writes = _Writes({storage_key(tensor) for tensor in tensors.values()})
@@ -379,9 +362,7 @@ class _Writes(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _as_loaded(model: Any, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Mark ``tensors`` as loaded until the context ends, with the flag that transformers uses. Also
-    remove the flag from all modules; the end of the context does not set it again.
-    """
+    """Mark ``tensors`` as loaded, and no module as initialised, with the flag of transformers."""
     for tensor in tensors:
         setattr(tensor, _FLAG, True)
     for module in model.modules():
@@ -394,7 +375,7 @@ def _as_loaded(model: Any, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Set the dtype float32 for the tensors that the class keeps in it, before they have values."""
+    """Set float32 for the tensors that the class keeps in it, before they have values."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)

@@ -1,7 +1,4 @@
-"""Build a model of the diffusers library from its configuration, as its ``from_pretrained`` does.
-
-The model is a part of a pipeline, such as its ``unet``, ``transformer`` or ``vae``.
-"""
+"""Build a model of the diffusers library, a part of a pipeline, as its ``from_pretrained`` does."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,8 +17,7 @@ _QUANTISED: Final = "quantization_config"
 
 def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module:
     """Return the model of a class such as "UNet2DConditionModel" in evaluation mode, in torch's default
-    dtype; non-persistent buffers keep the dtypes that the constructor gives them, as with
-    ``from_pretrained``.
+    dtype; non-persistent buffers keep their dtypes, as with ``from_pretrained``.
     """
     _refuse_quantised(architecture, config)
     kind = diffusers_class(architecture)
@@ -46,7 +42,6 @@ def _refuse_quantised(architecture: str, config: Mapping[str, Any]) -> None:
 
 
 def diffusers_class(architecture: str) -> Any:
-    """Return a model class of diffusers by its name."""
     diffusers = imported(DIFFUSERS)
     try:
         kind = getattr(diffusers, architecture, None) or class_of_pipelines(architecture)
@@ -61,7 +56,6 @@ def diffusers_class(architecture: str) -> Any:
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:
-    """Import the class that ``from_config`` builds, so that no later phase of a load imports it."""
     diffusers_class(kwargs["architecture"])
 
 
@@ -95,10 +89,7 @@ def reference(
 
 
 def options(folder: Path, variant: str = "") -> dict[str, Any]:
-    """Return the arguments with which ``from_pretrained`` finds the weights of a folder.
-
-    ``from_pretrained`` reads .bin shards only with ``use_safetensors=False``.
-    """
+    """Return the arguments with which ``from_pretrained`` finds the weights of a folder, also .bin shards."""
     if variant:
         return {"local_files_only": True, "variant": variant}
     bin_index = "diffusion_pytorch_model.bin.index.json"

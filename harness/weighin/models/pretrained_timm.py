@@ -22,9 +22,7 @@ _replacing: Final = Lock()
 
 
 def from_config(architecture: str, config: Mapping[str, Any]) -> torch.nn.Module:
-    """Return a model such as "vit_tiny_patch16_224" in training mode, as timm does, built in float32 and
-    then converted to torch's default dtype.
-    """
+    """Return a model such as "vit_tiny_patch16_224" in training mode, as timm does, in torch's default dtype."""
     return model_and_load(architecture, config)[0]
 
 
@@ -33,8 +31,8 @@ def model_and_load(
 ) -> tuple[torch.nn.Module, Callable[[State, Path], None]]:
     """Return the model of ``from_config``, and a function that loads values into it as timm does.
 
-    This function takes the tensors of a file and the file, and raises CheckpointError if timm would refuse
-    the file, or initialise weights with random numbers.
+    The function takes a file's tensors and the file; CheckpointError: timm would refuse the file, or
+    initialise weights with random numbers.
     """
     dtype = torch.get_default_dtype()
     seen: list[tuple[Any, Callable[..., None], Mapping[str, Any]]] = []
@@ -79,9 +77,7 @@ def model_and_load(
 def _created(
     architecture: str, folder: Path, load: Callable[..., None] | None = None
 ) -> torch.nn.Module:
-    """Create the model of a folder; ``load`` stands in for timm's function that loads the weights, which
-    is its first argument.
-    """
+    """Create the model of a folder; ``load`` stands in for timm's function, its first argument."""
     timm = imported(TIMM)
     from timm.models import _builder
 
@@ -113,14 +109,12 @@ def _created(
 
 
 def import_class(kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001 (an interface)
-    """Import timm, so that no later phase of the load contains this import."""
     imported(TIMM)
 
 
 def _check_complete(
     model: torch.nn.Module, state: Mapping[str, Any], strict: bool, file: Path
 ) -> None:
-    """Raise CheckpointError if the state dict that timm would load does not fit the model."""
     wanted = model.state_dict().keys() if strict else dict(model.named_parameters()).keys()
     problems = {
         "has no values for": sorted(wanted - state.keys()),

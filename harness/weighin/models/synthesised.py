@@ -14,13 +14,9 @@ from weighin.stream.slices import unpack
 
 
 def from_tensors(*, tensors: str) -> nn.Module:
-    """Return a module tree with an uninitialised parameter or buffer for each tensor.
+    """Return a module tree with an uninitialised parameter, or buffer of integers, for each tensor.
 
-    ``tensors`` is a string from ``weighin.stream.slices.pack``. Floating-point tensors become
-    parameters. Names that ``tensors`` records as tied become one tensor.
-
-    Raises:
-        ConfigError: ``tensors`` is not a string that ``pack`` wrote.
+    ``tensors`` is a string of ``weighin.stream.slices.pack``, else ConfigError.
     """
     root = nn.Module()
     made: dict[str, torch.Tensor] = {}
@@ -38,10 +34,9 @@ def from_tensors(*, tensors: str) -> nn.Module:
 def from_table(*, dtype: str, tensors: Mapping[str, Sequence[Any]]) -> nn.Module:
     """Return a module tree with an uninitialised parameter for each tensor of a table.
 
-    ``tensors`` maps names to shapes. Names are expanded as by a shell: ``layers.{0..2}.{k,v}.weight``
-    stands for six tensors. A shape such as ``[uint8, 64, 32]`` begins with the tensor's own dtype, which
-    no load converts; other tensors have torch's default dtype. The function ignores ``dtype``, the
-    dtype of the published files, which weighin itself reads for ``--dtype auto``.
+    ``tensors`` maps names to shapes, and ``layers.{0..2}.{k,v}.weight`` stands for six names. A shape such as
+    ``[uint8, 64, 32]`` begins with the tensor's own dtype, which no load converts. weighin itself reads
+    ``dtype``, that of the published files, for ``--dtype auto``.
     """
     del dtype
     root = nn.Module().eval()

@@ -26,8 +26,7 @@ class Part:
     """One part of a pipeline, such as "unet", whose folder may be missing.
 
     ``library`` and ``class_name`` are empty for a part that ``model_index.json`` lacks. ``file_bytes``
-    is the size of the files of weights, of several suffixes (.bin, .safetensors) only of the largest
-    set; None for a part without weights.
+    is None without weights, and of several suffixes (.bin, .safetensors) only that of the largest set.
     """
 
     name: str
@@ -71,10 +70,7 @@ def is_pipeline(path: Path) -> bool:
 
 
 def read(path: Path) -> Pipeline:
-    """Return the pipeline in a folder.
-
-    A subfolder with weights is a part even if ``model_index.json`` is damaged or does not name it.
-    """
+    """Return the pipeline in a folder, with subfolders that have weights, but are not in the index."""
     index = object_in(path / INDEX, MIB)
     named: dict[str, Any] = {
         name: value

@@ -83,13 +83,11 @@ class PretrainedFolder:
 
     @property
     def names_model(self) -> bool:
-        """Whether ``config.json`` names a class or a model type, or the user names a class."""
         named = any(self.config.get(key) for key in ("architectures", "model_type", AUTO_MAP))
         return self.library is not TRANSFORMERS or named or bool(self.choice.model_class)
 
     @property
     def architectures(self) -> list[str]:
-        """The classes that ``config.json`` names: mostly one, or none."""
         named = self.config.get("architectures")
         return [one for one in named if isinstance(one, str)] if isinstance(named, list) else []
 
@@ -126,10 +124,8 @@ def read_folder(path: Path, choice: FolderChoice = AS_SAVED) -> PretrainedFolder
 
 
 def dtype_of(config: Mapping[str, Any]) -> str | None:
-    """Return the dtype that the content of a ``config.json`` names; None if it names none.
-
-    A dict maps parts of the model to dtypes; transformers takes the dtype under the key "", or
-    float32 without this key. Dtypes in the configurations of parts have no effect.
+    """Return the dtype that a ``config.json`` names, or None. transformers takes that of the key "" in a dict
+    of dtypes for parts, or float32.
     """
     names = [config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None]
     if not names:
@@ -149,10 +145,8 @@ def checked_dtype(name: object, file: Path) -> str:
 
 
 def own_dtype(model: ModelSpec) -> str:
-    """Return the dtype in which a model was published; float32 if the ``ModelSpec`` names no dtype.
-
-    A transformers model names it in its configuration, any other model of weighin in its arguments.
-    For diffusers and timm, it is float32, the dtype in which these libraries build a model.
+    """Return the dtype in which a model was published: that in the configuration of a model of transformers
+    or in weighin's own arguments, else float32.
     """
     if library := library_of(model.builder):
         return library.fixed_dtype or dtype_of(model.kwargs["config"]) or "float32"
@@ -160,10 +154,8 @@ def own_dtype(model: ModelSpec) -> str:
 
 
 def folder_library(model: ModelSpec) -> str:
-    """Return the name of the library whose folder a model was read from; "" if from no folder.
-
-    The configuration of a model from a folder always has the library's key for the class. Its value
-    may be null. The configuration of a transformers model that is built into weighin lacks the key.
+    """Return the library whose folder a model was read from; "" if from no folder: a model of transformers
+    that is built into weighin lacks the key for the class, which may be null.
     """
     library = library_of(model.builder)
     return library.name if library and library.class_key in model.kwargs["config"] else ""
@@ -195,9 +187,8 @@ def refuse_part(checkpoint: Path, selection: Selection) -> None:
 
 
 def path_of(path: Path, revision: str = "") -> Path:
-    """Return the path of the checkpoint that a user's path, or a model's id on the Hub, refers to.
-
-    The usual index of shards gives its folder, unless a load of that folder reads other weights.
+    """Return the path of the checkpoint that a user's path, or a model's id on the Hub, refers to: the usual
+    index of shards gives its folder.
     """
     path = _in_hub(path, revision)
     usual = path.name.endswith(_INDEX) and any(path.name in each.weights for each in LIBRARIES)
@@ -210,8 +201,8 @@ def path_of(path: Path, revision: str = "") -> Path:
 def cached_snapshot(name: str, revision: str = "") -> Path | None:
     """Return the folder of a Hub model in the local cache; None if ``name`` is no Hub id.
 
-    A name without an owner is a Hub id only if the cache has this model. CheckpointError: the cache
-    lacks the model or the revision, or ``name`` is the path of a missing file.
+    Without an owner, only the name of a cached model is an id. CheckpointError: the cache lacks the
+    model or the revision, or ``name`` is the path of a missing file.
     """
     if foreign.looks_like_path(name) and not Path(name).expanduser().exists():
         raise foreign.missing(name)
@@ -231,9 +222,7 @@ def cached_snapshot(name: str, revision: str = "") -> Path | None:
 
 
 def _in_hub(path: Path, revision: str) -> Path:
-    """Return the snapshot for the id of a model, or for the model's folder in the Hub's cache;
-    return any other path unchanged.
-    """
+    """Return the snapshot for a model's id, or for its folder in the Hub's cache; else the path itself."""
     path = path.expanduser()
     if path.name.startswith(HUB_ENTRY) and (path / "snapshots").is_dir():
         return _snapshot_of(path, revision)
@@ -252,7 +241,6 @@ def _in_hub(path: Path, revision: str) -> Path:
 
 
 def _snapshot_of(entry: Path, revision: str) -> Path:
-    """Return the snapshot of a revision; ``entry`` is the model's folder "models--owner--name"."""
     snapshots, wanted = entry / "snapshots", revision or "main"
     references = {
         path.relative_to(entry / "refs").as_posix(): path
@@ -286,10 +274,8 @@ def name_of(folder: Path) -> str:
 
 
 def folder_of(checkpoint: Path) -> Path:
-    """Return the Hugging Face folder of a checkpoint: a folder itself, or else the file's folder.
-
-    If the file's folder has no ``config.json``, the result may be one of the three folders above:
-    the nearest with a ``config.json``, if that has the key ``transformers_weights``.
+    """Return a checkpoint's folder, or, without ``config.json`` there, the nearest of the three above whose
+    ``config.json`` has the key ``transformers_weights``.
     """
     if checkpoint.is_dir():
         return checkpoint
@@ -299,11 +285,8 @@ def folder_of(checkpoint: Path) -> Path:
 
 
 def find_weights(path: Path, variant: str = "") -> Path | None:
-    """Return the path of a Hugging Face folder's weights; None without weights of this variant.
-
-    The result is the file of weights. For shards, the result is the folder itself, or the index if
-    the index has an unusual name. If ``config.json`` has the key ``transformers_weights``, the
-    weights are those that this key names, whatever the variant.
+    """Return the file of a Hugging Face folder's weights in a variant, the folder itself for shards with the
+    usual index, or None. The key ``transformers_weights`` of ``config.json`` names others.
     """
     if (explicit := _explicit(path)) is not None:
         return path if explicit == path / f"model.safetensors.{_INDEX}" else explicit
@@ -329,14 +312,12 @@ def index_in(path: Path) -> Path:
 
 
 def _candidates(path: Path, variant: str = "") -> Iterator[Path]:
-    """Yield a variant's files of weights and indexes of shards, those of the folder's library first."""
     libraries = (library_in(object_in(path / CONFIG)), *LIBRARIES)
     names = dict.fromkeys(name for each in libraries for name in each.weights_as(variant))
     return (path / name for name in names if (path / name).is_file())
 
 
 def _explicit(path: Path) -> Path | None:
-    """Return the file that ``config.json`` names in ``transformers_weights``; None without this key."""
     name = object_in(path / CONFIG).get(_EXPLICIT)
     if name is None:
         return None
@@ -364,8 +345,8 @@ def variant_of(checkpoint: Path) -> str:
 
 
 def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
-    """Return the arguments with which ``from_pretrained`` reads this checkpoint of a folder; raise
-    CheckpointError if it would read another file of the folder, or no file.
+    """Return the arguments with which ``from_pretrained`` reads this checkpoint of a folder; CheckpointError:
+    it would read another file of the folder, or no file.
     """
     folder, variant = folder_of(checkpoint), variant_of(checkpoint)
     arguments = {"pretrained_model_name_or_path": str(folder), "local_files_only": True}
@@ -383,9 +364,8 @@ def from_pretrained_arguments(checkpoint: Path) -> dict[str, Any]:
 
 
 def arguments_of(model: ModelSpec, checkpoint: Path) -> dict[str, Any] | None:
-    """Return the arguments with which ``load_pretrained`` loads a model's own checkpoint.
-
-    The result is None if the checkpoint does not consist of the files of a Hugging Face folder.
+    """Return the arguments with which ``load_pretrained`` loads a model's own checkpoint; None for any other
+    checkpoint than the files of a Hugging Face folder.
     """
     library = folder_library(model)
     if not library or not is_pretrained_checkpoint(checkpoint):
@@ -430,8 +410,8 @@ def digest(folder: Path) -> str:
 
 
 def auto_class(config: Mapping[str, Any], architecture: str) -> str:
-    """Return the auto class of transformers that loads the model, such as "AutoModelForCausalLM";
-    raise ConfigError if ``auto_map`` names no code for the class ``architecture``.
+    """Return the auto class of transformers that loads a class of the folder's code; ConfigError: there is no
+    code of this class.
     """
     for auto, reference in models_in_code(config).items():
         if reference.rpartition(".")[2] == architecture:
@@ -453,7 +433,6 @@ def models_in_code(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def adapter_of(spec: ModelSpec) -> Path | None:
-    """Return the folder of the adapter to merge into a model; None for a model without an adapter."""
     named = spec.kwargs.get(ARGUMENT) if spec.builder == BUILDER else None
     return Path(named) if named else None
 
@@ -484,7 +463,6 @@ def check_adapter(adapter: Path) -> None:
 
 
 def files_of_adapter(spec: ModelSpec) -> list[Path]:
-    """Return the files of the adapter to merge into a model; none for a model without an adapter."""
     if (adapter := adapter_of(spec)) is None:
         return []
     return [file for name in (ADAPTER, *_OF_ADAPTER) if (file := adapter / name).is_file()]
@@ -499,10 +477,8 @@ def adapter_failed(adapter: Path | str, reason: str) -> CheckpointError:
 
 
 def adapter_note(folder: Path) -> str:
-    """Return a sentence on the adapter beside the model in a folder; empty without an adapter.
-
-    If peft is installed, ``from_pretrained`` adds such an adapter to the model; without peft, it
-    ignores the adapter silently. weighin never adds it.
+    """Return a sentence on the adapter beside the model in a folder, or "". With peft installed,
+    ``from_pretrained`` adds it to the model; weighin never does.
     """
     if not (folder / ADAPTER).is_file():
         return ""

@@ -18,9 +18,7 @@ class Library:
     """A library whose folders have a ``config.json`` and weights.
 
     Attributes:
-        name: the name of the package, and of the strategy that loads by the package's own function.
-        extra: the extra of weighin that installs the package.
-        builder: the function of weighin that builds a model of the library.
+        name: of the package, and of the strategy that loads by the package's own function.
         class_key: the key of ``config.json`` that names the model's class.
         weights: files with weights and indexes of shards, in the order in which the library looks.
         fixed_dtype: the dtype in which the library builds each model; None if the folder says it.
@@ -34,7 +32,6 @@ class Library:
     fixed_dtype: str | None = None
 
     def class_in(self, config: Mapping[str, Any]) -> str | None:
-        """Return the class of this library that a ``config.json`` names; None if there is none."""
         named = config.get(self.class_key)
         if isinstance(named, list):
             named = named[0] if named else None
@@ -96,7 +93,6 @@ def library_of(builder: str) -> Library | None:
 
 
 def module_of(builder: str) -> Any:
-    """Return the module of a builder such as "weighin.models.pretrained:from_config"."""
     return import_module(builder.partition(":")[0])
 
 
@@ -112,7 +108,6 @@ class FolderChoice:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The choices as options of the command line, without --trust-remote-code."""
         values = {
             "--set variant": self.variant,
             "--set model_class": self.model_class,
@@ -127,25 +122,18 @@ AS_SAVED: Final = FolderChoice()
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The part of a checkpoint that is the model's state dict.
-
-    Attributes:
-        key: the key of the state dict in nested dicts, such as "model" or "state.model"; empty if
-            the checkpoint itself is the state dict. In a format without nested dicts, the key "model"
-            selects the names that begin with "model.".
-        strip_prefix: the prefix to remove from each name, such as "module."; empty for none.
+    """The part of a checkpoint that is the model's state dict: ``key`` in nested dicts, such as "state.model", or
+    else the names that begin with it; and without a prefix of each name, such as "module.".
     """
 
     key: str = ""
     strip_prefix: str = ""
 
     def __bool__(self) -> bool:
-        """Tell whether the selection leaves out a part of the checkpoint, or renames its tensors."""
         return bool(self.key or self.strip_prefix)
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The words of a command line that select this part."""
         key = (f"--key={self.key}",) if self.key else ()
         prefix = ("--set", f"strip_prefix={self.strip_prefix}") if self.strip_prefix else ()
         return (*key, *prefix)

@@ -1,10 +1,9 @@
 """Tell whether the tensors of a checkpoint are quantised codes, and who turns them into weights.
 
-``quantization_config`` in ``config.json`` describes the quantisation. Some quantising libraries
-write the description under another key or into another file, where transformers does not look.
-Without a configuration, the names and dtypes of the tensors suffice: a library writes the codes of a
-weight under one name, and their scales under a name with another suffix. A loader that takes the codes
-of a quantised weight for the weight itself gets wrong values without any error.
+``quantization_config`` in ``config.json`` describes the quantisation; some libraries write the description
+to where transformers does not look. Without it, the names and dtypes suffice: the codes of a weight
+and their scales have names that differ in their suffixes. A loader that takes codes for weights gets wrong
+values without any error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -79,11 +78,10 @@ class Quantised:
     """How a checkpoint is quantised.
 
     Attributes:
-        method: the method's name and variant: "fp8", "compressed-tensors (pack-quantized)".
+        method: the method's name and variant: "compressed-tensors (pack-quantized)".
         weights: the number of tensors that hold codes; 0 if only ``config.json`` names the method.
         stored_bytes: the size of all tensors in the files.
-        obstacle: the reason why from_pretrained does not dequantise the codes; empty if it does.
-        repair: what the user can do about the obstacle.
+        obstacle, repair: why from_pretrained does not dequantise the codes, if it does not.
         dequantises: whether transformers dequantises the codes.
     """
 
@@ -125,12 +123,10 @@ class Quantised:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the attributes and the summary; as an argument of a ``ModelSpec``, ``of_model`` reads them."""
         return asdict(self) | {"summary": self.summary}
 
 
 def of_model(model: ModelSpec) -> Quantised | None:
-    """Return how a model's weights are quantised; None for a model whose folder has no codes."""
     told = model.kwargs.get("quantised") if model.builder == BUILDER else None
     if told is None:
         return None
@@ -145,11 +141,7 @@ def of_model(model: ModelSpec) -> Quantised | None:
 
 
 def find_codes(slices: Sequence[Slice]) -> dict[str, tuple[str, str]]:
-    """Return the names of all tensors of codes, each with the method and the name of its scales.
-
-    A tensor counts as codes only if the method that has these suffixes stores codes in the tensor's
-    dtype.
-    """
+    """Return the names of all tensors of codes, each with the method and the name of its scales."""
     dtypes = {one.name: one.dtype_name for one in slices}
     pairs = [pair for pair in _PAIRS if any(name.endswith(pair[2]) for name in dtypes)]
     found: dict[str, tuple[str, str]] = {}
@@ -163,10 +155,8 @@ def find_codes(slices: Sequence[Slice]) -> dict[str, tuple[str, str]]:
 
 
 def of_folder(folder: Path, config: Mapping[str, Any], slices: Sequence[Slice]) -> Quantised | None:
-    """Return how the weights of a Hugging Face folder are quantised; None if no weight is quantised.
-
-    In a folder without codes, ``config.json`` may still name a method. Such a method counts only if
-    transformers has it, because from_pretrained ignores any other method.
+    """Return how the weights of a Hugging Face folder are quantised, or None. In a folder without codes, a method
+    that ``config.json`` names counts only if transformers has it, because it ignores any other.
     """
     described, place = _described(folder, config)
     method, codes = _method(described), find_codes(slices)
@@ -185,20 +175,15 @@ def of_folder(folder: Path, config: Mapping[str, Any], slices: Sequence[Slice]) 
 
 
 def in_checkpoint(path: Path, slices: Sequence[Slice]) -> Quantised | None:
-    """Return how a checkpoint is quantised; None if the checkpoint has no codes.
-
-    ``path`` is a file or a folder; a ``config.json`` in the folder may name the method.
-    """
+    """Return how a file or folder is quantised; None if it has no codes."""
     folder = folder_of(path)
     found = of_folder(folder, object_in(folder / CONFIG), slices)
     return found if found and found.weights else None
 
 
 def refuse_codes(path: Path, slices: Sequence[Slice], names: Iterable[str]) -> None:
-    """Raise CheckpointError if a model would take quantised codes for weights.
-
-    ``names`` are the names of the model's tensors. A model with tensors for the scales, such as
-    the built-in gpt-oss-20b, takes the codes and the scales as they are.
+    """Raise CheckpointError if a model with tensors of these ``names`` would take quantised codes for weights,
+    unless it has tensors for the scales, such as the built-in gpt-oss-20b.
     """
     if not (codes := find_codes(slices)):
         return
@@ -210,10 +195,7 @@ def refuse_codes(path: Path, slices: Sequence[Slice], names: Iterable[str]) -> N
 
 
 def dequantising(folder: Path) -> dict[str, Any]:
-    """Return the ``quantization_config`` with which from_pretrained dequantises on every device.
-
-    The result is empty if the folder is not quantised, or from_pretrained cannot dequantise it.
-    """
+    """Return the ``quantization_config`` with which from_pretrained dequantises on every device, or {}."""
     described, place = _described(folder, object_in(folder / CONFIG))
     if place != _QUANTISATION or not _is_dequantised(described):
         return {}
@@ -226,10 +208,8 @@ def method_of(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return the description of the quantisation, and the key or file that has the description.
-
-    The second value is "quantization_config" only if from_pretrained reads the description. Without
-    a description, the first value is empty, and the second is "" or "no config.json".
+    """Return the description of the quantisation, and the key or file that has it: "quantization_config" only
+    if from_pretrained reads it. Without a description, {} and "" or "no config.json".
     """
     for part in (config, *(config.get(name) for name in _OF_TEXT)):
         if isinstance(part, Mapping) and isinstance(found := part.get(_QUANTISATION), Mapping):
@@ -246,7 +226,6 @@ def _described(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, An
 
 
 def _method(named: Mapping[str, Any]) -> str | None:
-    """Return transformers' name of the quantisation method; None if none is named."""
     for bits in ("4bit", "8bit"):
         if named.get(f"load_in_{bits}") is True:
             return f"bitsandbytes_{bits}"

@@ -40,10 +40,7 @@ def has_more_parts(path: Path) -> bool:
 
 
 def own_folders(folder: Path) -> list[str]:
-    """Return the names of the subfolders that hold one part of the model each, with weights.
-
-    ``modules.json`` lists all parts; the transformer often lies in the folder itself.
-    """
+    """Return the names of the subfolders that hold one part of the model each, with weights."""
     content = json_in(folder / MODULES, MIB)
     parts = content if isinstance(content, list) else []
     listed = [part.get("path") for part in parts if isinstance(part, dict)]
@@ -52,11 +49,7 @@ def own_folders(folder: Path) -> list[str]:
 
 
 def read(path: Path, read_part: Callable[[Path], Checkpoint]) -> Checkpoint:
-    """Return the tensors of all parts with their places (files and offsets).
-
-    Raises:
-        CheckpointError: a part has its weights in subfolders of its folder, or is damaged.
-    """
+    """Return the tensors of all parts; CheckpointError: weights of a part lie in subfolders of its folder."""
     whole = Checkpoint()
     values: dict[str, object] = {}
     for prefix, weights in _parts(path):
@@ -71,9 +64,7 @@ def read(path: Path, read_part: Callable[[Path], Checkpoint]) -> Checkpoint:
 
 
 def _parts(path: Path) -> list[tuple[str, Path]]:
-    """Return each part's prefix of the tensors in the whole model, such as "2.", and its weights, in the
-    order of ``modules.json``. Weights in shards are the part's folder.
-    """
+    """Return each part's prefix of the tensors in the whole model, such as "2.", and its weights."""
     found = []
     for index, module in enumerate(json_in(path / MODULES, MIB)):
         place = module.get("path") if isinstance(module, dict) else None
