@@ -98,27 +98,22 @@ def _prefix(target: Path) -> str:
 
 @contextmanager
 def _held(folder: Path, target: Path) -> Iterator[Path]:
-    descriptor = _locked(folder, target)
+    """Create a folder or empty an unlocked one; yield it locked, and remove it at the end."""
+    descriptor = None
+    while descriptor is None:  # until no other process removes the folder before the lock
+        with suppress(FileExistsError):  # in a race, exist_ok=True does not prevent this error
+            folder.mkdir(mode=0o700)
+        with suppress(FileNotFoundError):
+            descriptor = _lock(folder, target)
+            if not _is_at(folder, descriptor):
+                os.close(descriptor)
+                descriptor = None
     try:
+        for left in folder.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield folder
     finally:
         _remove(folder, descriptor)
-
-
-def _locked(folder: Path, target: Path) -> int:
-    """Create a folder or empty an unlocked one; lock it, and return its open descriptor."""
-    while True:
-        with suppress(FileExistsError):  # in a race, exist_ok=True does not prevent this error
-            folder.mkdir(mode=0o700)
-        try:
-            descriptor = _lock(folder, target)
-        except FileNotFoundError:  # the folder's process removed it meanwhile
-            continue
-        if _is_at(folder, descriptor):
-            for left in folder.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-            return descriptor
-        os.close(descriptor)  # another process removed this folder before the lock: try again
 
 
 def _lock(folder: Path, target: Path) -> int:
