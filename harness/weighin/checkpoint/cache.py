@@ -37,7 +37,7 @@ from weighin.checkpoint.manifest import Manifest, read_manifest
 from weighin.errors import CheckpointError, ConfigError, UnknownName
 from weighin.files import rename, write_text
 from weighin.stream import formats
-from weighin.stream.pretrained_folder import files_of_adapter
+from weighin.stream.pretrained_folder import digest, files_of_adapter
 from weighin.stream.pretrained_library import WHOLE, Selection, library_of
 from weighin.suite import registry, user_code
 from weighin.units import format_bytes
@@ -120,9 +120,9 @@ def ensure(
             origin += [file.name, state.st_size, state.st_mtime_ns]
     else:
         origin += [seed, _VALUES]
-    digest = sha256(json.dumps(origin, sort_keys=True, default=str).encode()).hexdigest()
+    digits = sha256(json.dumps(origin, sort_keys=True, default=str).encode()).hexdigest()
     safe = _UNSAFE.sub("_", model.name).lstrip(".") or "model"
-    entry = staging.folder() / "models" / f"{safe[:100]}-{digest[:8]}"
+    entry = staging.folder() / "models" / f"{safe[:100]}-{digits[:8]}"
     report = progress or (lambda _text, _share: None)
     verb = "reading" if in_place else "converting" if checkpoint else "making"
     text = f"{verb} the checkpoint of {model.name}"
@@ -178,20 +178,12 @@ def _origin(model: ModelSpec, dtype: str, python_path: Sequence[str]) -> list[ob
     library = library_of(model.builder)
     if not user_code.is_ours(model.builder):
         if code := user_code.file_of(model.builder, python_path):
-            origin += [str(code), _digest(code)]
+            origin += [str(code), digest(code.parent if code.name == "__init__.py" else code)]
         origin += registry.versions(["torch", "transformers"]).items()
     elif library:
         names = ["torch", library.name, *_DECIDING]
         origin += [dtype, *registry.versions(names).items()]
     return origin
-
-
-def _digest(code: Path) -> str:
-    """Return a digest of a module's file, or of all Python files of a package."""
-    package = code.parent if code.name == "__init__.py" else code
-    files = sorted(package.rglob("*.py")) if package.is_dir() else [code]
-    contents = (str(file.relative_to(package)).encode() + file.read_bytes() for file in files)
-    return sha256(b"".join(contents)).hexdigest()
 
 
 def _publish(entry: Path, temporary: Path, fmt: str, *, in_place: bool) -> None:

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import torch
 
-from weighin.errors import CheckpointError, ConfigError
-from weighin.models.pretrained import class_of_pipelines, import_failed, imported
+from weighin.errors import ConfigError
+from weighin.models.pretrained import class_of_pipelines, import_failed, imported, says
 from weighin.stream.pretrained_folder import folder_of, variant_of
 from weighin.stream.pretrained_library import DIFFUSERS
 from weighin.stream.slices import Slice
@@ -72,18 +72,12 @@ def reference(
     """Return the model that ``from_pretrained`` loads, and the names of weights that the files lack."""
     _refuse_quantised(**kwargs)
     kind, folder = diffusers_class(kwargs["architecture"]), folder_of(checkpoint)
-    try:
+    arguments = options(folder, variant_of(checkpoint))
+    called = f"{checkpoint}: {kind.__name__}.from_pretrained"
+    with says(called, "choose the class from which the checkpoint was saved"):
         model, info = kind.from_pretrained(
-            folder,
-            torch_dtype=dtype,
-            output_loading_info=True,
-            **options(folder, variant_of(checkpoint)),
+            folder, torch_dtype=dtype, output_loading_info=True, **arguments
         )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoint}: from_pretrained of {kind.__name__} cannot load the checkpoint: {error}",
-            "choose the class from which the checkpoint was saved",
-        ) from error
     buffers = dict(model.named_buffers())
     return model, [name for name in info["missing_keys"] if name not in buffers]
 

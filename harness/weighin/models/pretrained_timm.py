@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from weighin.errors import CheckpointError, ConfigError
-from weighin.models.pretrained import imported
+from weighin.models.pretrained import imported, says
 from weighin.stream.pretrained_folder import folder_of
 from weighin.stream.pretrained_library import TIMM
 from weighin.text import first_names
@@ -133,14 +133,9 @@ def reference(
     kwargs: Mapping[str, Any], checkpoint: Path, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
     """Return the model that timm loads, and an empty list, because timm leaves no weight out."""
-    try:
-        model = _created(kwargs["architecture"], folder_of(checkpoint))
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{checkpoint}: timm cannot load the checkpoint: {error}",
-            "choose the architecture from which the checkpoint was saved",
-        ) from error
-    return model.to(dtype), []
+    repair = "choose the architecture from which the checkpoint was saved"
+    with says(f"{checkpoint}: timm.create_model", repair):
+        return _created(kwargs["architecture"], folder_of(checkpoint)).to(dtype), []
 
 
 def example_inputs(architecture: str, config: Mapping[str, Any]) -> torch.Tensor | None:  # noqa: ARG001

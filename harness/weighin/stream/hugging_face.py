@@ -312,7 +312,7 @@ def _of_diffusers(found: PretrainedFolder, selection: Selection, wanted: _Wanted
         )
     name, file = str(found.library.class_in(found.config)), found.checkpoint
     kwargs = {"architecture": name, "config": found.config}
-    with says(f"{file}: {name}.from_pretrained", _REPAIR), reading(Load((), wanted.threads)):
+    with reading(Load((), wanted.threads)):
         model, missing = pretrained_diffusers.reference(kwargs, file, wanted.torch_dtype)
     if missing:
         raise lacks(file, missing, type(model).__name__)

@@ -398,14 +398,15 @@ def code_of(model: ModelSpec) -> dict[str, str] | None:
     return code
 
 
-def digest(folder: Path) -> str:
-    """Return a digest of the names and contents of the folder's Python files."""
+def digest(path: Path) -> str:
+    """Return a digest of the names and contents of a folder's Python files, or of one file."""
     import hashlib  # hashlib loads OpenSSL, 4 MiB, which few workers need
 
     whole = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*.py") if path.is_file()):
-        name = path.relative_to(folder).as_posix()
-        whole.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        if file.is_file():
+            name = file.relative_to(path).as_posix()
+            whole.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return whole.hexdigest()
 
 
