@@ -16,7 +16,10 @@ from safetensors.torch import save_file
 
 from weighin import load_pretrained
 from weighin.errors import CheckpointError
-from weighin.models.pretrained import pretrained_class
+from weighin.models.description import described
+from weighin.models.pretrained import from_config, pretrained_class
+from weighin.stream.pretrained_folder import read_folder
+from weighin.stream.pretrained_library import WHOLE
 from weighin.stream.tensors import tied_names
 
 DRAWS: Final = int(os.environ.get("WEIGHIN_DRAWS", "12"))
@@ -122,6 +125,11 @@ def test_ties_and_values_are_those_of_from_pretrained(
         return
     found = load_pretrained(tmp_path, dtype=dtype)
     assert sorted(map(sorted, tied_names(found))) == sorted(map(sorted, tied_names(wanted)))
+    folder = read_folder(tmp_path)
+    told = described(folder, WHOLE)
+    if told["dtype"] == str(dtype).removeprefix("torch."):
+        built = from_config(told["architecture"], folder.config, ties=told.get("ties"))
+        assert sorted(map(sorted, tied_names(built))) == sorted(map(sorted, tied_names(wanted)))
     ours, theirs = found.state_dict(), wanted.state_dict()
     assert ours.keys() == theirs.keys()
     assert not [name for name, one in theirs.items() if not torch.equal(one, ours[name])]

@@ -116,7 +116,7 @@ def described(folder: PretrainedFolder, selection: Selection) -> dict[str, Any]:
         answer["code"] = {"folder": str(path), "sha256": digest(path)}
     kwargs = {"architecture": architecture, "config": folder.config, "code": answer.get("code")}
     with suppress(Exception, SystemExit):  # what cannot be built, no load builds, and it says why
-        if (ties := _ties(kwargs, slices)) is not None:
+        if (ties := _ties(kwargs, slices, answer["dtype"])) is not None:
             answer["ties"] = ties
     if found := quantised.of_folder(folder.path, folder.config, slices):
         answer["quantised"] = found.as_json()
@@ -140,15 +140,24 @@ def _dtype_in(folder: PretrainedFolder, slices: Sequence[Slice]) -> str:
     return next((one.dtype_name for one in stored if one.dtype_name in MODEL_DTYPES), "float32")
 
 
-def _ties(kwargs: dict[str, Any], slices: Sequence[Slice]) -> list[list[str]] | None:
+def _ties(kwargs: dict[str, Any], slices: Sequence[Slice], dtype: str) -> list[list[str]] | None:
     """Return the names that share a weight in the model that ``from_pretrained`` loads; None if they are
     those that the class ties.
 
-    ``from_pretrained`` ties no two weights that have different values in the file.
+    ``from_pretrained`` ties no two weights that the file has with different values in ``dtype``.
     """
+    import torch
+
     from weighin.models.pretrained import ModelNames
+    from weighin.stream.bytes import mapped
     from weighin.stream.construct import build_skeleton, resolve_builder
     from weighin.stream.tensors import tied_names, untie
+
+    def are_same(one: Slice, other: Slice) -> bool:
+        if one.dtype_name == other.dtype_name:
+            return are_equal(one, other)
+        values = (mapped(each).to(getattr(torch, dtype)) for each in (one, other))
+        return torch.equal(*values)
 
     model: Any = build_skeleton(resolve_builder(BUILDER), kwargs, real_buffers="non_persistent")
     if not (by_class := tied_names(model)):
@@ -158,7 +167,7 @@ def _ties(kwargs: dict[str, Any], slices: Sequence[Slice]) -> list[list[str]] | 
     missing = model.state_dict().keys() - stored
     for target, source in list(model.all_tied_weights_keys.items()):
         one, other = stored.get(target), stored.get(source)
-        if one and other and are_equal(one, other):
+        if one and other and are_same(one, other):
             missing.add(target)
         elif one and other:
             del model.all_tied_weights_keys[target]
