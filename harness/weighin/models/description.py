@@ -53,7 +53,8 @@ def spec_of(folder: PretrainedFolder, selection: Selection = WHOLE) -> ModelSpec
         choices = {"choice": asdict(folder.choice), "selection": asdict(selection)}
         answer = _ask({"path": str(folder.path), **choices})
         config = {"architectures": None} | config
-        if (dtype := answer.pop("dtype")) and dtype_of(config) is None:
+        dtype = answer.pop("dtype")
+        if dtype_of(config) is None:
             config["dtype"] = dtype
     else:
         answer = {"architecture": str(library.class_in(config))}
@@ -109,9 +110,7 @@ def described(folder: PretrainedFolder, selection: Selection) -> dict[str, Any]:
         "dtype": dtype_of(folder.config) or _dtype_in(folder, slices),
     }
     if in_code:
-        auto_class(
-            folder.config, architecture
-        )  # raises ConfigError if there is no code of this class
+        auto_class(folder.config, architecture)  # raises if there is no code of this class
         path = folder.path.absolute()
         answer["code"] = {"folder": str(path), "sha256": digest(path)}
     kwargs = {"architecture": architecture, "config": folder.config, "code": answer.get("code")}
