@@ -144,21 +144,23 @@ def assess(
     checkpoint_format: str,
 ) -> Candidate:
     """Judge one strategy; ``checkpoint_format`` is the format of the user's checkpoint."""
-    cell, ready_s, time_from = prediction.cell, None, ""
-    measured_s = evidence.median_ready_s(limits.ram_bytes) if evidence else None
-    if measured_s is not None:
-        ready_s, time_from = measured_s, MEASURED
+    cell, ram = prediction.cell, limits.ram_bytes
+    need, memory_from = prediction.floor_bytes, "predicted"
+    ready_s = noise_s = tried = None
+    cuda, time_from = prediction.cuda_with_use("cuda_reserved_bytes"), ""
+    if evidence:
+        ready_s, noise_s = evidence.median_ready_s(ram), evidence.noise_s(ram)
+        tried = evidence.fits(ram) if ram else None
+        if evidence.anon_bytes is not None:
+            need, memory_from = evidence.anon_bytes + prediction.above_peak_bytes, MEASURED
+        if evidence.cuda_reserved_bytes is not None:
+            cuda = max(evidence.cuda_reserved_bytes, cuda if prediction.use and cuda else 0)
+    if ready_s is not None:
+        time_from = MEASURED
     elif speeds and not prediction.cannot:
         ready_s, time_from = predicted_ready_s(prediction, speeds), "predicted"
-    need, memory_from = prediction.floor_bytes, "predicted"
-    if evidence and evidence.anon_bytes is not None:
-        need, memory_from = evidence.anon_bytes + prediction.above_peak_bytes, "measured"
-    cuda = prediction.cuda_with_use("cuda_reserved_bytes")
-    if evidence and evidence.cuda_reserved_bytes is not None:
-        cuda = max(evidence.cuda_reserved_bytes, cuda if prediction.use and cuda else 0)
-    tried = evidence.fits(limits.ram_bytes) if evidence and limits.ram_bytes else None
     if tried is not None:
-        memory_from = "measured"
+        memory_from = MEASURED
     verdict, why = _verdict(prediction, need, cuda, tried, limits)
     return Candidate(
         strategy=info.name,
@@ -166,13 +168,13 @@ def assess(
         verdict=verdict,
         why=why,
         need_bytes=need,
-        margin_bytes=None if need is None or not limits.ram_bytes else limits.ram_bytes - need,
+        margin_bytes=None if need is None or not ram else ram - need,
         cuda_bytes=cuda,
         ready_s=ready_s,
         memory_from=memory_from if need is not None else "",
         time_from=time_from,
         asks=tuple(_asks(info, cell, checkpoint_format)),
-        noise_s=evidence.noise_s(limits.ram_bytes) if evidence else None,
+        noise_s=noise_s,
     )
 
 
@@ -215,11 +217,7 @@ def slowness(measured: Iterable[tuple[Prediction, Evidence]], speeds: Speeds) ->
 
 
 def _verdict(
-    prediction: Prediction,
-    need: int | None,
-    cuda: int | None,
-    tried: bool | None,
-    limits: Limits,
+    prediction: Prediction, need: int | None, cuda: int | None, tried: bool | None, limits: Limits
 ) -> tuple[FitVerdict, str]:
     if need is None:
         return FitVerdict.UNKNOWN, prediction.cannot or "its memory use is unknown"

@@ -14,8 +14,9 @@ from weighin.records.machine import CONCURRENT
 from weighin.records.metrics import middle, use_needed_bytes
 from weighin.result import Outcome, Result
 
-_REPEATS: Final = 2  # noise needs at least two repeats
 _SAME_MACHINE: Final = ("machine", "cpu", "cpus", "ram_bytes")
+_RECORDS: Final = f"*/{run_folder.RECORDS}"
+_SAME_LOAD: Final = ("model", "device", "dtype", "cache", "ranks", "disk")
 
 
 @dataclass(slots=True)
@@ -72,26 +73,22 @@ class Evidence:
         return middle(self._ready_s_near(limit_bytes))
 
     def noise_s(self, limit_bytes: int | None) -> float | None:
-        """Return the median absolute deviation of times in seconds; None for fewer than two times.
-
-        The times are those of ``median_ready_s``. One slow load hardly changes their deviation.
+        """Return the median absolute deviation of the times of ``median_ready_s``, which one slow load
+        hardly changes; None for fewer than two times.
         """
         seconds = self._ready_s_near(limit_bytes)
-        if len(seconds) < _REPEATS:
+        usual = middle(seconds)
+        if len(seconds) < 2 or usual is None:
             return None
-        middle = statistics.median(seconds)
-        return statistics.median(abs(one - middle) for one in seconds)
+        return statistics.median(abs(one - usual) for one in seconds)
 
     def _ready_s_near(self, limit_bytes: int | None) -> list[float]:
-        if not self.ready_s:
-            return []
-        tried = sorted(self.ready_s, key=_size)
-        at = next((one for one in tried if _size(one) >= _size(limit_bytes)), tried[-1])
-        return self.ready_s[at]
+        def size(limit: int | None) -> float:
+            return float("inf") if limit is None else limit
 
-
-def _size(limit_bytes: int | None) -> float:
-    return float("inf") if limit_bytes is None else limit_bytes
+        tried = sorted(self.ready_s, key=size)
+        larger = [one for one in tried if size(one) >= size(limit_bytes)]
+        return self.ready_s[[*larger, *tried[-1:]][0]] if tried else []
 
 
 def find(
@@ -114,12 +111,9 @@ def find(
         same_machine = all(result.environment.get(key) == here[key] for key in _SAME_MACHINE)
         # The times of cells that ran at once are not comparable.
         same_machine &= CONCURRENT not in result.environment
-        same_load = (
-            cell.model, cell.device, cell.dtype, cell.cache, cell.ranks, cell.options,
-            cell.environment, cell.disk,
-        ) == (
-            wanted.model, wanted.device, wanted.dtype, wanted.cache, wanted.ranks, {}, {}, wanted.disk,
-        )  # fmt: skip
+        same_load = {*cell.options, *cell.environment} == set() and all(
+            getattr(cell, name) == getattr(wanted, name) for name in _SAME_LOAD
+        )
         if same_machine and same_load and cell.operation == "load" and not cell.vram_limit_bytes:
             one = evidence.setdefault((cell.strategy, cell.format), Evidence())
             one.take(result, wanted.use)
@@ -132,16 +126,14 @@ def _results(
 ) -> Iterator[tuple[Result, tuple[str, ...]]]:
     """Yield each result of all runs, with a text if its run was stopped before the end."""
     for folder in folders:
-        runs = [folder] if (folder / run_folder.RECORDS).exists() else sorted(folder.glob("*/"))
-        for run in runs:
-            if not (run / run_folder.RECORDS).exists():
-                continue
+        is_run = (folder / run_folder.RECORDS).exists()
+        for file in [folder / run_folder.RECORDS] if is_run else sorted(folder.glob(_RECORDS)):
             try:
-                records = run_folder.read(run)
+                records = run_folder.read(file.parent)
             except RecordError as error:
-                if run == folder:
+                if is_run:
                     raise
                 left_out(error.message)
                 continue
-            texts = (f"{run}: {records.coverage}",) if records.missing else ()
+            texts = (f"{file.parent}: {records.coverage}",) if records.missing else ()
             yield from ((result, texts) for result in records.results)
