@@ -14,7 +14,7 @@ from warm_children import Forks
 
 from weighin import child_process
 from weighin.probes import page_cache, sampler
-from weighin.stream import folders, torch_files
+from weighin.stream import foreign
 from weighin.stream.bytes import DISK_THREADS, Readers
 
 
@@ -89,5 +89,4 @@ def all_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 def disk_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the disk answer at once, however busy this machine is."""
     monkeypatch.setattr("weighin.stream.bytes.choose", lambda *_: Readers(DISK_THREADS))
-    for module in (torch_files, folders):
-        monkeypatch.setattr(module, "LATE_S", inf)
+    monkeypatch.setattr(foreign, "_LATE_S", inf)
