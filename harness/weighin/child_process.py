@@ -28,6 +28,7 @@ _PIDFD_GET_INFO = 0xC040FF0B  # of linux/pidfd.h, since Linux 6.13
 _PIDFD_INFO_EXIT = 8  # since Linux 6.15
 _REST_S = 0.5  # for what a process printed before its end
 _LIBC = ctypes.CDLL(None)  # loaded here, because a child must not load it between fork and exec
+_MOST_READ_BYTES = 1 << 20
 _PAUSE_S = 0.02  # before Linux 5.3, which has no pidfd, a process is polled at this interval
 
 _PACKAGE = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120 (a worker imports no pathlib)
@@ -58,29 +59,35 @@ class Channel:
 
     def __init__(self, descriptor: int, other: int | None = None) -> None:
         """``other`` is the pidfd of the process at the other end."""
-        from multiprocessing.connection import Connection  # imported here to save a worker's memory
+        import socket  # imported here to save a worker's memory
 
-        self._connection, self._other = Connection(descriptor), other
+        self._socket, self._other, self._read = socket.socket(fileno=descriptor), other, b""
 
     def send(self, event: str, **fields: Any) -> None:
         """Send an event; do nothing if the other process has ended."""
         with contextlib.suppress(OSError):
-            self._connection.send_bytes(json.dumps({"event": event, **fields}).encode())
+            self._socket.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
 
     def receive(self, timeout_s: float = inf) -> dict[str, Any] | None:
         """Return the next event, or None after the last one. The other process's end is the end of the events,
         although a process that it forked may keep the socket open. TimeoutError: none came in ``timeout_s``.
         """
-        from multiprocessing.connection import wait
-
-        awaited: list[Any] = [self._connection, *([] if self._other is None else [self._other])]
-        if not (found := wait(awaited, None if timeout_s == inf else timeout_s)):
-            raise TimeoutError
-        if self._connection in found:
-            with contextlib.suppress(EOFError, OSError):  # OSError: it was killed inside an event
-                event: dict[str, Any] = json.loads(self._connection.recv_bytes())
-                return event
-        return None
+        deadline, ours = monotonic() + timeout_s, self._socket.fileno()
+        while b"\n" not in self._read:
+            found = ready(
+                [ours, *([] if self._other is None else [self._other])], deadline - monotonic()
+            )
+            if not found:
+                raise TimeoutError
+            data = b""
+            with contextlib.suppress(OSError):  # it was killed
+                data = self._socket.recv(_MOST_READ_BYTES) if ours in found else b""
+            if not data:
+                return None
+            self._read += data
+        line, _, self._read = self._read.partition(b"\n")
+        event: dict[str, Any] = json.loads(line)
+        return event
 
 
 class Tail:
@@ -163,7 +170,7 @@ class Child(Channel):
         try:
             self.wait(PATIENCE_S)
         finally:
-            self._connection.close()
+            self._socket.close()
             if self.process is not None:
                 os.close(self.process)
 
@@ -199,14 +206,15 @@ class Parent(Channel):
         os.close(nothing)
 
     def answer(self, event: str, make: Callable[[], Mapping[str, Any]]) -> int:
-        """Send what ``make`` returns as the fields of ``event``, or the HarnessError that it raises as
-        the event ``error``; return the exit code.
+        """Send what ``make`` returns as the fields of ``event``, or the HarnessError or OSError that it
+        raises as the event ``error``; return the exit code.
         """
-        from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError
+        from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError, explain
 
         try:
             self.send(event, **make())
-        except HarnessError as error:
+        except (HarnessError, OSError) as fault:
+            error = explain(fault) if isinstance(fault, OSError) else fault
             kinds = (FormatLimit, ConfigError, CheckpointError, HarnessError)
             kind = next(kind for kind in kinds if isinstance(error, kind))
             self.send("error", type=kind.__name__, message=error.message, repair=error.repair)

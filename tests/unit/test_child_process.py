@@ -48,9 +48,21 @@ parent.send("three", text="x" * 1_000_000)
 
 
 def test_a_child_that_is_killed_inside_an_event_has_not_sent_it() -> None:
-    code = "parent.send('one'); os.write(parent._connection.fileno(), bytes([0, 0, 1, 0]) + b'to')"
+    code = "parent.send('one'); os.write(parent._socket.fileno(), b'to')"
     with python(code) as child:
         assert [child.receive(60) for _ in range(3)] == [{"event": "one"}, None, None]
+
+
+def test_a_fork_that_holds_the_socket_open_keeps_nobody_waiting_inside_an_event() -> None:
+    code = """
+parent.send("one")
+os.write(parent._socket.fileno(), b"to")
+if not os.fork():
+    time.sleep(60)
+"""
+    with python(code) as child:
+        assert child.receive(60) == {"event": "one"}
+        assert child.receive(20) is None
 
 
 def test_silence_times_out() -> None:

@@ -72,7 +72,7 @@ def examine(say: Callable[[str], None]) -> Examination:
     step.
     """
     limits = [row for name in select.NAMES for row in _isolation(select.named(name), say)]
-    left = remove_leftovers()
+    left = remove_leftovers() + slow_disk.remove_stale(staging.slow_disks())
     say(f"reading directly from a disk of {_PACE}")
     disk = _tried("slow disks (--disk, disk_latency)", _slow_disk)
     return Examination((*map(_removed, left), *limits, disk, *_figures(), *_machine()))

@@ -101,7 +101,9 @@ class ModelNames:
 def _settings(kind: Any, config: Mapping[str, Any]) -> Any:
     """Return a class's configuration object, from ``config.json`` or its part for the class."""
     with tempfile.TemporaryDirectory(prefix="weighin-") as folder:
-        (Path(folder) / CONFIG).write_text(json.dumps(config))
+        # Names of other files, of which this folder has none.
+        plain = {key: value for key, value in config.items() if key != "configuration_files"}
+        (Path(folder) / CONFIG).write_text(json.dumps(plain))
         return kind.config_class.from_pretrained(folder, local_files_only=True)
 
 

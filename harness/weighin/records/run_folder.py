@@ -54,6 +54,7 @@ _CELLS: Final = {"cell", "cells", "model"}
 _LARGEST: Final = 2**63  # the range of a signed 64-bit counter of the kernel
 _AMOUNTS: Final = ("_bytes", "_ns", "_faults")
 _ORDERED: Final = (("end_ns", "start_ns", "earlier than"), ("ready_ns", "load_ns", "less than"))
+_SAMPLED: Final = {each.name for each in fields(Sample)}
 _T = TypeVar("_T")
 
 
@@ -501,7 +502,7 @@ def read_samples(run: Path, path: str | None) -> list[Sample]:
     for line in lines:
         with suppress(msgspec.ValidationError, ValueError):  # of a row that is longer or shorter
             row = zip(names, line.split(","), strict=True)
-            known = {name: int(value) for name, value in row if value}
+            known = {name: int(value) for name, value in row if value and name in _SAMPLED}
             if all(0 <= value < _LARGEST for value in known.values()):
                 samples.append(msgspec.convert(known, Sample))
     return sorted(samples, key=attrgetter("t_ns"))

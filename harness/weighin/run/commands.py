@@ -152,7 +152,8 @@ class CommandSpec(Spec):
             own_bytes = most("kernel_needed_bytes") or 0
             is_exact = is_exact and own_bytes <= MIB + (needed or 0) // 100
         notes = [watch.running.unseen] if watch.running.unseen else []
-        if watch.running.shares_terminal:  # else the container's files are gone
+        # Else the container's files are gone, or what still runs holds the memory.
+        if watch.running.shares_terminal and watch.all_ended:
             has_last = watch.cgroup and samples and not watch.server_ready_ns
             notes += left(watch.started_s, samples[-1] if has_last else None)
         warnings = [*notes, *(text for each in (main, *others) for text in each.warnings)]

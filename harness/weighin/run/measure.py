@@ -272,6 +272,7 @@ class Watch:
         self.started_s = time.time()
         self.processes: tuple[Process, ...] = ()
         self.ended_rest: tuple[str, ...] = ()
+        self.all_ended = False
         self._spec, self._started_ns = spec, time.monotonic_ns()
         self._reference = reference if spec.cell.ram_limit_bytes else None
         self._test_s = time.monotonic() + _TEST_S if self._reference else math.inf
@@ -491,6 +492,7 @@ class Watch:
             self.at_end = self._counters()
         if not self.stopped and not spec.is_load:
             self.ended_rest = end_rest(running, spec.settings.grace_s)
+        self.all_ended = not running.members()
         now = self._counters()  # what ran on after the first process may have grown, or been killed
         if not is_server_ready:
             oom_kills = largest((self.at_end.oom_kills, now.oom_kills))

@@ -243,9 +243,12 @@ class _Tables:
         if kind != _ARRAY or depth > _DEEPEST:
             raise self._damaged(f"{shown(key)} has the type {kind}, which weighin does not know")
         kind, count = self._number("<I"), self._number("<Q")
-        if form := _SCALARS.get(kind):
-            if key.startswith(_COMFY) and count <= MOST_DIMENSIONS:
-                return tuple(self._number(form) for _ in range(count))
+        form = _SCALARS.get(kind)
+        if key.startswith(_COMFY):
+            if form is None or count > MOST_DIMENSIONS:
+                raise self._damaged(f"{shown(key)} is no shape")
+            return tuple(self._number(form) for _ in range(count))
+        if form:
             return self._skip(count * struct.calcsize(form))
         values = count if kind == _STRING else count * _ARRAY_VALUES
         self._check_fits(count, 8, f"values of {shown(key)}", values)

@@ -267,14 +267,18 @@ def start_ranks(marks: Marks) -> NoReturn:
 
     def run(rank: int) -> None:
         command = module("weighin.worker", marks.folder, str(rank))
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+        except OSError as error:  # as where a limit of processes is reached: the others would wait
+            print(f"cannot start rank {rank}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
         assert process.stdout
         printed = Tail(os.dup(process.stdout.fileno()))
         code = process.wait()
