@@ -8,7 +8,9 @@ from typing import Final
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from weighin.show.write import write_report
+from weighin.records import run_folder
+from weighin.records.run import Measured
+from weighin.show.write import write
 
 RUN: Final = Path(__file__).parents[2] / "results/published/gpt2-xl-8GiB"
 PAGE: Final = "example/report.html"
@@ -18,7 +20,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add report.html and its records. The run is copied first: a build leaves nothing in the repository."""
     with tempfile.TemporaryDirectory() as folder:
         run = copytree(RUN, Path(folder) / RUN.name)
-        (report,) = write_report(run, ["html"])
+        (report,) = write(Measured.of(run, run_folder.read(run)), ["html"])
         files.append(File.generated(config, PAGE, content=report.read_bytes()))
         records = (run / "records.jsonl").read_bytes()  # the page links to them
         files.append(File.generated(config, "example/records.jsonl", content=records))

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 NARROW_PIXELS = 400
 NAMES = "els => els.flatMap(el => [el.id, el.getAttribute('name')]).filter(Boolean)"
-BY_DAY = {"index.html", "figures.html", "commands.html", "floors.html", "example/report.html"}
+BY_DAY = {"index.html", "figures.html", "commands.html", "results.html", "example/report.html"}
 """The pages that are opened by day; at night, every page is."""
 WIDTH = "() => document.documentElement.scrollWidth"
 

@@ -300,6 +300,14 @@ def test_a_budget_of_a_floor_that_was_not_found_is_not_kept() -> None:
     assert line.text.startswith("no floor was found: above 4.688 GiB, at most 6.641 GiB")
 
 
+def test_a_floor_that_one_of_two_runs_did_not_find_is_not_kept() -> None:
+    rules = Rules({}, (parse_budget("floor <= 7GiB"),))
+    runs = [search(6800), search(6800, step_mib=2000)]
+    series = summarise([Records(one.results, coverage=SEARCH) for one in runs])
+    [line] = evaluate(None, rules, {}, series).failed
+    assert line.text.startswith("no floor was found")
+
+
 def one_series(phases: dict[str, int] | None = None, **figures: int) -> dict[str, Series]:
     """One ok series called "s"; ``phases`` hold their peak RSS in MiB."""
     return {

@@ -148,6 +148,7 @@ def test_what_expect_says() -> None:
         ("baseline=dead", "cannot read --expect 'baseline=dead'"),
         ("baseline=oom_killed,lossy", "cannot read --expect 'lossy'"),
         ("", "cannot read --expect ''"),
+        ("bad\nbaseline=timeout", "cannot read --expect 'bad\\nbaseline=timeout'"),
         (
             "lossy=wrong_weights",
             "--expect lossy=wrong_weights: wrong_weights cannot be an expected outcome: a failed strategy always fails a check",

@@ -30,7 +30,7 @@ from weighin.records.run import Measured
 from weighin.records.run_folder import Records
 from weighin.result import Outcome, Peaks, Result
 from weighin.show import page, write
-from weighin.show.plots import pictures
+from weighin.show.plots import draw_ranks, pictures
 from weighin.show.report import answer, terminal
 from weighin.show.style import svg
 from weighin.show.table import Lines
@@ -218,3 +218,11 @@ def test_a_run_without_samples_has_their_columns(tmp_path: Path) -> None:
     table = results(tmp_path, samples=True)
     assert table.empty
     assert {"series", "repeat", "t_ns", "anon_bytes"} <= {*table.columns}
+
+
+def test_ranks_that_differ_in_a_setting_have_a_curve_each() -> None:
+    published = Path(__file__).parents[2] / "results/published/gpt2-medium-ranks"
+    cold = run_folder.read(published).results
+    warm = [replace(one, cell=replace(one.cell, cache="warm")) for one in cold]
+    lines = [len(draw_ranks(Measured(results)).axes[0].lines) for results in (cold, [*cold, *warm])]
+    assert lines == [8 + 1, 2 * 8 + 1]  # and the line of one copy in each rank

@@ -36,6 +36,11 @@ def test_a_narrow_terminal_leaves_the_highest_ranks_out_and_says_so() -> None:
     assert not any("Left out" in line for line in printed(TABLE, 70))
 
 
+def test_a_word_as_wide_as_the_screen_takes_no_figure_away() -> None:
+    long = Table.of(["tensor", "size"], [["x" * 90, "1.500 GiB"]])
+    assert "1.500 GiB" in " ".join(printed(long, 80))
+
+
 def test_markdown() -> None:
     assert markdown([TABLE, Lines("Notes", ["a *b*"])]).splitlines() == [
         "## All results",

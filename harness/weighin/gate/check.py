@@ -486,7 +486,12 @@ def _budget(budget: Budget, series: Mapping[str, Series], notes: list[str]) -> l
     covered = {name: one for name, one in series.items() if budget.covers(name)}
     for name, one in covered.items():
         figure, bound = one.figures.get(metric.name), budget.bound(one)
-        if figure is not None and bound is not None:
+        if (
+            metric.name == "floor" and one.is_ok and one.no_floor
+        ):  # of one run, if another found one
+            text = f"no floor was found: {one.no_floor}"
+            lines.append(Line(LineVerdict.MISSING, name, str(budget), text))
+        elif figure is not None and bound is not None:
             kept = budget.is_kept(figure.high, bound)
             lines.append(
                 Line(
@@ -500,11 +505,8 @@ def _budget(budget: Budget, series: Mapping[str, Series], notes: list[str]) -> l
                     excess=(figure.high - bound) / max(bound, 1),
                 )
             )
-            continue
-        lacking += [name] if one.is_ok else []
-        if metric.name == "floor" and one.is_ok and one.no_floor:
-            text = f"no floor was found: {one.no_floor}"
-            lines.append(Line(LineVerdict.MISSING, name, str(budget), text))
+        elif one.is_ok:
+            lacking.append(name)
     if lacking and lacking != [name for name, one in covered.items() if one.is_ok]:
         notes.append(f"{budget}: not judged, because there is no such figure, for {', '.join(lacking)}")  # fmt: skip
     if lines:

@@ -240,10 +240,12 @@ def _parse_policy(text: str) -> tuple[str, Policy]:
 
 def parse_expected(text: str) -> list[Expectation]:
     """Parse the value of ``--expect``, such as ``streaming=oom_killed,sequential=timeout``."""
-    items = [*_ITEM.finditer(text)]
-    rest = text[items[-1].end() :] if items else text
-    if rest or not items:
-        raise ConfigError(f"cannot read --expect {rest!r}", _OUTCOMES)
+    items, place = list[re.Match[str]](), 0
+    while place < len(text) or not items:
+        if (item := _ITEM.match(text, place)) is None:
+            raise ConfigError(f"cannot read --expect {text[place:]!r}", _OUTCOMES)
+        items.append(item)
+        place = item.end()
     return [expectation(item["selector"], item["outcome"], "--expect") for item in items]
 
 

@@ -77,9 +77,9 @@ class Evidence:
         hardly changes; None for fewer than two times.
         """
         seconds = self._ready_s_near(limit_bytes)
-        usual = middle(seconds)
-        if len(seconds) < 2 or usual is None:
+        if len(seconds) < 2:
             return None
+        usual = statistics.median(seconds)
         return statistics.median(abs(one - usual) for one in seconds)
 
     def _ready_s_near(self, limit_bytes: int | None) -> list[float]:

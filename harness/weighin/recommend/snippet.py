@@ -178,6 +178,8 @@ def _sources(module: str, name: str) -> list[str]:
     path = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
     nodes = ast.parse(path.read_text(encoding="utf-8")).body
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        raise CannotWriteOut(f"{name} of {module} is no function")
     used = {one.id for one in ast.walk(functions[name]) if isinstance(one, ast.Name)}
     called = [other for other in functions if other in used and other != name]
     return [ast.unparse(functions[other]) for other in [*called, name]]
@@ -206,6 +208,8 @@ class _Plain(ast.NodeTransformer):
 
     def function(self, node: ast.FunctionDef) -> ast.FunctionDef:
         is_load = node.name == "load"
+        if is_load and not (node.args.args and not node.args.posonlyargs):
+            raise CannotWriteOut("load() takes its job in another way than as a plain argument")
         for one in ast.walk(node):
             if isinstance(one, ast.Name) and is_load and one.id == node.args.args[0].arg:
                 one.id = "job"
@@ -231,7 +235,9 @@ class _Plain(ast.NodeTransformer):
                 return None
             case ast.Call(ast.Name("retie" | "share_missing")) if not self._is_mixed:
                 return None
-            case ast.Call(ast.Name("assign"), [model, state, _]) if not self._is_mixed:
+            case ast.Call(ast.Name("assign"), [model, ast.Name() as state, _]) if (
+                not self._is_mixed
+            ):
                 # Without the names of the state dict, each tensor is freed once it is converted.
                 return ast.parse(
                     f"{ast.unparse(model)}.load_state_dict({ast.unparse(state)}, assign=True)\n"

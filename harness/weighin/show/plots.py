@@ -4,6 +4,7 @@ Each function returns a matplotlib figure, whose marks have tips.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
@@ -13,8 +14,8 @@ from weighin.records.run import Measured, Row, cells_of, has, varying
 from weighin.records.series import Matrix, labels_among
 from weighin.records.verdict import Typical, Verdict, refaults
 from weighin.result import Outcome, Result
+from weighin.show import findings, words
 from weighin.show import style as look
-from weighin.show import words
 from weighin.show.findings import (
     NOTE_DISKS,
     NOTE_RANKS,
@@ -412,9 +413,10 @@ def _model(matrix: Matrix) -> str:
 
 def draw_ranks(run: Measured) -> "Figure":
     """Draw the memory of all ranks together over the number of ranks."""
-    label = labels_among([each.cell for each in run.ranks])
+    by_group = findings.names(run.rows, without=["ranks"])
+    named = {replace(row["cell"], ranks=1).series: by_group[row["group"]] for row in run.rows}
     curves: dict[str, look.Curve] = {
-        label(each.cell): (
+        named[each.cell.series]: (
             each.cell.strategy,
             [(n, size / (each.model_bytes or GIB)) for n, size in each.charges.items()],
         )

@@ -101,6 +101,12 @@ class Table:
         if self.title:
             yield _text(f"\n{self.title}", "bold")
         most, least = self._widths(), dict(enumerate(self._widths(is_narrow=True)))
+        if sum(least.values()) + len(least) + 1 > options.max_width:
+            for at, column in enumerate(
+                self.columns
+            ):  # a word that fills the screen would leave no room
+                if column.is_name:
+                    least[at] = min(least[at], options.max_width // 2)
         # Those of the highest rank are left out first, then the last ones, but never the first.
         able = sorted([*least][1:], key=lambda at: (self.columns[at].rank, at))
         left_out: list[str] = []
@@ -128,7 +134,8 @@ class Table:
         for reason in self.reasons:
             yield _text(reason)
         if left_out:
-            where = f"Left out at {options.max_width} columns: {', '.join(left_out)}."
+            apart = "; " if any("," in title for title in left_out) else ", "
+            where = f"Left out at {options.max_width} columns: {apart.join(left_out)}."
             yield _text(f"{where} A wider terminal shows them.", "dim")
         for note in self.notes:
             yield _text(note, "dim")
