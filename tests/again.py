@@ -13,6 +13,7 @@ TIMES = 3
 
 EVICTED = "the kernel drops cached pages whenever another program needs memory"
 BUSY = "other work of this machine makes a disk slower, and never faster"
+READ_LATE = "on a busy machine, a script may run on before its stack is read"
 KILLED_ELSEWHERE = "without a cgroup, a kill for lack of memory may be that of any other program"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
+from again import READ_LATE, tried_again
 from cells import GIB, MIB, Group, new_group
 from dying_commands import DYING, Cause, Dying, empty, inputs
 from nightly import by_day
@@ -91,6 +92,7 @@ WAITING = [case for case in DYING if case.dies and case.cause is not Cause.SHARE
 
 
 @pytest.mark.parametrize("case", by_day(WAITING, *WAITING[1::4]), ids=lambda case: case.script)
+@tried_again(READ_LATE)
 def test_a_script_meets_its_limit_at_its_line(
     case: Dying, inputs: Mapping[str, Path], group: Group, tmp_path: Path
 ) -> None:

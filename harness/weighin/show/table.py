@@ -102,9 +102,9 @@ class Table:
             yield _text(f"\n{self.title}", "bold")
         most, least = self._widths(), dict(enumerate(self._widths(is_narrow=True)))
         if sum(least.values()) + len(least) + 1 > options.max_width:
-            for at, column in enumerate(
-                self.columns
-            ):  # a word that fills the screen would leave no room
+            # A word that fills the screen would leave no room: it is cut off, and not broken, because a
+            # log may take what begins a line for a command.
+            for at, column in enumerate(self.columns):
                 if column.is_name:
                     least[at] = min(least[at], options.max_width // 2)
         # Those of the highest rank are left out first, then the last ones, but never the first.
@@ -122,7 +122,7 @@ class Table:
         for at, width in zip(least, widths, strict=True):
             side: Literal["left", "right"] = "left" if self.columns[at].is_name else "right"
             drawn.add_column(
-                _text(_head(self.columns[at])), justify=side, overflow="fold", width=width
+                _text(_head(self.columns[at])), justify=side, overflow="ellipsis", width=width
             )
         for row in self.entries:
             fields = [_text(row[at].text, KINDS[row[at].kind][0]) for at in least]
