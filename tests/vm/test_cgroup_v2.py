@@ -111,7 +111,7 @@ def test_a_killed_child_is_named_with_its_limit_its_line_and_its_phase(machine: 
     assert kill["anon_bytes"] > 240 * MIB
     said = (machine.folder / "killed.err").read_text()
     print(said)
-    assert "The kernel killed python3 (pid " in said and "its RAM limit of 256.000 MiB" in said
+    assert "The kernel killed python3 (pid " in said and "its RAM limit of 256 MiB" in said
     line = 1 + GROW.read_text().splitlines().index(TAKEN)
     assert f"`grow` (grow.py:{line}) ran" in said
     (phase,) = record["phases"]
