@@ -83,7 +83,7 @@ def test_the_files_that_are_read_and_mapped_at_the_peak(tmp_path: Path, disk: Pa
         pause(one, "read")
         one.go("freed")
     (process,) = processes(record(out))
-    read, mapped = process["files"]
+    read, mapped = sorted(process["files"], key=lambda one: str(one["path"]))
     names = ("path", "size_bytes", "position_bytes")
     assert [read[name] for name in names] == [str(files[0]), 30 * MIB, 24 * MIB]
     assert [mapped[name] for name in names] == [str(files[1]), 20 * MIB, 0]
