@@ -61,7 +61,7 @@ class Channel:
         """``other`` is the pidfd of the process at the other end."""
         import socket  # imported here to save a worker's memory
 
-        self._socket, self._other, self._read = socket.socket(fileno=descriptor), other, b""
+        self._socket, self._other, self._read = socket.socket(fileno=descriptor), other, bytearray()
 
     def send(self, event: str, **fields: Any) -> None:
         """Send an event; do nothing if the other process has ended."""
@@ -72,8 +72,9 @@ class Channel:
         """Return the next event, or None after the last one. The other process's end is the end of the events,
         although a process that it forked may keep the socket open. TimeoutError: none came in ``timeout_s``.
         """
-        deadline, ours = monotonic() + timeout_s, self._socket.fileno()
-        while b"\n" not in self._read:
+        deadline, ours, start = monotonic() + timeout_s, self._socket.fileno(), 0
+        while (end := self._read.find(b"\n", start)) < 0:
+            start = len(self._read)  # a long event is searched once
             found = ready(
                 [ours, *([] if self._other is None else [self._other])], deadline - monotonic()
             )
@@ -85,8 +86,8 @@ class Channel:
             if not data:
                 return None
             self._read += data
-        line, _, self._read = self._read.partition(b"\n")
-        event: dict[str, Any] = json.loads(line)
+        event: dict[str, Any] = json.loads(self._read[:end])
+        del self._read[: end + 1]
         return event
 
 

@@ -88,6 +88,8 @@ def visited(
     """Pages of the site by their addresses, opened on a small screen."""
     pages = {}
     context = browser.new_context(viewport={"width": NARROW_PIXELS, "height": 800})
+    found = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
+    assert found >= BY_DAY
     for path in sorted(site.rglob("*.html")):
         name = path.relative_to(site).as_posix()
         if request.param == "by day" and name not in BY_DAY:

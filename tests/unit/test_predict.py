@@ -76,7 +76,7 @@ def test_mapped_weights_are_pages_of_the_file() -> None:
     mapped, read = predicted("mmap_assign", "load_assign")
     assert above(mapped) < 0.4
     assert mapped.host_file_peak_bytes and read.host_file_peak_bytes
-    # Of the libraries, two processes map more or less: up to some hundred KiB.
+    # Two processes map more or less of the libraries: once, 124 KiB.
     assert mapped.host_file_peak_bytes - read.host_file_peak_bytes == pytest.approx(
         WEIGHT_BYTES + BIAS_BYTES, abs=512 * KIB
     )

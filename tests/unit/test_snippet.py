@@ -1,5 +1,6 @@
 """The code to paste runs as it stands, in a fresh interpreter that has torch and what it names."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import cache
@@ -194,10 +195,27 @@ def _written(info: registry.StrategyInfo) -> str:
         return ""
 
 
-def test_what_cannot_be_written_out_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (
+            "def load(job):\n    return helper(job)\n",
+            "line 2 of load() passes on the whole job object",
+        ),
+        (
+            "def load(job, /):\n    return job.build_model()\n",
+            "load() takes its job in another way than as a plain argument",
+        ),
+        (
+            "from weighin.strategy import retie, tied_names\n\n\ndef load(job):\n"
+            "    model = job.build_model()\n    tied = tied_names(model)\n    if tied:\n"
+            "        retie(model, tied)\n    return model\n",
+            "line 7 uses the tied names in a way of its own",
+        ),
+    ],
+)
+def test_what_cannot_be_written_out_says_why(tmp_path: Path, code: str, why: str) -> None:
     path = tmp_path / "mine.py"
-    path.write_text("def load(job):\n    return helper(job)\n")
-    with pytest.raises(
-        CannotWriteOut, match=r"^line 2 of load\(\) passes on the whole job object$"
-    ):
-        snippet(registry.read_strategy(path))
+    path.write_text(code)
+    with pytest.raises(CannotWriteOut, match=f"^{re.escape(why)}$"):
+        snippet(registry.read_strategy(path), is_mixed=False)

@@ -205,6 +205,7 @@ class _Plain(ast.NodeTransformer):
         self._keeps_dtypes = keeps_dtypes
         self._is_mixed = is_mixed
         self._computes_buffers = computes_buffers
+        self._left_out = set[str]()
 
     def function(self, node: ast.FunctionDef) -> ast.FunctionDef:
         is_load = node.name == "load"
@@ -217,6 +218,8 @@ class _Plain(ast.NodeTransformer):
         for one in ast.walk(ast.fix_missing_locations(node)):
             if isinstance(one, ast.Name) and is_load and one.id == "job":
                 raise CannotWriteOut(f"line {one.lineno} of load() passes on the whole job object")
+            if isinstance(one, ast.Name) and one.id in self._left_out:
+                raise CannotWriteOut(f"line {one.lineno} uses the tied names in a way of its own")
         return node
 
     def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
@@ -225,8 +228,12 @@ class _Plain(ast.NodeTransformer):
         return node if node.items else node.body
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
-        if not self._is_mixed and ast.unparse(node.value).startswith("tied_names("):
-            return None
+        match node:
+            case ast.Assign([ast.Name(name)], ast.Call(ast.Name("tied_names"))) if (
+                not self._is_mixed
+            ):
+                self._left_out.add(name)
+                return None
         return self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | list[ast.stmt] | None:
