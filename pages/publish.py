@@ -16,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +24,6 @@ from typing import Final
 
 import yaml
 
-from pages.freshness import deciding, since, standing
 from pages.run_tables import PREDICTED
 from weighin.cell import Cell
 from weighin.probes import environment, gpu_memory
@@ -33,7 +32,7 @@ from weighin.records.run import Measured
 from weighin.result import Outcome, Result
 from weighin.show import style, words
 from weighin.show.timeline import draw_timelines
-from weighin.suite import registry
+from weighin.text import few
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PUBLISHED: Final = Path("results/published")
@@ -43,6 +42,9 @@ FOLDERS: Final = {
     "published": "results/folders/Qwen3-0.6B",
 }
 """The folders that ``benchmarks/folders.py`` makes, and where runs name them."""
+DECIDING: Final = ("worker", "checkpoint", "stream", "models")
+"""The folders of weighin whose code, beside a strategy's file, decides what a load is measured to need."""
+CURRENT: Final = "the current code"
 QUIET_LOAD: Final = 0.3
 """The largest load average (1 minute) of an idle machine; an idle desktop has 0.1."""
 _WRONG: Final = (
@@ -69,14 +71,13 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="*", metavar="RUN", help="only these runs; default: all")
-    parser.add_argument(
-        "--status", action="store_true", help="list the runs whose code has changed"
-    )
-    parser.add_argument("--predict", action="store_true", help="only renew the predictions")
-    parser.add_argument("--plan", action="store_true", help="print the commands and durations only")
-    parser.add_argument(
-        "--anyway", action="store_true", help="measure on a busy machine or with uncommitted code"
-    )
+    for option, meaning in {
+        "--status": "list the runs whose code has changed",
+        "--predict": "only renew the predictions",
+        "--plan": "print the commands and durations only",
+        "--anyway": "measure on a busy machine or with uncommitted code",
+    }.items():
+        parser.add_argument(option, action="store_true", help=meaning)
     arguments = parser.parse_args()
     os.chdir(ROOT)
     runs = read(ROOT, arguments.runs)
@@ -86,7 +87,7 @@ def main() -> None:
     if arguments.predict:
         for run in runs:
             if run.name != "converting":  # a published run keeps no plan, which names its folders
-                predict(run, PUBLISHED / run.name, PUBLISHED / run.name)
+                predict(run, PUBLISHED / run.name)
         fill_pages()
         return
     runs, left_out = measurable(runs, gpu_memory.look().why)
@@ -98,9 +99,9 @@ def main() -> None:
     for run in runs:
         measure(run)
     for run in runs:
-        put_in_place(ROOT / PUBLISHING / run.name, ROOT / PUBLISHED / run.name)
-        predict(run, ROOT / PUBLISHING / run.name, ROOT / PUBLISHED / run.name)
-    shutil.rmtree(ROOT / PUBLISHING)
+        put_in_place(PUBLISHING / run.name, PUBLISHED / run.name)
+        predict(run, PUBLISHING / run.name)
+    shutil.rmtree(PUBLISHING)
     fill_pages()
     print("done: check `git diff` and the texts around the tables, then commit")
 
@@ -108,56 +109,53 @@ def main() -> None:
 def read(root: Path, names: Sequence[str] = ()) -> list[Run]:
     """Return all published runs, or only the runs in ``names``, in the order of runs.yaml."""
     commands = yaml.safe_load((root / PUBLISHED / "runs.yaml").read_text(encoding="utf-8"))
-    for name in names:
-        if name not in commands:
-            sys.exit(f"error: no published run {name!r}; there are {', '.join(commands)}")
+    if unknown := [name for name in names if name not in commands]:
+        sys.exit(f"error: no published run {unknown[0]!r}; there are {', '.join(commands)}")
     runs = []
-    for name, command in commands.items():
-        if not names or name in names:
-            folder = root / PUBLISHED / name
-            results = run_folder.read(folder).results if folder.exists() else ()
-            runs.append(Run(name, tuple(shlex.split(command)), tuple(results)))
+    for name in [one for one in commands if not names or one in names]:
+        folder = root / PUBLISHED / name
+        results = run_folder.read(folder).results if folder.exists() else ()
+        runs.append(Run(name, tuple(shlex.split(commands[name])), tuple(results)))
     return runs
 
 
-def status(runs: Iterable[Run], root: Path) -> list[str]:
+def status(runs: Sequence[Run], root: Path) -> list[str]:
     """Return a line per run and per set of predictions: its commit, its date, and what changed since."""
     lines, stale = [], []
-    runs = list(runs)
     for run in runs:
-        stands = standing(run.results, root)
-        state = f"{words.code(run.results)}: {stands}" if run.results else "never measured"
-        lines.append(f"{run.name}: {state}")
-        is_stale = bool(stands.changed) or not run.results
+        lines.append(f"{run.name}: never measured")
+        states = [""]
+        if run.results:
+            commits = sorted({str(one.environment.get("git_commit")) for one in run.results})
+            states = [since(root, commit, run) for commit in commits]
+            lines[-1] = f"{run.name}: {words.code(run.results)}: {'; '.join(states)}"
         if (path := root / PUBLISHED / run.name / PREDICTED).exists():
-            predicted = json.loads(path.read_text(encoding="utf-8"))
-            environment_then = predicted["environment"]
-            changed = _changed_since_predicted(run, environment_then["git_commit"], root)
-            made = words.when_and_what([(environment_then, predicted["predicted_at"])])
-            if changed is None:
-                told = "cannot tell: git does not know its commit"
-            elif changed:
-                told = f"OLDER than the current code ({changed})"
-            else:
-                told = "made with the current code"
-            lines.append(f"  its predictions: {made}: {told}")
-            is_stale |= bool(changed)
-        stale += [run.name] if is_stale else []
-    lines.append(
-        f"{len(stale)} of {len(runs)} are older than the current code or were never measured:"
-        f" {', '.join(stale)}"
-        if stale
-        else f"all {len(runs)} were measured with the current code"
+            told = json.loads(path.read_text(encoding="utf-8"))
+            made = words.when_and_what([(told["environment"], told["predicted_at"])])
+            states.append(since(root, told["environment"]["git_commit"], run, "predict"))
+            lines.append(f"  its predictions: {made}: {states[-1]}")
+        if {*states} != {CURRENT}:
+            stale.append(run.name)
+    older = f"{len(stale)} of {len(runs)} are older than the current code or were never measured"
+    return [
+        *lines,
+        f"{older}: {', '.join(stale)}" if stale else f"all {len(runs)} are of {CURRENT}",
+    ]
+
+
+def since(root: Path, commit: str, run: Run, *more: str) -> str:
+    """Say which files have changed since a commit, of those that decide a run's figures."""
+    folders = [f"harness/weighin/{name}" for name in (*DECIDING, *more)]
+    strategies = {one.cell.strategy for one in run.results}
+    files = [f":(glob)strategies/**/{name}.py" for name in sorted(strategies)]
+    command = ["git", "--no-optional-locks", "-C", str(root), "diff", "--name-only", commit]
+    done = subprocess.run(
+        [*command, "--", *folders, *files], capture_output=True, text=True, check=False
     )
-    return lines
-
-
-def _changed_since_predicted(run: Run, commit: str | None, root: Path) -> str | None:
-    """Name the changed files that decide a run's predictions; None if git does not know the commit."""
-    files = {*(root / "harness" / "weighin" / "predict").glob("*.py")}
-    for cell in {one.cell.strategy: one.cell for one in run.results}.values():
-        files |= deciding(registry.strategy(cell.strategy, cell.operation).path, cell)
-    return since(root, commit, files) if commit else None
+    if done.returncode:
+        return f"cannot tell: git does not know commit {commit[:10]}"
+    changed = [Path(name).name for name in done.stdout.split()]
+    return f"OLDER than {CURRENT} ({few(changed)} changed)" if changed else CURRENT
 
 
 def measurable(runs: Sequence[Run], no_gpu: str) -> tuple[list[Run], list[str]]:
@@ -198,18 +196,21 @@ def measure(run: Run) -> None:
     """Measure a run, or resume it, in the folder results/publishing."""
     folder = PUBLISHING / run.name
     verb, *rest = run.command
+    arguments = [verb, *rest, "--out", str(folder)]
     if (folder / run_folder.PLAN).exists():
-        now = environment.code()["git_commit"]
-        then = {one.environment.get("git_commit") for one in run_folder.read(folder).results}
+        now = str(environment.code()["git_commit"])
+        then = {str(one.environment.get("git_commit")) for one in run_folder.read(folder).results}
         if then - {now}:
             sys.exit(
-                f"error: {folder} was started at commit {', '.join(str(one)[:10] for one in then)}, but this"
-                f" is {str(now)[:10]}: check out that commit to resume, or start again: rm -r {folder}"
+                f"error: {folder} was started at commit {', '.join(one[:10] for one in then)}, but this"
+                f" is {now[:10]}: check out that commit to resume, or start again: rm -r {folder}"
             )
         arguments = [verb, "--resume", str(folder)]
-    else:
-        arguments = [verb, *rest, "--out", str(folder)]
-    _make_folders(run.command)
+    # A command, or the suite that it names, may name models that are made here.
+    texts = [Path(one).read_text("utf-8") if one.endswith(".yaml") else one for one in run.command]
+    for which, place in FOLDERS.items():
+        if any(place in text for text in texts):
+            subprocess.run([sys.executable, "benchmarks/folders.py", which], check=True)
     print(f"\nweighin {shlex.join(arguments)}", flush=True)
     done = subprocess.run([sys.executable, "-m", "weighin", *arguments], check=False)
     if done.returncode:
@@ -220,21 +221,12 @@ def measure(run: Run) -> None:
         is_skipped = one.outcome is Outcome.SKIPPED
         if one.outcome in _WRONG or (is_skipped and one.cell.strategy not in measured):
             sys.exit(f"error: {folder}: {one.cell.strategy} is {one.outcome}: {one.message}")
-    before = {one.cell.isolation for one in run.results}
-    now = {one.cell.isolation for one in results}
-    if before and now != before:
+    before, now_in = ({one.cell.isolation for one in each} for each in (run.results, results))
+    if before and now_in != before:
         sys.exit(
-            f"error: {folder} was measured with {', '.join(now)}, but the published run with"
+            f"error: {folder} was measured with {', '.join(now_in)}, but the published run with"
             f" {', '.join(before)}: start the engine, and rm -r {folder}"
         )
-
-
-def _make_folders(command: Iterable[str]) -> None:
-    """Write the folders of models that a command, or its suite, names and that are missing."""
-    texts = [Path(one).read_text("utf-8") if one.endswith(".yaml") else one for one in command]
-    for which, place in FOLDERS.items():
-        if any(place in text for text in texts):
-            subprocess.run([sys.executable, "benchmarks/folders.py", which], check=True)
 
 
 def has_timeline(cells: Sequence[Cell]) -> bool:
@@ -250,9 +242,7 @@ def put_in_place(measured: Path, published: Path) -> None:
     """Replace a published run's records and timeline by the new run's records and timeline.
 
     Paths in the repository become relative to it, as in the path of an adapter. The samples are not
-    kept, because only the timeline is drawn from them. A run under several limits, of several models
-    or on several disks has no timeline, which would have dozens of lines; nor has a run of commands.
-    ``fill_pages`` draws all other pictures again.
+    kept: ``make pages`` draws all pictures but the timeline from the records.
     """
     ready = measured / "published"
     shutil.rmtree(ready, ignore_errors=True)
@@ -267,14 +257,12 @@ def put_in_place(measured: Path, published: Path) -> None:
     ready.rename(published)
 
 
-def predict(run: Run, measured: Path, published: Path) -> None:
+def predict(run: Run, measured: Path) -> None:
     """Predict the loads of a measured run, and store the predictions beside its published records."""
-    if any(one.cell.operation != "load" for one in run.results):
-        return
-    command = [sys.executable, "benchmarks/predicted_runs.py", str(measured)]
-    subprocess.run(
-        [*command, "--json", str(published / PREDICTED)], stdout=subprocess.DEVNULL, check=True
-    )
+    if all(one.cell.operation == "load" for one in run.results):
+        told = str(PUBLISHED / run.name / PREDICTED)
+        command = [sys.executable, "benchmarks/predicted_runs.py", str(measured), "--json", told]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
 
 
 def fill_pages() -> None:

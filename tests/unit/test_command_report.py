@@ -11,7 +11,6 @@ import pytest
 from factories import make_cell, make_result
 from ran_commands import RAN, make_command, make_killed, make_ran, write_command_samples
 
-from pages import freshness
 from weighin.records.floor import floors
 from weighin.records.run import Measured
 from weighin.records.run_folder import parse
@@ -227,11 +226,6 @@ def test_a_floor_of_a_command() -> None:
     )
     assert "the command succeeded three times" in text
     assert "import" not in text
-
-
-def test_freshness_says_that_a_command_has_no_recorded_code() -> None:
-    standing = freshness.standing([make_ran()], Path())
-    assert str(standing) == "cannot tell: train.py (weighin does not record the code of a command)"
 
 
 def test_a_record_of_a_command_can_be_read_again() -> None:
