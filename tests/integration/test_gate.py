@@ -1,7 +1,4 @@
-"""The gate on real loads: one extra tensor of 5 % of the model is caught, an unchanged run passes.
-
-``benchmarks/gate.py`` counts both over ten runs; this is its lean version.
-"""
+"""The gate on real loads: one extra tensor of 5 % of the model is caught, an unchanged run passes."""
 
 from pathlib import Path
 
