@@ -4,8 +4,7 @@ Without --all, a model of each type of ``KINDS`` is loaded with every strategy. 
 ``load_pretrained`` and ``from_pretrained`` for all other types, in the order of --seed, each type in a process of
 its own with a limit of processor time (--seconds) and of 4 GiB; --types N only for N of them. Each of the two
 commands writes its own part of the page --out, which says what is saved and compared. Folders, runs and types
-that are done stay in --work, and are not made again. The exit code is 1 if a load is wrong or fails, or if a
-RAM limit of the predicted floor would have killed a load.
+that are done stay in --work, and are not made again. The exit code is 1 if a load is wrong or fails.
 """
 
 import argparse
@@ -23,7 +22,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -31,7 +29,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-import predicted_runs
 import torch
 from page_blocks import filled
 from small_configs import WAYS, small
@@ -146,9 +143,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="for each type of --all")
     parser.add_argument("--strategies", default="all", help="of types that have no run in --work")
     parser.add_argument("--work", type=Path, default=Path("results/model-types"))
-    parser.add_argument(
-        "--predict", action="store_true", help="predict every load: two seconds each"
-    )
     parser.add_argument("--out", type=Path, help="write the figures to the blocks of this page")
     options = parser.parse_args()
     _prepare()
@@ -174,11 +168,9 @@ def _all_known(options: argparse.Namespace) -> int:
     for number, name in enumerate(chosen, 1):
         tried.append(_known(name, kinds.get(name, ""), options.work / name, options.strategies))
         print(f"[{number}/{len(chosen)}] " + " | ".join(tried[-1].row()), flush=True)
-    predicted = _predicted(options.work, chosen) if options.predict else None
     if options.out:
-        _write(options.out, "known", known_part(tried, predicted))
-    is_killed = predicted is not None and predicted.killed > 0
-    return int(is_killed or any(one.wrong or one.compared != "equal" for one in tried))
+        _write(options.out, "known", known_part(tried))
+    return int(any(one.wrong or one.compared != "equal" for one in tried))
 
 
 def _all_others(options: argparse.Namespace) -> int:
@@ -220,7 +212,7 @@ def _versions() -> str:
     return f"torch {torch.__version__} and transformers {transformers.__version__}"
 
 
-def known_part(tried: list[Known], predicted: predicted_runs.Summary | None = None) -> str:
+def known_part(tried: list[Known]) -> str:
     """Return the page's part about the types of ``KINDS``."""
     cells = [result for one in tried for result in one.results]
     count = Counter(result.outcome for result in cells)
@@ -231,18 +223,6 @@ def known_part(tried: list[Known], predicted: predicted_runs.Summary | None = No
         reasons.append((strategy, first + (f" (and {len(others)} like it)" if others else "")))
     alike = grouped((one.row() for one in tried), lambda row: tuple(row[1:]))
     rows = [[", ".join(row[0] for row in some), *cells] for cells, some in alike.items()]
-    predictions = (
-        [
-            "## Predictions",
-            "",
-            "weighin predicted the peak of anonymous memory of every load that was ok, and compared it with the measured"
-            " peak. Loads by packages that `predict` cannot follow were left out. Imports need most of this memory,"
-            f" because the models are small. {predicted_runs.summary_line(predicted)}",
-            "",
-        ]
-        if predicted
-        else []
-    )
     lines = [
         f"`make model-types` wrote this page with {_versions()}."
         " It saved a small model of each type with random weights, in bfloat16 (decoders and mixtures of experts) or float32, and"
@@ -256,7 +236,6 @@ def known_part(tried: list[Known], predicted: predicted_runs.Summary | None = No
         "",
         Table.of(_HEADINGS, rows, names=2).markdown(),
         "",
-        *predictions,
         "## Skipped loads",
         "",
         *by_reason(reasons),
@@ -324,19 +303,6 @@ def _cell(text: str) -> str:
     """Return a text in one line of a table, without paths of this machine."""
     text = re.sub(r"\S*/(site-packages|weighin-types-\w+)/", "", " ".join(text.split()))
     return text.replace("|", "\\|")
-
-
-def _predicted(work: Path, types: list[str]) -> predicted_runs.Summary | None:
-    """Compare the loads with predictions, several types at a time."""
-    checked: list[predicted_runs.Checked] = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(predicted_runs.check, [work / name / "run" for name in types])
-        for number, (name, some) in enumerate(zip(types, found, strict=True), 1):
-            checked += some
-            told = predicted_runs.summarised(some)
-            words = predicted_runs.summary_line(told) if told else ""
-            print(f"[{number}/{len(types)}] {name}: {words}", flush=True)
-    return predicted_runs.summarised(checked)
 
 
 def _known(name: str, kind: str, folder: Path, strategies: str) -> Known:
