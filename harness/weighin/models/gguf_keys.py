@@ -21,21 +21,20 @@ from weighin.stream.slices import Checkpoint, Slice, row_major
 # The width of the matrix of row numbers is 3, because few numbers of heads are multiples of 3.
 _COLUMNS: Final = 3
 
-Undo = Callable[[Sequence[Slice], Sequence[Any]], dict[str, torch.Tensor]]
-"""transformers' code that undoes llama.cpp's changes: for tensors of the file and their values (arrays
-of NumPy), it returns the values of the model's tensors, by their names in the model."""
+Undo = Callable[[Sequence[Any]], torch.Tensor | None]
+"""transformers' code that undoes llama.cpp's changes: it makes one tensor of the model from the values
+(arrays of NumPy) of the tensors of the file that belong to it."""
 
 
 def map_gguf_keys(model: Any, slices: Sequence[Slice]) -> Checkpoint:
     """Return the tensors of a GGUF file under the names of ``model``, a model of transformers."""
     file = slices[0].file
-    architecture = gguf.architecture(file)
     module: Any = import_module("transformers.modeling_gguf_pytorch_utils")
-    kind = module.TENSOR_PROCESSORS.get(architecture, module.TensorProcessor)
+    kind = module.TENSOR_PROCESSORS.get(gguf.architecture(file), module.TensorProcessor)
     processor = kind(config=module.load_gguf_checkpoint(file)["config"])
     names = module.get_gguf_hf_weights_map(model, processor)
 
-    def undo(sources: Sequence[Slice], arrays: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def undo(target: str, sources: Sequence[Slice], arrays: Sequence[Any]) -> torch.Tensor | None:
         made: dict[str, torch.Tensor] = {}
         for where, array in zip(sources, arrays, strict=True):
             result = processor.process(
@@ -46,7 +45,7 @@ def map_gguf_keys(model: Any, slices: Sequence[Slice]) -> Checkpoint:
             )
             if (name := names.get(result.name)) is not None:
                 made[name] = torch.from_numpy(result.weights)
-        return made
+        return made.get(target)
 
     wanted = model.state_dict(keep_vars=True)
     groups: dict[str, list[Slice]] = {}
@@ -54,30 +53,23 @@ def map_gguf_keys(model: Any, slices: Sequence[Slice]) -> Checkpoint:
         target = names.get(where.name) or names.get(where.name.removesuffix(".weight"))
         if target in wanted:
             groups.setdefault(target, []).append(where)
-    return Checkpoint(
-        _converted(undo, name, tuple(wanted[name].shape), group) for name, group in groups.items()
-    )
+    found = Checkpoint()
+    for name, sources in groups.items():
+        shape, first = tuple(wanted[name].shape), sources[0]
+        own = replace(first, name=name, shape=shape, stride=row_major(shape))
+        moves = _moves(partial(undo, name, sources), shape, sources)
+        if moves is None:  # values change, as those of norms do; transformers computes in float32
+            own.dtype_name = "float32"
+            own.fill = partial(_fill_whole, partial(undo, name, sources), name, sources)
+        elif moves[0] is not None or moves[1] or len(sources) > 1 or first.encoding:
+            own.fill = partial(_fill_by_rows, sources, *moves)
+        if own.fill:
+            own.encoding = first.encoding or first.dtype_name
+        found.append(own)
+    return found
 
 
-def _converted(undo: Undo, target: str, shape: tuple[int, ...], sources: Sequence[Slice]) -> Slice:
-    """Return a tensor of the model, as a range of the file or a function to compute it."""
-    first = sources[0]
-    own = replace(first, name=target, shape=shape, stride=row_major(shape))
-    encoding = first.encoding or first.dtype_name
-    moves = _moves(undo, target, shape, sources)
-    if moves is None:  # values change, as those of norms do; transformers computes in float32
-        fill = partial(_fill_whole, undo, target, shape, sources)
-        return replace(own, dtype_name="float32", encoding=encoding, fill=fill)
-    targets, is_turned = moves
-    if targets is None and not is_turned and len(sources) == 1 and not first.encoding:
-        return own
-    fill = partial(_fill_by_rows, sources, targets, is_turned)
-    return replace(own, encoding=encoding, fill=fill)
-
-
-def _moves(
-    undo: Undo, target: str, shape: tuple[int, ...], sources: Sequence[Slice]
-) -> tuple[Any, bool] | None:
+def _moves(undo: Undo, shape: tuple[int, ...], sources: Sequence[Slice]) -> tuple[Any, bool] | None:
     """Return to which rows transformers moves the rows of the file; None if it does more than that.
 
     The result is the number in the model's tensor of each row of the file (an array of NumPy, or None if all
@@ -90,46 +82,38 @@ def _moves(
         return None
     width = columns if len(shape) == 1 else _COLUMNS
     counts = [prod(where.shape[:-1]) for where in sources]
-    probes, start = [], 1  # from 1, because 0 marks a row to which nothing was moved
-    for where, count in zip(sources, counts, strict=True):
-        numbers = np.arange(start * width, (start + count) * width, dtype=np.int64)
-        probes.append(numbers.reshape(*where.shape[:-1], width))
-        start += count
+    # From 1, because 0 marks a row to which nothing was moved.
+    numbers = np.arange(width, (sum(counts) + 1) * width, dtype=np.int64).reshape(-1, width)
+    each = np.split(numbers, np.cumsum(counts)[:-1])
+    probes = [
+        one.reshape(*where.shape[:-1], width) for one, where in zip(each, sources, strict=True)
+    ]
     try:
-        made = undo(sources, probes).get(target)
+        made = undo(probes)
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return None
     if made is None or made.dtype != torch.int64:
         return None
     moved: Any = made.numpy()
-    is_turned = moved.shape == (width, sum(counts)) and shape == (columns, sum(counts))
+    is_turned = moved.shape == (width, len(numbers)) and shape == (columns, len(numbers))
     if not is_turned and (moved.shape != (*shape[:-1], width) or columns != shape[-1]):
         return None
     rows = (moved.T if is_turned else moved).reshape(-1, width)
     origin = rows[:, 0] // width - 1
-    every = np.arange(sum(counts))
-    whole = np.array_equal(rows, rows[:, :1] + np.arange(width))
-    if not (whole and np.array_equal(np.sort(origin), every)):
+    targets = np.argsort(origin)
+    if not np.array_equal(rows[targets], numbers):  # not whole rows, each of them once
         return None
-    return (None if np.array_equal(origin, every) else np.argsort(origin)), is_turned
+    return (None if np.array_equal(rows, numbers) else targets), is_turned
 
 
-def _fill_whole(
-    undo: Undo,
-    target: str,
-    shape: tuple[int, ...],
-    sources: Sequence[Slice],
-    memory: torch.Tensor,
-) -> None:
-    from weighin.stream.gguf_files import rows  # imports numpy
-
-    values = [torch.cat(list(rows(where))).reshape(where.shape).numpy() for where in sources]
-    made = undo(sources, values).get(target)
-    if made is None or tuple(made.shape) != shape:
+def _fill_whole(undo: Undo, target: str, sources: Sequence[Slice], memory: torch.Tensor) -> None:
+    values = [torch.cat([*gguf.rows(where)]).reshape(where.shape).numpy() for where in sources]
+    made = undo(values)
+    if made is None or made.shape != memory.shape:
         found = "nothing" if made is None else tuple(made.shape)
         raise CheckpointError(
             f"{sources[0].file}: transformers converts {sources[0].name!r} to the shape"
-            f" {found}, but {target!r} of the model has the shape {shape}",
+            f" {found}, but {target!r} of the model has the shape {tuple(memory.shape)}",
             "install another version of transformers. The names and shapes in the file:"
             " weighin inspect FILE",
         )
@@ -139,13 +123,10 @@ def _fill_whole(
 def _fill_by_rows(
     sources: Sequence[Slice], targets: Any, is_turned: bool, memory: torch.Tensor
 ) -> None:
-    from weighin.stream.gguf_files import rows  # imports numpy
-
-    table = memory.T if is_turned else memory
-    flat = table if table.dim() == 2 else table.view(-1, table.shape[-1])
+    flat = (memory.T if is_turned else memory).view(-1, sources[0].shape[-1])
     start = 0
     for where in sources:
-        for values in rows(where):
+        for values in gguf.rows(where):
             stop = start + len(values)
             if targets is None:
                 flat[start:stop] = values.to(flat.device)

@@ -28,6 +28,7 @@ from weighin.stream.foreign import (
     AGAIN,
     SHARDS,
     check_present,
+    damaged,
     first_bytes,
     once,
     truncated,
@@ -58,44 +59,27 @@ TYPES: Final = {
 UNDECODED: Final = frozenset({"Q8_1", "Q8_K", "Q1_0"})
 """The types that the package gguf does not dequantise. Q8_1 and Q8_K are for intermediate results."""
 
-_BLOCKS: Final = {name: (kind, block, size) for kind, (name, block, size) in TYPES.items()}
 _DTYPES: Final = {
     "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64",
     "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
 }  # fmt: skip
 _SUFFIX: Final = ".gguf"
 _MAGIC: Final = b"GGUF"
-_VERSIONS: Final = (2, 3)
 _SCALARS: Final = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
     12: "<d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_LEAST_METADATUM, _LEAST_TENSOR = 13, 24  # bytes of an entry with an empty name
 _LONGEST: Final = 64 * 1024  # bytes of a name, or of a text in the metadata
 _DEEPEST: Final = 4
-_MOST_TENSORS: Final = 200_000
-_MOST_VALUES: Final = 1_000_000  # of the metadata: a vocabulary has up to 800,000 texts
-_ARRAY_VALUES: Final = 10  # an array within an array takes the time of so many texts
+_MOST_VALUES: Final = 1_000_000  # in one file: a vocabulary has up to 800,000 texts
 _ALIGNMENT: Final = 32
 _COMFY: Final = "comfy.gguf.orig_shape."  # before a tensor's name: the shape in the model
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _CONVERT: Final = "convert the model to GGUF again with a current llama.cpp"
-_ROW_ELEMENTS: Final = 64 * 1024  # the package gguf computes 16 rows at once, in some 20 MiB
+_STEP_ELEMENTS: Final = 64 * 1024  # the package gguf takes 20 bytes for each of them
 # Of the rows that are yielded: the heap keeps the memory of larger arrays after they are freed.
 _FEW_ELEMENTS: Final = 32 * 1024
-
-Metadata = Mapping[str, Any]
-"""A file's numbers and short texts; its arrays are left out, but for the shapes of ComfyUI."""
-
-
-def matches(path: Path) -> bool:
-    """Tell whether a path is a GGUF file, or a folder with one model in GGUF files.
-
-    Raises:
-        CheckpointError: the folder has several models.
-    """
-    return bool(files_in(path)) and file_of(path).is_file() if path.is_dir() else is_file(path)
 
 
 def is_file(path: Path) -> bool:
@@ -105,6 +89,11 @@ def is_file(path: Path) -> bool:
 
 def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"*{_SUFFIX}") if path.is_file())
+
+
+def matches(path: Path) -> bool:
+    """Tell whether a path is a GGUF file or a folder of them; raise as ``file_of`` does."""
+    return bool(files_in(path) and file_of(path)) if path.is_dir() else is_file(path)
 
 
 def file_of(path: Path) -> Path:
@@ -119,10 +108,7 @@ def file_of(path: Path) -> Path:
         return path
     found = files_in(path)
     own = [file for file in found if "mmproj" not in file.name.lower()]
-    models = {
-        (match[1], match[3]) if (match := _PART.fullmatch(file.name)) else file.name: file
-        for file in reversed(own or found)
-    }
+    models = {_PART.sub(r"\1-\3", file.name): file for file in reversed(own or found)}
     if len(models) > 1:
         names = sorted(file.name for file in models.values())
         raise CheckpointError(
@@ -160,24 +146,19 @@ def read(path: Path) -> Checkpoint:
                 f"name the parts as llama.cpp does: {part.stem}-00001-of-{of:05d}{_SUFFIX}",
             )
         for place in tensors:
-            if place.name in places:
-                other = places[place.name].file.name
-                raise CheckpointError(f"{part}: {shown(place.name)} is also in {other!r}", AGAIN)
+            if twice := places.get(place.name):
+                what = f"{shown(place.name)} is also in {twice.file.name!r}"
+                raise CheckpointError(f"{part}: {what}", AGAIN)
             places[place.name] = place
     found = Checkpoint(places.values())
     found.format, found.files = NAME, tuple(parts)
     return found
 
 
-def read_tables(file: Path) -> tuple[Metadata, list[Slice]]:
-    """Return the metadata of one file, and the type and place of each tensor.
+def read_tables(file: Path) -> tuple[Mapping[str, Any], list[Slice]]:
+    """Return the metadata of one file, without long texts and arrays, and each tensor's place."""
 
-    Raises:
-        CheckpointError: the file is no GGUF file or is damaged, or weighin does not know the file's
-            version or the type of a tensor.
-    """
-
-    def opened() -> tuple[Metadata, list[Slice]]:
+    def opened() -> tuple[Mapping[str, Any], list[Slice]]:
         if not check_present(file).startswith(_MAGIC):
             raise CheckpointError(
                 f"{file}: not a GGUF file, although its name ends like one: the file does not begin"
@@ -194,157 +175,127 @@ def read_tables(file: Path) -> tuple[Metadata, list[Slice]]:
 
 
 class _Tables:
-    """Reads the tables of one file from its start on."""
+    """Reads the tables of one file from its start on, in bounded time and memory."""
 
     def __init__(self, file: Path, stream: IO[bytes]) -> None:
         self._file, self._stream = file, stream
         self._size = os.fstat(stream.fileno()).st_size
         self._values = 0
 
-    def read(self) -> tuple[Metadata, list[Slice]]:
+    def read(self) -> tuple[Mapping[str, Any], list[Slice]]:
         self._take(len(_MAGIC))
         version = self._number("<I")
-        if version not in _VERSIONS:
+        if version not in (2, 3):
             what = f"GGUF version {version}; weighin reads the versions 2 and 3"
             if version & 0xFFFF == 0:
                 what = "a GGUF file of a big-endian machine"
             raise CheckpointError(f"{self._file}: {what}", _CONVERT)
-        tensors, count = self._number("<Q"), self._number("<Q")
-        self._check_fits(tensors, _LEAST_TENSOR, "tensors")
-        self._check_fits(count, _LEAST_METADATUM, "metadata", count)
-        if tensors > _MOST_TENSORS:
-            raise self._too_many(f"{tensors:,} tensors", _MOST_TENSORS)
+        # Each entry takes at least so many bytes; making a tensor takes the time of five texts.
+        tensors, metadata_count = self._count(24, 5), self._count(13)
         metadata: dict[str, Any] = {}
-        for _ in range(count):
-            key = self._text("a key")
-            if (value := self._value(self._number("<I"), key, 1)) is not None:
-                metadata[key] = value
+        for _ in range(metadata_count):
+            key = self._text()
+            metadata[key] = self._value(self._number("<I"))
         entries = []
         for _ in range(tensors):
-            name, dimensions = self._text("a tensor's name"), self._number("<I")
-            if dimensions > MOST_DIMENSIONS:
-                raise self._damaged(f"{shown(name)} has {dimensions:,} dimensions")
+            name = self._text()
+            dimensions = min(self._number("<I"), MOST_DIMENSIONS + 1)
             shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
-            entries.append((name, shape, self._number("<I"), self._number("<Q")))
+            own = metadata.get(f"{_COMFY}{name}", shape)
+            entries.append((name, shape, own, self._number("<I"), self._number("<Q")))
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0:
-            raise self._damaged("general.alignment is no positive number")
+            raise damaged(self._file, "general.alignment is no positive number", AGAIN)
         start = -(-self._stream.tell() // alignment) * alignment
-        return metadata, [self._place(metadata, start, *entry) for entry in entries]
-
-    def _value(self, kind: int, key: str, depth: int) -> Any:
-        """Return a number, a text or ComfyUI's shape; skip another array or a long text, return None."""
-        if form := _SCALARS.get(kind):
-            return self._number(form)
-        if kind == _STRING:
-            length = self._number("<Q")
-            is_long = length > _LONGEST
-            return self._skip(length) if is_long else self._take(length).decode(errors="replace")
-        if kind != _ARRAY or depth > _DEEPEST:
-            raise self._damaged(f"{shown(key)} has the type {kind}, which weighin does not know")
-        kind, count = self._number("<I"), self._number("<Q")
-        form = _SCALARS.get(kind)
-        if key.startswith(_COMFY):
-            if form is None or count > MOST_DIMENSIONS:
-                raise self._damaged(f"{shown(key)} is no shape")
-            return tuple(self._number(form) for _ in range(count))
-        if form:
-            return self._skip(count * struct.calcsize(form))
-        values = count if kind == _STRING else count * _ARRAY_VALUES
-        self._check_fits(count, 8, f"values of {shown(key)}", values)
-        for _ in range(count):
-            self._value(kind, key, depth + 1)
-        return None
+        return metadata, [self._place(start, *entry) for entry in entries]
 
     def _place(
-        self, metadata: Metadata, start: int, name: str, shape: tuple[int, ...], kind: int, at: int
+        self, start: int, name: str, shape: tuple[int, ...], own: Any, kind: int, at: int
     ) -> Slice:
+        """Return the place of a tensor; its shape in the model is ``own``, which ComfyUI flattens."""
         if kind not in TYPES:
             what = f"{shown(name)} has the type {kind} of ggml, which weighin does not know"
             raise CheckpointError(f"{self._file}: {what}", _CONVERT)
         encoding, block, block_bytes = TYPES[kind]
-        if not is_sizes(shape) or (shape and shape[-1] % block):
-            raise self._damaged(
-                f"{shown(name)} has the shape {shape}, but a row of {encoding} must have a multiple"
-                f" of {block} elements"
-            )
-        own = metadata.get(f"{_COMFY}{name}", shape)
-        if not is_sizes(own) or prod(own) != prod(shape):
-            raise self._damaged(f"{shown(name)} has the shape {shape}, and {_COMFY} says {own}")
+        fits = is_sizes(shape) and is_sizes(own) and prod(own) == prod(shape)
         # torch multiplies the sizes of an empty tensor, too.
-        if any(
-            prod(max(size, 1) for size in sizes) > LARGEST // 8 for sizes in (own, shape)
-        ) and not prod(own):
-            raise self._damaged(f"{shown(name)} has the shape {own}, which torch cannot represent")
+        fits = fits and prod(max(size, 1) for size in own) <= LARGEST // 8
+        if not fits or prod(shape[-1:]) % block:
+            what = f"{shown(name)} has the shape {own}, which torch cannot represent"
+            raise damaged(self._file, f"{what}, or which has no whole blocks of {encoding}", AGAIN)
         length, offset = prod(shape) // block * block_bytes, start + at
         if offset + length > self._size:
             raise truncated(self._file, shown(name), offset + length, self._size)
         dtype = _DTYPES.get(encoding, "float32")  # of dequantised elements
-        quantised = "" if encoding in _DTYPES else encoding
         place = name, own, row_major(own), dtype, self._file, offset, offset, length
-        return Slice(*place, encoding=quantised)
+        return Slice(*place, encoding="" if encoding in _DTYPES else encoding)
 
-    def _text(self, what: str) -> str:
+    def _value(self, kind: int, depth: int = 1) -> Any:
+        """Return a number, a text or some numbers; skip another array or a long text, return None."""
+        if form := _SCALARS.get(kind):
+            return self._number(form)
+        if kind == _STRING:
+            return self._text(or_skip=True)
+        if kind != _ARRAY or depth > _DEEPEST:
+            raise damaged(self._file, f"a value of an unknown type: {kind}", AGAIN)
+        kind = self._number("<I")
+        if form := _SCALARS.get(kind):
+            count = self._number("<Q")
+            if count <= MOST_DIMENSIONS:
+                return tuple(self._number(form) for _ in range(count))
+            return self._skip(count * struct.calcsize(form))
+        # An array within an array takes the time of ten texts.
+        for _ in range(self._count(8, 1 if kind == _STRING else 10)):
+            self._value(kind, depth + 1)
+        return None
+
+    def _count(self, least_bytes: int, values: int = 1) -> int:
+        """Return the number of the entries that follow, if the file may hold so many."""
+        count = self._number("<Q")
+        if count * least_bytes > self._size - self._stream.tell():
+            what = f"{count:,} entries do not fit into the file's {self._size:,} bytes"
+            raise damaged(self._file, what, AGAIN)
+        self._values += count * values
+        if self._values > _MOST_VALUES:
+            what = "too many values in its metadata, or tensors, for weighin to read in one file"
+            raise CheckpointError(f"{self._file}: {what}", SHARDS)
+        return count
+
+    def _text(self, *, or_skip: bool = False) -> Any:
         length = self._number("<Q")
-        if length > _LONGEST:
-            raise self._damaged(f"{what} has {length:,} bytes")
-        return self._take(length).decode(errors="replace")
+        if length <= _LONGEST:
+            return self._take(length).decode(errors="replace")
+        if or_skip:
+            return self._skip(length)
+        raise damaged(self._file, f"a name has {length:,} bytes", AGAIN)
 
-    def _number(self, form: str) -> int:
-        (value,) = struct.unpack(form, self._take(struct.calcsize(form)))
-        return value  # type: ignore[no-any-return]  # also a float
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _take(self, length: int) -> bytes:
         taken = self._stream.read(length)
         if len(taken) < length:
-            raise self._cut_off()
+            what = f"truncated: the file ends at byte {self._size:,}, within its tables"
+            raise CheckpointError(f"{self._file}: {what}", AGAIN)
         return taken
 
     def _skip(self, length: int) -> None:
-        if self._stream.tell() + length > self._size:
-            raise self._cut_off()
-        self._stream.seek(length, os.SEEK_CUR)
-
-    def _check_fits(self, count: int, least_bytes: int, what: str, values: int = 0) -> None:
-        """Raise CheckpointError if the file is too short for ``count`` entries, or has too many values
-        of metadata.
-        """
-        if count * least_bytes > self._size - self._stream.tell():
-            raise self._damaged(f"{count:,} {what} do not fit into the file's {self._size:,} bytes")
-        self._values += values
-        if self._values > _MOST_VALUES:
-            raise self._too_many("too many values in its metadata", _MOST_VALUES)
-
-    def _cut_off(self) -> CheckpointError:
-        what = f"truncated: the file ends at byte {self._size:,}, within its tables"
-        return CheckpointError(f"{self._file}: {what}", AGAIN)
-
-    def _too_many(self, what: str, most: int) -> CheckpointError:
-        return CheckpointError(
-            f"{self._file}: {what}, more than the {most:,} that weighin reads in one file", SHARDS
-        )
-
-    def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._file}: damaged tables: {what}", AGAIN)
+        self._stream.seek(min(length, self._size), os.SEEK_CUR)
 
 
 def check_decoded(places: Iterable[Slice]) -> None:
     """Raise CheckpointError if the package gguf cannot dequantise one of the tensors."""
     for where in places:
         if where.encoding in UNDECODED:
+            what = f"{shown(where.name)} has the type {where.encoding}"
             raise CheckpointError(
-                f"{where.file}: {shown(where.name)} has the type {where.encoding}; the package gguf does"
-                " not dequantise this type",
+                f"{where.file}: {what}; the package gguf does not dequantise this type",
                 "quantise the model to another type with llama.cpp",
             )
 
 
 def rows(where: Slice) -> "Iterator[torch.Tensor]":
-    """Yield a tensor's rows in order, as float32 tensors of whole rows, some 32,768 elements each.
-
-    Raises:
-        CheckpointError, ConfigError: as for ``decoded``.
-    """
+    """Yield a tensor's rows in order, as float32 tensors of whole rows, some 32,768 elements each."""
     columns = where.shape[-1]
     if where.nbytes:
         for piece in decoded(where, max(1, _FEW_ELEMENTS // columns) * columns):
@@ -352,41 +303,36 @@ def rows(where: Slice) -> "Iterator[torch.Tensor]":
 
 
 def decoded(where: Slice, piece_elements: int) -> "Iterator[torch.Tensor]":
-    """Yield the elements in order, as flat float32 tensors of whole blocks.
-
-    Each tensor has at most ``piece_elements`` elements.
-
-    Raises:
-        CheckpointError: the package cannot dequantise this type, or the file was cut off.
-        ConfigError: the package gguf is not installed.
-    """
+    """Yield the elements in order, as flat float32 tensors of at most ``piece_elements`` elements."""
     import numpy as np
     import torch
 
     check_decoded([where])
-    kind, block, size = _BLOCKS.get(where.encoding, (0, 1, where.dtype.itemsize))
     if where.encoding:
         with extra("gguf", f"reading {shown(where.name)}, which is quantised to {where.encoding},"):
             from gguf import GGMLQuantizationType, quants
-    row, piece_bytes = _ROW_ELEMENTS // block * size, piece_elements // block * size
+        kind = GGMLQuantizationType[where.encoding]
+        _, block, size = TYPES[kind]
+    else:
+        block, size = 1, where.dtype.itemsize
+    piece_bytes = piece_elements // block * size
     with where.file.open("rb") as file:
         file.seek(where.offset)
         for start in range(0, where.storage_bytes, piece_bytes):
-            content = file.read(min(piece_bytes, where.storage_bytes - start))
-            if len(content) < min(piece_bytes, where.storage_bytes - start):
-                raise CheckpointError(
-                    f"{where.file}: another program truncated the file while weighin read it", AGAIN
-                )
+            wanted = min(piece_bytes, where.storage_bytes - start)
+            content = file.read(wanted)
+            if len(content) < wanted:
+                what = "another program truncated the file while weighin read it"
+                raise CheckpointError(f"{where.file}: {what}", AGAIN)
             if not where.encoding:
                 yield torch.frombuffer(bytearray(content), dtype=where.dtype).float()
                 continue
             codes = np.frombuffer(content, np.uint8)
-            whole = len(content) // row * row
-            piece, at = torch.empty(len(content) // size * block), 0
-            for part in (codes[:whole].reshape(-1, row), codes[whole:].reshape(1, -1)):
-                if part.size:
-                    with np.errstate(all="ignore"):  # a scale may be infinite
-                        values = quants.dequantize(part, GGMLQuantizationType(kind)).reshape(-1)
-                    piece[at : at + values.size] = torch.from_numpy(values)
-                    at += values.size
-            yield piece
+            values = np.empty(wanted // size * block, np.float32)
+            step = _STEP_ELEMENTS // block
+            for first in range(0, wanted // size, step):
+                part = codes[first * size : (first + step) * size]
+                with np.errstate(all="ignore"):  # a scale may be infinite
+                    found = quants.dequantize(part, kind)
+                values[first * block : first * block + found.size] = found
+            yield torch.from_numpy(values)
