@@ -251,7 +251,7 @@ class _Tables:
 
     def _count(self, least_bytes: int, values: int = 1) -> int:
         """Return the number of the entries that follow, if the file may hold so many."""
-        count = self._number("<Q")
+        count: int = self._number("<Q")
         if count * least_bytes > self._size - self._stream.tell():
             what = f"{count:,} entries do not fit into the file's {self._size:,} bytes"
             raise damaged(self._file, what, AGAIN)
@@ -270,7 +270,8 @@ class _Tables:
         raise damaged(self._file, f"a name has {length:,} bytes", AGAIN)
 
     def _number(self, form: str) -> Any:
-        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+        (value,) = struct.unpack(form, self._take(struct.calcsize(form)))
+        return value
 
     def _take(self, length: int) -> bytes:
         taken = self._stream.read(length)

@@ -32,94 +32,81 @@ from typing import Any, Final
 from weighin.errors import CheckpointError
 from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, is_sizes, row_major
 from weighin.stream.torch_files import open_zip
-from weighin.text import few, shown
+from weighin.text import few, first_names, shown
 
 Shape = tuple[int, ...]
 
-_OPTIMIZER: Final = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_FIRST_MODEL: Final = re.compile(r"(?:zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
-_PIPELINE: Final = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
-_EXPERT: Final = re.compile(
-    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*\.pt"
-)
-_OF_RANK: Final = re.compile(r"((?:[a-z0-9]+_)?zero_pp_rank_)\d+_")
+_RANK: Final = r"(?P<of>(?:[a-z0-9]+_)?zero_pp_rank_)(?P<rank>\d+)_"
+_OPTIMIZER: Final = rf"{_RANK}mp_rank_\d+_optim_states\.pt"
+_MODEL: Final = rf"(?:{_RANK})?mp_rank_\d+_model_states\.pt"
+_FIRST_MODEL: Final = r"(?:zero_pp_rank_0_)?mp_rank_\d+_model_states\.pt"
+_PIPELINE: Final = r"layer_\d+-model_\d+-model_states\.pt"
 _COPY: Final = "copy the whole folder again, from every machine that took part in the training"
+_UNIVERSAL: Final = (
+    "make a universal checkpoint, which weighin reads: python -m deepspeed.checkpoint.ds_to_universal"
+    " --input_folder {0} --output_folder {0}_universal"
+)
+_EXPERTS: Final = (
+    "experts are divided among ranks (expert parallelism)",
+    "load it with DeepSpeed on as many ranks, and save the experts of all ranks in one state dict",
+)
+_DIVIDED: Final = (
+    (r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*\.pt", *_EXPERTS),
+    (_PIPELINE, "layers are divided among ranks (pipeline parallelism)", _UNIVERSAL),
+    (
+        r".*mp_rank_0*[1-9]\d*_(?:model|optim)_states\.pt",
+        "tensors are divided among ranks (tensor parallelism), and the files do not say along which"
+        " dimension",
+        _UNIVERSAL,
+    ),
+)
+"""By a file's name: the parallelism of which the files do not say how it divided the tensors; the repair."""
 
 
 def format_of(path: Path) -> str:
     """Return the name of the format of a step's folder; "" for another path."""
-    if _universal_weights(path):
+    if next(path.glob("zero/*/fp32.pt"), None):
         return "deepspeed_universal"
-    of_steps = (_OPTIMIZER, _MODEL, _PIPELINE)
-    return "deepspeed" if any(_matching(path, pattern) for pattern in of_steps) else ""
+    is_step = any(_matching(path, of) for of in (_OPTIMIZER, _MODEL, _PIPELINE))
+    return "deepspeed" if is_step else ""
 
 
 def read(path: Path, name: str) -> Checkpoint:
-    """Return the model's tensors with their files and offsets.
-
-    Raises:
-        CheckpointError: a rank's file or a weight is missing, a file is damaged or has another number
-            of elements than the shapes need, or the training used other parallelism than ZeRO.
-    """
-    if name == "deepspeed_universal":
-        found, weights = _read_universal(path), _universal_weights(path).values()
-        found.files = (*weights, *(path / each for each in _matching(path, _FIRST_MODEL)))
-    else:
-        found = _read_step(path)
-        files = _matching(path, _OPTIMIZER) | _matching(path, _MODEL)
-        found.files = tuple(path / each for each in sorted(files))
+    """Return the model's tensors with their files and offsets."""
+    found = _read_universal(path) if name == "deepspeed_universal" else _read_step(path)
     found.format = name
     return found
 
 
 def _read_step(path: Path) -> Checkpoint:
-    _check_parallelism(path)
-    by_rank = _by_rank(path, _MODEL)
-    if 0 not in by_rank:
-        some = by_rank[min(by_rank)].name if by_rank else "mp_rank_00_model_states.pt"
-        raise _missing(path, [_of_rank(some, 0)])
-    states = _ModelStates(by_rank[0])
-    if states.groups is None:
-        return states.checkpoint({})
-    by_rank = _by_rank(path, _OPTIMIZER)
-    if not by_rank:
-        raise CheckpointError(
-            f"{path}: the folder has no files *_optim_states.pt, where DeepSpeed's ZeRO keeps the"
-            " float32 weights",
-            f"{_COPY}; or, only under ZeRO 1 and 2, give the file with the weights in the module's"
-            f" own dtype: {path / 'mp_rank_00_model_states.pt'} --key module",
-        )
-    first = _Share(by_rank[min(by_rank)])
-    ranks = range(min(first.ranks, 1000 + len(by_rank)))  # the file may lie about the number
-    if absent := [_of_rank(first.file.name, rank) for rank in ranks if rank not in by_rank]:
-        raise _missing(path, absent)
-    if len(by_rank) > first.ranks:
-        beyond = by_rank[max(by_rank)].name
-        raise CheckpointError(
-            f"{path}: {first.file.name} was written by {first.ranks} ranks, so the file {beyond}"
-            " comes from another run",
-            "find out which files the last run wrote, and remove the files of the other run",
-        )
-    shares = [first, *(_Share(by_rank[rank]) for rank in ranks[1:])]
-    if len({(one.is_stage_3, len(one.flats)) for one in shares}) != 1:
-        raise _incomplete(path, "the ranks saved with different stages or groups of ZeRO")
-    trained = _joined_shares(states.file, states.groups, shares)
-    return states.checkpoint(trained | states.frozen(len(shares)))
+    for pattern, what, repair in _DIVIDED:
+        for name in _matching(path, pattern):
+            raise CheckpointError(f"{path}: the {what}: {name}", repair.format(path))
+    models, optimizers = _by_rank(path, _MODEL), _by_rank(path, _OPTIMIZER)
+    if 0 not in models:
+        raise _missing(path, ["mp_rank_00_model_states.pt of rank 0"])
+    states, stored = _ModelStates(models[0]), dict[str, Slice]()
+    if states.groups is not None:
+        if not optimizers:
+            raise CheckpointError(
+                f"{path}: the folder has no files *_optim_states.pt, where DeepSpeed's ZeRO keeps the"
+                " float32 weights",
+                f"{_COPY}; or, only under ZeRO 1 and 2, give the file with the weights in the module's"
+                f" own dtype: {states.file} --key module",
+            )
+        shares = [_Share(file) for _, file in sorted(optimizers.items())]
+        _check_complete(optimizers, shares[0].ranks)
+        stored = _trained(states, shares) | states.frozen(len(shares))
+    found = states.checkpoint(stored)
+    found.files = tuple(sorted([*models.values(), *optimizers.values()]))
+    return found
 
 
 def _read_universal(path: Path) -> Checkpoint:
+    weights = {file.parent.name: file for file in sorted(path.glob("zero/*/fp32.pt"))}
     states = [_ModelStates(path / name) for name in _matching(path, _FIRST_MODEL)]
-    shapes: dict[str, Shape] = {}
-    for group in (group for one in states for group in one.groups or ()):
-        shapes |= group
-    weights = _universal_weights(path)
-    is_whole = len(states) == 1  # each of several files has a part of the module
-    if absent := next((name for name in shapes if name not in weights), None):
-        module = states[0].module
-        if not (is_whole and absent in module and module[absent].nbytes):
-            raise _incomplete(path / "zero", f"{shown(absent)} is missing")
-    stored = {}
+    shapes = {name: of for one in states for each in one.groups or () for name, of in each.items()}
+    stored: dict[str, Slice] = {}
     for name in dict.fromkeys([*(name for name in shapes if name in weights), *weights]):
         pickled = open_zip(weights[name])
         value = pickled.value
@@ -127,17 +114,17 @@ def _read_universal(path: Path) -> Checkpoint:
         if not isinstance(tensor, Slice):
             raise _incomplete(weights[name], "holds no weight")
         stored[name] = where = pickled.slice(name, tensor)
-        if not isinstance(value, dict):  # ZeRO 3 wrote the weight without its shape
-            shape, count = shapes.get(name), prod(where.shape)
-            if shape is None or prod(shape) != count:
-                what = f"a flat tensor of {count:,} elements"
-                raise _incomplete(
-                    weights[name], f"{what}, whose shape is in no *_model_states.pt of {path}"
-                )
-            stored[name] = joined(name, shape, elements(weights[name], [where], 0, count))
-    if not states:
-        return Checkpoint(stored.values())
-    return states[0].checkpoint(stored | states[0].frozen(states[0].ranks), fallback=is_whole)
+        if tensor is value:  # ZeRO 3 wrote the weight without its shape
+            if name not in shapes:
+                what = f"a flat tensor of {prod(where.shape):,} elements"
+                raise _incomplete(where.file, f"{what}, whose shape is in no *_model_states.pt")
+            stored |= _laid_out(where.file, {name: shapes[name]}, [[where]])
+    found = Checkpoint(stored.values())
+    if states:  # each of several files has a part of the module
+        frozen = states[0].frozen(states[0].ranks)
+        found = states[0].checkpoint(stored | frozen, fallback=len(states) == 1)
+    found.files = (*weights.values(), *(one.file for one in states))
+    return found
 
 
 @contextmanager
@@ -158,7 +145,7 @@ class _ModelStates:
         groups: for each parameter group of the optimizer, a dict from the names of the trained
             parameters to their shapes, in the order of the stored elements. None if no ZeRO
             optimizer wrote the checkpoint.
-        ranks: the number of ranks among which ZeRO divided the parameters; 0 if the file has no number.
+        ranks: the number of ranks among which ZeRO divided the parameters.
     """
 
     def __init__(self, file: Path) -> None:
@@ -166,41 +153,33 @@ class _ModelStates:
         with _reading(file, "model states of DeepSpeed"):
             pickled = open_zip(file)
             value = pickled.value
-            if any(isinstance(value.get(f"{of}autoep_layers"), list) for of in ("ds_", "")):
-                raise _experts_divided(file.parent, f"{file.name} has AutoEP layers")
-            is_here = value["module"] is not None
-            self._state = pickled.checkpoint("module") if is_here else Checkpoint()
-            self.module = {one.name: one for one in self._state}
+            if value.get("ds_autoep_layers") or value.get("autoep_layers"):
+                raise CheckpointError(f"{file}: the {_EXPERTS[0]} by AutoEP", _EXPERTS[1])
+            self.module = Checkpoint() if value["module"] is None else pickled.checkpoint("module")
             groups = value.get("param_shapes")
-            if isinstance(groups, dict):  # DeepSpeed before 0.4 wrote one group
-                groups = [groups]
             self.groups = None if groups is None else [_shapes(group) for group in groups]
-            self.ranks = ranks if type(ranks := value.get("dp_world_size")) is int else 0
+            self.ranks = value.get("dp_world_size", 1)
             self._frozen = _shapes(value.get("frozen_param_shapes") or {})
-            fragments = (value.get("frozen_param_fragments") or {}).items()
-            self._fragments = {name: pickled.slice(name, each) for name, each in fragments}
-            buffers, shared = value.get("buffer_names") or (), value.get("shared_params") or {}
-            self._buffers = {name for name in buffers if isinstance(name, str)}
-            self._shared = {new: old for new, old in shared.items() if isinstance(old, str)}
+            shares = (value.get("frozen_param_fragments") or {}).items()
+            self._shares = {name: pickled.slice(name, share) for name, share in shares}
+            self._buffers = set(value.get("buffer_names") or ())
+            shared = (value.get("shared_params") or {}).items()
+            self._shared = {new: old for new, old in shared if isinstance(old, str)}
 
     def frozen(self, ranks: int) -> dict[str, Slice]:
-        """Return the parameters that are not trained; under ZeRO-3, each rank has a share of each."""
-        if not self._frozen or not _OF_RANK.match(self.file.name):
-            return {n: self._fragments[n] for n in self._frozen if n in self._fragments}
-        # The number of ranks is the file's word: no more are named than may be there.
-        most = 1000 + sum(1 for _ in self.file.parent.iterdir())
-        names = (_of_rank(self.file.name, rank) for rank in range(1, min(ranks, most)))
-        others = [self.file.with_name(name) for name in names]
-        if absent := [file.name for file in others if not file.is_file()]:
-            raise _missing(self.file.parent, absent)
-        every = [self, *map(_ModelStates, others)]
-        stored = {}
-        for name, shape in self._frozen.items():
-            if lacking := next((one for one in every if name not in one._fragments), None):
-                raise _incomplete(lacking.file, f"has no share of {shown(name)}")
-            flats = [one._fragments[name] for one in every]
-            stored[name] = joined(name, shape, elements(self.file, flats, 0, prod(shape)))
-        return stored
+        """Return the parameters that are not trained, of which under ZeRO-3 each rank has a share."""
+        if not self._frozen or not self.file.name.startswith("zero_pp_rank"):
+            return {}  # they are in ``module``
+        files = _by_rank(self.file.parent, _RANK + re.escape(re.sub(_RANK, "", self.file.name)))
+        _check_complete(files, ranks)
+        every = [_ModelStates(file) for _, file in sorted(files.items())]
+        with _reading(self.file.parent, f"shares of {first_names(self._frozen)} in each rank"):
+            return {
+                name: _laid_out(self.file, {name: shape}, [[one._shares[name]] for one in every])[
+                    name
+                ]
+                for name, shape in self._frozen.items()
+            }
 
     def checkpoint(self, stored: Mapping[str, Slice], *, fallback: bool = True) -> Checkpoint:
         """Return all tensors of the model in the order of the state dict.
@@ -208,22 +187,21 @@ class _ModelStates:
         ``stored`` has the tensors whose values are in other files. All remaining tensors are
         those of this file of model states; with ``fallback=False``, only buffers may come from it.
         """
-        found = Checkpoint()
-        found.metadata, found.values = self._state.metadata, self._state.values
+        found, module = Checkpoint(), {one.name: one for one in self.module}
+        found.metadata, found.values = self.module.metadata, self.module.values
         aliases = (name for name, source in self._shared.items() if source in stored)
-        for name in dict.fromkeys([*self.module, *stored, *aliases]):
+        for name in dict.fromkeys([*module, *stored, *aliases]):
             where = stored.get(self._shared.get(name, name)) or stored.get(name)
-            is_buffer = name in self._buffers and name in self.module
-            if where and not is_buffer:
-                found.append(replace(where, name=name))
-            elif is_buffer or (fallback and self.module[name].nbytes):
-                found.append(self.module[name])
-            else:
+            own = module.get(name)
+            if own and (name in self._buffers or (not where and fallback and own.nbytes)):
+                where = own
+            if not where:
                 raise CheckpointError(
-                    f"{self.file.parent}: no file has the values of {shown(name)}, which the"
-                    " optimizer does not train",
-                    "save the whole model from the training code: engine.save_16bit_model(FOLDER)",
+                    f"{self.file.parent}: no file has the values of {shown(name)}",
+                    f"{_COPY}; if the optimizer does not train this weight, save the whole model from"
+                    " the training code: engine.save_16bit_model(FOLDER)",
                 )
+            found.append(replace(where, name=name))
         return found
 
 
@@ -236,66 +214,68 @@ class _Share:
             pickled = open_zip(file)
             state = pickled.value["optimizer_state_dict"]
             if state.get("ds_zero_partition_groups"):
-                why = f"{file.name} has separate parameter groups for experts"
-                raise _experts_divided(file.parent, why)
+                raise CheckpointError(f"{file}: the {_EXPERTS[0]} by groups", _EXPERTS[1])
             self.is_stage_3 = "fp32_flat_groups" in state
             key = "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
             flats = [state[key]] if isinstance(state[key], Slice) else state[key]
             self.flats = [pickled.slice(f"{key}.{n}", flat) for n, flat in enumerate(flats)]
             count = state["partition_count"]  # a list has a number for each group of parameters
             self.ranks = max(count) if isinstance(count, list) else count
-            paddings = state.get("param_alignment_paddings")  # since DeepSpeed 0.19
-            self.paddings = paddings if isinstance(paddings, list) and not self.is_stage_3 else None
-            if type(self.ranks) is not int or self.ranks < 1:
-                raise ValueError
+            # Of each parameter, since DeepSpeed 0.19.
+            self.paddings = state.get("param_alignment_paddings") or [()] * len(self.flats)
 
 
-def _joined_shares(
-    states: Path, groups: Sequence[Mapping[str, Shape]], shares: Sequence[_Share]
-) -> dict[str, Slice]:
-    """Return the trained weights."""
-    if is_stage_3 := shares[0].is_stage_3:
-        groups = [{name: shape for group in groups for name, shape in group.items()}]
-    elif len(shares[0].flats) != len(groups):
-        what = f"{states.name} has {len(groups)} groups of parameters, but the partitions have"
-        raise _incomplete(states.parent, f"{what} {len(shares[0].flats)}")
-    stored = {}
-    # Under ZeRO 1 and 2, DeepSpeed pads a group to a multiple of a number that is even.
-    aligned = 1 if is_stage_3 else 2 * len(shares)
-    for number, shapes in enumerate(groups):
-        rows = [one.flats for one in shares]  # of each of which every parameter has a part
-        if not is_stage_3:
-            rows = [[one.flats[number] for one in shares]]
-        paddings: Any = [0] * len(shapes)
-        if shares[0].paddings is not None:
-            paddings = shares[0].paddings[number] if number < len(shares[0].paddings) else None
-            if not is_sizes(paddings) or len(paddings) != len(shapes):
-                what = f"the paddings of group {number} are impossible"
-                raise _incomplete(shares[0].file, what)
-        at = 0
-        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-            size = prod(shape)
-            count = -(-size // len(rows))
-            pieces: list[Slice] = []
-            for n, row in enumerate(rows):
-                pieces += elements(states, row, at, max(0, min(count, size - n * count)))
-            stored[name] = joined(name, shape, pieces)
-            at += count + padding
-        for row in rows:
-            numel = sum(prod(one.shape) for one in row)
-            if -(-at // aligned) != -(-numel // aligned):
-                what = (
-                    f"the partitions of group {number} have {numel:,} elements, but the shapes in"
-                )
-                raise _incomplete(states.parent, f"{what} {states.name} need {at:,}")
+def _trained(states: _ModelStates, shares: Sequence[_Share]) -> dict[str, Slice]:
+    first, groups = shares[0], states.groups or []
+    rows = [one.flats for one in shares]
+    if first.is_stage_3:  # each rank has a part of every parameter
+        every = {name: shape for group in groups for name, shape in group.items()}
+        return _laid_out(states.file, every, rows)
+    stored: dict[str, Slice] = {}
+    with _reading(states.file.parent, "shares of the same groups of parameters"):
+        of_groups = zip(groups, first.paddings, zip(*rows, strict=True), strict=True)
+        for shapes, paddings, row in of_groups:
+            # DeepSpeed pads a group to a multiple of a number that is even.
+            stored |= _laid_out(states.file, shapes, [row], paddings, aligned=2 * len(rows))
     return stored
 
 
-def _by_rank(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+def _laid_out(
+    path: Path,
+    shapes: Mapping[str, Shape],
+    rows: Sequence[Sequence[Slice]],
+    paddings: Sequence[int] = (),
+    aligned: int = 1,
+) -> dict[str, Slice]:
+    """Return tensors that lie one after the other in flat tensors.
+
+    Each row of flat tensors has an equal share of every tensor. ``paddings`` are the elements that
+    follow each tensor, and the end of a row is padded to a multiple of ``aligned``.
+    """
+    stored, at = {}, 0
+    for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
+        if not is_sizes((padding,)):
+            raise ValueError
+        size = prod(shape)
+        count = -(-size // len(rows))
+        pieces: list[Slice] = []
+        for number, row in enumerate(rows):
+            pieces += elements(path, row, at, max(0, min(count, size - number * count)))
+        stored[name] = joined(name, shape, pieces)
+        at += count + padding
+    for row in rows:
+        numel = sum(prod(one.shape) for one in row)
+        if -(-at // aligned) != -(-numel // aligned):
+            what = f"the partitions have {numel:,} elements, but the shapes in {path.name} need"
+            raise _incomplete(path.parent, f"{what} {at:,}")
+    return stored
+
+
+def _by_rank(path: Path, pattern: str) -> dict[int, Path]:
     """Return the file of each rank; raise CheckpointError if a rank has two files."""
     by_rank: dict[int, Path] = {}
     for name, match in _matching(path, pattern).items():
-        rank = int(match[1] or 0)
+        rank = int(match["rank"] or 0)
         if rank in by_rank:
             raise CheckpointError(
                 f"{path}: {by_rank[rank].name} and {name} are both of rank {rank}: two runs wrote"
@@ -306,63 +286,31 @@ def _by_rank(path: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     return by_rank
 
 
-def _check_parallelism(path: Path) -> None:
-    """Raise CheckpointError for parallelism of which the files do not say how it divided the tensors."""
-    if expert := next(iter(_matching(path, _EXPERT)), None):
-        raise _experts_divided(path, expert)
-    ranks = _matching(path, _MODEL) | _matching(path, _OPTIMIZER)
-    if name := next(iter(_matching(path, _PIPELINE)), ""):
-        what = "layers are divided among ranks (pipeline parallelism)"
-    elif name := next((name for name, match in ranks.items() if int(match[2])), ""):
-        what = (
-            "tensors are divided among ranks (tensor parallelism), and the files do not say along"
+def _check_complete(files: Mapping[int, Path], ranks: int) -> None:
+    some = files[min(files)]
+    if not is_sizes((ranks,)):
+        raise _incomplete(some, "the number of ranks is impossible")
+    if absent := [rank for rank in range(min(ranks, 1000 + len(files))) if rank not in files]:
+        names = [re.sub(_RANK, rf"\g<of>{rank}_", some.name) for rank in absent]
+        raise _missing(some.parent, names)
+    if max(files) >= ranks:
+        raise CheckpointError(
+            f"{some.parent}: {some.name} was written by {ranks} ranks, so the file"
+            f" {files[max(files)].name} comes from another run",
+            "find out which files the last run wrote, and remove the files of the other run",
         )
-        what += " which dimension"
-    else:
-        return
-    raise CheckpointError(
-        f"{path}: the {what}: {name}",
-        "make a universal checkpoint, which weighin reads: python -m deepspeed.checkpoint.ds_to_universal"
-        f" --input_folder {path} --output_folder {path}_universal",
-    )
 
 
-def _universal_weights(path: Path) -> dict[str, Path]:
-    """Return the file of each weight by the weight's name, sorted with 2 before 10 in names."""
-
-    def natural(name: str) -> list[tuple[int, str]]:
-        parts = re.split(r"(\d+)", name)
-        return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
-
-    names = [file.parent.name for file in path.glob("zero/*/fp32.pt")]
-    return {name: path / "zero" / name / "fp32.pt" for name in sorted(names, key=natural)}
-
-
-def _matching(path: Path, pattern: re.Pattern[str]) -> dict[str, re.Match[str]]:
-    """Return the sorted names in a folder that match, with their matches; {} for no folder."""
-    try:
-        names = sorted(entry.name for entry in path.iterdir())
-    except OSError:
-        return {}
-    return {name: match for name in names if (match := pattern.fullmatch(name))}
-
-
-def _of_rank(name: str, rank: int) -> str:
-    """Return the file name ``name`` with the rank ``rank`` in place of the file's own rank."""
-    return _OF_RANK.sub(rf"\g<1>{rank}_", name)
+def _matching(path: Path, pattern: str) -> dict[str, re.Match[str]]:
+    """Return the sorted names in a folder that match, with their matches."""
+    names = sorted(entry.name for entry in path.iterdir())
+    return {name: match for name in names if (match := re.fullmatch(pattern, name))}
 
 
 def _missing(folder: Path, names: Sequence[str]) -> CheckpointError:
     return CheckpointError(
         f"{folder}: files of some ranks are missing: {few(names)}",
         "copy them here: each machine of a training may have kept the files of its own ranks",
-    )
-
-
-def _experts_divided(folder: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder}: the experts are divided among ranks (expert parallelism): {why}",
-        "load it with DeepSpeed on as many ranks, and save the experts of all ranks in one state dict",
     )
 
 
@@ -414,27 +362,20 @@ def joined(name: str, shape: Shape, ranges: Sequence[Slice]) -> Slice:
 
 
 def boxes(shape: Shape, first: int, last: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield blocks, as (start, shape), that cover a tensor's elements ``first`` to ``last - 1``.
-
-    The blocks are in row-major order, and each is contiguous. The first blocks cover an incomplete first
-    row, one block the whole rows, and the last blocks an incomplete last row.
+    """Yield contiguous blocks, as (start, shape), of a tensor's elements ``first`` to ``last - 1``, in
+    order: at each place the largest block that begins there.
     """
-    if first >= last:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row = prod(shape[1:])
-    (begin, head), (end, tail) = divmod(first, row), divmod(last, row)
-    if head:
-        for start, size in boxes(shape[1:], head, row if begin < end else tail):
-            yield (begin, *start), (1, *size)
-        begin += 1
-    if begin < end:
-        yield (begin, *[0] * len(shape[1:])), (end - begin, *shape[1:])
-    if tail and begin <= end:
-        for start, size in boxes(shape[1:], 0, tail):
-            yield (end, *start), (1, *size)
+    steps = [prod(shape[n + 1 :]) for n in range(len(shape))]
+    while first < last:
+        start = tuple(first // step % size for step, size in zip(steps, shape, strict=True))
+        size, length = shape, 1
+        for n, step in enumerate(steps):
+            if first % step == 0 and step <= last - first:
+                count = min((last - first) // step, shape[n] - start[n])
+                size, length = (*[1] * n, count, *shape[n + 1 :]), count * step
+                break
+        yield start, size
+        first += length
 
 
 def _block(where: Slice, name: str, shape: Shape, offset: int) -> Slice:
