@@ -152,11 +152,11 @@ def test_a_tensor_in_two_shards_counts_once_if_its_values_are_equal(
         ("[]", "damaged: not a JSON object"),
         ('{"weight_map": {}}', "damaged: no 'weight_map'"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "damaged: 'a' occurs twice"),
-        ('{"weight_map": {"a": "../x"}}', "the shard that holds 'a' lies outside the folder: '../x'"),
-        ('{"weight_map": {"a": 3}}', "the shard that holds 'a' lies outside the folder: 3"),
+        ('{"weight_map": {"a": "../x"}}', "the file that holds 'a' lies outside the folder: '../x'"),
+        ('{"weight_map": {"a": 3}}', "the file that holds 'a' lies outside the folder: 3"),
         ('{"a":' + "[" * 9999 + "]" * 9999 + "}", "damaged: its values are nested too deeply in one another"),
         ('{"a":[' + "[]," * 200_000 + "1]}", "damaged: too many values are nested in one another"),
-        ('{"weight_map": {"a": "none"}}', "the shard 'none', which holds 'a', is missing"),
+        ('{"weight_map": {"a": "none"}}', "the file 'none', which holds 'a', is missing"),
     ],
 )  # fmt: skip
 def test_a_damaged_index_of_shards_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -260,24 +260,25 @@ def keys(shared: object = None, **files: object) -> dict[str, object]:
     return {"format": "per_param", "version": 1, "tensors": files, "shared": shared or {}}
 
 
-NO_ORDER = "'order' must name each tensor of 'files' exactly once, and no other"
+NO_ORDER = "damaged: 'files' and 'shared' and 'order' must name each tensor exactly once"
+NO_TENSORS = "damaged: 'tensors' and 'shared' must name each tensor exactly once"
 
 
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (modules(version=2), "index of version 2, but this weighin reads 1"),
-        (modules(order=3), "damaged: no 'files' or no 'shared' or no 'order'"),
-        (modules(files={"no.pt": ["a"]}), "the file 'no.pt', which holds 'a', is missing"),
-        (modules(files={"../x": ["a"]}), "the file that holds 'a' lies outside the folder: '../x'"),
-        (modules(files={"norm.pt": []}), "the keys of file 'norm.pt' are not a list of strings"),
+        (modules(version=2), "not an index of the format per_module in version 1"),
+        (modules(order=3), NO_ORDER),
+        (modules(files={"no.pt": ["a"]}, order=["a"]), "the file 'no.pt', which holds 'a', is missing"),
+        (modules(files={"../x": ["a"]}, order=["a"]), "the file that holds 'a' lies outside the folder: '../x'"),
+        (modules(files={"norm.pt": [[]]}), NO_ORDER),
         (modules(files={"norm.pt": ["a", "a"]}), "'a' occurs twice"),
         (modules(files={"norm.pt": ["a"], "layers.1.pt": ["a"]}), "'a' occurs twice"),
         (modules(order=["embedding"]), NO_ORDER),
         (modules(order=["embedding"] * 2), NO_ORDER),
         (modules(shared={"head": "x"}), "'head' is tied to 'x' but stored elsewhere"),
         (modules(shared={"head": []}), "'head' is tied to [] but stored elsewhere"),
-        (keys(), NO_ORDER),
+        (keys(), NO_TENSORS),
         (keys(c="c.pt"), "the file 'c.pt', which holds 'c', is missing"),
         (keys(c="x" * 300), f"the file {'x' * 100!r}... (300 characters), which holds 'c', is missing"),
         (keys(c="a\0.pt"), "the file that holds 'c' lies outside the folder: 'a\\x00.pt'"),
@@ -285,8 +286,8 @@ NO_ORDER = "'order' must name each tensor of 'files' exactly once, and no other"
         (keys(a=".."), "the file '..', which holds 'a', is missing"),
         (keys(a=3), "the file that holds 'a' lies outside the folder: 3"),
         (keys({"norm": "embedding"}, embedding="embedding.pt", norm="norm.pt"), "'norm' is tied to 'embedding' but stored elsewhere"),
-        ({"format": "shards"}, "not an index of the format per_param"),
-        ({"format": "per_param", "version": 1}, "damaged: no 'tensors' or no 'shared'"),
+        ({"format": "shards"}, "not an index of the format per_param in version 1"),
+        ({"format": "per_param", "version": 1}, NO_TENSORS),
         ([], "damaged: not a JSON object"),
     ],
 )  # fmt: skip

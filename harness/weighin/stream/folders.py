@@ -24,11 +24,10 @@ different values for one tensor; ``from_pretrained`` silently takes the value of
 
 import os
 import re
-import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from itertools import combinations
+from itertools import chain, combinations
 from math import prod
 from operator import gt
 from pathlib import Path
@@ -49,13 +48,15 @@ from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, are_equal, is_s
 from weighin.stream.state_dicts import largest, with_key
 from weighin.text import first_names, plain, shown
 
+Shape = tuple[int, ...]
+
 INDEX_NAME: Final = "index.json"
 INDEX_VERSION: Final = 1
-INDEX_FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
-    "per_param": {"tensors": dict, "shared": dict},
-    "per_module": {"files": dict, "shared": dict, "order": list},
+INDEX_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "per_param": ("tensors", "shared"),
+    "per_module": ("files", "shared", "order"),
 }
-"""The fields of ``index.json`` by the format's name, and their types."""
+"""The fields of ``index.json`` by the format's name."""
 
 SHARD_INDEXES: Final = {
     "sharded": ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json"),
@@ -74,13 +75,12 @@ _ANY_INDEX: Final = {
 }
 _HEAD_BYTES: Final = 4096  # of an index.json, in which its format stands
 _ORDER: Final = "weighin.order"
-_KEYS: Final = ("key", "keys")
 _SHARDS_AGAIN: Final = "write the folder again: model.save_pretrained(FOLDER), or weighin convert"
 
 
 def format_of(path: Path) -> str:
     """Return the name of the format of a folder, or of an index of shards; "" for another path."""
-    for name in ("sharded", "sharded_pt"):
+    for name in SHARD_INDEXES:
         if _shard_index(path, name):
             return name
     if (path / DCP_INDEX).is_file():
@@ -95,28 +95,39 @@ def format_of(path: Path) -> str:
 
 
 def read(path: Path, name: str, key: str = "") -> Checkpoint:
-    """Return the tensors of a checkpoint in the format ``name``, in the state dict's order.
-
-    Raises:
-        CheckpointError: the index is damaged, a file that it names is missing, damaged or outside the
-            folder, or the files contradict one another.
-    """
+    """Return the tensors of a checkpoint in the format ``name``, in the state dict's order."""
     if name == "dcp":
         found = _read_dcp(path, key)
     elif index := _shard_index(path, name):
-        read_shard = safetensors_files.read if name == "sharded" else torch_files.read
-        found = _read_shards(index, read_shard, ties_in_map=name == "sharded_pt")
+        found = _read_shards(index, name)
     else:
         found = _read_keys(path, name)
     found.format = name
     return found
 
 
-def _check_name(index: Path, name: object, what: str, repair: str) -> str:
-    """Return the file name in an index; raise CheckpointError if it leads out of the folder."""
+def _file(index: Path, name: object, key: str, repair: str) -> Path:
+    """Return the file that an index names for a tensor; refuse a name that leads out of the folder."""
     if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
-        raise CheckpointError(f"{index}: the {what} lies outside the folder: {shown(name)}", repair)
-    return name
+        what = f"the file that holds {shown(key)} lies outside the folder: {shown(name)}"
+        raise CheckpointError(f"{index}: {what}", repair)
+    file = index.parent / name
+    if not os.path.isfile(file):  # noqa: PTH113 (False for an impossible name)
+        raise broken_link(file) or CheckpointError(
+            f"{index}: the file {shown(name)}, which holds {shown(key)}, is missing", repair
+        )
+    return file
+
+
+def _files(index: Path, homes: Mapping[str, object], repair: str) -> dict[Path, list[str]]:
+    """Return the files of an index, each with its tensors; ``homes`` maps tensors to file names."""
+    files: dict[object, Path] = {}
+    keys: dict[Path, list[str]] = {}
+    for key, name in homes.items():
+        if not isinstance(name, str) or name not in files:
+            files[name] = _file(index, name, key, repair)
+        keys.setdefault(files[name], []).append(key)
+    return keys
 
 
 # Shards of Hugging Face
@@ -131,58 +142,50 @@ def _shard_index(path: Path, name: str) -> Path | None:
     return path if is_index and path.is_file() else None
 
 
-def _read_shards(
-    index: Path, read_shard: Callable[[Path], Checkpoint], *, ties_in_map: bool
-) -> Checkpoint:
+def _read_shards(index: Path, fmt: str) -> Checkpoint:
     content = read_object(index, _SHARDS_AGAIN)
     weight_map, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(index, "no 'weight_map'", _SHARDS_AGAIN)
-    homes: dict[str, str] = {}  # the first key in each shard
-    for key, shard in weight_map.items():
-        what = f"shard that holds {shown(key)}"
-        homes.setdefault(_check_name(index, shard, what, _SHARDS_AGAIN), key)
-    for shard, key in homes.items():
-        if not os.path.isfile(index.parent / shard):  # noqa: PTH113 (False for an impossible name)
-            raise broken_link(index.parent / shard) or CheckpointError(
-                f"{index}: the shard {shown(shard)}, which holds {shown(key)}, is missing",
-                f"add the missing file to {index.parent}",
-            )
-    files = tuple(index.parent / shard for shard in homes)
+    read_shard = safetensors_files.read if fmt == "sharded" else torch_files.read
+    files = _files(index, weight_map, f"add the missing file, or {_SHARDS_AGAIN}")
     places: dict[str, Slice] = {}
-    contradictions: dict[str, list[str]] = {}
-    for shard, stored in zip(homes, map_late(read_shard, files), strict=True):
+    faults: dict[str, list[str]] = {}
+    for file, stored in zip(files, map_late(read_shard, files), strict=True):
         # A tied name of safetensors is not in the map; its tensor has the offset of a name in the map.
-        listed = {one.offset for one in stored if weight_map.get(one.name) == shard}
+        listed = {one.offset for one in stored if weight_map.get(one.name) == file.name}
         for place in stored:
             home = weight_map.get(place.name)
             if twice := places.get(place.name):
                 _check_equal(place, twice)
-                contradictions.setdefault("in two shards", []).append(place.name)
-            elif home not in (None, shard):
-                contradictions.setdefault("in another shard", []).append(place.name)
-            elif home is None and (ties_in_map or place.offset not in listed):
-                contradictions.setdefault("not listed", []).append(place.name)
+                faults.setdefault("in two shards", []).append(place.name)
+            elif home not in (None, file.name):
+                faults.setdefault("in another shard", []).append(place.name)
+            elif home is None and (fmt == "sharded_pt" or place.offset not in listed):
+                faults.setdefault("not listed", []).append(place.name)
             places.setdefault(place.name, place)
     if absent := [name for name in weight_map if name not in places]:
-        contradictions["in no shard"] = absent
+        faults["in no shard"] = absent
     order = metadata.get(_ORDER) if isinstance(metadata, dict) else None
-    if order is not None and not (
-        isinstance(order, list)
-        and all(isinstance(name, str) for name in order)
-        and sorted(order) == sorted(places)
-    ):
+    if order is not None and not _names_all(order, places):
         what = f"{_ORDER} is not a list of the checkpoint's tensor names"
         raise CheckpointError(f"{index}: {what}", _SHARDS_AGAIN)
     names = dict.fromkeys(order or [*weight_map, *places])
     found = Checkpoint(places[name] for name in names if name in places)
     found.files = (index, *files)
     found.notes = tuple(
-        f"{index}: contradicts its shards, which count: {len(names)} {_KEYS[len(names) > 1]}"
+        f"{index}: contradicts its shards, which count: {len(names)} key{'s' * (len(names) > 1)}"
         f" {fault} ({first_names(map(plain, names))})"
-        for fault, names in contradictions.items()
+        for fault, names in faults.items()
     )
     return found
+
+
+def _names_all(order: object, names: Mapping[str, object]) -> bool:
+    """Tell whether a list from an index has each of the names, once."""
+    if not isinstance(order, list) or not all(isinstance(name, str) for name in order):
+        return False
+    return sorted(order) == sorted(names)
 
 
 def _check_equal(one: Slice, other: Slice) -> None:
@@ -230,66 +233,52 @@ def module_of(key: str) -> str:
     return numbered[1] if numbered else key.partition(".")[0]
 
 
-def _read_keys(folder: Path, fmt: str) -> Checkpoint:  # noqa: PLR0912 (one for each fault)
+def _read_keys(folder: Path, fmt: str) -> Checkpoint:
     path = folder / INDEX_NAME
     again = f"convert the checkpoint again: weighin convert CHECKPOINT OUT --format {fmt}"
 
     def refused(what: str) -> CheckpointError:
         return CheckpointError(f"{path}: {what}", again)
 
-    def are_keys(value: object) -> bool:
-        return isinstance(value, list) and all(isinstance(key, str) for key in value)
-
     index = read_object(path, again)
-    if index.get("format") != fmt:
-        raise refused(f"not an index of the format {fmt}")
-    if (version := index.get("version")) != INDEX_VERSION:
-        raise refused(f"index of version {version!r}, but this weighin reads {INDEX_VERSION}")
-    if not all(isinstance(index.get(name), kind) for name, kind in INDEX_FIELDS[fmt].items()):
-        raise damaged(path, f"no {' or no '.join(map(repr, INDEX_FIELDS[fmt]))}", again)
-    shared = index["shared"]
-    files: Any = index.get("files")
-    order: Any = index.get("order")
-    if fmt == "per_param":
-        files, order = {}, [*index["tensors"]]
-        for key, name in index["tensors"].items():
-            own = _check_name(path, name, f"file that holds {shown(key)}", again)
-            files.setdefault(own, []).append(key)
-    homes: dict[str, str] = {}
-    for name, keys in files.items():
-        if not are_keys(keys) or not keys:
-            raise refused(f"the keys of file {shown(name)} are not a list of strings")
-        _check_name(path, name, f"file that holds {shown(keys[0])}", again)
-        if not os.path.isfile(folder / name):  # noqa: PTH113 (False for an impossible name)
-            raise refused(f"the file {shown(name)}, which holds {shown(keys[0])}, is missing")
-        for key in keys:
-            if key in homes:
-                raise refused(f"{shown(key)} occurs twice")
-            homes[key] = name
-    if not are_keys(order) or not homes or sorted(order) != sorted(homes):
-        raise refused("'order' must name each tensor of 'files' exactly once, and no other")
-
-    def read_file(item: tuple[str, list[str]]) -> dict[str, Slice]:
-        name, keys = item
+    if (index.get("format"), index.get("version")) != (fmt, INDEX_VERSION):
+        raise refused(f"not an index of the format {fmt} in version {INDEX_VERSION}")
+    try:
+        homes: dict[str, object] = {}
         if fmt == "per_param":
-            one = torch_files.read_one(folder / name, keys[0])
-            return {key: replace(one, name=key) for key in keys}
-        state = {where.name: where for where in torch_files.read(folder / name)}
-        if list(state) != keys:
-            odd = next(iter(set(state) ^ set(keys)), keys[0])
-            what = f"its keys differ from those that {INDEX_NAME} lists, such as {shown(odd)}"
-            raise CheckpointError(f"{folder / name}: {what}", again)
-        return state
+            homes |= index["tensors"]
+        for name, keys in index.get("files", {}).items():
+            for key in keys:
+                if key in homes:
+                    raise refused(f"{shown(key)} occurs twice")
+                homes[key] = name
+        shared, order = index["shared"].items(), index.get("order", [*homes])
+        is_whole = bool(homes) and _names_all(order, homes)
+    except (AttributeError, KeyError, TypeError):
+        is_whole = False
+    if not is_whole:
+        fields = " and ".join(map(repr, INDEX_FIELDS[fmt]))
+        raise damaged(path, f"{fields} must name each tensor exactly once", again)
+    files = _files(path, homes, again)
+
+    def read_file(file: Path) -> dict[str, Slice]:
+        if fmt == "per_module":
+            return {one.name: one for one in torch_files.read(file)}
+        one = torch_files.read_one(file, files[file][0])
+        return {key: replace(one, name=key) for key in files[file]}
 
     places: dict[str, Slice] = {}
-    for state in map_late(read_file, [*files.items()]):
-        places |= state
-    for key, first in shared.items():
+    for file, stored in zip(files, map_late(read_file, files), strict=True):
+        if odd := set(stored) ^ set(files[file]):
+            what = f"its keys differ from those that {INDEX_NAME} lists, such as {shown(min(odd))}"
+            raise CheckpointError(f"{file}: {what}", again)
+        places |= stored
+    for key, first in shared:
         one, other = places.get(key), places.get(first) if isinstance(first, str) else None
         if one is None or other is None or one.place != other.place:
             raise refused(f"{shown(key)} is tied to {shown(first)} but stored elsewhere")
     found = Checkpoint(places[key] for key in order)
-    found.files = tuple(sorted([path, *(folder / name for name in files)]))
+    found.files = tuple(sorted([path, *files]))
     return found
 
 
@@ -334,15 +323,13 @@ def _read_dcp(folder: Path, key: str) -> Checkpoint:
     tensors, stored = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not (isinstance(tensors, dict) and isinstance(stored, dict) and tensors):
         raise damaged(path, "it has no tensors or no offsets", _DCP_AGAIN)
-    places: dict[str, list[tuple[Any, Any]]] = {}
+    places: dict[object, list[tuple[Any, Any]]] = {}
     for index, place in stored.items():
         fields = _fields(index)
-        if not isinstance(name := fields.get("fqn"), str):
-            raise damaged(path, "an offset belongs to no key", _DCP_AGAIN)
-        places.setdefault(name, []).append((fields.get("offset"), _fields(place)))
-    found = Checkpoint()
+        if isinstance(name := fields.get("fqn"), str):
+            places.setdefault(name, []).append((fields.get("offset"), _fields(place)))
+    found, archives = Checkpoint(), dict[tuple[str, int], Slice]()
     values: dict[str, object] = {}
-    archives: dict[tuple[str, int], Slice] = {}
     paths = metadata.get("planner_data")  # the keys of each tensor in nested dicts
     sizes: dict[str, int] = {}  # of the state dicts in nested dicts, but those of optimizers
     for name, tensor in tensors.items():
@@ -391,55 +378,44 @@ def _fields(value: Any) -> Any:
     return state if isinstance(state, dict) else {}
 
 
-def _dcp_tensor(  # noqa: PLR0912 (one for each fault)
+def _dcp_tensor(
     path: Path, key: str, tensor: Any, places: list[tuple[Any, Any]], archives: dict[Any, Slice]
 ) -> Slice:
     """Return a tensor, from its description in the metadata and the places of its blocks."""
-    if not isinstance(tensor, Opaque) or tensor.kind != _TENSOR:
-        raise CheckpointError(
-            f"{path}: not a flat state dict of tensors: {shown(key)} is not a tensor",
-            "save the weights alone: torch.distributed.checkpoint.save(model.state_dict(), ...)",
-        )
     fields = _fields(tensor)
     chunks, shape, properties = fields.get("chunks"), fields.get("size"), fields.get("properties")
     named = None
     if isinstance(properties, Opaque) and isinstance(properties.contents[-1], tuple):
         named = next(iter(properties.contents[-1]), None)
-    if not isinstance(named, Named) or not places:
-        raise damaged(path, f"{shown(key)} has no dtype or no offset", _DCP_AGAIN)
+    blocks = [(one.get("offsets"), one.get("sizes")) for one in map(_fields, chunks or ())]
+    are_sizes = all(map(is_sizes, chain([shape], *blocks)))
+    if not are_sizes or not isinstance(named, Named) or getattr(tensor, "kind", "") != _TENSOR:
+        raise damaged(path, f"{shown(key)} is not described as a tensor", _DCP_AGAIN)
     if (dtype := named.name.removeprefix("torch.")) not in ITEM_BYTES:
         raise CheckpointError(
             f"{path}: {shown(key)} has the dtype torch.{dtype}; weighin does not read this dtype",
             "load the checkpoint with torch, and save tensors of another dtype",
         )
-    impossible = damaged(path, f"invalid shape or offset of {shown(key)}", _DCP_AGAIN)
-    if not is_sizes(shape):
-        raise impossible
-    shape, chunks = tuple(shape), chunks if isinstance(chunks, list) else []
-    blocks = [((0,) * len(shape), shape, places[0][1])]  # the start, shape and place of each
-    if len(places) > 1 or len(chunks) > 1:
-        by_start = {tuple(start): place for start, place in places if is_sizes(start)}
-        blocks = []
-        for chunk in map(_fields, chunks):
-            start, size = chunk.get("offsets"), chunk.get("sizes")
-            if not (is_sizes(start) and is_sizes(size)):
-                raise impossible
-            if (start := tuple(start)) not in by_start:
-                what = f"the part of {shown(key)} at {start} is missing"
-                raise damaged(path, what, _DCP_AGAIN)
-            blocks.append((start, tuple(size), by_start[start]))
-        _check_tiles(path, key, shape, [(start, size) for start, size, _ in blocks])
+    shape, blocks = tuple(shape), [(tuple(start), tuple(size)) for start, size in blocks]
+    _check_tiles(path, key, shape, blocks)
+    by_start = {tuple(start): place for start, place in places if is_sizes(start)}
     parts = []
-    for start, size, place in blocks:
+    for start, size in blocks:
+        place = by_start.get(start, {})
         if place.get("transform_descriptors"):
             what = f"{shown(key)} was transformed (compressed) when saved"
             raise CheckpointError(f"{path}: {what}", _MERGE)
-        file, offset, length = (place.get(name) for name in ("relative_path", "offset", "length"))
-        if not (is_sizes((offset, length)) and isinstance(file, str)):
-            raise impossible
-        if (file, offset) not in archives:
-            archives[file, offset] = _dcp_archive(path, key, file, offset, length)
-        where = replace(archives[file, offset], name=key, start=start)
+        name: Any = place.get("relative_path")
+        offset: Any = place.get("offset")
+        length: Any = place.get("length")
+        if not (isinstance(name, str) and is_sizes((offset, length))):
+            raise damaged(path, f"no valid offset of {shown(key)} at {start}", _DCP_AGAIN)
+        if (name, offset) not in archives:
+            file = _file(path, name, key, _DCP_AGAIN)
+            if offset + length > (file_bytes := file.stat().st_size):
+                raise truncated(file, shown(key), offset + length, file_bytes)
+            archives[name, offset] = torch_files.read_one(file, key, offset, length)
+        where = replace(archives[name, offset], name=key, start=start)
         if (where.shape, where.dtype_name) != (size, dtype):
             raise CheckpointError(
                 f"{where.file}: {shown(key)} has the shape {where.shape} and the dtype"
@@ -449,29 +425,11 @@ def _dcp_tensor(  # noqa: PLR0912 (one for each fault)
         parts.append(where)
     if len(parts) == 1:
         return replace(parts[0], start=())
-    return replace(
-        parts[0], shape=shape, stride=row_major(shape), start=(), parts=tuple(parts)
-    )  # fmt: skip
+    whole = replace(parts[0], shape=shape, stride=row_major(shape), start=())
+    return replace(whole, parts=tuple(parts))
 
 
-def _dcp_archive(index: Path, key: str, name: str, offset: int, length: int) -> Slice:
-    """Return the tensor in one of the archives of a ``.distcp`` file."""
-    what = f"file that holds {shown(key)}"
-    path = index.parent / _check_name(index, name, what, _DCP_AGAIN)
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
-            raise CheckpointError(f"{path}: not a file", _DCP_AGAIN)
-        if offset + length > status.st_size:
-            raise truncated(path, shown(key), offset + length, status.st_size)
-        return torch_files.read_one(path, key, offset, length)
-    except OSError as error:
-        raise unreadable(index.parent / plain(name), error) from error
-
-
-def _check_tiles(
-    path: Path, key: str, shape: tuple[int, ...], blocks: list[tuple[Any, Any]]
-) -> None:
+def _check_tiles(path: Path, key: str, shape: Shape, blocks: Sequence[tuple[Shape, Shape]]) -> None:
     """Raise CheckpointError unless at most 2,000 blocks contain each element, and exactly once."""
     for start, size in blocks:
         ends = [at + length for at, length in zip(start, size, strict=False)]

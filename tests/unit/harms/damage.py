@@ -2,7 +2,7 @@
 
 import os
 
-from harms.given import HEADED, INDEXED, JSON, PICKLED, Given, Said, case, change
+from harms.given import HEADED, INDEXED, PICKLED, Given, Said, case, change
 from weighin.stream import formats
 
 
@@ -54,16 +54,16 @@ def half_of_the_index(given: Given) -> Said:
 @case(*formats.NAMES)
 def no_data(given: Given) -> Said:
     given.data.unlink()
-    if given.layout in JSON:
+    if given.layout in INDEXED:
         return given.index, f"{given.data.name!r}, which holds "
-    return given.data, "No such file" if given.layout == "dcp" else "no such file"
+    return given.data, "no such file"
 
 
 @case(*formats.NAMES)
 def a_pipe_in_place_of_the_data(given: Given) -> Said:
     given.data.unlink()
     os.mkfifo(given.data)  # opening it would wait for ever
-    return (given.index, "is missing") if given.layout in JSON else (given.data, "not a file")
+    return (given.index, "is missing") if given.layout in INDEXED else (given.data, "not a file")
 
 
 @case(*INDEXED)

@@ -37,8 +37,6 @@ def file_called(kind: str) -> Harm:
             return given.index, f"lies outside the folder: {name!r}"
         if not name:
             return given.index, "lies outside the folder: ''"
-        if given.layout == "dcp":
-            return given.path, "File name too long"
         return given.index, "is missing"
 
     harm.__name__ = f"a_file_with_a_name_that_is_{kind}"
