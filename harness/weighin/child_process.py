@@ -20,8 +20,7 @@ from time import monotonic
 from typing import Any, Self
 
 STDERR_KEPT_BYTES = 64 * 1024
-PATIENCE_S = 10.0
-"""The longest wait from SIGKILL to the end of a process."""
+PATIENCE_S = 10.0  # from SIGKILL to the end of a process
 _PART_BYTES = 4096
 _ORPHANED = 125
 _PIDFD_GET_INFO = 0xC040FF0B  # of linux/pidfd.h, since Linux 6.13
@@ -69,8 +68,8 @@ class Channel:
             self._socket.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
 
     def receive(self, timeout_s: float = inf) -> dict[str, Any] | None:
-        """Return the next event, or None after the last one. The other process's end is the end of the events,
-        although a process that it forked may keep the socket open. TimeoutError: none came in ``timeout_s``.
+        """Return the next event; None after the last one, or if the other process has ended, although one
+        that it forked may keep the socket open. TimeoutError: none came in ``timeout_s``.
         """
         deadline, ours, start = monotonic() + timeout_s, self._socket.fileno(), 0
         while (end := self._read.find(b"\n", start)) < 0:
@@ -92,10 +91,9 @@ class Channel:
 
 
 class Tail:
-    """Reads what processes print into a pipe, in a thread, so that none waits; keeps the last 64 KiB."""
+    """Reads what processes print into a pipe, in a thread, to its end; keeps the last 64 KiB."""
 
     def __init__(self, file: int) -> None:
-        """Read the descriptor ``file`` until nobody can print into it any more, then close it."""
         self._text = b""
         self._reader = threading.Thread(target=self._read, args=[file], daemon=True)
         self._reader.start()
@@ -145,7 +143,6 @@ class Child(Channel):
 
     @property
     def printed(self) -> bytes:
-        """The end of what the child printed to its standard output and error."""
         return self._printed.text
 
     def wait(self, timeout_s: float = inf) -> int:
@@ -154,20 +151,13 @@ class Child(Channel):
             raise TimeoutError
         return int(self._popen.returncode)
 
-    def kill(self) -> None:
-        """Kill the child's process group."""
-        with contextlib.suppress(ProcessLookupError):  # the child has ended by itself
-            os.killpg(self.pid, signal.SIGKILL)
-
     def close(self) -> None:
-        """Kill the child's process group, and wait for the child's end; a second call does nothing.
-
-        If the child does not end in ``PATIENCE_S``, it raises TimeoutError.
-        """
+        """Kill the child's process group, and wait for the child's end; TimeoutError: it does not end."""
         if self._is_closed:
             return
         self._is_closed = True
-        self.kill()
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            os.killpg(self.pid, signal.SIGKILL)
         try:
             self.wait(PATIENCE_S)
         finally:

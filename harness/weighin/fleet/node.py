@@ -73,7 +73,7 @@ def run(
             while (left_s := end_s - time.monotonic()) > 0 and process.receive(left_s) is not None:
                 pass
             process.wait(end_s - time.monotonic())
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
         process.close()
     return [*events, {"event": "ended", "code": code, "stderr": last_line(process.printed)}]

@@ -20,14 +20,7 @@ from typing import Any, Final
 from msgspec import Struct, ValidationError, convert
 
 from weighin.files import parse_json
-from weighin.phase_reporter import (
-    AWAITED,
-    LONGEST_MESSAGE,
-    MET,
-    SOCKET,
-    address,
-    read_figures,
-)
+from weighin.phase_reporter import AWAITED, LONGEST_MESSAGE, MET, SOCKET, address, read_figures
 from weighin.probes.cgroup import Counters, grown, start_time
 from weighin.result import Memory, Outcome, Phase, Written, phases_of
 from weighin.text import one_line
@@ -97,7 +90,6 @@ class Told(Struct, forbid_unknown_fields=True):
     summary: str = ""  # of the allocator, if GPU memory ran out
 
 
-_NOTHING: Final = {name: getattr(Told(), name) for name in Told.__struct_fields__}
 Message = Begin | End | Phase | Ended | Told
 _KINDS: Final[dict[str, type]] = {
     **{"begin": Begin, "end": End, "phase": Phase, "ended": Ended},
@@ -139,8 +131,8 @@ class _Open:
     """A program's phase that has not ended; its peaks are the largest readings since it began."""
 
     begun: Begin
-    start_ns: int
     before: Counters
+    start_ns: int
     peak_rss_bytes: int = 0
     peak_cgroup_bytes: int | None = None
 
@@ -149,12 +141,11 @@ class _Open:
 class Reported:
     """What one process has reported so far: its phases, and as a worker, what it has ``told``.
 
-    ``pid`` is 0 for a rank that has not reported anything. Only the phases of the first process
-    (``is_main``) have the peaks of the cgroup. Those of a program may be nested, and overlap; those of
-    a worker follow each other, and the worker itself measures them.
+    Only the phases of the first process (``is_main``) have the peaks of the cgroup. Those of a program
+    may be nested, and overlap; those of a worker follow each other, and the worker itself measures them.
     """
 
-    pid: int = 0
+    pid: int = 0  # of a rank that has not reported anything
     is_main: bool = True
     told: Told = field(default_factory=Told)
     current: str | None = None  # the phase of a worker that began last
@@ -162,12 +153,11 @@ class Reported:
     highest_rss_bytes: int = 0
     died_in: str | None = None
     is_refused: bool = False
-    before: Counters = field(default_factory=Counters)
-    """The cgroup at the end of a worker's last phase."""
+    before: Counters = field(default_factory=Counters)  # at the end of a worker's last phase
     _phases: list[Phase] = field(default_factory=list)
     _in_phase: bool = False
     _open: dict[int, _Open] = field(default_factory=dict)
-    _last: tuple[int, Memory, tuple[int, int]] = (0, Memory(0, 0, 0, 0), (0, 0))
+    _last: End | None = None  # the last reading of a program
     _number_lost: int = 0
     _renamed: dict[str, str] = field(default_factory=dict)
     _resets: bool = True
@@ -193,43 +183,46 @@ class Reported:
         return self.told.marks_ns is not None
 
     @property
+    def is_in_phase(self) -> bool:
+        return bool(self._open)
+
+    @property
     def load_phases(self) -> Sequence[Phase]:
         """The load's ended phases, up to the phase in which the worker read every byte."""
         return phases_of(self._phases) if self.told.baseline else ()
 
     @property
     def ready_ns(self) -> int | None:
-        """The time until every byte of a load was read once, or every byte of a save is on the disk; None if unknown."""
         load_ns, touch_ns = self.told.load_ns, self.told.touch_ns
         return None if load_ns is None or touch_ns is None else load_ns + touch_ns
 
     def take(self, part: Told) -> None:
         """Take a part of what a worker tells."""
+        unset = Told()
         for name in part.__struct_fields__:
             value = getattr(part, name)
             if isinstance(value, list):
                 getattr(self.told, name).extend(value)
-            elif value != _NOTHING[name]:
+            elif value != getattr(unset, name):
                 setattr(self.told, name, value)
         if part.phase:
             self.current, self._in_phase = part.phase, True
 
     def add(self, phase: Phase, now: Counters, *, resets_group: bool) -> None:
         """Add a worker's phase, which has ended."""
-        phase = replace(
-            phase,
-            end=replace(phase.end, cgroup_bytes=now.usage_bytes),
-            peak_cgroup_bytes=now.peak_bytes if resets_group else None,
-            workingset_refault_file=grown(self.before.refaults, now.refaults),
+        self._phases.append(
+            replace(
+                phase,
+                end=replace(phase.end, cgroup_bytes=now.usage_bytes),
+                peak_cgroup_bytes=now.peak_bytes if resets_group else None,
+                workingset_refault_file=grown(self.before.refaults, now.refaults),
+            )
         )
-        self._phases.append(phase)
         self.before, self._in_phase = now, False
 
     def begin(self, begun: Begin, now: Counters, *, resets_group: bool) -> None:
-        self._resets, self._resets_group = (
-            self._resets and begun.resets,
-            self._resets_group and resets_group,
-        )
+        self._resets &= begun.resets
+        self._resets_group &= resets_group
         self._raise(begun.peak_rss_bytes, now)
         if before := self._open.pop(begun.id, None):  # a phase from before the process called exec
             self._close(before, now)
@@ -237,17 +230,18 @@ class Reported:
         if begun.name != was and len(self._renamed) < _MOST_RENAMED:
             self._renamed[was] = begun.name
         begun.memory = replace(begun.memory, cgroup_bytes=now.usage_bytes)
-        self._open[begun.id] = _Open(begun, start_ns := time.monotonic_ns(), now)
-        self._last = start_ns, begun.memory, begun.faults
+        begun.t_ns = time.monotonic_ns()
+        self._open[begun.id] = _Open(begun, now, begun.t_ns)
+        self._last = begun
 
     def end(self, ended: End, now: Counters) -> None:
         """End a program's phase; the end of one that has not begun has no effect."""
         self._raise(ended.peak_rss_bytes, now)
         if one := self._open.pop(ended.id, None):
-            # Its time may be invalid: keep it between begin and now.
-            end_ns = min(max(one.start_ns, ended.t_ns), time.monotonic_ns())
-            memory = replace(ended.memory, cgroup_bytes=now.usage_bytes)
-            self._last = end_ns, memory, ended.faults
+            # It may be invalid.
+            ended.t_ns = min(max(one.start_ns, ended.t_ns), time.monotonic_ns())
+            ended.memory = replace(ended.memory, cgroup_bytes=now.usage_bytes)
+            self._last = ended
             self._close(one, now)
 
     def _raise(self, peak_rss_bytes: int, now: Counters) -> None:
@@ -257,20 +251,18 @@ class Reported:
             if now.peak_bytes is not None:
                 phase.peak_cgroup_bytes = max(phase.peak_cgroup_bytes or 0, now.peak_bytes)
 
-    @property
-    def is_in_phase(self) -> bool:
-        return bool(self._open)
-
     def sample(self, now: Callable[[], Counters]) -> None:
         """Read the figures of a process in a phase, in which it may die."""
         if not self._open:
             return
         try:
-            figures = read_figures(self.pid)
-            self._last = time.monotonic_ns(), Memory(**figures["memory"]), figures["faults"]
-            self._raise(figures["peak_rss_bytes"], Counters())
+            read = read_figures(self.pid)
         except (OSError, KeyError):  # it has ended; a zombie has no memory
             self.close(now())
+            return
+        memory = Memory(**read["memory"])
+        self._last = End(0, time.monotonic_ns(), read["faults"], read["peak_rss_bytes"], memory)
+        self._raise(read["peak_rss_bytes"], Counters())
 
     def close(self, now: Counters) -> None:
         if self._open:
@@ -283,17 +275,17 @@ class Reported:
         """Add a program's phase as it was read last; after 1000 phases, only in the place of the highest of
         its name, if its own peak RSS is higher.
         """
-        begun, (end_ns, memory, (minor, major)) = one.begun, self._last
-        if end_ns < one.start_ns:
-            end_ns, memory, (minor, major) = one.start_ns, begun.memory, begun.faults
+        begun, last = one.begun, self._last
+        if last is None or last.t_ns < one.start_ns:
+            last = begun
         phase = Phase(
             name=begun.name,
             start_ns=one.start_ns,
-            end_ns=end_ns,
-            peak_rss_bytes=one.peak_rss_bytes or memory.rss_bytes,
-            end=replace(memory, cgroup_bytes=memory.cgroup_bytes or now.usage_bytes),
-            minor_faults=max(0, minor - begun.faults[0]),  # the process sent both
-            major_faults=max(0, major - begun.faults[1]),
+            end_ns=last.t_ns,
+            peak_rss_bytes=one.peak_rss_bytes or last.memory.rss_bytes,
+            end=replace(last.memory, cgroup_bytes=last.memory.cgroup_bytes or now.usage_bytes),
+            minor_faults=max(0, last.faults[0] - begun.faults[0]),  # the process sent both
+            major_faults=max(0, last.faults[1] - begun.faults[1]),
             peak_cgroup_bytes=one.peak_cgroup_bytes if self._resets_group else None,
             workingset_refault_file=grown(one.before.refaults, now.refaults),
         )
@@ -309,42 +301,27 @@ class Reported:
     @property
     def warnings(self) -> list[str]:
         """Texts for the record: notes, and which figures of a program are missing or not exact."""
-        who, found = f"process {self.pid}", [*self.told.notes]
-        if self.is_refused:
-            then = "which weighin did not take"
-            if not self.is_worker:
-                then = "after which weighin took nothing more from that connection"
-            found.append(
-                f"{who} sent a message with an impossible or unknown value, {then}: phases may be"
-                " missing"
-            )
-        if not self._resets:
-            found.append(
-                f"the peak RSS of {who} could not be reset: the value of each phase is the peak"
-                " since the process started"
-            )
-        if self.is_main and not self._resets_group:
-            found.append(
-                "the cgroup's peak could not be reset, so phases have no cgroup peak (cgroup v2"
-                " needs Linux 6.12 for it)"
-            )
-        if self.died_in is not None:
-            found.append(
-                f"{who} ended inside its phase {self.died_in!r}, whose peak RSS is therefore sampled"
-            )
-        if self._number_lost:
-            found.append(
-                f"{who} had more than {_MOST_PHASES} phases: {self._number_lost} are not recorded,"
-                " but for each name, the one with the highest peak RSS is"
-            )
-        if self._renamed:
-            names = ", ".join(f"{was!r} as {name!r}" for was, name in self._renamed.items())
-            found.append(
-                f"{who} has phases that are recorded under other names ({names}): a name has at"
-                " most 64 letters, digits, spaces and _ . + / ( ) -, and is not that of one of"
-                " weighin's own phases"
-            )
-        return found
+        who = f"process {self.pid}"
+        names = ", ".join(f"{was!r} as {name!r}" for was, name in self._renamed.items())
+        then = "which weighin did not take"
+        if not self.is_worker:
+            then = "after which weighin took nothing more from that connection"
+        found = {
+            f"{who} sent a message with an impossible or unknown value, {then}: phases may be"
+            " missing": self.is_refused,
+            f"the peak RSS of {who} could not be reset: the value of each phase is the peak since"
+            " the process started": not self._resets,
+            "the cgroup's peak could not be reset, so phases have no cgroup peak (cgroup v2 needs"
+            " Linux 6.12 for it)": self.is_main and not self._resets_group,
+            f"{who} ended inside its phase {self.died_in!r}, whose peak RSS is therefore"
+            " sampled": self.died_in is not None,
+            f"{who} had more than {_MOST_PHASES} phases: {self._number_lost} are not recorded, but"
+            " for each name, the one with the highest peak RSS is": self._number_lost,
+            f"{who} has phases that are recorded under other names ({names}): a name has at most 64"
+            " letters, digits, spaces and _ . + / ( ) -, and is not that of one of weighin's own"
+            " phases": names,
+        }
+        return [*self.told.notes, *(text for text, is_so in found.items() if is_so)]
 
 
 def _cleaned(name: str) -> str:
@@ -365,7 +342,6 @@ class Listener:
     other: none gets an answer to a message in ``MET`` before all have sent it.
 
     Attributes:
-        path: the socket. A container must mount its folder at the same path.
         by_process: what each process has reported; the first one is the main process.
         ranks: what the ranks of a load have reported, by their numbers; of other cells, the main process.
         error: an error of the function that takes the messages; None if there was none.
@@ -479,30 +455,26 @@ class Listener:
             reported.is_refused |= bool(packet)
             if not packet or not reported.is_worker or meets:
                 self._drop(connection)
-            elif kind in AWAITED:
-                self._answer(connection)
+                return
         elif isinstance(message, Told) and message.rank is not None:
             if message.rank >= len(self.ranks) or self.ranks[message.rank].pid:
                 self._drop(connection)
                 return
             self.by_process[process] = chosen = self.ranks[message.rank]
             chosen.pid, chosen.is_main = process[0], message.rank == 0
+            return
         else:
             self._take(reported, message)
-            if meets:
-                self._waiting.add(connection)
-                if len(self._waiting) == len(self.ranks):
-                    for met in self._waiting:
-                        self._answer(met)
-                    self._waiting.clear()
-            elif kind in AWAITED:
-                self._answer(connection)
-
-    def _answer(self, connection: socket.socket) -> None:
-        try:
-            connection.send(b"\n", socket.MSG_NOSIGNAL)
-        except OSError:  # it has ended
-            self._drop(connection)
+        answered = {connection} if kind in AWAITED else set()
+        if meets:
+            self._waiting.add(connection)
+            answered = self._waiting if len(self._waiting) == len(self.ranks) else set()
+        for each in [*answered]:
+            self._waiting.discard(each)
+            try:
+                each.send(b"\n", socket.MSG_NOSIGNAL)
+            except OSError:  # it has ended
+                self._drop(each)
 
     def _drop(self, connection: socket.socket) -> None:
         if self._by_connection.pop(connection, None):

@@ -64,6 +64,11 @@ class Spec:
     the page cache first; ``on_phase`` gets the name of each phase of a load that begins.
     """
 
+    disk: "Mount | None" = None  # slow, from which a load reads
+    readiness: Readiness | None = None  # of a command that is a server
+    because: tuple[Outcome, str] | None = None  # the outcome if no figure may count
+    printed: Tail | None = None  # by a worker
+
     def __init__(
         self,
         cell: Cell,
@@ -73,16 +78,8 @@ class Spec:
     ) -> None:
         self.cell, self.settings, self.files = cell, settings or Settings(), files
         self.on_phase = on_phase
-        self.disk: Mount | None = None  # slow, from which a load reads
-        self.readiness: Readiness | None = None  # of a command that is a server
         self.facts: dict[str, Any] = {}  # about the cell's environment, for the record
-        self.because: tuple[Outcome, str] | None = None  # the outcome if no figure may count
-        self.printed: Tail | None = None  # by a worker
-
-    @property
-    def is_load(self) -> bool:
-        """Whether a worker loads or saves a model, or runs a test's body."""
-        return self.cell.operation != "command"
+        self.is_load = cell.operation != "command"  # or a save, or a test's body: in a worker
 
     def enter(self, opened: ExitStack) -> None:
         """Prepare what the cell needs while it runs; ``opened`` closes it."""
@@ -95,9 +92,8 @@ class Spec:
         """Do what is to be done when the worker waits for the begin of its load."""
 
     def finish(self, cached_bytes: int | None) -> list[str]:
-        """Do what is left to do after the end of the cell; return warnings.
-
-        ``cached_bytes`` of ``files`` were in the page cache at the start; None if unknown.
+        """Do what is left to do after the cell's end; return warnings. ``cached_bytes`` of ``files`` were
+        in the page cache at the start; None if unknown.
         """
         raise NotImplementedError
 
@@ -110,9 +106,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A cell's result, and the samples that are written after its record; then ``trouble`` is raised, an error
-    after the measurement.
-    """
+    """A cell's result; after its record, the samples are written, and then ``trouble`` is raised."""
 
     result: Result
     samples: Sequence[Sample] = ()
@@ -120,9 +114,6 @@ class Measured:
     trouble: HarnessError | None = None
 
     def finish(self, run: Path) -> None:
-        """Write the samples into the run's folder, then raise ``trouble``, if any; raise
-        RecordError if a file cannot be written, whose partial content is removed.
-        """
         files = {self.result.samples_path: self.samples}
         for number, rank in enumerate(self.result.ranks):
             files[rank.samples_path] = self.rank_samples.get(number, ())
@@ -141,8 +132,8 @@ class Measured:
 
 def remove_leftovers() -> list[str]:
     """Remove the temporary folders of killed runs; return one line for each folder."""
-    folders = staging.remove_orphans(Path(tempfile.gettempdir()), _PREFIX)
-    return [f"folder {folder}" for folder in folders]
+    found = staging.remove_orphans(Path(tempfile.gettempdir()), _PREFIX)
+    return [f"folder {folder}" for folder in found]
 
 
 def measure(
@@ -151,15 +142,13 @@ def measure(
     environment: Mapping[str, Any] | None = None,
     reference: verdict.Reference | None = None,
 ) -> Measured:
-    """Run one cell to its end and return its measurement; kill a cell that thrashes in comparison with
-    ``reference``, the figures of the same cell without a limit.
-    """
+    """Run one cell to its end; kill one that thrashes in comparison with ``reference``, without a limit."""
     started_at, start_ns = datetime.now(UTC).isoformat(timespec="milliseconds"), time.monotonic_ns()
     cached_bytes = page_cache.drop(spec.files) if spec.files else None
     with staging.own_folder(Path(tempfile.gettempdir()), _PREFIX) as folder, ExitStack() as opened:
         spec.enter(opened)
         watch = Watch(spec, Listener(folder, spec.cell.ranks), reference)
-        opened.callback(watch.abandon)
+        opened.callback(watch.close)
         begun_ns = time.monotonic_ns()
         with interrupts.put_off(), ExitStack() as failing:
             running = spec.start(isolation, folder)
@@ -238,40 +227,28 @@ def result_of(
 
 class Watch:
     """Watches one cell from outside: its messages, its memory, its cgroup, and its end. Call ``begin``,
-    ``wait``, ``end`` and ``close`` in this order.
-
-    Attributes:
-        ranks: what each process that loads has reported; of a command, the main process alone.
-        exits: how ranks ended, by their numbers, in their order in time.
-        samples: the memory readings; of several ranks, those of all ranks together.
-        rank_samples: the memory readings of each rank, by the rank's number.
-        peak_bytes: the cgroup's highest charge from the baseline until the model is ready; of a command,
-            from its start until a server is ready, or the end. What it is after weighin has killed
-            the cell does not count.
-        at_ready: the cgroup's figures when all ranks had read every byte; None before.
-        at_end: those when a server was ready, or when the cell ended.
-        stopped: why weighin killed the cell; None if it did not.
-        processes: those of a command, or of a load that started others, after ``evidence``.
-        ended_rest: what ``end_rest`` has ended of a command.
+    ``wait``, ``end``, ``close`` and ``evidence`` in this order.
     """
 
     def __init__(
         self, spec: Spec, listener: Listener, reference: verdict.Reference | None = None
     ) -> None:
-        self.samples: list[Sample] = []
+        self.listener, self.ranks = listener, listener.ranks  # of a command, the main process
+        self.samples: list[Sample] = []  # of several ranks, of all together
         self.rank_samples: dict[int, list[Sample]] = {}
-        self.listener, self.ranks = listener, listener.ranks
-        self.exits: dict[int, Exit] = {}
+        self.exits: dict[int, Exit] = {}  # of ranks, in their order in time
         self.sampler: Sampler | None = None
         self.stacks: StackTaker | None = None
         self.cgroup: Cgroup | None = None
+        # The cgroup's highest charge from the baseline until the model is ready; of a command, until a
+        # server is ready, or the end. What it is after weighin has killed the cell does not count.
         self.peak_bytes: int | None = None
-        self.at_baseline = self.at_end = Counters()
-        self.at_ready: Counters | None = None
-        self.stopped: Stopped | None = None
+        self.at_baseline = self.at_end = Counters()  # the end of the cell, or a ready server
+        self.at_ready: Counters | None = None  # when all ranks had read every byte
+        self.stopped: Stopped | None = None  # why weighin killed the cell
         self.started_s = time.time()
-        self.processes: tuple[Process, ...] = ()
-        self.ended_rest: tuple[str, ...] = ()
+        self.processes: tuple[Process, ...] = ()  # after ``evidence``
+        self.ended_rest: tuple[str, ...] = ()  # by ``end_rest``
         self.all_ended = False
         self._spec, self._started_ns = spec, time.monotonic_ns()
         self._reference = reference if spec.cell.ram_limit_bytes else None
@@ -280,7 +257,8 @@ class Watch:
         self._machine_oom_kills = read_machine_oom_kills()
         self._stalled = ""
         self._is_frozen = False  # since a server is ready, or weighin has killed the cell
-        self._ended: Exit | None = None
+        self._is_closed = False
+        self._ended = Exit(None, still_runs=True)
         self._driver: DriverMemory | None = None
         self._limits: list[tuple[int, Path]] = []
         self._reading = threading.RLock()  # of the mark, which this thread and the listener's reset
@@ -315,9 +293,7 @@ class Watch:
         self.sampler.start()
 
     def wait(self) -> None:
-        """Return when the cell has ended, or a server is ready; kill the cell at its time-out, or if
-        it thrashes.
-        """
+        """Return when the cell has ended, or a server is ready; kill it at its time-out, or if it thrashes."""
         spec, timeout_s = self._spec, self._spec.settings.timeout_s
         deadline = time.monotonic() + (timeout_s or math.inf)
         pause_s = _PAUSE_S if spec.readiness else _LONGEST_PAUSE_S
@@ -346,7 +322,6 @@ class Watch:
                 ends_s = deadline
 
     def _thrashes(self, reference: verdict.Reference) -> Stopped | None:
-        """Return the figures that prove that the cell thrashes; None without a proof."""
         start_s, before = time.monotonic(), self.at_baseline
         now, limit_bytes = self._counters(), self._spec.cell.ram_limit_bytes or 0
         end_s = time.monotonic()
@@ -458,20 +433,17 @@ class Watch:
 
     def _watch_driver(self) -> None:
         """Sample the worker's GPU memory with NVML; record whether NVML or CUDA gives the figure."""
-        environment, pid = self.ranks[0].told.environment, self.running.pid
-        if "gpu" not in environment:
+        told, source = self.ranks[0].told, "NVML, this process"
+        if "gpu" not in told.environment:
             return
         try:
-            self._driver = DriverMemory(environment.get("gpu_uuid"), pid)
+            self._driver = DriverMemory(told.environment.get("gpu_uuid"), self.running.pid)
+            told.environment["gpu_driver"] = self._driver.driver_version
         except NvmlUnavailable as reason:
-            environment["cuda_driver_source"] = "cudaMemGetInfo"
-            self.ranks[0].told.notes.append(
-                "the GPU memory that the driver reports is that of all processes on the GPU:"
-                f" {reason}"
-            )
-        else:
-            environment["cuda_driver_source"] = "NVML, this process"
-            environment["gpu_driver"] = self._driver.driver_version
+            source = "cudaMemGetInfo"
+            whose = "the GPU memory that the driver reports is that of all processes on the GPU"
+            told.notes.append(f"{whose}: {reason}")
+        told.environment["cuda_driver_source"] = source
 
     # The end of the cell --------------------------------------------------------------------------
 
@@ -497,7 +469,8 @@ class Watch:
         if not is_server_ready:
             oom_kills = largest((self.at_end.oom_kills, now.oom_kills))
             self.at_end = replace(self.at_end, oom_kills=oom_kills)
-        self._ended = running.reap() if has_ended else Exit(None, still_runs=True)
+        if has_ended:
+            self._ended = running.reap()
         self.listener.close()  # takes the last messages
         if self.sampler:
             self.sampler.stop()
@@ -505,6 +478,13 @@ class Watch:
                 self.sampler.without_caches()
 
     def close(self) -> None:
+        """Close all but the kernel's log, which ``evidence`` closes; a second call closes it, too."""
+        if self._is_closed:
+            if self._log is not None:
+                os.close(self._log)
+                self._log = None
+            return
+        self._is_closed = True
         self.listener.close()
         driver = self._driver.stop() if self._driver else None
         if self.sampler:
@@ -515,23 +495,16 @@ class Watch:
         if self.listener.error:
             raise self.listener.error
 
-    def abandon(self) -> None:
-        """Close what is still open; a second call does nothing."""
-        self.listener.close()
-        if self._log is not None:
-            os.close(self._log)
-            self._log = None
-
     def evidence(self) -> Evidence:
-        """Return what is known about the end of the cell; the kernel's log is read here, once."""
-        running, server = self.running, self._spec.readiness
+        """Return what is known about the end of the cell."""
+        running, spec, server = self.running, self._spec, self._spec.readiness
         oom_kills, escape = self.at_end.oom_kills, ""
         if self.sampler:
             oom_kills, escape = largest((oom_kills, self.sampler.oom_kills)), self.sampler.escape
             table = self.sampler.table
             self.processes = table.processes()
             if not escape and self.cgroup and is_beyond(table.most_anon_bytes, self.peak_bytes):
-                whose = "its" if self._spec.is_load else "the command's"
+                whose = "its" if spec.is_load else "the command's"
                 escape = (
                     f"a process had {format_bytes(table.most_anon_bytes)} of anonymous memory, and"
                     f" {whose} cgroup never more than {format_bytes(self.peak_bytes or 0)}"
@@ -539,7 +512,7 @@ class Watch:
 
         def limit_of(kill: Kill) -> int | None:
             around = (size for size, group in self._limits if f"{group}".endswith(kill.limit_of))
-            return next(around, None) if kill.limit_of else self._spec.cell.ram_limit_bytes
+            return next(around, None) if kill.limit_of else spec.cell.ram_limit_bytes
 
         pids = [each.pid for each in self.processes] + [each.pid for each in self.ranks if each.pid]
         log, self._log = self._log, None  # which is closed there
@@ -550,9 +523,8 @@ class Watch:
             kills = ()
         elif kills is not None and kernel_log.has_our_pids():
             machine_oom_kills = len(kills)  # the log names the killed: the others are not ours
-        assert self._ended
         return Evidence(
-            cell=self._spec.cell,
+            cell=spec.cell,
             ended=self._ended,
             ranks=self.ranks,
             ends=self._failed_ranks,
@@ -565,13 +537,13 @@ class Watch:
             ready=server.ready_ns is not None if server else None,
             escape=escape,
             stalled=self._stalled,
-            stderr_tail=self._spec.printed.text if self._spec.printed else b"",
+            stderr_tail=spec.printed.text if spec.printed else b"",
         )
 
 
 def end_rest(running: Running, grace_s: float) -> tuple[str, ...]:
-    """End the processes of a command that outlive its first process; return the command lines of those that
-    got a signal: one that this user may not signal, or that ends by itself at once, is not among them.
+    """End the processes of a command that outlive its first process, but those that this user may not signal;
+    return the command lines of those that did not end by themselves.
     """
     names, spared = [], {running.pid}
 
