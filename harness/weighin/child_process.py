@@ -1,8 +1,7 @@
 """Exchange events between weighin and the processes that it starts, over a socket that is their standard input.
 
-``Child`` is weighin's end, and ``Parent`` the end of a child that runs weighin's code. This module imports
-little, because a measured process imports it before torch. Ray pickles ``Child``, and what ``Child`` uses,
-by value, and sends both to machines that may lack weighin.
+``Child`` is weighin's end, and ``Parent`` that of the child. A measured process imports this module before
+torch, so it imports little. Ray pickles ``Child``, and what it uses, by value.
 """
 
 import contextlib
@@ -54,10 +53,9 @@ def environment(python_path: Iterable[str] = (), *, inherit: bool = True) -> dic
 
 
 class Channel:
-    """One end of a socket between two processes, with events in both directions."""
+    """One end of a socket between two processes; ``other`` is the pidfd of the one at the other end."""
 
     def __init__(self, descriptor: int, other: int | None = None) -> None:
-        """``other`` is the pidfd of the process at the other end."""
         import socket  # imported here to save a worker's memory
 
         self._socket, self._other, self._read = socket.socket(fileno=descriptor), other, bytearray()
@@ -146,7 +144,7 @@ class Child(Channel):
         return self._printed.text
 
     def wait(self, timeout_s: float = inf) -> int:
-        """Wait for the child's end; return the exit code, -n for signal n, or raise TimeoutError."""
+        """Return the exit code, -n for signal n; raise TimeoutError if it does not end."""
         if not wait_for_end(self.process, lambda: self._popen.poll() is not None, timeout_s):
             raise TimeoutError
         return int(self._popen.returncode)
@@ -164,13 +162,14 @@ class Child(Channel):
             self._socket.close()
             if self.process is not None:
                 os.close(self.process)
+                self.process = None
 
 
 def ask(
     command: Sequence[str], variables: Mapping[str, str], timeout_s: float = inf
 ) -> tuple[dict[str, Any] | None, str]:
-    """Run a command to its end, and return the event that it sent; if it failed or sent none, None and why.
-    After ``timeout_s``, kill it and raise TimeoutError.
+    """Run a command to its end, and return the event that it sent; None and why, if it failed or sent none. After
+    ``timeout_s``, kill it and raise TimeoutError.
     """
     deadline = monotonic() + timeout_s
     with Child(command, variables) as child:
@@ -188,8 +187,6 @@ def error_in(event: Mapping[str, Any]) -> Exception:
 
 
 class Parent(Channel):
-    """The connection of this process to the process that started it."""
-
     def __init__(self) -> None:
         super().__init__(os.dup(0))
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -197,8 +194,8 @@ class Parent(Channel):
         os.close(nothing)
 
     def answer(self, event: str, make: Callable[[], Mapping[str, Any]]) -> int:
-        """Send what ``make`` returns as the fields of ``event``, or the HarnessError or OSError that it
-        raises as the event ``error``; return the exit code.
+        """Send what ``make`` returns as the fields of ``event``, or the HarnessError or OSError that it raises as
+        the event ``error``; return the exit code.
         """
         from weighin.errors import CheckpointError, ConfigError, FormatLimit, HarnessError, explain
 
@@ -214,8 +211,8 @@ class Parent(Channel):
 
 
 def end_with_parent(parent: int = 0) -> None:
-    """Ask the kernel to kill this process when the thread that started this process ends. End now if that
-    has ended before: if ``parent``, a pid, is not the parent any more.
+    """Ask the kernel to kill this process when the thread that started it ends; end now if ``parent``, a pid, is
+    not the parent any more.
     """
     _LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG in linux/prctl.h
     if parent and os.getppid() != parent:
@@ -223,9 +220,7 @@ def end_with_parent(parent: int = 0) -> None:
 
 
 def adopt_orphans(*, adopt: bool = True) -> bool:
-    """Make this process a child subreaper, which becomes the parent of its orphaned descendants, or an
-    ordinary process; return whether it was a subreaper before.
-    """
+    """Become a child subreaper, the parent of orphaned descendants, or not; return whether it was one before."""
     before = ctypes.c_int()
     _LIBC.prctl(37, ctypes.byref(before))  # PR_GET_CHILD_SUBREAPER in linux/prctl.h
     _LIBC.prctl(36, int(adopt))  # PR_SET_CHILD_SUBREAPER
@@ -257,7 +252,6 @@ def write(descriptor: int, data: bytes) -> bool:
 
 
 def printed_lines(printed: bytes) -> list[str]:
-    """Return the lines that a process printed, without blank lines at the beginning and the end."""
     return printed.decode(errors="replace").strip().splitlines()
 
 
@@ -274,7 +268,7 @@ def signal_each(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
 
 
 def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether a process ends within ``timeout_s``; ``process`` is its pidfd, or None."""
+    """Return whether a process ends within ``timeout_s``; ``process`` is its pidfd, if there is one."""
     deadline = monotonic() + timeout_s
     while not has_ended():
         left_s = deadline - monotonic()
@@ -288,7 +282,7 @@ def wait_for_end(process: int | None, has_ended: Callable[[], bool], timeout_s: 
 
 
 def wait_status(process: int) -> int | None:
-    """Return the status of a process (its pidfd, also of no child) that was reaped; None before Linux 6.15."""
+    """Return the status of a reaped process (its pidfd, also of no child); None before Linux 6.15."""
     import fcntl  # imported here to save a worker's memory
 
     told = bytearray(struct.pack("=QQ", _PIDFD_INFO_EXIT, 0) + bytes(48))

@@ -32,7 +32,7 @@ _FIELDS: Final = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem", "VmSwap")
 
 @contextmanager
 def address(path: str) -> Iterator[str]:
-    """Yield an address of at most 107 bytes for the socket at ``path``, valid in the ``with`` block."""
+    """Yield an address of at most 107 bytes for the socket at ``path``."""
     if len(os.fsencode(path)) <= _LONGEST_PATH:
         yield path
         return
@@ -51,7 +51,7 @@ def read_text(path: str) -> str:
 
 
 def parse_status(text: str) -> dict[str, int]:
-    """Return the memory fields that a /proc/PID/status text contains, in bytes."""
+    """Return the memory fields of a /proc/PID/status text, in bytes."""
     fields = {}
     for line in text.split("\n"):  # splitlines would also split at "\r" in the process's name
         name, _, value = line.partition(":")
@@ -61,14 +61,12 @@ def parse_status(text: str) -> dict[str, int]:
 
 
 def parse_faults(text: str) -> tuple[int, int]:
-    """Return (minor, major) page faults of a /proc/PID/stat text."""
     # The program's name in brackets may itself contain blanks and brackets.
     fields = text.rpartition(")")[2].split()
     return int(fields[7]), int(fields[9])
 
 
 def memory_of(status: dict[str, int]) -> dict[str, int]:
-    """Return the memory fields of a status as those of ``Memory``."""
     return {
         "rss_bytes": status["VmRSS"],
         "anon_bytes": status["RssAnon"],
@@ -86,16 +84,13 @@ def read_figures(pid: int | str = "self") -> dict[str, Any]:
 
 
 def reset_peak() -> None:
-    """Reset VmHWM, the peak RSS of this process, to its present RSS."""
     with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123
         file.write("5")
 
 
 class Connection:
-    """The connection of this process to weighin, made at the first message.
-
-    An error of it is raised. The program may have closed its descriptor, or have forked: the
-    connection is then made anew.
+    """The connection of this process to weighin, made at the first message, and anew if the program has closed
+    its descriptor or forked.
     """
 
     def __init__(self, path: str, patience_s: float | None = None) -> None:
@@ -103,7 +98,6 @@ class Connection:
         self._descriptor = self._inode = -1
 
     def send(self, message: dict[str, Any], *, wait: bool) -> None:
-        """Send a message; with ``wait``, return when weighin has answered."""
         packet = json.dumps(message, separators=(",", ":")).encode()
         if not self._is_ours():
             self._descriptor = -1
@@ -138,9 +132,8 @@ class Connection:
 
 
 class Reporter:
-    """Reports the phases of any program. They may be nested, and those of several threads overlap.
-
-    A failure raises no error, but this process then reports no further phases.
+    """Reports the phases of any program, which may be nested and overlap. After a failure, which raises no error,
+    this process reports no further phases.
     """
 
     def __init__(self, path: str) -> None:
@@ -157,13 +150,13 @@ class Reporter:
         return os.getpid(), number
 
     def end(self, begun: tuple[int, int]) -> None:
-        """Report that a phase ends; do nothing in a forked child of the process that began the phase."""
+        """Report that a phase ends; do nothing in a forked child of the process that began it."""
         pid, number = begun
         if pid == os.getpid():
             self._tell(number)
 
     def _tell(self, number: int, name: str | None = None) -> None:
-        """Report a begin or, without a ``name``, an end; after a failure, never report again."""
+        """Report a begin or, without a ``name``, an end."""
         if self._is_off:
             return
         if not self._lock.acquire(timeout=PATIENCE_S):
@@ -193,6 +186,5 @@ class Reporter:
         self._connection.send(fields, wait=True)
 
     def _after_fork(self) -> None:
-        """In a forked child, drop the parent's connection, and make a new, unlocked lock."""
         self._lock = RLock()
         self._connection.drop()

@@ -2,16 +2,13 @@
 
     python -m weighin.slow_disk FOLDER MOUNTPOINT --rate 200MB/s --latency 5ms
 
-The answer to a request is due after the time of its bytes at the rate, plus the latency. All
-requests share the rate of the slow disk, but the latencies of several requests pass at the same
-time. FUSE divides a read into requests of at most 128 KiB. The FUSE process reads the real files
-with direct reads, so that they do not fill the page cache. The mounted files have a page cache as
-on any disk: buffered and mapped reads fill it, and direct reads do not. SIGINT and SIGTERM unmount
-the folder and end the process.
+The answer to a request is due after the time of its bytes at the rate, plus the latency. All requests
+share the rate, but their latencies pass at the same time. FUSE divides a read into requests of at most
+128 KiB. The real files are read with direct reads, so that they do not fill the page cache; the mounted
+files have one as on any disk. SIGINT and SIGTERM unmount the folder.
 
-``Mount`` starts the FUSE process with ``--name``, which then reports when the folder is mounted,
-answers each line of its parent with the reads that still wait, and unmounts the folder when its
-parent ends.
+``Mount`` starts this program with ``--name``: it then reports when the folder is mounted, answers each
+event of its parent with the reads that still wait, and unmounts the folder when its parent ends.
 """
 
 import argparse
@@ -72,9 +69,8 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The speed of a disk; None leaves that of the real disk. All requests share the rate, and each
-    also waits for the latency. A read that ends behind the file offset ``stall_from_bytes`` is never
-    answered.
+    """The speed of a disk; None leaves that of the real disk. A read that ends behind the file offset
+    ``stall_from_bytes`` is never answered.
     """
 
     bytes_per_s: int | None = None
@@ -91,12 +87,9 @@ class Pace:
 
 
 class Mount:
-    """A mount of a folder at ``folder``, where reads have the rate and latency of a slower disk;
-    ``pid`` serves it.
-    """
+    """A mount of a folder at ``folder``, served by ``pid``, whose files can be read."""
 
     def __init__(self, source: Path, pace: Pace, root: Path) -> None:
-        """Mount the folder ``source`` below ``root``; return when the mounted files can be read."""
         self._source, self._pace = source.absolute(), pace
         name = owned_name(next(_numbers))
         self.folder = root / name / self._source.name
@@ -159,9 +152,7 @@ class Mount:
 
 
 def check(*, in_container: bool) -> None:
-    """Raise IsolationUnavailable if FUSE, and so a slow disk (``in_container``: read by one), does not
-    work here.
-    """
+    """Raise IsolationUnavailable if a slow disk (``in_container``: read by one) does not work here."""
     why, repair = "", "apt-get install fuse"
     if find_spec("mfusepy") is None:
         why, repair = "mfusepy is not installed", install.command("disk")
@@ -209,9 +200,8 @@ def _remove(folder: Path) -> None:
 
 
 def _unmount(mountpoint: Path, device: int | None = None) -> None:
-    """Unmount a FUSE file system at once. Reads that still wait fail, here and in other mount
-    namespaces, so that their processes can end; without ``device``, its minor number, only root can
-    make them fail.
+    """Unmount at once. Reads that still wait fail, so that their processes can end; without ``device``, the
+    minor number, only root can make them fail.
     """
     if device is not None:
         with contextlib.suppress(OSError):  # fusectl is not mounted, or the connection has ended
@@ -300,9 +290,8 @@ class _PassThrough:
 
     @contextlib.contextmanager
     def _answered(self, length: int) -> Iterator[None]:
-        """Run the ``with`` block, which serves a request for so many bytes, and wait until the answer
-        is due: on an idle disk, earlier by ``_LEAD_NS``, by which FUSE itself delays a request and its
-        answer.
+        """Wait until the answer to a request for so many bytes is due: on an idle disk, earlier by ``_LEAD_NS``, by
+        which FUSE itself delays it.
         """
         rate, latency_ns = self._pace.bytes_per_s, self._pace.latency_ns or 0
         with self._lock:

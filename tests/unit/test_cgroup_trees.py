@@ -376,21 +376,6 @@ def test_a_leftover_that_cannot_be_removed_is_not_said_to_be(
     assert dead.exists()
 
 
-@pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
-def test_cells_that_leave_a_limited_group_are_announced(kernel: Kernel) -> None:
-    said: list[str] = []
-    (own := kernel.memory / "around").mkdir()
-    kernel.put(os.getpid(), own)
-    CgroupIsolation().prepare(said.append)
-    assert said == []
-    cgroup.limit(own, 64 * MIB)
-    CgroupIsolation().prepare(said.append)
-    assert said == [
-        f"weighin measures outside its own cgroup {own}, whose limit of 64.000 MiB does not apply"
-        " there"
-    ]
-
-
 def test_a_group_that_another_process_removes_at_the_same_time_is_gone(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,20 +159,6 @@ def test_a_group_around_this_process_whose_limit_is_known_holds_the_cells(v2: Ke
     group = scope(v2)
     cgroup.limit(group, 64 * MIB)
     assert cgroup.groups_root() == group
-    assert cgroup.left_limit() is None
-
-
-@pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)
-def test_a_limit_that_cells_leave_is_the_smallest_around_this_process(kernel: Kernel) -> None:
-    assert cgroup.left_limit() is None
-    (outer := kernel.memory / "outer").mkdir()
-    (own := outer / "own").mkdir()
-    kernel.put(os.getpid(), own)
-    assert cgroup.left_limit() is None
-    cgroup.limit(outer, 64 * MIB)
-    assert cgroup.left_limit() == (64 * MIB, outer)
-    cgroup.limit(own, 32 * MIB)
-    assert cgroup.left_limit() == (32 * MIB, own)
 
 
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,13 +224,6 @@ def test_this_command_goes_on_in_a_delegated_scope(monkeypatch: pytest.MonkeyPat
     assert {"--user", "--scope", "Delegate=yes"} <= set(command[: command.index("--")])
     assert command[command.index("--") + 1 :][-4:] == ["-m", "weighin", "bench", "gpt2-tiny"]
     assert os.environ["WEIGHIN_DELEGATED"] == "1"
-
-
-def test_a_user_without_groups_leaves_no_limit(kernel: Kernel) -> None:
-    (own := kernel.memory / "own").mkdir()
-    kernel.put(os.getpid(), own)
-    refuse_root(kernel)
-    assert cgroup.left_limit() is None
 
 
 @pytest.mark.parametrize("kernel", ["v1", "hybrid"], indirect=True)

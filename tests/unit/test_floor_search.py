@@ -15,12 +15,12 @@ from weighin.isolation import cgroup
 from weighin.plan import start as plans
 from weighin.plan.task import Planned, Progress, Run
 from weighin.records import run_folder
-from weighin.records.floor import TYPICAL_CELLS, Aim
+from weighin.records.floor import Aim
 from weighin.result import Cost, Outcome, Result
 from weighin.run import runner
-from weighin.run.runner import longest, said
+from weighin.run.runner import said
 from weighin.settings.definition import Settings
-from weighin.units import GIB, MIB, format_duration
+from weighin.units import GIB, MIB
 
 FIRST = lived(None, Outcome.OK, 1000 * MIB)
 OTHER = replace(CELL, strategy="baseline")
@@ -98,22 +98,6 @@ def test_floors_are_found_one_after_the_other_and_each_step_is_told(played: list
 )  # fmt: skip
 def test_the_bounds_of_a_floor_in_words(results: list[Result], words: str) -> None:
     assert said(Planned(CELL), results, Aim.SURVIVES) == words
-
-
-def test_a_search_that_ends_no_cell_says_how_long_it_may_take() -> None:
-    assert longest(searching()) == ""
-    what = "--thrashing lets a measurement run on that reads its file again and again"
-    number = 2 * TYPICAL_CELLS
-    most = format_duration(number * 600)
-    task = searching(OTHER, CELL, OTHER, skip="no", aim=Aim.ENDS, timeout_s=600.0)
-    assert longest(task) == (
-        f"{what}: each of about {number} measurements may take 600 s (--timeout), and the search up"
-        f" to {most}"
-    )
-    assert longest(searching(aim=Aim.ENDS, timeout_s=0.0)) == (
-        f"{what}: each of about {TYPICAL_CELLS} measurements may take 10 times as long as without a"
-        " limit, plus 30 s"
-    )
 
 
 @pytest.mark.parametrize("within", ["0", "-1%", "10.01%"])

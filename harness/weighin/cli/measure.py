@@ -164,7 +164,6 @@ def floor(context: click.Context, /, **_: Any) -> None:
     from weighin.show.write import write
 
     with _planned(context) as (task, _perform):
-        _console.note(runner.longest(task))
         folder, json_file = task.folder, context.params["json_file"]
         with progress(_console.err(), None) as shown, runner.resumable("floor", task):
             results = runner.search(task, shown)

@@ -46,9 +46,9 @@ Task = Callable[[Mapping[str, Any]], tuple[str, list[dict[str, Any]]]]
 def run(assignment: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     """Run an assignment on the node to which Ray copied this function; return its id and the events.
 
-    The process of the assignment gets the environment with which the node was started. Ray's own
-    workers have further variables, such as OMP_NUM_THREADS, that would change the measurement.
-    Ray's memory monitor kills tasks when the node is short of memory, also a cell below its limit.
+    Its process gets the environment with which the node was started: Ray's own workers have variables
+    such as OMP_NUM_THREADS that would change the measurement. Ray's memory monitor kills tasks when the
+    node is short of memory, also a cell below its limit.
     """
     place = ray.get_runtime_context().get_node_id()
     try:
@@ -68,8 +68,6 @@ def run(assignment: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
 
 
 class Cluster:
-    """A connection to a Ray cluster. Because of ``SLOT``, a node runs one assignment at a time."""
-
     slots = 1
 
     def __init__(self, labels: Mapping[str, str], task: Task) -> None:
@@ -83,7 +81,6 @@ class Cluster:
         self._silent = set[str]()  # the nodes that did not say what they have
 
     def names(self) -> dict[str, str]:
-        """Return, by id, the names of the living nodes that can have cells."""
         found = [each for each in ray.nodes() if each["Alive"] and each["Resources"].get(SLOT)]
         hosts = [each["NodeManagerHostname"] for each in found]
         names, self.gpus = {}, {}
@@ -111,7 +108,7 @@ class Cluster:
         return future
 
     def answer(self, done: Future[Any]) -> Answer:
-        """Return the answer to a finished assignment, or raise HarnessError: Ray lost all tries."""
+        """Return the answer to a finished assignment; raise HarnessError if Ray lost all tries."""
         try:
             place, told = done.result()
         except RayError as lost:
@@ -125,7 +122,6 @@ class Cluster:
         return place, events
 
     def stop(self, assignments: Iterable[Future[Any]]) -> None:
-        """Cancel assignments, and wait until what they ran has ended."""
         if tasks := [each.task for each in assignments]:  # type: ignore[attr-defined]
             for task in tasks:
                 ray.cancel(task)
@@ -168,14 +164,12 @@ class Cluster:
         return found
 
     def placed(self, result: Result, place: str) -> Result:
-        """Add to a result the node that measured it; no node, if the node was lost."""
         where = {"node": {"name": self._names.get(place, place), "id": place}} if place else {}
         return replace(result, environment=result.environment | where)
 
 
 @contextmanager
 def connected(address: str, labels: Mapping[str, str], task: Task = run) -> Iterator[Cluster]:
-    """Connect this process to the cluster, and disconnect it at the end."""
     if address.startswith("ray://"):
         raise ConfigError(
             f"address={address} is the address of Ray's client server, through which weighin"

@@ -1,8 +1,7 @@
 """Hand out a plan's cells, several at once, and write their records: only the driver's process does.
 
-The cells run on the nodes of a ``Cluster``, or as ``Jobs`` of this machine, threads that run one cell at
-a time. Each job has checkpoint files of its own until the end of the run: the kernel charges a page of
-a shared file to the cell that read it first.
+The cells run on the nodes of a ``Cluster``, or as ``Jobs`` of this machine. Each job has checkpoint files
+of its own: the kernel charges a page of a shared file to the cell that read it first.
 """
 
 import time
@@ -42,10 +41,8 @@ _LOOK_S: Final = 3.0  # until it looks again for nodes that were lost or have jo
 
 
 class Driver:
-    """Runs the cells (measurements) of one plan; the ``crew`` chooses which of the able nodes runs a cell.
-
-    No more cells are handed out than the able nodes can run at once, so that a node that joins gets
-    the next cell, and each cell starts with what its node said last.
+    """Runs the cells of one plan; the ``crew`` chooses which of the able nodes runs a cell. No more cells are
+    handed out than the able nodes can run at once, so that each starts with what its node said last.
     """
 
     def __init__(
@@ -66,7 +63,6 @@ class Driver:
         self._tested = set[str]()  # the nodes on which a worker was tested, with all limits
 
     def run(self) -> Sequence[Result]:
-        """Run every cell that has no record yet, and return the results of all cells."""
         task = self._task
         self._code = {n: value for n, value in environment.code().items() if n.startswith("git_")}
         # A node finds a strategy that is part of weighin in its own installation.
@@ -178,7 +174,6 @@ class Driver:
             self._leave_out(place, HarnessError(**told))
 
     def _leave_out(self, place: str, error: HarnessError) -> None:
-        """Give a node no further cell."""
         message = f"{self._names[place]}: {error.message}"
         self._progress.preparing(f"no further cell for {message}", None)
         self._trouble = HarnessError(message, error.repair, exit_code=error.exit_code)
@@ -219,7 +214,7 @@ class Driver:
 
 
 class Jobs:
-    """The jobs that run cells for a ``Driver``, which sees them as one node."""
+    """Threads that run cells for a ``Driver``, which sees them as one node."""
 
     def __init__(self, jobs: int, isolation: str, caches: Path) -> None:
         self.slots, self.gpus = jobs, dict[str, float]()
@@ -259,14 +254,12 @@ class Jobs:
         return Node(_HERE, _HERE, total, free, {self._isolation: ""})
 
     def placed(self, result: Result, _: str) -> Result:
-        """Add the number of jobs, and a warning that times are not comparable, to a result."""
         told = f"up to {self.slots} cells ran at once (jobs): times are not comparable"
         environment = result.environment | {CONCURRENT: self.slots}
         return replace(result, environment=environment, warnings=(*result.warnings, told))
 
 
 def run_jobs(jobs: int, task: Run, progress: Progress) -> Sequence[Result]:
-    """Run ``jobs`` cells at a time; their RAM limits together must fit in this machine's free RAM."""
     with runner.discarding(task):
         check_jobs(task, jobs)
         with (

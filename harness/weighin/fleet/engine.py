@@ -1,6 +1,5 @@
-"""Choose where the cells (measurements) of a plan run: ``local``, this machine, or ``ray``, a cluster.
-
-What only several jobs and a cluster need is imported when it is asked for, because it takes 60 ms.
+"""Choose where the cells of a plan run: ``local``, this machine, or ``ray``, a cluster. What only several jobs
+and a cluster need is imported when it is asked for, because it takes 60 ms.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,10 +37,7 @@ def settings(name: str, address: str, labels: Mapping[str, str], jobs: int = 1) 
 
 @contextmanager
 def opened(chosen: Mapping[str, Any]) -> Iterator[tuple[Sequence[Node], Perform]]:
-    """Yield the nodes that run the cells (none for this machine), and the function that runs them.
-
-    ``chosen`` comes from ``settings``. For the engine ``ray``, entering the block connects to Ray.
-    """
+    """Yield the nodes that run the cells (none for this machine), and the function that runs them."""
     match chosen:
         case {"name": "local", "jobs": int(number)}:
             from weighin.fleet.driver import run_jobs

@@ -52,10 +52,9 @@ def run(
     variables: Mapping[str, str],
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
-    """Run an assignment in a process of its own, and return its events; the process ends with ``run``.
-
-    Ray copies this function by value to the nodes, with what it uses of ``child_process``: it needs only
-    the standard library, so that a node without weighin can report that weighin is missing.
+    """Run an assignment in a process of its own, and return its events; the process ends with ``run``. Ray copies
+    this function by value, with what it uses of ``child_process``: it needs only the standard library, so
+    that a node without weighin can report that.
     """
     process = Child(module("weighin.fleet.node"), variables)
     events = []
@@ -73,14 +72,13 @@ def run(
             while (left_s := end_s - time.monotonic()) > 0 and process.receive(left_s) is not None:
                 pass
             process.wait(end_s - time.monotonic())
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            process.close()
         code = process.wait()
-        process.close()
     return [*events, {"event": "ended", "code": code, "stderr": last_line(process.printed)}]
 
 
 def by_kind(events: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the events of ``run``, which may come from another machine, by their kind."""
     return {event["event"]: event for event in events}
 
 
@@ -89,7 +87,6 @@ def own_code() -> str:
 
 
 def main() -> int:
-    """Read an assignment from standard input, run it, and return the exit code of this process."""
     child_process.is_program = True
     driver = Parent()
     if (assignment := driver.receive()) is None:  # the driver has ended
@@ -142,7 +139,7 @@ def _memory(isolation: str, *, gpu: bool) -> dict[str, Any]:
 
 
 def _measure(assignment: Mapping[str, Any], driver: Parent) -> None:
-    """Measure the assignment's cell, as a run of one cell in a temporary folder of this machine."""
+    """Measure the assignment's cell, as a run of one cell in a temporary folder."""
     cell, settings = assignment["cell"], assignment["settings"]
     if paths := settings.get("strategy_paths"):
         own = registry.strategies(cell["operation"])

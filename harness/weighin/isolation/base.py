@@ -1,4 +1,4 @@
-"""The interface of isolations: the ways to run a worker or a command, which is the measured process."""
+"""The interface of isolations, which run a worker or a command: the measured process."""
 
 import contextlib
 import os
@@ -27,10 +27,7 @@ OWN_STREAMS: Final = Streams()
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a process ended: its exit code, or the signal that killed it.
-
-    ``still_runs`` means that the process did not end even after SIGKILL.
-    """
+    """How a process ended: its exit code, or the signal that killed it; or not at all (``still_runs``)."""
 
     code: int | None
     signal: int | None = None
@@ -43,7 +40,7 @@ class Exit:
 
     @property
     def signal_name(self) -> str:
-        """The signal as "SIGTERM", or as "signal 40" if it is a real-time signal; empty without a signal."""
+        """ "SIGTERM", or "signal 40" of a real-time signal; empty without a signal."""
         try:
             return signal.Signals(self.signal).name if self.signal else ""
         except ValueError:
@@ -75,7 +72,7 @@ class Running(ABC):
         """Wait for the end of the first process, and return how it ended."""
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the first process; do nothing if it was reaped, or is another user's."""
+        """Send a signal to the first process, unless it was reaped, or is another user's."""
         if self.pid and not self.ended:
             with contextlib.suppress(PermissionError):  # of sudo, for example
                 signal_each([self.pid], number)
@@ -86,14 +83,11 @@ class Running(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill the worker or command with its children, and return without waiting for their end."""
+        """Kill all processes, and return without waiting for their end."""
 
     def close(self) -> None:
         """Kill the remaining processes; remove the container or cgroups. Repeated calls do nothing.
-
-        Raises:
-            StillRunning, IsolationUnavailable: a process, cgroup or container remains; the others
-                were removed.
+        StillRunning or IsolationUnavailable: one of them remains; the others were removed.
         """
         if self.opened:
             self.opened.close()
@@ -112,7 +106,7 @@ class Isolation(Protocol):
         """Raise IsolationUnavailable, with advice, if this isolation does not work on this machine."""
 
     def prepare(self, _progress: Callable[[str], None] = lambda _: None, /) -> None:
-        """Do slow work that all cells share, such as pulling an image; report each step to ``_progress``."""
+        """Do slow work that all cells share, such as pulling an image."""
         return
 
     def start(
@@ -123,14 +117,12 @@ class Isolation(Protocol):
         streams: Streams = OWN_STREAMS,
         mounts: Iterable[str] = (),
     ) -> Running:
-        """Start the worker or the command of a cell; the cell's limits hold before its first instruction.
-
-        A command runs in ``folder``. A container sees ``folder``, where it may write, and ``mounts``,
-        all at the same paths as here.
+        """Start a cell; its limits hold before its first instruction. A command runs in ``folder``. A container
+        sees ``folder``, where it may write, and ``mounts``, all at the same paths as here.
         """
 
     def remove_stale(self) -> list[str]:
-        """Remove processes, cgroups or containers that killed runs left; return a line for each."""
+        """Remove what killed runs left; return a line for each process, cgroup or container."""
 
     def describe(self) -> dict[str, str]:
         """Return facts about the isolation for the records, such as the version of Docker."""

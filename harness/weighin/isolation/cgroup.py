@@ -52,9 +52,8 @@ _numbers = itertools.count()
 
 @cache
 def groups_root() -> Path | None:
-    """Return a folder in which this user can create cgroups with a memory limit, or None.
-
-    The processes of a delegated group, this one among them, may move into a leaf of it.
+    """Return a folder in which this user can create cgroups with a memory limit. The processes of a delegated
+    group, this one among them, may move into a leaf of it.
     """
     hierarchy = memory_hierarchy()
     if hierarchy is None:
@@ -71,9 +70,8 @@ def groups_root() -> Path | None:
 
 
 def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
-    """Return the RAM that cells can have on this machine, and how much of it is free, in bytes.
-
-    A limit around this process also applies to the cells, unless a Docker engine runs them.
+    """Return the RAM that cells can have here, and how much of it is free: a limit around this process also
+    applies to the cells, unless a Docker engine runs them.
     """
     total, free = environment.total_ram_bytes(), environment.free_ram_bytes()
     if isolation == "docker":
@@ -84,18 +82,6 @@ def ram_bytes(isolation: str = "cgroup") -> tuple[int, int]:
         reclaimed_first = cgroup.read_stat().get("inactive_file", 0)
         free = min(free, limit - (cgroup.read("usage") or 0) + reclaimed_first)
     return total, free
-
-
-def left_limit() -> tuple[int, Path] | None:
-    """Return the limit and path of a cgroup that limits this process but not its cells, or None.
-
-    On cgroup v1, for example, weighin makes the cells' groups at the top of the hierarchy.
-    """
-    root, own = groups_root(), _group_of(os.getpid())
-    if root is None or own is None:
-        return None
-    limits = [each for each in limits_around(own) if not root.is_relative_to(each[1])]
-    return limits[0] if limits else None
 
 
 def needs_scope() -> bool:
@@ -125,10 +111,9 @@ def _group_of(pid: int) -> Path | None:
 
 
 def _enables_memory(folder: Path) -> bool:
-    """Enable the memory controller for groups in ``folder``; say if this user can make such groups.
-
-    The kernel refuses it while the group has processes, which therefore move into a leaf, and stay. If
-    the kernel refuses it for another reason, they move back.
+    """Enable the memory controller for groups in ``folder``; say if this user can make such groups. The kernel
+    refuses it while the group has processes, which therefore move into a leaf, and stay. If the kernel
+    refuses it for another reason, they move back.
     """
     control, leaf = folder / "cgroup.subtree_control", folder / PARENT_LEAF
     if not os.access(folder, os.W_OK):
@@ -159,9 +144,7 @@ def _move(pids: Iterable[int | str], group: Path) -> None:
 
 
 def roots() -> list[Path]:
-    """Return the folders for cgroups: in the memory controller's hierarchy, and in a hybrid's v2 tree;
-    raise IsolationUnavailable if this user may not create one with a memory limit.
-    """
+    """Return the folders for cgroups: in the memory controller's hierarchy, and in a hybrid's v2 tree."""
     if (root := groups_root()) is None:
         raise IsolationUnavailable("this user may not create memory cgroups", _repair())
     pressure = pressure_hierarchy() if memory_hierarchy() == (1, root) else None
@@ -177,7 +160,7 @@ def _repair() -> str:
 
 
 def make(cell: Cell | None = None) -> list[Path]:
-    """Create cgroups with the limits of a cell; raise IsolationUnavailable if that is not possible."""
+    """Create cgroups with the limits of a cell."""
     name = f"{_PREFIX}{owned_name(next(_numbers))}"
     groups: list[Path] = []
     for root in roots():
@@ -203,7 +186,6 @@ def make(cell: Cell | None = None) -> list[Path]:
 
 @contextmanager
 def temporary_group() -> Iterator[Path]:
-    """Create an empty cgroup whose memory can be limited; remove it after the ``with`` block."""
     groups = make()
     try:
         yield groups[0]
@@ -212,11 +194,7 @@ def temporary_group() -> Iterator[Path]:
 
 
 def limit(group: Path, limit_bytes: int) -> None:
-    """Limit the memory of a cgroup, and disable swap so that the kernel kills instead of swapping.
-
-    Raises:
-        IsolationUnavailable: the machine has swap, which this kernel cannot disable for one cgroup.
-    """
+    """Limit a cgroup's memory, without swap, so that the kernel kills instead of swapping."""
     cgroup = Cgroup(group)
     cgroup.file("limit").write_text(str(limit_bytes))
     swap, is_v1 = cgroup.file("swap"), cgroup.version == 1
@@ -233,7 +211,6 @@ def limit(group: Path, limit_bytes: int) -> None:
 
 
 def kill_members(group: Path) -> None:
-    """Kill all processes in a cgroup and below it."""
     pids = members_of(group)
     if (kill := group / "cgroup.kill").exists():  # cgroup v2 since Linux 5.14
         with suppress(OSError):
@@ -257,10 +234,7 @@ def thaw(pids: Sequence[int]) -> None:
 
 def remove(groups: Sequence[Path], *, waits: bool = True) -> None:
     """Kill the processes in cgroups and below, with ``waits`` for up to 10 s, and remove the cgroups.
-
-    Raises:
-        StillRunning: a process in one of the cgroups does not end; the others were removed.
-        IsolationUnavailable: a cgroup without processes cannot be removed.
+    StillRunning: a process does not end; the others were removed.
     """
     deadline = time.monotonic() + PATIENCE_S * waits
     left: OSError | None = None
@@ -288,7 +262,6 @@ def remove(groups: Sequence[Path], *, waits: bool = True) -> None:
 
 
 def remove_stale() -> list[str]:
-    """Remove the cgroups of runs that were killed, and return a line for each."""
     removed = []
     for group in [group for root in roots() for group in root.glob(f"{_PREFIX}*")]:
         if is_left_behind(group.name.removeprefix(_PREFIX)):

@@ -75,15 +75,14 @@ _CLOSED: Final[Mapping[str, Any]] = {
     "shm_size": _TMPFS_BYTES,
     "tmpfs": {_TMP: f"size={_TMPFS_BYTES},mode=1777"},
 }
+_FACTS: Final = ("engine", "cgroup_driver", "cgroup_version", "storage_driver", "image")
 _tried: set[Any] = set()  # the engines that have started a container for this process
 
 
 class DockerIsolation(Isolation):
-    """Runs processes in Docker containers, one container for each cell.
-
-    A worker has no network, no capabilities and a read-only root; its small /tmp (also HOME) and /dev/shm
-    count as the cell's memory. Commands run in ``image``, or without one, see what workers see; except
-    for the limits, the mounts, the user and the first process, their container is that of ``docker run``.
+    """Runs one container for each cell. A worker has no network, no capabilities and a read-only root; its
+    small /tmp (also HOME) and /dev/shm count as the cell's memory. Commands run in ``image``, or see what
+    workers see; except for the limits, the mounts, the user and the first process, as in ``docker run``.
     """
 
     name = "docker"
@@ -93,16 +92,15 @@ class DockerIsolation(Isolation):
         self._image = image
 
     def check(self) -> None:
-        """Raise IsolationUnavailable unless a process in a container can be started and seen here."""
-        if self._info.get("ID") not in _tried:
-            check_engine(self._info)
-            with Path(os.devnull).open("r+b", buffering=0) as nothing:
-                streams = Streams(*[nothing.fileno()] * 3)
-                self.start(Cell(ModelSpec("", ""), "check", self.name), [":"], "", streams).close()
-            _tried.add(self._info.get("ID"))
+        if self._info.get("ID") in _tried:
+            return
+        check_engine(self._info)
+        with Path(os.devnull).open("r+b", buffering=0) as nothing:
+            streams = Streams(*[nothing.fileno()] * 3)
+            self.start(Cell(ModelSpec("", ""), "check", self.name), [":"], "", streams).close()
+        _tried.add(self._info.get("ID"))
 
     def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
-        """Pull the user's image if it is missing; raise IsolationUnavailable if that is not possible."""
         if not self._image:
             return
         try:
@@ -156,38 +154,24 @@ class DockerIsolation(Isolation):
                 variables["PYTHONDONTWRITEBYTECODE"] = "1"
             libraries = visible.preloaded(variables | cell.environment)
             binds = visible.binds([*visible.of_machine(), *libraries], [folder, *mounts])
-        # Root in a container of a rootless engine is this user.
-        user = "" if "name=rootless" in self._options else f"{os.getuid()}:{os.getgid()}"
-        where = {"user": user, "workdir": _TMP if is_worker else folder}
         written = (folder, os.path.realpath(folder)) if folder else ()
-        host = {"security_opt": ["label=disable"], **(_CLOSED if is_worker else {})}
+        host: dict[str, Any] = {"auto_remove": True, "log_config": LogConfig(type="none")}
+        host |= {"security_opt": ["label=disable"], **(_CLOSED if is_worker else {})}
         host["mounts"] = [Mount(t, s, "bind", read_only=t not in written) for t, s in binds.items()]
-        container = self._create(cell, image or self._empty_image, shell, host, where)
-        variables |= cell.environment
-        limit_bytes = cell.ram_limit_bytes
-        return DockerStarted(
-            self._client, container, shell, command, variables, streams, limit_bytes, where
-        )
-
-    def _create(
-        self,
-        cell: Cell,
-        image: str,
-        shell: Sequence[str],
-        host: dict[str, Any],
-        where: Mapping[str, str],
-    ) -> str:
-        """Create a container whose first process only waits; return its id."""
-        host |= {"auto_remove": True, "log_config": LogConfig(type="none")}
         if cell.ram_limit_bytes is not None and self._info.get("CgroupVersion", "1") == "1":
             host["mem_swappiness"] = 0
         if cell.needs_gpu:  # the driver's libraries are in /usr
             devices = [path for path in Path("/dev").glob("nvidia*") if path.is_char_device()]
             host["devices"] = [f"{path}:{path}:rwm" for path in devices]
-        if "name=userns" in self._options:  # else this user's files would be another user's
+        options = " ".join(self._info.get("SecurityOptions") or [])
+        if "name=userns" in options:  # else this user's files would be another user's
             host["userns_mode"] = "host"
+        # Root in a container of a rootless engine is this user.
+        user = "" if "name=rootless" in options else f"{os.getuid()}:{os.getgid()}"
+        where = {"user": user, "workdir": _TMP if is_worker else folder}
         labels = {"weighin.owner": groups.this_process(), "weighin.host": socket.gethostname()}
         labels |= {"weighin.lock": groups.lock_suffix(), "weighin.cell": cell.id}
+        image = image or self._empty_image
         with explained("create a container"):
             container = self._client.create_container(
                 image,
@@ -200,11 +184,14 @@ class DockerIsolation(Isolation):
                 user=where["user"],
                 working_dir=where["workdir"],
                 labels=labels,
-            )
-            return str(container["Id"])
+            )["Id"]
+        variables |= cell.environment
+        limit_bytes = cell.ram_limit_bytes
+        return DockerStarted(
+            self._client, container, shell, command, variables, streams, limit_bytes, where
+        )
 
     def remove_stale(self) -> list[str]:
-        """Remove the containers whose owner, a weighin process of this machine, has ended."""
         removed = []
         host = f"weighin.host={socket.gethostname()}"
         with explained("list the containers"):
@@ -218,11 +205,9 @@ class DockerIsolation(Isolation):
         return removed
 
     def describe(self) -> dict[str, str]:
-        facts = {"engine": "ServerVersion", "cgroup_driver": "CgroupDriver"}
-        facts |= {"cgroup_version": "CgroupVersion", "storage_driver": "Driver"}
-        entries = {name: self._info.get(key) for name, key in facts.items()}
-        entries["image"] = self._image
-        return {name: str(value) for name, value in entries.items() if value}
+        names = ("ServerVersion", "CgroupDriver", "CgroupVersion", "Driver")
+        facts = zip(_FACTS, [*map(self._info.get, names), self._image], strict=True)
+        return {name: str(value) for name, value in facts if value}
 
     @cached_property
     def _client(self) -> docker.APIClient:
@@ -233,13 +218,8 @@ class DockerIsolation(Isolation):
         with explained("describe itself"):
             return dict(self._client.info())
 
-    @property
-    def _options(self) -> str:
-        return " ".join(self._info.get("SecurityOptions") or [])
-
     @cached_property
     def _empty_image(self) -> str:
-        """The name of an image with nothing but the folder /tmp, which is made if it is missing."""
         with explained("make an empty image"):
             if not self._client.images(IMAGE):
                 with tarfile.open(fileobj=(content := io.BytesIO()), mode="w") as file:
@@ -287,8 +267,7 @@ class DockerStarted(Running):
                     client.update_container(
                         container, mem_limit=limit_bytes, memswap_limit=limit_bytes
                     )
-            pressure = groups.pressure_file_of(self.pid)
-            self.opened = groups.Cgroup(group, pressure)
+            self.opened = groups.Cgroup(group, groups.pressure_file_of(self.pid))
             self.opened.reset_peak()  # so that the peak does not include the container's own start
             self._pump.begin()
             os.kill(self.pid, signal.SIGCONT)
@@ -342,8 +321,7 @@ class DockerStarted(Running):
         return self.ended
 
     def _read_exit(self) -> Exit:
-        deadline = time.monotonic() + child_process.PATIENCE_S
-        code = 128 + signal.SIGKILL
+        deadline, code = time.monotonic() + child_process.PATIENCE_S, 128 + signal.SIGKILL
         with suppress(NotFound):  # the container was killed, and then removed
             while (state := self._client.exec_inspect(self.exec))["Running"]:
                 if time.monotonic() > deadline:
@@ -381,14 +359,12 @@ class DockerStarted(Running):
 
 
 class _Pump:
-    """Copies between a command's stream and descriptors of this process, in two threads.
-
-    If all three are terminals, the command gets a terminal of its own, and the user's is raw, so that
-    each key, even Ctrl-C, reaches the command. If one is none, the engine sends the streams in frames.
+    """Copies between a command's stream and descriptors of this process, in two threads. If all three are
+    terminals, the command gets a terminal of its own, and the user's is raw, so that each key, even Ctrl-C,
+    reaches the command. Otherwise, the engine sends the streams in frames.
     """
 
     def __init__(self, command: DockerStarted, streams: Streams) -> None:
-        """Copy the descriptors, because a caller may close the originals after the command's start."""
         self.stream: Any = None
         self._command = command
         # Another file may have got the number of a closed standard stream by now.
@@ -408,7 +384,6 @@ class _Pump:
         self._input = threading.Thread(target=self._pass_input, name="input", daemon=True)
 
     def begin(self) -> None:
-        """Begin to copy ``stream`` (of the SDK), before the command's first instruction."""
         self._socket: socket.socket = getattr(self.stream, "_sock", self.stream)
         self._socket.settimeout(None)
         if self.is_terminal and self._files[0] is not None:
@@ -436,7 +411,6 @@ class _Pump:
             self._mode = None
 
     def close(self) -> None:
-        """End the threads, and close all descriptors; repeated calls do nothing."""
         if self._wake >= 0:
             if self._output.is_alive():
                 self._end_stream()
@@ -519,7 +493,6 @@ def _elsewhere() -> IsolationUnavailable:
 
 
 def remove(client: docker.APIClient, container: str) -> None:
-    """Remove a container and all processes in it; return when the container is gone."""
     deadline = time.monotonic() + _REMOVE_S
     with explained(f"remove the container {container}"):
         while True:
@@ -575,24 +548,22 @@ def connect() -> docker.APIClient:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 probe.connect(address.removeprefix("unix://"))
         return docker.APIClient(base_url=address, tls=settings.get("tls") or False)
-    except PermissionError as error:
-        message = f"this user has no permission to use the Docker engine at {address}"
-        repair = "sudo usermod -aG docker $USER, then log in again"
-        raise IsolationUnavailable(message, repair) from error
-    except (FileNotFoundError, ConnectionRefusedError) as error:
-        message = f"no Docker engine answers at {address}"
-        repair = "set DOCKER_HOST to the address of an engine that runs, or unset it"
-        if "DOCKER_HOST" not in os.environ:
-            repair = "start the Docker engine: sudo systemctl start docker"
-        raise IsolationUnavailable(message, repair) from error
     except (*ENGINE_ERRORS, OSError) as error:
         message = f"cannot talk to the Docker engine at {address}: {first_line(error)}"
         repair = "run docker info, and check DOCKER_HOST"
+        if isinstance(error, PermissionError):
+            message = f"this user has no permission to use the Docker engine at {address}"
+            repair = "sudo usermod -aG docker $USER, then log in again"
+        elif isinstance(error, FileNotFoundError | ConnectionRefusedError):
+            message = f"no Docker engine answers at {address}"
+            repair = "set DOCKER_HOST to the address of an engine that runs, or unset it"
+            if "DOCKER_HOST" not in os.environ:
+                repair = "start the Docker engine: sudo systemctl start docker"
         raise IsolationUnavailable(message, repair) from error
 
 
 def check_engine(info: dict[str, Any]) -> None:
-    """Raise IsolationUnavailable if an engine (``docker info``) is elsewhere, or cannot limit RAM and swap."""
+    """Refuse an engine (``docker info``) that is elsewhere, or cannot limit RAM and swap."""
     kernel = os.uname().release
     # The engine writes 6.1 as 6.1.0.
     same = (None, kernel, re.sub(r"^(\d+\.\d+)(?!\.?\d)", r"\1.0", kernel))

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from weighin.probes.cgroup import (
     owned_name,
 )
 from weighin.program_phases import VARIABLE as PHASES_VARIABLE
-from weighin.units import format_bytes
 
 WORKER_VARIABLE = "WEIGHIN_WORKER"
 """The environment variable that marks a worker or command; all its processes inherit the mark."""
@@ -74,10 +73,8 @@ class ProcessIsolation(Isolation):
         return Started(command, cell.environment, groups, folder, streams, is_worker=is_worker)
 
     def remove_stale(self) -> list[str]:
-        """Kill the processes whose mark names an ended weighin process; return one line for each.
-
-        A process with the mark of this process or of one above it is spared, because a killed run may
-        have started the shell in which weighin, or a weighin around this one, runs now.
+        """Kill the processes whose mark names an ended weighin process. One with the mark of this process or of
+        one above it is spared: a killed run may have started the shell in which weighin runs now.
         """
         above = [one.pid for one in psutil.Process().parents()]
         ours, ended = {mark_of(pid) for pid in (os.getpid(), *above)}, dict[int, str]()
@@ -108,14 +105,6 @@ class CgroupIsolation(ProcessIsolation):
         with cgroup.temporary_group() as group:
             cgroup.limit(group, 2**40)
 
-    def prepare(self, progress: Callable[[str], None] = lambda _: None, /) -> None:
-        """Report if weighin's own cgroup has a memory limit that does not apply to the cells."""
-        if left := cgroup.left_limit():
-            progress(
-                f"weighin measures outside its own cgroup {left[1]}, whose limit of"
-                f" {format_bytes(left[0])} does not apply there"
-            )
-
     def remove_stale(self) -> list[str]:
         return cgroup.remove_stale()
 
@@ -124,11 +113,9 @@ class CgroupIsolation(ProcessIsolation):
 
 
 class Started(Running):
-    """A worker or a command. It enters ``groups`` before its first instruction.
-
-    A worker has a session and process group of its own, so that Ctrl-C in a terminal does not reach
-    it. A command has this process's, and may use the terminal. Without cgroups, weighin adopts a
-    command's orphans until ``close``.
+    """A worker or a command, in ``groups`` from its first instruction on. A worker has a session of its own, so
+    that Ctrl-C does not reach it. A command has this process's, and may use the terminal. Without cgroups,
+    weighin adopts a command's orphans until ``close``.
     """
 
     shares_terminal = True
@@ -143,11 +130,6 @@ class Started(Running):
         *,
         is_worker: bool = False,
     ) -> None:
-        """Start the process.
-
-        Raises:
-            ConfigError: a command does not start; for a worker, OSError.
-        """
         self.groups, self.cgroup = groups, groups[0] if groups else None
         self._tree: ProcessTree | None = None
         variables = os.environ | dict(environment or {})
@@ -186,7 +168,6 @@ class Started(Running):
         return self.ended
 
     def members(self) -> list[int]:
-        """Return the pids of all processes, in cgroups that they made below their own, too."""
         if self.groups:
             return members_of(self.groups[0])
         return self._tree.members() if self._tree else []
@@ -271,11 +252,10 @@ def _start(
 class ProcessTree:
     """The processes of a worker or command: a child of this process, and its descendants.
 
-    With ``adopts``, weighin is a child subreaper until ``end``: the parent of each descendant whose
-    own parent has ended. A child that it gets meanwhile counts as such an orphan, unless it ran before,
-    or was seen below a process that did: those are foreign. Only the program ``weighin`` may adopt:
-    another program, such as pytest, starts children itself. Orphans are then found by ``mark``, the
-    value of a variable that they inherit. ``pid`` is the first process's, when it has started.
+    With ``adopts``, weighin is a child subreaper until ``end``. A child that it gets meanwhile counts as an
+    orphan, unless it ran before, or was seen below a process that did (``_foreign``). Another program than
+    ``weighin``, such as pytest, starts children itself and adopts none: orphans are then found by
+    ``mark``, the value of a variable that they inherit.
     """
 
     def __init__(self, *, adopts: bool) -> None:
@@ -306,9 +286,7 @@ class ProcessTree:
         return found if self._adopts else sorted({*found, *marked(self.mark)})
 
     def kill(self) -> tuple[list[int], list[str]]:
-        """Send SIGKILL to all processes; return the pids of the killed, and the names of the spared,
-        which are another user's.
-        """
+        """Kill all processes; return the pids of the killed, and the names of the spared, which are another user's."""
         killed, spared = [], []
         for pid in sorted({*self.members(), *marked(self.mark)}):
             try:
@@ -321,8 +299,8 @@ class ProcessTree:
         return killed, spared
 
     def end(self) -> list[str]:
-        """Kill all processes, wait up to 10 s for their end, and adopt no more orphans; return the names
-        of those that are another user's. A second call does nothing.
+        """Kill all processes, wait up to 10 s for their end, and adopt no more orphans; return the names of the
+        spared. A second call does nothing.
         """
         if self._is_over:
             return []

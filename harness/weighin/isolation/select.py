@@ -24,9 +24,7 @@ _ON_NODES: Final = (
 
 
 def named(name: str, image: str = "") -> Isolation:
-    """Return an isolation by its name, unchecked. A command's container runs ``image``, or if it is
-    empty, sees this machine's programs.
-    """
+    """Return an isolation, unchecked. A command's container runs ``image``, or sees this machine's programs."""
     if name == "docker":
         # The SDK takes 0.2 s to import.
         from weighin.isolation.docker import DockerIsolation
@@ -48,11 +46,10 @@ def choose(
     image: str = "",
     nodes: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> tuple[Isolation, str]:
-    """Return a working isolation, and a note for the user; raise IsolationUnavailable if none works.
-
-    ``auto`` takes the first of ``NAMES`` that works, without ``containers`` not Docker. If ``limited``, it
-    must enforce a RAM limit. ``nodes`` has, for each machine that runs the cells instead of this one, why
-    an isolation does not work there: ``auto`` takes what works on all, a named one need work only on one.
+    """Return a working isolation, and a note for the user. ``auto`` takes the first of ``NAMES`` that works,
+    without ``containers`` not Docker; if ``limited``, one that enforces a RAM limit. ``nodes`` has, for each
+    machine that runs the cells instead of this one, why an isolation does not work there: ``auto`` takes
+    what works on all, a named one need work only on one.
     """
     refused: list[IsolationUnavailable] = []
     for candidate in (name,) if name != "auto" else NAMES if containers else NAMES[1:]:
@@ -62,17 +59,16 @@ def choose(
         broken = [
             f"{candidate} on {n}: {of[candidate]}" for n, of in nodes.items() if of[candidate]
         ]
-        why = "; ".join(broken)
         if broken and name != "auto" and len(broken) < len(nodes):
-            return isolation, f"these nodes take no part in the run: {why}"
-        if broken:
-            refused.append(IsolationUnavailable(why, _ON_NODES))
-            continue
+            return isolation, f"these nodes take no part in the run: {'; '.join(broken)}"
         try:
             if not nodes:
                 isolation.check()
         except IsolationUnavailable as error:
             refused.append(error)
+            continue
+        if broken:
+            refused.append(IsolationUnavailable("; ".join(broken), _ON_NODES))
             continue
         reasons = "; ".join(error.message for error in refused)
         return isolation, f"isolation {candidate}: {reasons}" if reasons else ""
@@ -95,7 +91,6 @@ def choose(
 
 
 def check_soft_limit(isolation: Isolation) -> None:
-    """Raise IsolationUnavailable if this isolation cannot set a soft limit on this machine."""
     hierarchy = memory_hierarchy()
     if isolation.name == "cgroup" and hierarchy and hierarchy[0] == 2:
         return
@@ -108,9 +103,7 @@ def check_soft_limit(isolation: Isolation) -> None:
 
 
 def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
-    """Raise ConfigError if a cell's RAM limit exceeds that of a cgroup around the cells, at which the
-    kernel would kill the cell first. Only the isolation ``cgroup`` is checked.
-    """
+    """Refuse a RAM limit above that of a cgroup around the cells, at which the kernel would kill the cell first."""
     root = cgroup.groups_root() if isolation.name == "cgroup" else None
     limits = limits_around(root) if root else []
     largest = max((cell.ram_limit_bytes or 0 for cell in cells), default=0)
@@ -123,7 +116,7 @@ def check_limits_around(isolation: Isolation, cells: Iterable[Cell]) -> None:
 
 
 def wants_cgroup(name: str) -> bool:
-    """Tell whether ``choose(name)`` tries a cgroup: "cgroup", or "auto" if Docker does not work."""
+    """Tell whether ``choose(name)`` tries a cgroup."""
     if name == "auto":
         try:
             named("docker").check()

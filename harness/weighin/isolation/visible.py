@@ -31,8 +31,8 @@ _SYSTEM: Final = (
 
 
 def of_machine() -> tuple[str, ...]:
-    """Return the paths of this machine's programs, of this Python, of its packages (in ``sys.path``, or editable)
-    and of weighin; never the root, the home or the current folder for being in ``sys.path``.
+    """Return the paths of this machine's programs, of this Python with its packages, and of weighin; never the
+    root, the home or the current folder for being in ``sys.path``.
     """
     whole = {"/", os.path.realpath(os.path.expanduser("~"))}  # noqa: PTH111
     with contextlib.suppress(FileNotFoundError):  # the current folder was deleted
@@ -53,12 +53,11 @@ def _editable() -> tuple[str, ...]:
 
 
 def preloaded(environment: Mapping[str, str]) -> list[str]:
-    """Return the libraries that LD_PRELOAD names; colons or spaces separate them in the variable."""
+    """Return the libraries that LD_PRELOAD names, between colons or spaces."""
     return environment.get("LD_PRELOAD", "").replace(":", " ").split()
 
 
 def of_job(job: Job) -> Iterator[str]:
-    """Yield the paths that the worker of a job reads."""
     checkpoint = Path(job.checkpoint)
     if checkpoint.is_dir():
         yield job.checkpoint
@@ -73,8 +72,8 @@ def of_job(job: Job) -> Iterator[str]:
 
 
 def binds(seen: Iterable[str], fixed: Iterable[str] = ()) -> dict[str, str]:
-    """Return the real path here of each path in a container. Paths that do not exist are left out, and
-    those that another path contains, except those in ``fixed``.
+    """Return the real path here of each path in a container: of those that exist, and that no other path
+    contains, unless they are in ``fixed``.
     """
 
     def named(paths: Iterable[str]) -> dict[str, str]:

@@ -30,9 +30,7 @@ _FOLDERS: Final = {
 def plan(
     settings: Settings, nodes: Sequence[Node]
 ) -> tuple[list[Planned], Isolation, Settings, str]:
-    """Return a new run's cells and isolation, its settings with all paths, and a note for the user;
-    raise ConfigError, UnknownName or IsolationUnavailable if the run cannot start.
-    """
+    """Return a new run's cells and isolation, its settings with all paths, and a note for the user."""
     chosen = chosen_models.choose(settings)
     models = chosen.specs
     checkpoint = chosen.checkpoint.absolute() if chosen.checkpoint else None
@@ -80,9 +78,6 @@ def plan(
 
 
 def restore(cells: Sequence[Cell], settings: Settings) -> list[Planned]:
-    """Return the cells of a plan; raise ConfigError if a strategy's file is missing or every cell is
-    skipped.
-    """
     infos = {
         name: registry.read_strategy(Path(path), cells[0].operation)
         for name, path in settings.strategy_paths.items()
@@ -101,9 +96,9 @@ def cells_of(
     dtypes: Mapping[str, str] = MappingProxyType({}),
     own_formats: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Planned]:
-    """Return the cells of a run without duplicates, all before the first is repeated: A B C A B C.
-    ``dtypes`` and ``own_formats`` (of the user's checkpoint) are by the model's title. A strategy that
-    supports none of the wanted formats has a cell of the first one, which is skipped with a reason.
+    """Return the cells of a run without duplicates, all before the first is repeated: A B C A B C. ``dtypes`` and
+    ``own_formats`` (of the user's checkpoint) are by the model's title. A strategy that supports none of the
+    wanted formats has a cell of the first one, which is skipped with a reason.
     """
     wanted = [formats.known(name) for name in settings.format]
     axes: dict[str, Sequence[Any]] = {
@@ -148,8 +143,8 @@ def cells_of(
 
 
 def plan_cell(cell: Cell, info: StrategyInfo, own_format: str | None = None) -> Planned:
-    """Plan a cell; skip it if its strategy lacks a package, or does not support the cell's settings.
-    ``own_format`` is the format of the user's checkpoint; None without one.
+    """Plan a cell, which is skipped if its strategy does not support its settings. ``own_format`` is that of the
+    user's checkpoint.
     """
     kind = cell.device.partition(":")[0]
     to, read = ("load to", "read") if cell.operation == "load" else ("save from", "write")
@@ -192,9 +187,7 @@ def _obstacle(found: quantised.Quantised, info: StrategyInfo, operation: Operati
 
 
 def _check_own_selections(planned: list[Planned], selection: Selection, own: str | None) -> None:
-    """Raise ConfigError if a strategy's own --key or strip_prefix differs from the run's, or if
-    the strategy reads another format than the user's checkpoint has.
-    """
+    """Refuse a strategy whose own --key or strip_prefix, or whose format, differs from the run's."""
     for each in planned:
         if each.skip or not each.selection:
             continue
@@ -233,9 +226,7 @@ def _without_refused(planned: list[Planned], checkpoint: Path | None) -> list[Pl
 
 
 def _check_preloaded(environments: Sequence[Mapping[str, str]]) -> None:
-    """Refuse an LD_PRELOAD of anything but absolute paths of existing files, for which the dynamic linker
-    would only print a line.
-    """
+    """Refuse an LD_PRELOAD of which the dynamic linker would only print a line."""
     for name in chain.from_iterable(map(preloaded, environments)):
         if not Path(name).is_absolute():
             raise ConfigError(

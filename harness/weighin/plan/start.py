@@ -1,4 +1,4 @@
-"""Start a new run: plan its cells (measurements) and write its folder; or restore a run from its folder.
+"""Start a new run: plan its cells and write its folder; or restore a run from its folder.
 
 A plan may name any code, which a restored run would execute with the user's rights. weighin's cache
 therefore has the digest of each plan that this user's weighin wrote. Any other plan that names foreign
@@ -51,10 +51,8 @@ _WITH_VALUE: Final = re.compile(r"-[A-Za-z]*[WXoOrI]")
 def start(
     settings: Settings, folder: Path | None = None, nodes: Sequence[Node] = ()
 ) -> tuple[Run, str]:
-    """Plan a new run, write its plan, and return the run, and notes on models and isolation.
-
-    Without ``folder``, the run's folder is ``results/TIME-LABELS-LIMITS``. ``nodes`` are the machines
-    that will measure; without them, this machine measures.
+    """Plan a new run, write its plan, and return the run and notes. The folder is usually
+    ``results/TIME-LABELS-LIMITS``; ``nodes`` are the machines that will measure, if not this one.
     """
     if settings.commands:
         planned, isolation, note = _plan_commands(settings, nodes)
@@ -81,10 +79,7 @@ def start(
 
 
 def resume(folder: Path, *, trusted: bool = False, search: bool = False) -> Run:
-    """Restore a run, or a search for floors, from its plan, to measure its cells without a record.
-
-    A plan that is not ours and names foreign code raises ConfigError unless it is ``trusted``.
-    """
+    """Restore a run, or a search for floors, from its plan, to measure its cells without a record."""
     text = run_folder.read_file(folder, run_folder.PLAN)
     found = run_folder.parse_plan(folder, text)
     if not found.cells:
@@ -194,7 +189,7 @@ def check_patterns(settings: Settings) -> None:
 
 
 def files_in(paths: Sequence[str]) -> list[Path]:
-    """Return the files among ``paths`` and in its folders; raise ConfigError if a path does not exist."""
+    """Return the files among ``paths`` and in its folders."""
     files: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
@@ -296,9 +291,7 @@ def _own_plans(mode: Literal["r", "a"]) -> FileIO:
 
 
 def _new_folder(labels: Sequence[str]) -> Path:
-    """Return the path of a new run's folder: ``results/TIME-LABELS``, or, where no folder can be made
-    here, below a new temporary folder.
-    """
+    """Return a new folder's path: ``results/TIME-LABELS``, or below a new temporary folder if none can be made here."""
     words = [datetime.now().astimezone().strftime("%Y%m%dT%H%M%S")]
     words += [re.sub(r"[^\w.+-]+", "_", label).strip("._-") or "unnamed" for label in labels]
     results = Path("results")

@@ -1,7 +1,5 @@
-"""Define a run: its cells (measurements), its settings, its folder, and the machines that it needs.
-
-The machines are the nodes of a Ray cluster or, without nodes, this machine. They must have the RAM, the
-GPU and the isolation.
+"""Define a run: its cells, its settings, its folder, and the machines that it needs (the nodes of a Ray cluster,
+or this machine), which must have the RAM, the GPU and the isolation.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class Planned:
 
     @property
     def selection(self) -> Selection:
-        """The part of the user's checkpoint that the strategy's options key and strip_prefix select."""
+        """The part of the user's checkpoint that the strategy's own options select."""
         options = self.cell.options if self.cell.operation == "load" else {}
         return Selection(options.get("key", ""), options.get("strip_prefix", ""))
 
@@ -61,10 +59,6 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run to perform. The folder of a new run is removed if an error stops it before its first
-    record.
-    """
-
     folder: Path
     planned: Sequence[Planned]
     isolation: Isolation
@@ -94,9 +88,7 @@ class Run:
         return Search(cell, self.results, self.settings.aim).unlimited if is_limited else None
 
     def reference_for(self, cell: Cell) -> Reference | None:
-        """Return the figures of the same cell without a limit, with which weighin proves that ``cell``
-        thrashes; None for a cell that may thrash until its time-out.
-        """
+        """Return the figures of the same cell without a limit, which prove that it thrashes; None if it may thrash."""
         if self.settings.within is None or self.settings.aim is Aim.ENDS:
             return None
         return reference_of(self.unlimited_result(cell))
@@ -155,8 +147,8 @@ class Demand:
 
 
 def choose(settings: Settings, nodes: Sequence[Node]) -> tuple[Isolation, str]:
-    """Return an isolation that works on the machines of a run, and a note for the user; raise
-    ConfigError or IsolationUnavailable if a limit, the GPU or the isolation fits no machine.
+    """Return an isolation that works on the machines of a run, and a note for the user; raise an error if a limit,
+    the GPU or the isolation fits no machine.
     """
     check_ram(settings.ram, nodes)
     if settings.device != "cpu":

@@ -55,7 +55,7 @@ def start_time(pid: int) -> int | None:
 
 
 def folders_of(group: Path) -> list[str]:
-    """Return the folders of a cgroup and those below, the innermost first; none if it was removed."""
+    """Return a cgroup's folder and those below, the innermost first; none if it was removed."""
     try:
         if group.stat().st_nlink <= _LINKS_OF_EMPTY:
             return [str(group)]
@@ -65,7 +65,7 @@ def folders_of(group: Path) -> list[str]:
 
 
 def members_of(group: Path) -> list[int]:
-    """Return the pids in a group and the groups below it; those of other pid namespaces are left out."""
+    """Return the pids in a group and below it; those of other pid namespaces are left out."""
     found: list[int] = []
     for folder in folders_of(group):
         # The file is opened at each call, because v1 caches the list of an open file for a second.
@@ -79,7 +79,7 @@ def parent_of(pid: int) -> int | None:
 
 
 def is_exiting(pid: int) -> bool:
-    """Return whether a process has ended, or is exiting and so loses its memory and files."""
+    """Return whether a process has ended, or is losing its memory and files."""
     flags = _number(pid, 6)
     return flags is None or bool(flags & _PF_EXITING)
 
@@ -98,9 +98,7 @@ def this_process() -> str:
 
 
 def is_alive(name: str) -> bool:
-    """Return whether the process ``name``, a result of ``this_process``, may still run: of another pid
-    namespace, weighin cannot see whether it has ended.
-    """
+    """Return whether the process ``name`` (``this_process``) may still run; of another pid namespace, True."""
     pid, _, rest = name.partition("-")
     ticks, _, namespace = rest.partition("-")
     if namespace and namespace != _pid_namespace():
@@ -113,17 +111,13 @@ def _pid_namespace() -> str:
 
 
 def owned_name(number: int) -> str:
-    """Return a name for a cgroup, mount or worker of this process: "pid-ticks-namespace.number", and
-    the ``lock_suffix``.
-    """
+    """Return a name for what this process makes: "pid-ticks-namespace.number", and the ``lock_suffix``."""
     return f"{this_process()}.{number}{lock_suffix()}"
 
 
 def is_left_behind(name: str) -> bool:
-    """Return whether the process of this pid namespace that made ``name`` (``owned_name``) has ended.
-
-    For a process with a lock of its own, only the names made with this lock count, so that
-    tests can look at what they left.
+    """Return whether the process that made ``name`` (``owned_name``) has ended. For a process with a lock
+    of its own, only names with this lock count, so that tests can look at what they left.
     """
     owner, _, number = name.rpartition(".")
     lock = "".join(number.partition("-")[1:])
@@ -146,7 +140,7 @@ def memory_hierarchy() -> tuple[int, Path] | None:
 
 
 def pressure_hierarchy() -> Path | None:
-    """Return the mount point of cgroup v2, which alone has PSI files; None if it is not mounted."""
+    """Return the mount point of cgroup v2, which alone has PSI files."""
     return hierarchies(mounts.read())[1]
 
 
@@ -157,7 +151,6 @@ def hierarchies(found: Sequence[Mounted]) -> tuple[Path | None, Path | None]:
 
 
 def memory_cgroup_of(pid: int) -> Path | None:
-    """Return the folder of a process's memory cgroup; None if the folder is not visible here."""
     hierarchy = memory_hierarchy()
     path = _group_of(pid, hierarchy[0]) if hierarchy else None
     if hierarchy is None or path is None:
@@ -167,7 +160,7 @@ def memory_cgroup_of(pid: int) -> Path | None:
 
 
 def has_left(pid: int, group: Path) -> bool:
-    """Return whether a process was seen to be in another memory cgroup than ``group`` and those below."""
+    """Return whether a process was seen in another memory cgroup than ``group`` and those below."""
     now = memory_cgroup_of(pid)
     if now is None or now.is_relative_to(group):
         return False
@@ -175,9 +168,7 @@ def has_left(pid: int, group: Path) -> bool:
 
 
 def pressure_file_of(pid: int) -> Path | None:
-    """Return the PSI file of a process's cgroup (v2); None for the root group, which is the whole
-    machine.
-    """
+    """Return the PSI file of a process's cgroup (v2); None for the root group, the whole machine."""
     mount, path = pressure_hierarchy(), _group_of(pid, 2)
     if mount is None or path is None or path == "/":
         return None
@@ -186,8 +177,8 @@ def pressure_file_of(pid: int) -> Path | None:
 
 
 def _folder(mount: Path, group: str) -> Path:
-    """Return the folder of the cgroup that has the path ``group`` in /proc/PID/cgroup. In a container,
-    ``mount`` may show the container's own group, not the hierarchy's root group.
+    """Return the folder of the path ``group`` in /proc/PID/cgroup. In a container, ``mount`` may show the
+    container's own group, not the hierarchy's root group.
     """
     root = next((one.root for one in mounts.read() if one.place == mount), "/").rstrip("/")
     inside = group == root or group.startswith(f"{root}/")
@@ -230,13 +221,9 @@ class Cgroup:
     """The files of one memory cgroup, under v1's or v2's names. On v1, ``pressure_path`` (PSI) is in a
     folder of v2.
 
-    "usage" is its charge, and "peak" the kernel's high-water mark of it (on v2 since Linux 5.19). The line
-    "oom_kill" of "oom" counts kills in this group, that of "oom_below" also below it. Above "soft", the
-    kernel throttles it.
-
-    On v1, a write of 0 resets the mark for all readers. On v2 since Linux 6.12, a write to an open file
-    resets the mark only for reads from this open file, which ``close`` closes. Other kernels cannot reset
-    it.
+    The line "oom_kill" of "oom" counts kills in this group, that of "oom_below" also below it. A write
+    resets the mark "peak": on v1 for all readers; on v2, since Linux 6.12, only for reads from the open
+    file, which ``close`` closes.
     """
 
     def __init__(self, path: Path, pressure_path: Path | None = None) -> None:
@@ -253,7 +240,6 @@ class Cgroup:
         return self._files[name]
 
     def read(self, name: str) -> int | None:
-        """Return the number in a file; v1's limit is a huge number if there is none."""
         text = _read(self.file(name)).strip()
         return int(text) if text.isdigit() else None
 
@@ -264,9 +250,7 @@ class Cgroup:
         return self.parse_stat(_read(self.file("stat")))
 
     def parse_stat(self, text: str) -> dict[str, int]:
-        """Return the numbers in the text of memory.stat, of the group and those below it, by v2's
-        names.
-        """
+        """Return the numbers of memory.stat, of the group and those below it, by v2's names."""
         numbers = parse_numbers(text)
         if self.version == 1:
             below = {
@@ -291,14 +275,13 @@ class Cgroup:
                 return
 
     def read_peak(self) -> int | None:
-        """Return the highest charge in bytes since the last reset; None without a mark or a cgroup."""
+        """Return the highest charge since the last reset; None without a mark or a cgroup."""
         try:
             return int(os.pread(self._opened(), 32, 0))
         except OSError:  # there is none, or the group was removed
             return None
 
     def reset_peak(self) -> bool:
-        """Reset the peak; return False where that is not possible."""
         try:
             mark = self._opened()
             return self._resets and bool(os.pwrite(mark, self.words["reset"].encode(), 0))
@@ -337,16 +320,14 @@ class Cgroup:
 
 
 def limits_around(folder: Path) -> list[tuple[int, Path]]:
-    """Return (limit in bytes, cgroup) for each cgroup with a limit among ``folder`` and its visible
-    parents, the smallest limit first.
-    """
+    """Return (limit in bytes, cgroup) of ``folder`` and its visible parents, the smallest limit first."""
     limits = [(Cgroup(group).read("limit"), group) for group in (folder, *folder.parents)]
     return sorted((limit, group) for limit, group in limits if limit and limit < _UNLIMITED)
 
 
 def room_in(folder: Path) -> int | None:
-    """Return the most bytes that a cgroup can use under the limits around it, less the memory of other
-    groups under the same limit that the kernel cannot reclaim; None without any limit.
+    """Return what a cgroup can use under the limits around it, less what the kernel cannot reclaim of other
+    groups under the same limit; None without any limit.
     """
 
     def unreclaimable(group: Path) -> int:

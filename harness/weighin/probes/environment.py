@@ -63,8 +63,8 @@ def machine() -> dict[str, Any]:
 
 
 def code() -> dict[str, Any]:
-    """Return weighin's version, and the git commit of the current folder, if it has one. ``git_dirty``
-    is None where the work tree's configuration names a filter, whose program git would run.
+    """Return weighin's version, and the git commit of the current folder. ``git_dirty`` is None where the work
+    tree's configuration names a filter, whose program git would run.
     """
     commit, is_changed = _git("rev-parse", "--verify", "HEAD"), None
     names = _git("config", "--show-scope", "--name-only", "--list") if commit else None
@@ -75,7 +75,7 @@ def code() -> dict[str, Any]:
 
 
 def code_digest(*own: Path) -> str:
-    """Return a hash of weighin's code and strategies on this machine, and of the files ``own``."""
+    """Return a hash of weighin's code and strategies, and of the files ``own``."""
     package = Path(__file__).resolve().parents[1]
     strategies = Path(CODE_PATH[1]) / "strategies"
     files = {str(path.relative_to(package)): path for path in package.rglob("*.py")}

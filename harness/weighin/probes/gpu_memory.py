@@ -1,11 +1,8 @@
 """The CUDA devices of this machine, and the GPU memory of another process.
 
-torch lists the devices in a subprocess, so that this process imports no torch: ``python -m
-weighin.probes.gpu_memory`` sends one event, ``answer``. NVML, NVIDIA's library that asks the driver, samples
-the memory of a process, which also counts the CUDA context, code and the buffers of libraries.
-PyTorch's allocator does not count these, but its events give an exact timeline of requested and
-reserved bytes. They lack the sizes of blocks, so that there is none of allocated bytes: a record has
-their peak in each phase, and its samples have them over time.
+torch lists the devices in a subprocess, so that this process imports no torch. NVML, NVIDIA's library
+that asks the driver, samples the memory of a process, with the CUDA context, code and the buffers of
+libraries. PyTorch's allocator does not count these, but its events give an exact timeline.
 """
 
 import bisect
@@ -29,7 +26,7 @@ _INTERVAL_S: Final = 0.02  # one query takes about a millisecond
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One CUDA device, whose position in ``GpuAnswer.gpus`` is torch's index of the device."""
+    """A CUDA device; its position in ``GpuAnswer.gpus`` is torch's index of it."""
 
     name: str
     total_bytes: int
@@ -63,13 +60,11 @@ def look() -> GpuAnswer:
 
 
 class NvmlUnavailable(Exception):
-    """NVML cannot report the memory of a process; the message is the reason."""
+    """The message is the reason."""
 
 
 class DriverMemory:
-    """Samples one process on one GPU, in a thread, until ``stop``; raises NvmlUnavailable without its
-    memory.
-    """
+    """Samples one process on one GPU, in a thread, until ``stop``."""
 
     def __init__(self, uuid: str | None, pid: int) -> None:
         if uuid is None:
@@ -129,9 +124,8 @@ def with_cuda(
     points: list[tuple[int, int, int]],
     driver_points: list[tuple[int, int]] | None,
 ) -> list[Sample]:
-    """Return the samples, each with the last GPU figures that were read until its time: the worker's
-    ``points`` (monotonic ns, allocated bytes, driver's bytes), with the driver's bytes of NVML if it
-    has any.
+    """Return the samples with the last GPU figures before each: the worker's ``points`` (monotonic ns,
+    allocated bytes, driver's bytes), and the driver's bytes of NVML if it has any.
     """
     if not points:
         return samples

@@ -60,10 +60,9 @@ def kills_since(
     home: Path | None = None,
 ) -> tuple[Kill, ...] | None:
     """Return the kills in ``group`` or below it, of the process ``main_pid``, and of ``pids``, since
-    ``position`` opened ``log``, which is closed; None if this user may not read the log.
-
-    ``home`` is the cgroup in which a command without a ``group`` started. The log has the machine's
-    pids, so that in a container no killed process is recognised as the main process.
+    ``position`` opened ``log``, which is closed; None if this user may not read the log. ``home`` is the
+    cgroup in which a command without a ``group`` started. The log has the machine's pids, so that in a
+    container no killed process is recognised as the main process.
     """
     if log is None:
         return None
@@ -109,8 +108,8 @@ def parse_kills(
     pids: Collection[int] = (),
     home: str | None = None,
 ) -> tuple[Kill, ...]:
-    """Return the kills in ``lines`` whose victim ran in ``group``, is ``main_pid`` or is in ``pids``.
-    The paths of cgroups in the log may have more folders before them.
+    """Return the kills whose victim ran in ``group``, is ``main_pid`` or is in ``pids``. The paths of cgroups
+    in the log may have more folders before them.
     """
     kills: dict[int, Kill] = {}
     cause: tuple[int, str, str] | None = None  # the victim, its cgroup, and that at its limit

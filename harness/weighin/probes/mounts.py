@@ -12,8 +12,8 @@ _READ_AHEAD_BYTES: Final = 128 * KIB  # the default of Linux
 
 
 class Mounted(NamedTuple):
-    """The folder ``root`` of a file system is mounted at ``place``; ``device`` is its number, such as
-    "8:1", and ``options`` are the options of the file system, not of the mount.
+    """The folder ``root`` of a file system is mounted at ``place``; ``device`` is its number, "8:1", and
+    ``options`` are the file system's, not the mount's.
     """
 
     device: str
@@ -53,9 +53,7 @@ def file_system_of(path: Path) -> str:
 
 
 def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
-    """Return how many bytes the kernel reads ahead on a page fault in a mapped file at or below
-    ``path``.
-    """
+    """Return how many bytes the kernel reads ahead on a page fault in a file at or below ``path``."""
     _, number = device_of(path)
     folders = "class/bdi", "dev/block", "dev/block"
     # A partition has its disk's setting in the folder above, the last path.
@@ -74,7 +72,7 @@ def device_of(path: Path) -> tuple[Path, str]:
 
 
 def text_of(path: Path) -> str | None:
-    """Return the stripped text of a file in /sys; None if the running kernel lacks the file."""
+    """Return the stripped text of a file in /sys; None if the running kernel lacks it."""
     try:
         return path.read_text().strip()
     except OSError:

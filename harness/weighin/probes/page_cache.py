@@ -41,10 +41,9 @@ class _Cachestat(ctypes.Structure):
 
 
 def drop(files: Iterable[Path]) -> int | None:
-    """Write back and drop the cached pages of ``files``; return the bytes that remain cached, or None
-    if the pages of a file cannot be counted. A tmpfs keeps its pages.
-
-    A page that is mapped or in a per-CPU batch survives the first attempt, so ``drop`` tries for 0.1 s.
+    """Write back and drop the cached pages of ``files``; return the bytes that remain cached (a tmpfs keeps
+    its pages), or None if the pages of a file cannot be counted. A page that is mapped or in a per-CPU
+    batch survives the first attempt, so ``drop`` tries for 0.1 s.
     """
     left = {file: _cached_bytes(file, drops=True) for file in files}
     deadline = time.monotonic() + _RETRY_S
@@ -61,9 +60,8 @@ def cached(files: Iterable[Path]) -> int | None:
 
 
 def cached_share(descriptor: int, offset: int, length: int) -> float:
-    """Return the cached share of a range's pages, from 0 to 1; 0 if they cannot be counted.
-
-    It does not read with RWF_NOWAIT, because such a read starts the read-ahead.
+    """Return the cached share of a range's pages, from 0 to 1; 0 if they cannot be counted. A read with
+    RWF_NOWAIT would start the read-ahead.
     """
     start = offset - offset % mmap.PAGESIZE
     length += offset - start
@@ -121,6 +119,5 @@ def _mincore(descriptor: int, start: int, length: int) -> int | None:
 
 
 def ask_for_huge_pages(area: mmap.mmap, start: int, size: int) -> None:
-    """Ask the kernel for huge pages in a part of a mapping; no error if the kernel has none."""
     with suppress(AttributeError, OSError):
         area.madvise(mmap.MADV_HUGEPAGE, start, size)

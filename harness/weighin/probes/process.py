@@ -1,8 +1,4 @@
-"""Read the memory of one process from its files in /proc/PID.
-
-The measured process (worker) imports this module, too, which therefore does without pathlib (1 MiB).
-Source: Documentation/filesystems/proc.rst of the kernel.
-"""
+"""Read the memory of one process from /proc/PID; without pathlib (1 MiB), because a worker imports this."""
 
 from typing import NamedTuple
 
@@ -17,15 +13,13 @@ def read_status(pid: int | str = "self") -> dict[str, int]:
 
 
 def read_private(pid: int) -> int:
-    """Return the private memory of a process, in bytes: the pages that no other process maps."""
+    """Return a process's private memory: the pages that no other process maps."""
     return sum(size for name, size in read_rollup(pid).items() if name.startswith("Private_"))
 
 
 def read_rollup(pid: int | str = "self") -> dict[str, int]:
-    """Return the fields of /proc/PID/smaps_rollup, in bytes: in "Pss" (the proportional set size), a
-    page that n processes map counts 1/n.
-
-    The kernel walks the whole address space: about 25 ms at 4 GiB.
+    """Return the fields of smaps_rollup, in bytes; in "Pss", a page that n processes map counts 1/n. The
+    kernel walks the whole address space: about 25 ms at 4 GiB.
     """
     _addresses, *lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()
     return {name: int(size.split()[0]) * KIB for name, _, size in (x.partition(":") for x in lines)}
@@ -42,7 +36,7 @@ class Shares(NamedTuple):
 
 
 def read_shares(pid: int | str = "self") -> Shares | None:
-    """Return the parts of a process's PSS; None before Linux 5.4, and without memory, at its end."""
+    """Return the parts of a process's PSS; None without memory, at its end."""
     rollup = read_rollup(pid)
     try:
         anon, file, shmem = rollup["Pss_Anon"], rollup["Pss_File"], rollup["Pss_Shmem"]

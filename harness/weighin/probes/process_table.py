@@ -56,7 +56,7 @@ class Pause:
 
 @dataclass(slots=True)
 class _Seen:
-    """What is recorded of one process: the fields of a ``Process``, and what they are computed from."""
+    """The fields of a ``Process``, and what they are computed from."""
 
     pid: int
     start_ns: int
@@ -81,7 +81,6 @@ class _Seen:
             self.parent_pid = self.parent_pid or parent_of(self.pid) or 0
 
     def note_memory(self, parent: "_Seen | None") -> None:
-        """Read the process's memory, and note the most anonymous that its parent has had meanwhile."""
         with contextlib.suppress(OSError, KeyError):  # the process has ended
             status = read_status(self.pid)
             now, self.highest_rss_bytes = status["RssAnon"], status["VmHWM"]
@@ -92,8 +91,8 @@ class _Seen:
             self.readings = (now, *self.readings[:1])
 
     def note_files(self, *, with_mapped: bool) -> None:
-        """Record the files that are open, and files of earlier calls as closed: their content may still
-        be in memory. Unless the call is ``with_mapped``, the mapped bytes are those of before.
+        """Record the files that are open, and those of earlier calls as closed: their content may still be in
+        memory. Unless the call is ``with_mapped``, the mapped bytes are those of before.
         """
         with contextlib.suppress(OSError):  # the process has ended, or is another user's
             found = open_files(self.pid, with_mapped=with_mapped)
@@ -161,9 +160,8 @@ class ProcessTable:
             self._ended = heapq.nlargest(_MOST_PROCESSES, self._ended, key=_weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:
-        """Store each process's share of the memory, and list the files of the 8 largest processes.
-
-        What became private since a fork was copied, but for what is new, or what the parent gave back.
+        """Store each process's share of the memory, and list the files of the 8 largest processes. What became
+        private since a fork was copied, but for what is new, or what the parent gave back.
         """
         for seen in (*self._ended, *self._running.values()):
             seen.anon_bytes = seen.file_bytes = seen.shmem_bytes = seen.grown_bytes = None
@@ -201,8 +199,8 @@ class ProcessTable:
 
 
 def open_files(pid: int, *, with_mapped: bool) -> tuple[OpenFile, ...]:
-    """Return up to 16 data files of at least 1 MiB that a process reads, the largest first. Programs,
-    libraries, locale archives, and files that are open only for writing are left out.
+    """Return up to 16 data files of at least 1 MiB that a process reads, the largest first: no programs,
+    libraries, locale archives, and files that are open only for writing.
     """
     files: dict[str, OpenFile] = {}
     for path, mapped_bytes in (_mapped(pid) if with_mapped else {}).items():
@@ -246,7 +244,5 @@ def _mapped(pid: int) -> dict[str, int]:
 
 
 def command_of(pid: int, source: str = "cmdline") -> str:
-    """Return the command line of a process as one printable line, empty for a zombie; or with the
-    ``source`` "comm" the name of the program, which a zombie keeps.
-    """
+    """Return a process's command line, empty for a zombie; or with "comm" the name of the program."""
     return one_line(read_text(f"/proc/{pid}/{source}").replace("\0", " "))

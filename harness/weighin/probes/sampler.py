@@ -1,11 +1,9 @@
 """Sample the memory of what is measured, in a thread of weighin: a load every 5 ms, a command every 20.
 
-A report shows the samples as a timeline. Peaks come from the kernel's high-water marks instead,
-because samples miss short spikes. The kernel keeps a cgroup's sums, which are cheap to read. Without a
-cgroup, weighin adds up the proportional set sizes (PSS) of the processes, because this sum counts each
-shared page once. Reading a PSS takes long, because the kernel walks the whole address space. Each
-process's share of the memory and its mapped files are therefore read only when a command uses clearly
-more memory than at the last such reading.
+Peaks come from the kernel's high-water marks, because samples miss short spikes. A cgroup's sums are
+cheap to read. Without a cgroup, weighin adds up the proportional set sizes (PSS) of the processes, which
+takes long, because the kernel walks the whole address space. So each process's share of the memory is
+read only when a command uses clearly more memory than at the last such reading.
 """
 
 import contextlib
@@ -52,27 +50,16 @@ _Read = TypeVar("_Read")
 class Sampler:
     """Samples the memory of a command with all its processes, or of those that load.
 
-    A command in a cgroup has what the kernel counts for the cgroup and those below it, where
-    ``file_bytes`` is the mapped page cache. The kernel reclaims the pages of its lists active_file and
-    inactive_file: page cache that is not locked, and anonymous pages that were given back (MADV_FREE).
+    A command in a cgroup has what the kernel counts for it and below it, where ``file_bytes`` is the
+    mapped page cache. The kernel reclaims the pages of its lists active_file and inactive_file: page cache
+    that is not locked, and anonymous pages that were given back (MADV_FREE).
 
-    A command without a cgroup has the sum of the proportional set sizes of its processes, which misses
-    shared memory that is written, but not mapped. A sample between two sums repeats the last sum, with
-    the change of anonymous memory since then if it is that of just one process.
+    A command without a cgroup has the sum of the PSS of its processes, which misses shared memory that is
+    written, but not mapped. A sample between two sums repeats the last sum, with the change of anonymous
+    memory since then if it is that of just one process.
 
-    A load has the sum of the anonymous memory of its processes (ranks), and the cgroup's file-backed and
-    shared memory, which counts a shared page only once; without a cgroup, the largest of any one rank.
-
-    Attributes:
-        caches_bytes: on cgroup v1, which does not count them apart, the kernel's caches of files' names
-            that were left when all processes had ended.
-        escape: how a process got out of the cgroup or its limit, as what systemd-run or Slurm starts;
-            empty if none did.
-        oom_kills: the processes that the OOM killer killed in the cgroup and those below it.
-        others: the most other processes at once that the process of a load started, and the largest
-            sum of their private memory (pages that no other process maps), in bytes; (0, 0) with ranks.
-        peak: the sample with the most needed memory, or of those about equal, the highest total usage.
-        table: the processes of a command, or of a load that starts others.
+    A load has the sum of the anonymous memory of its ranks, and the cgroup's file-backed and shared memory,
+    which counts a shared page only once; without a cgroup, the largest of any one rank.
     """
 
     def __init__(
@@ -85,10 +72,8 @@ class Sampler:
         at_sample: Callable[[int, int], None] | None = None,
         interval_s: float | None = None,
     ) -> None:
-        """Open the files of the cgroup and of the processes that load: a reading then takes 50 us.
-
-        ``loading`` are the pids of the processes that load; none for a command. The thread calls
-        ``at_sample`` with the time in ns and the memory without page cache, in bytes.
+        """``loading`` are the pids of the processes that load; none for a command. The thread calls ``at_sample``
+        with the time in ns and the memory without page cache, in bytes.
         """
         self.samples: list[Sample] = []
         self.peak: Sample | None = None
@@ -140,7 +125,7 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> list[Sample]:
-        """Take a last sample, end the thread, and return all samples, the oldest first."""
+        """Take a last sample, end the thread, and return all samples."""
         if not self._stop.is_set():
             self._stop.set()
             self._thread.join()
@@ -173,9 +158,7 @@ class Sampler:
             self._cgroup.raise_limit()
 
     def _run(self) -> None:
-        """A command that, growing as now, would meet its limit within 4 intervals is sampled every
-        millisecond.
-        """
+        """A command that, growing as now, would meet its limit within 4 intervals is sampled every millisecond."""
         if not self._loading:
             # A real-time priority lets the thread run although the command uses all processors; the
             # processes that it starts, such as py-spy, keep the normal one. Only root may raise it.
@@ -230,8 +213,8 @@ class Sampler:
             self.peak = sample
 
     def _is_more(self, sample: Sample, before: Sample | None, step_bytes: int) -> bool:
-        """Return whether a sample uses more memory than ``before``: more needed memory, or if that is
-        about equal, and about the most of all samples, a total usage that is higher by ``step_bytes``.
+        """Return whether a sample has more needed memory than ``before``, or about as much, which is about the most
+        of all samples, and a total usage that is higher by ``step_bytes``.
         """
         if before is None:
             return True
@@ -242,7 +225,6 @@ class Sampler:
         return is_most and _usage(sample) >= _usage(before) + step_bytes
 
     def pids(self) -> list[int]:
-        """Return the pids of the processes; search a tree only after a pause, as this takes long."""
         if self._cgroup:
             self._members = self._find_members()
             if not self.escape:
@@ -404,7 +386,7 @@ def _pread(file: int) -> str:
 
 
 def _each(read: Callable[[int], _Read | None], pids: Sequence[int]) -> dict[int, _Read]:
-    """Return what is read of each process, by pid; without those that end, or are another user's."""
+    """Return what is read of each process; without those that end, or are another user's."""
     found: dict[int, _Read] = {}
     for pid in pids:
         with contextlib.suppress(OSError):

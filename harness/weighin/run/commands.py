@@ -91,7 +91,7 @@ class CommandSpec(Spec):
         return warnings
 
     def _take(self, number: int, _frame: object = None, *, by_terminal: bool | None = None) -> None:
-        """Pass one signal on. Without ``by_terminal``, a SIGINT counts as Ctrl-C of the terminal."""
+        """Pass one signal on; a SIGINT counts as Ctrl-C of the terminal, unless that is known."""
         self.asked_to_end |= number in _ENDING
         by_terminal = number == signal.SIGINT if by_terminal is None else by_terminal
         if self._receiver and not (by_terminal and self._shares_terminal):
@@ -214,8 +214,8 @@ class CommandSpec(Spec):
 
 
 def left(started_s: float, last: Sample | None) -> list[str]:
-    """Say which files of a tmpfs that changed since ``started_s`` take memory; nothing below 1 MiB. Without
-    ``last``, the cgroup's sample after the end of all processes, a file may be another program's.
+    """Say which files of a tmpfs that changed since ``started_s`` take 1 MiB of memory or more. Without ``last``,
+    the cgroup's sample after the end of all processes, a file may be another program's.
     """
     if last and last.shmem_bytes <= MIB:
         return []
@@ -241,8 +241,8 @@ def left(started_s: float, last: Sample | None) -> list[str]:
 
 
 def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
-    """Return the source code of the innermost frame in the user's own program; empty without one, and of a
-    file that was written after ``started_s``, because other code may have run.
+    """Return the code of the innermost frame in the user's own program; none of a file that was written after
+    ``started_s``, because other code may have run.
     """
     from weighin.records.explanation import own, read_all  # 0.01 s, with its expressions
 
@@ -255,10 +255,8 @@ def code_of(frames: Sequence[str], folder: str, started_s: float) -> str:
 
 
 def take(task: Run, planned: Planned, known_environment: Mapping[str, Any]) -> Measured:
-    """Run one command and return its measurement.
-
-    Without --timeout, a search gives it 10 times its time without a limit, plus 30 s. Interrupted: a
-    signal broke the run off, whose result counts only if it is all that there is to measure.
+    """Run one command. Without --timeout, a search gives it 10 times its time without a limit, plus 30 s. A
+    signal that broke the run off raises Interrupted, unless this command is all that there is to measure.
     """
     cell, settings = planned.cell, task.settings
     is_search = settings.within is not None

@@ -16,10 +16,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class EndedBySignal(KeyboardInterrupt):
-    """Raised when a signal stops weighin outside of a run; a run raises ``Interrupted``.
-
-    If a KeyboardInterrupt is raised inside ``exec``, which dataclasses call, Python ends by SIGINT
-    even though the exception was caught. A subclass of KeyboardInterrupt does not have this effect.
+    """A signal stopped weighin outside of a run, which raises ``Interrupted``. (After a KeyboardInterrupt inside
+    ``exec``, which dataclasses call, Python ends by SIGINT even if it was caught; not after a subclass.)
     """
 
 

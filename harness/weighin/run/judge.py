@@ -49,10 +49,8 @@ class Evidence:
 
 
 def judge(end: Evidence) -> tuple[Outcome, str]:
-    """Return the outcome of a cell, and the reason in one line; for an outcome "ok", a warning.
-
-    The outcome is ``oom_killed`` only if a counter of the kernel shows a kill for lack of memory; a high
-    peak is no proof. Without a cgroup, the OOM kills of the whole machine decide.
+    """Return a cell's outcome, and the reason in one line; for "ok", a warning. It is ``oom_killed`` only if a
+    counter of the kernel shows a kill; a high peak is no proof. Without a cgroup, the whole machine's counts.
     """
     if end.cell.operation != "command":
         outcome, why = _of_load(end)
@@ -66,13 +64,12 @@ def judge(end: Evidence) -> tuple[Outcome, str]:
 
 
 def void(outcome: Outcome, why: str, now: Outcome, because: str) -> tuple[Outcome, str]:
-    """Return the outcome ``now``; its message is ``because``, then the former outcome and message."""
     return now, f"{because}; it ended with {outcome}" + f": {why}" * bool(why)
 
 
 def _of_load(end: Evidence) -> tuple[Outcome, str]:
-    """Judge a load or a save. A time-out counts before a kill, unlike that of a command: a strategy that has
-    lost a child and waits for it forever is at fault itself.
+    """Judge a load or a save. A time-out counts before a kill, unlike a command's: a strategy that has lost a
+    child and waits for it forever is at fault itself.
     """
     ranks, stopped = end.ranks, end.stopped
     if stopped and stopped.timeout_s is not None:
@@ -139,7 +136,7 @@ def _of_process(end: Evidence, reported: Reported, ended: Exit) -> tuple[Outcome
 
 
 def _only_forward_failed(end: Evidence) -> bool:
-    """Tell whether the model's own forward pass, and nothing else, failed by an error or a crash of its own."""
+    """Tell whether the model's own forward pass alone failed, by an error or a crash of its own."""
     number = culprit(end)
     reported, last = end.ranks[number], end.ends.get(number)
     last = last or (end.ended if len(end.ranks) == 1 else None)
@@ -153,8 +150,8 @@ def _only_forward_failed(end: Evidence) -> bool:
 
 
 def culprit(end: Evidence) -> int:
-    """Return the number of the rank that decides the outcome of a cell that failed: the first that the kernel
-    killed for lack of memory, else the first that failed, else the one with the fewest ended phases.
+    """Return the rank that decides a failed cell's outcome: the first that the kernel killed for lack of memory,
+    else the first that failed, else the one with the fewest ended phases.
     """
     killed = [rank for rank, each in end.ends.items() if each.signal == signal.SIGKILL]
     if killed and end.oom_kills != 0:
@@ -163,7 +160,7 @@ def culprit(end: Evidence) -> int:
 
 
 def where(ranks: Sequence[Reported]) -> str:
-    """Return each rank's position in words: "rank 2 in phase 'read', ranks 0 and 1 after 'touch'"."""
+    """Return each rank's position: "rank 2 in phase 'read', ranks 0 and 1 after 'touch'"."""
     if len(ranks) == 1:
         return ranks[0].where
     return ", ".join(f"{_named(numbers)} {place}" for place, numbers in _places(ranks))
@@ -194,7 +191,7 @@ def lost(oom_kills: int) -> str:
 
 
 def _killed_children(end: Evidence) -> str:
-    """Describe the child processes that the kernel killed, and the peak of the cell's cgroup."""
+    """Describe the children that the kernel killed, and the peak of the cell's cgroup."""
     if len(end.ranks) > 1:
         return ""
     text = "".join(
@@ -208,8 +205,8 @@ def _killed_children(end: Evidence) -> str:
 
 
 def _of_command(end: Evidence) -> tuple[Outcome, str]:
-    """Judge a command: any kill for lack of memory counts, even if the first process ended well, because a
-    pipeline that lost a process may print a wrong result.
+    """Judge a command: any kill counts, even if the first process ended well, because a pipeline that lost a
+    process may print a wrong result.
     """
     ended, kills, stopped = end.ended, end.kills or (), end.stopped
     if end.ready and not end.oom_kills:
@@ -275,7 +272,6 @@ def _other_limit(end: Evidence) -> str:
 
 
 def is_beyond(bytes_: int | None, bound_bytes: int | None) -> bool:
-    """Return whether a size is clearly above a bound; False if one of the two is not known."""
     if bytes_ is None or bound_bytes is None:
         return False
     return bytes_ > bound_bytes + max(_SLACK_BYTES, _SLACK_SHARE * bound_bytes)

@@ -51,7 +51,7 @@ _Key = tuple[str, str, str]
 
 
 class LoadSpec(Spec):
-    """A load, a save or a test's body; ``changed`` are the checkpoint's files that changed meanwhile."""
+    """A load, a save or a test's body."""
 
     def __init__(
         self,
@@ -64,13 +64,11 @@ class LoadSpec(Spec):
         stall_from_bytes: int | None = None,
         only_baseline: bool = False,
     ) -> None:
-        """Describe a job, which reads ``files`` by their paths on this machine.
-
-        Behind the file offset ``stall_from_bytes``, a slow disk never answers a read. A worker that is
-        asked for ``only_baseline`` is killed when it has reported its memory before the load.
+        """Behind the file offset ``stall_from_bytes``, a slow disk never answers a read. A worker that is asked
+        for ``only_baseline`` is killed when it has reported its memory before the load.
         """
         super().__init__(job.cell, settings, files, on_phase)
-        self.changed: tuple[Path, ...] = ()
+        self.changed: list[Path] = []  # the checkpoint's files that changed meanwhile
         self._job, self._model_bytes = job, model_bytes
         self._stall_from_bytes, self._only_baseline = stall_from_bytes, only_baseline
         self._states = {file: _state(file) for file in files}
@@ -124,13 +122,13 @@ class LoadSpec(Spec):
             self._held.close()
 
     def finish(self, cached_bytes: int | None) -> list[str]:
-        self.changed = tuple(file for file, state in self._states.items() if _state(file) != state)
+        self.changed = [file for file, state in self._states.items() if _state(file) != state]
         if self.changed:
             outcome, who = Outcome.STRATEGY_FAILED, "the strategy"
             if self.cell.isolation == "docker":  # mounts the files read-only
                 outcome, who = Outcome.MEASUREMENT_FAILED, "another program"
-            names = few([file.name for file in self.changed])
             what = "changed the checkpoint's files during the measurement"
+            names = few([file.name for file in self.changed])
             self.because = outcome, f"{who} {what}: {names}"
         warnings = []
         if self.files and cached_bytes is None:
@@ -182,22 +180,22 @@ class LoadSpec(Spec):
             "sources_hash": self._sources_hash,
             "warnings": self._warnings(watch, evidence, outcome),
             "processes": watch.processes,
-            "ranks": () if len(ranks) == 1 else tuple(self._ranks(watch)),
+            "ranks": tuple(self._rank(watch, each) for each in range(len(ranks)) if len(ranks) > 1),
             "use": _use(watch),
         }
 
-    def _ranks(self, watch: Watch) -> Iterator[Rank]:
-        for number, reported in enumerate(watch.ranks):
-            ended, samples = watch.exits.get(number), watch.rank_samples.get(number)
-            yield Rank(
-                phase=reported.current,
-                load_ns=reported.told.load_ns,
-                ready_ns=reported.ready_ns,
-                peak_rss_bytes=largest(each.peak_rss_bytes for each in reported.load_phases),
-                pss_bytes=reported.told.pss_bytes,
-                exit_code=0 if reported.is_done else ended.shell_code if ended else None,
-                samples_path=run_folder.samples_path(self.cell, number) if samples else None,
-            )
+    def _rank(self, watch: Watch, number: int) -> Rank:
+        reported, ended = watch.ranks[number], watch.exits.get(number)
+        has_samples = watch.rank_samples.get(number)
+        return Rank(
+            phase=reported.current,
+            load_ns=reported.told.load_ns,
+            ready_ns=reported.ready_ns,
+            peak_rss_bytes=largest(each.peak_rss_bytes for each in reported.load_phases),
+            pss_bytes=reported.told.pss_bytes,
+            exit_code=0 if reported.is_done else ended.shell_code if ended else None,
+            samples_path=run_folder.samples_path(self.cell, number) if has_samples else None,
+        )
 
     def _warnings(self, watch: Watch, evidence: Evidence, outcome: Outcome) -> list[str]:
         warnings = [watch.running.unseen] if watch.running.unseen else []
@@ -209,11 +207,9 @@ class LoadSpec(Spec):
             )
         number, private_bytes = watch.sampler.others if watch.sampler else (0, 0)
         if private_bytes >= _NOTABLE_BYTES and self.cell.use != FORK:
-            measured = [watch.running.pid, *(each.pid for each in watch.ranks)]
-            others = [each for each in watch.processes if each.pid not in measured]
-            names = few(
-                sorted({Path(each.command.split()[0]).name for each in others if each.command})
-            )
+            ours = [watch.running.pid, *(each.pid for each in watch.ranks)]
+            commands = [each.command for each in watch.processes if each.pid not in ours]
+            names = few(sorted({Path(each.split()[0]).name for each in commands if each}))
             started = f"{number} process{'es' * (number > 1)}" + (f" ({names})" if names else "")
             warnings.append(
                 "peak RSS and anonymous memory are those of the measured process alone; it started"
@@ -248,15 +244,15 @@ def _peaks(watch: Watch) -> Peaks:
     # The checksums themselves allocate GPU memory.
     on_gpu = [phase for phase in first.load_phases if phase.name not in UNTIL_READY]
     of_gpu = ("cuda_requested", "cuda_allocated", "cuda_reserved", "pinned")
-    unreclaimable = [each.anon_bytes + each.shmem_bytes for each in seen]
+    has_shared = any(each.shmem_bytes for each in seen)
     return Peaks(
         rss_bytes=largest(rss),
         cgroup_bytes=watch.peak_bytes,
         anon_sampled_bytes=largest(each.anon_bytes for each in seen),
         file_sampled_bytes=largest(each.file_bytes for each in seen),
-        unreclaimable_sampled_bytes=largest(unreclaimable)
-        if any(each.shmem_bytes for each in seen)
-        else None,
+        unreclaimable_sampled_bytes=largest(
+            each.anon_bytes + each.shmem_bytes for each in seen if has_shared
+        ),
         cuda_driver_sampled_bytes=largest(
             each.cuda_driver_bytes for each in seen if isinstance(each, Sample)
         ),
@@ -299,11 +295,8 @@ class Loads:
     """Measures the loads and saves of a run, whose checkpoints it prepares first."""
 
     def __init__(self, task: Run, needed: Sequence[Planned], progress: Progress) -> None:
-        """Prepare the checkpoints of the cells in ``needed``, the isolation, and the test of a worker.
-
-        Raises:
-            FormatLimit: none of the checkpoints can be written.
-            ConfigError: a cell's limit is too small for the import of torch.
+        """Prepare the checkpoints of the cells in ``needed``, the isolation, and the test of a worker; raise
+        FormatLimit if no checkpoint can be written, ConfigError if a limit is too small to import torch.
         """
         self._task, self._progress = task, progress
         self._checkpoints: dict[_Key, cache.Prepared | FormatLimit] = {}
@@ -329,7 +322,6 @@ class Loads:
             self._check_limits([each for each in needed if self._key(each) not in refused])
 
     def take(self, planned: Planned, known: dict[str, Any]) -> Measured:
-        """Measure one cell, in whose record are the facts that are ``known`` about its environment."""
         key, cell, task = self._key(planned), planned.cell, self._task
         if isinstance(checkpoint := self._checkpoints[key], FormatLimit):
             return Measured(skipped(replace(planned, skip=checkpoint.message), known))
@@ -363,7 +355,7 @@ class Loads:
 
     def _key(self, planned: Planned) -> _Key:
         """Return the title and the format of the checkpoint that a cell reads, and the load's dtype. A save reads
-        the user's checkpoint in its format, or else a generated one in the format pt.
+        the user's checkpoint, or else a generated one in the format pt.
         """
         cell = planned.cell
         if cell.operation == "load":
@@ -385,8 +377,8 @@ class Loads:
         )
 
     def _python_path(self, cell: Cell) -> tuple[str, ...]:
-        """Return the folders from which a worker imports a cell's builder: none for one of weighin, so
-        that no module of a user can hide a module of weighin.
+        """Return the folders from which a worker imports a cell's builder: none for one of weighin, so that no
+        module of a user can hide one of weighin.
         """
         is_ours = user_code.is_ours(cell.model.builder)
         return () if is_ours else self._task.settings.python_path
@@ -406,10 +398,8 @@ class Loads:
         )
 
     def _check_limits(self, able: Sequence[Planned]) -> None:
-        """Raise ConfigError if a limit is below the memory of a rank before the load, x ranks.
-
-        A worker without a limit shows this memory. It also reads torch's libraries into the page cache, for
-        which the first cell's cgroup would be charged. If it fails, the run stops before its first record.
+        """Refuse a limit below the memory of a rank before the load, x ranks, which a worker without a limit shows. It
+        also reads torch's libraries into the page cache, for which the first cell would be charged.
         """
         checkpoint, isolation = self._checkpoints[self._key(able[0])], self._task.isolation
         assert isinstance(checkpoint, cache.Prepared)
@@ -457,8 +447,7 @@ def compile_code() -> None:
 
 @contextmanager
 def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
-    """Hold fresh memory until the end of the block, and yield its size: ``wanted_bytes``, or less, so that
-    ``spare_bytes`` of memory remain free.
+    """Hold fresh memory until the end of the block: ``wanted_bytes``, or less, so that ``spare_bytes`` remain.
 
     Some virtual machines report a page that was free for 2 s to their host (free page reporting,
     balloons), whose next allocation takes three times as long. Memory that is held until no report is
@@ -481,9 +470,7 @@ def held(wanted_bytes: int, spare_bytes: int = 0) -> Iterator[int]:
 
 @contextmanager
 def save_folder(model_bytes: int) -> Iterator[Path]:
-    """Create an empty folder in weighin's cache for one save, and remove the folder after the block;
-    raise ConfigError if the disk has no room for the model.
-    """
+    """Create an empty folder in weighin's cache for one save, and remove it after the block."""
     (root := _saving()).mkdir(parents=True, exist_ok=True)
     needed, free = model_bytes + _SPARE_BYTES, shutil.disk_usage(root).free
     if free < needed:
@@ -496,7 +483,6 @@ def save_folder(model_bytes: int) -> Iterator[Path]:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove what killed runs of loads left on this machine; return one line for each folder."""
     saves = [f"files of a save in {folder}" for folder in staging.remove_orphans(_saving())]
     return saves + slow_disk.remove_stale(staging.slow_disks())
 

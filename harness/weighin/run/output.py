@@ -45,8 +45,6 @@ _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07
 
 
 class Pattern:
-    """A regular expression whose search ends after 0.1 s."""
-
     def __init__(self, text: str) -> None:
         import regex  # takes 0.02 s
 
@@ -95,11 +93,10 @@ class _Channel:
 
 
 class Relay:
-    """Passes the output of one command on to ``targets``, descriptors of standard output and error.
-
-    A line that matches ``marks`` or ``ready`` becomes a ``Mark``, with the time of its last character. At
-    the first line or prompt that matches ``ready``, a thread calls ``at_ready``. Without any pattern, the
-    command writes to the targets directly.
+    """Passes one command's output on to ``targets``, descriptors of standard output and error. A line that matches
+    ``marks`` or ``ready`` becomes a ``Mark``, with the time of its last character. At the first line or
+    prompt that matches ``ready``, a thread calls ``at_ready``. Without any pattern, the command writes to
+    the targets directly.
     """
 
     def __init__(
@@ -140,7 +137,7 @@ class Relay:
         return self._channels[-1].command_end
 
     def start(self) -> None:
-        """Start to pass the output on, in threads; call ``start`` after the command has started."""
+        """Start to pass the output on, in threads, after the command has started."""
         if any(channel.is_terminal for channel in self._channels):
             before = signal.signal(signal.SIGWINCH, self._resize)
             self._resizing.callback(signal.signal, signal.SIGWINCH, before)
@@ -153,13 +150,12 @@ class Relay:
             thread.start()
 
     def _resize(self, *_: object) -> None:
-        """Copy the size of the real terminal to the pseudo-terminals, at each SIGWINCH."""
         if [channel for channel in self._channels if channel.resize()]:
             # The command got SIGWINCH, too, and may have read the size before it was copied.
             os.killpg(0, signal.SIGWINCH)
 
     def finish(self) -> None:
-        """Pass on the rest of the output; call ``finish`` after all processes of the command ended."""
+        """Pass on the rest of the output, after all processes of the command ended."""
         self._ends.set()
         for thread in self._threads:
             thread.join()  # waits until the reader of a target has read the rest
@@ -172,7 +168,6 @@ class Relay:
 
     @property
     def given_up(self) -> int:
-        """How many lines were not searched to the end, because that took too long."""
         return sum(each.given_up for each in self._patterns)
 
     @property
@@ -180,9 +175,7 @@ class Relay:
         return tuple(sorted(self._noted, key=lambda mark: mark.t_ns))
 
     def _relay(self, channel: _Channel) -> None:
-        """Pass the output on until its end, and search its lines; "\\r" also ends a line, as of a
-        progress bar.
-        """
+        """Pass the output on, and search its lines; "\r" also ends a line, as of a progress bar."""
         begun, begun_ns = b"", 0  # a line that has not ended, and when its last character arrived
         while True:
             if not ready([channel.source], _PROMPT_S if begun else _SILENCE_S):
@@ -225,16 +218,14 @@ class Relay:
 
 
 def _plain(output: bytes) -> str:
-    """Decode output, and remove the escape sequences of terminals, such as those for colours."""
+    """Decode output, without the escape sequences of terminals, such as those for colours."""
     text = output.decode(errors="replace").replace("\r", "\n")
     return _ESCAPES.sub("", text) if "\x1b" in text else text
 
 
 @contextlib.contextmanager
 def relaying(settings: Settings, cell: Cell, at_ready: Callable[[], None]) -> Iterator[Relay]:
-    """Yield the relay of a cell's command. In a search for the smallest limit, hide the output of
-    commands that run under a limit.
-    """
+    """Yield the relay of a cell's command. A search for the smallest limit hides the output under a limit."""
     with Path(os.devnull).open("r+b", buffering=0) as nothing:
         in_search = settings.within is not None
         is_hidden = in_search and cell.ram_limit_bytes is not None
@@ -249,12 +240,11 @@ def relaying(settings: Settings, cell: Cell, at_ready: Callable[[], None]) -> It
 
 
 class Readiness:
-    """Learns when one command, a server, is ready: prints a line (--ready) or answers (--ready-url).
-    Any thread may then call ``now``, which notes the time and reads the command's figures once.
+    """Learns when one command, a server, is ready: prints a line (--ready) or answers (--ready-url). Any thread may
+    then call ``now``, which notes the time and reads the command's figures once.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Raise ConfigError if another server answers at --ready-url before the command starts."""
         self.ready_ns: int | None = None
         self._url = settings.ready_url
         self._at_ready: Callable[[], None] = lambda: None
@@ -275,9 +265,7 @@ class Readiness:
                 self._at_ready()
 
     def begin(self, at_ready: Callable[[], None]) -> None:
-        """Begin to send requests to --ready-url, if the option was given; ``at_ready`` is called when
-        the server is ready.
-        """
+        """Send requests to --ready-url, if given; ``at_ready`` is called when the server is ready."""
         self._at_ready = at_ready
         if self._url:
             self._asking = threading.Thread(target=self._ask, name="ready", daemon=True)

@@ -1,6 +1,5 @@
-"""Run a plan, or search for floors: measure each cell, and record each result immediately.
-
-Only one run measures on a machine at a time, because two runs distort each other's figures.
+"""Run a plan, or search for floors: measure each cell, and record each result immediately. Only one run measures
+on a machine at a time, because two runs distort each other's figures.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ _LONGEST_PAUSE_S: Final = 1.0  # because polling disturbs the measuring run
 
 
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
-    """Run, in the plan's order, each cell that has no record, and return the results of all cells. If
-    ``following`` is given, it chooses each cell. An error inside a cell becomes its outcome.
+    """Run, in the plan's order, each cell that has no record, or the cells that ``following`` chooses; return all
+    results. An error inside a cell becomes its outcome.
     """
     with only_writer(task.folder), discarding(task), interrupts.stoppable():
         return _run(task, progress, following)
@@ -112,8 +111,8 @@ def _run(task: Run, progress: Progress, following: Following | None) -> list[Res
 
 
 def search(task: Run, progress: Progress) -> list[Result]:
-    """Search for floors, the smallest RAM limits under which the planned cells work, until the largest failing
-    and the smallest working limit are at most about ``within`` times the floor apart.
+    """Search for the smallest RAM limits under which the planned cells work, until the largest failing and the
+    smallest working limit are at most about ``within`` times the floor apart.
     """
     within, aim = task.settings.within, task.settings.aim
     assert within is not None
@@ -139,25 +138,8 @@ def search(task: Run, progress: Progress) -> list[Result]:
     return run(task, progress, following)
 
 
-def longest(task: Run) -> str:
-    """Say how long a search may take at most; return an empty text if weighin kills cells that thrash."""
-    if task.settings.aim is floor.Aim.SURVIVES:
-        return ""
-    number = floor.TYPICAL_CELLS * sum(not planned.skip for planned in task.planned)
-    what = "--thrashing lets a measurement run on that reads its file again and again"
-    if not (timeout_s := task.settings.timeout_s):
-        return (
-            f"{what}: each of about {number} measurements may take 10 times as long as without a"
-            " limit, plus 30 s"
-        )
-    return (
-        f"{what}: each of about {number} measurements may take {timeout_s:g} s (--timeout), and the"
-        f" search up to {format_duration(number * timeout_s)}"
-    )
-
-
 def said(planned: Planned, results: Sequence[Result], aim: floor.Aim) -> str:
-    """Say in one line between which limits the floor lies, according to the results so far."""
+    """Say between which limits the floor lies, according to the results so far."""
     search = floor.Search(planned.cell, results, aim)
     if search.stop:
         return f"no floor for {planned.cell.strategy}: {search.stop}"
@@ -173,7 +155,7 @@ def said(planned: Planned, results: Sequence[Result], aim: floor.Aim) -> str:
 
 @contextmanager
 def resumable(verb: str, task: Run) -> Iterator[None]:
-    """If an error stops the run in the ``with`` block, add the command that resumes it to the error."""
+    """Add the command that resumes the run to an error that stops it in the ``with`` block."""
     again = run_folder.resume_command(verb, task.folder)
     plan = task.folder / run_folder.PLAN
     is_ours = plan.exists() and start.is_ours(run_folder.read_file(task.folder, run_folder.PLAN))
@@ -196,8 +178,8 @@ def resumable(verb: str, task: Run) -> Iterator[None]:
 def only_run(
     patience_s: float = 0, waiting: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
-    """Hold the machine's lock during the ``with`` block: the name of a socket, which any user can take, and
-    which the kernel frees. Wait for it up to ``patience_s``, after ``waiting`` got the reason.
+    """Hold the machine's lock: the name of a socket, which any user can take, and which the kernel frees. Wait for
+    it up to ``patience_s``, after ``waiting`` got the reason.
     """
     holds = f"it holds the lock {lock_name()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock:
@@ -234,7 +216,7 @@ def _is_taken(lock: socket.socket) -> bool:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Lock a run's plan in the ``with`` block, so that two processes do not run the same cells."""
+    """Lock a run's plan, so that two processes do not run the same cells."""
     try:
         locked = os.open(folder / "plan.json", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:  # nobody can resume a run without a plan
