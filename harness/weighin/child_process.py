@@ -22,9 +22,7 @@ STDERR_KEPT_BYTES = 64 * 1024
 PATIENCE_S = 10.0  # from SIGKILL to the end of a process
 _PART_BYTES = 4096
 _ORPHANED = 125
-_PIDFD_GET_INFO = 0xC040FF0B  # of linux/pidfd.h, since Linux 6.13
 _PIDFD_INFO_EXIT = 8  # since Linux 6.15
-_REST_S = 0.5  # for what a process printed before its end
 _LIBC = ctypes.CDLL(None)  # loaded here, because a child must not load it between fork and exec
 _MOST_READ_BYTES = 1 << 20
 _PAUSE_S = 0.02  # before Linux 5.3, which has no pidfd, a process is polled at this interval
@@ -104,7 +102,7 @@ class Tail:
     @property
     def text(self) -> bytes:
         """What was printed until now; this takes 0.5 s while any process keeps the pipe open."""
-        self._reader.join(_REST_S)
+        self._reader.join(0.5)  # for what a process printed before its end
         return self._text
 
 
@@ -287,7 +285,7 @@ def wait_status(process: int) -> int | None:
 
     told = bytearray(struct.pack("=QQ", _PIDFD_INFO_EXIT, 0) + bytes(48))
     with contextlib.suppress(OSError):
-        fcntl.ioctl(process, _PIDFD_GET_INFO, told)
+        fcntl.ioctl(process, 0xC040FF0B, told)  # of linux/pidfd.h, since Linux 6.13
     mask, status = struct.unpack("=Q52xi", told)
     return status if mask & _PIDFD_INFO_EXIT else None
 

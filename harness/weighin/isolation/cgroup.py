@@ -43,7 +43,6 @@ process in a group that enables controllers for its children.
 """
 
 _ENTERED = "WEIGHIN_DELEGATED"
-_TRIES = 10  # while other processes start and end
 _PREFIX = "weighin."
 _SWAPS = Path("/proc/swaps")
 _PAUSE_S = 0.005
@@ -119,7 +118,7 @@ def _enables_memory(folder: Path) -> bool:
     if not os.access(folder, os.W_OK):
         return False
     before = members_of(leaf)
-    for _ in range(_TRIES):
+    for _ in range(10):  # while other processes start and end
         try:
             if "memory" not in control.read_text().split():
                 control.write_text("+memory")

@@ -45,8 +45,6 @@ _V2: Final = {
 }
 _V1_STAT: Final = {"anon": "rss", "file": "cache", "file_mapped": "mapped_file"}
 """The lines of v1's memory.stat that have other names than those of v2."""
-_LINKS_OF_EMPTY: Final = 2  # of a folder without subfolders
-_PF_EXITING: Final = 0x4  # a flag of a task: include/linux/sched.h
 
 
 def start_time(pid: int) -> int | None:
@@ -57,7 +55,7 @@ def start_time(pid: int) -> int | None:
 def folders_of(group: Path) -> list[str]:
     """Return a cgroup's folder and those below, the innermost first; none if it was removed."""
     try:
-        if group.stat().st_nlink <= _LINKS_OF_EMPTY:
+        if group.stat().st_nlink <= 2:  # of a folder without subfolders
             return [str(group)]
     except OSError:  # removed
         return []
@@ -81,7 +79,7 @@ def parent_of(pid: int) -> int | None:
 def is_exiting(pid: int) -> bool:
     """Return whether a process has ended, or is losing its memory and files."""
     flags = _number(pid, 6)
-    return flags is None or bool(flags & _PF_EXITING)
+    return flags is None or bool(flags & 0x4)  # a flag of a task: include/linux/sched.h
 
 
 def _number(pid: int, index: int) -> int | None:

@@ -19,7 +19,6 @@ from weighin.probes.mounts import text_of
 from weighin.result import USUAL_PAGE_BYTES
 from weighin.text import masked
 
-_GIT_TIMEOUT_S = 5.0  # git is slow on a network disk, and must not delay a run
 # git skips files in submodules, because a submodule's own configuration could start programs.
 _STATUS: Final = ("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty")
 _OWN_FILTER: Final = re.compile(
@@ -106,7 +105,7 @@ def _git(*arguments: str) -> str | None:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_GIT_TIMEOUT_S,
+            timeout=5.0,  # git is slow on a network disk, and must not delay a run
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):

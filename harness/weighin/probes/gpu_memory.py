@@ -21,7 +21,6 @@ from weighin.text import one_line
 _Point = TypeVar("_Point", bound=tuple[int, ...])
 _TIMEOUT_S: Final = 120
 _INSTEAD: Final = "weighin predict MODEL --device cuda needs no GPU"
-_INTERVAL_S: Final = 0.02  # one query takes about a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class DriverMemory:
         return self._points
 
     def _run(self) -> None:
-        while not self._stop.wait(_INTERVAL_S):
+        while not self._stop.wait(0.02):  # one query takes about a millisecond
             now = time.monotonic_ns()
             try:
                 self._points.append((now, self._used_bytes()))

@@ -8,7 +8,6 @@ from typing import Final, NamedTuple
 from weighin.units import KIB
 
 MOUNTS: Final = Path("/proc/self/mountinfo")
-_READ_AHEAD_BYTES: Final = 128 * KIB  # the default of Linux
 
 
 class Mounted(NamedTuple):
@@ -61,7 +60,7 @@ def read_ahead_bytes(path: Path, sysfs: Path = Path("/sys")) -> int:
     for folder, name in zip(folders, names, strict=True):
         if text := text_of(sysfs / folder / number / name):
             return int(text) * KIB
-    return _READ_AHEAD_BYTES
+    return 128 * KIB  # the default of Linux
 
 
 def device_of(path: Path) -> tuple[Path, str]:

@@ -22,7 +22,6 @@ from weighin.units import MIB
 SHARE: Final = 0.05
 """The largest share of a processor's time in which to examine processes, as this disturbs them."""
 _MOST_PROCESSES: Final = 200  # in a record: those with the most memory
-_MOST_ENDED: Final = 2000  # that are kept while the command runs
 _WITH_FILES: Final = 8
 _MOST_FILES: Final = 32  # of one process, including files that it has closed
 _MOST_OPEN_FILES: Final = 16
@@ -156,7 +155,7 @@ class ProcessTable:
             for seen in heapq.nlargest(_WITH_FILES, running, key=_weight):
                 seen.note_files(with_mapped=False)
             self._files.end()
-        if len(self._ended) > _MOST_ENDED:
+        if len(self._ended) > 2000:  # that are kept while the command runs
             self._ended = heapq.nlargest(_MOST_PROCESSES, self._ended, key=_weight)
 
     def keep(self, shares: Mapping[int, Shares]) -> None:

@@ -35,7 +35,6 @@ from weighin.units import MIB
 
 _INTERVAL_S: Final = 0.02
 _LOAD_INTERVAL_S: Final = 0.005
-_FREED_S: Final = 0.2  # in which the kernel frees memory of ended processes
 _PAUSE_S: Final = 0.02
 _KERNEL_PARTS: Final = ("slab", "kernel_stack", "pagetables", "percpu", "vmalloc")
 """The parts of kernel memory in memory.stat of v2, for kernels before 5.18, which give no sum."""
@@ -141,7 +140,7 @@ class Sampler:
         group = self._cgroup
         if not group or group.read("kernel") is None or self._find_members():
             return self.samples
-        deadline = time.monotonic() + _FREED_S
+        deadline = time.monotonic() + 0.2  # in which the kernel frees memory of ended processes
         while (left := group.read("kernel") or 0) >= MIB and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
         self.caches_bytes = left

@@ -35,7 +35,6 @@ _LONGEST_NAME: Final = 64  # of a program's phase
 _LONGEST_TEXT: Final = 1000  # characters; an error's message has its file and line
 _LARGEST: Final = 2**63 - 1  # the range of a counter of the kernel, and of a record
 _MOST_PHASES: Final = 1000  # of one program, because a training loop may have millions
-_MOST_RENAMED: Final = 3  # in a warning
 
 
 class End(Struct, forbid_unknown_fields=True):
@@ -227,7 +226,7 @@ class Reported:
         if before := self._open.pop(begun.id, None):  # a phase from before the process called exec
             self._close(before, now)
         was, begun.name = one_line(begun.name, 2 * _LONGEST_NAME), _cleaned(begun.name)
-        if begun.name != was and len(self._renamed) < _MOST_RENAMED:
+        if begun.name != was and len(self._renamed) < 3:  # in a warning
             self._renamed[was] = begun.name
         begun.memory = replace(begun.memory, cgroup_bytes=now.usage_bytes)
         begun.t_ns = time.monotonic_ns()

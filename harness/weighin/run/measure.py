@@ -49,12 +49,10 @@ if TYPE_CHECKING:
 
 _PREFIX: Final = "weighin-run-"  # of the folder for the socket to which the processes report
 _PATIENCE_S: Final = 10.0  # from SIGKILL to the end of a process
-_LONGEST_PAUSE_S: Final = 0.2  # between two looks at a cell that runs
 _PAUSE_S: Final = 0.01  # while a server, or the end of what outlives a command, is awaited
 _RANKS_END_S: Final = 0.5  # for other ranks to fail after one, so that the first cause is known
 _TEST_S: Final = 0.5  # between two tests whether the cell thrashes
 _TEST_SHARE: Final = 10  # and at least so many times a test, which is slow in a thrashing container
-_SETTLE_S: Final = 0.3  # in which short children of a command end by themselves
 _COMMAND_LENGTH: Final = 120
 _AFTER_KILL_S: Final = 1.0  # from the kill of a process of a server, which will not be ready
 
@@ -296,7 +294,7 @@ class Watch:
         """Return when the cell has ended, or a server is ready; kill it at its time-out, or if it thrashes."""
         spec, timeout_s = self._spec, self._spec.settings.timeout_s
         deadline = time.monotonic() + (timeout_s or math.inf)
-        pause_s = _PAUSE_S if spec.readiness else _LONGEST_PAUSE_S
+        pause_s = _PAUSE_S if spec.readiness else 0.2  # between two looks at a cell that runs
         ends_s = math.inf  # when the rest is killed, of which nothing is expected any more
         while True:
             due_s = min(deadline, ends_s, self._test_s)
@@ -556,7 +554,7 @@ def end_rest(running: Running, grace_s: float) -> tuple[str, ...]:
             time.sleep(_PAUSE_S)
         return left
 
-    for pid in rest(_SETTLE_S):
+    for pid in rest(0.3):  # in which short children of a command end by themselves
         name = ""
         with suppress(OSError):
             name = one_line(command_of(pid), _COMMAND_LENGTH)

@@ -30,7 +30,6 @@ from weighin.text import one_line
 MOST_MARKS: Final = 1000
 """The most marks (output lines that match a pattern) that a record keeps: the newest ones."""
 
-_AT_ONCE: Final = 64 * 1024  # the capacity of a pipe
 _TEXT_LENGTH: Final = 160
 _SILENCE_S: Final = 0.2  # after the command's end, because another process may keep its output open
 _PROMPT_S: Final = 0.05  # a line without a line end for this time is a prompt
@@ -38,7 +37,6 @@ _STANDARD: Final = (1, 2)
 _NO_SIZE: Final = bytes(8)  # room for rows, columns, and the size in pixels: struct winsize
 _LONGEST_LINE: Final = 64 * 1024  # bytes; the rest of a longer line is not searched
 _PATIENCE_S: Final = 0.1  # for one search
-_BETWEEN_S: Final = 0.05  # between two requests to --ready-url
 _ANSWER_S: Final = 2.0
 _NO_SERVER: Final = 500  # a server that is not ready answers with this HTTP status or a higher one
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
@@ -185,7 +183,7 @@ class Relay:
                 continue
             data = b""
             with contextlib.suppress(OSError):  # no process has the pseudo-terminal open any more
-                data = os.read(channel.source, _AT_ONCE)
+                data = os.read(channel.source, 64 * 1024)  # the capacity of a pipe
             if not data or not write(channel.target, data):
                 break  # if the target has no reader, the command's next write must fail as well
             now_ns = time.monotonic_ns()
@@ -277,7 +275,7 @@ class Readiness:
             self._asking.join()
 
     def _ask(self) -> None:
-        while not self._given_up.wait(_BETWEEN_S):
+        while not self._given_up.wait(0.05):  # between two requests to --ready-url
             if answers(self._url):
                 self.now()
                 return

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from weighin.checkpoint import staging
 from weighin.errors import (
@@ -38,8 +38,6 @@ from weighin.units import format_bytes, format_duration
 
 Following = Callable[[Sequence[Result]], Planned | None]
 """A function that gets the run's results so far and returns the next cell; None ends the run."""
-
-_LONGEST_PAUSE_S: Final = 1.0  # because polling disturbs the measuring run
 
 
 def run(task: Run, progress: Progress, following: Following | None = None) -> list[Result]:
@@ -145,11 +143,9 @@ def said(planned: Planned, results: Sequence[Result], aim: floor.Aim) -> str:
         return f"no floor for {planned.cell.strategy}: {search.stop}"
     failing, working = search.failing_bytes, search.working_bytes
     words = [] if failing is None else [f"above {format_bytes(failing)}"]
-    if working is not None:
-        words.append(f"at most {format_bytes(working)}")
-        if failing is not None:
-            apart = format_bytes(working - failing)
-            words.append(f"{apart} apart, passed {search.passed} times")
+    words += [] if working is None else [f"at most {format_bytes(working)}"]
+    if working is not None and failing is not None:
+        words.append(f"{format_bytes(working - failing)} apart, passed {search.passed} times")
     return f"floor of {planned.cell.strategy}: {', '.join(words) or 'not known yet'}"
 
 
@@ -194,7 +190,7 @@ def only_run(
                 )
             if not pause_s:
                 waiting(f"waiting for another run on this machine to end ({holds})")
-            pause_s = min(max(2 * pause_s, 0.05), _LONGEST_PAUSE_S)
+            pause_s = min(max(2 * pause_s, 0.05), 1.0)  # because polling disturbs the measuring run
             time.sleep(pause_s)
         yield
 
