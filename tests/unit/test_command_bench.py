@@ -1,6 +1,9 @@
 """A run of commands: their folder, their records, the time-outs of a search, and a stop."""
 
+import os
 import signal
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +14,8 @@ from ran_commands import SECOND_NS, make_command, make_ran, settings_of
 
 from weighin.cell import Cell
 from weighin.errors import Interrupted
-from weighin.isolation.process import ProcessIsolation
+from weighin.isolation import process
+from weighin.isolation.process import ProcessIsolation, Started
 from weighin.plan.task import Planned, Progress, Run
 from weighin.records import run_folder
 from weighin.records.floor import Aim
@@ -85,6 +89,29 @@ def test_a_signal_that_a_command_got_ends_the_run_before_the_next() -> None:
     with pytest.raises(Interrupted, match="stopped; nothing is left running"):
         runner.run(run, Progress())
     assert not Path("more").exists()
+
+
+def test_a_signal_while_a_command_starts_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread of this process, which blocks no signal, takes it before the command has a pid."""
+
+    def start(*given: Any, **named: Any) -> Started:
+        started = Started(*given, **named)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        return started
+
+    monkeypatch.setattr(process, "Started", start)
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)
+    other.start()
+    try:
+        begun_s = time.monotonic()
+        with pytest.raises(Interrupted):
+            runner.run(asked("sleep 60", "touch more"), Progress())
+        assert time.monotonic() - begun_s < 30
+    finally:
+        ended.set()
+        other.join()
 
 
 UNLIMITED = make_ran(make_command())  # 3 s

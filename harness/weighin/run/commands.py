@@ -47,6 +47,7 @@ class CommandSpec(Spec):
         if settings.ready or settings.ready_url:
             self.readiness = output.Readiness(settings)
         self._receiver: Callable[[int], None] | None = None
+        self._early: list[int] = []
         self._shares_terminal = False  # the terminal sends its signals (Ctrl-C, Ctrl-Z) to it, too
         self._listening: threading.Thread | None = None
         self._is_over = False
@@ -64,8 +65,10 @@ class CommandSpec(Spec):
         mounts = (*settings.mounts, str(folder))
         running = isolation.start(cell, cell.command, settings.cwd, streams, mounts)
         # From now on, take signals in a thread: only there Linux says whether a terminal sent one.
-        self._receiver = running.send_signal
         self._shares_terminal = running.shares_terminal
+        self._receiver = running.send_signal
+        for number in self._early:
+            self._take(number)
         self._listening = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._listening.start()
         self._output.start()
@@ -93,8 +96,11 @@ class CommandSpec(Spec):
     def _take(self, number: int, _frame: object = None, *, by_terminal: bool | None = None) -> None:
         """Pass one signal on; a SIGINT counts as Ctrl-C of the terminal, unless that is known."""
         self.asked_to_end |= number in _ENDING
+        if not self._receiver:  # another thread of this process took it before the command ran
+            self._early.append(number)
+            return
         by_terminal = number == signal.SIGINT if by_terminal is None else by_terminal
-        if self._receiver and not (by_terminal and self._shares_terminal):
+        if not (by_terminal and self._shares_terminal):
             self._receiver(number)
         if number == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
