@@ -12,7 +12,6 @@ raises no error of this module: its record gets an ``Outcome``.
      x IsolationUnavailable   this machine cannot run cells in this isolation             exit 3
      x CheckpointError        a checkpoint is damaged or of an unsupported kind; the
                               message names the file and where the fault is
-        - WholePipeline       a pipeline of several models was given as one model
      x RecordError            a run's folder or records cannot be read, written or used
      x StillRunning           a process has not ended after SIGKILL                       exit 4
      x NoNodeLeft             no machine of a cluster can run the remaining cells         exit 4
@@ -95,18 +94,6 @@ class IsolationUnavailable(HarnessError):
 
 
 class CheckpointError(HarnessError): ...
-
-
-class WholePipeline(CheckpointError):
-    """The command line shows the typed command with ``largest``, the folder of the pipeline's largest
-    model, in place of ``folder`` as the repair.
-    """
-
-    def __init__(
-        self, message: str, repair: str, *, folder: os.PathLike[str], largest: os.PathLike[str]
-    ) -> None:
-        super().__init__(message, repair)
-        self.folder, self.largest = os.fspath(folder), os.fspath(largest)
 
 
 class RecordError(HarnessError): ...

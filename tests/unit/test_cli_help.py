@@ -42,14 +42,6 @@ def test_each_example_is_one_line_to_paste(verb: tuple[str, ...]) -> None:
     assert found == [*command.examples.values()]
 
 
-def test_an_example_that_is_too_long_for_a_line_can_still_be_pasted() -> None:
-    _, text = shown("bench", "--help", columns=60)
-    assert (
-        "    weighin bench --model nets.py:build --checkpoint w.pt \\\n"
-        "        -s baseline,streaming\n"
-    ) in text
-
-
 def test_the_help_of_bench_fits_on_two_screens_of_44_lines() -> None:
     _, text = shown("bench", "--help", columns=100)
     assert len(text.splitlines()) <= 88
@@ -70,8 +62,10 @@ def test_the_help_of_suites_has_every_key() -> None:
 def test_no_word_of_the_help_is_broken_at_60_columns(verb: tuple[str, ...]) -> None:
     _, wide = shown(*verb, "--help", columns=300)
     _, narrow = shown(*verb, "--help", columns=60)
-    assert max(map(len, narrow.splitlines())) <= 60
-    assert [word for word in narrow.split() if word != "\\"] == wide.split()
+    # An example stands in one line, which the terminal wraps: so it can be pasted.
+    lines = [line for line in narrow.splitlines() if not line.startswith("    weighin ")]
+    assert max(map(len, lines)) <= 60
+    assert narrow.split() == wide.split()
 
 
 def test_the_verbs_stand_in_the_order_of_work_in_named_panels() -> None:

@@ -208,14 +208,6 @@ def test_without_a_table_nothing_is_set(asked: Measured) -> None:
             "pyproject.toml: tool.weighin.trust cannot be set in pyproject.toml, because it gives a"
             " permission or a confirmation\ngive the option on the command line: --trust",
         ),
-        (
-            "[tool.weighin]\nram = {small = 1}\n",
-            "pyproject.toml: tool.weighin.ram: not a text, not a number, and not a list of texts or numbers",
-        ),
-        (
-            "[tool.weighin]\nram = [[1]]\n",
-            "pyproject.toml: tool.weighin.ram: not a text, not a number, and not a list of texts or numbers",
-        ),
         ("[tool]\nweighin = 3\n", "pyproject.toml: tool.weighin is not a TOML table\n"),
         ("[tool.weighin\n", "pyproject.toml: not TOML: "),
     ],
@@ -223,6 +215,12 @@ def test_without_a_table_nothing_is_set(asked: Measured) -> None:
 def test_a_file_that_is_wrong_is_named_with_the_key(here: Path, text: str, complaint: str) -> None:
     write(text)
     assert refused("list").startswith(complaint)
+
+
+@pytest.mark.parametrize("value", ["{small = 1}", "[[1]]", "true"])
+def test_a_value_of_a_wrong_kind_names_the_file(here: Path, value: str) -> None:
+    write(f"[tool.weighin]\nram = {value}\n")
+    assert refused("bench").startswith("pyproject.toml: tool.weighin.ram: ")
 
 
 def test_a_wrong_value_names_the_file(here: Path) -> None:

@@ -100,12 +100,12 @@ def test_the_bounds_of_a_floor_in_words(results: list[Result], words: str) -> No
     assert said(Planned(CELL), results, Aim.SURVIVES) == words
 
 
-@pytest.mark.parametrize("within", ["0", "-1%", "10.01%"])
+@pytest.mark.parametrize("within", ["0", "-1%", "10.01%", "x"])
 def test_a_step_must_be_a_share_of_the_floor(within: str) -> None:
     with pytest.raises(ConfigError) as caught:
         share(within)
     assert str(caught.value) == (
-        f"--within {within.removesuffix('%')}% is not between 0% and 10%\n"
+        f"--within {within} is not between 0% and 10%\n"
         "write a percentage in this range, such as --within 1%"
     )
 

@@ -372,8 +372,8 @@ def test_the_code_for_a_gguf_file_beside_another_loads_this_file(
 def test_every_choice_of_recommend_is_one_of_these_tests() -> None:
     """A new option that chooses what is loaded needs a case here."""
     names = {one.name for one in verb.recommend.params}
-    limits = {"ram", "vram", "ranks", "disk", "disk_latency", "uses", "allow", "results", "every"}
-    limits |= {"json_file", "help"}
+    limits = {"ram", "vram", "ranks", "disk", "disk_latency", "uses", "allow", "results", "all"}
+    limits |= {"json", "help"}
     assert names - limits == {
         "model", "models", "assigned", "checkpoint", "key", "adapter", "trust_remote_code", "device",
         "dtype",

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from weighin import load_pretrained
 from weighin.cli.app import app
-from weighin.errors import WholePipeline
+from weighin.errors import CheckpointError
 from weighin.predict.prediction import PredictedPhase, Prediction
 from weighin.predict.tables import ONE_AFTER_THE_OTHER, TOGETHER, combined, strategies_for
 from weighin.stream import pipeline
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 def run(*arguments: str) -> str:
     result = CliRunner().invoke(app, arguments, catch_exceptions=True)
-    if isinstance(result.exception, WholePipeline):
+    if isinstance(result.exception, CheckpointError):
         return str(result.exception)
     assert result.exit_code == 0, result.output
     return result.output
@@ -79,18 +79,17 @@ def test_a_part_that_cannot_be_read_does_not_hide_the_others(folder: Path) -> No
     ("words", "more"),
     [(("bench",), ("--ram", "8g")), (("floor",), ()), (("convert",), ("out.safetensors",))],
 )
-def test_a_verb_that_takes_one_model_names_the_command_for_the_largest(
+def test_a_verb_that_takes_one_model_names_the_largest(
     folder: Path, words: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
-    largest = shlex.join(["weighin", *words, str(folder / "unet"), *more])
     assert run(*words, str(folder), *more) == (
-        f"{folder}: a diffusers pipeline of 2 models: unet (328 B), vae (128 B)\ngive the folder of"
-        f" one part of the pipeline; for the largest part: {largest}"
+        f"{folder}: a diffusers pipeline of 2 models: unet (328 B), vae (128 B)\ngive one of them;"
+        f" the largest: {folder / 'unet'}"
     )
 
 
 def test_load_pretrained_names_the_parts(folder: Path) -> None:
-    with pytest.raises(WholePipeline, match="a diffusers pipeline of 2 models: unet"):
+    with pytest.raises(CheckpointError, match="a diffusers pipeline of 2 models: unet"):
         load_pretrained(folder)
 
 

@@ -5,7 +5,7 @@ Only functions that print a table or a progress bar import rich, so that ``weigh
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,11 +27,17 @@ STDOUT: Final = "-"
 """The value of ``--json`` that means standard output."""
 
 
-def err() -> "Console":
-    """Return a rich console that prints on standard error."""
+def _console(*, stderr: bool) -> "Console":
     from rich.console import Console
 
-    return Console(stderr=True, emoji=False, color_system=None if is_plain() else "auto")
+    # NO_COLOR forbids colours, and with them bold text.
+    system = None if colour() is False else "auto"
+    return Console(stderr=stderr, emoji=False, color_system=system)  # type: ignore[arg-type]
+
+
+def err() -> "Console":
+    """Return a rich console that prints on standard error."""
+    return _console(stderr=True)
 
 
 def working(text: str) -> "Status":
@@ -41,20 +47,16 @@ def working(text: str) -> "Status":
     return err().status(escape(text))
 
 
-def line(text: str) -> None:
-    click.echo(text)
-
-
 def show(*parts: "Table | Lines | str", folds: bool = True) -> None:
     """Print tables and texts; without ``folds``, a text keeps its lines, however long they are."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(emoji=False, color_system=None if is_plain() else "auto")
     for part in parts:
-        is_text = isinstance(part, str)
-        shown = Text(printable(part, "\n\t")) if isinstance(part, str) else part
-        console.print(shown, soft_wrap=is_text and not folds)
+        if isinstance(part, str) and not folds:
+            click.echo(printable(part, "\n\t"))
+            continue
+        from rich.text import Text
+
+        text = Text(printable(part, "\n\t")) if isinstance(part, str) else part
+        _console(stderr=False).print(text)
 
 
 def note(*texts: str) -> None:
@@ -80,30 +82,28 @@ def fail(problem: HarnessError) -> None:
         tell(problem.repair)
 
 
-def is_plain() -> bool:
-    """Return whether NO_COLOR forbids colours, and with them bold text."""
-    return bool(os.environ.get("NO_COLOR"))
-
-
 def colour() -> bool | None:
     """Return False if NO_COLOR forbids colours, else None: click then decides about colours."""
-    return False if is_plain() else None
+    return False if os.environ.get("NO_COLOR") else None
 
 
-def deliver(json_file: str | None, document: Mapping[str, Any], show: Callable[[], None]) -> None:
-    """Show a result; with ``--json -``, write the result as JSON to standard output instead.
+def deliver(
+    target: str | None,
+    document: Mapping[str, Any],
+    *shown: "Table | Lines | str",
+    folds: bool = True,
+) -> None:
+    """Show a result, and with ``--json FILE`` also write it as JSON; with ``--json -``, print only JSON."""
+    if target != STDOUT:
+        show(*shown, folds=folds)
+    if target:
+        write(target, json.dumps({"schema": SCHEMA, **document}, indent=1) + "\n")
 
-    With ``--json FILE``, show the result and write the JSON to the file.
-    """
-    if json_file != STDOUT:
-        show()
-    if json_file:
-        write_json(json_file, document)
 
-
-def write_json(target: str, document: Mapping[str, Any]) -> None:
-    """Write a JSON document to a file, or to standard output if ``target`` is "-"."""
-    write(target, json.dumps({"schema": SCHEMA, **document}, indent=1) + "\n")
+def files(paths: Iterable[Path], target: str | None) -> None:
+    """Print each written file's path in a line of its own; with ``--json -``, on standard error."""
+    for path in paths:
+        click.echo(str(path), err=target == STDOUT)
 
 
 def write(target: str | Path, text: str) -> None:
@@ -121,12 +121,5 @@ def write(target: str | Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:
         raise ConfigError(
-            f"cannot write {path}: {problem.strerror}",
-            "name a file in a writable folder",
+            f"cannot write {path}: {problem.strerror}", "name a file in a writable folder"
         ) from None
-
-
-def files(paths: Iterable[Path], json_file: str | None) -> None:
-    """Print each written file's path in a line of its own; with ``--json -``, on standard error."""
-    for path in paths:
-        click.echo(str(path), err=json_file == STDOUT)

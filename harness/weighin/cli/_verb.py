@@ -1,30 +1,85 @@
-"""Define click classes for the verbs (subcommands). They format help, and add hints to errors."""
+"""Define the classes of the verbs (subcommands): their parameters, one line of text each, and their help,
+which breaks no word.
+"""
 
-import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from os.path import normpath
-from shlex import join
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, cast
 
 import click
 
-from weighin.cli._pyproject import FORMER
-from weighin.errors import EXPLAINED, ConfigError, WholePipeline
+from weighin.errors import EXPLAINED, ConfigError
 
 WIDEST: Final = 100  # columns: longer lines are hard to read
-_WORDS = "weighin.words"
-"""Key in a click context's ``meta`` for the words that were typed after the verb."""
-_TOKEN = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
-"""Matches a word of a shell command; spaces inside quotes are part of the word."""
-_GROUPS = ("What to load", "Limits", "How to measure", "Where to write", "Options")
-_BESIDE_WIDTH = 70
+WHAT: Final = "What to load"
+LIMITS: Final = "Limits"
+HOW: Final = "How to measure"
+WRITE: Final = "Where to write"
+OTHER: Final = "Options"
+PATH: Final = click.Path(path_type=Path)
+FORMER: Final = {
+    "class": "model_class", "env": "environment", "grace": "grace_s", "label": "labels", "mount": "mounts",
+}  # fmt: skip
+"""Options of earlier versions whose setting has another name."""
+_PATHS: Final = ("FILE", "FOLDER", "RUN", "RUNS", "SOURCE", "TARGET")
+_BESIDE_WIDTH: Final = 70
 """In a terminal with fewer columns than this, the definition of a long term is below the term."""
-_LONGEST_BESIDE = 30
+_LONGEST_BESIDE: Final = 30
 """In a wide terminal, a term of at most this many columns has its definition beside it."""
+
+
+class Option(click.Option):
+    """An option in one of the groups of a verb's help.
+
+    ``key`` is the setting that it sets, "command.KEY" for a key of a command, or empty. ``usual`` is
+    the setting's default, which the help shows unless pyproject.toml has another one.
+    """
+
+    def __init__(
+        self, names: Sequence[str], group: str, text: str, key: str = "", usual: str = "", **more: Any
+    ) -> None:  # fmt: skip
+        super().__init__([*names], help=text, **more)
+        self.group, self.key, self._usual = group, key, usual
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        from weighin.cli._pyproject import settings_of
+
+        extra = super().get_help_extra(ctx)
+        shown = settings_of(ctx).get(self.key, self._usual) if self.key else ""
+        if shown:
+            extra["default"] = ",".join(map(str, shown)) if isinstance(shown, list) else str(shown)
+        return extra
+
+
+def parameters(
+    lines: Mapping[str, str], group: str = OTHER, **defaults: Any
+) -> list[click.Parameter]:
+    """Return arguments and options, whose help is the value of a line, from what the help shows.
+
+    "--sort ORDER" is an option, "--all" a flag, RUN an argument, [RUN] one that may be missing, and
+    "..." after any of them makes it repeatable. The words in ``_PATHS`` stand for paths.
+    """
+    found: list[click.Parameter] = []
+    for shown, text in lines.items():
+        words = shown.removesuffix(" ...").replace(",", "").split()
+        names = [word for word in words if word.startswith("-")]
+        value = "" if words[-1] in names else words[-1].strip("[]")
+        more: dict[str, Any] = {"type": PATH} if value in _PATHS else {}
+        name = (max(names, key=len) if names else value).lower().lstrip("-").replace("-", "_")
+        if name in defaults:
+            more["default"] = defaults[name]
+        many = shown.endswith(" ...")
+        if names:
+            more |= {"metavar": value} if value else {"is_flag": True}
+            found.append(Option(names, group, text, multiple=many, **more))
+        else:
+            more |= {"nargs": -1 if many else 1, "required": "[" not in shown}
+            found.append(click.Argument([name], help=text, **more))
+    return found
 
 
 def wrap(text: str, width: int) -> list[str]:
@@ -75,89 +130,77 @@ class _Formatter(click.HelpFormatter):
         lines = definitions(list(rows), self.width, self.current_indent)
         self.write("".join(f"{line}\n" for line in lines))
 
-    def write_command(self, command: str) -> None:
-        """Write a command in one line, or as several lines that a shell reads as one command."""
-        indent = " " * self.current_indent
-        if len(indent) + len(command) <= self.width:
-            self.write(f"{indent}{command}\n")
-            return
-        room = self.width - len(indent) - len(" \\")
-        lines: list[str] = []
-        for token in _TOKEN.findall(command):
-            if lines and len(lines[-1]) + 1 + len(token) <= room:
-                lines[-1] += f" {token}"
-            else:
-                lines.append(f"    {token}" if lines else token)
-        self.write(" \\\n".join(indent + line for line in lines) + "\n")
-
 
 class _Context(click.Context):
     def make_formatter(self) -> _Formatter:
-        """Return a formatter for the terminal's width, at most ``WIDEST`` columns."""
         return _Formatter(width=min(shutil.get_terminal_size().columns, WIDEST))
 
 
 class Verb(click.Command):
-    """A verb of ``weighin``.
-
-    The help shows ``examples``, whose keys say what a command does, and whose values are the
-    commands. With ``codes``, the help also lists the exit codes of weighin.
+    """A verb of ``weighin``. ``examples`` has commands by what they do; with ``codes``, the help also
+    lists the exit codes of weighin.
     """
 
     context_class = _Context
 
     def __init__(
         self,
-        *arguments: Any,
+        name: str,
         examples: Mapping[str, str] = MappingProxyType({}),
         codes: bool = False,
+        context_settings: Mapping[str, Any] = MappingProxyType({}),
         **attributes: Any,
     ) -> None:
-        attributes.setdefault("context_settings", {"show_default": True})
-        super().__init__(*arguments, **attributes)
-        self.examples = examples
-        self.codes = codes
+        settings = {"show_default": True, **context_settings}
+        super().__init__(name, context_settings=settings, **attributes)
+        self.examples, self.codes = examples, codes
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what the verb does, examples, the options by groups, and the exit codes."""
-        assert isinstance(formatter, _Formatter)
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         if self.examples:
             with formatter.section("Examples"):
                 for meaning, command in self.examples.items():
                     formatter.write_text(f"{meaning}:")
-                    with formatter.indentation():
-                        formatter.write_command(command)
-        self.format_options(ctx, formatter)
-        if self.codes:
-            formatter.write_paragraph()
-            formatter.write_text(EXPLAINED)
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups = {one: list[tuple[str, str]]() for one in ("Arguments", *_GROUPS)}
+                    # In one line, however long: what a terminal wraps can be pasted.
+                    formatter.write(f"{' ' * (formatter.current_indent + 2)}{command}\n")
+        groups = {one: list[tuple[str, str]]() for one in ("Arguments", WHAT, LIMITS, HOW, WRITE, OTHER)}  # fmt: skip
         for param in self.get_params(ctx):
             is_option = isinstance(param, click.Option)
-            group = getattr(param, "group", "Options") if is_option else "Arguments"
             if record := param.get_help_record(ctx):
-                groups[group].append(record)
+                groups[getattr(param, "group", OTHER) if is_option else "Arguments"].append(record)
         for group, records in groups.items():
             if records:
                 with formatter.section(group):
                     formatter.write_dl(records)
+        if self.codes:
+            formatter.write_paragraph()
+            formatter.write_text(EXPLAINED)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_WORDS] = list(args)
+        names = {one.name for one in self.params}
+        before, rest = args, list[str]()
+        # Where a model may stand, too, a command begins after --, and is None without it.
+        if is_of_both := names >= {"model", "command"}:
+            here = args.index("--") if "--" in args else len(args)
+            before, rest = args[:here], args[here:]
         try:
-            return super().parse_args(ctx, args)
+            left = super().parse_args(ctx, before)
         except click.NoSuchOption as error:
-            self._refuse_former(error.option_name)
+            if "assigned" in names:
+                self._refuse_former(error.option_name)
             raise
+        if is_of_both:
+            if ctx.params["command"]:
+                ctx.fail(f"Got unexpected extra arguments ({' '.join(ctx.params['command'])})")
+            ctx.params["command"] = tuple(rest[1:]) if rest else None
+            if rest:
+                ctx.set_parameter_source("command", click.core.ParameterSource.COMMANDLINE)
+        return left
 
     def _refuse_former(self, option: str) -> None:
         """Raise ConfigError for an option that is a key of --set."""
-        if not any(one.name == "assigned" for one in self.params):
-            return
         from weighin.settings.definition import COMMANDS, MODELS, used_by
 
         name = option.lstrip("-").replace("-", "_")
@@ -170,45 +213,30 @@ class Verb(click.Command):
                 f"set the key of a suite: --set {key}{inner}=VALUE",
             )
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the verb. If the user gave a pipeline in place of a model, the error's repair shows the
-        typed command with the pipeline's largest model.
-        """
-        try:
-            return super().invoke(ctx)
-        except WholePipeline as error:
-            words = [
-                error.largest if normpath(word) == normpath(error.folder) else word
-                for word in ctx.meta[_WORDS]
-            ]
-            error.repair = (
-                "give the folder of one part of the pipeline; for the largest part:"
-                f" {join(['weighin', str(self.name), *words])}"
-            )
-            raise
+
+Body = Callable[[click.Context, dict[str, Any]], None]
 
 
-class VerbOfModelOrCommand(Verb):
-    """A verb for a model, or for a command after ``--``, without which ``command`` is None."""
+def verb(*params: click.Parameter, name: str = "", **attributes: Any) -> Callable[[Body], Verb]:
+    """Return a decorator that makes a verb of a function of the context and what was typed."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        here = args.index("--") if "--" in args else len(args)
-        rest = super().parse_args(ctx, args[:here])
-        if ctx.params["command"]:
-            ctx.fail(f"Got unexpected extra arguments ({' '.join(ctx.params['command'])})")
-        ctx.params["command"] = None
-        if here < len(args):
-            ctx.params["command"] = tuple(args[here + 1 :])
-            ctx.set_parameter_source("command", click.core.ParameterSource.COMMANDLINE)
-        return rest
+    def decorate(function: Body) -> Verb:
+        def call(**typed: Any) -> None:
+            function(click.get_current_context(), typed)
+
+        return Verb(
+            name or function.__name__, params=[*params], callback=call, help=function.__doc__,
+            **attributes,
+        )  # fmt: skip
+
+    return decorate
 
 
 class _Commands(Mapping[str, click.Command]):
     """A mapping from names to verbs that imports a verb's module when the verb is looked up."""
 
-    def __init__(self, names: Iterable[str], load: Callable[[str], click.Command]) -> None:
-        self._names = tuple(names)
-        self._load = cache(load)
+    def __init__(self, names: Sequence[str], load: Callable[[str], click.Command]) -> None:
+        self._names, self._load = names, cache(load)
 
     def __getitem__(self, name: str) -> click.Command:
         if name not in self._names:
@@ -225,8 +253,8 @@ class _Commands(Mapping[str, click.Command]):
 class Verbs(click.Group):
     """A group of verbs. ``panels`` has the headings of the help, and the verbs under each heading.
 
-    ``load`` imports a verb by name. A verb is imported only at its first use, to save time. ``topics``
-    are terms and their meanings, which `weighin help TOPIC` shows.
+    ``load`` imports a verb by name, at its first use. ``topics`` are terms and their meanings, which
+    `weighin help TOPIC` shows.
     """
 
     context_class = _Context
@@ -243,9 +271,7 @@ class Verbs(click.Group):
         super().__init__(name, **attributes)
         names = [one for panel in panels.values() for one in panel]
         self.commands = cast("dict[str, click.Command]", _Commands(names, load))
-        self.panels = panels
-        self.codes = codes
-        self.topics = topics
+        self.panels, self.codes, self.topics = panels, codes, topics
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args[:1] == ["help"] and len(args) == 2 and (topic := self.topics.get(args[1])):

@@ -7,7 +7,6 @@ the functions that need them. ``weighin list`` therefore answers at once.
 import gc
 import os
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Final, NoReturn
@@ -19,15 +18,6 @@ from weighin.cli import _console, _pyproject
 from weighin.cli._verb import Verbs
 from weighin.errors import HarnessError, Interrupted, explain
 from weighin.run import interrupts
-
-PANELS: Final[dict[str, Sequence[str]]] = {
-    "Before a run": ("doctor", "list"),
-    "Measure": ("bench", "run", "floor"),
-    "Read and compare": ("report", "compare", "check", "history"),
-    "Choose": ("recommend", "predict"),
-    "Checkpoints": ("inspect", "convert", "cache"),
-}
-
 
 _MODULES: Final = {
     **dict.fromkeys(("bench", "run", "floor"), "measure"),
@@ -64,7 +54,13 @@ def figures() -> list[tuple[str, str]]:
 @click.command(
     "weighin",
     cls=Verbs,
-    panels=PANELS,
+    panels={
+        "Before a run": ("doctor", "list"),
+        "Measure": ("bench", "run", "floor"),
+        "Read and compare": ("report", "compare", "check", "history"),
+        "Choose": ("recommend", "predict"),
+        "Checkpoints": ("inspect", "convert", "cache"),
+    },
     load=_load,
     codes=True,
     topics={"suite": keys_of_a_suite, "figures": figures},
@@ -90,14 +86,15 @@ def main() -> NoReturn:
         with interrupts.stoppable(interrupts.EndedBySignal):
             code = app(standalone_mode=False, prog_name="weighin", color=_console.colour())
         sys.exit(code or 0)
-    except HarnessError as error:
-        _end(error)
-    except OSError as error:
-        try:
-            sys.stdout.flush()
-        except OSError:  # discard what cannot be written: Python would try again at its exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _end(explain(error))
+    except (HarnessError, OSError) as error:
+        if isinstance(error, OSError):
+            try:
+                sys.stdout.flush()
+            except OSError:  # discard what cannot be written: Python would try again at its exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            error = explain(error)
+        _console.fail(error)
+        sys.exit(error.exit_code)
     except (click.Abort, interrupts.EndedBySignal):  # Ctrl-C; click raises Abort at a question
         sys.exit(Interrupted.exit_code)
     except click.ClickException as error:
@@ -105,8 +102,3 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     finally:
         gc.freeze()  # Python then collects no garbage at exit, and ends 0.01 s sooner
-
-
-def _end(error: HarnessError) -> NoReturn:
-    _console.fail(error)
-    sys.exit(error.exit_code)

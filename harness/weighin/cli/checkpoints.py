@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighin.cli import _console, _options
-from weighin.cli._verb import Verb, Verbs
+from weighin.cli._verb import WHAT, WRITE, Option, Verbs, parameters, verb
 from weighin.errors import ConfigError, UnknownName
 from weighin.units import format_bytes
 
@@ -22,26 +22,24 @@ if TYPE_CHECKING:
 DECLINED_EXIT = 1
 
 
-@click.command(
-    cls=Verb,
+@verb(
+    _options.MODEL,
+    *parameters(
+        {
+            "--sort ORDER": "The order of the tensors: file (as in the file), name or size.",
+            "--all": "Show every tensor of a long list.",
+        },
+        sort="file",
+    ),
+    *_options.settings("inspect"),
+    _options.JSON,
     examples={
         "Show the tensors of a checkpoint and their sizes": "weighin inspect model.pt",
         "Show all tensors of a folder, the largest first": "weighin inspect shards --sort size --all",
         "Show the entry 'model' of a training checkpoint": "weighin inspect training.pt --key model",
     },
 )
-@_options.model
-@_options.option(
-    "--sort",
-    default="file",
-    metavar="ORDER",
-    help="The order of the tensors: file (as in the file), name or size.",
-)
-@_options.option("--all", "show_all", is_flag=True, help="Show every tensor of a long list.")
-@_options.settings("inspect")
-@_options.json
-@click.pass_context
-def inspect(context: click.Context, /, **typed: Any) -> None:
+def inspect(context: click.Context, typed: dict[str, Any]) -> None:
     """List the tensors of a checkpoint, and estimate the memory of loading it.
 
     Of a path, no tensor data is read and no code is run, and torch is not imported. Of a built-in
@@ -51,24 +49,20 @@ def inspect(context: click.Context, /, **typed: Any) -> None:
     from weighin.checkpoint import inspect as inspecting
     from weighin.stream.foreign import remembering
 
-    if path := _options.pipeline(context):
-        reason = "for a pipeline, weighin inspect lists parts, not tensors"
-        repair = "leave these options out, or give the folder of one part"
-        _options.refuse(context, ("show_all", "key"), reason, repair)
-        document = inspecting.inspect_pipeline(path)
+    if found := _options.pipeline(context, "all", "key"):
+        document = inspecting.inspect_pipeline(found[0])
         parts = inspecting.pipeline_tables(document, sort=typed["sort"])
     else:
         with remembering():  # the notes are of the headers that inspect reads
             document = _inspected(context)
-        parts = inspecting.tables(document, sort=typed["sort"], show_all=typed["show_all"])
-    _console.deliver(typed["json_file"], document, lambda: _console.show(*parts, folds=False))
+        parts = inspecting.tables(document, sort=typed["sort"], show_all=typed["all"])
+    _console.deliver(typed["json"], document, *parts, folds=False)
 
 
 def _inspected(context: click.Context) -> dict[str, Any]:
     from weighin.checkpoint.inspect import inspect
     from weighin.suite import registry
 
-    _options.note_default(context)
     settings = _options.read(context)
     name, choice, selection = settings.models[0].source, settings.choice, settings.selection
     if path := registry.path_of(name, settings.kwargs, choice.revision):
@@ -90,65 +84,36 @@ def _inspected(context: click.Context) -> dict[str, Any]:
         return inspect(path) | {"path": chosen.specs[0].title}
 
 
-@click.command(
-    cls=Verb,
+@verb(
+    *parameters(
+        {
+            "SOURCE": "The checkpoint to convert, in any format that weighin reads. It stays as it is.",
+            "TARGET": "The file or folder to write, which must not exist yet.",
+            "--format NAME": "The format to write: pt, safetensors, sharded, per_module, per_param, dcp ... or auto, by the name of TARGET: safetensors for .safetensors, pt for .pt, .pth, .bin and .ckpt, else shards.",
+            "--dtype DTYPE": "Convert floating-point tensors to bf16, fp16 or fp32. Default: none is converted.",
+            "--max-shard-size SIZE": "The size of a shard, such as 20MB (1000-based) or 2GiB. A larger tensor has its own shard.",
+            "--verify": "Read the written checkpoint back, and compare every tensor's checksum.",
+        },
+        WRITE,
+        format="auto",
+        max_shard_size="5GiB",
+    ),
+    Option(
+        ["--keys"],
+        WHAT,
+        "The names of the written tensors: those in SOURCE (file), or those of the model, for which tensors are stacked, joined and renamed as from_pretrained does. That takes memory for the whole model.",
+        type=click.Choice(["file", "model"]),
+        default="file",
+    ),
+    *_options.settings("convert"),
+    _options.JSON,
     examples={
         "Write the tensors as bfloat16, and read the new file back to verify it": "weighin convert model.pt model-bf16.safetensors --dtype bf16 --verify",
         "Rename the tensors of a Hugging Face folder as from_pretrained does": "weighin convert ./folder model.safetensors --keys model",
         "Add the weights of a LoRA adapter": "weighin convert ./folder merged.safetensors --adapter ./adapter",
     },
 )
-@click.argument(
-    "source",
-    type=_options.PATH,
-    help="The checkpoint to convert, in any format that weighin reads. It stays as it is.",
-)
-@click.argument(
-    "target",
-    type=_options.PATH,
-    help="The file or folder to write, which must not exist yet.",
-)
-@_options.option(
-    "--format",
-    "fmt",
-    default="auto",
-    metavar="NAME",
-    group="Where to write",
-    help="The format to write: pt, safetensors, sharded, per_module, per_param, dcp ... or auto, by the"
-    " name of TARGET: safetensors for .safetensors, pt for .pt, .pth, .bin and .ckpt, else shards.",
-)
-@_options.option(
-    "--dtype",
-    metavar="DTYPE",
-    group="Where to write",
-    help="Convert floating-point tensors to bf16, fp16 or fp32. Default: none is converted.",
-)
-@_options.option(
-    "--max-shard-size",
-    default="5GiB",
-    metavar="SIZE",
-    group="Where to write",
-    help="The size of a shard, such as 20MB (1000-based) or 2GiB. A larger tensor has its own shard.",
-)
-@_options.option(
-    "--verify",
-    is_flag=True,
-    group="Where to write",
-    help="Read the written checkpoint back, and compare every tensor's checksum.",
-)
-@_options.option(
-    "--keys",
-    type=click.Choice(["file", "model"]),
-    default="file",
-    group="What to load",
-    help="The names of the written tensors: those in SOURCE (file), or those of the model, for which"
-    " tensors are stacked, joined and renamed as from_pretrained does. That takes memory for the whole"
-    " model.",
-)
-@_options.settings("convert")
-@_options.json
-@click.pass_context
-def convert(context: click.Context, /, **typed: Any) -> None:
+def convert(context: click.Context, typed: dict[str, Any]) -> None:
     """Write a checkpoint in another format or dtype, in pieces of 16 MiB to save memory.
 
     With --keys model or --adapter, the whole model is loaded first.
@@ -163,8 +128,8 @@ def convert(context: click.Context, /, **typed: Any) -> None:
     settings = _options.read(context)
     source, choice, selection = typed["source"], settings.choice, settings.selection
     # The tensor names in an adapter are those of the model's modules, not those in SOURCE.
-    keys = "model" if choice.adapter else typed["keys"]
-    if choice.model_class and keys == "file":
+    model_keys = bool(choice.adapter) or typed["keys"] == "model"
+    if choice.model_class and not model_keys:
         raise ConfigError(
             "model_class applies only to --keys model; --keys file keeps the source's tensor names",
             "add --keys model, or leave model_class out",
@@ -174,68 +139,60 @@ def convert(context: click.Context, /, **typed: Any) -> None:
     conversion = Conversion(
         source=weights_of(source, choice) if choice.variant else path_of(source, choice.revision),
         target=typed["target"],
-        fmt=typed["fmt"],
+        fmt=typed["format"],
         dtype=DTYPES[dtype] if dtype else "",
         max_shard_bytes=parse_bytes(typed["max_shard_size"], decimal=True),
         verify=typed["verify"],
         selection=selection,
-        model_keys=keys == "model",
+        model_keys=model_keys,
         choice=choice,
     )
     if not selection:
         _console.note(*notes_on(conversion.source, choice))
     done = conversion.run(_console.err(), interrupts.ignore)
-    _console.deliver(typed["json_file"], done, lambda: _console.line(sentence(done)))
+    _console.deliver(typed["json"], done, sentence(done), folds=False)
 
 
-@click.command(
-    "list",
-    cls=Verb,
+@verb(
+    _options.JSON,
+    name="list",
     examples={"List the checkpoints that weighin generated": "weighin cache list"},
 )
-@_options.json
-def cache_list(json_file: str | None) -> None:
+def cache_list(_: click.Context, typed: dict[str, Any]) -> None:
     """List the generated checkpoints, with their sizes on the disk."""
     from weighin.checkpoint import cache, staging
 
     stored = cache.list_entries()
     document = {"folder": str(staging.folder()), "checkpoints": _described(stored)}
-
-    def show() -> None:
-        _console.line(f"checkpoints in {staging.folder()}")
-        _console.show(_table(stored))
-
-    _console.deliver(json_file, document, show)
+    _console.deliver(
+        typed["json"], document, f"checkpoints in {staging.folder()}", _table(stored), folds=False
+    )
 
 
-@click.command(
-    "clear",
-    cls=Verb,
+@verb(
+    *parameters({
+        "[MODEL]": "The model of which to delete all. Default: all models.",
+        "--yes, -y": "Delete the checkpoints without asking.",
+    }),
+    _options.JSON,
+    name="clear",
     codes=True,
     examples={
         "Delete the generated checkpoints of one model": "weighin cache clear gpt2-xl",
         "Delete all of them without a question": "weighin cache clear --yes",
     },
-)
-@click.argument(
-    "model", required=False, help="The model of which to delete all. Default: all models."
-)
-@_options.option("--yes", "-y", is_flag=True, help="Delete the checkpoints without asking.")
-@_options.json
-@click.pass_context
-def cache_clear(
-    context: click.Context, model: str | None, yes: bool, json_file: str | None
-) -> None:
+)  # fmt: skip
+def cache_clear(context: click.Context, typed: dict[str, Any]) -> None:
     """Delete generated checkpoints after a question. Your own checkpoints are never deleted."""
     from weighin.checkpoint import cache, staging
 
-    stored = cache.list_entries()
+    stored, model = cache.list_entries(), typed["model"]
     chosen = [one for one in stored if model in (None, one.name, one.name.rpartition("-")[0])]
     if model is not None and not chosen:
         raise UnknownName("cached model", model, {one.name.rpartition("-")[0] for one in stored})
     size = format_bytes(sum(one.size_bytes for one in chosen))
     counted = f"{len(chosen)} checkpoint{'s' * (len(chosen) != 1)}"
-    if chosen and not yes:
+    if chosen and not typed["yes"]:
         if not sys.stdin.isatty():
             raise ConfigError(
                 f"{counted} ({size}) would be deleted, but without a terminal weighin cannot ask"
@@ -248,10 +205,9 @@ def cache_clear(
             _console.note("nothing was deleted")
             context.exit(DECLINED_EXIT)
     removed = cache.clear(model) if chosen else []
-    freed = sum(stored.size_bytes for stored in removed)
-    document = {"freed_bytes": freed, "deleted": _described(removed)}
+    freed = sum(one.size_bytes for one in removed)
     text = f"deleted {counted}, freed {format_bytes(freed)}"
-    _console.deliver(json_file, document, lambda: _console.line(text))
+    _console.deliver(typed["json"], {"freed_bytes": freed, "deleted": _described(removed)}, text)
 
 
 cache = Verbs(

@@ -1,24 +1,24 @@
 """``weighin doctor``: test what this machine can limit and measure."""
 
+from typing import Any
+
 import click
 
 from weighin.cli import _console, _options
-from weighin.cli._verb import Verb
+from weighin.cli._verb import verb
 
 NO_LIMIT_EXIT = 3
 
 
-@click.command(
-    cls=Verb,
+@verb(
+    _options.JSON,
     codes=True,
     examples={
         "Test what this machine can limit and measure": "weighin doctor",
         "Print the result as JSON": "weighin doctor --json -",
     },
 )
-@_options.json
-@click.pass_context
-def doctor(context: click.Context, json_file: str | None) -> None:
+def doctor(context: click.Context, typed: dict[str, Any]) -> None:
     """Test which limits this machine can enforce, and which figures it can measure.
 
     For each isolation (docker, cgroup, process), a test process allocates more memory than its
@@ -28,7 +28,6 @@ def doctor(context: click.Context, json_file: str | None) -> None:
     from weighin import doctor as of_machine
 
     examination = of_machine.examine(_console.note)
-    table = of_machine.table(examination)
-    _console.deliver(json_file, examination.as_json(), lambda: _console.show(table))
+    _console.deliver(typed["json"], examination.as_json(), of_machine.table(examination))
     if not examination.holds_a_limit:
         context.exit(NO_LIMIT_EXIT)

@@ -8,10 +8,9 @@ import click
 
 from weighin.cell import USES
 from weighin.cli import _console, _options
-from weighin.cli._verb import WIDEST, Verb, definitions, wrap
+from weighin.cli._verb import WIDEST, definitions, parameters, verb, wrap
 from weighin.errors import HarnessError, UnknownName
 
-KINDS: Final = ("strategies", "models", "uses", "suites", "isolations")
 _HEADINGS: Final = {
     "strategies": "strategies",
     "saving": "strategies for saves (--set operation=save)",
@@ -27,30 +26,30 @@ _ISOLATIONS: Final = {
 }
 
 
-@click.command(
-    "list",
-    cls=Verb,
+@verb(
+    *parameters(
+        {
+            "[KIND]": "What to list: strategies, models, uses, suites or isolations. Default: all five. Only `weighin list isolations` tests which isolations work on this machine."
+        },
+        kind="all",
+    ),
+    _options.JSON,
+    name="list",
     examples={
         "List everything": "weighin list",
         "List the isolations, and whether this machine has them": "weighin list isolations",
         "Print the strategies as JSON": "weighin list strategies --json -",
     },
 )
-@click.argument(
-    "kind",
-    default="all",
-    help="What to list: strategies, models, uses, suites or isolations. Default: all five. Only"
-    " `weighin list isolations` tests which isolations work on this machine.",
-)
-@_options.json
-def list_(kind: str, json_file: str | None) -> None:
+def list_(_: click.Context, typed: dict[str, Any]) -> None:
     """List the strategies, models, uses, suites and isolations."""
-    if kind not in (*KINDS, "all"):
-        raise UnknownName("list", kind, [*KINDS, "all"])
+    kind, kinds = typed["kind"], [*(one for one in _HEADINGS if one != "saving"), "all"]
+    if kind not in kinds:
+        raise UnknownName("list", kind, kinds)
     chosen = {"all": [*_HEADINGS], "strategies": ["strategies", "saving"]}.get(kind, [kind])
     found = {each: _entries(each, tried=kind == "isolations") for each in chosen}
     width = min(shutil.get_terminal_size().columns, WIDEST)
-    _console.deliver(json_file, found, lambda: _console.line("\n".join(_lines(found, width))))
+    _console.deliver(typed["json"], found, "\n".join(_lines(found, width)), folds=False)
 
 
 def _lines(listed: dict[str, Any], width: int) -> Iterator[str]:
@@ -73,9 +72,9 @@ def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
     if kind in ("strategies", "saving"):
         reads, loads = ("reads", "loads to") if kind == "strategies" else ("writes", "saves from")
         yield f"{reads} {', '.join(entry['formats'])}; {loads} {', '.join(entry['devices'])}"
-        for name, verb in (("options", "options"), ("packages", "needs")):
+        for name, word in (("options", "options"), ("packages", "needs")):
             if entry[name]:
-                yield f"{verb} {', '.join(entry[name])}"
+                yield f"{word} {', '.join(entry[name])}"
     elif kind == "models":
         # A table [tool.weighin] in pyproject.toml makes each command import this module.
         from weighin.stream.pretrained_folder import BUILDER, dtype_of
@@ -95,10 +94,13 @@ def _facts(kind: str, entry: dict[str, Any]) -> Iterator[str]:
 
 def _entries(kind: str, *, tried: bool) -> list[dict[str, Any]]:
     """Return what the JSON document lists of one kind; isolations are tested only if ``tried``."""
+    from weighin.settings.yaml_file import read_mapping
     from weighin.suite import registry
 
     if kind == "uses":
         return [{"name": name, "summary": summary} for name, summary in USES.items()]
+    if kind == "isolations":
+        return [_isolation(name, tried=tried) for name in _ISOLATIONS]
     if kind in ("strategies", "saving"):
         facts = ("formats", "devices", "options", "packages")
         return [
@@ -110,25 +112,14 @@ def _entries(kind: str, *, tried: bool) -> list[dict[str, Any]]:
             }
             for name, info in registry.strategies("save" if kind == "saving" else "load").items()
         ]
-    if kind == "isolations":
-        return [_isolation(name, tried=tried) for name in _ISOLATIONS]
-    from weighin.settings.yaml_file import read_mapping
-
-    if kind == "models":
-        read = {name: read_mapping(path) for name, path in registry.models().items()}
-        return [
-            {
-                "name": name,
-                "summary": content.get("description", ""),
-                "builder": content["builder"],
-                "kwargs": content.get("kwargs", {}),
-            }
-            for name, content in read.items()
-        ]
-    return [
-        {"name": name, "summary": read_mapping(path).get("description", ""), "path": str(path)}
-        for name, path in registry.suites().items()
-    ]
+    found = []
+    for name, path in (registry.models if kind == "models" else registry.suites)().items():
+        content = read_mapping(path)
+        entry = {"name": name, "summary": content.get("description", "")}
+        if kind == "models":
+            entry |= {"builder": content["builder"], "kwargs": content.get("kwargs", {})}
+        found.append(entry if kind == "models" else entry | {"path": str(path)})
+    return found
 
 
 def _isolation(name: str, *, tried: bool) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """``weighin bench``, ``run`` and ``floor``: measure loads, saves and commands."""
 
 import math
-import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighin.cli import _console, _options
-from weighin.cli._verb import Verb, VerbOfModelOrCommand
+from weighin.cli._verb import LIMITS, parameters, verb
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,8 +25,13 @@ if TYPE_CHECKING:
 _FLOOR_TIMEOUT_S = 300.0
 
 
-@click.command(
-    cls=Verb,
+@verb(
+    _options.MODEL,
+    *_options.settings("bench", timeout_s="600"),
+    _options.SUITE,
+    _options.out("DATE-MODEL-RAM"),
+    _options.JSON,
+    *_options.RUN,
     codes=True,
     examples={
         "Load gpt2-xl in six ways, three times each, under 8 GiB of RAM": "weighin bench gpt2-xl --ram 8g --repeats 3",
@@ -35,19 +39,9 @@ _FLOOR_TIMEOUT_S = 300.0
         "Measure a suite with other limits, and a key that has no option": "weighin bench --suite ci --ram 2g,none --set seed=3",
     },
 )
-@_options.model
-@_options.settings("bench", timeout_s="600")
-@_options.suite
-@_options.out("DATE-MODEL-RAM")
-@_options.json
-@_options.resume
-@_options.trust
-@click.pass_context
-def bench(context: click.Context, /, **_: Any) -> None:
+def bench(context: click.Context, _: dict[str, Any]) -> None:
     """Measure memory and time of loading a model with each strategy in its own limited process."""
     from weighin.cli._progress import progress
-    from weighin.cli.results import show_run
-    from weighin.records import run_folder
     from weighin.run.runner import resumable
 
     with _planned(context) as (task, perform):
@@ -59,15 +53,18 @@ def bench(context: click.Context, /, **_: Any) -> None:
             )
         with progress(_console.err(), len(task.planned)) as shown, resumable("bench", task):
             results = perform(task, shown)
-    everything = run_folder.of_results(task.folder, results)
-    show_run(task.folder, everything, json_file=context.params["json_file"])
-    _end(context, results)
+    _report(context, task, results)
 
 
-@click.command(
-    cls=Verb,
+@verb(
+    _options.COMMAND,
+    *_options.settings("run", timeout_s="0", stacks="stacks"),
+    _options.SUITE,
+    _options.out("DATE-NAME-RAM"),
+    _options.JSON,
+    *_options.RUN,
     codes=True,
-    context_settings={"show_default": True, "allow_interspersed_args": False},
+    context_settings={"allow_interspersed_args": False},
     examples={
         "Measure a command under a RAM limit of 4 GiB": "weighin run --ram 4g -- python train.py",
         "Run it three times under each of two limits, with w.pt out of the page cache": "weighin run --ram 8g,4g --repeats 3 --cold w.pt -- python load.py w.pt",
@@ -75,15 +72,7 @@ def bench(context: click.Context, /, **_: Any) -> None:
         "Measure each command of a suite": "weighin run --suite commands --out results/commands",
     },
 )
-@_options.command
-@_options.settings("run", timeout_s="0", stacks="stacks")
-@_options.suite
-@_options.out("DATE-NAME-RAM")
-@_options.json
-@_options.resume
-@_options.trust
-@click.pass_context
-def run(context: click.Context, /, **_: Any) -> None:
+def run(context: click.Context, typed: dict[str, Any]) -> None:
     """Run a command under limits; show its peak memory, the peak's cause, and why it was killed.
 
     The command keeps its standard streams, terminal, folder and environment. With one
@@ -92,7 +81,7 @@ def run(context: click.Context, /, **_: Any) -> None:
     from weighin.plan.task import Progress
     from weighin.run.runner import resumable
 
-    if context.params["json_file"] == _console.STDOUT:
+    if typed["json"] == _console.STDOUT:
         raise ConfigError(
             "--json -: the command writes to standard output, too",
             "write the JSON to a file: --json result.json",
@@ -100,18 +89,26 @@ def run(context: click.Context, /, **_: Any) -> None:
     with _planned(context) as (task, perform), resumable("run", task):
         results = list(perform(task, Progress()))
     if len(results) > 1:
-        from weighin.cli.results import show_run
-        from weighin.records import run_folder
-
-        everything = run_folder.of_results(task.folder, results)
-        show_run(task.folder, everything, json_file=context.params["json_file"])
-        _end(context, results)
+        _report(context, task, results)
     else:
         _end_of_command(context, task, results[0])
 
 
-@click.command(
-    cls=VerbOfModelOrCommand,
+@verb(
+    _options.MODEL,
+    _options.COMMAND,
+    *parameters(
+        {
+            "--within SHARE": "How close the search comes: this far above a limit that fails, or 8 MiB (for a command: 1 MiB).",
+            "--thrashing": "Accept a load that reads the same pages again and again, as long as it ends before --timeout.",
+        },
+        LIMITS,
+        within="1%",
+    ),
+    *_options.settings("floor", uses="none", timeout_s="300"),
+    _options.out("DATE-MODEL-floor"),
+    _options.JSON,
+    *_options.RUN,
     codes=True,
     examples={
         "Find the smallest RAM limit under which each of six ways loads the model": "weighin floor gpt2-medium",
@@ -120,28 +117,7 @@ def run(context: click.Context, /, **_: Any) -> None:
         "Find it for a server, which is ready when it answers": "weighin floor --ready-url http://127.0.0.1:8000/health -- vllm serve ./model",
     },
 )
-@_options.model
-@_options.command
-@_options.option(
-    "--within",
-    default="1%",
-    metavar="SHARE",
-    group="Limits",
-    help="How close the search comes: this far above a limit that fails, or 8 MiB (for a command: 1 MiB).",
-)
-@_options.option(
-    "--thrashing",
-    is_flag=True,
-    group="Limits",
-    help="Accept a load that reads the same pages again and again, as long as it ends before --timeout.",
-)
-@_options.settings("floor", uses="none", timeout_s="300")
-@_options.out("DATE-MODEL-floor")
-@_options.json
-@_options.resume
-@_options.trust
-@click.pass_context
-def floor(context: click.Context, /, **_: Any) -> None:
+def floor(context: click.Context, typed: dict[str, Any]) -> None:
     """Find the smallest RAM limit under which each strategy loads a model, and measure that load.
 
     With --use, the limit must also suffice for the use of the model after the load.
@@ -164,16 +140,15 @@ def floor(context: click.Context, /, **_: Any) -> None:
     from weighin.show.write import write
 
     with _planned(context) as (task, _perform):
-        folder, json_file = task.folder, context.params["json_file"]
         with progress(_console.err(), None) as shown, runner.resumable("floor", task):
             results = runner.search(task, shown)
-    measured = Measured.of(folder, run_folder.of_results(folder, results))
-    if json_file != _console.STDOUT:
+    measured = Measured.of(task.folder, run_folder.of_results(task.folder, results))
+    if typed["json"] != _console.STDOUT:
         _console.show(*findings.floors(measured))
     files = write(measured)
-    _console.files(files, json_file)
-    if json_file:
-        _console.write_json(json_file, floors_as_json(measured, files))
+    _console.files(files, typed["json"])
+    if typed["json"]:
+        _console.deliver(typed["json"], floors_as_json(measured, files))
     _end(context, results)
 
 
@@ -213,7 +188,7 @@ def _planned(context: click.Context) -> "Iterator[tuple[Run, Perform]]":
                 " not shown"
             )
         settings = settings.model_copy(update={"engine": place})
-        task, note = start.start(settings, typed["folder"], nodes)
+        task, note = start.start(settings, typed["out"], nodes)
         _console.note(note)
         yield replace(task, patience_s=math.inf if settings.wait else 0), perform
 
@@ -237,7 +212,7 @@ def new_settings(context: click.Context) -> "Settings":
         if settings.repeats > 1 and not (typed["suite"] or is_chosen):
             update["stacks"] = False  # reading stacks takes time, which repeats would measure
         try:
-            update["cwd"] = os.getcwd()  # noqa: PTH109 (pathlib takes time to import)
+            update["cwd"] = str(Path.cwd())
         except FileNotFoundError:  # the folder was deleted, where a command can still run
             update["cwd"] = ""
         update["commands"] = [
@@ -260,21 +235,16 @@ def _enter_scope(isolation: str, automatic: str) -> None:
 
 
 def share(text: str) -> float:
-    """Return the number in the text of --within: 0.01 for "1%" or "0.01".
-
-    Raises:
-        ConfigError: the text is not a number, or not between 0% and ``COARSEST``.
-    """
+    """Return the number in the text of --within: 0.01 for "1%" or "0.01"."""
     from weighin.records.floor import COARSEST
 
     try:
         within = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        problem, repair = f"cannot read {text!r} as a share", "write a percentage"
-        raise ConfigError(f"--within: {problem}", f"{repair}, such as --within 1%") from None
+        within = math.nan
     if not 0 < within <= COARSEST:
         raise ConfigError(
-            f"--within {within * 100:g}% is not between 0% and {COARSEST:.0%}",
+            f"--within {text} is not between 0% and {COARSEST:.0%}",
             "write a percentage in this range, such as --within 1%",
         )
     return within
@@ -288,19 +258,27 @@ def _end_of_command(context: click.Context, task: "Run", result: "Result") -> No
     lines = [*explanation.answer(task.folder, result), *(f"note: {each}" for each in notes)]
     for line in [*lines, f"weighin report {quote(str(task.folder))}"]:
         _console.tell(f"weighin: {line}")
-    if json_file := context.params["json_file"]:
+    if target := context.params["json"]:
         from weighin.records import run_folder
         from weighin.records.run import Measured
         from weighin.show.report import as_json
 
         records = run_folder.of_results(task.folder, [result])
-        _console.write_json(json_file, as_json(Measured.of(task.folder, records), ()))
+        _console.deliver(target, as_json(Measured.of(task.folder, records), ()))
     # A late shell whose child was killed just before it may end with 0.
     failed = 128 + signal.SIGKILL if result.outcome == "timeout" else 1
     context.exit(0 if result.outcome == "ok" else result.exit_code or failed)
 
 
-def _end(context: click.Context, results: Sequence["Result"]) -> None:
+def _report(context: click.Context, task: "Run", results: "Sequence[Result]") -> None:
+    from weighin.cli.results import show_run
+    from weighin.records import run_folder
+
+    show_run(task.folder, run_folder.of_results(task.folder, results), context.params["json"])
+    _end(context, results)
+
+
+def _end(context: click.Context, results: "Sequence[Result]") -> None:
     """Print each failed strategy, use or command; exit with the run's exit code if it is not 0."""
     for text in broken(results):
         _console.error(text)
@@ -308,7 +286,7 @@ def _end(context: click.Context, results: Sequence["Result"]) -> None:
         context.exit(code)
 
 
-def exit_code_of(results: "Iterable[Result]") -> int:
+def exit_code_of(results: "Sequence[Result]") -> int:
     """Return a run's exit code: 5 if an outcome is in ``BROKEN``, else 4 if a measurement could not
     be made, else 0.
     """
@@ -318,7 +296,7 @@ def exit_code_of(results: "Iterable[Result]") -> int:
     return 5 if outcomes & {*BROKEN} else 4 * (Outcome.MEASUREMENT_FAILED in outcomes)
 
 
-def broken(results: "Iterable[Result]") -> list[str]:
+def broken(results: "Sequence[Result]") -> list[str]:
     """Return a line for each result whose outcome is in ``BROKEN``; equal lines appear once."""
     from weighin.result import BROKEN
     from weighin.units import format_exact

@@ -5,41 +5,33 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighin.cli import _console, _options
-from weighin.cli._verb import Verb
+from weighin.cli._verb import WHAT, parameters, verb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
+    from collections.abc import Sequence
 
     from weighin.predict.prediction import Prediction
-    from weighin.show.table import Lines, Table
-
-    _Answer = tuple[list[Prediction], dict[str, Any], Sequence[Table | Lines]]
-    """The predictions, the document for --json, and the tables and texts to print."""
-
-EXAMPLES = {
-    "Predict the memory of each of six ways of loading": "weighin predict gpt2-xl",
-    "Predict a load onto a GPU that this machine need not have": "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
-    "Predict each measurement of a suite, and print JSON": "weighin predict --suite notebook --json -",
-}
 
 
-@click.command(cls=Verb, examples=EXAMPLES)
-@_options.model
-@_options.settings("predict", uses="none")
-@_options.suite
-@_options.option(
-    "--checkpoint-dtype",
-    metavar="DTYPE",
-    group="What to load",
-    help="The floating-point dtype of the assumed checkpoint. Default: that of the one which `weighin bench` would write.",
+@verb(
+    _options.MODEL,
+    *_options.settings("predict", uses="none"),
+    _options.SUITE,
+    *parameters(
+        {
+            "--checkpoint-dtype DTYPE": "The floating-point dtype of the assumed checkpoint. Default: that of the one which `weighin bench` would write."
+        },
+        WHAT,
+    ),
+    *parameters({"--phases": "Show the predicted peaks of each phase of the load, too."}),
+    _options.JSON,
+    examples={
+        "Predict the memory of each of six ways of loading": "weighin predict gpt2-xl",
+        "Predict a load onto a GPU that this machine need not have": "weighin predict llama-70b --device cuda --dtype bf16 -s streaming",
+        "Predict each measurement of a suite, and print JSON": "weighin predict --suite notebook --json -",
+    },
 )
-@_options.option(
-    "--phases", is_flag=True, help="Show the predicted peaks of each phase of the load, too."
-)
-@_options.json
-@click.pass_context
-def predict(context: click.Context, /, **_: Any) -> None:
+def predict(context: click.Context, typed: dict[str, Any]) -> None:
     """Predict the memory of loading a model, without a GPU, without weights and with little memory.
 
     With --use, the predicted RAM floor (the smallest sufficient RAM limit) also suffices for the
@@ -49,16 +41,25 @@ def predict(context: click.Context, /, **_: Any) -> None:
     parts loaded together, and of all parts loaded one after the other.
     """
     from weighin.predict import tables
+    from weighin.suite.registry import library_at
 
-    typed = context.params
-    parts: Iterable[Table | Lines]
-    if path := _options.pipeline(context):
-        predictions, document, parts = _pipeline(context, path)
+    if found := _options.pipeline(context):
+        path, folders = found
+        names = [name for text in typed["strategies"] for name in _options.names(text)]
+        parts = {}
+        for part, folder in folders.items():
+            chosen = tables.strategies_for(names, library_at(folder))
+            parts[part] = _predictions(context, part, str(folder), chosen)
+        predictions = [each for of_part in parts.values() for each in of_part]
     else:
         predictions = _predictions(context)
-        document = tables.as_json(predictions)
-        parts = tables.tables(predictions, phases=typed["phases"])
-    _console.deliver(typed["json_file"], document, lambda: _console.show(*parts))
+    document = tables.as_json(predictions)
+    shown = [*tables.tables(predictions, phases=typed["phases"])]
+    if found:
+        answers = tables.combined(parts)
+        document["pipeline"] = tables.pipeline_as_json(str(path), parts, answers)
+        shown += tables.pipeline_table(path.resolve().name, answers)
+    _console.deliver(typed["json"], document, *shown)
     if all(prediction.cannot for prediction in predictions):
         _console.error("no load was predicted; the result gives the reason for each strategy")
         context.exit(2)
@@ -76,10 +77,7 @@ def _predictions(
     from weighin.stream import quantised
     from weighin.suite import chosen_models, registry
 
-    typed = context.params
-    if not model:
-        _options.note_default(context)
-    usual = {"uses": ["none"]}
+    typed, usual = context.params, {"uses": ["none"]}
     settings = _options.read(context, model=model, strategies=strategies, defaults=usual)
     chosen = chosen_models.choose(settings)
     _console.note(*chosen.notes)
@@ -119,25 +117,3 @@ def _predictions(
                 f"{prefix}{strategy}: {done} of {len(planned)} done"
             ),
         )
-
-
-def _pipeline(context: click.Context, path: "Path") -> "_Answer":
-    """Predict the memory of each part of a diffusers pipeline, and of all parts together."""
-    from weighin.predict import tables
-    from weighin.suite.registry import library_at
-
-    folders = _options.parts_of(context, path)
-    names = _options.names(context.params["strategies"])
-    parts = {}
-    for part, folder in folders.items():
-        chosen = tables.strategies_for(names, library_at(folder))
-        parts[part] = _predictions(context, part, str(folder), chosen)
-    answers = tables.combined(parts)
-    predictions = [each for of_part in parts.values() for each in of_part]
-    document = tables.as_json(predictions)
-    document["pipeline"] = tables.pipeline_as_json(str(path), parts, answers)
-    shown = [
-        *tables.tables(predictions, phases=context.params["phases"]),
-        *tables.pipeline_table(path.resolve().name, answers),
-    ]
-    return predictions, document, shown

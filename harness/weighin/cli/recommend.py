@@ -1,53 +1,47 @@
 """``weighin recommend``: recommend a strategy for a model and an amount of memory."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from weighin.cli import _console, _options
-from weighin.cli._verb import Verb
+from weighin.cli._verb import LIMITS, parameters, verb
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from weighin.recommend.answer import Advice, PipelineAdvice, Question
-
-EXAMPLES = {
-    "Recommend a way to load the model on a machine with 8 GiB of RAM": "weighin recommend gpt2-xl --ram 8g",
-    "Recommend one for your own checkpoint and a GPU with 24 GiB": "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
-    "Recommend one for a model that is trained after the load": "weighin recommend gpt2-xl --ram 32g --use adamw",
-    "Recommend only what needs no other checkpoint and no package": "weighin recommend gpt2-large --ram 4g --allow none",
-}
+    from weighin.recommend.answer import Question
 
 NOTHING_FITS_EXIT = 1
-_SINGLE = ("ram", "vram", "disk", "disk_latency", "ranks", "uses")
 
 
-@click.command(cls=Verb, examples=EXAMPLES, codes=True)
-@_options.model
-@_options.settings("recommend", uses="none")
-@_options.option(
-    "--allow",
-    default="resave,packages,weighin",
-    metavar="NAMES",
-    group="Limits",
-    help="What the answer may need: resave (you convert the checkpoint first), packages (you install"
-    " some), weighin (you install it), or none.",
+@verb(
+    _options.MODEL,
+    *_options.settings("recommend", uses="none"),
+    *parameters(
+        {
+            "--allow NAMES": "What the answer may need: resave (you convert the checkpoint first), packages (you install some), weighin (you install it), or none.",
+        },
+        LIMITS,
+        allow="resave,packages,weighin",
+    ),
+    *parameters(
+        {
+            "--results FOLDER": "The runs of this machine: what they measured is not predicted.",
+            "--all": "Show all strategies, not only the best five.",
+        },
+        results=Path("results"),
+    ),
+    _options.JSON,
+    codes=True,
+    examples={
+        "Recommend a way to load the model on a machine with 8 GiB of RAM": "weighin recommend gpt2-xl --ram 8g",
+        "Recommend one for your own checkpoint and a GPU with 24 GiB": "weighin recommend model.safetensors --ram 32g --vram 24g --device cuda",
+        "Recommend one for a model that is trained after the load": "weighin recommend gpt2-xl --ram 32g --use adamw",
+        "Recommend only what needs no other checkpoint and no package": "weighin recommend gpt2-large --ram 4g --allow none",
+    },
 )
-@_options.option(
-    "--results",
-    type=_options.PATH,
-    default=Path("results"),
-    metavar="FOLDER",
-    help="The runs of this machine: what they measured is not predicted.",
-)
-@_options.option(
-    "--all", "every", is_flag=True, help="Show all strategies, not only the best five."
-)
-@_options.json
-@click.pass_context
-def recommend(context: click.Context, /, **_: Any) -> None:
+def recommend(context: click.Context, typed: dict[str, Any]) -> None:
     """Recommend the fastest strategy that fits into the given memory, and show its code.
 
     The memory and times of a strategy come from the records of this machine (--results); without
@@ -60,22 +54,21 @@ def recommend(context: click.Context, /, **_: Any) -> None:
     from weighin.cli._progress import steps
     from weighin.recommend import answer
 
-    typed = context.params
-    advice: Advice | PipelineAdvice
-    if path := _options.pipeline(context):
-        folders = _options.parts_of(context, path)
+    best: object
+    if found := _options.pipeline(context):
+        path, folders = found
         questions = {name: question_of(context, str(part)) for name, part in folders.items()}
         with steps(_console.err()) as say:
-            advice = answer.advise_pipeline(path.resolve().name, questions, say)
-        parts = answer.pipeline_parts(advice)
+            whole = answer.advise_pipeline(path.resolve().name, questions, say)
+        document, best, parts = whole.as_json(), whole.best, answer.pipeline_parts(whole)
     else:
         question = question_of(context)
         with steps(_console.err()) as say:
             advice = answer.advise(question, answer.gather(question, say))
-        parts = answer.parts(advice, None if typed["every"] else answer.SHOWN)
-    show = partial(_console.show, *parts, folds=False)
-    _console.deliver(typed["json_file"], advice.as_json(), show)
-    if not advice.best:
+        document, best = advice.as_json(), advice.best
+        parts = answer.parts(advice, None if typed["all"] else answer.SHOWN)
+    _console.deliver(typed["json"], document, *parts, folds=False)
+    if not best:
         context.exit(NOTHING_FITS_EXIT)
 
 
@@ -87,10 +80,8 @@ def question_of(context: click.Context, model: str = "") -> "Question":
     from weighin.slow_disk import Pace
     from weighin.suite import chosen_models, registry
 
-    if not model:
-        _options.note_default(context)
     settings = _options.read(context, model=model, defaults={"uses": [NONE]})
-    for key in _SINGLE:
+    for key in ("ram", "vram", "disk", "disk_latency", "ranks", "uses"):
         if len(getattr(settings, key)) > 1:
             raise ConfigError(
                 f"weighin recommend answers for one value of {key}", "ask for each value in turn"
@@ -107,7 +98,7 @@ def question_of(context: click.Context, model: str = "") -> "Question":
         ranks=settings.ranks[0],
         disk=Pace(settings.disk[0], settings.disk_latency[0]),
         dtype=chosen.dtype,
-        allow=answer.check_allowed(_options.names([context.params["allow"]])),
+        allow=answer.check_allowed(_options.names(context.params["allow"])),
         results=context.params["results"],
         python_path=chosen.python_path,
         use="" if use == NONE else use,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighin.cli import _console, _options
-from weighin.cli._verb import Verb
+from weighin.cli._verb import parameters, verb
 from weighin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,8 +17,15 @@ if TYPE_CHECKING:
     from weighin.records.run_folder import Records
 
 
-@click.command(
-    cls=Verb,
+@verb(
+    *parameters(
+        {
+            "RUN": "The folder of a run.",
+            "--format NAMES": "Formats of the report, comma-separated: md, html, csv, png, svg; bmf (Bencher), gha (GitHub Action Benchmark), parquet.",
+        },
+        format="md,html,csv,png",
+    ),
+    _options.JSON,
     examples={
         "Write the report of a run again": "weighin report results/20261120T093000-gpt2-xl-8GiB",
         "Write only the HTML page and the pictures": "weighin report results/20261120T093000-gpt2-xl-8GiB --format html,svg",
@@ -26,33 +33,22 @@ if TYPE_CHECKING:
         "Print the report's figures as JSON": "weighin report results/RUN --json -",
     },
 )
-@click.argument("run", type=_options.PATH, help="The folder of a run.")
-@click.option(
-    "--format",
-    "formats",
-    default="md,html,csv,png",
-    metavar="NAMES",
-    help="Formats of the report, comma-separated: md, html, csv, png, svg; bmf (Bencher), gha"
-    " (GitHub Action Benchmark), parquet.",
-)
-@_options.json
-def report(run: Path, formats: str, json_file: str | None) -> None:
+def report(_: click.Context, typed: dict[str, Any]) -> None:
     """Show a run, and write report.html, report.md, summary.csv and plots into its folder."""
     from weighin.records import run_folder
 
+    run = typed["run"]
     with _console.working(f"reading {run}"):
         records = run_folder.read_whole(run)
     if records.damage and not records.results:
         raise records.damage
     _console.note(*records.warnings)
-    show_run(run, records, _options.names([formats]), json_file=json_file)
+    show_run(run, records, typed["json"], _options.names(typed["format"]))
     if records.damage:
         raise records.damage  # the report has the readable records only, so the exit code is not 0
 
 
-def show_run(
-    run: Path, records: "Records", formats: Sequence[str] = (), *, json_file: str | None
-) -> None:
+def show_run(run: Path, records: "Records", json: str | None, formats: Sequence[str] = ()) -> None:
     """Print a run's table, and write the run's report in ``formats``, or in the default formats if
     ``formats`` is empty.
     """
@@ -64,17 +60,26 @@ def show_run(
         formats = checked(formats)
         measured = Measured.of(run, records)
         document = terminal(measured)
-    if json_file != _console.STDOUT:
+    if json != _console.STDOUT:
         _console.show(*document)
     with _console.working(f"writing the report of {run}"):
         files = write(measured, formats)
-    _console.files(files, json_file)
-    if json_file:
-        _console.write_json(json_file, as_json(measured, files))
+    _console.files(files, json)
+    _console.deliver(json, as_json(measured, files))
 
 
-@click.command(
-    cls=Verb,
+@verb(
+    *parameters(
+        {
+            "RUNS ...": "Folders of runs. The tables compare each run with the first run on the command line.",
+            "--by KEY": "What to compare: run (the folders), machine (the kinds of machine), commit, or a setting of the environment such as torch, kernel or python.",
+            "--metrics NAMES": "Show only some metrics, such as --metrics above_import,ready.",
+        },
+        by="run",
+        metrics="",
+    ),
+    *_options.MARKDOWN,
+    _options.JSON,
     examples={
         "Compare each measurement of two runs, such as runs of two versions of torch": "weighin compare results/torch-2.13 results/torch-2.14",
         "Compare two metrics only": "weighin compare results/main results/branch --metrics above_import,ready",
@@ -82,45 +87,39 @@ def show_run(
         "Compare the versions of torch that several runs measured": "weighin compare results/* --by torch",
     },
 )
-@click.argument(
-    "runs",
-    type=_options.PATH,
-    nargs=-1,
-    required=True,
-    help="Folders of runs. The tables compare each run with the first run on the command line.",
-)
-@click.option(
-    "--by",
-    default="run",
-    metavar="KEY",
-    help="What to compare: run (the folders), machine (the kinds of machine), commit, or a setting of"
-    " the environment such as torch, kernel or python.",
-)
-@click.option(
-    "--metrics",
-    default="",
-    metavar="NAMES",
-    help="Show only some metrics, such as --metrics above_import,ready.",
-)
-@_options.markdown
-@_options.json
-def compare(
-    runs: tuple[Path, ...], by: str, metrics: str, markdown: Path | None, json_file: str | None
-) -> None:
+def compare(_: click.Context, typed: dict[str, Any]) -> None:
     """Show the figures of several runs side by side, such as two commits or two versions of torch."""
     from weighin.gate import compare as comparing
 
+    runs = typed["runs"]
     with _console.working(f"comparing the figures of {len(runs)} runs"):
-        comparison = comparing.compare(runs, _options.names([metrics]), by)
+        comparison = comparing.compare(runs, _options.names(typed["metrics"]), typed["by"])
     _console.note(*comparison.warnings)
-    document = comparison.as_json()
-    _console.deliver(json_file, document, lambda: _console.show(*comparison.terminal()))
-    if markdown:
-        _console.write(markdown, comparison.markdown())
+    _console.deliver(typed["json"], comparison.as_json(), *comparison.terminal())
+    if typed["markdown"]:
+        _console.write(typed["markdown"], comparison.markdown())
 
 
-@click.command(
-    cls=Verb,
+@verb(
+    *parameters(
+        {
+            "RUNS ...": "The folder of a run. weighin treats the runs in several folders as one run with more repeats.",
+            "--baseline FILE": "The file of earlier figures with which weighin compares the run. --update writes it as JSON. Commit this file to your repository, so that later checks compare with the same figures.",
+            "--update": "Before the comparison, write the run's figures and outcomes into the baseline file, and show what changed in it.",
+            "--budget BUDGET ...": 'An upper bound for a metric of the run, such as "peak_rss <= 1.1 x model + 64MiB above import" (metrics: peak_rss, anon, peak_cgroup, ready ...). Repeatable.',
+            "--expect OUTCOMES ...": "Outcomes that you expect in place of ok, comma-separated as STRATEGY=OUTCOME. With baseline=oom_killed, the check passes if the kernel kills the strategy baseline for lack of memory.",
+            "--tolerance TOLERANCE ...": 'How much a metric may exceed the baseline file, such as "ready=30% 1s" (the larger of the two), "anon=64MiB both" (every change counts) or "load=off" (not compared). Repeatable.',
+            "--setting NAME=POLICY ...": "What another kernel, processor or other setting means: kernel=ignore, cpu=fail or settings.*=warn. Repeatable.",
+            "--metrics NAMES": "Compare only some metrics with the baseline file, such as --metrics above_import,ready_anon.",
+            "--partial": "Judge the measured part of a stopped run. Without --partial, the check of such a run fails.",
+            "--all": "Show all figures of the run, not only those that differ from the baseline file.",
+            "--github": "For GitHub Actions: write annotations to standard output, and Markdown to the file $GITHUB_STEP_SUMMARY.",
+            "--junit FILE": "Write the result as JUnit XML to this file.",
+        },
+        metrics="",
+    ),
+    *_options.MARKDOWN,
+    _options.JSON,
     examples={
         "Write the peaks of a run to a new baseline": "weighin check results/RUN --baseline baseline.json --update",
         "Fail if a peak grew beyond the baseline": "weighin check results/RUN --baseline baseline.json",
@@ -130,99 +129,16 @@ def compare(
     },
     codes=True,
 )
-@click.argument(
-    "runs",
-    type=_options.PATH,
-    nargs=-1,
-    required=True,
-    help="The folder of a run. weighin treats the runs in several folders as one run with more"
-    " repeats.",
-)
-@click.option(
-    "--baseline",
-    type=_options.PATH,
-    metavar="FILE",
-    help="The file of earlier figures with which weighin compares the run. --update writes it as JSON."
-    " Commit this file to your repository, so that later checks compare with the same figures.",
-)
-@click.option(
-    "--update",
-    is_flag=True,
-    help="Before the comparison, write the run's figures and outcomes into the baseline file, and show"
-    " what changed in it.",
-)
-@click.option(
-    "--budget",
-    multiple=True,
-    metavar="BUDGET",
-    help='An upper bound for a metric of the run, such as "peak_rss <= 1.1 x model + 64MiB above'
-    ' import" (metrics: peak_rss, anon, peak_cgroup, ready ...). Repeatable.',
-)
-@click.option(
-    "--expect",
-    multiple=True,
-    metavar="OUTCOMES",
-    help="Outcomes that you expect in place of ok, comma-separated as STRATEGY=OUTCOME. With"
-    " baseline=oom_killed, the check passes if the kernel kills the strategy baseline for lack of"
-    " memory.",
-)
-@click.option(
-    "--tolerance",
-    multiple=True,
-    metavar="TOLERANCE",
-    help='How much a metric may exceed the baseline file, such as "ready=30% 1s" (the larger of the'
-    ' two), "anon=64MiB both" (every change counts) or "load=off" (not compared). Repeatable.',
-)
-@click.option(
-    "--setting",
-    multiple=True,
-    metavar="NAME=POLICY",
-    help="What another kernel, processor or other setting means: kernel=ignore, cpu=fail or"
-    " settings.*=warn. Repeatable.",
-)
-@click.option(
-    "--metrics",
-    default="",
-    metavar="NAMES",
-    help="Compare only some metrics with the baseline file, such as --metrics"
-    " above_import,ready_anon.",
-)
-@click.option(
-    "--partial",
-    is_flag=True,
-    help="Judge the measured part of a stopped run. Without --partial, the check of such a run"
-    " fails.",
-)
-@click.option(
-    "--all",
-    "show_all",
-    is_flag=True,
-    help="Show all figures of the run, not only those that differ from the baseline file.",
-)
-@click.option(
-    "--github",
-    is_flag=True,
-    help="For GitHub Actions: write annotations to standard output, and Markdown to the file"
-    " $GITHUB_STEP_SUMMARY.",
-)
-@_options.markdown
-@click.option(
-    "--junit",
-    type=_options.PATH,
-    metavar="FILE",
-    help="Write the result as JUnit XML to this file.",
-)
-@_options.json
-@click.pass_context
-def check(context: click.Context, /, **typed: Any) -> None:
+def check(context: click.Context, typed: dict[str, Any]) -> None:
     """Compare a run with a baseline file and with budgets; exit with 1 if a comparison fails."""
     from weighin.gate import check as checks
 
-    if typed["update"] and typed["baseline"] is None:
+    baseline, partial = typed["baseline"], typed["partial"]
+    if typed["update"] and baseline is None:
         raise ConfigError(
             "--update needs a file to write", "name the baseline file: --baseline baseline.json"
         )
-    if typed["github"] and typed["json_file"] == _console.STDOUT:
+    if typed["github"] and typed["json"] == _console.STDOUT:
         raise ConfigError(
             "--github and --json - would both write to standard output",
             "give --json a file: --json check.json",
@@ -230,32 +146,27 @@ def check(context: click.Context, /, **typed: Any) -> None:
     with _console.working(f"reading {' '.join(map(str, typed['runs']))}"):
         measured = checks.read_runs(typed["runs"])
     _console.note(*measured.warnings)
-    baseline = typed["baseline"]
     settings = {"tolerances": typed["tolerance"], "settings": typed["setting"]}
-    if typed["update"]:
-        with _console.working("comparing the figures"):
-            changes = checks.update(measured, baseline, partial=typed["partial"], **settings)
-        err, colours = (
-            typed["json_file"] == _console.STDOUT,
-            {"+": "green", "-": "red", "@": "cyan"},
-        )
-        for text in changes:
-            styled = click.style(text, fg=colours.get(text[0]))
-            click.echo(styled, err=err, color=_console.colour())
-        click.echo(f"{baseline} {'was updated' if changes else 'is up to date'}", err=err)
     with _console.working("comparing the figures"):
+        changes = checks.update(measured, baseline, partial=partial, **settings) if typed["update"] else []  # fmt: skip
         result = checks.check(
             measured,
             baseline,
-            metrics=_options.names([typed["metrics"]]),
-            partial=typed["partial"],
+            metrics=_options.names(typed["metrics"]),
+            partial=partial,
             budgets=typed["budget"],
             expected=typed["expect"],
             **settings,
         )
+    if typed["update"]:
+        colours, err = {"+": "green", "-": "red", "@": "cyan"}, typed["json"] == _console.STDOUT
+        changes = [click.style(text, fg=colours.get(text[0])) for text in changes]
+        end = f"{baseline} {'was updated' if changes else 'is up to date'}"
+        for text in (*changes, end):
+            click.echo(text, err=err, color=_console.colour())
     _write(result, typed)
     if result.failed:
-        _console.note(*_repairs(result, measured, baseline, partial=typed["partial"]))
+        _console.note(*_repairs(result, measured, baseline, partial=partial))
         context.exit(1)
 
 
@@ -263,13 +174,11 @@ def _write(result: "GateResult", typed: dict[str, Any]) -> None:
     """Print the check's result, and write what --json, --github, --markdown and --junit ask for."""
     from weighin.gate import tables
 
-    shown = tables.terminal(result, whole=typed["show_all"])
-    document = tables.as_json(result)
-    _console.deliver(typed["json_file"], document, lambda: _console.show(*shown))
+    shown = tables.terminal(result, whole=typed["all"])
+    _console.deliver(typed["json"], tables.as_json(result), *shown)
     if typed["github"]:
-        baseline = typed["baseline"]
-        for text in tables.annotations(result, str(baseline) if baseline else None):
-            _console.line(text)
+        for text in tables.annotations(result, typed["baseline"] and str(typed["baseline"])):
+            click.echo(text)
         if path := os.environ.get("GITHUB_STEP_SUMMARY"):
             with Path(path).open("a", encoding="utf-8") as file:
                 file.write(tables.write_markdown(result))
@@ -300,57 +209,36 @@ def _repairs(
     return [f"if these outcomes are intended, add --expect {quote(words)}"] if words else []
 
 
-@click.command(
-    cls=Verb,
+@verb(
+    *parameters(
+        {
+            "FOLDER": "The folder that contains the folders of runs, such as results. `weighin history` leaves out the runs in the subfolder FOLDER/published; to show the runs there, give FOLDER/published as FOLDER.",
+            "--metric NAME": "The metric to show: peak_rss, anon, peak_cgroup, ready, ...",
+            "--series WORDS": "Show only those series that have all of these words in their name, such as 'gpt2-xl streaming'.",
+            "--out FILE": "Also draw the figures into this .png or .svg file.",
+        },
+        metric="peak_rss",
+        series="",
+    ),
+    _options.JSON,
     examples={
         "Show how the peaks of the runs in this folder changed over time": "weighin history results",
         "Draw one metric of one strategy": "weighin history results --metric ready_anon --series streaming --out out.svg",
     },
 )
-@click.argument(
-    "folder",
-    type=_options.PATH,
-    help="The folder that contains the folders of runs, such as results. `weighin history` leaves"
-    " out the runs in the subfolder FOLDER/published; to show the runs there, give"
-    " FOLDER/published as FOLDER.",
-)
-@click.option(
-    "--metric",
-    default="peak_rss",
-    metavar="NAME",
-    help="The metric to show: peak_rss, anon, peak_cgroup, ready, ...",
-)
-@click.option(
-    "--series",
-    default="",
-    metavar="WORDS",
-    help="Show only those series that have all of these words in their name, such as 'gpt2-xl"
-    " streaming'.",
-)
-@click.option(
-    "--out",
-    "picture",
-    type=_options.PATH,
-    metavar="FILE",
-    help="Also draw the figures into this .png or .svg file.",
-)
-@_options.json
-def history(
-    folder: Path, metric: str, series: str, picture: Path | None, json_file: str | None
-) -> None:
+def history(_: click.Context, typed: dict[str, Any]) -> None:
     """Show a metric over all runs in a folder, and list the runs where the metric changed level."""
+    folder, picture = typed["folder"], typed["out"]
     if picture and picture.suffix.lower() not in (".png", ".svg"):
         raise ConfigError(f"cannot draw {picture}", "name a file that ends in .png or .svg")
     with _console.working(f"reading the runs in {folder}"):
         from weighin.gate import compare as comparing
 
-        found = comparing.history(folder, metric, series.split())
+        found = comparing.history(folder, typed["metric"], typed["series"].split())
     _console.note(*found.warnings)
-    if json_file != _console.STDOUT:
-        _console.show(*found.document())
     pictures = [picture] if picture else []
     for path in pictures:
         found.draw(path)
-    _console.files(pictures, json_file)
-    if json_file:
-        _console.write_json(json_file, found.as_json() | {"files": [*map(str, pictures)]})
+    document = found.as_json() | {"files": [*map(str, pictures)]}
+    _console.deliver(typed["json"], document, *found.document())
+    _console.files(pictures, typed["json"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from weighin.errors import WholePipeline
+from weighin.errors import CheckpointError
 from weighin.files import MIB, object_in
 from weighin.stream.pretrained_library import WEIGHTS
 from weighin.text import one_line
@@ -52,16 +52,13 @@ class Pipeline:
     def largest(self) -> Part:
         return max(self.models, key=lambda part: part.file_bytes or 0)
 
-    def refused(self) -> WholePipeline:
+    def refused(self) -> CheckpointError:
         from weighin.units import format_bytes  # imports decimal, which few loads need
 
         parts = [f"{part.name} ({format_bytes(part.file_bytes or 0)})" for part in self.models]
-        largest = self.largest.path
-        return WholePipeline(
+        return CheckpointError(
             f"{self.path}: a diffusers pipeline of {len(parts)} models: {one_line(', '.join(parts))}",
-            f"give one of them; the largest: {largest}",
-            folder=self.path,
-            largest=largest,
+            f"give one of them; the largest: {self.largest.path}",
         )
 
 
