@@ -9,7 +9,6 @@ such as ``--trust`` and ``--yes`` are accepted only on the command line.
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -144,6 +143,10 @@ def _check(
                 " confirmation",
                 f"give the option on the command line: --{normal}",
             )
+        from difflib import (
+            get_close_matches,
+        )  # imported here to save time: most files have no error
+
         near = get_close_matches(normal, sorted(listed), n=1)
         near = [FORMER[normal]] if normal in FORMER else near
         hint = f"did you mean {near[0]!r}? " if near else ""
