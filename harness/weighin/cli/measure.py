@@ -139,9 +139,12 @@ def floor(context: click.Context, typed: dict[str, Any]) -> None:
     from weighin.show.report import floors_as_json
     from weighin.show.write import write
 
-    with _planned(context) as (task, _perform):
-        with progress(_console.err(), None) as shown, runner.resumable("floor", task):
-            results = runner.search(task, shown)
+    with (
+        _planned(context) as (task, _perform),
+        progress(_console.err(), None) as shown,
+        runner.resumable("floor", task),
+    ):
+        results = runner.search(task, shown)
     measured = Measured.of(task.folder, run_folder.of_results(task.folder, results))
     if typed["json"] != _console.STDOUT:
         _console.show(*findings.floors(measured))
