@@ -14,10 +14,13 @@ from typing import Any, Final
 
 import click
 
-from weighin.cli._verb import FORMER
 from weighin.errors import ConfigError
 
 TABLE: Final = "tool.weighin"
+FORMER: Final = {
+    "class": "model_class", "env": "environment", "grace": "grace_s", "label": "labels", "mount": "mounts",
+}  # fmt: skip
+"""Options of earlier versions whose setting has another name."""
 _SHARED_BY: Final = ("bench", "floor", "predict", "recommend")
 _ONLY_TYPED: Final = (
     "help", "json", "resume", "set", "trust", "trust-remote-code", "update", "version", "yes",

@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 
 import click
 
+from weighin.cli._pyproject import FORMER, settings_of
 from weighin.errors import EXPLAINED, ConfigError
 
 WIDEST: Final = 100  # columns: longer lines are hard to read
@@ -21,10 +22,6 @@ HOW: Final = "How to measure"
 WRITE: Final = "Where to write"
 OTHER: Final = "Options"
 PATH: Final = click.Path(path_type=Path)
-FORMER: Final = {
-    "class": "model_class", "env": "environment", "grace": "grace_s", "label": "labels", "mount": "mounts",
-}  # fmt: skip
-"""Options of earlier versions whose setting has another name."""
 _PATHS: Final = ("FILE", "FOLDER", "RUN", "RUNS", "SOURCE", "TARGET")
 _BESIDE_WIDTH: Final = 70
 """In a terminal with fewer columns than this, the definition of a long term is below the term."""
@@ -46,8 +43,6 @@ class Option(click.Option):
         self.group, self.key, self._usual = group, key, usual
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        from weighin.cli._pyproject import settings_of
-
         extra = super().get_help_extra(ctx)
         shown = settings_of(ctx).get(self.key, self._usual) if self.key else ""
         if shown:
