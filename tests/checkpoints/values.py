@@ -183,21 +183,21 @@ _NOT_READ: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
     ),
     "a quantised tensor (qint8) beside plain ones": (
         _saved(_quantised),
-        rf"quantised tensor \(torch.qint8\); {_PLAIN}.*tensor.dequantize",
+        rf"tensor of torch.qint8; {_PLAIN}.*dequantize",
     ),
     "a tensor quantised by channel (quint8)": (
         _saved(_quantised_by_channel),
-        rf"quantised tensor \(torch.quint8\); {_PLAIN}.*tensor.dequantize",
+        rf"tensor of torch.quint8; {_PLAIN}.*dequantize",
     ),
     "a model after dynamic quantisation": (
         _saved(_quantised_model),
-        rf"_packed_params.0' is a quantised tensor \(torch.qint8\); {_PLAIN}.*tensor.dequantize",
+        rf"_packed_params.0' is a tensor of torch.qint8; {_PLAIN}.*dequantize",
     ),
-    "a sparse tensor": (_saved(_sparse), rf"a sparse tensor; {_PLAIN}.*tensor.to_dense"),
-    "a nested tensor": (_saved(_nested), rf"a nested tensor; {_PLAIN}.*tensor.unbind"),
+    "a sparse tensor": (_saved(_sparse), rf"_rebuild_sparse_tensor; {_PLAIN}.*to_dense"),
+    "a nested tensor": (_saved(_nested), rf"_rebuild_nested_tensor; {_PLAIN}.*unbind"),
     "a tensor on the meta device": (
         _saved(_on_meta),
-        rf"on the meta device, without values; {_PLAIN}load the model's weights before",
+        rf"_rebuild_meta_tensor_no_storage; {_PLAIN}.*with values",
     ),
     "a tensor that is conjugated lazily": (
         _saved(_conjugated),
@@ -205,23 +205,23 @@ _NOT_READ: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
     ),
     "a lazy parameter without values": (
         _saved(_lazy),
-        rf"a lazy parameter without values; {_PLAIN}run the model once",
+        rf"UninitializedParameter; {_PLAIN}.*with values",
     ),
     "a dtype of bits (torch.bits8)": (
         _saved(_bits),
-        rf"a tensor of torch.bits8; {_PLAIN}.*tensor.view\(torch.uint8\)",
+        rf"a tensor of torch.bits8; {_PLAIN}.*view\(torch.uint8\)",
     ),
     "a tensor of a subclass": (
         _saved(_subclass),
-        rf"of the subclass \S*Weights; {_PLAIN}load it with the code of that class",
+        rf"of the class \S*Weights; {_PLAIN}load it with the code that wrote it",
     ),
     "DTensors of one rank": (
         _of_one_rank(_dtensor),
-        rf"DTensor, of which the file of each rank has a part; {_PLAIN}.*full_state_dict",
+        rf"of the class \S+DTensor; {_PLAIN}.*full_tensor",
     ),
     "ShardedTensors of one rank": (
         _of_one_rank(_sharded_tensor),
-        rf"ShardedTensor, of which the file of each rank has a part; {_PLAIN}.*full_state_dict",
+        rf"of the class \S+ShardedTensor; {_PLAIN}.*full_tensor",
     ),
 }
 
@@ -252,7 +252,7 @@ LAYOUTS: Final = [
         GROUP,
         _saved(_torchao),
         refused(
-            rf"of the subclass torchao\.\S+; {_PLAIN}load it with the code of that class.*dequantize"
+            rf"of the class torchao\.\S+; {_PLAIN}load it with the code that wrote it.*dequantize"
         ),
         packages=("torchao",),
     ),

@@ -47,8 +47,8 @@ class Bomb:
 REFUSED_CHECKPOINTS = {
     "truncated": "truncated: the zip archive has no end record\ncopy or download the file again\n",
     "damaged": (
-        "damaged: the pickle from byte N cannot be read at byte N:"
-        " 0xff is no instruction of a pickle\n"
+        "damaged: the pickle from byte N cannot be read: weighin does not know its instruction 0xff, at"
+        " byte N\n"
         "save it again with the program that wrote it; if that program cannot read it either, the file is"
         " damaged\n"
     ),

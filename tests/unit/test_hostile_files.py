@@ -199,6 +199,10 @@ def pickled(instructions: bytes) -> bytes:
             id="one long name many times",
         ),
         pytest.param(
+            b"X" + struct.pack("<I", 10 * MIB) + b"a" * (10 * MIB) + b"q\0" + 100_000 * b"h\0h\0\x93",
+            id="one text of 10 MiB as a name many times",
+        ),
+        pytest.param(
             b"".join(
                 b"X\xf4\1\0\0" + f"{n:04}".encode() * 125 + b"r" + struct.pack("<I", n) + b"0"
                 for n in range(400)

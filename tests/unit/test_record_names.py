@@ -27,8 +27,8 @@ def test_records_whose_names_differ_only_in_case_are_refused(tmp_path: Path) -> 
     with pytest.raises(CheckpointError) as caught:
         formats.read(made)
     assert str(caught.value) == (
-        f"{made}: damaged: the names of the records 'plain/data/0' and 'plain/DATA/0' differ only in"
-        " case, and torch.load reads one of them for both\n"
+        f"{made}: damaged: record 'plain/DATA/0' and record 'plain/data/0' have one name for"
+        " torch.load\n"
         f"{RESAVE}"
     )
 

@@ -119,7 +119,7 @@ def test_an_object_with_tensors_inside_of_the_selection_is_named(
 def test_a_key_one_level_too_high_is_answered_with_the_right_one(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     torch.save({"state": {"model": WEIGHTS, "step": 1}}, path)
-    with pytest.raises(CheckpointError, match=r"'model' holds a OrderedDict\nselect the weights: --key state\.model \("):  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"'model' holds a dict\nselect the weights: --key state\.model \("):  # fmt: skip
         formats.read(path, Selection("state"))
 
 

@@ -4,13 +4,14 @@ A training checkpoint also has settings, schedulers and random states, as object
 the selected state dict, an object other than a tensor is allowed only if it holds no tensors.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.stream.foreign import select_key
-from weighin.stream.pickles import Opaque, type_name
+from weighin.stream.pickles import IF_TRUSTED, Opaque, type_name
 from weighin.stream.slices import Slice
 from weighin.text import first_names, plain, shown
 
@@ -18,12 +19,15 @@ _DEEPEST: Final = 4
 _DEEPEST_WALK: Final = 1000
 _MOST_PLACES: Final = 3
 _LONGEST_PLACE: Final = 100
-_MOST_NAMED: Final = 1000  # items of a dict or list whose keys an error names
-_HOLDING: Final = (dict, list, tuple, Opaque, Slice)
 _OPTIM_STATES: Final = "_optim_states.pt"
-_WEIGHTS_ALONE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
-_IF_TRUSTED: Final = (
-    "if you trust the file, load it and save plain weights: torch.save(model.state_dict(), ...)"
+_SAVE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
+_PLAIN: Final = (
+    "load it with the code that wrote it, make it a plain tensor with values (tensor.to_dense(),"
+    " dequantize(), unbind(), full_tensor(), resolve_conj(), view(torch.uint8), cpu()), and save it:"
+    " torch.save({NAME: TENSOR, ...}, ...)"
+)
+_FROM_NUMPY: Final = (
+    "save tensors instead: torch.save({name: torch.from_numpy(array) for name, array in ...}, ...)"
 )
 
 
@@ -46,7 +50,7 @@ def state_dict(path: Path, value: Any, key: str) -> tuple[dict[str, Slice], dict
     """
     inside = _inner(path, value, key)
     if not isinstance(inside, dict):
-        raise _no_state_dict(path, value, key, {"": inside}, "")
+        raise _no_state_dict(path, value, "", inside, [(key, inside)])
     tensors: dict[str, Slice] = {}
     values: dict[Any, Any] = {}
     for name, item in inside.items():
@@ -54,14 +58,15 @@ def state_dict(path: Path, value: Any, key: str) -> tuple[dict[str, Slice], dict
         (tensors if is_tensor else values)[name] = item
     seen: set[int] = set()
     for name, item in values.items():
-        is_extra = is_extra_state(name)
-        fits = bool(tensors) and isinstance(name, str) and (bool(key) or is_extra)
-        holds = Opaque if is_extra else (Opaque, Slice)  # torch.load reads an extra state
+        if is_extra_state(name) and tensors:
+            continue  # torch.load reads it
+        fits = bool(key and tensors) and isinstance(name, str)
         if not fits or any(
-            isinstance(one, holds) and getattr(one, "way", "tensor")
-            for _, one in _walk(item, "", seen)
+            isinstance(one, Slice) or (isinstance(one, Opaque) and one.is_tensor)
+            for _, one in _walk([("", item)], "", seen)
         ):
-            raise _no_state_dict(path, value, key, values, name)
+            suspects = [(name, item)] if key else values.items()
+            raise _no_state_dict(path, value, name, item, _walk(suspects, key, set()))
     return tensors, values, getattr(inside, "metadata", None)
 
 
@@ -97,35 +102,31 @@ def _found(value: Any, key: str) -> Iterator[Any]:
 
 def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) -> CheckpointError:
     names = first_names(plain(one) for one in dict.fromkeys(keys) if isinstance(one, str))
-    places = largest(_sizes(keys)) if isinstance(keys, Mapping) else {}
+    places = largest(_sizes(keys, set()))
     repair = with_key(places) if places else f"its keys: {names or 'none'}"
     return CheckpointError(f"{path}: has no key {shown(key)}", repair)
 
 
-def _sizes(value: Any) -> dict[str, int]:
-    """Map the dotted key of each nested state dict to its size in bytes; leave out optimizers."""
-    seen: set[int] = set()  # a crafted pickle may refer to one dict from many places
+def _sizes(value: Any, seen: set[int], above: str = "", depth: int = 1) -> dict[str, int]:
+    """Map the dotted key of each nested state dict to its size in bytes; leave out optimizers.
+
+    ``seen`` has the ids of dicts, because a crafted pickle may refer to one dict from many places.
+    """
     places: dict[str, int] = {}
-
-    def look(inside: Mapping[Any, Any], key: str, depth: int) -> None:
-        for name, item in inside.items():
-            if not isinstance(name, str) or "optim" in name.lower() or id(item) in seen:
-                continue
-            if not isinstance(item, dict) or not item:
-                continue
-            seen.add(id(item))
-            place = f"{key}.{name}" if key else name
-            tensors = [one for one in item.values() if isinstance(one, Slice)]
-            if tensors and all(
-                isinstance(one, str) and (isinstance(item[one], Slice) or is_extra_state(one))
-                for one in item
-            ):
-                places[place] = sum(one.nbytes for one in tensors)
-            elif depth < _DEEPEST:
-                look(item, place, depth + 1)
-
-    if isinstance(value, Mapping):
-        look(value, "", 1)
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        is_named = isinstance(name, str) and "optim" not in name.lower()
+        if not (is_named and isinstance(item, dict) and item) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        place = f"{above}{name}"
+        tensors = [one for one in item.values() if isinstance(one, Slice)]
+        if tensors and all(
+            isinstance(one, str) and (isinstance(item[one], Slice) or is_extra_state(one))
+            for one in item
+        ):
+            places[place] = sum(one.nbytes for one in tensors)
+        elif depth < _DEEPEST:
+            places |= _sizes(item, seen, f"{place}.", depth + 1)
     return places
 
 
@@ -150,11 +151,7 @@ def is_beside_weights(path: Path) -> bool:
 
 
 def all_empty(path: Path) -> CheckpointError:
-    """Return the exception for a checkpoint whose tensors are all empty.
-
-    DeepSpeed's ZeRO-3 writes a checkpoint of empty tensors, and the weights into
-    ``*_optim_states.pt`` beside it.
-    """
+    """Return the exception for a checkpoint whose tensors are all empty, as in ZeRO-3's model states."""
     if not is_beside_weights(path):
         return CheckpointError(
             f"{path}: all tensors have 0 elements, so the checkpoint holds no weights",
@@ -167,98 +164,81 @@ def all_empty(path: Path) -> CheckpointError:
     )
 
 
-def holds_more(path: Path, place: str, item: Opaque) -> CheckpointError:
-    """Return the exception for a file that has an object in the place of a tensor."""
-    if item.is_module:
-        at = f" at {place}" if place != "it" else ""
-        what = f"holds a whole pickled module ({item.kind}){at}, which cannot be loaded without"
+def no_tensor(path: Path, place: Any, item: Any) -> CheckpointError:
+    """Return the exception for a value that is no plain tensor, at the dotted key ``place`` of a file."""
+    where = "it" if place == "" else shown(place)
+    title = type_name(item)
+    if not isinstance(item, Opaque) or not (item.is_tensor or item.is_foreign):
+        what = f"not a flat state dict: {where} holds a {title}"
         return CheckpointError(
-            f"{path}: {what} executing its code: it was NOT executed", _IF_TRUSTED
+            f"{path}: {what if place != '' else f'holds a {title}, not a state dict'}", _SAVE
         )
-    what = f"is a {title}" if (title := type_name(item)) != item.kind else f"refers to {title}"
+    if item.is_tensor:
+        return CheckpointError(f"{path}: {where} is a {title}; weighin reads plain tensors", _PLAIN)
+    if item.is_module:
+        at = "" if place == "" else f" at {where}"
+        what = f"holds a whole pickled module ({item.kind}){at}, which was NOT executed"
+        return CheckpointError(f"{path}: {what}", IF_TRUSTED)
+    if title == "NumPy array":
+        return CheckpointError(f"{path}: {where} is a NumPy array, not a tensor", _FROM_NUMPY)
+    what = f"is a {title}" if title != item.kind else f"refers to {title}"
     return CheckpointError(
-        f"{path}: holds more than tensors, and was NOT executed: {place} {what}", _IF_TRUSTED
-    )
-
-
-def unread(path: Path, place: str, tensor: Opaque) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: {place} is a {tensor.kind}; weighin reads plain tensors", tensor.way
+        f"{path}: holds more than tensors, and was NOT executed: {where} {what}", IF_TRUSTED
     )
 
 
 def _no_state_dict(
-    path: Path, value: Any, key: str, values: Mapping[Any, Any], name: Any
+    path: Path, value: Any, name: Any, item: Any, suspects: Iterable[tuple[str, Any]]
 ) -> CheckpointError:
-    """Return the exception for a dict whose item ``name`` cannot be in a state dict.
+    """Return the exception for a value whose state dict cannot have ``item`` under ``name``.
 
-    ``values`` are the dict's items other than tensors, or {"": a value that is no dict}. If
-    torch.load(weights_only=True) refuses an object in them, the message names the first such object.
+    ``suspects`` are the values of the state dict and in them, with their dotted keys. If
+    torch.load(weights_only=True) refuses one of them, the message names the first such object.
     """
-    item, sizes = values[name], _sizes(value)
+    sizes = _sizes(value, set())
     places = largest(sizes)
     if sizes and not places:
         return all_empty(path)
-    seen: set[int] = set()
-    objects = [
-        (shown(place) if place else "it", one)
-        for each in ([name] if key else values)
-        for place, one in _walk(values[each], _join(key, each) if each != "" else "", seen)
-        if isinstance(one, Opaque)
-    ]
-    unreads = [unread(path, *one) for one in objects if one[1].way]
+    objects = [(place, one) for place, one in suspects if isinstance(one, Opaque)]
+    unread = next((one for one in objects if one[1].is_tensor and not places), None)
     foreign = next((one for one in objects if one[1].is_foreign), None)
-    if unreads and not places:
-        return unreads[0]
-    if isinstance(name, Opaque):
+    if isinstance(name, Opaque) and not unread:
         error = CheckpointError(
-            f"{path}: not a state dict: a dict has a key of type {name.kind}", ""
-        )
-    elif name == "" and (foreign is None or foreign[1] is not item):
-        error = CheckpointError(f"{path}: holds a {type_name(item)}, not a state dict", "")
-    elif foreign is None:
-        what = f"not a flat state dict: {shown(name)} holds a {type_name(item)}"
-        error = CheckpointError(f"{path}: {what}", "")
-    elif foreign[1] is item and type_name(item) == "NumPy array":
-        error = CheckpointError(
-            f"{path}: {foreign[0]} is a NumPy array, not a tensor",
-            "save tensors instead: torch.save({name: torch.from_numpy(array) for name, array in ...}, ...)",
+            f"{path}: not a state dict: a dict has a key of type {name.kind}", _SAVE
         )
     else:
-        error = holds_more(path, *foreign)
-    return CheckpointError(
-        error.message, with_key(places) if places else error.repair or _WEIGHTS_ALONE
-    )
+        error = no_tensor(path, *(unread or foreign or (name, item)))
+    return CheckpointError(error.message, with_key(places) if places else error.repair)
 
 
-def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors, dicts, lists and objects in a value, in order, each with its dotted key.
+def _walk(
+    items: Iterable[tuple[Any, Any]], above: str, seen: set[int]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors, dicts, lists and objects in values, in order, each with its dotted key.
 
     A value whose id is in ``seen`` is left out: a crafted pickle may refer to one value many times.
     Values deeper than 1,000 levels are left out, too.
     """
-    todo = [iter([(place, value)] if isinstance(value, _HOLDING) else [])]
+    todo = [(above, iter(items))]
     while todo:
-        at, one = next(todo[-1], ("", None))
-        if one is None:
+        place, rest = todo[-1]
+        for name, one in rest:
+            if isinstance(one, dict | list | tuple | Opaque | Slice) and id(one) not in seen:
+                seen.add(id(one))
+                inner = _join(place, name)
+                yield inner, one
+                if not isinstance(one, Slice) and len(todo) < _DEEPEST_WALK:
+                    todo.append((inner, _inside(one)))
+                    break
+        else:
             todo.pop()
-        elif isinstance(one, Slice):
-            yield at, one
-        elif id(one) not in seen:
-            seen.add(id(one))
-            yield at, one
-            if len(todo) < _DEEPEST_WALK:
-                todo.append(_inside(one, at))
 
 
-def _inside(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    contents: Any = value.contents if isinstance(value, Opaque) else value
-    is_named = contents is value and len(contents) <= _MOST_NAMED
-    for name, item in contents.items() if isinstance(contents, dict) else enumerate(contents):
-        if isinstance(item, _HOLDING):
-            yield (_join(place, name) if is_named else place), item
-        if isinstance(name, Opaque):
-            yield place, name
+def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of a dict, list or object with their names; None for what has no name."""
+    if isinstance(value, Opaque):
+        return zip(repeat(None), value.contents)
+    return iter(value.items() if isinstance(value, dict) else enumerate(value))
 
 
 def _join(place: str, name: object) -> str:

@@ -46,7 +46,7 @@ def an_enormous_place(given: Given) -> Said:
 @case("dcp")
 def an_enormous_text_in_the_metadata(given: Given) -> Said:
     given.index.write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x")
-    return given.index, "longer than 33,554,432 bytes"
+    return given.index, "the file ends inside the pickle"
 
 
 @case("dcp")
