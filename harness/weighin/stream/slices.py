@@ -1,16 +1,16 @@
 """What a reader returns: a checkpoint's tensors, and the place of each tensor in the files.
 
-No values are read, and torch is not imported: weighin's own process, which must not import torch,
-describes checkpoints with these types alone.
+torch is not imported: weighin's own process describes checkpoints with these types alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
+from operator import mul
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from weighin.errors import CheckpointError, ConfigError
 from weighin.text import shown
@@ -61,21 +61,17 @@ class Slice:
     """One tensor of a state dict, and its place in a file.
 
     Attributes:
-        stride: the stride of each dimension, in elements.
+        stride: of each dimension, in elements.
         dtype_name: torch's name of the dtype, such as "float32".
-        offset: the distance in bytes from the file's start to the tensor's first element.
-        storage_offset: the distance in bytes from the file's start to the storage that the tensor
-            views. Tensors of one file that share a storage (tied weights, views) have the same
-            ``storage_offset``.
-        storage_bytes: the length of that storage, in bytes.
-        parts: the blocks of a tensor that is stored in several blocks, which cover it; ``file`` and
-            the offsets are those of the first block. Empty for a tensor in one block.
+        offset: of the first element, in bytes from the file's start.
+        storage_offset: of the storage that the tensor views, in bytes from the file's start; tied
+            tensors and views of one storage have the same.
+        parts: the blocks of a tensor that is stored in several, which cover it; ``file`` and the
+            offsets are then those of the first block.
         start: of a block among ``parts``, the indexes of its first element in the whole tensor.
-        encoding: the quantised type in which a GGUF file stores the elements ("Q4_K"); empty for
-            elements stored in ``dtype_name``.
-        fill: a function that computes the tensor's values, for example from quantised codes and
-            scales, and writes them into a tensor of the shape ``shape``, in that tensor's dtype.
-            Several threads may call it for different tensors. None for elements that are in the file.
+        encoding: the quantised type of the elements in a GGUF file ("Q4_K"); else empty.
+        fill: writes values that are computed, for example from codes and scales, into a tensor of
+            this shape, in that tensor's dtype; called by several threads for different tensors.
     """
 
     name: str
@@ -112,16 +108,12 @@ class Slice:
 
     @property
     def read_order(self) -> tuple[str, int]:
-        """The key by which loaders sort their reads: the file's path, and the tensor's offset."""
+        """The key by which loaders sort their reads."""
         return str(self.file), self.offset
 
     @property
     def dtype(self) -> "torch.dtype":
-        """The tensor's ``torch.dtype``.
-
-        Raises:
-            CheckpointError: this version of torch does not have the dtype.
-        """
+        """The tensor's ``torch.dtype``; CheckpointError if this version of torch has none."""
         import torch  # not at the top: `weighin inspect` needs no torch
 
         dtype: torch.dtype | None = getattr(torch, self.dtype_name, None)
@@ -141,12 +133,8 @@ class Slice:
 @lru_cache
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of a tensor that is stored without gaps in row-major order."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    steps = accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1)
+    return tuple(steps)[::-1] if shape else ()
 
 
 @lru_cache
@@ -159,16 +147,14 @@ class Checkpoint(list[Slice]):
     """The tensors of a checkpoint, in the state dict's order.
 
     Attributes:
-        format: the name of the checkpoint's format, such as "safetensors".
         files: every file that a load may read, in a stable order.
         metadata: maps each module's name to its version metadata, by which ``load_state_dict`` detects
             older checkpoints; None if the format does not store such metadata.
         values: maps the names of the state dict's values other than tensors, such as an extra
             state, to records of ``stream.pickles``.
-        refused: the name of the first class or function in the file that
-            torch.load(weights_only=True) refuses; empty if torch.load refuses none.
-        notes: sentences on contradictions between the checkpoint's files, such as an index that
-            names another shard. These contradictions do not change the result of a load.
+        refused: the first class or function in the file that torch.load(weights_only=True) refuses.
+        notes: sentences on contradictions between the checkpoint's files, which do not change the
+            result of a load, such as an index that names another shard.
     """
 
     format: str = ""
@@ -189,22 +175,22 @@ class Checkpoint(list[Slice]):
         With ``only``, names without the prefix are left out. Modules' names in ``metadata`` lose the
         prefix as in ``torch.nn.modules.utils.consume_prefix_in_state_dict_if_present``.
         """
+
+        def is_kept(name: str) -> bool:
+            return not only or name.startswith(prefix)
+
         renamed = Checkpoint(
-            replace(one, name=one.name.removeprefix(prefix))
-            for one in self
-            if not only or one.name.startswith(prefix)
+            replace(one, name=one.name.removeprefix(prefix)) for one in self if is_kept(one.name)
         )
         vars(renamed).update(vars(self))
         renamed.values = {
-            name.removeprefix(prefix): one
-            for name, one in self.values.items()
-            if not only or name.startswith(prefix)
+            name.removeprefix(prefix): one for name, one in self.values.items() if is_kept(name)
         }
         if self.metadata is not None:
             renamed.metadata = {
                 f"{name}.".removeprefix(prefix).removesuffix("."): local
                 for name, local in self.metadata.items()
-                if name and (not only or f"{name}.".startswith(prefix))
+                if name and is_kept(f"{name}.")
             }
         return renamed
 
@@ -227,22 +213,17 @@ Plans = Sequence[TensorPlan]
 """The tensors to write, in the state dict's order."""
 
 Pieces = Callable[[str], Iterable["torch.Tensor"]]
-"""A function that takes a tensor's name and yields the tensor's elements in order, as contiguous
-tensors of any sizes."""
+"""Takes a tensor's name and yields the tensor's elements in order, as contiguous tensors of any sizes."""
 
 Progress = Callable[[int], None]
-"""A function that every writing thread calls with the number of bytes that it has just written."""
+"""Called by every writing thread with the number of bytes that it has just written."""
 
 
 def ties(slices: Sequence[Slice]) -> dict[str, str]:
     """Return a dict from each further name of a tied tensor to the tensor's first name."""
     firsts: dict[object, str] = {}
-    found = {}
-    for one in slices:
-        first = firsts.setdefault(one.place, one.name) if one.nbytes else one.name
-        if first != one.name:
-            found[one.name] = first
-    return found
+    found = {one.name: firsts.setdefault(one.place, one.name) for one in slices if one.nbytes}
+    return {name: first for name, first in found.items() if name != first}
 
 
 def are_equal(one: Slice, other: Slice) -> bool:
@@ -285,13 +266,12 @@ def check_converts(checkpoint: "Path", slices: Iterable[Slice], repair: str) -> 
 class Footprint:
     """The sizes of a checkpoint in bytes.
 
-    ``torch.save`` writes the whole storage of each tensor. The storage of a slice has more bytes than
-    the slice, and the storage of an expanded tensor has fewer. ``torch.load`` reads the whole storages
-    into memory; a model has memory only for the elements.
+    ``torch.save`` writes the whole storage of each tensor, and ``torch.load`` reads it; a model has
+    memory only for the elements. The storage of a view has more bytes than the view, and that of an
+    expanded tensor fewer.
 
     Attributes:
         tensor_bytes: the size of all tensors' elements; tied tensors count once.
-        storage_bytes: the size of all tensors' storages.
         used_bytes: the part of ``storage_bytes`` that belongs to at least one tensor.
         repeated: the names of the expanded tensors.
     """
@@ -308,31 +288,33 @@ class Footprint:
 
 def footprint(slices: Sequence[Slice]) -> Footprint:
     tied, repeated = ties(slices), []
-    sizes: dict[tuple[Path, int], int] = {}
-    spans: list[tuple[str, int, int, int]] = []  # of each tensor: storage, first and last byte
+    storages: dict[tuple[Path, int], int] = {}
+    spans: dict[
+        tuple[Path, int], list[tuple[int, int]]
+    ] = {}  # the first and last byte of each tensor
     for one in chain.from_iterable(one.parts or [one] for one in slices):
         reach = one.span * ITEM_BYTES[one.dtype_name]
         if one.storage_bytes:
             storage = one.file, one.storage_offset
-            sizes[storage] = max(sizes.get(storage, 0), one.storage_bytes)
-            spans.append((str(one.file), one.storage_offset, one.offset, one.offset + reach))
+            storages[storage] = max(storages.get(storage, 0), one.storage_bytes)
+            spans.setdefault(storage, []).append((one.offset, one.offset + reach))
         if one.nbytes > reach:
             repeated.append(one.name)
-    covered, before, reached = 0, ("", 0), 0
-    for file, storage_at, start, end in sorted(spans):
-        if (file, storage_at) != before:
-            before, reached = (file, storage_at), 0
-        covered += max(0, end - max(start, reached))
-        reached = max(reached, end)
+    covered = 0
+    for inside in spans.values():
+        reached = 0
+        for start, end in sorted(inside):
+            covered += max(0, end - max(start, reached))
+            reached = max(reached, end)
     tensor_bytes = sum(one.nbytes for one in slices if one.name not in tied)
-    return Footprint(tensor_bytes, sum(sizes.values()), covered, tuple(repeated))
+    return Footprint(tensor_bytes, sum(storages.values()), covered, tuple(repeated))
 
 
 def pack(slices: Sequence[Slice]) -> str:
     """Return the names, shapes, dtypes and ties of a checkpoint's tensors as one short string.
 
-    A record of a measurement contains this string, so that the record alone identifies the model. The
-    string is JSON, compressed with zlib and written in base64: 3 KiB for GPT-2 XL.
+    A record contains this string, so that the record alone identifies the model: JSON, compressed
+    with zlib, in base64. It has 3 KiB for GPT-2 XL.
 
     Raises:
         CheckpointError: the checkpoint has no tensors, or its string is longer than 96 KiB.
@@ -361,10 +343,7 @@ def pack(slices: Sequence[Slice]) -> str:
 
 def unpack(text: str) -> list[tuple[str, tuple[int, ...], str, str | None]]:
     """Return the name, shape and dtype of each tensor that ``pack`` wrote, and the first name of a tied
-    tensor or None.
-
-    Raises:
-        ConfigError: ``pack`` did not write the string.
+    tensor or None; ConfigError: ``pack`` did not write the string.
     """
     import base64
     import json
@@ -373,8 +352,7 @@ def unpack(text: str) -> list[tuple[str, tuple[int, ...], str, str | None]]:
     tensors = []
     try:
         data = zlib.decompressobj().decompress(base64.urlsafe_b64decode(text), _MOST_JSON_BYTES)
-        columns: Any = json.loads(data)
-        names, kind_of, tied_to, kinds = columns
+        names, kind_of, tied_to, kinds = json.loads(data)
         for number, (name, kind, back) in enumerate(zip(names, kind_of, tied_to, strict=True)):
             dtype, *shape = kinds[kind]
             if not (isinstance(name, str) and dtype in ITEM_BYTES and is_sizes(shape)):

@@ -15,7 +15,7 @@ from weighin.stream.pickles import IF_TRUSTED, Opaque, type_name
 from weighin.stream.slices import Slice
 from weighin.text import first_names, plain, shown
 
-_DEEPEST: Final = 4
+_KINDS: Final = (dict, list, tuple, Opaque, Slice)
 _DEEPEST_WALK: Final = 1000
 _MOST_PLACES: Final = 3
 _LONGEST_PLACE: Final = 100
@@ -102,31 +102,20 @@ def _found(value: Any, key: str) -> Iterator[Any]:
 
 def no_key(path: Path, key: str, keys: Sequence[object] | Mapping[Any, object]) -> CheckpointError:
     names = first_names(plain(one) for one in dict.fromkeys(keys) if isinstance(one, str))
-    places = largest(_sizes(keys, set()))
+    places = largest(_sizes(keys))
     repair = with_key(places) if places else f"its keys: {names or 'none'}"
     return CheckpointError(f"{path}: has no key {shown(key)}", repair)
 
 
-def _sizes(value: Any, seen: set[int], above: str = "", depth: int = 1) -> dict[str, int]:
-    """Map the dotted key of each nested state dict to its size in bytes; leave out optimizers.
-
-    ``seen`` has the ids of dicts, because a crafted pickle may refer to one dict from many places.
-    """
+def _sizes(value: Any) -> dict[str, int]:
+    """Map the dotted key of each nested state dict to its size in bytes; leave out optimizers."""
     places: dict[str, int] = {}
-    for name, item in value.items() if isinstance(value, Mapping) else ():
-        is_named = isinstance(name, str) and "optim" not in name.lower()
-        if not (is_named and isinstance(item, dict) and item) or id(item) in seen:
+    for place, one in _walk(value.items() if isinstance(value, Mapping) else (), "", set(), dict):
+        if "optim" in place.lower() or is_extra_state(place):
             continue
-        seen.add(id(item))
-        place = f"{above}{name}"
-        tensors = [one for one in item.values() if isinstance(one, Slice)]
-        if tensors and all(
-            isinstance(one, str) and (isinstance(item[one], Slice) or is_extra_state(one))
-            for one in item
-        ):
-            places[place] = sum(one.nbytes for one in tensors)
-        elif depth < _DEEPEST:
-            places |= _sizes(item, seen, f"{place}.", depth + 1)
+        tensors = [item for item in one.values() if isinstance(item, Slice)]
+        if tensors and all(isinstance(one[name], Slice) or is_extra_state(name) for name in one):
+            places[place] = sum(item.nbytes for item in tensors)
     return places
 
 
@@ -195,7 +184,7 @@ def _no_state_dict(
     ``suspects`` are the values of the state dict and in them, with their dotted keys. If
     torch.load(weights_only=True) refuses one of them, the message names the first such object.
     """
-    sizes = _sizes(value, set())
+    sizes = _sizes(value)
     places = largest(sizes)
     if sizes and not places:
         return all_empty(path)
@@ -212,33 +201,33 @@ def _no_state_dict(
 
 
 def _walk(
-    items: Iterable[tuple[Any, Any]], above: str, seen: set[int]
+    items: Iterable[tuple[Any, Any]], above: str, seen: set[int], kinds: Any = _KINDS
 ) -> Iterator[tuple[str, Any]]:
     """Yield the tensors, dicts, lists and objects in values, in order, each with its dotted key.
 
-    A value whose id is in ``seen`` is left out: a crafted pickle may refer to one value many times.
-    Values deeper than 1,000 levels are left out, too.
+    ``kinds`` are the types that are looked at. A value whose id is in ``seen`` is left out: a crafted
+    pickle may refer to one value many times. Values deeper than 1,000 levels are left out, too.
     """
     todo = [(above, iter(items))]
     while todo:
         place, rest = todo[-1]
         for name, one in rest:
-            if isinstance(one, dict | list | tuple | Opaque | Slice) and id(one) not in seen:
-                seen.add(id(one))
-                inner = _join(place, name)
-                yield inner, one
-                if not isinstance(one, Slice) and len(todo) < _DEEPEST_WALK:
-                    todo.append((inner, _inside(one)))
-                    break
+            if not isinstance(one, kinds) or id(one) in seen:
+                continue
+            seen.add(id(one))
+            inner = _join(place, name)
+            yield inner, one
+            if not isinstance(one, Slice) and len(todo) < _DEEPEST_WALK:
+                todo.append((inner, _inside(one)))
+                break
         else:
             todo.pop()
 
 
 def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the items of a dict, list or object with their names; None for what has no name."""
-    if isinstance(value, Opaque):
-        return zip(repeat(None), value.contents)
-    return iter(value.items() if isinstance(value, dict) else enumerate(value))
+    if isinstance(value, dict):
+        return iter(value.items())
+    return zip(repeat(None), value.contents) if isinstance(value, Opaque) else enumerate(value)
 
 
 def _join(place: str, name: object) -> str:

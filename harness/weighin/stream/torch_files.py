@@ -67,15 +67,10 @@ class TorchFile:
         """Return where a tensor of the pickle lies, under the name ``name``."""
         start, size = self.places.get(tensor.name, (0, 0))
         if tensor.storage_bytes != size:  # torch.load refuses a longer record, too
-            raise damaged(
-                self.path,
-                f"the storage of {shown(name)} has {tensor.storage_bytes:,} bytes, but its record in"
-                f" the file has {size:,}",
-            )
-        offset = start + tensor.offset
-        return Slice(
-            name, tensor.shape, tensor.stride, tensor.dtype_name, self.path, offset, start, size
-        )
+            what = f"has {tensor.storage_bytes:,} bytes, but its record in the file has {size:,}"
+            raise damaged(self.path, f"the storage of {shown(name)} {what}")
+        offset, dtype = start + tensor.offset, tensor.dtype_name
+        return Slice(name, tensor.shape, tensor.stride, dtype, self.path, offset, start, size)
 
     def checkpoint(self, key: str) -> Checkpoint:
         """Return the state dict at ``key`` in nested dicts, or the whole value for the key ""."""
@@ -93,7 +88,7 @@ def read(path: Path, key: str = "") -> Checkpoint:
         CheckpointError: the file is damaged or of another kind, or has no flat state dict at ``key``.
     """
     of_old_torch = is_legacy(check_present(path))
-    found = (_open_legacy(path, key) if of_old_torch else open_zip(path)).checkpoint(key)
+    found = (_open_legacy(path) if of_old_torch else open_zip(path)).checkpoint(key)
     found.format = "pt_legacy" if of_old_torch else "pt"
     return found
 
@@ -237,38 +232,34 @@ def _records(window: _Window) -> dict[str, Record]:  # noqa: PLR0912 (one for ea
     return records
 
 
-def _open_legacy(path: Path, key: str) -> TorchFile:
+def _open_legacy(path: Path) -> TorchFile:
     try:
         with path.open("rb") as file:
             magic, version, system = (pickles.load(path, file).value for _ in range(3))
-            if magic != MAGIC:
-                raise damaged(path, "it does not begin with the magic number of torch before 1.6")
-            if version != VERSION:
-                what = f"format version {shown(version)}, but this weighin reads {VERSION}"
+            if (magic, version) != (MAGIC, VERSION):
+                what = f"of version {shown(version)}, but this weighin reads {VERSION}"
                 raise CheckpointError(f"{path}: {what}", resaving(path))
             if not isinstance(system, dict) or system.get("little_endian") is not True:
                 raise _big_endian(path)
             pickled = pickles.load(path, file)
-            keys = pickles.load(path, file).value
-            state_dict(path, pickled.value, key)  # code in the file is named before damage
-            if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-                raise damaged(path, "its list of storages is not a list of strings")
-            if sorted(keys) != sorted(pickled.storages):
-                raise damaged(path, "its list of storages does not match its tensors")
+            keys, storages = pickles.load(path, file).value, pickled.storages
             file_bytes, at = os.fstat(file.fileno()).st_size, file.tell()
+            if not isinstance(keys, list) or {*map(type_name, keys)} - {"str"}:
+                raise damaged(path, "its list of storages is not a list of strings")
             places: dict[str, Record] = {}
-            for storage in map(pickled.storages.__getitem__, keys):
-                name, end = f"storage {shown(storage.key)}", at + 8 + storage.nbytes
+            # Without a place, a tensor is refused, but only after an object that torch does not load.
+            for key in keys if sorted(keys) == sorted(storages) else ():
+                name, end = f"storage {shown(key)}", at + 8 + storages[key].nbytes
                 if end > file_bytes:
                     raise truncated(path, name, end, file_bytes)
                 numel = int.from_bytes(os.pread(file.fileno(), 8, at), "little")
-                if numel != storage.numel:
+                if numel != storages[key].numel:
                     raise damaged(
                         path,
                         f"{name} at byte {at:,} has {numel:,} elements, but its tensors need"
-                        f" {storage.numel:,}",
+                        f" {storages[key].numel:,}",
                     )
-                places[storage.key] = at + 8, storage.nbytes
+                places[key] = at + 8, end - at - 8
                 at = end
             return TorchFile(path, pickled.value, pickled.refused, places)
     except OSError as error:
