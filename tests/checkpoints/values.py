@@ -201,7 +201,7 @@ _NOT_READ: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
     ),
     "a tensor that is conjugated lazily": (
         _saved(_conjugated),
-        rf"conjugated or negated lazily; {_PLAIN}.*resolve_conj",
+        rf"of conjugated or negated values; {_PLAIN}.*resolve_conj",
     ),
     "a lazy parameter without values": (
         _saved(_lazy),
@@ -213,15 +213,15 @@ _NOT_READ: Final[dict[str, tuple[Callable[[Path], Made], str]]] = {
     ),
     "a tensor of a subclass": (
         _saved(_subclass),
-        rf"of the class \S*Weights; {_PLAIN}load it with the code that wrote it",
+        rf"of \S*Weights; {_PLAIN}load it with the code that wrote it",
     ),
     "DTensors of one rank": (
         _of_one_rank(_dtensor),
-        rf"of the class \S+DTensor; {_PLAIN}.*full_tensor",
+        rf"of \S+DTensor; {_PLAIN}.*full_tensor",
     ),
     "ShardedTensors of one rank": (
         _of_one_rank(_sharded_tensor),
-        rf"of the class \S+ShardedTensor; {_PLAIN}.*full_tensor",
+        rf"of \S+ShardedTensor; {_PLAIN}.*full_tensor",
     ),
 }
 
@@ -251,9 +251,7 @@ LAYOUTS: Final = [
         "a model that torchao quantised",
         GROUP,
         _saved(_torchao),
-        refused(
-            rf"of the class torchao\.\S+; {_PLAIN}load it with the code that wrote it.*dequantize"
-        ),
+        refused(rf"of torchao\.\S+; {_PLAIN}load it with the code that wrote it.*dequantize"),
         packages=("torchao",),
     ),
 ]

@@ -199,6 +199,10 @@ def pickled(instructions: bytes) -> bytes:
             id="one long name many times",
         ),
         pytest.param(
+            b"ctorch._utils\n_rebuild_" + 900 * b"x" + b"\nq\0)q\1" + 300_000 * b"h\0h\1R",
+            id="many objects of one long name",
+        ),
+        pytest.param(
             b"X" + struct.pack("<I", 10 * MIB) + b"a" * (10 * MIB) + b"q\0" + 100_000 * b"h\0h\0\x93",
             id="one text of 10 MiB as a name many times",
         ),

@@ -21,9 +21,9 @@ from weighin.stream.bytes import Reader, memory_of
 from weighin.stream.slices import Slice, dtype_name
 
 if TYPE_CHECKING:
-    from weighin.stream.reading import Job
+    from weighin.stream.reading import Lazy
 
-    Jobs = Mapping[str, Sequence[Job]]
+    Jobs = Mapping[str, Sequence[Lazy]]
 
 PIECE_ELEMENTS: Final = 64 * 1024
 """The intended number of elements that are computed at once, small so that the C library keeps little
@@ -169,7 +169,7 @@ def _of_fp8(operation: Any, layer_name: str, model: Any, jobs: "Jobs") -> dict[s
     return made
 
 
-def _fp8(operation: Any, dtype: torch.dtype, codes: "Job", scale: "Job") -> Source:
+def _fp8(operation: Any, dtype: torch.dtype, codes: "Lazy", scale: "Lazy") -> Source:
     """Return the weights of one matrix of codes, to be computed some rows at a time.
 
     transformers divides a matrix equally among its scales. If the last block of rows or columns is

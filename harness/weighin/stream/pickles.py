@@ -2,11 +2,8 @@
 
 Python's own unpickler moves the values on its stack, and ``_rewritten`` first replaces every
 instruction that would call, build or hash an object: the new instructions hand the operands to
-``_Reader.persistent_load``, which makes a record of them. A pickle that would take memory for more
-than it holds is refused before the unpickler sees it.
-
-The record of a tensor is a ``Slice`` whose name is the key of its storage, and whose offset counts from
-the storage's start: ``torch_files`` knows where the storages lie.
+``_Reader.persistent_load``, which makes a record of them. The record of a tensor is a ``Slice`` whose
+name is the key of its storage, and whose offset counts from the storage's start.
 """
 
 import io
@@ -53,7 +50,6 @@ _REBUILD: Final = "torch._utils._rebuild_"
 _TYPED: Final = "torch._tensor._rebuild_from_type_v2"
 _NOT_READ: Final = (_REBUILD, "torch.nn.parameter.Uninitialized")
 """The names of functions and classes that make sparse, nested, lazy and other tensors begin so."""
-_TENSOR: Final = "tensor "  # so begins the title of a tensor that is not read
 _OF_MODULES: Final = {"_parameters", "_buffers"}  # keys in the state of every pickled nn.Module
 _TITLES: Final = {"_codecs.encode": "bytes"} | {
     f"numpy.{core}.multiarray.{name}": title
@@ -87,12 +83,14 @@ class Named:
 class Opaque:
     """An object in a pickle whose class is neither imported nor called.
 
-    ``kind`` is the full name of its class, or of the function that makes it; of a tensor that weighin
-    does not read, such as a sparse one, a title. ``contents`` are records of what the pickle gives it.
+    ``kind`` is the full name of its class, of the function that makes it, or of a dtype. ``contents`` are
+    records of what the pickle gives it. ``is_tensor`` tells whether it is a tensor that weighin does not
+    read, such as a sparse one.
     """
 
     kind: str
     contents: list[Any] = field(default_factory=list)
+    is_tensor: bool = False
 
     def __repr__(self) -> str:
         return self.kind  # the text of crafted contents may be endless
@@ -109,10 +107,6 @@ class Opaque:
     @property
     def is_module(self) -> bool:
         return any(isinstance(one, dict) and one.keys() >= _OF_MODULES for one in self.contents)
-
-    @property
-    def is_tensor(self) -> bool:
-        return self.kind.startswith(_TENSOR)
 
     @property
     def is_foreign(self) -> bool:
@@ -187,6 +181,8 @@ def is_safe(name: str) -> bool:
 
 def type_name(value: Any) -> str:
     """Return the name of a pickled value's Python type, for messages."""
+    if isinstance(value, Opaque) and value.is_tensor:
+        return f"tensor of {value.kind}"
     if isinstance(value, Opaque):
         return _TITLES.get(value.kind, value.kind.removeprefix("__builtin__."))
     names = {Storage: "storage", Slice: "Tensor", Named: "class or function", Dict: "dict"}
@@ -223,10 +219,8 @@ _PUT, _GLOBAL, _FRAME, _STOP = b"rc\x95."
 
 
 def _rewritten(path: Path, data: bytes) -> tuple[bytes, int]:
-    """Return the harmless form of the pickle that begins ``data``, and the pickle's length in bytes.
-
-    Raises:
-        IndexError: ``data`` end before the pickle does.
+    """Return the harmless form of the pickle that begins ``data``, and the pickle's length in bytes;
+    IndexError: ``data`` end before the pickle does.
     """
     harmless = bytearray()
     at = copied = objects = 0
@@ -323,13 +317,9 @@ class _Reader(pickle.Unpickler):
 
 
 def load(path: Path, file: BinaryIO, base: int = 0, resave: str = RESAVE) -> Pickled:
-    """Return the next pickled value of ``file``, with a record for every object.
+    """Return the next pickled value of ``file``, which begins at the byte ``base`` of the file ``path``.
 
-    ``base`` is the offset in bytes of ``file`` within the file ``path``, for messages. ``resave`` is
-    the repair (advice) in the error for a damaged pickle.
-
-    Raises:
-        CheckpointError: the pickle is damaged, too large, or refers to a storage of an unknown dtype.
+    ``resave`` is the repair (advice) in the error for a damaged pickle.
     """
     at = file.tell()
     what = f"the pickle from byte {base + at:,} cannot be read"
@@ -381,8 +371,7 @@ def _called(function: Any, arguments: Any) -> Any:
         return Opaque(function.kind, [function, arguments])
     make = _MAKES.get(function.name)
     if make is None:
-        made_by = f"{_TENSOR}made by " if function.name.startswith(_NOT_READ) else ""
-        return Opaque(f"{made_by}{function.name}", [arguments])
+        return Opaque(function.name, [arguments], function.name.startswith(_NOT_READ))
     try:
         return make(*arguments[:_MOST_ARGUMENTS])  # each call may copy all of them
     except (TypeError, ValueError) as error:
@@ -390,30 +379,21 @@ def _called(function: Any, arguments: Any) -> Any:
         raise Malformed(what) from error
 
 
-def _ordered(*arguments: Any) -> Dict:
-    """Return the record of an OrderedDict or defaultdict; Python 2 put its items into a list."""
+def _ordered(pairs: Any = (), *_: Any) -> Dict:
+    """Return the record of an OrderedDict, whose items Python 2 put into a list, or of a defaultdict."""
     mapping = Dict()
-    for pairs in arguments:
-        if isinstance(pairs, list):
-            for key, value in pairs:
-                mapping[key] = value
-            pairs.clear()  # a crafted pickle may give one list to many calls
-        elif not isinstance(pairs, Named | Opaque):  # those make the items of a defaultdict
-            raise TypeError
+    if isinstance(pairs, list):
+        for key, value in pairs:
+            mapping[key] = value
+        pairs.clear()  # a crafted pickle may give one list to many calls
     return mapping
-
-
-def _attribute(owner: Any, name: Any) -> Any:
-    """Return the record of ``getattr``, by which Python 3.11.0 to 3.11.3 pickle an enumeration's member."""
-    of_class = isinstance(owner, Named) and not is_safe(owner.name)
-    return Opaque(owner.name if of_class else "builtins.getattr", [(owner, name)])
 
 
 def _typed(inner: Any, kind: Any, arguments: Any, _state: Any) -> Any:
     if not isinstance(kind, Named) or not isinstance(inner, Named):
         return Opaque(_TYPED, [arguments])
     if kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-        return Opaque(f"{_TENSOR}of the class {kind.name}", [arguments])
+        return Opaque(kind.name, [arguments], is_tensor=True)
     is_tensor = inner.name.startswith(
         _REBUILD
     )  # and not another call of this function, without end
@@ -424,14 +404,14 @@ def _tensor(source: Any, offset: Any, shape: Any, stride: Any, *more: Any) -> An
     """Return the record of a tensor. Among ``more`` may be its dtype and metadata, such as {"conj": True}."""
     if not isinstance(source, Storage):
         raise Malformed("a tensor is created from something that is not a storage")
-    dtype = source.dtype
+    dtype, kind = source.dtype, ""
     for one in more:
         if isinstance(one, Named):
-            dtype = one.name.removeprefix("torch.")
+            kind, dtype = one.name, one.name.removeprefix("torch.")
         elif isinstance(one, dict) and (len(one) > _MOST_ARGUMENTS or any(one.values())):
-            return Opaque(f"{_TENSOR}that is conjugated or negated lazily", [source])
+            return Opaque("conjugated or negated values", [source], is_tensor=True)
     if dtype not in ITEM_BYTES:
-        return Opaque(f"{_TENSOR}of torch.{dtype}", [source])
+        return Opaque(kind or f"torch.{dtype}", [source], is_tensor=True)
     # A list would be copied for each tensor that a crafted pickle makes of it.
     are_tuples = isinstance(shape, tuple) and isinstance(stride, tuple)
     if not (are_tuples and is_sizes(shape) and is_sizes(stride) and is_sizes((offset,))) or (
@@ -461,6 +441,4 @@ _MAKES: Final[dict[str, Any]] = {
     "torch.Size": lambda sizes: sizes,
     "collections.OrderedDict": _ordered,
     "collections.defaultdict": _ordered,
-    "builtins.getattr": _attribute,
-    "__builtin__.getattr": _attribute,
 }

@@ -17,8 +17,8 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import wraps
 from math import prod
 from pathlib import Path
@@ -43,19 +43,28 @@ _USUAL_BYTES: Final = 32 * 1024**2
 
 _here = local()  # .load: the Load that runs in this thread
 _active: set["Load"] = set()
-_undo: list[Callable[[], object]] = []
+_replaced: Final = ExitStack()  # puts back what the first active load has replaced
 _lock: Final = Lock()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Lazy:
-    """A tensor in a file, with the interface of a slice of safetensors."""
+    """A tensor in a file, with the interface of a slice of safetensors.
 
-    def __init__(self, where: Slice) -> None:
-        self.where = where
-        self.shape, self.dtype = torch.Size(where.shape), where.dtype
+    ``spawn_materialize`` sets the model's dtype and device; a call then returns the tensor.
+    """
+
+    load: "Load"
+    where: Slice
+    dtype: torch.dtype
+    device: torch.device = _CPU
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.where.shape)
 
     def get_shape(self) -> list[int]:
-        return list(self.shape)
+        return list(self.where.shape)
 
     def get_dtype(self) -> str:
         name: str = _NAMES.get(self.where.dtype_name, self.where.dtype_name)
@@ -65,21 +74,35 @@ class Lazy:
         return self.dtype.is_floating_point
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        load: Load = _here.load
-        return load.read(self.where, self.dtype, _CPU)[index]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What ``spawn_materialize`` returns: a call of it returns the tensor, in the model's dtype."""
-
-    where: Slice
-    dtype: torch.dtype
-    device: torch.device
+        return self.load.read(self)[index]
 
     def __call__(self) -> torch.Tensor:
-        load: Load = _here.load
-        return load.tensor(self)
+        return self.load.tensor(self)
+
+
+class SafeFile:
+    """Stands in for the file that ``safetensors.safe_open`` opens."""
+
+    def __init__(self, tensors: dict[str, Lazy]) -> None:
+        self._tensors = tensors
+
+    def __enter__(self) -> "SafeFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        return sorted(self._tensors)  # as safetensors does
+
+    def metadata(self) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def get_slice(self, name: str) -> Lazy:
+        return self._tensors[name]
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name][...]
 
 
 class Load:
@@ -92,6 +115,7 @@ class Load:
 
     Attributes:
         infos: transformers' reports on missing and unexpected keys, one for each of its models.
+        defers: whether nothing needs the values of a tensor before ``finish``.
     """
 
     def __init__(
@@ -100,13 +124,16 @@ class Load:
         self.ignores_adapter = ignores_adapter
         self.infos: list[Any] = []
         self.defers = False
+        self.fills: list[Fill] = []
         self._disk = Disk(threads)
         self._files: dict[Path, list[Slice]] = {}
         for one in slices:
             self._files.setdefault(one.file, []).append(one)
         self._uses: Counter[object] = Counter()
-        self._shared: dict[tuple[object, torch.dtype, torch.device], torch.Tensor] = {}
-        self._fills: list[Fill] = []
+        self._shared: dict[object, tuple[Lazy, torch.Tensor]] = {}
+
+    def lazy(self, slices: Sequence[Slice]) -> dict[str, Lazy]:
+        return {one.name: Lazy(self, one, one.dtype) for one in slices}
 
     def in_file(self, path: Path) -> Sequence[Slice] | None:
         """Return a file's tensors; None for a file that only the library can read."""
@@ -118,110 +145,84 @@ class Load:
             return None
         return slices if slices.only_tensors else None
 
-    def tensor(self, job: Job) -> torch.Tensor:
+    def tensor(self, lazy: Lazy) -> torch.Tensor:
         """Return a tensor: its memory, to be filled by ``finish``, if its conversion only renames."""
-        where, key = job.where, (job.where.place, job.dtype, job.device)
         if not self.defers:
-            return self.read(*_of(job))
-        if (out := self._shared.get(key)) is None:
-            out = empty(*_of(job))
-            self.fill(where, out)
-            if self._uses[where.place] > 1:
-                self._shared[key] = out
+            return self.read(lazy)
+        place = lazy.where.place
+        key = place, lazy.dtype, lazy.device
+        if key in self._shared:
+            return self._shared[key][1]
+        out = empty(lazy.where, lazy.dtype, lazy.device)
+        self.fills.append(Fill(lazy.where, out))
+        if self._uses[place] > 1:
+            self._shared[key] = lazy, out
         return out
 
-    def read(self, where: Slice, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        out = empty(where, dtype, device)
-        filling.fill([Fill(where, out)], self._disk)
+    def read(self, lazy: Lazy) -> torch.Tensor:
+        out = empty(lazy.where, lazy.dtype, lazy.device)
+        filling.fill([Fill(lazy.where, out)], self._disk)
         return out
-
-    def fill(self, where: Slice, out: torch.Tensor) -> None:
-        """Remember to fill ``out``."""
-        self._fills.append(Fill(where, out))
 
     def finish(self) -> None:
-        fills, self._fills = self._fills, []
+        fills, self.fills = self.fills, []
         filling.fill(fills, self._disk)
 
-    def count(self, tensors: Sequence[Any]) -> None:
-        """Count the names of each place in the files: names of one place share one tensor."""
-        self._uses = Counter(one.where.place for one in tensors if isinstance(one, Lazy))
+    def share(self, state_dict: dict[str, Any], ties: dict[str, str]) -> None:
+        """Let the names of one place in the files, and tied names of equal bytes, share one tensor."""
+        for target, source in ties.items():
+            one, other = state_dict.get(target), state_dict.get(source)
+            if isinstance(one, Lazy) and isinstance(other, Lazy) and _are_same(one, other):
+                state_dict[target] = other
+        lazies = (one for one in state_dict.values() if isinstance(one, Lazy))
+        self._uses = Counter(one.where.place for one in lazies)
 
-    def separate(self, model: Any) -> None:
+    def separate(self, model: Any, ties: dict[str, str]) -> None:
         """Copy shared tensors that transformers would have converted separately, unless it ties them."""
-        made = {
-            tensor.data_ptr()
-            for (place, dtype, _), tensor in self._shared.items()
-            if dtype is not _dtype_of(place)
-        }
-        ties, seen = _ties(model), set[int]()
+        shared, self._shared = self._shared, {}
+        made = {out.data_ptr() for lazy, out in shared.values() if lazy.dtype != lazy.where.dtype}
+        tied, seen = {*ties, *ties.values()}, set[int]()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()] if made else ():
-            if tensor.data_ptr() in made and name not in ties and name not in ties.values():
+            if tensor.data_ptr() in made and name not in tied:
                 if tensor.data_ptr() in seen:
                     tensor.data = tensor.data.clone()
                 seen.add(tensor.data_ptr())
-        self._shared.clear()
 
 
-def _of(job: Job) -> tuple[Slice, torch.dtype, torch.device]:
-    return job.where, job.dtype, job.device
+def _are_same(one: Lazy, other: Lazy) -> bool:
+    places = one.where, other.where
+    alike = one.shape == other.shape and all(each.fill is None for each in places)
+    return alike and all(each.contiguous for each in places) and are_equal(*places)
 
 
-def _dtype_of(place: Any) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, place[2])
-    return dtype
+# The functions below replace functions of the libraries. Their first arguments are the load of this
+# thread and the original.
 
 
-def _ties(model: Any) -> dict[str, str]:
-    return getattr(model, "all_tied_weights_keys", None) or {}
-
-
-class SafeFile:
-    """Stands in for the file that ``safetensors.safe_open`` opens."""
-
-    def __init__(self, slices: Sequence[Slice]) -> None:
-        self._slices = {one.name: Lazy(one) for one in slices}
-
-    def __enter__(self) -> "SafeFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def keys(self) -> list[str]:
-        return sorted(self._slices)  # as safetensors does
-
-    def metadata(self) -> dict[str, str]:
-        return {"format": "pt"}
-
-    def get_slice(self, name: str) -> Lazy:
-        return self._slices[name]
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return self._slices[name][...]
-
-
-# The functions below replace functions of transformers. Their first argument is the original.
-
-
-def _safe_open(real: Any, filename: Any, *args: Any, device: Any = "cpu", **more: Any) -> Any:
-    slices = _here.load.in_file(Path(filename)) if str(device) == "cpu" else None
-    return real(filename, *args, device=device, **more) if slices is None else SafeFile(slices)
+def _safe_open(
+    load: Load, real: Any, filename: Any, *args: Any, device: Any = "cpu", **more: Any
+) -> Any:
+    slices = load.in_file(Path(filename)) if str(device) == "cpu" else None
+    if slices is None:
+        return real(filename, *args, device=device, **more)
+    return SafeFile(load.lazy(slices))
 
 
 def _load_state_dict(
-    real: Any, checkpoint_file: Any, map_location: Any = "cpu", *args: Any, **more: Any
+    load: Load, real: Any, file: Any, map_location: Any = "cpu", *args: Any, **more: Any
 ) -> Any:
-    where, is_safetensors = str(map_location), str(checkpoint_file).endswith(".safetensors")
-    slices = None if is_safetensors else _here.load.in_file(Path(checkpoint_file))
+    where, is_safetensors = str(map_location), str(file).endswith(".safetensors")
+    slices = None if is_safetensors else load.in_file(Path(file))
     if slices is None or where not in {"cpu", "meta"}:
-        return real(checkpoint_file, map_location, *args, **more)
+        return real(file, map_location, *args, **more)
     if where == "meta":
         return {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in slices}
-    return {one.name: Lazy(one) for one in slices}
+    return load.lazy(slices)
 
 
-def _torch_load(real: Any, f: Any, map_location: Any = None, *args: Any, **more: Any) -> Any:
+def _torch_load(
+    _load: Load, real: Any, f: Any, map_location: Any = None, *args: Any, **more: Any
+) -> Any:
     """Map a .bin file that another library reads, where torch can."""
     maps = isinstance(f, str | Path) and str(map_location) == "cpu" and not args
     if maps and zipfile.is_zipfile(f):
@@ -229,47 +230,48 @@ def _torch_load(real: Any, f: Any, map_location: Any = None, *args: Any, **more:
     return real(f, map_location, *args, **more)
 
 
-def _load_gguf_checkpoint(real: Any, path: Any, *args: Any, **more: Any) -> Any:
+def _load_gguf_checkpoint(load: Load, real: Any, path: Any, *args: Any, **more: Any) -> Any:
     model = more.get("model_to_load")
     if not more.get("return_tensors") or model is None:
         return real(path, *args, **more)
     from weighin.models.gguf_keys import map_gguf_keys  # few loads need this import
 
-    slices = _here.load.in_file(Path(path)) or formats.read(Path(path))
-    return {"tensors": {one.name: Lazy(one) for one in map_gguf_keys(model, slices)}}
+    slices = load.in_file(Path(path)) or formats.read(Path(path))
+    return {"tensors": load.lazy(map_gguf_keys(model, slices))}
 
 
-def _maybe_load_adapters(real: Any, path: Any, *args: Any, **more: Any) -> Any:
-    return (None, path, {}) if _here.load.ignores_adapter else real(path, *args, **more)
+def _maybe_load_adapters(load: Load, real: Any, path: Any, *args: Any, **more: Any) -> Any:
+    return (None, path, {}) if load.ignores_adapter else real(path, *args, **more)
 
 
 def _spawn_materialize(
-    real: Any, _pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **more: Any
-) -> Any:
+    _load: Load, real: Any, _pool: Any, tensor: Any, device: Any = None, dtype: Any = None,
+    **more: Any,
+) -> Any:  # fmt: skip
     """Read when the model asks, because transformers' pool of threads reads ahead without a bound."""
     if isinstance(tensor, Lazy) and more.get("sharding_op") is None:
         place = torch.device("cpu" if device is None else device)
-        return Job(tensor.where, dtype or tensor.dtype, place)
+        return replace(tensor, dtype=dtype or tensor.dtype, device=place)
     return real(None, tensor, device, dtype, **more)
 
 
-def _rename(real: Any, self: Any, layer_name: str, *args: Any, **more: Any) -> Any:
+def _rename(load: Load, real: Any, self: Any, layer_name: str, *args: Any, **more: Any) -> Any:
     """Convert by ``WeightRenaming``: nothing reads the values before the end, so they may come later."""
     is_state = layer_name.endswith(_EXTRA_STATE)
-    _here.load.defers = self.quantization_operation is None and not is_state
+    load.defers = self.quantization_operation is None and not is_state
     try:
         return real(self, layer_name, *args, **more)
     finally:
-        _here.load.defers = False
+        load.defers = False
 
 
 def _convert(
-    real: Any, self: Any, layer_name: str, model: Any = None, *args: Any, **more: Any
+    load: Load, real: Any, self: Any, layer_name: str, model: Any = None, *args: Any, **more: Any
 ) -> Any:
     """Convert by ``WeightConverter``: fill the parts of the result, if ``conversions`` knows them."""
     groups = dict(self.collected_tensors)
-    jobs = [job for group in groups.values() for job in group]
-    devices = {job.device if isinstance(job, Job) else None for job in jobs}
+    lazies = [one for group in groups.values() for one in group]
+    devices = {one.device if isinstance(one, Lazy) else None for one in lazies}
     planned = None
     if self.quantization_operation is None and len(devices) == 1 and None not in devices:
         planned = conversions.in_place(self, layer_name, model, groups)
@@ -277,33 +279,25 @@ def _convert(
         return real(self, layer_name, model, *args, **more)
     self.collected_tensors.clear()
     size = prod(planned.shape)
-    flat = allocate(size, planned.dtype, jobs[0].device)
-    out = flat.view(planned.shape)
-    for where, part in planned.parts:
-        _here.load.fill(where, part(out))
+    out = allocate(size, planned.dtype, lazies[0].device).view(planned.shape)
+    load.fills += [Fill(where, part(out)) for where, part in planned.parts]
     return {layer_name.replace("*.", "0."): out}
 
 
 def _convert_and_load(
-    real: Any, model: Any, state_dict: dict[str, Any], *args: Any, **more: Any
+    load: Load, real: Any, model: Any, state_dict: dict[str, Any], *args: Any, **more: Any
 ) -> Any:
-    """Let tied names of equal bytes share one tensor, and read all values when each has its place."""
-    load: Load = _here.load
-    for target, source in _ties(model).items():
-        one, other = state_dict.get(target), state_dict.get(source)
-        if isinstance(one, Lazy) and isinstance(other, Lazy) and _are_same(one.where, other.where):
-            state_dict[target] = other
-    load.count([*state_dict.values()])
+    """Share the tensors of tied names, and read all values when each has its place."""
+    load.share(state_dict, _ties(model))
     result = real(model, state_dict, *args, **more)
     load.infos.append(result[0])
     load.finish()
-    load.separate(model)
+    load.separate(model, _ties(model))
     return result
 
 
-def _are_same(one: Slice, other: Slice) -> bool:
-    alike = one.shape == other.shape and one.fill is other.fill is None
-    return alike and one.contiguous and other.contiguous and are_equal(one, other)
+def _ties(model: Any) -> dict[str, str]:
+    return getattr(model, "all_tied_weights_keys", None) or {}
 
 
 def _put(owner: Any, name: str, ours: Callable[..., Any]) -> None:
@@ -314,19 +308,20 @@ def _put(owner: Any, name: str, ours: Callable[..., Any]) -> None:
 
     @wraps(real, updated=())
     def either(*args: Any, **more: Any) -> Any:
-        return ours(real, *args, **more) if getattr(_here, "load", None) else real(*args, **more)
+        load = getattr(_here, "load", None)
+        return ours(load, real, *args, **more) if load else real(*args, **more)
 
-    _undo.append(lambda: setattr(owner, name, real))
+    _replaced.callback(setattr, owner, name, real)
     setattr(owner, name, either)
 
 
 def _install() -> None:
     # These are the whole process's, so that the first load sets them, and the last one puts them back.
-    silent, random = warnings.catch_warnings(), torch.get_rng_state()
-    silent.__enter__()
+    _replaced.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
-    _undo.append(lambda: silent.__exit__(None, None, None))
-    _undo.append(lambda: torch.set_rng_state(random))
+    _replaced.callback(torch.set_rng_state, torch.get_rng_state())
+    _set_threshold(_FREED_BYTES)
+    _replaced.callback(_set_threshold, _USUAL_BYTES)
     _put(torch, "load", _torch_load)
     try:
         from transformers import core_model_loading as core
@@ -336,10 +331,9 @@ def _install() -> None:
     except ImportError:  # diffusers works without transformers
         return
     logging: Any = its_logging
-    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    _undo.append(lambda: logging.set_verbosity(verbosity))
-    if shows_bars:
-        _undo.append(logging.enable_progress_bar)
+    _replaced.callback(logging.set_verbosity, logging.get_verbosity())
+    if logging.is_progress_bar_enabled():
+        _replaced.callback(logging.enable_progress_bar)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     _put(utils, "safe_open", _safe_open)
@@ -366,20 +360,17 @@ def reading(load: Load) -> Iterator[None]:
     before = getattr(_here, "load", None)
     try:
         with _lock:
-            _active.add(load)
-            if not _undo:
-                _set_threshold(_FREED_BYTES)
+            if not _active:
                 _install()
+            _active.add(load)
         _here.load = load
         yield
     finally:
         _here.load = before
         with _lock:
             _active.discard(load)
-            while _undo and not _active:
-                _undo.pop()()
             if not _active:
-                _set_threshold(_USUAL_BYTES)
+                _replaced.close()
 
 
 def _set_threshold(size: int) -> None:
