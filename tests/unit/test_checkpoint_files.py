@@ -9,7 +9,7 @@ import torch
 from weighin.checkpoint.manifest import Manifest, TensorEntry, read_manifest
 from weighin.errors import CheckpointError
 from weighin.stream import formats
-from weighin.stream.torch_files import open_zip, read_one
+from weighin.stream.torch_files import read_one
 
 
 def entry(name: str, shape: tuple[int, ...], dtype: str, **options: Any) -> TensorEntry:
@@ -86,26 +86,11 @@ def test_offsets_lead_to_the_values(tmp_path: Path) -> None:
     assert (places["transposed"].shape, places["transposed"].stride) == ((3, 2), (1, 3))
 
 
-def legacy(path: Path) -> None:
-    torch.save({"w": torch.zeros(2)}, path, _use_new_zipfile_serialization=False)
-
-
-def test_the_old_format_comes_with_the_line_that_converts_it(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    path = tmp_path / "it's old.pt"
-    legacy(path)
-    with pytest.raises(CheckpointError, match=r"in the format of torch before 1\.6") as caught:
-        open_zip(path)
-    line = caught.value.repair.removeprefix("save it again: ")
-    subprocess.run(line.replace("python", sys.executable, 1), shell=True, check=True)
-    assert [place.name for place in formats.read(Path(f"{path}.new"))] == ["w"]
-
-
 def test_a_file_of_one_tensor(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "w.pt")
     assert read_one(tmp_path / "w.pt", "w").shape == (3,)
+    torch.save(torch.ones(3), tmp_path / "w.pth", _use_new_zipfile_serialization=False)
+    assert read_one(tmp_path / "w.pth", "w").shape == (3,)
     torch.save([1], tmp_path / "l.pt")
     with pytest.raises(CheckpointError, match="holds a list, not a tensor"):
         read_one(tmp_path / "l.pt", "l")

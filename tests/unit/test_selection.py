@@ -154,7 +154,7 @@ def test_a_converted_selection_holds_the_plain_state_dict(tmp_path: Path) -> Non
 def test_a_key_never_selects_a_module(tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", {"model": nn.Linear(1, 1)})
     error = complaint(lambda: formats.read(path, Selection("model")))
-    assert "holds a whole pickled module (torch.nn.modules.linear.Linear)" in error.message
+    assert "is a whole pickled module (torch.nn.modules.linear.Linear)" in error.message
     assert "torch.save(model.state_dict(), ...)" in error.repair
 
 

@@ -46,10 +46,11 @@ def test_a_member_of_an_enumeration_is_named_as_python_writes_it(
     tmp_path: Path, protocol: int
 ) -> None:
     path = tmp_path / "train.pt"
-    torch.save({"model": WEIGHTS, "kind": Kind.FAST}, path, pickle_protocol=protocol)
-    how = rf"({__name__}\.Kind|builtins\.getattr)"  # Python 3.11.0 to 3.11.3 ask for the attribute
-    with pytest.raises(CheckpointError, match=rf"'kind' refers to {how}\n"):
-        formats.read(path)
+    value = {"model": {"kind": Kind.FAST}}
+    torch.save(value, path, pickle_protocol=protocol)
+    how = rf"({__name__}\.Kind|\S+\.getattr)"  # Python 3.11.0 to 3.11.3 ask for the attribute
+    with pytest.raises(CheckpointError, match=rf"'model\.kind' refers to {how}\n"):
+        formats.read(path, Selection("model"))
 
 
 def test_a_reader_neither_executes_nor_imports(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_a_key_may_select_a_dict_with_settings_among_its_tensors(tmp_path: Path)
     [
         ({"ema": Settings(w=torch.ones(2))}, "'model.ema' refers to {here}.Settings", "if you trust the file"),
         ({"w": torch.ones(1), "ema": {"a": [torch.ones(2)]}}, "'ema' holds a dict", "save the weights alone"),
-        ({"net": nn.Linear(1, 1)}, "(torch.nn.modules.linear.Linear) at 'model.net', which", "if you trust the file"),
+        ({"net": nn.Linear(1, 1)}, "'model.net' is a whole pickled module (torch.nn.modules.linear.Linear), and", "if you trust the file"),
         ({"w": np.ones(2)}, "'model.w' is a NumPy array, not a tensor", "save tensors instead: "),
         ({"lr": 0.5}, "'lr' holds a float", "save the weights alone"),
     ],

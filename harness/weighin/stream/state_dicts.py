@@ -50,7 +50,7 @@ def state_dict(path: Path, value: Any, key: str) -> tuple[dict[str, Slice], dict
     """
     inside = _inner(path, value, key)
     if not isinstance(inside, dict):
-        raise _no_state_dict(path, value, "", inside, [(key, inside)])
+        raise _no_state_dict(path, value, key if isinstance(inside, Opaque) else "", inside)
     tensors: dict[str, Slice] = {}
     values: dict[Any, Any] = {}
     for name, item in inside.items():
@@ -58,15 +58,14 @@ def state_dict(path: Path, value: Any, key: str) -> tuple[dict[str, Slice], dict
         (tensors if is_tensor else values)[name] = item
     seen: set[int] = set()
     for name, item in values.items():
-        if is_extra_state(name) and tensors:
+        if tensors and is_extra_state(name):
             continue  # torch.load reads it
-        fits = bool(key and tensors) and isinstance(name, str)
-        if not fits or any(
-            isinstance(one, Slice) or (isinstance(one, Opaque) and one.is_tensor)
-            for _, one in _walk([("", item)], "", seen)
-        ):
-            suspects = [(name, item)] if key else values.items()
-            raise _no_state_dict(path, value, name, item, _walk(suspects, key, set()))
+        inner = [*_walk([(name, item)], key, seen)]
+        objects = [(place, one) for place, one in inner if isinstance(one, Opaque)]
+        holds = any(isinstance(one, Slice) or getattr(one, "is_tensor", False) for _, one in inner)
+        if holds or not (key and tensors and isinstance(name, str)):
+            odd = (each for each in objects if each[1].is_tensor or each[1].is_foreign)
+            raise _no_state_dict(path, value, *next(odd, (name, item)))
     return tensors, values, getattr(inside, "metadata", None)
 
 
@@ -155,48 +154,33 @@ def all_empty(path: Path) -> CheckpointError:
 
 def no_tensor(path: Path, place: Any, item: Any) -> CheckpointError:
     """Return the exception for a value that is no plain tensor, at the dotted key ``place`` of a file."""
-    where = "it" if place == "" else shown(place)
-    title = type_name(item)
-    if not isinstance(item, Opaque) or not (item.is_tensor or item.is_foreign):
-        what = f"not a flat state dict: {where} holds a {title}"
-        return CheckpointError(
-            f"{path}: {what if place != '' else f'holds a {title}, not a state dict'}", _SAVE
-        )
-    if item.is_tensor:
-        return CheckpointError(f"{path}: {where} is a {title}; weighin reads plain tensors", _PLAIN)
-    if item.is_module:
-        at = "" if place == "" else f" at {where}"
-        what = f"holds a whole pickled module ({item.kind}){at}, which was NOT executed"
-        return CheckpointError(f"{path}: {what}", IF_TRUSTED)
-    if title == "NumPy array":
-        return CheckpointError(f"{path}: {where} is a NumPy array, not a tensor", _FROM_NUMPY)
-    what = f"is a {title}" if title != item.kind else f"refers to {title}"
-    return CheckpointError(
-        f"{path}: holds more than tensors, and was NOT executed: {where} {what}", IF_TRUSTED
-    )
+    where, title = "it" if place == "" else shown(place), type_name(item)
+    if isinstance(place, Opaque):
+        what, repair = f"not a state dict: a dict has a key of type {place.kind}", _SAVE
+    elif isinstance(item, Opaque) and item.is_tensor:
+        what, repair = f"{where} is a {title}; weighin reads plain tensors", _PLAIN
+    elif title == "NumPy array":
+        what, repair = f"{where} is a NumPy array, not a tensor", _FROM_NUMPY
+    elif isinstance(item, Opaque) and item.is_module:
+        what = f"{where} is a whole pickled module ({title}), and was NOT executed"
+        repair = IF_TRUSTED
+    elif isinstance(item, Opaque) and item.is_foreign:
+        what = f"holds more than tensors, and was NOT executed: {where} refers to {item.kind}"
+        repair = IF_TRUSTED
+    elif place == "":
+        what, repair = f"holds a {title}, not a state dict", _SAVE
+    else:
+        what, repair = f"not a flat state dict: {where} holds a {title}", _SAVE
+    return CheckpointError(f"{path}: {what}", repair)
 
 
-def _no_state_dict(
-    path: Path, value: Any, name: Any, item: Any, suspects: Iterable[tuple[str, Any]]
-) -> CheckpointError:
-    """Return the exception for a value whose state dict cannot have ``item`` under ``name``.
-
-    ``suspects`` are the values of the state dict and in them, with their dotted keys. If
-    torch.load(weights_only=True) refuses one of them, the message names the first such object.
-    """
+def _no_state_dict(path: Path, value: Any, place: Any, item: Any) -> CheckpointError:
+    """Return the exception for a file whose state dict cannot have ``item``."""
     sizes = _sizes(value)
     places = largest(sizes)
     if sizes and not places:
         return all_empty(path)
-    objects = [(place, one) for place, one in suspects if isinstance(one, Opaque)]
-    unread = next((one for one in objects if one[1].is_tensor and not places), None)
-    foreign = next((one for one in objects if one[1].is_foreign), None)
-    if isinstance(name, Opaque) and not unread:
-        error = CheckpointError(
-            f"{path}: not a state dict: a dict has a key of type {name.kind}", _SAVE
-        )
-    else:
-        error = no_tensor(path, *(unread or foreign or (name, item)))
+    error = no_tensor(path, place, item)
     return CheckpointError(error.message, with_key(places) if places else error.repair)
 
 

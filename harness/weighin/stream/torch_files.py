@@ -17,7 +17,7 @@ import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from weighin.errors import CheckpointError
 from weighin.stream import pickles
@@ -87,9 +87,8 @@ def read(path: Path, key: str = "") -> Checkpoint:
     Raises:
         CheckpointError: the file is damaged or of another kind, or has no flat state dict at ``key``.
     """
-    of_old_torch = is_legacy(check_present(path))
-    found = (_open_legacy(path) if of_old_torch else open_zip(path)).checkpoint(key)
-    found.format = "pt_legacy" if of_old_torch else "pt"
+    found = open_file(path).checkpoint(key)
+    found.format = "pt_legacy" if is_legacy(check_present(path)) else "pt"
     return found
 
 
@@ -97,7 +96,7 @@ def read_one(path: Path, name: str, base: int = 0, length: int | None = None) ->
     """Return the only tensor in a file, or in the archive of ``length`` bytes that begins at the byte
     ``base`` of a file, under the name ``name``.
     """
-    file = open_zip(path, base, length)
+    file = open_file(path, base, length)
     value = file.value
     if isinstance(value, Slice):
         return file.slice(name, value)
@@ -106,17 +105,17 @@ def read_one(path: Path, name: str, base: int = 0, length: int | None = None) ->
     raise CheckpointError(f"{path}: holds a {type_name(value)}, not a tensor", RESAVE)
 
 
-def open_zip(path: Path, base: int = 0, length: int | None = None) -> TorchFile:
-    """Return the pickled value of a zip archive that ``torch.save`` wrote, and its storages' places."""
-    if length is None:
-        head = check_present(path)
-        if is_legacy(head):
-            what = "written in the format of torch before 1.6, which cannot be mapped"
-            raise CheckpointError(f"{path}: {what}", resaving(path))
-        if not is_zip(head):
-            raise unknown(path, head)
+def open_file(path: Path, base: int = 0, length: int | None = None) -> TorchFile:
+    """Return the pickled value of a file of ``torch.save``, or of the archive of ``length`` bytes that
+    begins at the byte ``base`` of a file, and its storages' places.
+    """
+    head = check_present(path) if length is None else b"PK"
+    if not is_legacy(head) and not is_zip(head):
+        raise unknown(path, head)
     try:
         with path.open("rb") as file:
+            if is_legacy(head):
+                return _open_legacy(path, file)
             size = os.fstat(file.fileno()).st_size if length is None else length
             return _open_archive(_Window(path, file.fileno(), base, size))
     except OSError as error:
@@ -232,38 +231,31 @@ def _records(window: _Window) -> dict[str, Record]:  # noqa: PLR0912 (one for ea
     return records
 
 
-def _open_legacy(path: Path) -> TorchFile:
-    try:
-        with path.open("rb") as file:
-            magic, version, system = (pickles.load(path, file).value for _ in range(3))
-            if (magic, version) != (MAGIC, VERSION):
-                what = f"of version {shown(version)}, but this weighin reads {VERSION}"
-                raise CheckpointError(f"{path}: {what}", resaving(path))
-            if not isinstance(system, dict) or system.get("little_endian") is not True:
-                raise _big_endian(path)
-            pickled = pickles.load(path, file)
-            keys, storages = pickles.load(path, file).value, pickled.storages
-            file_bytes, at = os.fstat(file.fileno()).st_size, file.tell()
-            if not isinstance(keys, list) or {*map(type_name, keys)} - {"str"}:
-                raise damaged(path, "its list of storages is not a list of strings")
-            places: dict[str, Record] = {}
-            # Without a place, a tensor is refused, but only after an object that torch does not load.
-            for key in keys if sorted(keys) == sorted(storages) else ():
-                name, end = f"storage {shown(key)}", at + 8 + storages[key].nbytes
-                if end > file_bytes:
-                    raise truncated(path, name, end, file_bytes)
-                numel = int.from_bytes(os.pread(file.fileno(), 8, at), "little")
-                if numel != storages[key].numel:
-                    raise damaged(
-                        path,
-                        f"{name} at byte {at:,} has {numel:,} elements, but its tensors need"
-                        f" {storages[key].numel:,}",
-                    )
-                places[key] = at + 8, end - at - 8
-                at = end
-            return TorchFile(path, pickled.value, pickled.refused, places)
-    except OSError as error:
-        raise unreadable(path, error) from error
+def _open_legacy(path: Path, file: BinaryIO) -> TorchFile:
+    magic, version, system = (pickles.load(path, file).value for _ in range(3))
+    if (magic, version) != (MAGIC, VERSION):
+        what = f"of version {shown(version)}, but this weighin reads {VERSION}"
+        raise CheckpointError(f"{path}: {what}", resaving(path))
+    if not isinstance(system, dict) or system.get("little_endian") is not True:
+        raise _big_endian(path)
+    pickled = pickles.load(path, file)
+    keys, storages = pickles.load(path, file).value, pickled.storages
+    file_bytes, at = os.fstat(file.fileno()).st_size, file.tell()
+    if not isinstance(keys, list) or {*map(type_name, keys)} - {"str"}:
+        raise damaged(path, "its list of storages is not a list of strings")
+    places: dict[str, Record] = {}
+    # Without a place, a tensor is refused, but only after an object that torch does not load.
+    for key in keys if sorted(keys) == sorted(storages) else ():
+        name, end = f"storage {shown(key)}", at + 8 + storages[key].nbytes
+        if end > file_bytes:
+            raise truncated(path, name, end, file_bytes)
+        numel = int.from_bytes(os.pread(file.fileno(), 8, at), "little")
+        if numel != storages[key].numel:
+            what = f"has {numel:,} elements, but its tensors need {storages[key].numel:,}"
+            raise damaged(path, f"{name} at byte {at:,} {what}")
+        places[key] = at + 8, end - at - 8
+        at = end
+    return TorchFile(path, pickled.value, pickled.refused, places)
 
 
 def _big_endian(path: Path) -> CheckpointError:

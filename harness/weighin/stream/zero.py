@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from weighin.errors import CheckpointError
 from weighin.stream.slices import ITEM_BYTES, Checkpoint, Slice, is_sizes, row_major
-from weighin.stream.torch_files import open_zip
+from weighin.stream.torch_files import open_file
 from weighin.text import few, first_names, shown
 
 Shape = tuple[int, ...]
@@ -108,7 +108,7 @@ def _read_universal(path: Path) -> Checkpoint:
     shapes = {name: of for one in states for each in one.groups or () for name, of in each.items()}
     stored: dict[str, Slice] = {}
     for name in dict.fromkeys([*(name for name in shapes if name in weights), *weights]):
-        pickled = open_zip(weights[name])
+        pickled = open_file(weights[name])
         value = pickled.value
         tensor = value.get("param") if isinstance(value, dict) else value
         if not isinstance(tensor, Slice):
@@ -151,7 +151,7 @@ class _ModelStates:
     def __init__(self, file: Path) -> None:
         self.file = file
         with _reading(file, "model states of DeepSpeed"):
-            pickled = open_zip(file)
+            pickled = open_file(file)
             value = pickled.value
             if value.get("ds_autoep_layers") or value.get("autoep_layers"):
                 raise CheckpointError(f"{file}: the {_EXPERTS[0]} by AutoEP", _EXPERTS[1])
@@ -211,7 +211,7 @@ class _Share:
     def __init__(self, file: Path) -> None:
         self.file = file
         with _reading(file, "optimizer states of DeepSpeed's ZeRO"):
-            pickled = open_zip(file)
+            pickled = open_file(file)
             state = pickled.value["optimizer_state_dict"]
             if state.get("ds_zero_partition_groups"):
                 raise CheckpointError(f"{file}: the {_EXPERTS[0]} by groups", _EXPERTS[1])
