@@ -1,12 +1,8 @@
 """Detect the format of a checkpoint, and read it.
 
-weighin reads and writes ``pt`` and ``pt_legacy`` (``torch_files``), ``safetensors``, and the folders
-``per_param``, ``per_module``, ``sharded``, ``sharded_pt`` and ``dcp`` (``folders``). weighin reads, but
-does not write, ``deepspeed`` and ``deepspeed_universal`` (``zero``), ``gguf`` (``gguf_files``) and
-``sentence_transformers``, the folder of a model whose parts lie in folders of their own.
-
-If a path is the folder of a whole training run, weighin reads the run's newest step. weighin also
-writes files in the format of the package ``tensorizer``, which alone reads them.
+``pt`` and ``pt_legacy`` are read by ``torch_files``, ``per_param``, ``per_module``, ``sharded``,
+``sharded_pt`` and ``dcp`` by ``folders``, ``deepspeed`` and ``deepspeed_universal`` by ``zero``. Of the
+folder of a whole training run, the newest step is read.
 """
 
 from collections.abc import Sequence
@@ -44,19 +40,13 @@ PICKLED: Final = ("pt", "pt_legacy")
 """The formats of torch.save."""
 READ_ONLY: Final = ("deepspeed_universal", "deepspeed", gguf_files.NAME, sentence_parts.NAME)
 
-_OF_PACKAGES: Final = {"tensorizer": ".tensors"}  # formats that a package writes and reads
-_TENSORIZER: Final = b"|TZR|"
+_TENSORIZER: Final = "tensorizer"  # which this package alone writes and reads
 
 
 def suffix_of(name: str) -> str:
-    """Return the suffix of a checkpoint in a format that weighin writes; empty for a folder.
-
-    Raises:
-        UnknownName: no format has that name.
-        ConfigError: weighin reads this format, but does not write it.
-    """
-    if (suffix := (SUFFIXES | _OF_PACKAGES).get(name)) is not None:
-        return suffix
+    """Return the suffix of a checkpoint in a format that weighin writes; empty for a folder."""
+    if name in SUFFIXES or name == _TENSORIZER:
+        return SUFFIXES.get(name, ".tensors")
     if name in READ_ONLY:
         raise ConfigError(
             f"weighin reads the format {name}, but does not write it",
@@ -79,11 +69,8 @@ def checkpoint_in(folder: Path, name: str) -> Path:
 
 
 def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | None:
-    """Return the name of the checkpoint's format if strategies load the user's own files.
-
-    The result is None if there is no checkpoint. It is also None for a format that weighin does not
-    write, if ``selection`` is set or the checkpoint holds more than tensors: the strategies then
-    load a converted copy. The errors are those of ``read``.
+    """Return the name of the checkpoint's format if strategies load the user's own files, and no
+    converted copy; None if there is no checkpoint.
     """
     if checkpoint is None or not checkpoint.exists():
         return None
@@ -94,12 +81,7 @@ def loaded_as(checkpoint: Path | None, selection: Selection = WHOLE) -> str | No
 
 @remembering()
 def detect(path: Path) -> str:
-    """Return the name of the format of the checkpoint at ``path``, by file names and first bytes.
-
-    Raises:
-        CheckpointError: ``path`` does not exist or is not a checkpoint; the message gives the
-            reason.
-    """
+    """Return the name of the format of the checkpoint at ``path``, by file names and first bytes."""
     return _located(path)[0]
 
 
@@ -126,8 +108,8 @@ def _located(path: Path) -> tuple[str, Path]:  # noqa: PLR0911 (one for each kin
     head = first_bytes(path)
     if gguf_files.is_file(path):  # by its magic number, whatever its suffix
         return gguf_files.NAME, path
-    if head.startswith(_TENSORIZER):
-        return "tensorizer", path
+    if head.startswith(b"|TZR|"):
+        return _TENSORIZER, path
     if is_zip(head) or is_legacy(head):
         return "pt" if is_zip(head) else "pt_legacy", path
     if head and (path.suffix == SUFFIXES["safetensors"] or is_safetensors(head)):
@@ -142,9 +124,6 @@ def read(path: Path, selection: Selection = WHOLE) -> Checkpoint:
     """Return the selected tensors with their files and offsets.
 
     ``read`` executes no code in the files, and reads no file outside the checkpoint's folder.
-
-    Raises:
-        CheckpointError: as for ``detect``, or the checkpoint is damaged or lacks selected names.
     """
     return once((path, selection), lambda: _read(path, selection))
 
@@ -162,7 +141,7 @@ def _read(path: Path, selection: Selection) -> Checkpoint:
         found = sentence_parts.read(path, read)
     elif name.startswith("deepspeed"):
         found = zero.read(path, name)
-    elif name == "tensorizer":
+    elif name == _TENSORIZER:
         raise CheckpointError(
             f"{path}: a file of tensorizer's format, which only the package tensorizer reads",
             "give the checkpoint from which this file was made; weighin then writes such a file for"
@@ -184,16 +163,14 @@ def _read(path: Path, selection: Selection) -> Checkpoint:
 
 def _stripped(path: Path, found: Checkpoint, prefix: str) -> Checkpoint:
     if not any(one.name.startswith(prefix) for one in found):
-        raise CheckpointError(
-            f"{path}: no tensor's name begins with {shown(prefix)}",
-            f"the tensors in the file are called: {first_names(plain(one.name) for one in found)}",
-        )
+        what = f"no tensor's name begins with {shown(prefix)}"
+        names = first_names(plain(one.name) for one in found)
+        raise CheckpointError(f"{path}: {what}", f"the tensors in the file are called: {names}")
     renamed = found.without(prefix)
     if len({one.name for one in renamed}) != len(renamed):
-        raise CheckpointError(
-            f"{path}: two tensors would have the same name without the prefix {shown(prefix)}",
-            "leave strip_prefix out, or convert the checkpoint with your own code",
-        )
+        what = f"two tensors would have the same name without the prefix {shown(prefix)}"
+        way = "leave strip_prefix out, or convert the checkpoint with your own code"
+        raise CheckpointError(f"{path}: {what}", way)
     return renamed
 
 
@@ -218,4 +195,4 @@ def files(path: Path) -> list[Path]:
     name, path = _located(path)
     if name in folders.INDEX_FIELDS:  # which may be 20,000 files
         return [path / folders.INDEX_NAME, *sorted(path.glob("*.pt"))]
-    return [path] if name in (*PICKLED, "tensorizer") else [*read(path).files]
+    return [path] if name in (*PICKLED, _TENSORIZER) else [*read(path).files]

@@ -3,7 +3,7 @@
 torch is not imported: weighin's own process describes checkpoints with these types alone.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -231,24 +231,24 @@ def are_equal(one: Slice, other: Slice) -> bool:
 
     ``are_equal`` reads both tensors up to the first difference.
     """
-    if (one.file, one.offset) == (other.file, other.offset):
-        return one.stride == other.stride
-    if one.dtype_name != other.dtype_name or one.nbytes != other.nbytes:
-        return False
-    return all(a == b for a, b in zip(_pieces(one), _pieces(other), strict=True))
-
-
-def _pieces(where: Slice) -> Iterator[bytes]:
     from weighin.stream.foreign import unreadable  # few reads compare
 
+    if (one.file, one.offset) == (other.file, other.offset):
+        return one.stride == other.stride
+    if one.dtype_name != other.dtype_name:
+        return False
+    left, size = one.nbytes, _FIRST_BYTES
     try:
-        with where.file.open("rb") as file:
-            file.seek(where.offset)
-            yield file.read(min(_FIRST_BYTES, where.nbytes))
-            for start in range(_FIRST_BYTES, where.nbytes, _PIECE_BYTES):
-                yield file.read(min(_PIECE_BYTES, where.nbytes - start))
+        with one.file.open("rb") as file, other.file.open("rb") as another:
+            file.seek(one.offset)
+            another.seek(other.offset)
+            while left > 0:
+                if file.read(min(left, size)) != another.read(min(left, size)):
+                    return False
+                left, size = left - size, _PIECE_BYTES
     except OSError as error:
-        raise unreadable(where.file, error) from error
+        raise unreadable(error.filename or one.file, error) from error
+    return True
 
 
 def check_converts(checkpoint: "Path", slices: Iterable[Slice], repair: str) -> None:
