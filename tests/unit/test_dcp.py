@@ -211,7 +211,7 @@ def harmed(**changes: tuple[int, ...]) -> Callable[[Metadata], None]:
         (harmed(start=(5, 3), shape=(5, 3)), "the parts of 'b' leave a gap in (10, 7)"),
         (harmed(start=(5,), shape=(20,)), "the part of 'b' at (5,) is outside the shape (10, 7)"),
         (harmed(start=(2**62, 3)), "is outside the shape (10, 7)"),
-        (harmed(start=(-1, 3)), "invalid shape or offset of 'b'"),
+        (harmed(start=(-1, 3)), "'b' is not described as a tensor"),
     ],
 )
 def test_blocks_that_do_not_tile_their_tensor_are_refused(

@@ -29,7 +29,6 @@ _MOST_INSTRUCTIONS: Final = 3_000_000  # each may push a number of some 40 bytes
 _MOST_OBJECTS: Final = 700_000  # of some 100 to 200 bytes each; a tensor takes ten
 _MOST_NAMES: Final = 10_000  # of classes and functions, of 1,000 characters at most
 _LONGEST_NAME: Final = 500  # of a class or function, and as many for its module
-_LARGEST_KEY_BITS: Final = 62  # of a number: larger ones can be crafted to have equal hashes
 
 _STORED_BYTES: Final = {
     **ITEM_BYTES, "qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1,
@@ -50,7 +49,6 @@ _REBUILD: Final = "torch._utils._rebuild_"
 _TYPED: Final = "torch._tensor._rebuild_from_type_v2"
 _NOT_READ: Final = (_REBUILD, "torch.nn.parameter.Uninitialized")
 """The names of functions and classes that make sparse, nested, lazy and other tensors begin so."""
-_OF_MODULES: Final = {"_parameters", "_buffers"}  # keys in the state of every pickled nn.Module
 _TITLES: Final = {"_codecs.encode": "bytes"} | {
     f"numpy.{core}.multiarray.{name}": title
     for core in ("core", "_core")
@@ -106,7 +104,9 @@ class Opaque:
 
     @property
     def is_module(self) -> bool:
-        return any(isinstance(one, dict) and one.keys() >= _OF_MODULES for one in self.contents)
+        """Whether it is a whole ``nn.Module``, whose state has these keys."""
+        states = (one for one in self.contents if isinstance(one, dict))
+        return any(one.keys() >= {"_parameters", "_buffers"} for one in states)
 
     @property
     def is_foreign(self) -> bool:
@@ -124,7 +124,7 @@ class Dict(dict[Any, Any]):
     state: Any = None
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        is_large = isinstance(key, int) and key.bit_length() > _LARGEST_KEY_BITS
+        is_large = isinstance(key, int) and key.bit_length() > 62  # whose hashes may be made equal
         if is_large or not isinstance(key, str | int | bytes | float | Opaque):
             key = Opaque(shown(key) if is_large else type_name(key), [key])
         if key in self:

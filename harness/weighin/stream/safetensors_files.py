@@ -53,12 +53,10 @@ METADATA: Final = "__metadata__"
 FORMAT: Final = "format"  # {"format": "pt"} names the writing library; it is not a tied name
 ORDER: Final = "weighin.order"
 
-_NOT_IN_TORCH: Final = ("F6_E2M3", "F6_E3M2")  # numbers of 6 bits
 _PARTS: Final = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint.HuggingFaceStorageWriter
 _LATER: Final = re.compile(r'"saved_offsets":\s*\[[^\[\]]*[1-9]')
 _WHOLE: Final = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")  # written by one rank for all
 
-_SHORTEST: Final = 10  # bytes: the header's length, and {}
 # Of a header, which may be crafted: 200,000 tensors of four dimensions have fewer.
 _MOST_TEXT_BYTES: Final = 32 * 1024**2
 _MOST_MARKS: Final = 3_000_000  # brackets, commas and colons
@@ -114,8 +112,8 @@ def _header(path: Path) -> tuple[bytes, int]:
     length = int.from_bytes(head[:8], "little")
     try:
         file_bytes, text = path.stat().st_size, read_start(path)[8:]
-        if file_bytes < _SHORTEST:
-            least = f"{file_bytes} bytes, but a safetensors file has {_SHORTEST} or more"
+        if file_bytes < 10:  # the header's length, and {}
+            least = f"{file_bytes} bytes, but a safetensors file has 10 or more"
             raise CheckpointError(f"{path}: truncated: {least}", AGAIN)
         if not is_safetensors(head):
             raise unknown(path, head)
@@ -166,7 +164,7 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> Slice:
         raise _damaged(path, f"tensor {shown(name)} {what}")
     dtype, shape, offsets = entry
     if dtype not in DTYPES:
-        whose = "torch does not have" if dtype in _NOT_IN_TORCH else "weighin does not know"
+        whose = "torch does not have" if dtype.startswith("F6_") else "weighin does not know"
         raise CheckpointError(
             f"{path}: tensor {shown(name)} has the dtype {short(dtype)}; {whose} this dtype",
             "with the program that wrote the file, convert the tensor to a dtype of torch",

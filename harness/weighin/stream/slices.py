@@ -38,8 +38,6 @@ MOST_DIMENSIONS: Final = 64
 NOT_CONVERTED: Final = frozenset({"float4_e2m1fn_x2"})
 """Dtypes whose tensors torch can store, but cannot copy or convert."""
 
-_FIRST_BYTES: Final = 4096  # different tensors nearly always differ here
-_PIECE_BYTES: Final = 4 * 1024**2
 _LONGEST: Final = 96 * 1024  # Linux limits one argument of a process to 128 KiB
 _MOST_JSON_BYTES: Final = 64 * 1024**2  # in ``unpack``, because records may be forged
 
@@ -237,7 +235,7 @@ def are_equal(one: Slice, other: Slice) -> bool:
         return one.stride == other.stride
     if one.dtype_name != other.dtype_name:
         return False
-    left, size = one.nbytes, _FIRST_BYTES
+    left, size = one.nbytes, 4096  # different tensors nearly always differ here
     try:
         with one.file.open("rb") as file, other.file.open("rb") as another:
             file.seek(one.offset)
@@ -245,7 +243,7 @@ def are_equal(one: Slice, other: Slice) -> bool:
             while left > 0:
                 if file.read(min(left, size)) != another.read(min(left, size)):
                     return False
-                left, size = left - size, _PIECE_BYTES
+                left, size = left - size, 4 * 1024**2
     except OSError as error:
         raise unreadable(error.filename or one.file, error) from error
     return True

@@ -16,9 +16,6 @@ from weighin.stream.slices import Slice
 from weighin.text import first_names, plain, shown
 
 _KINDS: Final = (dict, list, tuple, Opaque, Slice)
-_DEEPEST_WALK: Final = 1000
-_MOST_PLACES: Final = 3
-_LONGEST_PLACE: Final = 100
 _OPTIM_STATES: Final = "_optim_states.pt"
 _SAVE: Final = "save the weights alone: torch.save(model.state_dict(), ...)"
 _PLAIN: Final = (
@@ -120,7 +117,7 @@ def _sizes(value: Any) -> dict[str, int]:
 
 def largest(places: Mapping[str, int]) -> dict[str, int]:
     """Return the three entries with the largest sizes, the largest first, without sizes of 0."""
-    found = sorted(places, key=lambda place: -places[place])[:_MOST_PLACES]
+    found = sorted(places, key=lambda place: -places[place])[:3]
     return {plain(place): places[place] for place in found if places[place]}
 
 
@@ -201,7 +198,7 @@ def _walk(
             seen.add(id(one))
             inner = _join(place, name)
             yield inner, one
-            if not isinstance(one, Slice) and len(todo) < _DEEPEST_WALK:
+            if not isinstance(one, Slice) and len(todo) < 1000:
                 todo.append((inner, _inside(one)))
                 break
         else:
@@ -216,6 +213,6 @@ def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def _join(place: str, name: object) -> str:
     """Append ``name`` to the dotted key ``place``, unless ``place`` has over 100 characters."""
-    if not isinstance(name, str | int) or len(place) > _LONGEST_PLACE:
+    if not isinstance(name, str | int) or len(place) > 100:
         return place
     return f"{place}.{plain(str(name))}" if place else plain(str(name))
