@@ -5,7 +5,7 @@ A pipeline of diffusers gets an answer for each of its parts.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any, Final
@@ -67,19 +67,11 @@ _USABLE: Final = (FitVerdict.FITS, FitVerdict.THRASHES, FitVerdict.BARELY)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The model to load, the limits, and what a recommended strategy may require.
+    """The model to load, the limits, and what a recommended strategy may require (``allow``).
 
-    Attributes:
-        checkpoint: the path of the user's checkpoint; None for a model that weighin builds.
-        selection: the part of the checkpoint that is loaded.
-        allow: the requirements that the strategy may have, from ``ALLOWED``.
-        results: a folder with runs; what this machine measured in them replaces predictions.
-        python_path: the folders from which the code of the model is imported.
-        ranks: the number of processes that load the model at once under the limits.
-        disk: the rate and latency of the disk to load from; an empty ``Pace`` is this machine's disk.
-        use: the name of the operation after the load, such as "adamw", which must also fit under
-            the limits; empty for a load alone.
-        use_path: the file of a use that the user wrote; empty for one of weighin's uses.
+    ``checkpoint`` is None for weights that weighin generates. What this machine measured in the runs
+    below ``results`` replaces predictions. ``use`` is what follows the load and must fit, too, such as
+    "adamw", with ``use_path`` of a user's own; it is empty for a load alone.
     """
 
     model: ModelSpec
@@ -128,7 +120,7 @@ class Advice:
     @property
     def code(self) -> str:
         """The code of the recommended strategy; empty if none is recommended."""
-        return _code(self)
+        return _code(self, self.best) if self.best else ""
 
     @property
     def saves_again(self) -> bool:
@@ -138,13 +130,12 @@ class Advice:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on what the table does not show, such as how to convert the checkpoint first."""
-        asked = self.question
-        stopped = dict.fromkeys(text for e in self.prior.evidence.values() for text in e.incomplete)
-        unread = self.prior.left_out
+        asked, prior = self.question, self.prior
+        stopped = dict.fromkeys(text for one in prior.evidence.values() for text in one.incomplete)
         notes = [
             f"Some measured figures are from a run that was stopped: {one}." for one in stopped
         ]
-        notes += [f"weighin left out a run that it cannot read: {text}." for text in unread]
+        notes += [f"weighin left out a run that it cannot read: {one}." for one in prior.left_out]
         if asked.model.builder == SYNTHESISED:
             notes.append(
                 f"{asked.model.name} is a checkpoint without the code of its model, so the answer"
@@ -168,9 +159,19 @@ class Advice:
             )
         if found := quantised.of_model(asked.model):
             notes.append(f"The weights are {found.summary}.")
-        floors = [n for one in self.prior.predictions if (n := one.use_floor_bytes) is not None]
+        floors = [
+            one.use_floor_bytes for one in prior.predictions if one.use_floor_bytes is not None
+        ]
         if floors:
-            notes.append(_of_use(asked.use, min(floors), max(floors)))
+            least, most = min(floors), max(floors)
+            begin = f"For training with {asked.use}" if asked.use in TRAINING else f"For the use {asked.use}"  # fmt: skip
+            end = " after the first step" if asked.use in TRAINING else ""
+            if most <= least + doubt_bytes(least):
+                need = f"every way of loading needs {format_bytes(most, digits=1)}{end}: choose by time."
+            else:
+                sizes = f"{format_bytes(least, digits=1)} to {format_bytes(most, digits=1)}"
+                need = f"the ways of loading need {sizes}{end}."
+            notes.append(f"{begin}, {need}")
         if asked.ranks > 1 and self.best and registry.strategy(self.best.strategy).shares_load:
             notes.append(
                 f"{self.best.strategy} needs the default process group: run the code with torchrun"
@@ -179,7 +180,6 @@ class Advice:
         return tuple(notes)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the answer as data for ``--json``."""
         asked = self.question
         return {
             "model": asked.model.title,
@@ -212,9 +212,8 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
     """Predict every strategy, and read earlier records.
 
     Raises:
-        HarnessError: the checkpoint, the model or the records of a run cannot be read.
-        HarnessError: the weights are quantised, weighin cannot dequantise them, and no run has
-            measured how a library loads them.
+        HarnessError: the checkpoint, the model or the records of a run cannot be read, or weighin
+            cannot dequantise the weights, and no run has measured how a library loads them.
     """
     fmt = formats.detect(question.checkpoint) if question.checkpoint else "pt"
     planned = [*_planned(question, fmt)]
@@ -239,30 +238,23 @@ def gather(question: Question, say: Callable[[str], None]) -> PriorKnowledge:
 
 def advise(question: Question, prior: PriorKnowledge) -> Advice:
     """Judge every strategy under the question's limits; return the allowed ones, the best first."""
-    records = [prior.evidence.get((one.cell.strategy, one.cell.format)) for one in prior.planned]
-    measured = [
-        (prediction, evidence)
-        for prediction, evidence in zip(prior.predictions, records, strict=True)
-        if evidence
+    known = [
+        (one, prediction, prior.evidence.get((one.cell.strategy, one.cell.format)))
+        for one, prediction in zip(prior.planned, prior.predictions, strict=True)
     ]
     speeds = behind(USUAL, question.disk)
-    speeds = speeds.slowed(slowness(measured, speeds))
-    judged = [
-        assess(
-            one.strategy, prediction, evidence, speeds, question.limits,
-            "" if question.selection and not one.cell.options else prior.checkpoint_format,
-        )
-        for one, prediction, evidence in zip(prior.planned, prior.predictions, records, strict=True)
-    ]  # fmt: skip
+    speeds = speeds.slowed(slowness([(one, found) for _, one, found in known if found], speeds))
+    judged = []
+    for one, prediction, evidence in known:
+        # A strategy that does not read the selected part itself needs it as a checkpoint of its own.
+        fmt = "" if question.selection and not one.cell.options else prior.checkpoint_format
+        judged.append(assess(one.strategy, prediction, evidence, speeds, question.limits, fmt))
     allowed = [one for one in judged if _is_allowed(one, question.allow)]
     return Advice(question, prior, tuple(ranked(allowed)))
 
 
-def _code(advice: Advice) -> str:
-    question, best, checkpoint = advice.question, advice.best, advice.question.checkpoint
-    prior = advice.prior
-    if not best:
-        return ""
+def _code(advice: Advice, best: Candidate) -> str:
+    question, prior, checkpoint = advice.question, advice.prior, advice.question.checkpoint
     planned, predicted = next(
         pair
         for pair in zip(prior.planned, prior.predictions, strict=True)
@@ -383,17 +375,6 @@ def _no_best(advice: Advice) -> str:
     return f"No strategy certainly fits. {_help(asked.dtype)}"
 
 
-def _of_use(use: str, least_bytes: int, most_bytes: int) -> str:
-    """Return a note on the memory that the use needs: the least and the most of all strategies."""
-    least, most = (format_bytes(size, digits=1) for size in (least_bytes, most_bytes))
-    training = use in TRAINING
-    begin = f"For training with {use}," if training else f"For the use {use},"
-    end = " after the first step" if training else ""
-    if most_bytes <= least_bytes + doubt_bytes(least_bytes):
-        return f"{begin} every way of loading needs {most}{end}: choose by time."
-    return f"{begin} the ways of loading need {least} to {most}{end}."
-
-
 def _help(dtype: str) -> str:
     if dtype == "float32":
         return "A smaller dtype (--dtype bf16) or a higher limit may help."
@@ -445,39 +426,30 @@ def _reads_part(info: StrategyInfo, question: Question) -> bool:
 
 
 def _is_allowed(candidate: Candidate, allow: Sequence[str]) -> bool:
-    kinds = {
-        "resave" if one.startswith(SAVED_AS) else one if one == "weighin" else "packages"
-        for one in candidate.asks
-        if one != OWN_CODE
-    }
-    return kinds <= {*allow}
+    asks = {"resave" if one.startswith(SAVED_AS) else one for one in candidate.asks} - {OWN_CODE}
+    return {one if one in ALLOWED else "packages" for one in asks} <= {*allow}
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineAdvice:
-    """The advice for each part of a pipeline of diffusers, for both ways to load the parts.
+    """The advice for each part of a pipeline of diffusers, by the way to load the parts.
 
-    "Together": while a part is loaded, all other parts are in memory, and their weights are subtracted
-    from the limit. "One after the other": each part is freed before the next part is loaded, so that
-    each load has the whole limit.
+    "together": the weights of all other parts are subtracted from the limit. "one after the other":
+    each part is freed before the next one is loaded.
     """
 
     title: str
     limits: Limits
     sizes: Mapping[str, int]
     advices: Mapping[str, Mapping[str, Advice]]
-    """The advice for each part, by the way to load the parts."""
 
     @property
     def best(self) -> str:
         """The first way in which all parts surely fit; else ""."""
-        fitting = (
-            held for held, each in self.advices.items() if all(a.best for a in each.values())
-        )
-        return next(fitting, "")
+        fit = [way for way, each in self.advices.items() if all(a.best for a in each.values())]
+        return "".join(fit[:1])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the answer as data for ``--json``."""
         return {
             "pipeline": self.title,
             "ram_limit_bytes": self.limits.ram_bytes,
@@ -494,11 +466,7 @@ class PipelineAdvice:
 def advise_pipeline(
     title: str, questions: Mapping[str, Question], say: Callable[[str], None]
 ) -> PipelineAdvice:
-    """Return the advice for each part of a pipeline; every question has the limits of the whole pipeline.
-
-    Raises:
-        HarnessError: a part of the pipeline, or the records of a run, cannot be read.
-    """
+    """Return the advice for each part of a pipeline; every question has the limits of the whole pipeline."""
     prior = {
         name: gather(question, lambda text, name=name: say(f"{name}: {text}"))  # type: ignore[misc]
         for name, question in questions.items()
@@ -507,14 +475,20 @@ def advise_pipeline(
         name: max((one.model_bytes or 0 for one in each.predictions), default=0)
         for name, each in prior.items()
     }
-    together = {}
-    for name, question in questions.items():
-        on_host, others = question.device == "cpu", sum(sizes.values()) - sizes[name]
-        ram, vram = question.limits.ram_bytes, question.limits.vram_bytes
-        left = Limits(
-            ram and max(1, ram - others * on_host), vram and max(1, vram - others * (not on_host))
+
+    def apart(question: Question, others: int) -> Question:
+        on_host, (ram, vram) = question.device == "cpu", astuple(question.limits)
+        left = (
+            ram and max(1, ram - others * on_host),
+            vram and max(1, vram - others * (not on_host)),
         )
-        together[name] = advise(replace(question, limits=left), prior[name])
+        return replace(question, limits=Limits(*left))
+
+    total = sum(sizes.values())
+    together = {
+        name: advise(apart(question, total - sizes[name]), prior[name])
+        for name, question in questions.items()
+    }
     alone = {name: advise(question, prior[name]) for name, question in questions.items()}
     limits = next(iter(questions.values())).limits
     advices = {"together": together, "one after the other": alone}

@@ -29,7 +29,6 @@ that is not this text and does not begin with ``SAVED_AS`` is the name of a pack
 _DOUBT_SHARE, _DOUBT_BYTES = 0.02, 32 * MIB  # the largest error of a predicted RAM floor
 _OF_FOLDERS: Final = frozenset({"safetensors", *(each.name for each in LIBRARIES)})
 """Packages that users of Hugging Face folders have, so that they do not count as requirements."""
-_OURS: Final = frozenset({"streaming"})
 _DOUBT_TIMES: Final = 2.0
 """A strategy with a predicted time precedes a measured one only if it is faster by this factor."""
 _SAME_TIME: Final = 1.2
@@ -69,21 +68,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """A machine's speeds in bytes per second, and costs in seconds.
+    """A machine's speeds in bytes per second, and costs in seconds: by default, of a small cloud machine.
 
-    The defaults are those of a small cloud machine. They order strategies better than speeds that
-    are measured on the machine within seconds: such figures differ by a factor of two between two
-    measurements (docs/internals.md).
-
-    Attributes:
-        read_bytes_per_s: reading a file that is not in the page cache: one thread, buffered.
-        read_direct_bytes_per_s: reading such a file with direct I/O, by several threads.
-        map_bytes_per_s: reading such a file through a mapping.
-        fault_bytes_per_s: writing to memory for the first time, without a request for huge pages.
-        copy_bytes_per_s: copying memory that was written before.
-        init_bytes_per_s: initialising a tensor with random numbers, as constructors do.
-        archive_s: opening a file with ``torch.load``.
-        module_s: importing one Python module.
+    They order strategies better than speeds that are measured on the machine within seconds: two such
+    measurements differ by a factor of two (docs/internals.md). ``direct`` is direct I/O by several
+    threads, ``fault`` the first write to memory, ``init`` a constructor's random numbers, ``archive_s``
+    an opening by ``torch.load``, and ``module_s`` an import.
     """
 
     read_bytes_per_s: float = 1.2 * GIB
@@ -108,13 +98,11 @@ USUAL: Final = Speeds()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One strategy with its verdict.
+    """One strategy with its verdict, and the reason for it: "keeps two copies: 12.9 GiB".
 
     Attributes:
-        why: the reason for the verdict, such as "keeps two copies: 12.9 GiB".
-        need_bytes: the smallest RAM limit in bytes under which the strategy works.
-        margin_bytes: the RAM limit minus ``need_bytes``; None without a limit.
-        cuda_bytes: the GPU memory that the CUDA allocator reserves.
+        need_bytes: the smallest RAM limit in bytes under which the strategy works; ``margin_bytes`` is
+            the asked limit minus it.
         ready_s: the seconds from the load's start until every byte of the model was read once.
         noise_s: the median absolute deviation of the measured times; None for fewer than two.
         memory_from, time_from: whether memory and time are "measured" or "predicted"; "" if unknown.
@@ -179,10 +167,8 @@ def assess(
 
 
 def predicted_ready_s(prediction: Prediction, machine: Speeds) -> float:
-    """Return the predicted seconds until every byte was read.
-
-    They are a sum over all kinds of work: the amount of each kind, divided by the machine's speed,
-    and the processor time of the symbolic run, for what Python does for each tensor.
+    """Return the predicted seconds until every byte was read: the sum of each kind of work, divided by
+    the machine's speed, and the processor time of the symbolic run, for what Python does.
     """
     work = prediction.work
     stays_in_memory = max(0, (prediction.model_bytes or 0) - work.mapped_bytes)
@@ -202,10 +188,8 @@ def predicted_ready_s(prediction: Prediction, machine: Speeds) -> float:
 
 
 def slowness(measured: Iterable[tuple[Prediction, Evidence]], speeds: Speeds) -> float:
-    """Return the median ratio of measured to predicted times; 1 if nothing was measured.
-
-    A predicted time, multiplied by this ratio, can be compared with measured times. For each
-    strategy, the ratio uses the times without a RAM limit, or else those under the largest one.
+    """Return the median ratio of measured to predicted times, without a RAM limit or under the largest;
+    1 if nothing was measured. Predicted times, multiplied by it, compare with measured ones.
     """
     ratios = [
         seconds / predicted_s
@@ -233,9 +217,7 @@ def _verdict(
 
 
 def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None) -> FitVerdict:
-    """Return the verdict on a strategy under a RAM limit; ``tried`` tells whether a measured load
-    worked under this limit, and is None if no measurement shows this.
-    """
+    """Return the verdict under a RAM limit; ``tried`` tells whether a measured load worked under it."""
     least, most = _floor_range(prediction, need)
     if tried is False or (tried is None and least > ram_bytes + doubt_bytes(least)):
         return FitVerdict.TOO_LARGE
@@ -249,9 +231,8 @@ def _under(ram_bytes: int, prediction: Prediction, need: int, tried: bool | None
 def _floor_range(prediction: Prediction, need: int) -> tuple[int, int]:
     """Return two RAM limits: below the first, every load is killed; above the second, no load is.
 
-    Both limits are predicted. If the measured ``need`` contradicts the prediction, both are ``need``.
-    Measurements of the same load differ by some MiB or more, for example with the fragmentation of
-    the heap. If ``need`` always decided, another run could change the recommendation.
+    Both are predicted, unless the measured ``need`` contradicts them: measurements of one load differ by
+    some MiB, and another run should not change the recommendation.
     """
     least, most = prediction.floor_least_bytes, prediction.floor_bytes
     if least and most and least - doubt_bytes(least) <= need <= most + doubt_bytes(most):
@@ -260,12 +241,10 @@ def _floor_range(prediction: Prediction, need: int) -> tuple[int, int]:
 
 
 def doubt_bytes(need: int) -> int:
-    """Return by how many bytes the predicted smallest RAM limit may be too high or too low."""
     return _DOUBT_BYTES + int(_DOUBT_SHARE * need)
 
 
 def _memory_phrase(prediction: Prediction, need: int) -> str:
-    """Return a phrase for the memory that a load needs: "keeps two copies: 12.9 GiB"."""
     size, model = format_bytes(need, digits=1), prediction.model_bytes
     if _stays_mapped(prediction):
         return f"keeps {size} and mapped pages of the file"
@@ -274,15 +253,14 @@ def _memory_phrase(prediction: Prediction, need: int) -> str:
     if not model or need - beside < model // 2:
         return f"keeps {size}"
     copies = (need - beside) / model
-    if 0.85 <= copies < 1.25:
-        return f"keeps one copy: {size}"
-    if 1.75 <= copies < 2.25:
-        return f"keeps two copies: {size}"
-    return f"keeps {copies:.1f} times the model: {size}"
+    one_or_two = (
+        "one copy" if 0.85 <= copies < 1.25 else "two copies" if 1.75 <= copies < 2.25 else ""
+    )
+    return f"keeps {one_or_two or f'{copies:.1f} times the model'}: {size}"
 
 
 def _stays_mapped(prediction: Prediction) -> bool:
-    """Return whether more than half of the loaded model is a mapping of its file."""
+    """Whether more than half of the loaded model is a mapping of its file."""
     if prediction.cell.device != "cpu" or not prediction.model_bytes:
         return False
     anonymous, mapped = prediction.tensors_with_use_bytes, prediction.work.mapped_bytes
@@ -291,23 +269,14 @@ def _stays_mapped(prediction: Prediction) -> bool:
 
 def _asks(info: StrategyInfo, cell: Cell, checkpoint_format: str) -> list[str]:
     asked = [] if cell.format == checkpoint_format else [f"{SAVED_AS}{cell.format}"]
-    if is_folder(cell.model):
-        asked += [name for name in info.packages if name_of(name) not in _OF_FOLDERS]
-        if not info.maps_keys:
-            asked.append(OWN_CODE)
-    else:
-        asked += info.packages
-    if info.name in _OURS:
-        asked.append("weighin")
-    return asked
+    of_folder = is_folder(cell.model)
+    asked += [one for one in info.packages if not (of_folder and name_of(one) in _OF_FOLDERS)]
+    asked += [OWN_CODE] * (of_folder and not info.maps_keys)
+    return asked + ["weighin"] * (info.name == "streaming")
 
 
 def behind(speeds: Speeds, pace: Pace) -> Speeds:
-    """Return a machine's speeds as if its disk had the rate and the latency of ``pace``.
-
-    The time of a request is the latency, plus its bytes divided by the rate. A reader that sends n
-    requests of 128 KiB at once reads n * 128 KiB in the time of one, but not faster than the rate.
-    """
+    """Return a machine's speeds as if its disk had the rate and the latency of ``pace``."""
     if not pace:
         return speeds
     # As many threads as ``load_streaming`` uses for such a disk.
@@ -326,7 +295,9 @@ def behind(speeds: Speeds, pace: Pace) -> Speeds:
 
 
 def rate(pace: Pace, requests: int) -> float:
-    """Return the bytes per second of a reader that sends ``requests`` requests of 128 KiB at once."""
+    """Return the bytes per second of a reader that sends ``requests`` requests of 128 KiB at once: all
+    take the time of one, but not less than the rate allows.
+    """
     request_s = _request_s(pace, LARGEST_READ_BYTES)
     of_requests = requests * LARGEST_READ_BYTES / request_s if request_s else math.inf
     return min(pace.bytes_per_s or math.inf, of_requests)
@@ -354,7 +325,6 @@ def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _by_time(alike: Sequence[Candidate]) -> list[Candidate]:
-    """Return the strategies of one verdict from the best to the worst."""
     is_any_measured = any(one.time_from == MEASURED for one in alike)
 
     def counted_s(candidate: Candidate) -> float:

@@ -23,14 +23,10 @@ _SAME_LOAD: Final = ("model", "device", "dtype", "cache", "ranks", "disk")
 class Evidence:
     """What was measured of one strategy with one checkpoint format.
 
-    Attributes:
-        ok_limits: the RAM limits in bytes under which a load ended ok; None is a load without a limit.
-        killed_limits: the RAM limits in bytes under which a load was killed for lack of memory.
-        anon_bytes: the sampled maximum of anonymous and shared memory over all loads that ended ok,
-            including the use after the load.
-        cuda_reserved_bytes: the GPU memory that the CUDA allocator reserved in the last such load.
-        ready_s: for each RAM limit, in how many seconds loads that ended ok had read every byte.
-        incomplete: a text for each run that was stopped before its last measurement.
+    Limits are RAM limits in bytes, and None is a load without one. ``anon_bytes`` is the sampled
+    maximum of anonymous and shared memory over all loads that ended ok, with the use after the load;
+    ``ready_s`` has the seconds until every byte was read, by limit; ``incomplete`` a text for each run
+    that was stopped before its last measurement.
     """
 
     ok_limits: list[int | None] = field(default_factory=list)

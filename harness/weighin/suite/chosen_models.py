@@ -18,14 +18,9 @@ from weighin.suite import registry, user_code
 class ChosenModels:
     """The models that a run measures, with their weights and settings.
 
-    Attributes:
-        checkpoint: the user's own weights for all models; None if ``checkpoints`` has the weights,
-            or if weighin generates them.
-        selection: the part of the checkpoint that contains the weights.
-        dtypes: the dtype of each model's loads, by the model's title; "auto" is already resolved.
-        checkpoints: the user's own weights of each model, by title, in a suite of several models.
-        python_path: the folders from which the models' builders are imported.
-        notes: surprising facts about the checkpoint, and files beside it that a load ignores.
+    The user's own weights are ``checkpoint`` for all models, or in ``checkpoints`` by a model's title.
+    ``dtypes`` has the dtype of each model's loads by title, with "auto" resolved. The models' builders
+    are imported from the folders of ``python_path``.
     """
 
     specs: tuple[ModelSpec, ...]
@@ -38,7 +33,6 @@ class ChosenModels:
 
     @property
     def own_format(self) -> str | None:
-        """The format in which ``checkpoint`` is loaded; None if ``checkpoint`` is None."""
         return formats.loaded_as(self.checkpoint, self.selection)
 
     @property
@@ -52,11 +46,6 @@ class ChosenModels:
 
     @property
     def dtype(self) -> str:
-        """The dtype of all loads.
-
-        Raises:
-            ConfigError: the models have different dtypes.
-        """
         dtypes = set(self.dtypes.values())
         if len(dtypes) > 1:
             raise ConfigError(
@@ -73,10 +62,6 @@ def choose(settings: Settings) -> ChosenModels:
     The key and the prefix of the weights are those of --key and strip_prefix, unless a model's
     entry has them. The choice of weights and of a class applies to every model that is a Hugging
     Face folder.
-
-    Raises:
-        HarnessError: a model, its builder or its dtype is invalid, a model has two checkpoints, the
-            selections differ, or a selection is given without one checkpoint for all models.
     """
     choice, selection = settings.choice, _selection(settings)
     given = settings.checkpoint and registry.weights_of(settings.checkpoint)

@@ -69,10 +69,8 @@ _FOLDERS: dict[Operation, str] = {"load": ".", "save": "saving"}
 
 
 def data_folder(name: str) -> Path:
-    """Return the path of one of weighin's data folders: "strategies" or "configs".
-
-    The data folders lie beside the package in a checkout, and inside the package in an installed
-    wheel.
+    """Return one of weighin's data folders, "strategies" or "configs": beside the package in a checkout,
+    and inside it in an installed wheel.
     """
     return Path(CODE_PATH[1]) / name
 
@@ -84,22 +82,15 @@ class StrategyInfo:
     Attributes:
         formats: the checkpoint formats that the strategy reads (a load) or writes (a save).
         options: the names that the strategy accepts in ``job.options``.
-        maps_keys: whether the strategy renames and converts a checkpoint's keys as transformers
-            does.
-        pretrained: the library whose Hugging Face folders the strategy loads, "transformers",
-            "diffusers" or "timm"; empty if the strategy needs no such folder.
-        packages: the packages from PyPI that the strategy imports beside torch and weighin, such as
-            "fastsafetensors" or "safetensors>=0.8".
-        shares_load: whether the strategy divides one load among ranks (processes), and so needs at
-            least two.
-        weights_only: whether the strategy reads a training checkpoint with
-            torch.load(weights_only=True), which refuses most classes.
-        dequantises: whether the strategy loads a quantised Hugging Face folder as from_pretrained
-            does.
-        merges: whether the strategy merges an adapter into the model.
-        needs_adapter: whether the strategy works only with an adapter.
-        peak: the memory of a load on the CPU, for all formats, or one text for each of ``formats``:
-            words of ``PEAK_WORDS``, as in "model + tensor". Empty if it is not known.
+        maps_keys: whether it renames and converts a checkpoint's keys as transformers does.
+        pretrained: the library whose Hugging Face folders it loads: "transformers", "diffusers", "timm".
+        packages: the packages from PyPI that it imports: "fastsafetensors", "safetensors>=0.8".
+        shares_load: whether it divides one load among ranks, and so needs at least two.
+        weights_only: whether it reads training checkpoints with torch.load(weights_only=True).
+        dequantises, merges: whether it loads quantised folders, and merges an adapter.
+        needs_adapter: whether it works only with an adapter.
+        peak: the memory of a load on the CPU, for all formats or for each: words of ``PEAK_WORDS``, as
+            in "model + tensor". Empty if it is not known.
     """
 
     name: str
@@ -119,14 +110,12 @@ class StrategyInfo:
     peak: tuple[str, ...] = ()
 
     def loads(self, found: quantised.Quantised) -> bool:
-        """Tell whether the strategy can load the quantised weights, by its library's code or by
-        weighin's.
-        """
+        """Tell whether the library's code or weighin's can load the quantised weights."""
         return self.dequantises and (bool(self.pretrained) or found.dequantises)
 
     @property
     def missing(self) -> str:
-        """A text: the missing packages and the command that installs them; empty if none is missing."""
+        """As ``missing_packages``."""
         return missing_packages(self.packages)
 
     def check_options(self, names: Iterable[str]) -> None:
@@ -137,11 +126,7 @@ class StrategyInfo:
 
 
 def strategies(operation: Operation = "load") -> dict[str, StrategyInfo]:
-    """Return all strategies for one operation, by name: those of weighin and of installed packages.
-
-    Raises:
-        ConfigError: two strategies have the same name, or a file is not a strategy.
-    """
+    """Return all strategies for one operation, by name: those of weighin and of installed packages."""
     by_name: dict[str, StrategyInfo] = {}
     ours = sorted((data_folder("strategies") / _FOLDERS[operation]).glob("[!_]*.py"))
     for path in [*ours, *_third_party(operation)]:
@@ -171,12 +156,8 @@ def chosen(
 ) -> tuple[tuple[StrategyInfo, dict[str, Any]], ...]:
     """Return the strategies of a run, each with its options.
 
-    ``own_format`` is the format of a user's checkpoint. If weighin can only read this format, the
-    settings name no strategy and no format, and no default strategy reads the format, return all
-    strategies that read it in one process.
-
-    Raises:
-        UnknownName: a strategy does not exist, or does not declare one of its options.
+    If nobody names a strategy or a format, and no default strategy reads ``own_format``, the format of
+    a user's checkpoint that weighin can only read, return all that read it in one process.
     """
     pairs = []
     operation = settings.operation
@@ -201,28 +182,49 @@ def read_strategy(path: Path, operation: Operation = "load") -> StrategyInfo:
     """
     example = "see strategies/README.md for an example of 20 lines"
     tree = user_code.parse(path, "strategy", f"{operation}(job)", example)
-    docstring, constants = ast.get_docstring(tree), _constants(tree)
+    docstring, constants = ast.get_docstring(tree), dict[str, tuple[Any, int]]()
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            value = None  # of a value that is no literal
+            with suppress(ValueError, TypeError):
+                value = ast.literal_eval(node.value or ast.Constant(None))
+            constants.setdefault(ast.unparse(target), (value, node.lineno))
+
+    def wrong(name: str, what: str, example: str) -> ConfigError:
+        line = constants[name][1]
+        return ConfigError(
+            f"{path}, line {line}: {name} is not {what}", f"write it as in {example}"
+        )
+
+    def texts(name: str, default: tuple[str, ...] = ()) -> tuple[str, ...]:
+        value, _ = constants.get(name, (default, 0))
+        is_texts = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+        if not is_texts or (default and not value):
+            first = [*default, "name"][0]
+            raise wrong(name, "a tuple of strings", f'{name} = ("{first}",)')
+        return tuple(value)
+
     flags = {name for name, (value, _) in constants.items() if value is True}
-    formats_read = _texts(path, constants, "FORMATS", ("pt",))
-    peak = _texts(path, constants, "PEAK")
+    formats_read, peak = texts("FORMATS", ("pt",)), texts("PEAK")
     words = {word for text in peak for word in text.split(" + ")}
     if words - {*PEAK_WORDS} or len(peak) not in (0, 1, len(formats_read)):
-        what = f"PEAK is not a sum of {', '.join(PEAK_WORDS)}, or one for each of FORMATS"
-        raise _wrong(path, constants["PEAK"][1], what, 'PEAK = ("model + tensor",)')
-    library, line = constants.get("PRETRAINED", ("", 0))
+        what = f"a sum of {', '.join(PEAK_WORDS)}, or one for each of FORMATS"
+        raise wrong("PEAK", what, 'PEAK = ("model + tensor",)')
+    library, _ = constants.get("PRETRAINED", ("", 0))
     library = TRANSFORMERS.name if library is True else library
     if library not in ("", *(each.name for each in LIBRARIES)):
-        raise _wrong(path, line, "PRETRAINED is not the name of a library", 'PRETRAINED = "timm"')
+        raise wrong("PRETRAINED", "the name of a library", 'PRETRAINED = "timm"')
     return StrategyInfo(
         name=path.stem,
         path=path.resolve(),
         summary=docstring.splitlines()[0] if docstring else "",
         formats=formats_read,
-        devices=_texts(path, constants, "DEVICES", ("cpu",)),
-        options=_texts(path, constants, "OPTIONS"),
+        devices=texts("DEVICES", ("cpu",)),
+        options=texts("OPTIONS"),
         maps_keys="MAPS_KEYS" in flags,
         pretrained=library,
-        packages=_texts(path, constants, "PACKAGES"),
+        packages=texts("PACKAGES"),
         shares_load="SHARES_LOAD" in flags,
         weights_only="WEIGHTS_ONLY" in flags,
         dequantises="DEQUANTISES" in flags,
@@ -252,50 +254,44 @@ def missing_packages(requirements: Iterable[str]) -> str:
 
     An example: "needs fastsafetensors: pip install 'weighin[loaders] @ git+URL'".
     """
-    absent = [each for each in requirements if not _is_met(each)]
+    from packaging.requirements import Requirement  # `weighin list` does without it
+
+    asked = [Requirement(each) for each in requirements]
+    found = versions(each.name for each in asked)
+    absent = [
+        each
+        for each in asked
+        if each.name not in found or not each.specifier.contains(found[each.name], prereleases=True)
+    ]
     if not absent:
         return ""
-    extras = {each: _extra_with(each) for each in absent}
-    others = [quote(each) for each in absent if not extras[each]]
+    extras = {each.name: _extra_with(each.name) for each in absent}
+    others = [quote(str(each)) for each in absent if not extras[each.name]]
     commands = [f"pip install {' '.join(others)}"] if others else []
     if chosen := sorted(filter(None, set(extras.values()))):
         commands.append(install.command(*chosen, anywhere=True))
-    return f"needs {', '.join(absent)}: {'; '.join(commands)}"
+    return f"needs {', '.join(map(str, absent))}: {'; '.join(commands)}"
 
 
-def _is_met(requirement: str) -> bool:
-    def numbers(text: str) -> tuple[int, ...]:
-        return tuple(map(int, re.findall(r"\d+", text)))
-
-    installed = versions([requirement]).get(name_of(requirement))
-    return installed is not None and numbers(installed) >= numbers(requirement.partition(">=")[2])
-
-
-def _extra_with(requirement: str) -> str:
+def _extra_with(package: str) -> str:
     """Return weighin's extra with the shortest name that installs a package: "loaders"; else empty."""
+    from packaging.utils import canonicalize_name
+
     try:
         lines = requires("weighin") or []
     except PackageNotFoundError:  # weighin runs from a folder without being installed
         lines = []
-    from packaging.utils import canonicalize_name  # `weighin list` does without it
-
-    name = canonicalize_name(name_of(requirement))
     extras = [
         found[1]
         for line in lines
-        if canonicalize_name(name_of(line)) == name
+        if canonicalize_name(name_of(line)) == canonicalize_name(package)
         and (found := re.search(r"""extra == ['"]([\w-]+)['"]""", line))
     ]
     return min(extras, key=len, default="")  # larger extras contain the package, too
 
 
 def chosen_uses(names: list[str]) -> dict[str, str]:
-    """Return the path of each use's file, by the use's name; empty for a use of weighin.
-
-    Raises:
-        UnknownName: a name is neither a file nor one of weighin's own uses.
-        ConfigError: a user's file has no function ``use``, or the same name as another use.
-    """
+    """Return the path of each use's file, by the use's name; empty for a use of weighin."""
     found: dict[str, str] = {}
     for name in names:
         if not (name.endswith(".py") or "/" in name):
@@ -414,11 +410,6 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
 
     The path of an index of shards stands for the index's folder. A Hub id stands for the folder of
     this ``revision`` in the local cache.
-
-    Raises:
-        UnknownName: no built-in model has this name, and it is neither a path nor a builder.
-        CheckpointError: the path does not exist, or the cache does not have the Hub model.
-        ConfigError: ``kwargs`` are given for a path.
     """
     if name in (known := models()) or user_code.is_file(name):
         return None
@@ -446,11 +437,7 @@ def path_of(name: str, kwargs: dict[str, object] | None = None, revision: str = 
 
 
 def gguf_in(path: Path) -> Path | None:
-    """Return the GGUF file at a path, or in the folder at a path; None for any other checkpoint.
-
-    Raises:
-        CheckpointError: the folder has several models in GGUF files and no other weights.
-    """
+    """Return the GGUF file at a path, or in the folder at a path; None for any other checkpoint."""
     if (gguf.is_file(path) or gguf.files_in(path)) and formats.detect(path) == gguf.NAME:
         return gguf.file_of(path)
     return None
@@ -459,11 +446,6 @@ def gguf_in(path: Path) -> Path | None:
 def weights_of(path: Path, choice: FolderChoice = AS_SAVED) -> Path:
     """Return the checkpoint at ``path``; for a Hugging Face folder with a single file of weights,
     return this file.
-
-    Raises:
-        CheckpointError: the folder has no weights, or not in the variant that ``choice`` names.
-        ConfigError: ``choice`` names a variant or a revision that a checkpoint of this kind cannot
-            have.
     """
     path = pretrained_folder.path_of(path, choice.revision)
     if file := gguf_in(path):
@@ -484,9 +466,6 @@ def notes_on(
     """Return notes on a checkpoint: its shards, its folder's class, and parts that are not loaded.
 
     ``architecture`` is the class that transformers has chosen; empty if nobody has asked it.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
     """
     slices = formats.read(checkpoint, selection)
     notes = list(slices.notes)
@@ -527,11 +506,7 @@ def suites() -> dict[str, Path]:
 
 
 def suite_file(name: str) -> Path:
-    """Return the file of a built-in suite by its name, or ``name`` itself if it is a path.
-
-    Raises:
-        UnknownName: no built-in suite has this name.
-    """
+    """Return the file of a built-in suite by its name, or ``name`` itself if it is a path."""
     if "/" in name or name.endswith((".yaml", ".yml")):
         return Path(name)
     known = suites()
@@ -561,35 +536,3 @@ def _file_of(module: str) -> Path | None:
         folders = spec.submodule_search_locations if spec else None
         spec = PathFinder.find_spec(part, list(folders)) if folders else None
     return Path(spec.origin) if spec and spec.origin and spec.has_location else None
-
-
-_Constants = dict[str, tuple[Any, int]]
-"""For each name that a file sets, its value and its line; a value that is no literal is None."""
-
-
-def _constants(tree: ast.Module) -> _Constants:
-    found: _Constants = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            value = None
-            with suppress(ValueError, TypeError):
-                value = ast.literal_eval(node.value or ast.Constant(None))
-            found.setdefault(ast.unparse(target), (value, node.lineno))
-    return found
-
-
-def _wrong(path: Path, line: int, what: str, example: str) -> ConfigError:
-    return ConfigError(f"{path}, line {line}: {what}", f"write it as in {example}")
-
-
-def _texts(
-    path: Path, constants: _Constants, name: str, default: tuple[str, ...] = ()
-) -> tuple[str, ...]:
-    """Return the strings of a strategy's constant; only a constant without a default may be empty."""
-    value, line = constants.get(name, (default, 0))
-    is_texts = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
-    if not is_texts or (default and not value):
-        example = f'{name} = ("{[*default, "name"][0]}",)'
-        raise _wrong(path, line, f"{name} is not a tuple of strings", example)
-    return tuple(value)
