@@ -47,8 +47,7 @@ def test_a_command_says_what_fits_with_its_code(command: CommandLine) -> None:
     assert (first["strategy"], first["verdict"]) == (found["recommended"], "fits")
     assert first["memory_from"] == first["time_from"] == "predicted"
     compile(found["code"], "pasted", "exec")
-    progress = f"predicting the memory and time of {len(found['candidates'])} strategies\n"
-    assert asked.err == progress
+    assert asked.err == ""  # only a terminal shows the progress
     nothing = command.run("recommend", "gpt2-tiny", "--ram", "64m", patience_s=400)
     assert nothing.code == 1, nothing.err
     assert "No strategy certainly fits." in nothing.out

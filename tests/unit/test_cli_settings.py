@@ -262,12 +262,6 @@ def test_a_suite_names_its_models_itself(here: Path) -> None:
     assert (isinstance(result.exception, HarnessError), result.stderr) == (True, "")
 
 
-def test_the_help_shows_the_defaults_that_hold_here(here: Path) -> None:
-    write('[tool.weighin]\nisolation = "cgroup"\n')
-    text = " ".join(CliRunner().invoke(app.app, ["bench", "--help"]).output.split())
-    assert "their figures differ. [default: cgroup]" in text
-
-
 def test_a_setting_that_another_verb_ignores_does_not_fail_there(asked: Measured) -> None:
     write("[tool.weighin]\npasses = 2\n")
     settings, _ = asked("floor", "gpt2-tiny", "--use", "none")

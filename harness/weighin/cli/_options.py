@@ -45,14 +45,15 @@ def settings(verb: str, **usual: str) -> list[click.Parameter]:
             plain = [one for one in values if isinstance(one, str | int | float | None)]
             texts = ["none" if one is None else str(one) for one in plain]
             has_default = not is_flag and (values != [None] or isinstance(field.default, list))
+            shown = usual.get(name) or ",".join(texts if has_default else [])
             more = " Repeatable." if written.is_repeatable and name != "strategies" else ""
+            more += f" [default: {shown}]" if shown else ""
             found.append(
                 Option(
                     [*definition.names_of(name, written), name],
                     written.group,
                     f"{field.description}{more}",
                     key=start + name,
-                    usual=usual.get(name) or ",".join(texts if has_default else []),
                     default=None,
                     is_flag=is_flag,
                     multiple=written.is_repeatable,

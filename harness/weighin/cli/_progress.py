@@ -2,8 +2,7 @@
 run's cells are finished.
 """
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -72,24 +71,6 @@ def progress(console: Console, cells: int | None) -> Iterator[Progress]:
             narrowed=lambda text: tell(f"  [bold]{escape(text)}[/]"),
             finished=finish,
         )
-
-
-@contextmanager
-def steps(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current step: in a terminal beside a spinner. Elsewhere it
-    prints only the first step.
-    """
-    if not console.is_terminal:
-        numbers = itertools.count()
-
-        def say(text: str) -> None:
-            if next(numbers) == 0:
-                console.print(escape(text), highlight=False, soft_wrap=True)
-
-        yield say
-        return
-    with console.status("starting") as status:
-        yield lambda text: status.update(escape(text))
 
 
 def line(result: Result) -> str:

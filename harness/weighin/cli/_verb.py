@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 
 import click
 
-from weighin.cli._pyproject import FORMER, settings_of
+from weighin.cli._pyproject import FORMER
 from weighin.errors import EXPLAINED, ConfigError
 
 WIDEST: Final = 100  # columns: longer lines are hard to read
@@ -30,24 +30,15 @@ _LONGEST_BESIDE: Final = 30
 
 
 class Option(click.Option):
-    """An option in one of the groups of a verb's help.
-
-    ``key`` is the setting that it sets, "command.KEY" for a key of a command, or empty. ``usual`` is
-    the setting's default, which the help shows unless pyproject.toml has another one.
+    """An option in one of the groups of a verb's help. ``key`` is the setting that it sets,
+    "command.KEY" for a key of a command, or empty.
     """
 
     def __init__(
-        self, names: Sequence[str], group: str, text: str, key: str = "", usual: str = "", **more: Any
-    ) -> None:  # fmt: skip
+        self, names: Sequence[str], group: str, text: str, key: str = "", **more: Any
+    ) -> None:
         super().__init__([*names], help=text, **more)
-        self.group, self.key, self._usual = group, key, usual
-
-    def get_help_extra(self, ctx: click.Context) -> Any:
-        extra = super().get_help_extra(ctx)
-        shown = settings_of(ctx).get(self.key, self._usual) if self.key else ""
-        if shown:
-            extra["default"] = ",".join(map(str, shown)) if isinstance(shown, list) else str(shown)
-        return extra
+        self.group, self.key = group, key
 
 
 def parameters(

@@ -51,20 +51,19 @@ def recommend(context: click.Context, typed: dict[str, Any]) -> None:
     pipeline: one if all parts stay in memory together, and one if the parts are loaded one after
     the other.
     """
-    from weighin.cli._progress import steps
     from weighin.recommend import answer
 
     best: object
     if found := _options.pipeline(context):
         path, folders = found
         questions = {name: question_of(context, str(part)) for name, part in folders.items()}
-        with steps(_console.err()) as say:
-            whole = answer.advise_pipeline(path.resolve().name, questions, say)
+        with _console.working("starting") as status:
+            whole = answer.advise_pipeline(path.resolve().name, questions, status.update)
         document, best, parts = whole.as_json(), whole.best, answer.pipeline_parts(whole)
     else:
         question = question_of(context)
-        with steps(_console.err()) as say:
-            advice = answer.advise(question, answer.gather(question, say))
+        with _console.working("starting") as status:
+            advice = answer.advise(question, answer.gather(question, status.update))
         document, best = advice.as_json(), advice.best
         parts = answer.parts(advice, None if typed["all"] else answer.SHOWN)
     _console.deliver(typed["json"], document, *parts, folds=False)

@@ -105,8 +105,6 @@ def _as_environment(value: object, info: ValidationInfo) -> object:
             raise ValueError(  # noqa: TRY004 (pydantic passes no TypeError on)
                 f"the value of {name} is {content!r}, not a text", "write the value in quotes"
             )
-        if "\0" in str(content):
-            raise ValueError(f"the value of {name} contains a NUL", f"leave {name} out")
     return {name: str(content) for name, content in items}
 
 
@@ -315,26 +313,13 @@ def _by_name(value: object) -> object:
     ]
 
 
-_WARM_SAVE = "warm does not apply to a save, because a save reads no checkpoint"
-_NOT_SLOW = "weighin slows the disk down only for a load, not for a save", "leave out disk and disk_latency"  # fmt: skip
-_SLOW_OR_WARM = (
-    "a warm load reads the page cache, so that the speed of the disk does not matter",
-    "leave out cache, or disk and disk_latency",
-)
-_NO_EFFECT: Final[dict[tuple[str, str], dict[str, tuple[object, str, str]]]] = {
+_NO_EFFECT: Final[dict[tuple[str, str], dict[str, object]]] = {
     ("operation", "save"): {
-        "cache": ("cold", _WARM_SAVE, "leave cache out"),
-        "uses": (FORWARD, "weighin runs no use of the model after a save", "leave the use out"),
-        "passes": (1, "weighin runs no forward pass after a save", "leave passes out"),
-        "ranks": (1, "a save runs in one process", "leave ranks out"),
-        "disk": (None, *_NOT_SLOW),
-        "disk_latency": (None, *_NOT_SLOW),
+        "cache": "cold", "uses": FORWARD, "passes": 1, "ranks": 1, "disk": None, "disk_latency": None,
     },
-    ("cache", "warm"): {"disk": (None, *_SLOW_OR_WARM), "disk_latency": (None, *_SLOW_OR_WARM)},
-}
-"""For a value of a setting, the settings that then have no effect: their only value, the reason, and
-the repair.
-"""
+    ("cache", "warm"): {"disk": None, "disk_latency": None},
+}  # fmt: skip
+"""For a value of a setting, the settings that then have no effect, with their only value."""
 
 
 def _check_commands(commands: list[SuiteCommand]) -> list[SuiteCommand]:
@@ -443,7 +428,7 @@ class Load(Strict):
     """Whether the checkpoint is out of the page cache when the load begins (cold), or was read just before (warm)."""
     format: Annotated[_Names, Option(WHAT, "bench floor predict", "NAMES")] = []
     """Formats of the checkpoint: pt, safetensors, sharded ... Default: what each strategy reads."""
-    passes: int = 1
+    passes: Annotated[int, Field(ge=1)] = 1
     """The number of forward passes of the use forward: each reads a mapped model that is larger than the limit again."""
     uses: Annotated[_Some[str], Option(HOW, _LOADS, "NAMES", ("--use",))] = [FORWARD]
     """What the model is used for after the load: names of `weighin list uses` such as adamw, files (./mine.py) with a function use(model), or none."""
@@ -537,17 +522,12 @@ class Settings(Measure, Load, Command, Model):
     @field_validator(*_NO_EFFECT["operation", "save"])
     @classmethod
     def _check_effect(cls, value: Any, info: ValidationInfo) -> Any:
+        key = info.field_name or ""
         for (name, state), without in _NO_EFFECT.items():
-            rule = without.get(info.field_name or "")
-            is_so = rule and info.data.get(name) == state
-            if rule and is_so and any(each != rule[0] for each in _as_list(value)):
-                raise ValueError(*rule[1:])
-        if info.field_name == "passes" and value < 1:
-            raise ValueError(
-                "0 forward passes mean no use of the model",
-                "write --use none (in a suite, uses: none)",
-            )
-        if info.field_name == "uses" and info.data.get("passes", 1) > 1 and FORWARD not in value:
+            is_so = key in without and info.data.get(name) == state
+            if is_so and any(each != without[key] for each in _as_list(value)):
+                raise ValueError(f"it has no effect with {name} {state}", f"leave {key} out")
+        if key == "uses" and info.data.get("passes", 1) > 1 and FORWARD not in value:
             raise ValueError(
                 "passes applies to the use forward, which is not among the uses", "leave passes out"
             )
@@ -588,26 +568,19 @@ _KINDS: Final[dict[str | None, tuple[str, tuple[type[Strict], ...]]]] = {
 """For each kind of suite, the key that it needs, and whose keys it has."""
 
 
-_OF_FILES: Final = (
-    "key", "trust_remote_code", "strip_prefix", "variant", "model_class", "revision",
-)  # fmt: skip
 _OF_A_MEASUREMENT: Final = {
     "ram", "vram", "ram_high", "disk", "disk_latency", "cache", "operation", "repeats", "passes",
     "steady", "jobs", "engine", "shard",
 }  # fmt: skip
 """Keys that a search for a floor sets itself, or does without."""
-_USED: Final[dict[str, tuple[str, ...]]] = {
-    "inspect": ("models", "kwargs", *_OF_FILES),
-    "convert": ("adapter", *_OF_FILES),
-    "predict": (
-        *Model.model_fields, "strategies", "device", "dtype", "format", "uses", "ranks", "environment",
-        "seed",
-    ),
-    "recommend": (
-        *Model.model_fields, "ram", "vram", "disk", "disk_latency", "device", "dtype", "uses", "ranks",
-    ),
-}  # fmt: skip
-"""The settings that each verb uses which measures nothing."""
+_OF_FILES: Final = {"strip_prefix", "variant", "model_class", "revision"}
+_ALSO_USED: Final = {
+    "inspect": {*_OF_FILES, "kwargs"},
+    "convert": _OF_FILES,
+    "predict": {*_OF_FILES, "kwargs", "environment", "seed"},
+    "recommend": {*_OF_FILES, "kwargs"},
+}
+"""The settings that a verb which measures nothing uses beside its options."""
 
 
 def used_by(verb: str, kind: str = MODELS) -> set[str]:
@@ -615,7 +588,9 @@ def used_by(verb: str, kind: str = MODELS) -> set[str]:
     keys = {*Settings.keys(kind)}
     if verb == "floor":
         return keys - _OF_A_MEASUREMENT
-    return keys & {*_USED.get(verb, keys)}
+    if verb not in _ALSO_USED:
+        return keys
+    return {key for key in keys if is_option(key, verb)} | _ALSO_USED[verb]
 
 
 class _ModelFile(Strict):
@@ -693,6 +668,11 @@ def option_of(field: FieldInfo) -> Option | None:
     return next((each for each in field.metadata if isinstance(each, Option)), None)
 
 
+def is_option(key: str, verb: str) -> bool:
+    option = option_of(Settings.model_fields[key])
+    return option is not None and verb in option.verbs.split()
+
+
 def names_of(key: str, option: Option) -> tuple[str, ...]:
     return option.names or (f"--{key.replace('_', '-')}",)
 
@@ -702,9 +682,8 @@ def typed_as(key: str, verb: str = "") -> str:
 
     Without ``verb``, an option of any verb counts.
     """
-    field = Settings.model_fields.get(key)
-    option = option_of(field) if field else None
-    if option and (not verb or verb in option.verbs.split()):
+    option = option_of(Settings.model_fields[key]) if key in Settings.model_fields else None
+    if option and (not verb or is_option(key, verb)):
         return names_of(key, option)[0].partition("/")[0]
     return f"--set {key}"
 
